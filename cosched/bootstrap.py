@@ -1,0 +1,126 @@
+"""Prepare a process to run SGLang, also where there is no GPU.
+
+Import this module before anything of ``sglang``::
+
+    import cosched.bootstrap  # noqa: F401
+
+With a CUDA GPU it changes nothing. Without one it
+
+* switches SGLang to its CPU engine (``SGLANG_USE_CPU_ENGINE=1``);
+* puts a stand-in for ``sgl_kernel`` on the import path when the real package is absent: SGLang
+  imports its names on every platform, while the CPU path with the ``torch_native`` attention
+  backend calls none of them. Calling one raises, naming the function;
+* defines the two operator schemas (``torchvision::nms``, ``torchvision::qnms``) that torchvision
+  declares fakes for, when its compiled operators do not fit the installed torch.
+
+All of it reaches SGLang's child processes too: the environment variable is inherited, and the
+plugin's entry point (``cosched_patches``) imports this module in each of them before SGLang's heavy
+modules are loaded.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from types import ModuleType
+from typing import Any
+
+__all__ = ["has_cuda", "prepare"]
+
+_STAND_IN = "sgl_kernel"
+
+
+def has_cuda() -> bool:
+    """Whether torch sees a CUDA GPU in this process (``CUDA_VISIBLE_DEVICES`` honoured)."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+class _MissingKernel:
+    """Takes the place of one name of ``sgl_kernel``; raises when it is called."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __getattr__(self, name: str) -> Any:
+        # Constants such as ``scalar_types.uint4b8`` are read at import time.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _MissingKernel(f"{self.__name__}.{name}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            f"{self.__name__} needs the compiled sgl_kernel package (a GPU build of SGLang); "
+            "this process runs cosched's CPU stand-in"
+        )
+
+
+class _StandInModule(ModuleType):
+    """A module in which every public name exists and none can be called."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = _MissingKernel(f"{self.__name__}.{name}")
+        setattr(self, name, value)
+        return value
+
+
+class _StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds ``sgl_kernel`` and every submodule of it."""
+
+    def find_spec(
+        self, fullname: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname == _STAND_IN or fullname.startswith(_STAND_IN + "."):
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        return None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        module = _StandInModule(spec.name)
+        module.__version__ = "0.0.0+cosched.stand.in"
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        return None
+
+
+def _install_kernel_stand_in() -> None:
+    if importlib.util.find_spec(_STAND_IN) is None:
+        sys.meta_path.append(_StandInFinder())
+
+
+def _define_torchvision_schemas() -> None:
+    """Define ``torchvision::nms``/``qnms`` unless torchvision's own library can.
+
+    A CUDA build of torchvision beside a CPU build of torch cannot load its compiled operators, and
+    registering its fake kernels then fails for want of the schemas.
+    """
+    import torch
+
+    if torch.version.cuda is not None or "torchvision" in sys.modules:
+        return
+    library = torch.library.Library("torchvision", "DEF")
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    # The library object must live as long as the process: its destructor undefines the schemas.
+    globals()["_torchvision_library"] = library
+
+
+def prepare() -> None:
+    """Make ``import sglang`` work in this process. Idempotent."""
+    if globals().get("_prepared"):
+        return
+    globals()["_prepared"] = True
+    if has_cuda():
+        return
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    _install_kernel_stand_in()
+    _define_torchvision_schemas()
+
+
+prepare()
