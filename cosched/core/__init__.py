@@ -1,0 +1,1 @@
+"""Immutable data shared by every layer: requests, views, plans, limits. Standard library only."""

@@ -1,0 +1,1 @@
+"""The adapter: the only package, with the patches, that imports SGLang."""

@@ -1,0 +1,1 @@
+"""The offline pool: which waiting offline request is taken next."""

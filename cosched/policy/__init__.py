@@ -1,0 +1,1 @@
+"""Policies: pure functions from a view to a plan."""

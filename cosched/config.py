@@ -1,0 +1,84 @@
+"""The configuration of a server: what ``COSCHED_CONFIG`` holds.
+
+The environment variable ``COSCHED_CONFIG`` is JSON, or the path of a JSON file. It is what switches
+cosched on: without it the plugin does nothing. Unknown keys are errors.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from cosched.errors import ConfigError
+from cosched.policy.registry import policy_entry
+
+__all__ = ["ENV_VAR", "Config", "SloConfig", "load_config", "parse_config"]
+
+ENV_VAR = "COSCHED_CONFIG"
+
+
+class SloConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Targets of online requests that name none of their own [ms]."""
+
+    ttft_ms: float = 1000.0
+    tpot_ms: float = 50.0
+
+    def __post_init__(self) -> None:
+        for name in ("ttft_ms", "tpot_ms"):
+            value = getattr(self, name)
+            if not 0 < value < float("inf"):
+                raise ValueError(f"{name} must be a positive number of milliseconds, not {value}")
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The keys of ``COSCHED_CONFIG``.
+
+    policy             name of the policy (`cosched.policy.registry.POLICIES`)
+    slo                targets of online requests
+    latency_budget_ms  most predicted milliseconds of an iteration; absent: derived from the SLO
+    latency_model      file that ``cosched.profile`` wrote; absent: calibrated while running
+
+    The last two are read by policies with a latency budget; those with a token budget ignore them.
+    """
+
+    policy: str = "sarathi"
+    slo: SloConfig = SloConfig()
+    latency_budget_ms: float | None = None
+    latency_model: str | None = None
+
+    def __post_init__(self) -> None:
+        policy_entry(self.policy)
+        if self.latency_budget_ms is not None and not self.latency_budget_ms > 0:
+            raise ValueError(
+                f"latency_budget_ms must be a positive number, not {self.latency_budget_ms}"
+            )
+
+    def to_json(self) -> str:
+        return msgspec.json.encode(self).decode()
+
+
+def parse_config(text: str, *, source: str) -> Config:
+    """Read a configuration from JSON. ConfigError names `source`, the key and what is wrong."""
+    try:
+        return msgspec.json.decode(text, type=Config)
+    except (msgspec.DecodeError, ConfigError) as error:
+        raise ConfigError(f"{source}: {error}") from None
+
+
+def load_config(environ: Mapping[str, str] = os.environ) -> Config | None:
+    """The configuration of this process, or None when cosched is switched off."""
+    text = environ.get(ENV_VAR, "").strip()
+    if not text:
+        return None
+    if text.startswith("{"):
+        return parse_config(text, source=ENV_VAR)
+    try:
+        content = Path(text).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{ENV_VAR} is neither a JSON object nor a readable file: {text!r} ({error.strerror})"
+        ) from None
+    return parse_config(content, source=text)

@@ -1,0 +1,136 @@
+"""The ledger of one iteration: every token, page and slot a plan spends goes through it."""
+
+from __future__ import annotations
+
+from cosched.core.caps import EngineCaps
+from cosched.core.plan import SkipReason
+from cosched.core.request import Request
+from cosched.core.view import Match, View
+
+__all__ = ["IterationBudget"]
+
+
+class IterationBudget:
+    """What is left of the token, memory, slot and chunk limits while a plan grows.
+
+    The memory rule is the engine's own (SGLang's `PrefillAdder`): a request is admitted when its
+    uncached prompt, the output it may still generate (at most `EngineCaps.max_reserved_tokens`)
+    and one page of rounding are below the headroom. It then holds its chunk; the output stays
+    reserved once its prefill is complete.
+    """
+
+    __slots__ = ("_caps", "_view", "headroom", "slots", "tokens", "unfinished")
+
+    def __init__(self, view: View) -> None:
+        caps = view.caps
+        kv = view.kv
+        num_running = len(view.running)
+        num_mixed = num_running if caps.mixed_batches else 0
+        limit = caps.max_prefill_tokens
+        if caps.max_chunk_tokens is not None:
+            limit = min(limit, caps.max_chunk_tokens)
+        self._caps = caps
+        self._view = view
+        self.tokens = limit - num_mixed
+        """Prefill tokens left."""
+        self.headroom = kv.headroom - num_mixed
+        """KV tokens left for new work; may be negative."""
+        self.slots = view.free_slots
+        """Requests that may still be admitted."""
+        self.unfinished = caps.max_unfinished_prefills
+        """Requests whose prefill may still end unfinished."""
+
+    def fork(self) -> IterationBudget:
+        """A copy to try things on."""
+        other = object.__new__(IterationBudget)
+        for name in self.__slots__:
+            setattr(other, name, getattr(self, name))
+        return other
+
+    def refusal(self, request: Request, match: Match) -> SkipReason | None:
+        """Why a waiting request cannot be admitted now, or None. Hard limits only."""
+        if self.slots <= 0:
+            return SkipReason.REQUEST_SLOTS
+        if self.shortfall(request, match) > 0:
+            return SkipReason.MEMORY_BUDGET
+        if self.tokens <= 0:
+            return SkipReason.TOKEN_BUDGET
+        if self.chunk(request, match.cached) <= 0:
+            return (
+                SkipReason.UNFINISHED_PREFILL if self.unfinished <= 0 else SkipReason.TOKEN_BUDGET
+            )
+        return None
+
+    def shortfall(self, request: Request, match: Match) -> int:
+        """KV tokens missing to admit a waiting request; <= 0 when it fits."""
+        caps = self._caps
+        num_uncached = _num_tokens(request) - match.cached
+        need = num_uncached + self._reserve(request) + caps.page_size + match.evictable
+        return need + 1 - self.headroom  # the engine asks for strictly less than the headroom
+
+    def chunk(self, request: Request, num_cached: int) -> int:
+        """Prompt tokens of this request that fit the token budget: all that remain, or a chunk
+        that ends on a page boundary when a prefill may stay unfinished, or 0."""
+        remaining = _num_tokens(request) - num_cached
+        if self._caps.ceil_to_page(remaining) <= self.tokens:
+            return remaining
+        if self._caps.max_chunk_tokens is None:
+            # Without chunked prefill the engine runs the first prompt whole, whatever its length.
+            limit = self._caps.max_prefill_tokens
+            return remaining if self.tokens >= limit - len(self._view.running) else 0
+        if self.unfinished <= 0:
+            return 0
+        page = self._caps.page_size
+        end = (num_cached + self.tokens) // page * page
+        return max(end - num_cached, 0)
+
+    def charge_admission(self, request: Request, match: Match, num_tokens: int) -> None:
+        """Spend what admitting `num_tokens` of a waiting request takes."""
+        self.slots -= 1
+        self.headroom -= match.evictable
+        self._charge_prefill(request, match.cached, num_tokens)
+
+    def continuation(self, request: Request) -> int:
+        """Prompt tokens that an unfinished prefill may compute now; 0 when it must stop.
+
+        It holds its request slot already, but the engine counts it among the admitted too.
+        """
+        num_tokens = self.chunk(request, request.num_computed_tokens)
+        if num_tokens <= 0 or self.slots <= 0:
+            return 0
+        need = self._caps.ceil_to_page(num_tokens) + self._caps.page_size
+        if request.num_computed_tokens + num_tokens == _num_tokens(request):
+            need += self._reserve(request)
+        return num_tokens if need <= self.headroom else 0
+
+    def charge_continuation(self, request: Request, num_tokens: int) -> None:
+        """Spend what `num_tokens` more of an unfinished prefill take."""
+        self.slots -= 1
+        self._charge_prefill(request, request.num_computed_tokens, num_tokens)
+
+    def refund_preemption(self, request: Request) -> None:
+        """Give back what stopping a running request or an unfinished prefill frees."""
+        self.slots += 1
+        self.headroom += self._view.preemption_gain(request) + self._view.reserve_of(request)
+        if self._caps.mixed_batches and all(r.rid != request.rid for r in self._view.unfinished):
+            self.tokens += 1
+            self.headroom += 1
+
+    def _charge_prefill(self, request: Request, num_cached: int, num_tokens: int) -> None:
+        assert num_tokens > 0, f"{num_tokens=} {request.rid=}"
+        caps = self._caps
+        self.tokens -= caps.ceil_to_page(num_tokens)
+        self.headroom -= caps.ceil_to_page(num_tokens) + caps.page_size
+        if num_cached + num_tokens < _num_tokens(request):
+            assert self.unfinished > 0, f"second unfinished prefill {request.rid=}"
+            self.unfinished -= 1
+        else:
+            self.headroom -= self._reserve(request)
+
+    def _reserve(self, request: Request) -> int:
+        remaining = request.max_new_tokens - request.num_output_tokens
+        return min(max(remaining, 0), self._caps.max_reserved_tokens)
+
+
+def _num_tokens(request: Request) -> int:
+    return request.num_prompt_tokens + request.num_output_tokens

@@ -1,0 +1,45 @@
+"""The engine's limits, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["EngineCaps"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCaps:
+    """What the engine underneath can run in one iteration.
+
+    page_size               KV tokens per page; chunk ends are rounded down to it
+    max_running_requests    most requests in the running batch
+    max_chunk_tokens        token budget of one iteration: prefill plus mixed-in decode
+                            (SGLang ``--chunked-prefill-size``); None: prompts are never split
+    max_prefill_tokens      most prefill tokens in one iteration (``--max-prefill-tokens``)
+    max_unfinished_prefills most requests whose prefill may end the iteration unfinished
+    max_reserved_tokens     most output tokens reserved for one request at admission
+    mixed_batches           prefill and decode may share an iteration (``--enable-mixed-chunk``)
+    partial_decode          a running request may sit out an iteration
+    overlap                 results of the last iteration may still be unknown while planning
+    """
+
+    page_size: int
+    max_running_requests: int
+    max_chunk_tokens: int | None
+    max_prefill_tokens: int
+    max_unfinished_prefills: int = 1
+    max_reserved_tokens: int = 4096
+    mixed_batches: bool = True
+    partial_decode: bool = False
+    overlap: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.page_size >= 1, f"{self.page_size=}"
+        assert self.max_running_requests >= 1, f"{self.max_running_requests=}"
+        assert self.max_chunk_tokens is None or self.max_chunk_tokens >= self.page_size, (
+            f"{self.max_chunk_tokens=} {self.page_size=}"
+        )
+
+    def ceil_to_page(self, num_tokens: int) -> int:
+        """KV tokens that `num_tokens` occupy when they start on a page boundary."""
+        return -(-num_tokens // self.page_size) * self.page_size

@@ -1,0 +1,78 @@
+"""What a policy may know of a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+__all__ = ["Request", "RequestClass", "Slo"]
+
+
+class RequestClass(Enum):
+    """Online: latency-critical (TTFT, TPOT). Offline: throughput, maybe a deadline of hours."""
+
+    ONLINE = "online"
+    OFFLINE = "offline"
+
+    # Members are singletons: identity hashing skips Enum's Python-level ``__hash__`` on hot paths.
+    __hash__ = object.__hash__
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slo:
+    """Targets of one request; ``None`` means the server's own.
+
+    ttft_s      arrival to first token [s]
+    tpot_s      time per output token after the first [s]
+    deadline_s  latest completion, counted from arrival [s]; mostly for offline requests
+    """
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    deadline_s: float | None = None
+
+
+class Request(Protocol):
+    """Read-only window on one request; the engine keeps it up to date.
+
+    Lengths are tokens and nest: ``0 <= num_computed_tokens <= num_tokens`` with
+    ``num_tokens = num_prompt_tokens + num_output_tokens``.
+    """
+
+    @property
+    def rid(self) -> str: ...
+
+    @property
+    def request_class(self) -> RequestClass: ...
+
+    @property
+    def slo(self) -> Slo: ...
+
+    @property
+    def arrival_s(self) -> float:
+        """When it first came, on the engine's clock. A preemption does not change it."""
+        ...
+
+    @property
+    def arrival_seq(self) -> int:
+        """Position in the order of arrival: a total order, equal on every rank."""
+        ...
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far; kept through a preemption."""
+        ...
+
+    @property
+    def max_new_tokens(self) -> int:
+        """The most it may generate in all."""
+        ...
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens whose KV it holds now. 0 while it waits (its KV may still be in the cache)."""
+        ...

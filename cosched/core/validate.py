@@ -1,0 +1,36 @@
+"""A plan is checked against the engine's limits before anything is done."""
+
+from __future__ import annotations
+
+from cosched.core.plan import Plan
+from cosched.core.view import View
+from cosched.errors import PlanError
+
+__all__ = ["validate"]
+
+
+def validate(plan: Plan, view: View) -> None:
+    """PlanError names the limit a plan breaks. O(requests named in the plan)."""
+    if not plan.prefill and not plan.preempt and not view.unfinished:
+        return
+    caps = view.caps
+    stopped = {preemption.rid for preemption in plan.preempt}
+    if len(stopped) != len(plan.preempt):
+        raise PlanError(f"a request is preempted twice: {[p.rid for p in plan.preempt]}")
+    unfinished = {request.rid for request in view.unfinished}
+    for rid in unfinished:
+        if rid not in plan.prefill and rid not in stopped:
+            raise PlanError(f"unfinished prefill {rid} is neither continued nor preempted")
+    if stopped & plan.prefill.keys():
+        raise PlanError(f"preempted and prefilled at once: {sorted(stopped & plan.prefill.keys())}")
+    if stopped:
+        unknown = stopped - unfinished - {request.rid for request in view.running}
+        if unknown:
+            raise PlanError(f"preempted but not running: {sorted(unknown)}")
+    for rid, num_tokens in plan.prefill.items():
+        if num_tokens <= 0:
+            raise PlanError(f"prefill of {rid} is {num_tokens} tokens; it must be at least 1")
+    if plan.prefill and plan.decode and not caps.mixed_batches:
+        raise PlanError("prefill and decode in one iteration, but the engine runs no mixed batches")
+    if not plan.decode and (caps.mixed_batches or not plan.prefill) and view.running:
+        raise PlanError("running requests sit out, but the engine has no partial decode")

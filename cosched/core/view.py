@@ -1,0 +1,102 @@
+"""What a policy sees: a read-only window on the engine's state between two iterations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from cosched.core.caps import EngineCaps
+from cosched.core.request import Request
+
+__all__ = ["KvState", "Match", "View"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvState:
+    """KV memory at the moment of planning [tokens].
+
+    total      capacity
+    free       not allocated
+    evictable  in the radix tree and used by no running request
+    reserved   kept for the output still to come of the running requests, online and offline
+    """
+
+    total: int
+    free: int
+    evictable: int
+    reserved: int
+
+    @property
+    def headroom(self) -> int:
+        """Tokens that new work may take without touching what running requests will need."""
+        return self.free + self.evictable - self.reserved
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """The head of a waiting request that is in the radix tree now.
+
+    cached     matched tokens
+    evictable  those of them that no running request holds: admitting the request takes them out
+               of `KvState.evictable`
+    """
+
+    cached: int
+    evictable: int
+
+
+class View(Protocol):
+    """Valid during one call of `plan`; nothing reached through it may be changed.
+
+    Reading is O(1) per request looked at, so a plan costs what it looks at and not what waits.
+    """
+
+    @property
+    def now_s(self) -> float: ...
+
+    @property
+    def caps(self) -> EngineCaps: ...
+
+    @property
+    def kv(self) -> KvState: ...
+
+    @property
+    def free_slots(self) -> int:
+        """Requests that may be admitted before the running batch is full."""
+        ...
+
+    @property
+    def running(self) -> Sequence[Request]:
+        """Requests past their prefill: each decodes one token per iteration."""
+        ...
+
+    @property
+    def unfinished(self) -> Sequence[Request]:
+        """Requests in the middle of their prefill, at most `EngineCaps.max_unfinished_prefills`."""
+        ...
+
+    @property
+    def online(self) -> Iterable[Request]:
+        """Waiting online requests, oldest first."""
+        ...
+
+    @property
+    def offline(self) -> Iterable[Request]:
+        """Waiting offline requests, in the pool's order."""
+        ...
+
+    def match(self, request: Request) -> Match:
+        """What of a waiting request is cached now. O(depth). Changes no budget."""
+        ...
+
+    def reserve_of(self, request: Request) -> int:
+        """Tokens of `KvState.reserved` that stand for this running request."""
+        ...
+
+    def preemption_gain(self, request: Request) -> int:
+        """KV tokens that become free or evictable if this request is stopped. O(depth).
+
+        Its reserve is not included. Tokens that another running request holds too do not count.
+        """
+        ...

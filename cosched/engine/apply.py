@@ -1,0 +1,189 @@
+"""A plan applied to SGLang: what is stopped, what is handed to the engine, chunk by chunk.
+
+SGLang's `Scheduler._get_new_batch_prefill_raw` stays in charge of building batches. It is given a
+short waiting queue (the requests of the plan, in its order) and a `PrefillAdder` that knows how many
+tokens each of them gets; everything else it does (LoRA, mixed batches, HiCache, logprobs) is its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+from sglang.srt.mem_cache.common import release_kv_cache
+
+from cosched.core.plan import Plan, PreemptMode
+from cosched.engine.controller import Controller
+from cosched.engine.tracked import TrackedRequest
+
+__all__ = ["PlannedPrefillAdder", "schedule_prefill"]
+
+# The scheduler builds its adder from fixed arguments, so the plan reaches it past them. A scheduler
+# process has one thread that schedules.
+_active_plan: Plan | None = None
+
+
+class PlannedPrefillAdder(PrefillAdder):  # type: ignore[misc]  # SGLang's classes are untyped here
+    """SGLang's adder with a token limit per request. Without an active plan it is the stock one.
+
+    Memory, slot and alignment rules are the stock ones; a refusal of one request does not end the
+    admission of those behind it, because the plan already says what fits.
+    """
+
+    def add_chunked_req(self, req: Any) -> Any:
+        if _active_plan is not None:
+            self.chunked_req_limit = _active_plan.prefill[req.rid]
+        return super().add_chunked_req(req)
+
+    def add_one_req(self, req: Any, *args: Any, **kwargs: Any) -> Any:
+        if _active_plan is None:
+            return super().add_one_req(req, *args, **kwargs)
+        limit = _active_plan.prefill.get(req.rid, 0)
+        if limit <= 0:
+            return AddReqResult.CONTINUE
+        outer = self.rem_chunk_tokens
+        if outer is not None:
+            self.rem_chunk_tokens = limit
+        super().add_one_req(req, *args, **kwargs)
+        if outer is not None:
+            self.rem_chunk_tokens = outer - (limit - self.rem_chunk_tokens)
+        return AddReqResult.CONTINUE
+
+
+@contextlib.contextmanager
+def _applying(plan: Plan) -> Iterator[None]:
+    global _active_plan
+    assert _active_plan is None
+    _active_plan = plan
+    try:
+        yield
+    finally:
+        _active_plan = None
+
+
+def schedule_prefill(
+    original: Callable[..., tuple[Any, Any]],
+    controller: Controller,
+    *,
+    prefill_delayer_single_pass: Any,
+    running_batch: Any,
+) -> tuple[Any, Any]:
+    """Plan one iteration and have SGLang build its prefill batch.
+
+    Returns ``(batch or None, running_batch)`` as `Scheduler._get_new_batch_prefill_raw` does; with
+    None the scheduler decodes the running batch.
+    """
+    scheduler = controller.scheduler
+    _admit_ready_grammars(scheduler)
+    if any(req.finished() for req in running_batch.reqs):
+        running_batch.filter_batch()
+    plan = controller.plan(running_batch)
+    if plan.preempt and _drain_in_flight(scheduler):
+        running_batch.filter_batch()
+        controller.counters.num_replans += 1
+        plan = controller.plan(running_batch)
+    _preempt(controller, plan, running_batch)
+    if not plan.prefill:
+        return None, running_batch
+    return _build_batch(original, controller, plan, running_batch, prefill_delayer_single_pass)
+
+
+def _admit_ready_grammars(scheduler: Any) -> None:
+    """Queue requests whose grammar is compiled now, so that the plan sees them."""
+    if scheduler.grammar_manager.has_waiting_grammars():
+        for req in scheduler.grammar_manager.get_ready_grammar_requests():
+            scheduler._add_request_to_queue(req)
+
+
+def _drain_in_flight(scheduler: Any) -> bool:
+    """Process the results that the overlap scheduler still has in flight. True when there were any.
+
+    A request can only be stopped at a point where all its tokens are known; the price is that one
+    iteration does not overlap. `last_batch` is cleared, as SGLang does itself when it pauses, so
+    that the event loop does not wait for these results again.
+    """
+    if not (scheduler.enable_overlap and scheduler.last_batch and scheduler.result_queue):
+        return False
+    while scheduler.result_queue:
+        scheduler.process_batch_result(*scheduler.result_queue.popleft())
+    scheduler.last_batch = None
+    return True
+
+
+def _preempt(controller: Controller, plan: Plan, running_batch: Any) -> None:
+    if not plan.preempt:
+        return
+    scheduler = controller.scheduler
+    stopped = {preemption.rid: preemption.mode for preemption in plan.preempt}
+    chunked_req = scheduler.chunked_req
+    if chunked_req is not None and chunked_req.rid in stopped:
+        scheduler.chunked_req = None
+        _stop(controller, chunked_req, stopped[chunked_req.rid])
+    keep_indices = []
+    for index, req in enumerate(running_batch.reqs):
+        if req.rid in stopped:
+            _stop(controller, req, stopped[req.rid])
+        else:
+            keep_indices.append(index)
+    if len(keep_indices) < len(running_batch.reqs):
+        running_batch.filter_batch(keep_indices=keep_indices)
+
+
+def _stop(controller: Controller, req: Any, mode: PreemptMode) -> None:
+    """Release a request's KV row and send it back to where it waits.
+
+    With KEEP_KV the tree first takes the prompt and the generated tokens: they stay as evictable
+    nodes, and on resuming all but the last token are matched there.
+    """
+    scheduler = controller.scheduler
+    release_kv_cache(req, scheduler.tree_cache, is_insert=mode is not PreemptMode.RECOMPUTE)
+    req.reset_for_retract()
+    tracked = TrackedRequest.of(req)
+    if tracked is not None:
+        tracked.num_preemptions += 1
+    controller.counters.num_preemptions += 1
+    scheduler._add_request_to_queue(req, is_retracted=True)
+
+
+def _build_batch(
+    original: Callable[..., tuple[Any, Any]],
+    controller: Controller,
+    plan: Plan,
+    running_batch: Any,
+    prefill_delayer_single_pass: Any,
+) -> tuple[Any, Any]:
+    scheduler = controller.scheduler
+    waiting = controller.waiting
+    tracked = [waiting.get(rid) for rid in plan.prefill]
+    candidates = [t.req for t in tracked if t is not None]
+    chunk_size = scheduler.chunked_prefill_size
+    running_batch.batch_is_full = False  # it remembers a verdict on another plan
+    scheduler.waiting_queue = list(candidates)
+    if chunk_size is not None:
+        num_mixed = len(running_batch.reqs) if scheduler.is_mixed_chunk else 0
+        scheduler.chunked_prefill_size = plan.num_prefill_tokens + num_mixed
+    try:
+        with _applying(plan):
+            batch, running_batch = original(
+                prefill_delayer_single_pass=prefill_delayer_single_pass,
+                running_batch=running_batch,
+            )
+    finally:
+        left = scheduler.waiting_queue
+        scheduler.waiting_queue = waiting
+        scheduler.chunked_prefill_size = chunk_size
+    refused = {req.rid for req in left}
+    for req in candidates:
+        if req.rid not in refused:
+            waiting.remove_rid(req.rid)
+    for req in left:
+        if req not in waiting:
+            waiting.append(req)
+    controller.counters.num_engine_refusals += len(refused)
+    if batch is not None:
+        requests = {req.rid: req for req in batch.reqs}
+        admitted = {rid: n for rid, n in plan.prefill.items() if rid in requests}
+        controller.observe_prefill(admitted, requests)
+    return batch, running_batch

@@ -1,0 +1,126 @@
+"""The controller: one per scheduler. Waiting requests in, plan out, results observed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cosched.config import Config
+from cosched.core.plan import Plan
+from cosched.core.request import RequestClass
+from cosched.core.validate import validate
+from cosched.engine.clock import Clock, WallClock
+from cosched.engine.tracked import TrackedRequest
+from cosched.engine.view_of import SchedulerView, caps_of
+from cosched.engine.waiting import WaitingQueue, WaitingSummary
+from cosched.errors import ConfigError
+from cosched.offline.pool import ArrivalQueue
+from cosched.policy.base import Policy
+from cosched.policy.registry import policy_entry
+
+__all__ = ["Controller", "Counters"]
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start.
+
+    planning_s  host time spent in views and policies [s]
+    """
+
+    num_plans: int = 0
+    num_replans: int = 0
+    planning_s: float = 0.0
+    num_preemptions: int = 0
+    num_engine_refusals: int = 0
+    online_prefill_tokens: int = 0
+    offline_prefill_tokens: int = 0
+
+
+class Controller:
+    """Owns the waiting requests of a scheduler and asks the policy what to run next.
+
+    `waiting` takes the place of SGLang's own waiting queue for as long as the scheduler lives.
+    """
+
+    def __init__(
+        self, scheduler: Any, *, policy: Policy, config: Config, clock: Clock | None = None
+    ) -> None:
+        self.scheduler = scheduler
+        self.policy = policy
+        self.config = config
+        self.clock = clock or WallClock()
+        self.caps = caps_of(scheduler)
+        self.counters = Counters()
+        self.waiting = WaitingQueue(pool=ArrivalQueue(), clock=self.clock)
+        for req in scheduler.waiting_queue:
+            self.waiting.append(req)
+        scheduler.waiting_queue = self.waiting
+        summary = WaitingSummary(self.waiting)
+        # The inquirer is a frozen dataclass of callables that the scheduler itself builds.
+        object.__setattr__(scheduler.load_inquirer, "get_waiting_queue", lambda: summary)
+
+    @classmethod
+    def attach(cls, scheduler: Any, config: Config) -> Controller | None:
+        """Take over a scheduler that was just built; None when its own scheduling stays."""
+        entry = policy_entry(config.policy)
+        if entry.make is None:
+            return None
+        if scheduler.is_hybrid_swa or scheduler.is_hybrid_ssm:
+            raise ConfigError(
+                f"policy {config.policy!r} does not support models with sliding-window or "
+                "state-space layers yet (their KV has a second pool); use --cosched-policy sglang"
+            )
+        controller = cls(scheduler, policy=entry.make(caps_of(scheduler)), config=config)
+        scheduler.cosched = controller
+        return controller
+
+    def plan(self, running_batch: Any) -> Plan:
+        """The next iteration, checked against the engine's limits."""
+        started_s = time.perf_counter()
+        view = SchedulerView(
+            self.scheduler,
+            running_batch=running_batch,
+            waiting=self.waiting,
+            caps=self.caps,
+            now_s=self.clock.now_s(),
+        )
+        plan = self.policy.plan(view)
+        validate(plan, view)
+        self.counters.num_plans += 1
+        self.counters.planning_s += time.perf_counter() - started_s
+        return plan
+
+    def observe_prefill(self, admitted: Mapping[str, int], requests: Mapping[str, Any]) -> None:
+        """Count what the engine really admitted: rid -> prompt tokens."""
+        for rid, num_tokens in admitted.items():
+            tracked = TrackedRequest.of(requests[rid])
+            if tracked is not None and tracked.request_class is RequestClass.OFFLINE:
+                self.counters.offline_prefill_tokens += num_tokens
+            else:
+                self.counters.online_prefill_tokens += num_tokens
+
+    def state(self) -> dict[str, Any]:
+        """What ``/get_server_info`` shows."""
+        running = [TrackedRequest.of(req) for req in self.scheduler.running_batch.reqs]
+        num_offline = sum(
+            1 for r in running if r is not None and r.request_class is RequestClass.OFFLINE
+        )
+        counters = self.counters
+        return {
+            "policy": self.config.policy,
+            "num_waiting_online": len(self.waiting.online),
+            "num_waiting_offline": len(self.waiting.offline),
+            "num_waiting_tokens": self.waiting.num_tokens,
+            "num_running_online": len(running) - num_offline,
+            "num_running_offline": num_offline,
+            "num_preemptions": counters.num_preemptions,
+            "num_engine_refusals": counters.num_engine_refusals,
+            "num_plans": counters.num_plans,
+            "num_replans": counters.num_replans,
+            "mean_planning_us": round(counters.planning_s / max(counters.num_plans, 1) * 1e6, 1),
+            "online_prefill_tokens": counters.online_prefill_tokens,
+            "offline_prefill_tokens": counters.offline_prefill_tokens,
+        }

@@ -1,0 +1,128 @@
+"""The view of a live SGLang scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Any
+
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+
+from cosched.core.caps import EngineCaps
+from cosched.core.request import Request
+from cosched.core.view import KvState, Match
+from cosched.engine.tracked import TrackedRequest
+from cosched.engine.waiting import WaitingQueue
+
+__all__ = ["SchedulerView", "caps_of"]
+
+
+def caps_of(scheduler: Any) -> EngineCaps:
+    """The limits of a scheduler, read once after it was built."""
+    return EngineCaps(
+        page_size=scheduler.page_size,
+        max_running_requests=scheduler.max_running_requests,
+        max_chunk_tokens=scheduler.chunked_prefill_size,
+        max_prefill_tokens=scheduler.max_prefill_tokens,
+        max_reserved_tokens=CLIP_MAX_NEW_TOKENS,
+        mixed_batches=bool(scheduler.is_mixed_chunk),
+        overlap=bool(scheduler.enable_overlap),
+    )
+
+
+class SchedulerView:
+    """Implements `cosched.core.view.View` on a scheduler between two iterations.
+
+    Made anew for each plan; everything that costs more than an attribute is computed when it is
+    first asked for.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        *,
+        running_batch: Any,
+        waiting: WaitingQueue,
+        caps: EngineCaps,
+        now_s: float,
+    ) -> None:
+        self._scheduler = scheduler
+        self._batch = running_batch
+        self._waiting = waiting
+        self.caps = caps
+        self.now_s = now_s
+
+    @cached_property
+    def running(self) -> Sequence[TrackedRequest]:
+        # A finished request stays in the batch until the batch is next filtered.
+        return [_tracked(req) for req in self._batch.reqs if not req.finished()]
+
+    @cached_property
+    def unfinished(self) -> Sequence[TrackedRequest]:
+        req = self._scheduler.chunked_req
+        return () if req is None else (_tracked(req),)
+
+    @property
+    def online(self) -> Iterable[TrackedRequest]:
+        return self._waiting.online
+
+    @property
+    def offline(self) -> Iterable[TrackedRequest]:
+        return self._waiting.offline
+
+    @cached_property
+    def kv(self) -> KvState:
+        scheduler = self._scheduler
+        return KvState(
+            total=scheduler.max_total_num_tokens,
+            free=scheduler.token_to_kv_pool_allocator.available_size(),
+            evictable=scheduler.tree_cache.evictable_size(),
+            reserved=sum(map(self.reserve_of, self.running)),
+        )
+
+    @cached_property
+    def free_slots(self) -> int:
+        slots: int = self._scheduler.get_num_allocatable_reqs(
+            len(self._batch.reqs), running_batch=self._batch
+        )
+        return slots
+
+    def reserve_of(self, request: Request) -> int:
+        """SGLang's rule: a share of the output still to come, learnt from past iterations."""
+        if any(request.rid == r.rid for r in self.unfinished):
+            return 0
+        remaining = request.max_new_tokens - request.num_output_tokens
+        ratio: float = self._scheduler.new_token_ratio_tracker.current
+        return int(min(remaining, self.caps.max_reserved_tokens) * ratio) + 1
+
+    def match(self, request: Request) -> Match:
+        req = _req(request)
+        tree = self._scheduler.tree_cache
+        req.init_next_round_input(tree)
+        before = tree.evictable_size()
+        lock = tree.inc_lock_ref(req.last_node)
+        held = before - tree.evictable_size()
+        tree.dec_lock_ref(req.last_node, lock.to_dec_params())
+        return Match(cached=len(req.prefix_indices), evictable=held)
+
+    def preemption_gain(self, request: Request) -> int:
+        """Measured by releasing the request's lock on the tree for a moment."""
+        req = _req(request)
+        tree = self._scheduler.tree_cache
+        own = int(req.kv.kv_allocated_len) - int(req.kv.cache_protected_len)
+        before = tree.evictable_size()
+        tree.unpin(req)
+        shared = tree.evictable_size() - before
+        req.lock_receipt = tree.inc_lock_ref(req.last_node).to_dec_params()
+        return own + shared
+
+
+def _tracked(req: Any) -> TrackedRequest:
+    tracked = TrackedRequest.of(req)
+    assert tracked is not None, f"not tracked: {req.rid=}"
+    return tracked
+
+
+def _req(request: Request) -> Any:
+    assert isinstance(request, TrackedRequest), f"{type(request)=}"
+    return request.req

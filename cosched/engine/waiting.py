@@ -1,0 +1,118 @@
+"""What stands in for ``Scheduler.waiting_queue``: the online queue and the offline pool as one list.
+
+SGLang counts, aborts, flushes and reports through its waiting queue. With this object in its place,
+all of that sees every waiting request, online and offline, without a patch of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from cosched.core.request import RequestClass
+from cosched.core.wire import class_of_priority
+from cosched.engine.clock import Clock
+from cosched.engine.tracked import TrackedRequest
+from cosched.offline.pool import ArrivalQueue, OfflinePool
+
+__all__ = ["WaitingQueue", "WaitingSummary", "online_requests"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Aggregate:
+    """All waiting requests as one, for code that only adds up lengths."""
+
+    seqlen: int
+    num_matched_prefix_tokens: int = 0
+
+
+class WaitingQueue:
+    """A list of `Req`, as far as SGLang uses one: online first, then offline, each in its order.
+
+    `append` accepts new requests and those that go back (preempted, retracted, paused): the latter
+    keep class, arrival time and place.
+    """
+
+    def __init__(self, *, pool: OfflinePool[TrackedRequest], clock: Clock) -> None:
+        self.online: ArrivalQueue[TrackedRequest] = ArrivalQueue()
+        self.offline = pool
+        self.num_tokens = 0
+        """Prompt and generated tokens of all that wait."""
+        self._clock = clock
+        self._seq = itertools.count()
+
+    def append(self, req: Any) -> None:
+        tracked = TrackedRequest.of(req) or TrackedRequest(
+            req, arrival_s=self._clock.now_s(), arrival_seq=next(self._seq)
+        )
+        self._queue_of(tracked).add(tracked)
+        tracked.num_queued_tokens = req.seqlen
+        self.num_tokens += tracked.num_queued_tokens
+
+    def remove_rid(self, rid: str) -> TrackedRequest:
+        """Take a request out. KeyError when it does not wait."""
+        queue = self.online if rid in self.online else self.offline
+        tracked = queue.remove(rid)
+        self.num_tokens -= tracked.num_queued_tokens
+        return tracked
+
+    def get(self, rid: str) -> TrackedRequest | None:
+        return self.online.get(rid) or self.offline.get(rid)
+
+    def pop(self, index: int) -> Any:
+        req = self[index]
+        self.remove_rid(req.rid)
+        return req
+
+    def remove(self, req: Any) -> None:
+        self.remove_rid(req.rid)
+
+    def clear(self) -> None:
+        for req in list(self):
+            self.remove_rid(req.rid)
+
+    def __getitem__(self, index: int) -> Any:
+        position = index if index >= 0 else len(self) + index
+        try:
+            return next(itertools.islice(iter(self), position, None))
+        except (StopIteration, ValueError):
+            raise IndexError(f"{index=} of {len(self)} waiting requests") from None
+
+    def __len__(self) -> int:
+        return len(self.online) + len(self.offline)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (tracked.req for tracked in itertools.chain(self.online, self.offline))
+
+    def __contains__(self, req: Any) -> bool:
+        tracked = TrackedRequest.of(req)
+        return tracked is not None and self.get(tracked.rid) is tracked
+
+    def _queue_of(self, tracked: TrackedRequest) -> OfflinePool[TrackedRequest]:
+        return self.online if tracked.request_class is RequestClass.ONLINE else self.offline
+
+
+class WaitingSummary:
+    """The same queue for load reports: its length, and one item with the total length.
+
+    SGLang adds up the lengths of all waiting requests at every prefill; with 100,000 in the pool
+    that alone takes longer than the iteration.
+    """
+
+    def __init__(self, waiting: WaitingQueue) -> None:
+        self._waiting = waiting
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[_Aggregate]:
+        yield _Aggregate(self._waiting.num_tokens)
+
+
+def online_requests(queue: Iterable[Any]) -> list[Any]:
+    """The online requests of a waiting queue, cosched's or SGLang's own list."""
+    if isinstance(queue, WaitingQueue):
+        return [tracked.req for tracked in queue.online]
+    return [req for req in queue if class_of_priority(req.priority) is RequestClass.ONLINE]

@@ -1,0 +1,54 @@
+"""The errors cosched raises for a person to read.
+
+::
+
+    CoschedError
+    ├── ConfigError        a configuration value is wrong: names the value, the limit, the choices
+    ├── RequestError       one request is wrong: names the field; becomes HTTP 400
+    ├── SeamError          SGLang is not the version the patches were written for
+    └── PlanError          a policy returned a plan the engine cannot run (a bug in the policy)
+
+A lack of capacity is no error: it is an ordinary return (`cosched.core.plan.SkipReason`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = [
+    "ConfigError",
+    "CoschedError",
+    "PlanError",
+    "RequestError",
+    "SeamError",
+    "choices",
+]
+
+
+class CoschedError(Exception):
+    """Base of every error that cosched raises on purpose."""
+
+
+class ConfigError(CoschedError):
+    """A configuration value, flag or file is wrong."""
+
+
+class RequestError(CoschedError):
+    """One request is wrong. `field` is the name the client used for it."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class SeamError(CoschedError):
+    """A place in SGLang that cosched hooks into is not what it expects."""
+
+
+class PlanError(CoschedError):
+    """A plan breaks a limit of the engine."""
+
+
+def choices(names: Iterable[str]) -> str:
+    """Names as they are shown in error messages: sorted, comma-separated."""
+    return ", ".join(sorted(names))

@@ -1,0 +1,74 @@
+"""The pool's interface, and the plain first-in-first-out pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Generic, Protocol, TypeVar
+
+from sortedcontainers import SortedDict
+
+from cosched.core.request import Request
+
+__all__ = ["ArrivalQueue", "OfflinePool"]
+
+R = TypeVar("R", bound=Request)
+
+
+class OfflinePool(Protocol[R]):
+    """Waiting offline requests. One request is in it at most once; rids are unique."""
+
+    def add(self, request: R) -> None:
+        """Put a request in: a new one, or one that was stopped and goes back. Asserts that its
+        rid is not in the pool."""
+        ...
+
+    def remove(self, rid: str) -> R:
+        """Take a request out (admitted or aborted). KeyError when it is not in the pool."""
+        ...
+
+    def get(self, rid: str) -> R | None: ...
+
+    def __contains__(self, rid: object) -> bool: ...
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[R]:
+        """Lazily, best first; valid until the next `add` or `remove`."""
+        ...
+
+
+class ArrivalQueue(Generic[R]):
+    """Requests in the order of arrival; one that goes back takes its old place.
+
+    `add` and `remove` are O(log n), `get` is O(1). Implements `OfflinePool`; the online queue is
+    one of these too.
+    """
+
+    __slots__ = ("_by_rid", "_by_seq")
+
+    def __init__(self) -> None:
+        self._by_seq: SortedDict[int, R] = SortedDict()
+        self._by_rid: dict[str, R] = {}
+
+    def add(self, request: R) -> None:
+        assert request.rid not in self._by_rid, f"already queued: {request.rid=}"
+        assert request.arrival_seq not in self._by_seq, f"{request.arrival_seq=}"
+        self._by_rid[request.rid] = request
+        self._by_seq[request.arrival_seq] = request
+
+    def remove(self, rid: str) -> R:
+        request = self._by_rid.pop(rid)
+        del self._by_seq[request.arrival_seq]
+        return request
+
+    def get(self, rid: str) -> R | None:
+        return self._by_rid.get(rid)
+
+    def __contains__(self, rid: object) -> bool:
+        return rid in self._by_rid
+
+    def __len__(self) -> int:
+        return len(self._by_rid)
+
+    def __iter__(self) -> Iterator[R]:
+        return iter(self._by_seq.values())

@@ -1,0 +1,72 @@
+"""Policies by name: the one place that knows which there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from cosched.core.caps import EngineCaps
+from cosched.errors import ConfigError, choices
+from cosched.policy.base import Policy
+from cosched.policy.sarathi import SarathiPolicy
+
+__all__ = ["POLICIES", "PolicyEntry", "policy_entry"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyEntry:
+    """One named policy.
+
+    summary       one line for ``--help``
+    source        where it comes from
+    make          builds it for an engine; None: the engine's own scheduler decides
+    server_flags  SGLang server arguments it needs, by field name
+    """
+
+    name: str
+    summary: str
+    source: str
+    make: Callable[[EngineCaps], Policy] | None = None
+    server_flags: Mapping[str, object] = field(default_factory=dict)
+
+
+_ENTRIES = (
+    PolicyEntry(
+        name="sglang",
+        summary="stock SGLang; classes are ignored",
+        source="SGLang",
+    ),
+    PolicyEntry(
+        name="priority",
+        summary="stock SGLang priority scheduling; offline below online",
+        source="SGLang --enable-priority-scheduling",
+        # Stock gives a request without a priority the lowest one: online requests would come last.
+        server_flags={"enable_priority_scheduling": True, "default_priority_value": 0},
+    ),
+    PolicyEntry(
+        name="sarathi",
+        summary="Sarathi++: online first, then offline, in a fixed token budget",
+        source="HyGen §5.1 (baseline)",
+        make=lambda caps: SarathiPolicy(),
+        server_flags={"enable_mixed_chunk": True},
+    ),
+)
+
+
+def _index(entries: tuple[PolicyEntry, ...]) -> dict[str, PolicyEntry]:
+    index: dict[str, PolicyEntry] = {}
+    for entry in entries:
+        assert entry.name not in index, f"duplicate policy name: {entry.name}"
+        index[entry.name] = entry
+    return index
+
+
+POLICIES: Mapping[str, PolicyEntry] = _index(_ENTRIES)
+
+
+def policy_entry(name: str) -> PolicyEntry:
+    """The entry of a policy. ConfigError naming the choices when there is none."""
+    try:
+        return POLICIES[name]
+    except KeyError:
+        raise ConfigError(f"unknown policy {name!r}; choose from {choices(POLICIES)}") from None

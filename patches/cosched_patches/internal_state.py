@@ -1,0 +1,28 @@
+"""``/get_server_info`` shows what cosched does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cosched_patches.seam import Seam
+
+__all__ = ["SEAM"]
+
+
+def _hook() -> Any:
+    def add_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
+        controller = getattr(scheduler, "cosched", None)
+        if controller is not None:
+            result.internal_state["cosched"] = controller.state()
+        return result
+
+    return add_state
+
+
+SEAM = Seam(
+    target="sglang.srt.managers.scheduler.Scheduler.get_internal_state",
+    kind="after",
+    signature=("self", "recv_req"),
+    hook=_hook,
+    why="Waiting and running requests by class, preemptions and planning time, for operators.",
+)

@@ -1,0 +1,29 @@
+"""The entry point ``sglang.srt.plugins: cosched``.
+
+SGLang calls `register` in every one of its processes. Without ``COSCHED_CONFIG`` it does nothing.
+"""
+
+from __future__ import annotations
+
+from cosched.config import load_config
+from cosched.errors import CoschedError
+
+__all__ = ["register"]
+
+
+def register() -> None:
+    """Install every seam, or stop the process.
+
+    SystemExit, because SGLang's plugin loader logs and swallows every `Exception`.
+    """
+    try:
+        config = load_config()
+        if config is None:
+            return
+        import cosched.bootstrap  # noqa: F401  # before SGLang's heavy modules are imported
+        from cosched_patches.seam import install
+        from cosched_patches.seams import SEAMS
+
+        install(SEAMS)
+    except CoschedError as error:
+        raise SystemExit(f"cosched: {error}") from None

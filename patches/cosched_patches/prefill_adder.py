@@ -1,0 +1,41 @@
+"""SGLang's adder with a token limit per request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cosched_patches.seam import Seam
+
+__all__ = ["SEAM"]
+
+
+def _hook() -> Any:
+    from cosched.engine.apply import PlannedPrefillAdder
+
+    return PlannedPrefillAdder
+
+
+SEAM = Seam(
+    target="sglang.srt.managers.schedule_policy.PrefillAdder",
+    kind="replace",
+    signature=(
+        "page_size",
+        "tree_cache",
+        "token_to_kv_pool_allocator",
+        "running_batch",
+        "new_token_ratio",
+        "rem_input_tokens",
+        "rem_chunk_tokens",
+        "num_mixed_decode_tokens",
+        "priority_scheduling_preemption_threshold",
+        "max_prefill_bs",
+        "max_running_requests",
+        "prefill_max_requests",
+        "prefill_delayer_single_pass",
+        "dllm_config",
+        "waiting_queue_len",
+        "prefill_tile_block_m",
+    ),
+    hook=_hook,
+    why="A plan says how many tokens each request gets; stock has one chunk size for all.",
+)

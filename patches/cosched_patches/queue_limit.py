@@ -1,0 +1,49 @@
+"""A full queue turns online requests away, never offline ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cosched_patches.seam import Seam
+
+__all__ = ["SEAM"]
+
+
+def _hook() -> Any:
+    from cosched.core.request import RequestClass
+    from cosched.core.wire import class_of_priority
+    from cosched.engine.waiting import online_requests
+
+    def limit_online_only(original: Any, scheduler: Any, recv_req: Any) -> bool:
+        if scheduler.max_queued_requests is None:
+            return False
+        if class_of_priority(recv_req.priority) is RequestClass.OFFLINE:
+            return False
+        # Stock code counts, and under priority scheduling may abort one of, what it sees here.
+        waiting = scheduler.waiting_queue
+        online = online_requests(waiting)
+        scheduler.waiting_queue = list(online)
+        try:
+            turned_away: bool = original(scheduler, recv_req)
+            left = {id(req) for req in scheduler.waiting_queue}
+        finally:
+            scheduler.waiting_queue = waiting
+        for req in online:
+            if id(req) not in left:
+                waiting.remove(req)
+        return turned_away
+
+    return limit_online_only
+
+
+SEAM = Seam(
+    target="sglang.srt.managers.scheduler.Scheduler._abort_on_queued_limit",
+    kind="around",
+    signature=("self", "recv_req"),
+    hook=_hook,
+    why=(
+        "``--max-queued-requests`` protects online latency. Stock counts offline requests against "
+        "it and answers them with 503, and aborts waiting ones for requests of higher priority."
+    ),
+    upstream="sgl-project/sglang#8743",
+)

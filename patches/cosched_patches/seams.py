@@ -1,0 +1,26 @@
+"""All seams, in the order in which a request meets them."""
+
+from __future__ import annotations
+
+from cosched_patches import (
+    decode_retraction,
+    internal_state,
+    prefill_adder,
+    prefill_batch,
+    queue_limit,
+    scheduler_init,
+    waiting_timeout,
+)
+from cosched_patches.seam import Seam
+
+__all__ = ["SEAMS"]
+
+SEAMS: tuple[Seam, ...] = (
+    scheduler_init.SEAM,
+    queue_limit.SEAM,
+    waiting_timeout.SEAM,
+    prefill_batch.SEAM,
+    prefill_adder.SEAM,
+    decode_retraction.SEAM,
+    internal_state.SEAM,
+)
