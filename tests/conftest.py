@@ -1,0 +1,38 @@
+"""Fixtures shared by all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cosched.demo_model import ensure_demo_model
+from tests.serving import Server, start_server
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "server" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.server)
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    # Only then: importing torch takes longer than many a test run.
+    if gpu_items:
+        from cosched.bootstrap import has_cuda
+
+        if not has_cuda():
+            for item in gpu_items:
+                item.add_marker(pytest.mark.skip(reason="no CUDA GPU here"))
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Path:
+    """Directory of the tiny model, float32. Made once per machine, in the user's cache."""
+    return ensure_demo_model(size="tiny", dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def server(tiny_model: Path) -> Iterator[Server]:
+    """One server for all tests that need nothing special of it: policy sarathi, tiny model."""
+    with start_server(tiny_model, "--cosched-policy", "sarathi") as running:
+        yield running

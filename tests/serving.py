@@ -1,0 +1,127 @@
+"""Start a server in a process of its own, wait until it answers, and stop all of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE_ROOTS = (ROOT, ROOT / "kernels", ROOT / "patches", ROOT / "traces")
+
+# Small enough for any machine; float32, because outputs are compared token by token, and SGLang
+# would take float16 for a float32 model.
+TEST_FLAGS = ("--dtype", "float32", "--max-total-tokens", "20000", "--mem-fraction-static", "0.2")
+
+
+class ServerError(AssertionError):
+    """The server did not become ready; the message ends with the tail of its log."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """A running server."""
+
+    url: str
+    port: int
+    pid: int
+    log_path: Path
+    model_path: Path
+
+    def log(self) -> str:
+        """All that the server has printed so far."""
+        return self.log_path.read_text(errors="replace")
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that is free now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@contextlib.contextmanager
+def start_server(
+    model_path: Path,
+    *flags: str,
+    module: str = "cosched.launch_server",
+    env: Mapping[str, str] | None = None,
+    port: int | None = None,
+    ready_timeout_s: float = 120.0,
+) -> Iterator[Server]:
+    """Run ``python -m module`` on 127.0.0.1 until the block ends; yield it once it generates.
+
+    ``flags`` come after :data:`TEST_FLAGS`, so they win; ``env`` is added to this process's. At the
+    end the whole process group is killed. Raises :class:`ServerError` when the process ends, or
+    does not answer within ``ready_timeout_s``.
+    """
+    port = free_port() if port is None else port
+    command = [sys.executable, "-m", module, "--model-path", str(model_path)]
+    command += ["--host", "127.0.0.1", "--port", str(port), *TEST_FLAGS, *flags]
+    search_path = os.pathsep.join(map(str, SOURCE_ROOTS))
+    with tempfile.TemporaryDirectory(prefix="cosched-server-") as folder:
+        log_path = Path(folder) / "server.log"
+        with log_path.open("wb") as log:
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": search_path, **(env or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a process group of its own, to be killed as one
+            )
+        server = Server(
+            url=f"http://127.0.0.1:{port}",
+            port=port,
+            pid=process.pid,
+            log_path=log_path,
+            model_path=model_path,
+        )
+        try:
+            _wait_until_ready(server, process, timeout_s=ready_timeout_s)
+            yield server
+        finally:
+            _stop(process)
+
+
+def _wait_until_ready(
+    server: Server, process: subprocess.Popen[bytes], *, timeout_s: float
+) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        if process.poll() is not None:
+            reason = f"exited with {process.returncode}"
+        elif time.monotonic() > deadline_s:
+            reason = f"did not answer within {timeout_s:g} s"
+        else:
+            with contextlib.suppress(httpx.TransportError):
+                # The first token pays for what SGLang sets up lazily; no test should.
+                if httpx.get(f"{server.url}/health_generate", timeout=30).status_code == 200:
+                    return
+            time.sleep(0.2)
+            continue
+        tail = "\n".join(server.log().splitlines()[-40:])
+        raise ServerError(f"the server {reason}: {process.args!r}\n--- end of its log ---\n{tail}")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Kill the process and all it started, politely first."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=10)
+    # Its children may outlive it; the group lives as long as any of them.
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(timeout=10)

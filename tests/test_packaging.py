@@ -1,0 +1,174 @@
+"""What holds the source tree together: layers, source roots, pins, the plugin's entry point."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE_ROOTS = ("kernels", "patches", "traces")
+
+# A unit may import from itself and from units in lower rows, never sideways or up. A module of the
+# cosched package that stands in no row is a command: the top.
+LAYERS = (
+    ("errors", "bootstrap", "demo_corpus", "cosched_kernels", "cosched_traces"),
+    ("core",),
+    ("offline", "latency", "kv", "length"),
+    ("policy",),
+    ("config",),
+    ("engine", "jobs"),
+    ("cosched_patches",),
+)
+RANKS = {unit: rank for rank, row in enumerate(LAYERS) for unit in row}
+TOP = len(LAYERS)
+
+PURE = ("core", "offline", "latency", "kv", "length", "policy")
+
+
+def source_files() -> list[Path]:
+    folders = [ROOT / "cosched", *(ROOT / name / f"cosched_{name}" for name in SOURCE_ROOTS)]
+    return sorted(path for folder in folders for path in folder.rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    parts = list(path.relative_to(ROOT).with_suffix("").parts)
+    if parts[0] in SOURCE_ROOTS:
+        parts = parts[1:]
+    return ".".join(parts).removesuffix(".__init__")
+
+
+def unit_of(module: str) -> str:
+    """The row entry a module belongs to: its package below ``cosched``, or its own package."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "cosched" and len(parts) > 1 else parts[0]
+
+
+def imported_modules(path: Path) -> Iterator[tuple[str, int]]:
+    """(module, line) of every import in a file, those inside functions included."""
+    module = module_name(path)
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, base] if base else above)
+            # `from cosched import core` imports cosched.core.
+            names = [alias.name for alias in node.names] if base == "cosched" else [""]
+            yield from ((f"{base}.{name}".rstrip("."), node.lineno) for name in names)
+
+
+def imports_of(*packages: str) -> Iterator[tuple[Path, str, int]]:
+    """(file, module, line) of every import of one of the top-level packages."""
+    for path in source_files():
+        for module, line in imported_modules(path):
+            if module.split(".")[0] in packages:
+                yield path, module, line
+
+
+def pins(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line and not line.startswith("#")]
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@pytest.mark.parametrize("name", SOURCE_ROOTS)
+def test_source_roots_are_no_packages(name):
+    # A top-level package `kernels` would shadow the one that SGLang imports from Hugging Face.
+    assert not (ROOT / name / "__init__.py").exists()
+
+
+def test_imports_go_down_only():
+    wrong = []
+    own = ("cosched", *(f"cosched_{name}" for name in SOURCE_ROOTS))
+    for path, module, line in imports_of(*own):
+        importer, imported = unit_of(module_name(path)), unit_of(module)
+        above = RANKS.get(imported, TOP) >= RANKS.get(importer, TOP)
+        if importer != imported and above:
+            wrong.append(f"{path.relative_to(ROOT)}:{line}: {importer} imports {module}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_the_engine_its_patches_and_the_commands_import_sglang():
+    allowed = {"engine", "cosched_patches"}
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: imports {module}"
+        for path, module, line in imports_of("sglang")
+        if unit_of(module_name(path)) not in allowed
+        and RANKS.get(unit_of(module_name(path)), TOP) < TOP
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_the_kernels_import_triton():
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: imports {module}"
+        for path, module, line in imports_of("triton")
+        if unit_of(module_name(path)) != "cosched_kernels"
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_decisions_depend_on_no_clock_no_chance_and_no_engine():
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: imports {module}"
+        for path, module, line in imports_of("time", "random", "secrets", "torch", "sglang")
+        if unit_of(module_name(path)) in PURE
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_core_imports_the_standard_library_only():
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: imports {module}"
+        for path in source_files()
+        if unit_of(module_name(path)) == "core"
+        for module, line in imported_modules(path)
+        if module.split(".")[0] not in {"cosched", *sys.stdlib_module_names}
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_cpu_list_is_pinned_sorted_and_without_repeats():
+    lines = pins((ROOT / "requirements" / "cpu.txt").read_text())
+    unpinned = [line for line in lines if not re.fullmatch(r"[A-Za-z0-9._-]+==[\w.!+]+", line)]
+    assert not unpinned
+    assert lines == sorted(lines)
+    names = [canonical(line.split("==")[0]) for line in lines]
+    assert len(names) == len(set(names))
+
+
+def test_the_cpu_list_covers_what_is_asked_for():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    source = (ROOT / "requirements" / "cpu.in").read_text()
+    asked = [*project["dependencies"], *project["optional-dependencies"]["dev"], *pins(source)]
+    asked += re.findall(r"^#: no-deps (\S+)$", source, flags=re.MULTILINE)
+    names = {canonical(re.split(r"[<>=!~\[; ]", line)[0]) for line in asked}
+    listed = {
+        canonical(line.split("==")[0])
+        for line in pins((ROOT / "requirements" / "cpu.txt").read_text())
+    }
+    assert names - listed == {"torch"}, "run scripts/lock"
+
+
+def test_the_installed_sglang_is_the_supported_one():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    supported = project["optional-dependencies"]["gpu"][0]
+    assert supported == f"sglang=={importlib.metadata.version('sglang')}"
+
+
+def test_the_plugin_entry_point_is_installed():
+    found = importlib.metadata.entry_points(group="sglang.srt.plugins", name="cosched")
+    assert [entry.value for entry in found] == ["cosched_patches.plugin:register"]
+    assert callable(next(iter(found)).load())
