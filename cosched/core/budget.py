@@ -19,7 +19,7 @@ class IterationBudget:
     reserved once its prefill is complete.
     """
 
-    __slots__ = ("_caps", "_view", "headroom", "slots", "tokens", "unfinished")
+    __slots__ = ("_caps", "_num_admitted", "_view", "headroom", "slots", "tokens", "unfinished")
 
     def __init__(self, view: View) -> None:
         caps = view.caps
@@ -31,6 +31,7 @@ class IterationBudget:
             limit = min(limit, caps.max_chunk_tokens)
         self._caps = caps
         self._view = view
+        self._num_admitted = 0
         self.tokens = limit - num_mixed
         """Prefill tokens left."""
         self.headroom = kv.headroom - num_mixed
@@ -86,6 +87,7 @@ class IterationBudget:
 
     def charge_admission(self, request: Request, match: Match, num_tokens: int) -> None:
         """Spend what admitting `num_tokens` of a waiting request takes."""
+        self._num_admitted += 1
         self.slots -= 1
         self.headroom -= match.evictable
         self._charge_prefill(request, match.cached, num_tokens)
@@ -93,10 +95,11 @@ class IterationBudget:
     def continuation(self, request: Request) -> int:
         """Prompt tokens that an unfinished prefill may compute now; 0 when it must stop.
 
-        It holds its request slot already, but the engine counts it among the admitted too.
+        It holds its request slot already; but the engine counts it among those it admits, so it
+        must not take the slot of one that this plan admitted before it.
         """
         num_tokens = self.chunk(request, request.num_computed_tokens)
-        if num_tokens <= 0 or self.slots <= 0:
+        if num_tokens <= 0 or (self.slots <= 0 and self._num_admitted):
             return 0
         need = self._caps.ceil_to_page(num_tokens) + self._caps.page_size
         if request.num_computed_tokens + num_tokens == _num_tokens(request):

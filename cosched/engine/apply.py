@@ -1,8 +1,9 @@
 """A plan applied to SGLang: what is stopped, what is handed to the engine, chunk by chunk.
 
 SGLang's `Scheduler._get_new_batch_prefill_raw` stays in charge of building batches. It is given a
-short waiting queue (the requests of the plan, in its order) and a `PrefillAdder` that knows how many
-tokens each of them gets; everything else it does (LoRA, mixed batches, HiCache, logprobs) is its own.
+short waiting queue (the requests of the plan, in its order) and a `PrefillAdder` that knows how
+many tokens each of them gets; everything else it does (LoRA, mixed batches, HiCache, logprobs) is
+its own.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class PlannedPrefillAdder(PrefillAdder):  # type: ignore[misc]  # SGLang's class
     def add_one_req(self, req: Any, *args: Any, **kwargs: Any) -> Any:
         if _active_plan is None:
             return super().add_one_req(req, *args, **kwargs)
-        limit = _active_plan.prefill.get(req.rid, 0)
+        # Whole pages, as the stock adder counts: a chunk of the plan ends on a page boundary, and
+        # the end of a prompt is rounded up.
+        limit = self.ceil_paged_tokens(_active_plan.prefill.get(req.rid, 0))
         if limit <= 0:
             return AddReqResult.CONTINUE
         outer = self.rem_chunk_tokens
@@ -77,6 +80,8 @@ def schedule_prefill(
     """
     scheduler = controller.scheduler
     _admit_ready_grammars(scheduler)
+    if not controller.waiting and scheduler.chunked_req is None and running_batch.is_empty():
+        return None, running_batch
     if any(req.finished() for req in running_batch.reqs):
         running_batch.filter_batch()
     plan = controller.plan(running_batch)
@@ -163,7 +168,8 @@ def _build_batch(
     scheduler.waiting_queue = list(candidates)
     if chunk_size is not None:
         num_mixed = len(running_batch.reqs) if scheduler.is_mixed_chunk else 0
-        scheduler.chunked_prefill_size = plan.num_prefill_tokens + num_mixed
+        num_tokens = sum(map(controller.caps.ceil_to_page, plan.prefill.values()))
+        scheduler.chunked_prefill_size = num_tokens + num_mixed
     try:
         with _applying(plan):
             batch, running_batch = original(

@@ -1,4 +1,4 @@
-"""What stands in for ``Scheduler.waiting_queue``: the online queue and the offline pool as one list.
+"""What stands in for ``Scheduler.waiting_queue``: online queue and offline pool as one list.
 
 SGLang counts, aborts, flushes and reports through its waiting queue. With this object in its place,
 all of that sees every waiting request, online and offline, without a patch of its own.

@@ -14,9 +14,9 @@ running offline requests are stopped, youngest first, with their KV kept in the 
 unfinished offline prefill is stopped when the online request needs its place. Offline work is taken
 in the pool's order, running before waiting.
 
-Deviations from HyGen's Algorithm 1 without its latency budget: admission counts the output a request
-may still generate (SGLang's rule), not only its prompt; and offline requests are also stopped when
-the decodes themselves would not fit in memory.
+Deviations from HyGen's Algorithm 1 without its latency budget: admission counts the output a
+request may still generate (SGLang's rule), not only its prompt; and offline requests are also
+stopped when the decodes themselves would not fit in memory.
 """
 
 from __future__ import annotations

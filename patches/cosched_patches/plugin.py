@@ -20,10 +20,14 @@ def register() -> None:
         config = load_config()
         if config is None:
             return
-        import cosched.bootstrap  # noqa: F401  # before SGLang's heavy modules are imported
+        import cosched.bootstrap  # before SGLang's heavy modules are imported
         from cosched_patches.seam import install
         from cosched_patches.seams import SEAMS
 
         install(SEAMS)
+        if not cosched.bootstrap.has_cuda():
+            from cosched.engine import cpu_paging
+
+            cpu_paging.install()
     except CoschedError as error:
         raise SystemExit(f"cosched: {error}") from None

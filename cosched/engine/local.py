@@ -1,0 +1,185 @@
+"""SGLang's own scheduler in this process, without server, sockets or other processes.
+
+Tests drive it step by step; the simulator drives it through a trace. The event loop is SGLang's:
+only where requests come from and where outputs go is replaced.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang.srt.distributed.parallel_state import (
+    destroy_distributed_environment,
+    destroy_model_parallel,
+)
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    BatchTokenIDOutput,
+    TokenizedGenerateReqInput,
+)
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.plugins import load_plugins
+from sglang.srt.runtime_context import SpawnRanks, publish
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import PortArgs, prepare_server_args
+
+__all__ = ["LocalEngine", "Reply"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Reply:
+    """What a request got so far. `finish_reason` is SGLang's type: ``length``, ``stop``,
+    ``abort``; None while it is unfinished."""
+
+    output_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    message: str = ""
+    num_retractions: int = 0
+
+
+class _Outbox:
+    """Takes the place of the sockets to the tokenizer and detokenizer processes."""
+
+    def __init__(self, replies: dict[str, Reply]) -> None:
+        self._replies = replies
+
+    def send_output(self, output: Any, request: Any = None) -> None:
+        if isinstance(output, BatchTokenIDOutput):
+            for i, rid in enumerate(output.rids):
+                reply = self._replies.setdefault(rid, Reply())
+                reply.output_ids.extend(output.output_ids[i])
+                reply.num_retractions = output.retraction_counts[i]
+                self._finish(reply, output.finished_reasons[i])
+        elif isinstance(output, AbortReq):
+            reply = self._replies.setdefault(output.rid, Reply())
+            self._finish(reply, output.finished_reason or {"type": "abort"})
+
+    @staticmethod
+    def _finish(reply: Reply, reason: Mapping[str, Any] | None) -> None:
+        if reason is not None:
+            assert reply.finish_reason is None, f"finished twice: {reason=}"
+            reply.finish_reason = str(reason["type"])
+            reply.message = str(reason.get("message") or "")
+
+
+class LocalEngine:
+    """One scheduler and the requests given to it.
+
+    `flags` are SGLang's command line flags. With ``COSCHED_CONFIG`` set, cosched schedules. One
+    engine at a time per process, because SGLang keeps its configuration in process-wide state:
+    `close` the last one first (it is a context manager).
+    """
+
+    def __init__(self, flags: Sequence[str]) -> None:
+        load_plugins()
+        server_args = prepare_server_args([*flags, "--skip-tokenizer-init"])
+        server_args.resolve_once()
+        publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
+        self.scheduler: Any = Scheduler(server_args, PortArgs.init_new(server_args))
+        self.replies: dict[str, Reply] = {}
+        self._inbox: list[Any] = []
+        outbox = _Outbox(self.replies)
+        channels = self.scheduler.ipc_channels
+        # Frozen dataclasses that the scheduler builds for itself.
+        object.__setattr__(channels, "send_to_tokenizer", outbox)
+        object.__setattr__(channels, "send_to_detokenizer", outbox)
+        object.__setattr__(self.scheduler.output_streamer, "send_to_detokenizer", outbox)
+
+    def close(self) -> None:
+        """Release what the process can have only once. The engine cannot be used afterwards."""
+        destroy_model_parallel()
+        destroy_distributed_environment()
+
+    def __enter__(self) -> LocalEngine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def submit(
+        self,
+        rid: str,
+        input_ids: Iterable[int],
+        *,
+        max_new_tokens: int,
+        priority: int | None = None,
+        custom_params: Mapping[str, Any] | None = None,
+        **fields: Any,
+    ) -> None:
+        """Give the scheduler a request; it arrives at the next iteration. Greedy, EOS ignored."""
+        params = SamplingParams(
+            max_new_tokens=max_new_tokens,
+            temperature=0.0,
+            ignore_eos=True,
+            custom_params=dict(custom_params) if custom_params is not None else None,
+        )
+        params.normalize(None)
+        self._inbox.append(
+            TokenizedGenerateReqInput(
+                rid=rid,
+                input_text="",
+                input_ids=array("q", input_ids),
+                input_embeds=None,
+                mm_inputs=None,
+                token_type_ids=None,
+                sampling_params=params,
+                return_logprob=False,
+                logprob_start_len=-1,
+                top_logprobs_num=0,
+                token_ids_logprob=None,
+                stream=True,
+                priority=priority,
+                **fields,
+            )
+        )
+
+    def abort(self, rid: str) -> None:
+        self._inbox.append(AbortReq(rid=rid))
+
+    def send(self, request: Any) -> None:
+        """Any other request of SGLang's (flush the cache, read the internal state, ...)."""
+        self._inbox.append(request)
+
+    def run(self, until: Callable[[], bool]) -> None:
+        """Run SGLang's event loop. `until` is asked before each iteration, when requests would be
+        received; the iteration in which it first returns True is the last one."""
+        scheduler = self.scheduler
+
+        def ingest() -> None:
+            if until():
+                scheduler.gracefully_exit = True
+            inbox, self._inbox[:] = list(self._inbox), []
+            scheduler.process_input_requests(inbox)
+
+        scheduler.ingest_requests = ingest
+        scheduler.gracefully_exit = False
+        try:
+            scheduler.run_event_loop()
+        finally:
+            scheduler.gracefully_exit = False
+            del scheduler.ingest_requests
+
+    def run_until_idle(
+        self,
+        *,
+        on_iteration: Callable[[int], None] = lambda iteration: None,
+        max_iterations: int = 100_000,
+    ) -> int:
+        """Run until nothing is left to do and return the number of iterations.
+
+        `on_iteration` gets the iteration's number before its requests are received.
+        """
+        count = 0
+
+        def until() -> bool:
+            nonlocal count
+            assert count < max_iterations, f"not idle after {max_iterations} iterations"
+            on_iteration(count)
+            count += 1
+            return not self._inbox and self.scheduler.is_fully_idle()
+
+        self.run(until)
+        return count

@@ -1,0 +1,352 @@
+"""Sarathi++ on a real in-process SGLang scheduler."""
+
+import pytest
+
+from cosched.core.request import RequestClass
+from cosched.engine.tracked import TrackedRequest
+from tests.engine.conftest import assert_drained, kv_tokens, prompt
+
+OFFLINE = -1
+
+
+def rids(reqs):
+    return [req.rid for req in reqs]
+
+
+def running(engine):
+    return set(rids(engine.scheduler.running_batch.reqs))
+
+
+def waiting(engine):
+    return rids(engine.scheduler.waiting_queue)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("mixed", [True, False])
+def test_online_is_admitted_while_a_chunked_offline_prefill_is_under_way(
+    make_engine, overlap, mixed
+):
+    engine = make_engine(overlap=overlap, mixed=mixed)
+    engine.submit("off", prompt(1, 600), max_new_tokens=4, priority=OFFLINE)
+    seen = {}
+
+    def act(iteration):
+        scheduler = engine.scheduler
+        if iteration == 3:
+            assert scheduler.chunked_req is not None and scheduler.chunked_req.rid == "off"
+            engine.submit("on", prompt(2, 200), max_new_tokens=4)
+        if iteration == 4:
+            seen["chunked"] = scheduler.chunked_req.rid
+            seen["waiting"] = waiting(engine)
+        if "on" in engine.replies and "first" not in seen:
+            seen["first"] = iteration
+            seen["off_done"] = "off" in engine.replies
+
+    engine.run_until_idle(on_iteration=act)
+    assert seen["chunked"] == "on" and seen["waiting"] == ["off"]
+    # 200 tokens are four chunks of 64: admitted at once, nothing offline in between.
+    assert seen["first"] <= 3 + 4 + (2 if overlap else 1)
+    assert not seen["off_done"]
+    assert len(engine.replies["off"].output_ids) == 4
+    assert_drained(engine)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_online_is_admitted_when_kv_memory_is_what_is_missing(make_engine, overlap):
+    engine = make_engine(overlap=overlap, max_total_tokens=1000, chunked_prefill_size=512)
+    for i in range(3):
+        engine.submit(f"off{i}", prompt(i, 200), max_new_tokens=100, priority=OFFLINE)
+    log = []
+
+    def act(iteration):
+        if iteration == 6:
+            assert running(engine) == {"off0", "off1", "off2"}
+            assert engine.scheduler.get_num_allocatable_reqs(3) > 0, "slots are not what is short"
+            engine.submit("on", prompt(9, 500), max_new_tokens=20)
+        log.append((iteration, running(engine), waiting(engine)))
+
+    engine.run_until_idle(on_iteration=act)
+    _, _, waits = log[7]
+    assert "on" not in waits and waits, "the online request waits, or nothing was stopped for it"
+    assert {len(engine.replies[f"off{i}"].output_ids) for i in range(3)} == {100}
+    assert_drained(engine)
+
+
+def test_stock_priority_leaves_the_online_request_waiting_for_memory(make_engine):
+    """The hole this closes: stock preempts for request slots only."""
+    engine = make_engine(
+        policy="priority",
+        switches=["--enable-priority-scheduling", "--default-priority-value", "0"],
+        max_total_tokens=1000,
+        chunked_prefill_size=512,
+    )
+    for i in range(3):
+        engine.submit(f"off{i}", prompt(i, 200), max_new_tokens=100, priority=-100)
+    log = []
+
+    def act(iteration):
+        if iteration == 6:
+            engine.submit("on", prompt(9, 500), max_new_tokens=20, priority=0)
+        log.append(waiting(engine))
+
+    engine.run_until_idle(on_iteration=act)
+    assert log[7] == ["on"] and log[30] == ["on"]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("mixed", [True, False])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_preemption_changes_no_token(make_engine, overlap, mixed, page_size):
+    settings = {"overlap": overlap, "mixed": mixed, "page_size": page_size}
+    jobs = {f"off{i}": prompt(i, 150 + 10 * i) for i in range(8)}
+
+    alone = make_engine(**settings)
+    for rid, ids in jobs.items():
+        alone.submit(rid, ids, max_new_tokens=40, priority=OFFLINE)
+    alone.run_until_idle()
+    expected = {rid: alone.replies[rid].output_ids for rid in jobs}
+    assert alone.scheduler.cosched.counters.num_preemptions == 0
+
+    engine = make_engine(**settings)
+    for rid, ids in jobs.items():
+        engine.submit(rid, ids, max_new_tokens=40, priority=OFFLINE)
+
+    def act(iteration):
+        if iteration in (5, 6, 12, 25, 40):
+            for k in range(2):
+                engine.submit(f"on{iteration}.{k}", prompt(50 + iteration, 300), max_new_tokens=5)
+
+    engine.run_until_idle(on_iteration=act)
+    counters = engine.scheduler.cosched.counters
+    assert counters.num_preemptions >= 2
+    assert counters.num_engine_refusals == 0
+    assert {rid: engine.replies[rid].output_ids for rid in jobs} == expected
+    assert any(engine.replies[rid].num_retractions for rid in jobs)
+    assert_drained(engine)
+
+
+def test_a_stopped_request_keeps_class_arrival_and_tokens_and_resumes_from_the_tree(make_engine):
+    engine = make_engine(max_running_requests=1, chunked_prefill_size=512)
+    engine.submit("off", prompt(1, 200), max_new_tokens=30, priority=OFFLINE)
+    seen = {}
+
+    def act(iteration):
+        scheduler = engine.scheduler
+        if iteration == 10:
+            req = scheduler.running_batch.reqs[0]
+            seen["before"] = TrackedRequest.of(req)
+            seen["arrival"] = (seen["before"].arrival_s, seen["before"].arrival_seq)
+            seen["num_output"] = len(req.output_ids)
+            engine.submit("on", prompt(2, 50), max_new_tokens=3)
+        if iteration == 11:
+            tracked = scheduler.cosched.waiting.get("off")
+            assert tracked is seen["before"]
+            assert tracked.request_class is RequestClass.OFFLINE
+            assert (tracked.arrival_s, tracked.arrival_seq) == seen["arrival"]
+            assert tracked.num_output_tokens == seen["num_output"] > 0
+            assert tracked.num_preemptions == 1
+            view = _view(scheduler)
+            seen["match"] = view.match(tracked)
+            seen["length"] = tracked.num_prompt_tokens + tracked.num_output_tokens
+
+    engine.run_until_idle(on_iteration=act)
+    assert seen["match"].cached == seen["length"] - 1, "all but the last token is still there"
+    assert len(engine.replies["off"].output_ids) == 30
+    assert_drained(engine)
+
+
+def _view(scheduler):
+    from cosched.engine.view_of import SchedulerView
+
+    controller = scheduler.cosched
+    return SchedulerView(
+        scheduler,
+        running_batch=scheduler.running_batch,
+        waiting=controller.waiting,
+        caps=controller.caps,
+        now_s=0.0,
+    )
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("state", ["queued", "prefilling", "paused", "running", "preempted"])
+def test_abort_frees_everything_in_every_state(make_engine, overlap, state):
+    engine = make_engine(overlap=overlap, max_running_requests=2)
+    long = 600 if state in ("prefilling", "paused") else 100
+    engine.submit("victim", prompt(1, long), max_new_tokens=60, priority=OFFLINE)
+    engine.submit("other", prompt(2, 100), max_new_tokens=60, priority=OFFLINE)
+    if state == "queued":
+        engine.submit("third", prompt(3, 100), max_new_tokens=60, priority=OFFLINE)
+    aborted = "third" if state == "queued" else "victim"
+    reached = []
+
+    def act(iteration):
+        scheduler = engine.scheduler
+        if reached:
+            return
+        if state in ("paused", "preempted") and iteration == 5:
+            for k in range(2):
+                engine.submit(f"on{k}", prompt(20 + k, 100), max_new_tokens=30)
+        chunked = scheduler.chunked_req
+        where = {
+            "queued": aborted in waiting(engine) and iteration > 3,
+            "prefilling": chunked is not None and chunked.rid == aborted and iteration > 2,
+            "paused": aborted in waiting(engine) and iteration > 5,
+            "running": aborted in running(engine) and iteration > 6,
+            "preempted": aborted in waiting(engine) and iteration > 5,
+        }
+        if where[state]:
+            reached.append(iteration)
+            engine.abort(aborted)
+
+    engine.run_until_idle(on_iteration=act)
+    assert reached, f"never reached the state {state}"
+    assert engine.replies[aborted].finish_reason == "abort"
+    others = set(engine.replies) - {aborted}
+    assert {engine.replies[rid].finish_reason for rid in others} == {"length"}
+    assert_drained(engine)
+
+
+def test_abort_of_everything_empties_the_pool(make_engine):
+    from sglang.srt.managers.io_struct import AbortReq
+
+    engine = make_engine()
+    for i in range(30):
+        engine.submit(f"q{i}", prompt(i, 80), max_new_tokens=50, priority=OFFLINE if i % 3 else 0)
+
+    def act(iteration):
+        if iteration == 10:
+            engine.send(AbortReq(rid="", abort_all=True))
+
+    engine.run_until_idle(on_iteration=act)
+    assert len(engine.replies) == 30
+    assert "abort" in {reply.finish_reason for reply in engine.replies.values()}
+    assert_drained(engine)
+
+
+def test_pool_counts_in_idleness_loads_flush_and_server_info(make_engine):
+    from sglang.srt.managers.io_struct import GetInternalStateReq
+
+    engine = make_engine(max_running_requests=1, chunked_prefill_size=512)
+    for i in range(5):
+        engine.submit(f"off{i}", prompt(i, 100), max_new_tokens=20, priority=OFFLINE)
+    checked = []
+
+    def act(iteration):
+        scheduler = engine.scheduler
+        if iteration != 5:
+            return
+        checked.append(iteration)
+        assert len(scheduler.waiting_queue) == 4
+        assert not scheduler.is_fully_idle() and not scheduler.is_fully_idle(for_health_check=True)
+        assert scheduler.flush_cache() is False
+        loads = scheduler.load_inquirer.get_loads()
+        assert loads.num_waiting_reqs == 4 and loads.num_running_reqs == 1
+        assert loads.num_total_tokens >= 400
+        assert scheduler.load_inquirer._get_num_pending_tokens() == 400
+        state = scheduler.get_internal_state(GetInternalStateReq()).internal_state["cosched"]
+        assert state["policy"] == "sarathi"
+        assert state["num_waiting_offline"] == 4 and state["num_waiting_online"] == 0
+        assert state["num_running_offline"] == 1
+
+    engine.run_until_idle(on_iteration=act)
+    assert checked
+    assert engine.scheduler.flush_cache() is True
+    assert_drained(engine)
+
+
+@pytest.mark.parametrize("policy", ["sglang", "priority", "sarathi"])
+def test_a_full_queue_turns_online_away_and_never_offline(make_engine, policy):
+    switches = ["--enable-priority-scheduling"] if policy == "priority" else []
+    engine = make_engine(
+        policy=policy, max_running_requests=1, max_queued_requests=2, switches=switches
+    )
+
+    def act(iteration):
+        if iteration == 0:
+            for i in range(6):
+                engine.submit(f"off{i}", prompt(i, 50), max_new_tokens=30, priority=-100)
+        if iteration == 4:
+            for i in range(5):
+                engine.submit(f"on{i}", prompt(20 + i, 50), max_new_tokens=5, priority=0)
+
+    engine.run_until_idle(on_iteration=act)
+    reasons = {rid: reply.finish_reason for rid, reply in engine.replies.items()}
+    assert [reasons[f"off{i}"] for i in range(6)] == ["length"] * 6
+    assert [reasons[f"on{i}"] for i in range(5)].count("abort") == 3
+    assert_drained(engine)
+
+
+def test_the_waiting_timeout_spares_offline_requests(make_engine, monkeypatch):
+    from sglang.srt.environ import envs
+
+    engine = make_engine(max_running_requests=1)
+    engine.submit("on", prompt(1, 50), max_new_tokens=30)
+    engine.submit("on_waits", prompt(2, 50), max_new_tokens=30)
+    engine.submit("off_waits", prompt(3, 50), max_new_tokens=5, priority=OFFLINE)
+    with envs.SGLANG_REQ_WAITING_TIMEOUT.override(1e-9):
+
+        def act(iteration):
+            for request in engine.scheduler._poll_timeout_aborts():
+                engine.send(request)
+
+        engine.run_until_idle(on_iteration=act)
+    reasons = {rid: reply.finish_reason for rid, reply in engine.replies.items()}
+    assert reasons["on_waits"] == "abort"
+    assert reasons["off_waits"] == "length"
+
+
+def test_when_decodes_run_out_of_memory_offline_gives_way(make_engine):
+    engine = make_engine(
+        max_total_tokens=700, chunked_prefill_size=512, schedule_conservativeness=0.01
+    )
+    engine.submit("on", prompt(1, 100), max_new_tokens=200)
+    for i in range(4):
+        engine.submit(f"off{i}", prompt(2 + i, 60), max_new_tokens=150, priority=OFFLINE)
+    engine.run_until_idle()
+    assert engine.replies["on"].num_retractions == 0
+    assert sum(engine.replies[f"off{i}"].num_retractions for i in range(4)) > 0
+    assert [len(engine.replies[f"off{i}"].output_ids) for i in range(4)] == [150] * 4
+    assert_drained(engine)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_traffic_leaks_nothing_and_answers_everything(make_engine, seed):
+    """Arrivals and aborts at random moments, with SGLang's strict memory check each iteration."""
+    import random
+
+    rng = random.Random(seed)
+    engine = make_engine(
+        overlap=bool(seed % 2),
+        mixed=seed % 3 != 0,
+        page_size=(1, 16)[seed // 3],
+        max_total_tokens=1600,
+        max_running_requests=6,
+    )
+    sent, aborted = {}, set()
+
+    def act(iteration):
+        scheduler = engine.scheduler
+        scheduler.invariant_checker.self_check_during_busy()
+        held, total = kv_tokens(scheduler)
+        assert held <= total
+        if iteration < 120 and rng.random() < 0.35:
+            rid = f"r{len(sent)}"
+            sent[rid] = rng.randint(1, 25)
+            shared = prompt(rng.randint(0, 3), rng.choice([0, 64, 200]))
+            own = prompt(100 + len(sent), rng.randint(1, 250))
+            priority = rng.choice([None, 0, -1, -1, -100])
+            engine.submit(rid, shared + own, max_new_tokens=sent[rid], priority=priority)
+        if sent and rng.random() < 0.06:
+            aborted.add(rid := rng.choice(list(sent)) + "")
+            engine.abort(rid)
+
+    engine.run_until_idle(on_iteration=act, max_iterations=5000)
+    assert set(engine.replies) == set(sent)
+    for rid, reply in engine.replies.items():
+        if reply.finish_reason == "length":
+            assert len(reply.output_ids) == sent[rid]
+        else:
+            assert reply.finish_reason == "abort" and any(rid.startswith(a) for a in aborted)
+    assert engine.scheduler.cosched.counters.num_engine_refusals == 0
+    assert_drained(engine)

@@ -1,0 +1,107 @@
+"""Hand-made requests and views for tests of pure code."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from cosched.core.caps import EngineCaps
+from cosched.core.request import Request, RequestClass, Slo
+from cosched.core.view import KvState, Match
+
+_seq = itertools.count()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeRequest:
+    rid: str
+    request_class: RequestClass = RequestClass.ONLINE
+    slo: Slo = field(default_factory=Slo)
+    arrival_s: float = 0.0
+    arrival_seq: int = field(default_factory=lambda: next(_seq))
+    num_prompt_tokens: int = 100
+    num_output_tokens: int = 0
+    max_new_tokens: int = 10
+    num_computed_tokens: int = 0
+
+
+def online(rid: str, num_prompt_tokens: int = 100, **fields) -> FakeRequest:
+    return FakeRequest(rid=rid, num_prompt_tokens=num_prompt_tokens, **fields)
+
+
+def offline(rid: str, num_prompt_tokens: int = 100, **fields) -> FakeRequest:
+    return FakeRequest(
+        rid=rid,
+        num_prompt_tokens=num_prompt_tokens,
+        request_class=RequestClass.OFFLINE,
+        **fields,
+    )
+
+
+def decoding(request: FakeRequest, num_output_tokens: int = 1) -> FakeRequest:
+    """The same request past its prefill."""
+    return FakeRequest(
+        **{
+            **request.__dict__,
+            "num_output_tokens": num_output_tokens,
+            "num_computed_tokens": request.num_prompt_tokens + num_output_tokens - 1,
+        }
+    )
+
+
+def prefilled(request: FakeRequest, num_computed_tokens: int) -> FakeRequest:
+    """The same request in the middle of its prefill."""
+    return FakeRequest(**{**request.__dict__, "num_computed_tokens": num_computed_tokens})
+
+
+def make_caps(**limits) -> EngineCaps:
+    return EngineCaps(
+        **{
+            "page_size": 1,
+            "max_running_requests": 64,
+            "max_chunk_tokens": 512,
+            "max_prefill_tokens": 4096,
+            **limits,
+        }
+    )
+
+
+@dataclass(kw_only=True)
+class FakeView:
+    """A view in which each running request owns all of its KV alone."""
+
+    caps: EngineCaps = field(default_factory=make_caps)
+    total_kv: int = 10_000
+    evictable_kv: int = 0
+    running: tuple[FakeRequest, ...] = ()
+    unfinished: tuple[FakeRequest, ...] = ()
+    online: Iterable[FakeRequest] = ()
+    offline: Iterable[FakeRequest] = ()
+    cached: Mapping[str, Match] = field(default_factory=dict)
+    now_s: float = 0.0
+
+    @property
+    def kv(self) -> KvState:
+        held = sum(r.num_computed_tokens for r in (*self.running, *self.unfinished))
+        return KvState(
+            total=self.total_kv,
+            free=self.total_kv - held - self.evictable_kv,
+            evictable=self.evictable_kv,
+            reserved=sum(map(self.reserve_of, self.running)),
+        )
+
+    @property
+    def free_slots(self) -> int:
+        return self.caps.max_running_requests - len(self.running) - len(self.unfinished)
+
+    def match(self, request: Request) -> Match:
+        return self.cached.get(request.rid, Match(cached=0, evictable=0))
+
+    def reserve_of(self, request: Request) -> int:
+        if any(request.rid == r.rid for r in self.unfinished):
+            return 0
+        return max(request.max_new_tokens - request.num_output_tokens, 0)
+
+    def preemption_gain(self, request: Request) -> int:
+        return request.num_computed_tokens
