@@ -1,0 +1,1 @@
+"""Workloads: readers of public trace formats, generators, and the requests they give."""

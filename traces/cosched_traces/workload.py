@@ -1,0 +1,75 @@
+"""One request of a workload, and how its prompt's tokens come about."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from cosched.core.request import RequestClass, Slo
+
+__all__ = ["Segment", "TraceRequest", "Workload"]
+
+
+class Segment(NamedTuple):
+    """A stretch of a prompt. Equal `key` means equal tokens: two prompts whose segments begin alike
+    share that prefix. A shorter segment of the same key is a prefix of a longer one."""
+
+    key: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceRequest:
+    """One request as a trace or a generator gives it.
+
+    arrival_s          seconds since the workload starts; offline sets mostly arrive at 0
+    segments           the prompt by its shared parts, for traces that carry no text
+    token_ids          the prompt itself, where there is one; then `segments` is empty
+    num_output_tokens  tokens it generates (the trace's truth; no scheduler may look at it)
+    max_new_tokens     what the client asks for; None: the same as num_output_tokens
+    """
+
+    rid: str
+    request_class: RequestClass
+    arrival_s: float
+    num_output_tokens: int
+    segments: tuple[Segment, ...] = ()
+    token_ids: Sequence[int] = ()
+    max_new_tokens: int | None = None
+    slo: Slo = field(default_factory=Slo)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.token_ids) or sum(segment.num_tokens for segment in self.segments)
+
+    def prompt(self, *, vocab_size: int, first_id: int = 10) -> array[int]:
+        """The prompt's token ids, in ``[first_id, vocab_size)`` when made from segments; the same
+        for the same segments in every process."""
+        if self.token_ids:
+            return array("q", self.token_ids)
+        ids = array("q")
+        for segment in self.segments:
+            rng = np.random.Generator(np.random.PCG64(segment.key))
+            drawn = rng.integers(first_id, vocab_size, size=segment.num_tokens, dtype=np.int64)
+            ids.frombytes(drawn.tobytes())
+        return ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Requests in the order of arrival, and where they came from."""
+
+    name: str
+    requests: tuple[TraceRequest, ...]
+
+    def __post_init__(self) -> None:
+        times = [request.arrival_s for request in self.requests]
+        assert times == sorted(times), f"{self.name}: requests are not in the order of arrival"
+
+    def of_class(self, request_class: RequestClass) -> Workload:
+        kept = tuple(r for r in self.requests if r.request_class is request_class)
+        return Workload(name=f"{self.name}:{request_class.value}", requests=kept)
