@@ -3,35 +3,47 @@
 ==============================  ============================================================
 where                           meaning
 ==============================  ============================================================
-``service_tier: "flex"``        offline (OpenAI endpoints); any other tier is online
+``service_tier: "flex"``        offline (OpenAI endpoints); the other tiers leave it to the rest
 ``priority`` (integer)          ``< 0`` offline, ``>= 0`` or absent online (every endpoint)
-``x-smg-priority: bulk``        offline; other values of that header are online
+``x-smg-priority: bulk``        offline; the header's other values leave it to the rest
 ``x-slo-ttft-ms``               TTFT target of this request
 ``x-slo-tpot-ms``               TPOT target of this request
 ``custom_params["cosched"]``    ``{"ttft_slo_ms", "tpot_slo_ms", "deadline_s"}``
 ==============================  ============================================================
 
 Inside SGLang the class travels as the request's ``priority`` and the targets as
-``sampling_params.custom_params["cosched"]``.
+``sampling_params.custom_params["cosched"]``. One sign of offline is enough: a gateway that marks a
+tenant ``bulk`` is not overruled by the body. The body's targets win over the headers'.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from reprlib import repr as shown
 from typing import Any
 
 from cosched.core.request import RequestClass, Slo
 from cosched.errors import RequestError, choices
 
 __all__ = [
+    "GATEWAY_HEADER",
+    "GATEWAY_PRIORITIES",
     "OFFLINE_PRIORITY",
     "PARAMS_KEY",
+    "SERVICE_TIERS",
     "SLO_FIELDS",
+    "SLO_HEADERS",
+    "Wish",
+    "check_sampling_params",
     "class_of_priority",
+    "parse_http",
     "parse_priority",
     "parse_slo",
+    "priority_for",
     "slo_of_params",
+    "with_slo",
 ]
 
 OFFLINE_PRIORITY = -100
@@ -48,8 +60,84 @@ SLO_FIELDS: Mapping[str, tuple[str, float]] = {
 """Key in ``custom_params["cosched"]`` -> (field of `Slo`, seconds per unit)."""
 
 
+SERVICE_TIERS: Mapping[str, RequestClass] = {
+    "auto": RequestClass.ONLINE,
+    "default": RequestClass.ONLINE,
+    "flex": RequestClass.OFFLINE,
+    "priority": RequestClass.ONLINE,
+    "scale": RequestClass.ONLINE,
+}
+"""OpenAI's values of ``service_tier``."""
+
+GATEWAY_PRIORITIES: Mapping[str, RequestClass] = {
+    "bulk": RequestClass.OFFLINE,
+    "default": RequestClass.ONLINE,
+    "interactive": RequestClass.ONLINE,
+    "system": RequestClass.ONLINE,
+}
+"""The classes of the SGLang model gateway, in its header ``x-smg-priority``."""
+
+GATEWAY_HEADER = "x-smg-priority"
+
+SLO_HEADERS: Mapping[str, str] = {
+    "x-slo-ttft-ms": "ttft_slo_ms",
+    "x-slo-tpot-ms": "tpot_slo_ms",
+}
+"""Header -> key in ``custom_params["cosched"]``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What an HTTP request says about its class and its targets.
+
+    offline   the service tier or the gateway's header says so
+    priority  the body's, or None
+    slo       targets from the headers and, over them, from the body's ``custom_params``; under the
+              keys of ``custom_params["cosched"]``
+    """
+
+    offline: bool = False
+    priority: int | None = None
+    slo: Mapping[str, Any] = field(default_factory=dict)
+
+
 def class_of_priority(priority: int | None) -> RequestClass:
     return RequestClass.OFFLINE if priority is not None and priority < 0 else RequestClass.ONLINE
+
+
+def parse_http(body: Any, headers: Mapping[str, str], *, has_service_tier: bool) -> Wish:
+    """The wish of a request whose JSON body is `body` (None without one). Mutates nothing.
+
+    headers           looked up by lower-case name
+    has_service_tier  whether the endpoint is one of OpenAI's; elsewhere the field has another
+                      meaning, or none
+
+    RequestError names the field, key or header that is wrong.
+    """
+    gateway = headers.get(GATEWAY_HEADER)
+    offline = gateway is not None and _is_offline(
+        gateway.strip().lower(), GATEWAY_PRIORITIES, field=GATEWAY_HEADER
+    )
+    slo: dict[str, Any] = {
+        key: parse_positive(_number(text, field=header), field=header)
+        for header, key in SLO_HEADERS.items()
+        if (text := headers.get(header)) is not None
+    }
+    if not isinstance(body, Mapping):
+        return Wish(offline=offline, slo=slo)
+    priority = parse_priority(body.get("priority"))
+    tier = body.get("service_tier") if has_service_tier else None
+    if tier is not None and _is_offline(tier, SERVICE_TIERS, field="service_tier"):
+        if priority is not None and class_of_priority(priority) is RequestClass.ONLINE:
+            raise RequestError(
+                "service_tier",
+                f"{tier!r} means offline, but priority {priority} means online; "
+                "leave one out, or give a priority below 0",
+            )
+        offline = True
+    slo |= _cosched_params(body.get("custom_params"), field="custom_params")
+    check_sampling_params(body.get("sampling_params"))
+    return Wish(offline=offline, priority=priority, slo=slo)
 
 
 def parse_priority(value: Any, *, field: str = "priority") -> int | None:
@@ -57,8 +145,18 @@ def parse_priority(value: Any, *, field: str = "priority") -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(field, f"must be an integer, not {value!r}")
+        raise RequestError(field, f"must be an integer, not {shown(value)}")
     return value
+
+
+def priority_for(wish: Wish, priority: int | None) -> int | None:
+    """The priority that a request takes to the scheduler. `priority` is what SGLang has for it:
+    the body's, unless the endpoint drops it or one of SGLang's own headers overrides it."""
+    if priority is None:
+        priority = wish.priority
+    if wish.offline and class_of_priority(priority) is RequestClass.ONLINE:
+        return OFFLINE_PRIORITY
+    return priority
 
 
 def parse_slo(params: Any, *, field: str = "custom_params.cosched") -> Slo:
@@ -66,7 +164,7 @@ def parse_slo(params: Any, *, field: str = "custom_params.cosched") -> Slo:
     if params is None:
         return Slo()
     if not isinstance(params, Mapping):
-        raise RequestError(field, f"must be an object, not {params!r}")
+        raise RequestError(field, f"must be an object, not {shown(params)}")
     targets: dict[str, float] = {}
     for key, value in params.items():
         if key not in SLO_FIELDS:
@@ -79,10 +177,37 @@ def parse_slo(params: Any, *, field: str = "custom_params.cosched") -> Slo:
 def parse_positive(value: Any, *, field: str) -> float:
     """A positive finite number. RequestError otherwise."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise RequestError(field, f"must be a number, not {value!r}")
-    if not (math.isfinite(value) and value > 0):
-        raise RequestError(field, f"must be positive and finite, not {value!r}")
-    return float(value)
+        raise RequestError(field, f"must be a number, not {shown(value)}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not 0 < number < math.inf:
+        raise RequestError(field, f"must be positive and finite, not {shown(value)}")
+    return number
+
+
+def check_sampling_params(sampling_params: Any, *, field: str = "sampling_params") -> None:
+    """RequestError unless the targets in SGLang's sampling parameters (one object, a list of
+    them, or None) are valid. Everything else in them is SGLang's to check."""
+    if isinstance(sampling_params, list):
+        for i, params in enumerate(sampling_params):
+            check_sampling_params(params, field=f"{field}[{i}]")
+    elif isinstance(sampling_params, Mapping):
+        _cosched_params(sampling_params.get("custom_params"), field=f"{field}.custom_params")
+
+
+def with_slo(sampling_params: Any, slo: Mapping[str, Any]) -> Any:
+    """Checked sampling parameters with the targets `slo` added where they set none of their own.
+    Mutates nothing."""
+    if not slo:
+        return sampling_params
+    if isinstance(sampling_params, list):
+        return [with_slo(params, slo) for params in sampling_params]
+    params = sampling_params or {}
+    custom = params.get("custom_params") or {}
+    targets = {**slo, **(custom.get(PARAMS_KEY) or {})}
+    return {**params, "custom_params": {**custom, PARAMS_KEY: targets}}
 
 
 def slo_of_params(custom_params: Any) -> Slo:
@@ -92,3 +217,27 @@ def slo_of_params(custom_params: Any) -> Slo:
         return parse_slo((custom_params or {}).get(PARAMS_KEY))
     except RequestError:
         return Slo()
+
+
+def _cosched_params(custom_params: Any, *, field: str) -> Mapping[str, Any]:
+    if custom_params is None:
+        return {}
+    if not isinstance(custom_params, Mapping):
+        raise RequestError(field, f"must be an object, not {shown(custom_params)}")
+    params = custom_params.get(PARAMS_KEY)
+    parse_slo(params, field=f"{field}.{PARAMS_KEY}")
+    return params or {}
+
+
+def _is_offline(name: Any, classes: Mapping[str, RequestClass], *, field: str) -> bool:
+    if not isinstance(name, str) or name not in classes:
+        raise RequestError(field, f"unknown value {shown(name)}; choose from {choices(classes)}")
+    return classes[name] is RequestClass.OFFLINE
+
+
+def _number(text: str, *, field: str) -> float:
+    try:
+        # An underscore between digits is Python's notation, not HTTP's.
+        return float(text.replace("_", "?"))
+    except ValueError:
+        raise RequestError(field, f"must be a number, not {shown(text)}") from None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from cosched_patches import (
     decode_retraction,
+    generate_request,
+    http_json,
     internal_state,
     prefill_adder,
     prefill_batch,
@@ -16,6 +18,8 @@ from cosched_patches.seam import Seam
 __all__ = ["SEAMS"]
 
 SEAMS: tuple[Seam, ...] = (
+    http_json.SEAM,
+    generate_request.SEAM,
     scheduler_init.SEAM,
     queue_limit.SEAM,
     waiting_timeout.SEAM,

@@ -1,0 +1,339 @@
+"""From HTTP to what is sent to the scheduler: SGLang's app, endpoints and tokenizer manager.
+
+Only the socket to the scheduler is cut: what would go there is kept, and an answer made up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+import cosched.bootstrap
+from cosched.core.wire import OFFLINE_PRIORITY
+
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+GENERATE, EMBEDDINGS, MESSAGES = "/generate", "/v1/embeddings", "/v1/messages"
+
+_MESSAGES = [{"role": "user", "content": "hello"}]
+MINIMAL = {
+    CHAT: {"messages": _MESSAGES, "max_tokens": 2},
+    COMPLETIONS: {"prompt": "hello", "max_tokens": 2},
+    RESPONSES: {"model": "m", "input": "hello", "max_output_tokens": 2},
+    EMBEDDINGS: {"input": "hello"},
+    GENERATE: {"text": "hello", "sampling_params": {"max_new_tokens": 2}},
+    MESSAGES: {"model": "m", "messages": _MESSAGES, "max_tokens": 2},
+}
+OPENAI = [CHAT, COMPLETIONS, RESPONSES, EMBEDDINGS]
+ALL = sorted(MINIMAL)
+
+
+class Front:
+    """The HTTP side of a server. `sent` is what the last request sent to the scheduler."""
+
+    def __init__(self, app, manager):
+        self.app = app
+        self.manager = manager
+        self.sent = []
+
+    def post(self, path, body=None, *, headers=(), root_path="", **changes):
+        self.sent.clear()
+        body = {**MINIMAL.get(path, {}), **(body or {}), **changes}
+        headers = {k.replace("_", "-"): v for k, v in dict(headers).items()}
+
+        async def send():
+            transport = httpx.ASGITransport(self.app, root_path=root_path)
+            async with httpx.AsyncClient(transport=transport, base_url="http://front") as client:
+                return await client.post(root_path + path, json=body, headers=headers)
+
+        return asyncio.run(send())
+
+    @property
+    def priorities(self):
+        return [request.priority for request in self.sent]
+
+    @property
+    def targets(self):
+        return [
+            (request.sampling_params.custom_params or {}).get("cosched") for request in self.sent
+        ]
+
+
+@pytest.fixture(scope="module")
+def front(tiny_model):
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
+    from sglang.srt.entrypoints.engine import init_tokenizer_manager
+    from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
+    from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
+    from sglang.srt.entrypoints.openai.serving_embedding import OpenAIServingEmbedding
+    from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
+    from sglang.srt.runtime_context import publish
+    from sglang.srt.server_args import PortArgs, prepare_server_args
+
+    from cosched_patches import generate_request, http_json
+    from cosched_patches.seam import install
+
+    install((http_json.SEAM, generate_request.SEAM))
+    flags = ["--model-path", str(tiny_model), "--served-model-name", "m"]
+    if not cosched.bootstrap.has_cuda():
+        flags += ["--device", "cpu", "--attention-backend", "torch_native"]
+    server_args = prepare_server_args(flags)
+    server_args.resolve_once()
+    publish(server_args, role="tokenizer")
+    manager, templates = init_tokenizer_manager(server_args, PortArgs.init_new(server_args))
+    manager.max_req_input_len = 1000
+    manager.auto_create_handle_loop = lambda: None
+    front = Front(http_server.app, manager)
+
+    async def answer(*, obj, state, request=None):
+        manager.rid_to_state.pop(obj.rid, None)
+        yield {
+            "text": "hi",
+            "output_ids": [5],
+            "embedding": [0.5],
+            "meta_info": {
+                "id": obj.rid,
+                "finish_reason": {"type": "length", "length": 1},
+                "prompt_tokens": 1,
+                "completion_tokens": 1,
+                "cached_tokens": 0,
+                "weight_version": "default",
+            },
+        }
+
+    manager._dispatch_to_scheduler = front.sent.append
+    manager._stream_one_response = answer
+    state = http_server.app.state
+    serving = {
+        "openai_serving_chat": OpenAIServingChat(manager, templates),
+        "openai_serving_completion": OpenAIServingCompletion(manager, templates),
+        "openai_serving_embedding": OpenAIServingEmbedding(manager, templates),
+        "openai_serving_responses": OpenAIServingResponses(manager, templates),
+    }
+    serving["anthropic_serving"] = AnthropicServing(serving["openai_serving_chat"])
+    for name, endpoint in serving.items():
+        setattr(state, name, endpoint)
+    before = http_server.get_global_state()
+    http_server.set_global_state(SimpleNamespace(tokenizer_manager=manager))
+    yield front
+    http_server.set_global_state(before)
+    for socket in (manager.recv_from_detokenizer, manager.send_to_scheduler):
+        socket.close(linger=0)
+
+
+@contextlib.contextmanager
+def embedding_model(front):
+    """The tiny model is no embedding model; let it pass for one up to the scheduler."""
+    front.manager.is_generation = False
+    try:
+        yield
+    finally:
+        front.manager.is_generation = True
+
+
+def post(front, path, **kwargs):
+    with embedding_model(front) if path == EMBEDDINGS else contextlib.nullcontext():
+        return front.post(path, **kwargs)
+
+
+def refused(response, *parts):
+    assert response.status_code == 400, response.text
+    for part in parts:
+        assert part in response.text
+
+
+class TestClass:
+    @pytest.mark.parametrize("path", ALL)
+    def test_silence_is_online_and_nothing_is_added(self, front, path):
+        assert post(front, path).status_code == 200, path
+        assert front.priorities == [None]
+        assert front.targets == [None]
+
+    @pytest.mark.parametrize("path", ALL)
+    @pytest.mark.parametrize("priority", [-7, 0, 3])
+    def test_priority_arrives_from_every_endpoint(self, front, path, priority):
+        assert post(front, path, priority=priority).status_code == 200
+        assert front.priorities == [priority]
+
+    @pytest.mark.parametrize("path", OPENAI)
+    def test_flex(self, front, path):
+        assert post(front, path, service_tier="flex").status_code == 200
+        assert front.priorities == [OFFLINE_PRIORITY]
+        assert post(front, path, service_tier="flex", priority=-2).status_code == 200
+        assert front.priorities == [-2]
+
+    @pytest.mark.parametrize("path", OPENAI)
+    @pytest.mark.parametrize("tier", ["auto", "default", "priority", "scale"])
+    def test_other_tiers(self, front, path, tier):
+        assert post(front, path, service_tier=tier).status_code == 200
+        assert front.priorities == [None]
+
+    @pytest.mark.parametrize("path", OPENAI)
+    def test_unknown_tier(self, front, path):
+        response = post(front, path, service_tier="flexible")
+        refused(response, "service_tier", "'flexible'", "auto, default, flex, priority, scale")
+        assert not front.sent
+
+    def test_tier_behind_a_root_path(self, front):
+        assert front.post(CHAT, root_path="/v2", service_tier="flex").status_code == 200
+        assert front.priorities == [OFFLINE_PRIORITY]
+
+    def test_anthropic_has_tiers_of_its_own(self, front):
+        assert front.post(MESSAGES, service_tier="standard_only").status_code == 200
+        assert front.priorities == [None]
+
+    @pytest.mark.parametrize("path", OPENAI)
+    def test_contradiction(self, front, path):
+        response = post(front, path, service_tier="flex", priority=1)
+        refused(response, "service_tier", "'flex'", "priority 1")
+
+    @pytest.mark.parametrize("path", ALL)
+    @pytest.mark.parametrize("priority", ["-5", -5.0, True, [-5]])
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_priority_is_an_integer(self, front, path, priority, stream):
+        refused(post(front, path, priority=priority, stream=stream), "priority", "integer")
+        assert not front.sent
+
+    @pytest.mark.parametrize("path", ALL)
+    def test_bulk(self, front, path):
+        assert post(front, path, headers={"x_smg_priority": "bulk"}).status_code == 200
+        assert front.priorities == [OFFLINE_PRIORITY]
+
+    @pytest.mark.parametrize("path", ALL)
+    def test_unknown_gateway_class(self, front, path):
+        response = post(front, path, headers={"x_smg_priority": "bulky"})
+        refused(response, "x-smg-priority", "bulk, default, interactive, system")
+
+    @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, GENERATE])
+    def test_streams(self, front, path):
+        response = front.post(path, priority=-4, stream=True)
+        assert response.status_code == 200
+        assert "data: [DONE]" in response.text
+        assert front.priorities == [-4]
+
+    def test_batches_and_parallel_samples(self, front):
+        front.post(COMPLETIONS, prompt=["a", "b"], service_tier="flex")
+        assert front.priorities == [OFFLINE_PRIORITY] * 2
+        front.post(GENERATE, text=["a", "b", "c"], priority=-1)
+        assert front.priorities == [-1] * 3
+        front.post(CHAT, n=2, service_tier="flex")
+        assert set(front.priorities) == {OFFLINE_PRIORITY}
+
+    def test_vertex_parameters_are_checked_too(self, front):
+        body = {"instances": [{"text": "hello"}], "parameters": {"priority": "low"}}
+        refused(front.post("/vertex_generate", body), "priority", "'low'")
+        body["parameters"]["priority"] = -3
+        assert front.post("/vertex_generate", body).status_code == 200
+        assert front.priorities == [-3]
+
+
+HEADERS = {"x_slo_ttft_ms": "500", "x_slo_tpot_ms": "20.5"}
+
+
+class TestTargets:
+    @pytest.mark.parametrize("path", ALL)
+    def test_headers(self, front, path):
+        assert post(front, path, headers=HEADERS).status_code == 200
+        assert front.targets == [{"ttft_slo_ms": 500.0, "tpot_slo_ms": 20.5}]
+
+    @pytest.mark.parametrize("path", OPENAI)
+    def test_body_of_openai_wins(self, front, path):
+        params = {"cosched": {"ttft_slo_ms": 9, "deadline_s": 60}}
+        assert post(front, path, custom_params=params, headers=HEADERS).status_code == 200
+        assert front.targets == [{"ttft_slo_ms": 9, "tpot_slo_ms": 20.5, "deadline_s": 60}]
+
+    def test_other_custom_params_stay(self, front):
+        front.post(CHAT, custom_params={"mine": 1}, headers=HEADERS)
+        custom = front.sent[0].sampling_params.custom_params
+        assert custom == {"mine": 1, "cosched": {"ttft_slo_ms": 500.0, "tpot_slo_ms": 20.5}}
+
+    def test_batch_with_targets_of_their_own(self, front):
+        params = [
+            {"max_new_tokens": 1},
+            {"max_new_tokens": 2, "custom_params": {"cosched": {"tpot_slo_ms": 7}}},
+        ]
+        headers = {"x_slo_tpot_ms": "20.5"}
+        front.post(GENERATE, text=["a", "b"], sampling_params=params, headers=headers)
+        assert front.targets == [{"tpot_slo_ms": 20.5}, {"tpot_slo_ms": 7}]
+        assert [request.sampling_params.max_new_tokens for request in front.sent] == [1, 2]
+
+    def test_parallel_samples(self, front):
+        params = {"n": 2, "custom_params": {"cosched": {"tpot_slo_ms": 7}}}
+        front.post(GENERATE, sampling_params=params)
+        assert front.sent and all(target == {"tpot_slo_ms": 7} for target in front.targets)
+
+    @pytest.mark.parametrize("path", ALL)
+    @pytest.mark.parametrize("header", ["x-slo-ttft-ms", "x-slo-tpot-ms"])
+    @pytest.mark.parametrize("value", ["0", "-1", "soon", "inf"])
+    def test_wrong_header(self, front, path, header, value):
+        refused(post(front, path, headers={header: value}), header)
+        assert not front.sent
+
+    @pytest.mark.parametrize("path", OPENAI)
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_wrong_target_in_the_body(self, front, path, stream):
+        params = {"cosched": {"ttft_slo_ms": -1}}
+        response = post(front, path, custom_params=params, stream=stream)
+        refused(response, "custom_params.cosched.ttft_slo_ms", "-1")
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_wrong_target_in_generate(self, front, stream):
+        bad = {"custom_params": {"cosched": {"speed": 1}}}
+        refused(
+            front.post(GENERATE, sampling_params=bad, stream=stream),
+            "sampling_params.custom_params.cosched.speed",
+            "deadline_s, tpot_slo_ms, ttft_slo_ms",
+        )
+        refused(
+            front.post(GENERATE, text=["a", "b"], sampling_params=[{}, bad], stream=stream),
+            "sampling_params[1].custom_params.cosched.speed",
+        )
+
+
+class TestEmbeddedEngine:
+    """Programs that call the tokenizer manager themselves: no HTTP request comes with it."""
+
+    def generate(self, front, **fields):
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        front.sent.clear()
+        obj = GenerateReqInput(text="hello", **fields)
+
+        async def first():
+            return await anext(front.manager.generate_request(obj, None))
+
+        return asyncio.run(first())
+
+    def test_class_and_targets(self, front):
+        params = {"custom_params": {"cosched": {"deadline_s": 5}}}
+        self.generate(front, sampling_params=params, priority=-1)
+        assert front.priorities == [-1]
+        assert front.targets == [{"deadline_s": 5}]
+
+    def test_wrong_values(self, front):
+        with pytest.raises(ValueError, match=r"^priority: must be an integer, not 'x'"):
+            self.generate(front, priority="x")
+        params = {"custom_params": {"cosched": {"deadline_s": 0}}}
+        with pytest.raises(ValueError, match=r"custom_params\.cosched\.deadline_s: "):
+            self.generate(front, sampling_params=params)
+
+    def test_sampling_params_of_the_caller_are_not_changed(self, front):
+        params = {"max_new_tokens": 1}
+        front.post(GENERATE, sampling_params=params, headers=HEADERS)
+        self.generate(front, sampling_params=params)
+        assert params == {"max_new_tokens": 1}
+
+
+def test_the_body_is_parsed_once(front, monkeypatch):
+    from sglang.srt.entrypoints import http_server
+
+    parsed = []
+    loads = http_server.orjson.loads
+    spy = SimpleNamespace(loads=lambda data: parsed.append(data) or loads(data))
+    monkeypatch.setattr(http_server, "orjson", spy)
+    assert front.post(CHAT, service_tier="flex").status_code == 200
+    assert len(parsed) == 1
