@@ -37,7 +37,8 @@ def has_cuda() -> bool:
     """Whether torch sees a CUDA GPU in this process (``CUDA_VISIBLE_DEVICES`` honoured)."""
     import torch
 
-    return torch.cuda.is_available()
+    available: bool = torch.cuda.is_available()
+    return available
 
 
 class _MissingKernel:
@@ -82,7 +83,7 @@ class _StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         module = _StandInModule(spec.name)
-        module.__version__ = "0.0.0+cosched.stand.in"
+        vars(module)["__version__"] = "0.0.0+cosched.stand.in"
         return module
 
     def exec_module(self, module: ModuleType) -> None:

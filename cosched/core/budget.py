@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from cosched.core.caps import EngineCaps
 from cosched.core.plan import SkipReason
 from cosched.core.request import Request
 from cosched.core.view import Match, View

@@ -33,6 +33,8 @@ class PlannedPrefillAdder(PrefillAdder):  # type: ignore[misc]  # SGLang's class
     admission of those behind it, because the plan already says what fits.
     """
 
+    rem_chunk_tokens: int | None
+
     def add_chunked_req(self, req: Any) -> Any:
         if _active_plan is not None:
             self.chunked_req_limit = _active_plan.prefill[req.rid]
@@ -51,6 +53,7 @@ class PlannedPrefillAdder(PrefillAdder):  # type: ignore[misc]  # SGLang's class
             self.rem_chunk_tokens = limit
         super().add_one_req(req, *args, **kwargs)
         if outer is not None:
+            assert self.rem_chunk_tokens is not None
             self.rem_chunk_tokens = outer - (limit - self.rem_chunk_tokens)
         return AddReqResult.CONTINUE
 

@@ -112,7 +112,7 @@ class SchedulerView:
         own = int(req.kv.kv_allocated_len) - int(req.kv.cache_protected_len)
         before = tree.evictable_size()
         tree.unpin(req)
-        shared = tree.evictable_size() - before
+        shared: int = tree.evictable_size() - before
         req.lock_receipt = tree.inc_lock_ref(req.last_node).to_dec_params()
         return own + shared
 

@@ -57,13 +57,10 @@ def check_signatures(seams: Iterable[Seam]) -> None:
     """SeamError unless every target exists with the parameters its hook was written for."""
     for seam in seams:
         target = _resolve(seam)
-        function = target.__init__ if isinstance(target, type) else target
         try:
-            found = tuple(inspect.signature(function).parameters)
+            found = tuple(inspect.signature(target).parameters)
         except (TypeError, ValueError) as error:
             raise _mismatch(seam, _shown(seam.signature), f"no signature ({error})") from None
-        if isinstance(target, type):
-            found = found[1:]
         if found != seam.signature:
             raise _mismatch(seam, _shown(seam.signature), _shown(found))
 
