@@ -1,0 +1,44 @@
+"""The configuration that switches cosched on."""
+
+import json
+
+import pytest
+
+from cosched.config import ENV_VAR, Config, load_config, parse_config
+from cosched.errors import ConfigError
+
+
+def test_absent_or_empty_means_off():
+    assert load_config({}) is None
+    assert load_config({ENV_VAR: "  "}) is None
+
+
+def test_json_and_file_give_the_same(tmp_path):
+    text = json.dumps({"policy": "sarathi", "slo": {"ttft_ms": 500}})
+    path = tmp_path / "cosched.json"
+    path.write_text(text)
+    inline = load_config({ENV_VAR: text})
+    assert inline == load_config({ENV_VAR: str(path)})
+    assert inline.slo.ttft_ms == 500 and inline.slo.tpot_ms == Config().slo.tpot_ms
+
+
+def test_what_is_written_reads_back():
+    config = Config(policy="priority", latency_budget_ms=40.0)
+    assert parse_config(config.to_json(), source="x") == config
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"policy": "ehco"}', "unknown policy 'ehco'; choose from .*sarathi"),
+        ('{"polcy": "sarathi"}', "unknown field `polcy`"),
+        ('{"slo": {"ttft_ms": -1}}', "ttft_ms must be a positive number of milliseconds, not -1"),
+        ('{"slo": {"ttft": 1}}', "unknown field `ttft`"),
+        ('{"latency_budget_ms": 0}', "latency_budget_ms must be a positive"),
+        ("{", "COSCHED_CONFIG: .*truncated"),
+        ("/no/such/file", "neither a JSON object nor a readable file: '/no/such/file'"),
+    ],
+)
+def test_bad_values_are_named(text, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config({ENV_VAR: text})
