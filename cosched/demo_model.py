@@ -56,6 +56,9 @@ _CHAT_TEMPLATE = (
     "{% endif %}"
 )
 
+# What a byte that is no character by itself decodes to.
+_LONE_BYTE = "\N{REPLACEMENT CHARACTER}"
+
 # Written last into a model's directory; its presence means that the model is whole.
 _STAMP_FILE = "cosched_demo_model.json"
 
@@ -283,18 +286,18 @@ def _weights(
 
 
 def _token_ids_without_text(tokenizer: Tokenizer) -> list[int]:
-    """Ids that must not be generated: special tokens, and bytes that are no character alone.
+    """Ids that must not be generated: special tokens, lone bytes of a character, control codes.
 
     A server holds streamed text back until a character is complete, so a reply made of lone bytes
     would look late to whoever measures it.
     """
-    special = range(len(_SPECIAL_TOKENS))
-    partial = (
+    num_special = len(_SPECIAL_TOKENS)
+    texts = ((index, tokenizer.decode([index])) for index in range(tokenizer.get_vocab_size()))
+    return [
         index
-        for index in range(len(_SPECIAL_TOKENS), tokenizer.get_vocab_size())
-        if "\N{REPLACEMENT CHARACTER}" in tokenizer.decode([index])
-    )
-    return [*special, *partial]
+        for index, text in texts
+        if index < num_special or not text.replace("\n", " ").isprintable() or _LONE_BYTE in text
+    ]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -92,12 +92,12 @@ def test_processes_that_race_all_get_the_whole_model(tiny_model, tmp_path):
     target = tmp_path / "raced"
     context = multiprocessing.get_context("spawn")
     arguments = ["--size", "tiny", "--out", str(target)]
-    processes = [context.Process(target=main, args=(arguments,)) for _ in range(3)]
+    processes = [context.Process(target=main, args=(arguments,)) for _ in range(2)]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
-    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert [process.exitcode for process in processes] == [0, 0]
     assert digests(target) == digests(tiny_model)
     assert [path.name for path in tmp_path.iterdir()] == ["raced"]  # nothing left behind
 

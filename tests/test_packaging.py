@@ -15,19 +15,19 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE_ROOTS = ("kernels", "patches", "traces")
 
-# A unit may import from itself and from units in lower rows, never sideways or up. A module of the
-# cosched package that stands in no row is a command: the top.
+# A unit may import from itself and from units in lower rows, never sideways or up. What stands in
+# no row is a command: a module of the cosched package, above the packages that only commands use.
 LAYERS = (
-    ("errors", "bootstrap", "demo_corpus", "cosched_kernels", "cosched_traces"),
-    ("core",),
-    ("offline", "latency", "kv", "length"),
+    ("cosched", "errors", "bootstrap", "demo_corpus", "cosched_kernels"),
+    ("core", "demo_model"),
+    ("offline", "latency", "kv", "length", "cosched_traces"),
     ("policy",),
     ("config",),
     ("engine", "jobs"),
     ("cosched_patches",),
 )
 RANKS = {unit: rank for rank, row in enumerate(LAYERS) for unit in row}
-TOP = len(LAYERS)
+COMMAND_PACKAGE, COMMAND = len(LAYERS), len(LAYERS) + 1
 
 PURE = ("core", "offline", "latency", "kv", "length", "policy")
 
@@ -50,6 +50,16 @@ def unit_of(module: str) -> str:
     return parts[1] if parts[0] == "cosched" and len(parts) > 1 else parts[0]
 
 
+def is_module(package: str, alias: ast.alias) -> bool:
+    below = ROOT / "cosched" / alias.name
+    return package == "cosched" and (below.is_dir() or below.with_suffix(".py").exists())
+
+
+def rank_of(unit: str) -> int:
+    is_package = (ROOT / "cosched" / unit).is_dir()
+    return RANKS.get(unit, COMMAND_PACKAGE if is_package else COMMAND)
+
+
 def imported_modules(path: Path) -> Iterator[tuple[str, int]]:
     """(module, line) of every import in a file, those inside functions included."""
     module = module_name(path)
@@ -62,9 +72,9 @@ def imported_modules(path: Path) -> Iterator[tuple[str, int]]:
             if node.level:
                 above = package.split(".")[: len(package.split(".")) - node.level + 1]
                 base = ".".join([*above, base] if base else above)
-            # `from cosched import core` imports cosched.core.
-            names = [alias.name for alias in node.names] if base == "cosched" else [""]
-            yield from ((f"{base}.{name}".rstrip("."), node.lineno) for name in names)
+            # `from cosched import core` imports cosched.core, `... import __version__` does not.
+            below = [f"{base}.{alias.name}" for alias in node.names if is_module(base, alias)]
+            yield from ((module, node.lineno) for module in below or [base])
 
 
 def imports_of(*packages: str) -> Iterator[tuple[Path, str, int]]:
@@ -94,8 +104,7 @@ def test_imports_go_down_only():
     own = ("cosched", *(f"cosched_{name}" for name in SOURCE_ROOTS))
     for path, module, line in imports_of(*own):
         importer, imported = unit_of(module_name(path)), unit_of(module)
-        above = RANKS.get(imported, TOP) >= RANKS.get(importer, TOP)
-        if importer != imported and above:
+        if importer != imported and rank_of(imported) >= rank_of(importer):
             wrong.append(f"{path.relative_to(ROOT)}:{line}: {importer} imports {module}")
     assert not wrong, "\n".join(wrong)
 
@@ -105,8 +114,7 @@ def test_only_the_engine_its_patches_and_the_commands_import_sglang():
     wrong = [
         f"{path.relative_to(ROOT)}:{line}: imports {module}"
         for path, module, line in imports_of("sglang")
-        if unit_of(module_name(path)) not in allowed
-        and RANKS.get(unit_of(module_name(path)), TOP) < TOP
+        if (unit := unit_of(module_name(path))) not in allowed and rank_of(unit) < COMMAND_PACKAGE
     ]
     assert not wrong, "\n".join(wrong)
 
