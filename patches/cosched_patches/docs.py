@@ -1,0 +1,104 @@
+"""``docs/sglang_seams.md``, made from the seams.
+
+``python -m cosched_patches.docs`` prints the page; with ``--write``, run from the root of the
+repository, it writes the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from cosched_patches.seam import SGLANG_VERSION, Seam
+from cosched_patches.seams import SEAMS
+
+__all__ = ["PATH", "render"]
+
+PATH = Path("docs/sglang_seams.md")
+
+_INTRO = f"""\
+# Where cosched hooks into SGLang
+
+Made by `python -m cosched_patches.docs --write` from the modules in `patches/cosched_patches/`; do
+not edit.
+
+Written for and tested with **SGLang {SGLANG_VERSION}**. With `COSCHED_CONFIG` set, every process of
+a server checks at its start that each place below exists with the parameters named here, hooks it,
+and checks that the hook is in place. Where that fails, the process stops with one line that names
+the place, what was expected, what was found and the version of SGLang. Without `COSCHED_CONFIG`
+nothing is hooked.
+
+Kinds: `before` runs ahead of the original and may change what it is given, `after` sees its result,
+`around` calls it, `replace` takes its place.
+
+| seam | place | kind |
+|---|---|---|
+"""
+
+
+def render(seams: Iterable[Seam]) -> str:
+    """The page, in Markdown."""
+    seams = tuple(seams)
+    rows = [f"| [{_name(s)}](#{_name(s)}) | `{_place(s)}` | {s.kind} |\n" for s in seams]
+    return _INTRO + "".join(rows) + "".join(map(_section, seams))
+
+
+def _section(seam: Seam) -> str:
+    facts = [
+        f"* **Place:** `{seam.target}`",
+        f"* **Kind:** {seam.kind}",
+        f"* **Parameters:** {', '.join(f'`{name}`' for name in seam.signature)}",
+        f"* **Why:** {seam.why}",
+    ]
+    if seam.upstream:
+        facts.append(f"* **Upstream:** {_links(seam.upstream)}")
+    lines = [f"\n## {_name(seam)}\n", _title(seam) + "\n", *map(_wrap, facts)]
+    return "\n".join(lines).replace("``", "`") + "\n"
+
+
+def _module(seam: Seam) -> str:
+    # The hook is a function of the seam's own module; a seam does not know its module otherwise.
+    return seam.hook.__module__
+
+
+def _name(seam: Seam) -> str:
+    return _module(seam).rpartition(".")[2]
+
+
+def _title(seam: Seam) -> str:
+    return (sys.modules[_module(seam)].__doc__ or "").strip().split("\n\n")[0]
+
+
+def _place(seam: Seam) -> str:
+    """The target from its class or function on."""
+    parts = seam.target.split(".")
+    return ".".join(parts[-2:] if parts[-2][0].isupper() else parts[-1:])
+
+
+def _links(upstream: str) -> str:
+    return re.sub(r"([\w.-]+/[\w.-]+)#(\d+)", r"[\1#\2](https://github.com/\1/issues/\2)", upstream)
+
+
+def _wrap(line: str) -> str:
+    return textwrap.fill(
+        line, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m cosched_patches.docs", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--write", action="store_true", help=f"write {PATH} instead of printing")
+    page = render(SEAMS)
+    if parser.parse_args(argv).write:
+        PATH.write_text(page, encoding="utf-8")
+    else:
+        print(page, end="")
+
+
+if __name__ == "__main__":
+    main()

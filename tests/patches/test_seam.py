@@ -1,0 +1,300 @@
+"""The seam framework: what is not as expected stops the server and says so."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from types import ModuleType
+
+import pytest
+
+import cosched.bootstrap  # noqa: F401  # before sglang
+from cosched.config import ENV_VAR
+from cosched.errors import SeamError
+from cosched_patches.seam import (
+    SGLANG_VERSION,
+    Seam,
+    check_signatures,
+    check_wrapped,
+    install,
+)
+from cosched_patches.seams import SEAMS
+from tests.serving import ROOT, SOURCE_ROOTS
+
+
+@pytest.fixture
+def registry():
+    """SGLang's, which is process-wide: what the test registers is taken out again."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    hooks, patched = dict(HookRegistry._hooks), set(HookRegistry._patched)
+    yield HookRegistry
+    HookRegistry._hooks.clear()
+    HookRegistry._hooks.update(hooks)
+    HookRegistry._patched.clear()
+    HookRegistry._patched.update(patched)
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """A module in the place of SGLang's."""
+    module = ModuleType("toy")
+
+    class Engine:
+        def __init__(self, size):
+            self.size = size
+
+        def step(self, batch, *, limit=0):
+            return [*batch, self.size]
+
+    module.Engine = Engine
+    module.double = lambda value: value * 2
+    monkeypatch.setitem(sys.modules, "toy", module)
+    return module
+
+
+def seam(target, kind="around", signature=("self", "batch", "limit"), hook=None):
+    def pass_on(original, *args, **kwargs):
+        return original(*args, **kwargs)
+
+    return Seam(
+        target=target, kind=kind, signature=signature, hook=lambda: hook or pass_on, why="A test."
+    )
+
+
+def refusal(function, *args):
+    with pytest.raises(SeamError) as caught:
+        function(*args)
+    message = str(caught.value)
+    assert f"supports sglang {SGLANG_VERSION}" in message
+    assert "\n" not in message
+    return message
+
+
+class TestSignature:
+    def test_as_expected(self, toy):
+        check_signatures(
+            [
+                seam("toy.Engine.step"),
+                seam("toy.double", signature=("value",)),
+                seam("toy.Engine", "replace", ("size",)),
+            ]
+        )
+
+    @pytest.mark.parametrize(
+        "signature", [("self", "batch"), ("batch", "limit"), ("self", "limit", "batch"), ()]
+    )
+    def test_changed(self, toy, signature):
+        message = refusal(check_signatures, [seam("toy.Engine.step", signature=signature)])
+        assert "SGLang seam toy.Engine.step" in message
+        assert f"expected ({', '.join(signature)})" in message
+        assert "found (self, batch, limit)" in message
+
+    def test_of_a_class_is_that_of_its_init(self, toy):
+        message = refusal(check_signatures, [seam("toy.Engine", "replace", ("size", "pages"))])
+        assert "expected (size, pages), found (size)" in message
+
+    @pytest.mark.parametrize("target", ["toy.Engine.stop", "toy.Motor.step", "no_such.module.step"])
+    def test_gone(self, toy, target):
+        message = refusal(check_signatures, [seam(target)])
+        assert f"SGLang seam {target}" in message
+        assert "expected (self, batch, limit), found nothing there" in message
+
+    def test_hooked_already(self, toy, registry):
+        install([seam("toy.Engine.step")])
+        check_signatures([seam("toy.Engine.step")])
+
+
+class TestInstall:
+    def test_every_kind_works(self, toy, registry):
+        class Bigger(toy.Engine):
+            def __init__(self, size):
+                super().__init__(size + 1)
+
+        install(
+            [
+                seam("toy.Engine", "replace", ("size",), Bigger),
+                seam("toy.Engine.step", "after", hook=lambda result, *args, **kwargs: result[1:]),
+                seam("toy.double", "before", ("value",), lambda value: ((value + 1,), {})),
+            ]
+        )
+        assert toy.Engine(4).step([1, 2]) == [2, 5]
+        assert toy.double(3) == 8
+
+    def test_nothing_is_hooked_when_one_signature_is_wrong(self, toy, registry):
+        step = toy.Engine.step
+        refusal(install, [seam("toy.Engine.step"), seam("toy.double", signature=("number",))])
+        assert toy.Engine.step is step
+
+    def test_hook_that_sglang_failed_to_apply(self, toy, registry, monkeypatch):
+        def fail(target, hooks):
+            raise RuntimeError("SGLang logs this and goes on")
+
+        monkeypatch.setattr(registry, "_apply_target", fail)
+        message = refusal(install, [seam("toy.Engine.step")])
+        assert "SGLang seam toy.Engine.step" in message
+        assert "expected a hook of kind 'around' in place, found the stock code" in message
+
+    def test_hook_that_was_undone(self, toy, registry):
+        seams = [seam("toy.Engine.step")]
+        step = toy.Engine.step
+        install(seams)
+        check_wrapped(seams)
+        toy.Engine.step = step
+        assert "found the stock code" in refusal(check_wrapped, seams)
+
+    def test_class_that_another_plugin_replaced(self, toy, registry):
+        class Ours(toy.Engine):
+            pass
+
+        class Theirs(toy.Engine):
+            pass
+
+        seams = [seam("toy.Engine", "replace", ("size",), Ours)]
+        install(seams)
+        toy.Engine = Theirs
+        assert "expected class Ours, found class Theirs" in refusal(check_wrapped, seams)
+
+
+class TestSeams:
+    def test_fit_the_installed_sglang(self):
+        check_signatures(SEAMS)
+
+    def test_say_what_a_reader_needs(self):
+        assert len({each.target for each in SEAMS}) == len(SEAMS)
+        for each in SEAMS:
+            assert each.target.startswith("sglang."), each
+            assert each.kind in ("before", "after", "around", "replace"), each
+            assert each.why.endswith("."), each
+            assert inspect.getmodule(each.hook).__doc__, each
+
+
+def run_python(code, *arguments, **env):
+    """A process of its own: SGLang's plugin state cannot be rolled back."""
+    cleared = {name: "" for name in (ENV_VAR, "SGLANG_PLUGINS")}
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), *arguments],
+        env=os.environ | cleared | {"PYTHONPATH": os.pathsep.join(map(str, SOURCE_ROOTS))} | env,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+ACTIVE = {ENV_VAR: json.dumps({"policy": "sarathi"})}
+
+CHANGED_SGLANG = """
+    import cosched.bootstrap
+    from sglang.srt.managers.scheduler import Scheduler
+
+    def _get_new_batch_prefill_raw(self, running_batch, new_in_this_version):
+        raise AssertionError("called")
+
+    Scheduler._get_new_batch_prefill_raw = _get_new_batch_prefill_raw
+"""
+
+
+def assert_stopped(done):
+    assert done.returncode == 1, done.stdout + done.stderr
+    line = done.stderr.strip().splitlines()[-1]
+    assert line.startswith(
+        "cosched: SGLang seam "
+        "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw: "
+        "expected (self, prefill_delayer_single_pass, running_batch), "
+        "found (self, running_batch, new_in_this_version). This is sglang "
+    ), done.stderr
+
+
+class TestProcess:
+    @pytest.mark.parametrize("module", ["sglang.launch_server", "cosched.launch_server"])
+    def test_changed_sglang_stops_the_server(self, module, tiny_model):
+        code = textwrap.dedent(CHANGED_SGLANG) + textwrap.dedent(
+            f"""
+            import runpy, sys
+            import sglang.srt.entrypoints.http_server as http_server
+
+            http_server.launch_server = lambda *args, **kwargs: print("went on")
+            sys.argv[0] = {module!r}
+            runpy.run_module({module!r}, run_name="__main__")
+            """
+        )
+        done = run_python(code, "--model-path", str(tiny_model), **ACTIVE)
+        assert_stopped(done)
+        assert "went on" not in done.stdout
+
+    def test_wrong_configuration_stops_the_process(self):
+        code = """
+            from sglang.srt.plugins import load_plugins
+            load_plugins()
+        """
+        done = run_python("import cosched.bootstrap\n" + textwrap.dedent(code), **{ENV_VAR: "{1}"})
+        assert done.returncode == 1
+        assert "cosched: COSCHED_CONFIG: " in done.stderr.strip().splitlines()[-1]
+
+    def test_importing_the_seams_imports_nothing_of_sglang(self):
+        code = """
+            import sys
+            import cosched_patches.plugin, cosched_patches.seams
+            print(sorted({name.split(".")[0] for name in sys.modules} & {"sglang", "torch"}))
+        """
+        assert run_python(code).stdout.strip() == "[]"
+
+    def test_active_plugin_hooks_every_seam(self):
+        code = """
+            import cosched.bootstrap
+            from sglang.srt.plugins import load_plugins
+            from sglang.srt.plugins.hook_registry import HookRegistry
+            from cosched_patches.seam import check_wrapped
+            from cosched_patches.seams import SEAMS
+
+            load_plugins()
+            check_wrapped(SEAMS)
+            print(HookRegistry._patched == {seam.target for seam in SEAMS})
+        """
+        done = run_python(code, **ACTIVE)
+        assert done.stdout.strip().endswith("True"), done.stderr
+
+    def test_inactive_plugin_changes_nothing(self):
+        code = """
+            import pkgutil, sys
+            import cosched.bootstrap
+            from sglang.srt.plugins import load_plugins
+            from sglang.srt.plugins.hook_registry import HookRegistry
+            from cosched_patches.seams import SEAMS
+            import sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler
+
+            def everything():
+                return {
+                    (module, name): id(value)
+                    for module in list(sys.modules)
+                    if module.startswith("sglang.")
+                    for name, value in vars(sys.modules[module]).items()
+                } | {
+                    (module, name, attribute): id(value)
+                    for module in list(sys.modules)
+                    if module.startswith("sglang.")
+                    for name, owner in vars(sys.modules[module]).items()
+                    if isinstance(owner, type) and owner.__module__.startswith("sglang.")
+                    for attribute, value in vars(owner).items()
+                }
+
+            targets = [pkgutil.resolve_name(seam.target) for seam in SEAMS]
+            before = everything()
+            load_plugins()
+            assert [pkgutil.resolve_name(seam.target) for seam in SEAMS] == targets
+            after = everything()
+            changed = dict(set(after.items()) ^ set(before.items()))
+            print(sorted(map(str, changed)), HookRegistry._patched, dict(HookRegistry._hooks))
+            import sglang.srt.plugins
+            print(sglang.srt.plugins._plugins_loaded)
+        """
+        done = run_python(code)
+        changed, loaded = done.stdout.strip().splitlines()[-2:]
+        assert loaded == "True", done.stderr
+        # That plugins are loaded is all that SGLang remembers.
+        assert changed == "[\"('sglang.srt.plugins', '_plugins_loaded')\"] set() {}"
