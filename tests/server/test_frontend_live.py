@@ -1,0 +1,103 @@
+"""Programs of SGLang's frontend language on a running server, offline."""
+
+from __future__ import annotations
+
+import itertools
+
+import httpx
+import pytest
+
+from cosched.frontend import OfflineEndpoint, offline  # before sglang
+
+import sglang as sgl  # isort: skip
+
+numbers = itertools.count(10_000)
+ONLINE, OFFLINE = "online", "offline"
+
+
+@sgl.function
+def review(s, subject):
+    s += f"A review of {subject}, in a few words. "
+    s += sgl.gen("summary", max_tokens=4)
+    s += " It is "
+    s += sgl.select("verdict", choices=["good", "bad", "neither of them"])
+    forks = s.fork(2)
+    for i, fork in enumerate(forks):
+        fork += f". Reason {i}: "
+        fork += sgl.gen("reason", max_tokens=3)
+    s += "".join(fork["reason"] for fork in forks)
+
+
+def batch(size):
+    # Never the same twice: a cached prompt needs no prefill.
+    return [{"subject": f"number {next(numbers)}"} for _ in range(size)]
+
+
+@pytest.fixture
+def prefilled(server):
+    """`prefilled()` -> tokens that the scheduler has prefilled since the last call, by class."""
+
+    def total():
+        info = httpx.get(f"{server.url}/get_server_info", timeout=30).json()
+        state = info["internal_states"][0]["cosched"]
+        return {name: state[f"{name}_prefill_tokens"] for name in (ONLINE, OFFLINE)}
+
+    last = total()
+
+    def since_last():
+        nonlocal last
+        before, last = last, total()
+        return {name: last[name] - before[name] for name in last if last[name] > before[name]}
+
+    return since_last
+
+
+def assert_complete(states):
+    for state in states:
+        assert state.error() is None
+        assert state["verdict"] in ("good", "bad", "neither of them")
+        assert state.get_meta_info("summary")["completion_tokens"] == 4
+        assert state.text().startswith("A review of number ")
+
+
+def test_run_batch_is_offline(server, prefilled):
+    backend = OfflineEndpoint(server.url)
+    assert_complete(review.run_batch(batch(8), backend=backend, num_threads=8, temperature=0))
+    assert set(prefilled()) == {OFFLINE}
+
+
+def test_stream_is_offline(server, prefilled):
+    state = review.run(subject="streams", backend=OfflineEndpoint(server.url), stream=True)
+    assert "".join(state.text_iter()).startswith("A review of streams")
+    assert set(prefilled()) == {OFFLINE}
+
+
+def test_same_answers_as_online(server, prefilled):
+    arguments = batch(3)
+
+    def texts(backend):
+        httpx.post(f"{server.url}/flush_cache", timeout=30).raise_for_status()
+        states = review.run_batch(arguments, backend=backend, num_threads=1, temperature=0)
+        assert_complete(states)
+        return [state.text() for state in states]
+
+    online = texts(sgl.RuntimeEndpoint(server.url))
+    assert set(prefilled()) == {ONLINE}
+    assert texts(OfflineEndpoint(server.url)) == online
+    assert set(prefilled()) == {OFFLINE}
+
+
+def test_block(server, prefilled):
+    backend = sgl.RuntimeEndpoint(server.url)
+    sgl.set_default_backend(backend)
+    try:
+        with offline():
+            assert_complete(review.run_batch(batch(4), temperature=0))
+        assert set(prefilled()) == {OFFLINE}
+        assert_complete(review.run_batch(batch(4), temperature=0))
+        assert set(prefilled()) == {ONLINE}
+        with offline(backend):
+            assert_complete(review.run_batch(batch(4), backend=backend, temperature=0))
+        assert set(prefilled()) == {OFFLINE}
+    finally:
+        sgl.set_default_backend(None)

@@ -1,0 +1,164 @@
+"""Classes and targets on the wire, from the openai client to the scheduler of a running server."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import openai
+import pytest
+
+numbers = itertools.count()
+ONLINE, OFFLINE = "online", "offline"
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def seen(server):
+    """`seen()` -> classes of which the scheduler has prefilled anything since the last call."""
+
+    def prefilled():
+        info = httpx.get(f"{server.url}/get_server_info", timeout=30).json()
+        state = info["internal_states"][0]["cosched"]
+        return {name: state[f"{name}_prefill_tokens"] for name in (ONLINE, OFFLINE)}
+
+    last = prefilled()
+
+    def since_last():
+        nonlocal last
+        before, last = last, prefilled()
+        return {name for name in last if last[name] > before[name]}
+
+    return since_last
+
+
+def messages():
+    # Never the same twice: a cached prompt needs no prefill.
+    return [{"role": "user", "content": f"{next(numbers)} is a number. Name another."}]
+
+
+def chat(client, **kwargs):
+    kwargs = {"model": "m", "messages": messages(), "max_tokens": 4} | kwargs
+    return client.chat.completions.create(**kwargs)
+
+
+CASES = [
+    ({}, ONLINE),
+    ({"service_tier": "auto"}, ONLINE),
+    ({"service_tier": "default"}, ONLINE),
+    ({"service_tier": "flex"}, OFFLINE),
+    ({"extra_body": {"priority": -5}}, OFFLINE),
+    ({"extra_body": {"priority": 5}}, ONLINE),
+    ({"service_tier": "flex", "extra_body": {"priority": -5}}, OFFLINE),
+    ({"extra_headers": {"x-smg-priority": "bulk"}}, OFFLINE),
+    ({"extra_headers": {"x-smg-priority": "interactive"}}, ONLINE),
+    ({"extra_headers": {"x-slo-ttft-ms": "500", "x-slo-tpot-ms": "50"}}, ONLINE),
+    ({"extra_body": {"custom_params": {"cosched": {"ttft_slo_ms": 800}}}}, ONLINE),
+    (
+        {
+            "service_tier": "flex",
+            "extra_body": {"custom_params": {"cosched": {"deadline_s": 3600}}},
+        },
+        OFFLINE,
+    ),
+]
+
+
+@pytest.mark.parametrize(("kwargs", "expected"), CASES)
+def test_chat(client, seen, kwargs, expected):
+    reply = chat(client, **kwargs)
+    assert reply.usage.completion_tokens == 4
+    assert seen() == {expected}
+
+
+def test_chat_stream(client, seen):
+    chunks = list(chat(client, service_tier="flex", stream=True))
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert seen() == {OFFLINE}
+
+
+def test_completions(client, seen):
+    prompts = [f"{next(numbers)} and {next(numbers)} and" for _ in range(3)]
+    reply = client.completions.create(
+        model="m", prompt=prompts, max_tokens=2, extra_body={"service_tier": "flex"}
+    )
+    assert len(reply.choices) == 3
+    assert seen() == {OFFLINE}
+    client.completions.create(model="m", prompt=f"{next(numbers)} or", max_tokens=2)
+    assert seen() == {ONLINE}
+
+
+def test_responses(client, server, seen):
+    model = client.models.list().data[0].id
+    client.responses.create(
+        model=model, input=f"{next(numbers)} or what", max_output_tokens=2, service_tier="flex"
+    )
+    assert seen() == {OFFLINE}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"), [({}, ONLINE), ({"priority": 0}, ONLINE), ({"priority": -1}, OFFLINE)]
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_generate(server, seen, fields, expected, stream):
+    body = {
+        "text": [f"{next(numbers)} is", f"{next(numbers)} was"],
+        "sampling_params": {"max_new_tokens": 3, "n": 1 if stream else 2},
+        "stream": stream,
+        **fields,
+    }
+    assert httpx.post(f"{server.url}/generate", json=body, timeout=60).status_code == 200
+    assert seen() == {expected}
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "named"),
+    [
+        ({"service_tier": "flexible"}, "service_tier: unknown value 'flexible'; choose from auto"),
+        ({"service_tier": "flex", "extra_body": {"priority": 3}}, "service_tier: 'flex' means"),
+        ({"extra_body": {"priority": "-5"}}, "priority: must be an integer"),
+        ({"extra_body": {"priority": -5.0}}, "priority: must be an integer"),
+        ({"extra_headers": {"x-slo-ttft-ms": "-1"}}, "x-slo-ttft-ms: must be positive"),
+        ({"extra_headers": {"x-slo-tpot-ms": "fast"}}, "x-slo-tpot-ms: must be a number"),
+        ({"extra_headers": {"x-smg-priority": "low"}}, "x-smg-priority: unknown value 'low'"),
+        (
+            {"extra_body": {"custom_params": {"cosched": {"ttft_slo_ms": 0}}}},
+            "custom_params.cosched.ttft_slo_ms: must be positive",
+        ),
+        (
+            {"extra_body": {"custom_params": {"cosched": {"ttft": 1}}}},
+            "custom_params.cosched.ttft: unknown key; choose from deadline_s, tpot_slo_ms",
+        ),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_wrong_requests_are_answered_with_400(client, seen, kwargs, named, stream):
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat(client, stream=stream, **kwargs)
+    assert named in str(caught.value)
+    assert seen() == set()
+
+
+def test_wrong_targets_of_generate(server, seen):
+    wrong = {"custom_params": {"cosched": {"tpot_slo_ms": "5"}}}
+    body = {"text": ["a", "b"], "sampling_params": [{}, wrong], "stream": True}
+    reply = httpx.post(f"{server.url}/generate", json=body, timeout=60)
+    assert reply.status_code == 400
+    message = json.loads(reply.text)["message"]
+    assert message.startswith("sampling_params[1].custom_params.cosched.tpot_slo_ms: must be")
+    assert seen() == set()
+
+
+def test_both_classes_at_once(client, seen):
+    kwargs = [{"service_tier": "flex"} if i % 2 else {} for i in range(12)]
+    with ThreadPoolExecutor(12) as threads:
+        replies = list(threads.map(lambda each: chat(client, **each), kwargs))
+    assert all(reply.usage.completion_tokens == 4 for reply in replies)
+    assert seen() == {ONLINE, OFFLINE}
