@@ -290,10 +290,9 @@ class TestProcess:
             after = everything()
             changed = dict(set(after.items()) ^ set(before.items()))
             print(sorted(map(str, changed)), HookRegistry._patched, dict(HookRegistry._hooks))
-            import sglang.srt.plugins
-            print(sglang.srt.plugins._plugins_loaded)
+            print("cosched_patches.plugin" in sys.modules)
         """
-        done = run_python(code)
+        done = run_python(code, SGLANG_PLUGINS="cosched")
         changed, loaded = done.stdout.strip().splitlines()[-2:]
         assert loaded == "True", done.stderr
         # That plugins are loaded is all that SGLang remembers.
