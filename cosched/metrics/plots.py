@@ -1,0 +1,268 @@
+"""Pictures of one run over time. All read only, and need matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cosched.core.request import RequestClass, Slo
+from cosched.metrics.figure import (
+    COLOURS,
+    TARGET_COLOUR,
+    Bins,
+    TimeAxis,
+    legend_above,
+    new_figure,
+    save,
+    tidy,
+)
+from cosched.metrics.records import Floats, IterationLog, RequestRecord
+from cosched.metrics.slo import with_defaults
+from cosched.metrics.summary import served_tokens
+from cosched.metrics.window import Window, last_event_s
+
+__all__ = [
+    "plot_active_requests",
+    "plot_hit_rate",
+    "plot_kv_occupancy",
+    "plot_latency",
+    "plot_throughput",
+    "write_run_plots",
+]
+
+_NO_SLO = Slo()
+
+
+def write_run_plots(
+    folder: Path,
+    *,
+    records: Sequence[RequestRecord],
+    iterations: IterationLog | None = None,
+    window: Window | None = None,
+    default_slo: Slo = _NO_SLO,
+) -> list[Path]:
+    """All pictures of a run, in a folder that is made if need be.
+
+    default_slo  targets of online requests that bring none of their own
+    """
+    log = IterationLog() if iterations is None else iterations
+    window = Window.covering(records, log) if window is None else window
+    folder.mkdir(parents=True, exist_ok=True)
+    written = [
+        plot_throughput(records, folder / "throughput.png", window=window),
+        plot_latency(records, folder / "latency.png", window=window, default_slo=default_slo),
+        plot_hit_rate(records, folder / "hit_rate.png", window=window),
+    ]
+    if len(log):
+        written += [
+            plot_kv_occupancy(log, folder / "kv_occupancy.png", window=window),
+            plot_active_requests(log, folder / "active_requests.png", window=window),
+        ]
+    return written
+
+
+def plot_throughput(records: Sequence[RequestRecord], path: Path, *, window: Window) -> Path:
+    """Served tokens per second, one class on top of the other."""
+    figure = new_figure()
+    axis = TimeAxis.of(window)
+    axes = tidy(figure.subplots(), title="Throughput", x=axis.label, y="served tokens/s")
+    bins = Bins(window, num_events=len(records), events_per_bin=20)
+    until_s = max(window.end_s, last_event_s(records, IterationLog()))
+    below = np.zeros(len(bins.centres))
+    for request_class, colour in COLOURS.items():
+        mine = (r for r in records if r.request_class is request_class)
+        served = served_tokens(mine, until_s=until_s)
+        tokens = bins.total(served.prompt_times, served.prompt_tokens)
+        tokens += bins.total(served.output_times, served.output_tokens)
+        above = below + tokens / bins.width_s
+        axes.stairs(
+            above,
+            bins.edges / axis.seconds,
+            baseline=below,
+            fill=True,
+            color=colour,
+            alpha=0.85,
+            label=request_class.value,
+        )
+        below = above
+    axes.set_ylim(bottom=0)
+    axis.limit(axes, window)
+    _thousands(axes.yaxis)
+    legend_above(axes)
+    return save(figure, path)
+
+
+def plot_latency(
+    records: Sequence[RequestRecord],
+    path: Path,
+    *,
+    window: Window,
+    default_slo: Slo = _NO_SLO,
+) -> Path:
+    """TTFT and TPOT of the online requests by arrival, with the targets if all have the same."""
+    online = [
+        r for r in records if r.request_class is RequestClass.ONLINE and r.arrival_s in window
+    ]
+    slos = {with_defaults(r.slo, default_slo) for r in online}
+    lost = np.array([r.arrival_s for r in online if not r.ok])
+    figure = new_figure(height=5.2)
+    axis = TimeAxis.of(window)
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    _latency_panel(
+        tidy(upper, title="Online requests by arrival", y="TTFT [s]"),
+        [(r.arrival_s, r.ttft_s) for r in online if r.ok],
+        target=_only(slo.ttft_s for slo in slos),
+        lost=lost,
+        window=window,
+    )
+    _latency_panel(
+        tidy(lower, x=axis.label, y="TPOT [ms]"),
+        [(r.arrival_s, None if r.tpot_s is None else 1e3 * r.tpot_s) for r in online if r.ok],
+        target=_only(None if slo.tpot_s is None else 1e3 * slo.tpot_s for slo in slos),
+        lost=lost,
+        window=window,
+    )
+    legend_above(upper)
+    return save(figure, path)
+
+
+def _latency_panel(
+    axes: Any,
+    points: Iterable[tuple[float, float | None]],
+    *,
+    target: float | None,
+    lost: Floats,
+    window: Window,
+) -> None:
+    axis = TimeAxis.of(window)
+    known = np.array([(time, y) for time, y in points if y is not None]).reshape(-1, 2)
+    times, values = known[:, 0], known[:, 1]
+    colour = COLOURS[RequestClass.ONLINE]
+    axes.plot(times / axis.seconds, values, ".", ms=3, alpha=0.2, mew=0, color=colour)
+    bins = Bins(window, num_events=len(times), events_per_bin=50)
+    p50, p99 = bins.percentiles(times, values, (50, 99))
+    centres = bins.centres / axis.seconds
+    axes.plot(centres, p50, color=colour, lw=1.6, label="p50")
+    axes.plot(centres, p99, color="#003B5C", lw=1.2, label="p99")
+    if target is not None:
+        axes.axhline(target, color=TARGET_COLOUR, lw=1.3, ls="--", label="SLO")
+    if len(values) and values.max() > 20 * max(float(np.median(values)), 1e-9):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    else:
+        axes.set_ylim(bottom=0)
+    if len(lost):
+        axes.plot(
+            lost / axis.seconds,
+            np.full(len(lost), 0.97),
+            "v",
+            ms=4,
+            color=TARGET_COLOUR,
+            transform=axes.get_xaxis_transform(),
+            label="failed",
+        )
+    axis.limit(axes, window)
+
+
+def plot_hit_rate(records: Sequence[RequestRecord], path: Path, *, window: Window) -> Path:
+    """Share of prompt tokens served from the prefix cache, by admission (Echo Fig. 9)."""
+    figure = new_figure()
+    axis = TimeAxis.of(window)
+    axes = tidy(
+        figure.subplots(), title="Prefix cache", x=axis.label, y="hit rate [% of prompt tokens]"
+    )
+    for request_class, colour in COLOURS.items():
+        rows = [
+            (time, r.num_cached_tokens, r.num_prompt_tokens)
+            for r in records
+            if r.request_class is request_class and r.num_cached_tokens is not None
+            for time in (r.first_token_s if r.admitted_s is None else r.admitted_s,)
+            if time is not None
+        ]
+        table = np.array(rows, dtype=np.float64).reshape(-1, 3)
+        bins = Bins(window, num_events=len(rows))
+        prompt = table[:, 2]
+        share = np.divide(table[:, 1], prompt, out=np.zeros(len(prompt)), where=prompt > 0)
+        rate = bins.mean(table[:, 0], share, prompt)
+        known = np.isfinite(rate)
+        if known.any():
+            axes.plot(
+                bins.centres[known] / axis.seconds,
+                100 * rate[known],
+                color=colour,
+                lw=1.6,
+                label=request_class.value,
+            )
+    axes.set_ylim(0, 100)
+    axis.limit(axes, window)
+    legend_above(axes)
+    return save(figure, path)
+
+
+def plot_kv_occupancy(iterations: IterationLog, path: Path, *, window: Window) -> Path:
+    """Who holds the KV cache (Echo Fig. 10). A gap is idle time."""
+    figure = new_figure()
+    axis = TimeAxis.of(window)
+    axes = tidy(figure.subplots(), title="KV cache", x=axis.label, y="share of capacity [%]")
+    starts, weights = iterations.column("start_s"), iterations.column("duration_s")
+    bins = Bins(window, num_events=len(iterations), events_per_bin=10)
+    parts = {
+        "running online": ("kv_online_tokens", COLOURS[RequestClass.ONLINE]),
+        "running offline": ("kv_offline_tokens", COLOURS[RequestClass.OFFLINE]),
+        "cached": ("kv_cached_tokens", "#A8B5BD"),
+        "free": ("kv_free_tokens", "#EDF0F2"),
+    }
+    tokens = {name: iterations.column(column) for name, (column, _) in parts.items()}
+    total = np.sum(list(tokens.values()), axis=0)
+    below = np.zeros(len(bins.centres))
+    for name, (_, colour) in parts.items():
+        share = np.divide(tokens[name], total, out=np.zeros(len(total)), where=total > 0)
+        above = below + 100 * bins.mean(starts, share, weights)
+        axes.stairs(
+            above,
+            bins.edges / axis.seconds,
+            baseline=below,
+            fill=True,
+            color=colour,
+            label=name,
+        )
+        below = above
+    axes.set_ylim(0, 100)
+    axis.limit(axes, window)
+    legend_above(axes)
+    return save(figure, path)
+
+
+def plot_active_requests(iterations: IterationLog, path: Path, *, window: Window) -> Path:
+    """Requests in the batch, on average over time, idle time included (Echo Fig. 8)."""
+    figure = new_figure()
+    axis = TimeAxis.of(window)
+    axes = tidy(figure.subplots(), title="Active requests", x=axis.label, y="requests in the batch")
+    starts, durations = iterations.column("start_s"), iterations.column("duration_s")
+    bins = Bins(window, num_events=len(iterations), events_per_bin=10)
+    for request_class, colour in COLOURS.items():
+        name = request_class.value
+        active = iterations.column(f"num_{name}_prefills") + iterations.column(
+            f"num_{name}_decodes"
+        )
+        mean = bins.total(starts, active * durations) / bins.width_s
+        axes.stairs(
+            mean, bins.edges / axis.seconds, baseline=None, color=colour, lw=1.5, label=name
+        )
+    axes.set_ylim(bottom=0)
+    axis.limit(axes, window)
+    legend_above(axes)
+    return save(figure, path)
+
+
+def _only(values: Iterable[float | None]) -> float | None:
+    """The value, if they are all the same."""
+    distinct = set(values)
+    return distinct.pop() if len(distinct) == 1 else None
+
+
+def _thousands(axis: Any) -> None:
+    axis.set_major_formatter(lambda value, _: f"{value:,.0f}")

@@ -1,0 +1,320 @@
+"""Pictures of several runs side by side. All read only, and need matplotlib."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cosched.core.request import RequestClass, Slo
+from cosched.metrics.figure import (
+    COLOURS,
+    TARGET_COLOUR,
+    label_rate,
+    legend_above,
+    new_figure,
+    save,
+    tidy,
+)
+from cosched.metrics.records import Floats, IterationLog, RequestRecord
+from cosched.metrics.slo import needed_scale, with_defaults
+from cosched.metrics.summary import Summary
+from cosched.metrics.window import Window, last_event_s
+
+__all__ = [
+    "Run",
+    "attainment_curve",
+    "plot_attainment",
+    "plot_bars",
+    "plot_cdfs",
+    "plot_tradeoff",
+    "write_comparison_plots",
+]
+
+_NO_SLO = Slo()
+_SCALES = (1 / 8, 8.0)
+_STYLES = tuple(
+    (colour, line, marker)
+    for line, marker in (("-", "o"), ("--", "s"), (":", "^"))
+    for colour in ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#555555")
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """The records of a run, and what the summary of it was made with."""
+
+    records: Sequence[RequestRecord]
+    window: Window | None = None
+    observed_until_s: float | None = None
+
+    def online(self) -> list[RequestRecord]:
+        """The online requests of the window."""
+        window = self.window
+        if window is None:
+            window = Window.covering(self.records, IterationLog())
+        return [
+            r
+            for r in self.records
+            if r.request_class is RequestClass.ONLINE and r.arrival_s in window
+        ]
+
+    @property
+    def until_s(self) -> float:
+        if self.observed_until_s is not None:
+            return self.observed_until_s
+        end_s = 0.0 if self.window is None else self.window.end_s
+        return max(end_s, last_event_s(self.records, IterationLog()))
+
+
+def write_comparison_plots(
+    folder: Path,
+    *,
+    summaries: Mapping[str, Summary],
+    runs: Mapping[str, Run] | None = None,
+    default_slo: Slo = _NO_SLO,
+) -> list[Path]:
+    """All pictures that compare runs, in a folder that is made if need be."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = [
+        plot_tradeoff(summaries, folder / "tradeoff.png"),
+        plot_bars(summaries, folder / "comparison.png"),
+    ]
+    if runs:
+        written += [
+            plot_cdfs(runs, folder / "latency_cdf.png", default_slo=default_slo),
+            plot_attainment(runs, folder / "attainment.png", default_slo=default_slo),
+        ]
+    return written
+
+
+def attainment_curve(run: Run, *, default_slo: Slo = _NO_SLO) -> tuple[Floats, Floats]:
+    """(scales, attainment): online requests that meet all their targets when each target is
+    multiplied by a scale. Requests that were open and not yet late are left out."""
+    until_s = run.until_s
+    needed = [
+        needed_scale(r, with_defaults(r.slo, default_slo), now_s=until_s) for r in run.online()
+    ]
+    return _cumulative([scale for scale in needed if scale is not None])
+
+
+def plot_attainment(runs: Mapping[str, Run], path: Path, *, default_slo: Slo = _NO_SLO) -> Path:
+    """SLO attainment of online requests against how loose the SLOs are."""
+    figure = new_figure(width=7.5, height=4.0)
+    axes = tidy(
+        figure.subplots(),
+        title="Online requests that meet all their SLOs",
+        x="SLO scale [x the targets]",
+        y="attainment [%]",
+    )
+    for (name, run), (colour, line, _) in zip(runs.items(), _cycle(len(runs)), strict=True):
+        scales, attainment = _prolonged(
+            *attainment_curve(run, default_slo=default_slo), to=_SCALES[1]
+        )
+        axes.step(scales, 100 * attainment, where="post", color=colour, ls=line, lw=1.6, label=name)
+    axes.axvline(1.0, color=TARGET_COLOUR, lw=1.0, ls="--")
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(*_SCALES)
+    axes.set_ylim(0, 102)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    _legend_beside(axes, len(runs))
+    return save(figure, path)
+
+
+def plot_cdfs(runs: Mapping[str, Run], path: Path, *, default_slo: Slo = _NO_SLO) -> Path:
+    """TTFT and TPOT of online requests. A curve that ends below 100 % has requests without one:
+    failed or, at the end of the run, unanswered."""
+    figure = new_figure(width=9.5, height=3.8)
+    left, right = figure.subplots(1, 2, sharey=True)
+    tidy(left, title="Online TTFT", x="TTFT [s]", y="requests [%]")
+    tidy(right, title="Online TPOT", x="TPOT [ms]")
+    for axes, latencies in ((left, _ttfts), (right, _tpots_ms)):
+        curves = {name: _cumulative(latencies(run)) for name, run in runs.items()}
+        last = max((float(x[-1]) for x, _ in curves.values() if len(x)), default=1.0)
+        for (name, curve), (colour, line, _) in zip(curves.items(), _cycle(len(runs)), strict=True):
+            x, share = _prolonged(*curve, to=last)
+            axes.step(x, 100 * share, where="post", color=colour, ls=line, lw=1.6, label=name)
+    slos = {with_defaults(r.slo, default_slo) for run in runs.values() for r in run.online()}
+    targets: tuple[tuple[Any, set[float | None], float], ...] = (
+        (left, {slo.ttft_s for slo in slos}, 1.0),
+        (right, {slo.tpot_s for slo in slos}, 1e3),
+    )
+    for axes, limits, unit in targets:
+        for limit in limits if len(limits) == 1 else ():
+            if limit is not None:
+                axes.axvline(limit * unit, color=TARGET_COLOUR, lw=1.0, ls="--")
+        axes.set_ylim(0, 102)
+        _log_if_wide(axes)
+    _legend_beside(right, len(runs))
+    return save(figure, path)
+
+
+def plot_tradeoff(summaries: Mapping[str, Summary], path: Path) -> Path:
+    """Online attainment against offline throughput: the upper right corner is the aim."""
+    figure = new_figure(width=7.5, height=4.4)
+    axes = tidy(
+        figure.subplots(),
+        title="What online requests get, what offline work gets done",
+        x="online requests that meet all their SLOs [%]",
+        y="offline tokens/s",
+    )
+    axes.grid(axis="x", color="#DDDDDD", linewidth=0.7)
+    for (name, summary), (colour, _, marker) in zip(
+        summaries.items(), _cycle(len(summaries)), strict=True
+    ):
+        x, y = summary.online.attainment.joint.ratio, summary.offline.tokens_per_s
+        if x is not None and y is not None:
+            axes.plot(
+                100 * x,
+                y,
+                marker,
+                ms=9,
+                color=colour,
+                mec="white",
+                mew=0.8,
+                ls="",
+                label=name,
+                clip_on=False,
+                zorder=3,
+            )
+    ceilings = {s.ceiling.offline_tokens_per_s for s in summaries.values()} - {None}
+    for ceiling in ceilings if len(ceilings) == 1 else ():
+        axes.axhline(ceiling, color="#888888", lw=1.0, ls="--")
+        axes.annotate(
+            "offline only",
+            (0, ceiling),
+            xycoords=("axes fraction", "data"),
+            xytext=(4, 3),
+            textcoords="offset points",
+            fontsize=8.5,
+            color="#666666",
+        )
+    axes.set_xlim(right=100)
+    axes.margins(x=0.06, y=0.08)
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    _legend_beside(axes, len(summaries))
+    return save(figure, path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Panel:
+    title: str
+    value: Callable[[Summary], float | None]
+    show: Callable[[float], str]
+    colour: str
+
+
+_PANELS = (
+    _Panel(
+        title="all SLOs met [%]",
+        value=lambda s: _scaled(s.online.attainment.joint.ratio, 100),
+        show=lambda v: f"{v:.1f}",
+        colour=COLOURS[RequestClass.ONLINE],
+    ),
+    _Panel(
+        title="TTFT p99 [s]",
+        value=lambda s: s.online.ttft_s.p99,
+        show=lambda v: f"{v:.3g}",
+        colour=COLOURS[RequestClass.ONLINE],
+    ),
+    _Panel(
+        title="TPOT p99 [ms]",
+        value=lambda s: _scaled(s.online.tpot_s.p99, 1000),
+        show=lambda v: f"{v:.3g}",
+        colour=COLOURS[RequestClass.ONLINE],
+    ),
+    _Panel(
+        title="offline tokens/s",
+        value=lambda s: s.offline.tokens_per_s,
+        show=label_rate,
+        colour=COLOURS[RequestClass.OFFLINE],
+    ),
+)
+
+
+def plot_bars(summaries: Mapping[str, Summary], path: Path) -> Path:
+    """One row per run, one panel per metric."""
+    figure = new_figure(width=10.5, height=1.1 + 0.34 * max(len(summaries), 1))
+    panels = figure.subplots(1, len(_PANELS), sharey=True)
+    rows = np.arange(len(summaries))
+    for panel, axes in zip(_PANELS, panels, strict=True):
+        tidy(axes, title=panel.title)
+        axes.title.set_fontsize(10)
+        axes.grid(visible=False)
+        axes.spines["bottom"].set_visible(False)
+        axes.tick_params(axis="x", bottom=False, labelbottom=False)
+        axes.tick_params(axis="y", length=0)
+        values = [panel.value(summary) for summary in summaries.values()]
+        axes.barh(rows, [value or 0.0 for value in values], height=0.68, color=panel.colour)
+        widest = max((value for value in values if value is not None), default=0.0)
+        for row, value in zip(rows, values, strict=True):
+            axes.annotate(
+                "-" if value is None else panel.show(value),
+                (value or 0.0, row),
+                xytext=(3, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8.5,
+                color="#333333",
+            )
+        axes.set_xlim(0, 1.25 * widest or 1.0)
+    panels[0].set_yticks(rows, list(summaries))
+    panels[0].invert_yaxis()
+    return save(figure, path)
+
+
+def _ttfts(run: Run) -> list[float]:
+    return [math.inf if r.ttft_s is None or not r.ok else r.ttft_s for r in run.online()]
+
+
+def _tpots_ms(run: Run) -> list[float]:
+    return [
+        math.inf if r.tpot_s is None else 1e3 * r.tpot_s
+        for r in run.online()
+        if not r.is_finished or r.num_output_tokens > 1
+    ]
+
+
+def _prolonged(x: Floats, share: Floats, *, to: float) -> tuple[Floats, Floats]:
+    """The curve, flat from its last step on."""
+    return (np.append(x, max(to, x[-1])), np.append(share, share[-1])) if len(x) else (x, share)
+
+
+def _scaled(value: float | None, factor: float) -> float | None:
+    return None if value is None else factor * value
+
+
+def _cumulative(values: Sequence[float]) -> tuple[Floats, Floats]:
+    """(value, share of all values up to it), the finite ones."""
+    ordered = np.sort(np.asarray(values, dtype=np.float64))
+    share = np.arange(1, len(ordered) + 1) / max(len(ordered), 1)
+    finite = np.isfinite(ordered)
+    return ordered[finite], share[finite]
+
+
+def _log_if_wide(axes: Any) -> None:
+    points = np.concatenate([np.empty(0), *(line.get_xdata() for line in axes.get_lines())])
+    points = points[points > 0]
+    if len(points) and points.max() > 20 * np.median(points):
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    else:
+        axes.set_xlim(left=0)
+
+
+def _cycle(count: int) -> list[tuple[str, str, str]]:
+    return [_STYLES[index % len(_STYLES)] for index in range(count)]
+
+
+def _legend_beside(axes: Any, count: int) -> None:
+    legend_above(
+        axes,
+        loc="upper left",
+        bbox_to_anchor=(1.01, 1.0),
+        ncols=1 if count <= 16 else 2,
+    )

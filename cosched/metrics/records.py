@@ -1,0 +1,332 @@
+"""What a run leaves behind: one record per request, one row per iteration.
+
+Times are seconds on the run's clock, virtual or wall, which is zero at the start of the run: a
+summary keeps six digits, and a date would use them up.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from cosched.core.request import RequestClass, Slo
+from cosched.errors import CoschedError, choices
+
+__all__ = [
+    "Floats",
+    "IterationLog",
+    "IterationRecord",
+    "RecordError",
+    "RequestRecord",
+    "read_records",
+    "record_line",
+    "write_records",
+]
+
+Floats = npt.NDArray[np.float64]
+
+
+class RecordError(CoschedError):
+    """A record contradicts itself, or a line of a file is no record."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRecord:
+    """What happened to one request.
+
+    arrival_s              when the server got it [s]
+    admitted_s             when its first prefill chunk began [s]; None: never, or not known
+    first_token_s          when its first token came out [s]; None: none did
+    finish_s               when its reply was complete, or when it failed [s]; None: it never ended
+    num_output_tokens      tokens that came out, also of a reply that never ended
+    token_times            when they did [s], ascending. One per token; fewer where a stream packs
+                           several into one piece, which then share the piece's time. None: not kept
+    max_tbt_s              largest gap between tokens [s]; of use where `token_times` is not kept
+    num_cached_tokens      prompt tokens found in the prefix cache when it was first admitted;
+                           None: not known
+    num_recomputed_tokens  tokens computed beyond what it would have needed without preemption
+    num_preemptions        how often it was stopped to come back later
+    finish_reason          as the server gives it (stop, length, abort, …)
+    ok                     False: refused, aborted, timed out or broken off
+    slo                    its own targets; what is None there is for the summary's defaults
+    """
+
+    rid: str
+    request_class: RequestClass
+    arrival_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    admitted_s: float | None = None
+    first_token_s: float | None = None
+    finish_s: float | None = None
+    token_times: array[float] | None = None
+    max_tbt_s: float | None = None
+    num_cached_tokens: int | None = None
+    num_recomputed_tokens: int = 0
+    num_preemptions: int = 0
+    finish_reason: str | None = None
+    ok: bool = True
+    slo: Slo = field(default_factory=Slo)
+
+    def __post_init__(self) -> None:
+        fault = _fault(self)
+        if fault is not None:
+            raise RecordError(f"request {self.rid!r}: {fault}")
+
+    @property
+    def is_finished(self) -> bool:
+        """Its reply is complete."""
+        return self.ok and self.finish_s is not None
+
+    @property
+    def is_open(self) -> bool:
+        """Neither complete nor failed when the run ended."""
+        return self.ok and self.finish_s is None
+
+    @property
+    def first_s(self) -> float | None:
+        """When its first token came out [s]; for a complete reply of no tokens, its end."""
+        if self.first_token_s is None and self.ok:
+            return self.finish_s
+        return self.first_token_s
+
+    @property
+    def ttft_s(self) -> float | None:
+        first_s = self.first_s
+        return None if first_s is None else first_s - self.arrival_s
+
+    @property
+    def e2e_s(self) -> float | None:
+        """Arrival to the end of a complete reply [s]."""
+        if self.finish_s is None or not self.ok:
+            return None
+        return self.finish_s - self.arrival_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Of a complete reply of two tokens or more [s]."""
+        if self.num_output_tokens < 2 or self.first_token_s is None:
+            return None
+        if self.finish_s is None or not self.ok:
+            return None
+        return (self.finish_s - self.first_token_s) / (self.num_output_tokens - 1)
+
+    @property
+    def worst_tbt_s(self) -> float | None:
+        """Largest gap between consecutive tokens [s]."""
+        if self.token_times is None or len(self.token_times) < 2:
+            return self.max_tbt_s
+        return float(np.diff(self.token_times).max())
+
+    def emissions(self, *, until_s: float) -> tuple[Floats, float]:
+        """(times, tokens per time): when its tokens came out, as well as the record knows.
+
+        Without `token_times` they are spread evenly from the first token to the end, or to
+        `until_s` when there was none.
+        """
+        if self.first_token_s is None or self.num_output_tokens == 0:
+            return np.empty(0), 0.0
+        if self.token_times:
+            times = np.array(self.token_times)
+            return times, self.num_output_tokens / len(times)
+        last_s = until_s if self.finish_s is None else self.finish_s
+        return np.linspace(self.first_token_s, last_s, self.num_output_tokens), 1.0
+
+
+def _fault(record: RequestRecord) -> str | None:
+    events = [
+        (name, getattr(record, name))
+        for name in ("arrival_s", "admitted_s", "first_token_s", "finish_s")
+        if getattr(record, name) is not None
+    ]
+    for name, time_s in events:
+        if not math.isfinite(time_s):
+            return f"{name} is {time_s}"
+    for (name, time_s), (next_name, next_s) in pairwise(events):
+        if next_s < time_s:
+            return f"{next_name} {next_s} is before {name} {time_s}"
+    for name in (
+        "num_prompt_tokens",
+        "num_output_tokens",
+        "num_cached_tokens",
+        "num_recomputed_tokens",
+        "num_preemptions",
+    ):
+        value = getattr(record, name)
+        if value is not None and value < 0:
+            return f"{name} is {value}"
+    if (record.num_cached_tokens or 0) > record.num_prompt_tokens:
+        return f"num_cached_tokens {record.num_cached_tokens} exceeds the prompt"
+    if record.max_tbt_s is not None and not 0 <= record.max_tbt_s < math.inf:
+        return f"max_tbt_s is {record.max_tbt_s}"
+    return _token_fault(record)
+
+
+def _token_fault(record: RequestRecord) -> str | None:
+    if record.first_token_s is None:
+        if record.num_output_tokens:
+            return f"{record.num_output_tokens} output tokens but no first_token_s"
+        return "token_times but no first_token_s" if record.token_times else None
+    if record.num_output_tokens < 1:
+        return "first_token_s but no output tokens"
+    if not record.token_times:
+        return None
+    times = record.token_times
+    if len(times) > record.num_output_tokens:
+        return f"{len(times)} token_times for {record.num_output_tokens} output tokens"
+    if times[0] != record.first_token_s:
+        return f"token_times begin at {times[0]}, first_token_s is {record.first_token_s}"
+    if not math.isfinite(times[-1]) or bool((np.diff(times) < 0).any()):
+        return "token_times do not ascend"
+    if record.finish_s is not None and times[-1] > record.finish_s:
+        return f"token_times end at {times[-1]}, after finish_s {record.finish_s}"
+    return None
+
+
+_FIELDS = tuple(f.name for f in fields(RequestRecord))
+_SLO_FIELDS = tuple(f.name for f in fields(Slo))
+
+
+def record_line(record: RequestRecord, *, with_token_times: bool = True) -> str:
+    """The record as one line of JSON, keys in the order of its fields: equal records, equal bytes.
+
+    Without the token times the largest gap is kept.
+    """
+    entry: dict[str, Any] = {name: getattr(record, name) for name in _FIELDS}
+    entry["request_class"] = record.request_class.value
+    entry["slo"] = {name: getattr(record.slo, name) for name in _SLO_FIELDS}
+    if with_token_times:
+        entry["token_times"] = None if record.token_times is None else list(record.token_times)
+    else:
+        entry["token_times"] = None
+        entry["max_tbt_s"] = record.worst_tbt_s
+    return json.dumps(entry, ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n"
+
+
+def write_records(
+    records: Iterable[RequestRecord], path: Path, *, with_token_times: bool = True
+) -> int:
+    """Write one line per record, in the order given; the number of lines. Never holds them all."""
+    num_lines = 0
+    with path.open("w", encoding="utf-8", newline="\n") as file:
+        for record in records:
+            file.write(record_line(record, with_token_times=with_token_times))
+            num_lines += 1
+    return num_lines
+
+
+def read_records(path: Path) -> Iterator[RequestRecord]:
+    """The records of a file, one at a time. RecordError names file, line and reason."""
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                yield _parse(json.loads(line))
+            except (TypeError, ValueError, RecordError) as error:
+                raise RecordError(f"{path}:{number}: {error}") from error
+
+
+def _parse(entry: object) -> RequestRecord:
+    if not isinstance(entry, dict):
+        raise RecordError("not a JSON object")
+    unknown = entry.keys() - set(_FIELDS)
+    if unknown:
+        raise RecordError(f"unknown keys {choices(unknown)}; choose from {choices(_FIELDS)}")
+    given: dict[str, Any] = dict(entry)
+    if "request_class" in given:
+        given["request_class"] = RequestClass(given["request_class"])
+    if given.get("token_times") is not None:
+        given["token_times"] = array("d", given["token_times"])
+    if "slo" in given:
+        given["slo"] = Slo(**given["slo"])
+    return RequestRecord(**given)
+
+
+class IterationRecord(NamedTuple):
+    """One forward pass. Made by keyword.
+
+    A tuple, for one is made in every iteration and a frozen dataclass of this size takes several
+    times as long to make.
+
+    start_s, duration_s  when it began and how long it took [s]
+    predicted_s          what the policy's latency model expected [s]; None: it was not asked
+    num_*_prefill_tokens prompt tokens computed, by class
+    num_*_prefills       requests they belong to
+    num_*_decodes        requests that decoded one token, by class
+    kv_online_tokens     KV that running online requests hold while it runs [tokens]; what both
+                         classes hold counts here, for it is online's claim that keeps it
+    kv_offline_tokens    KV that only running offline requests hold [tokens]
+    kv_cached_tokens     KV that nobody holds and a prefix match may still find [tokens]
+    kv_free_tokens       the rest [tokens]; the four add up to the capacity
+    planning_s           host time the decision took [s]; no part of virtual time
+    """
+
+    start_s: float
+    duration_s: float
+    predicted_s: float | None = None
+    num_online_prefill_tokens: int = 0
+    num_offline_prefill_tokens: int = 0
+    num_online_prefills: int = 0
+    num_offline_prefills: int = 0
+    num_online_decodes: int = 0
+    num_offline_decodes: int = 0
+    kv_online_tokens: int = 0
+    kv_offline_tokens: int = 0
+    kv_cached_tokens: int = 0
+    kv_free_tokens: int = 0
+    planning_s: float | None = None
+
+
+_COLUMNS: Mapping[str, str] = {
+    name: "d" if name.endswith("_s") else "i" for name in IterationRecord._fields
+}
+_OPTIONAL = ("predicted_s", "planning_s")
+
+
+class IterationLog:
+    """The iterations of a run in order of time, by column: half a million take 36 MB."""
+
+    __slots__ = ("_appenders", "_columns")
+
+    def __init__(self, records: Iterable[IterationRecord] = ()) -> None:
+        self._columns: dict[str, array[Any]] = {
+            name: array(code) for name, code in _COLUMNS.items()
+        }
+        self._appenders = tuple(column.append for column in self._columns.values())
+        for record in records:
+            self.append(record)
+
+    def append(self, record: IterationRecord) -> None:
+        for append, value in zip(self._appenders, record, strict=True):
+            append(math.nan if value is None else value)
+
+    def __len__(self) -> int:
+        return len(self._columns["start_s"])
+
+    def __getitem__(self, index: int) -> IterationRecord:
+        row = {name: column[index] for name, column in self._columns.items()}
+        for name in _OPTIONAL:
+            if math.isnan(row[name]):
+                row[name] = None
+        return IterationRecord(**row)
+
+    def __iter__(self) -> Iterator[IterationRecord]:
+        return (self[index] for index in range(len(self)))
+
+    def column(self, name: str) -> Floats:
+        """A copy of one column; NaN where an optional value is missing."""
+        # A view would lock the array: it could not grow while anybody holds the view.
+        return np.array(self._columns[name], dtype=np.float64)
+
+    @property
+    def end_s(self) -> Floats:
+        """When each ended [s]."""
+        return self.column("start_s") + self.column("duration_s")

@@ -1,0 +1,119 @@
+"""Summaries side by side, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import IO
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from cosched.errors import ConfigError, choices
+from cosched.metrics.summary import Comparison, Summary, compare
+
+__all__ = ["make_table", "print_table"]
+
+_NONE = "-"
+_UNLIMITED = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Column:
+    """value gets the summary and its comparison with the baseline, if there is one."""
+
+    header: str
+    value: Callable[[Summary, Comparison | None], float | None]
+    show: Callable[[float], str]
+    with_baseline_only: bool = False
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f}"
+
+
+def _ms(value_s: float) -> str:
+    return f"{1000 * value_s:.1f}"
+
+
+def _seconds(value_s: float) -> str:
+    return f"{value_s:.3f}" if value_s < 10 else f"{value_s:.1f}"
+
+
+def _times(value: float) -> str:
+    return f"{value:.2f}" if value < 100 else f"{value:.0f}"
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+_COLUMNS = (
+    _Column(header="TTFT\nmet %", value=lambda s, _: s.online.attainment.ttft.ratio, show=_percent),
+    _Column(header="TPOT\nmet %", value=lambda s, _: s.online.attainment.tpot.ratio, show=_percent),
+    _Column(header="all\nmet %", value=lambda s, _: s.online.attainment.joint.ratio, show=_percent),
+    _Column(header="TTFT s\np50", value=lambda s, _: s.online.ttft_s.p50, show=_seconds),
+    _Column(header="\np99", value=lambda s, _: s.online.ttft_s.p99, show=_seconds),
+    _Column(
+        header="\nx base",
+        value=lambda _, c: c.ttft_p99_ratio if c else None,
+        show=_times,
+        with_baseline_only=True,
+    ),
+    _Column(header="TPOT ms\np50", value=lambda s, _: s.online.tpot_s.p50, show=_ms),
+    _Column(header="\np99", value=lambda s, _: s.online.tpot_s.p99, show=_ms),
+    _Column(
+        header="\nx base",
+        value=lambda _, c: c.tpot_p99_ratio if c else None,
+        show=_times,
+        with_baseline_only=True,
+    ),
+    _Column(header="TBT ms\np99", value=lambda s, _: s.online.tbt_s.p99, show=_ms),
+    _Column(header="offline\ntok/s", value=lambda s, _: s.offline.tokens_per_s, show=_count),
+    _Column(header="% of\nceiling", value=lambda s, _: s.ceiling.ratio, show=_percent),
+    _Column(header="hit %\nonline", value=lambda s, _: s.online.hit_ratio, show=_percent),
+    _Column(header="hit %\noffline", value=lambda s, _: s.offline.hit_ratio, show=_percent),
+    _Column(
+        header="pre-\nempted",
+        value=lambda s, _: s.online.num_preemptions + s.offline.num_preemptions,
+        show=_count,
+    ),
+    _Column(
+        header="recomp.\ntokens",
+        value=lambda s, _: s.online.num_recomputed_tokens + s.offline.num_recomputed_tokens,
+        show=_count,
+    ),
+)
+
+
+def make_table(summaries: Mapping[str, Summary], *, baseline: str | None = None) -> Table:
+    """One row per scenario; with a baseline also each p99 against the baseline's."""
+    if baseline is not None and baseline not in summaries:
+        raise ConfigError(f"unknown baseline {baseline!r}; choose from {choices(summaries)}")
+    columns = [c for c in _COLUMNS if baseline is not None or not c.with_baseline_only]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("\nscenario", no_wrap=True)
+    for column in columns:
+        table.add_column(column.header, justify="right", no_wrap=True)
+    for name, summary in summaries.items():
+        comparison = None if baseline is None else compare(summary, summaries[baseline])
+        values = [(column, column.value(summary, comparison)) for column in columns]
+        cells = [_NONE if value is None else column.show(value) for column, value in values]
+        table.add_row(f"{name} (base)" if name == baseline else name, *cells)
+    return table
+
+
+def print_table(
+    summaries: Mapping[str, Summary],
+    *,
+    baseline: str | None = None,
+    file: IO[str] | None = None,
+) -> None:
+    """Print `make_table` to `file` or stdout, whatever the width of the terminal: a line that wraps
+    can still be read, a number that was cut cannot."""
+    table = make_table(summaries, baseline=baseline)
+    console = Console(file=file)
+    natural = console.measure(table, options=console.options.update(width=_UNLIMITED))
+    console.width = max(console.width, natural.maximum)
+    console.print(table)

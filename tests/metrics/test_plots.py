@@ -1,0 +1,115 @@
+"""Pictures: written, not empty, the same for the same run; and the numbers in them."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from array import array
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cosched.core.request import Slo
+from cosched.metrics.figure import Bins
+from cosched.metrics.plots import write_run_plots
+from cosched.metrics.plots_compare import Run, attainment_curve, write_comparison_plots
+from cosched.metrics.records import IterationLog, IterationRecord
+from cosched.metrics.summary import summarize
+from cosched.metrics.window import Window
+from tests.metrics.samples import OFFLINE, ONLINE, request, requests
+
+SLO = Slo(ttft_s=1.0, tpot_s=0.05)
+
+
+def small_run(seed: int):
+    rng = random.Random(seed)
+    records, log = [], IterationLog()
+    for index in range(60):
+        arrival_s = float(index)
+        times = np.cumsum([arrival_s + rng.expovariate(2.0), *rng.choices((0.03, 0.06), k=9)])
+        records.append(
+            request(
+                arrival_s,
+                tuple(times),
+                token_times=array("d", times),
+                request_class=rng.choice((ONLINE, OFFLINE)),
+                num_cached_tokens=rng.randrange(100),
+                ok=index != 7,
+                slo=SLO,
+            )
+        )
+        held = {"kv_online_tokens": index, "kv_offline_tokens": 20, "kv_cached_tokens": 10}
+        log.append(
+            IterationRecord(
+                start_s=arrival_s,
+                duration_s=0.5,
+                num_online_decodes=index,
+                kv_free_tokens=9,
+                **held,
+            )
+        )
+    return records, log
+
+
+def is_png(path) -> bool:
+    data = path.read_bytes()
+    return data.startswith(b"\x89PNG") and len(data) > 5000
+
+
+def test_the_pictures_of_a_run(tmp_path):
+    records, log = small_run(0)
+    first = write_run_plots(tmp_path / "a", records=records, iterations=log, default_slo=SLO)
+    assert len(first) == 5
+    assert all(is_png(path) for path in first)
+    second = write_run_plots(tmp_path / "b", records=records, iterations=log, default_slo=SLO)
+    assert [p.read_bytes() for p in first] == [p.read_bytes() for p in second]
+
+
+def test_the_pictures_of_several_runs(tmp_path):
+    runs = {f"run {seed}": Run(records=small_run(seed)[0]) for seed in range(3)}
+    summaries = {
+        name: summarize(run.records, offline_ceiling_tokens_per_s=500.0)
+        for name, run in runs.items()
+    }
+    written = write_comparison_plots(tmp_path, summaries=summaries, runs=runs)
+    assert len(written) == 4
+    assert all(is_png(path) for path in written)
+
+
+@pytest.mark.filterwarnings("error")
+def test_nothing_to_draw_is_no_error(tmp_path):
+    write_run_plots(tmp_path, records=[], iterations=IterationLog())
+    write_comparison_plots(tmp_path, summaries={}, runs={})
+    nothing = {"nothing": Run(records=[])}
+    write_comparison_plots(tmp_path, summaries={"nothing": summarize([])}, runs=nothing)
+    assert len(list(tmp_path.iterdir())) == 7
+
+
+@given(st.lists(requests(), max_size=8))
+def test_the_curve_passes_through_the_attainment_of_the_summary(records):
+    scales, attainment = attainment_curve(Run(records=records))
+    ratio = summarize(records).online.attainment.joint.ratio
+    reached = attainment[scales <= 1.0]
+    assert (ratio or 0.0) == pytest.approx(reached[-1] if len(reached) else 0.0)
+
+
+def test_bins_keep_sums_and_means():
+    bins = Bins(Window(start_s=0.0, end_s=8.0), num_events=0)
+    times = np.array([0.5, 0.6, 3.0])
+    assert bins.total(times, np.array([1.0, 2.0, 4.0]))[:4].tolist() == [3.0, 0.0, 0.0, 4.0]
+    mean = bins.mean(times, np.array([1.0, 4.0, 5.0]), np.array([2.0, 1.0, 1.0]))
+    assert (mean[0], mean[3]) == (2.0, 5.0)
+    assert np.isnan(mean[1])
+    p50 = bins.percentiles(times, np.array([1.0, 4.0, 5.0]), (50,))[0]
+    assert (p50[0], p50[3]) == (2.5, 5.0)
+
+
+def test_matplotlib_is_imported_only_to_draw():
+    code = (
+        "import sys, cosched.metrics.plots, cosched.metrics.plots_compare\n"
+        "assert not {'matplotlib', 'pandas', 'rich'} & sys.modules.keys()"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
