@@ -13,7 +13,7 @@ import cosched.bootstrap  # isort: skip  # first: prepares this process and ever
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 from cosched.config import ENV_VAR, Config, SloConfig, load_config
@@ -21,6 +21,8 @@ from cosched.errors import ConfigError, CoschedError
 from cosched.policy.registry import POLICIES, policy_entry
 
 __all__ = ["main"]
+
+_CPU_BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -98,6 +100,35 @@ def engine_arguments(argv: Sequence[str], config: Config, *, mixed_chunk: bool) 
     return arguments
 
 
+def _value(argv: Sequence[str], *flags: str) -> str | None:
+    """The last value given for one of `flags`, as ``--flag value`` or ``--flag=value``."""
+    value = None
+    for index, argument in enumerate(argv):
+        name, _, inline = argument.partition("=")
+        if name in flags:
+            value = inline or (argv[index + 1] if index + 1 < len(argv) else None)
+    return value
+
+
+def bind_cpu_threads(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
+    """Give each rank of a CPU server its own share of the cores.
+
+    SGLang does so by NUMA node, and stops when there are more ranks than nodes.
+    """
+    if cosched.bootstrap.has_cuda() or _CPU_BINDING in environ:
+        return
+    ranks = int(_value(argv, "--tp", "--tp-size", "--tensor-parallel-size") or 1)
+    ranks *= int(_value(argv, "--dp", "--dp-size", "--data-parallel-size") or 1)
+    cores = sorted(os.sched_getaffinity(0))
+    if ranks == 1 or ranks > len(cores):
+        return
+    shares = [
+        cores[rank * len(cores) // ranks : (rank + 1) * len(cores) // ranks]
+        for rank in range(ranks)
+    ]
+    environ[_CPU_BINDING] = "|".join(",".join(map(str, share)) for share in shares)
+
+
 def _given(argv: Sequence[str], *flags: str) -> bool:
     return any(arg.split("=", 1)[0] in flags for arg in argv)
 
@@ -153,6 +184,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         config = config_from(flags)
         arguments = engine_arguments(rest, config, mixed_chunk=not flags.cosched_no_mixed_chunk)
         os.environ[ENV_VAR] = config.to_json()
+        bind_cpu_threads(arguments, os.environ)
         _serve(arguments, config)
     except CoschedError as error:
         print(f"cosched: {error}", file=sys.stderr)

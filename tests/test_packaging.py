@@ -20,7 +20,7 @@ SOURCE_ROOTS = ("kernels", "patches", "traces")
 LAYERS = (
     ("cosched", "errors", "bootstrap", "demo_corpus", "cosched_kernels"),
     ("core", "demo_model"),
-    ("offline", "latency", "kv", "length", "cosched_traces"),
+    ("offline", "latency", "kv", "length", "metrics", "cosched_traces"),
     ("policy",),
     ("config",),
     ("engine", "jobs"),

@@ -77,6 +77,11 @@ class Controller:
         scheduler.cosched = controller
         return controller
 
+    def use_clock(self, clock: Clock) -> None:
+        """Take time from another clock; before the first request comes."""
+        self.clock = clock
+        self.waiting.clock = clock
+
     def plan(self, running_batch: Any) -> Plan:
         """The next iteration, checked against the engine's limits."""
         started_s = time.perf_counter()

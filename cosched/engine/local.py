@@ -107,13 +107,15 @@ class LocalEngine:
         max_new_tokens: int,
         priority: int | None = None,
         custom_params: Mapping[str, Any] | None = None,
+        ignore_eos: bool = True,
+        stream: bool = True,
         **fields: Any,
     ) -> None:
-        """Give the scheduler a request; it arrives at the next iteration. Greedy, EOS ignored."""
+        """Give the scheduler a request; it arrives at the next iteration. Greedy."""
         params = SamplingParams(
             max_new_tokens=max_new_tokens,
             temperature=0.0,
-            ignore_eos=True,
+            ignore_eos=ignore_eos,
             custom_params=dict(custom_params) if custom_params is not None else None,
         )
         params.normalize(None)
@@ -130,7 +132,7 @@ class LocalEngine:
                 logprob_start_len=-1,
                 top_logprobs_num=0,
                 token_ids_logprob=None,
-                stream=True,
+                stream=stream,
                 priority=priority,
                 **fields,
             )

@@ -89,7 +89,7 @@ class SchedulerView:
 
     def reserve_of(self, request: Request) -> int:
         """SGLang's rule: a share of the output still to come, learnt from past iterations."""
-        if any(request.rid == r.rid for r in self.unfinished):
+        if request in self.unfinished:
             return 0
         remaining = request.max_new_tokens - request.num_output_tokens
         ratio: float = self._scheduler.new_token_ratio_tracker.current

@@ -40,12 +40,12 @@ class WaitingQueue:
         self.offline = pool
         self.num_tokens = 0
         """Prompt and generated tokens of all that wait."""
-        self._clock = clock
+        self.clock = clock
         self._seq = itertools.count()
 
     def append(self, req: Any) -> None:
         tracked = TrackedRequest.of(req) or TrackedRequest(
-            req, arrival_s=self._clock.now_s(), arrival_seq=next(self._seq)
+            req, arrival_s=self.clock.now_s(), arrival_seq=next(self._seq)
         )
         self._queue_of(tracked).add(tracked)
         tracked.num_queued_tokens = req.seqlen

@@ -1,0 +1,390 @@
+"""SGLang's scheduler under a virtual clock: the same code as in production, no GPU, no waiting.
+
+`VirtualEngine` builds a `LocalEngine` on a model of one tiny layer whose KV pool has the capacity
+of the simulated GPU, and replaces one method: the model worker's forward. A cost model says how
+long each forward takes, and the clock moves by that. Virtual time never contains host time.
+
+With the overlap scheduler the loop is SGLang's own: while iteration *n* occupies the modelled GPU,
+*n+1* is planned from the results of *n-1*; waiting for a result moves the clock to the moment at
+which it is done.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from sglang.srt.managers.utils import GenerationBatchResult
+
+from cosched.core.batch import BatchShape, Prefill
+from cosched.core.request import RequestClass, Slo
+from cosched.core.wire import OFFLINE_PRIORITY, PARAMS_KEY, class_of_priority, params_of_slo
+from cosched.engine.local import LocalEngine
+from cosched.metrics.records import IterationLog, IterationRecord, RequestRecord
+
+__all__ = ["EOS_ID", "VOCAB_SIZE", "Arrival", "Source", "VirtualClock", "VirtualEngine"]
+
+VOCAB_SIZE = 32_000
+EOS_ID = 2
+_FIRST_ID = 10
+
+
+class VirtualClock:
+    """Seconds since the simulation began. Moved by the simulation alone."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+
+    def now_s(self) -> float:
+        return self._now_s
+
+    def advance_to(self, time_s: float) -> None:
+        """Never goes back: a time that has passed changes nothing."""
+        self._now_s = max(self._now_s, time_s)
+
+
+class TimeModel(Protocol):
+    def iteration_s(self, batch: BatchShape) -> float: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """One request to simulate.
+
+    num_output_tokens  after so many tokens it ends; the scheduler sees only `max_new_tokens`
+    """
+
+    rid: str
+    arrival_s: float
+    request_class: RequestClass
+    input_ids: array[int]
+    num_output_tokens: int
+    max_new_tokens: int
+    slo: Slo = field(default_factory=Slo)
+
+
+class Source(Protocol):
+    """Where requests come from: a trace, a client with so many in flight, a gateway."""
+
+    def due(self, now_s: float) -> Iterable[Arrival]:
+        """Requests that arrive at `now_s` or came before it, each once."""
+        ...
+
+    def next_s(self) -> float | None:
+        """When the next request comes, or something else happens here [s]; None: not unless a
+        request finishes first."""
+        ...
+
+    def on_finish(self, record: RequestRecord) -> None:
+        """A request of any source ended."""
+        ...
+
+
+class _Following:
+    """What the simulation knows of a request under way."""
+
+    __slots__ = ("admitted_s", "arrival", "num_cached", "num_computed", "token_times")
+
+    def __init__(self, arrival: Arrival) -> None:
+        self.arrival = arrival
+        self.admitted_s: float | None = None
+        self.num_cached: int | None = None
+        self.num_computed = 0
+        self.token_times: array[float] = array("d")
+
+    def record(self, req: Any | None, finish_s: float | None) -> RequestRecord:
+        """The record as things stand. `req` is None for a request that never ran."""
+        arrival = self.arrival
+        reason = None
+        if req is not None and finish_s is not None:
+            reason = str(req.finished_reason.to_json()["type"])
+        return RequestRecord(
+            rid=arrival.rid,
+            request_class=arrival.request_class,
+            arrival_s=arrival.arrival_s,
+            num_prompt_tokens=len(arrival.input_ids),
+            num_output_tokens=len(self.token_times),
+            admitted_s=self.admitted_s,
+            first_token_s=self.token_times[0] if self.token_times else None,
+            finish_s=finish_s,
+            token_times=self.token_times,
+            num_cached_tokens=self.num_cached,
+            num_recomputed_tokens=self._num_recomputed(),
+            num_preemptions=0 if req is None else req.retraction_count,
+            finish_reason=reason,
+            ok=reason != "abort",
+            slo=arrival.slo,
+        )
+
+    def _num_recomputed(self) -> int:
+        """Prefill beyond what the prompt took when it was first admitted."""
+        first = len(self.arrival.input_ids) - (self.num_cached or 0)
+        return max(self.num_computed - first, 0)
+
+
+@dataclass(slots=True)
+class _Launched:
+    """An iteration on the modelled GPU."""
+
+    shape: BatchShape
+    start_s: float
+    done_s: float
+
+
+class VirtualEngine:
+    """A scheduler, a modelled GPU and a virtual clock.
+
+    `flags` are SGLang's flags; the KV capacity and everything else of the simulated machine is
+    among them. Use as a context manager; one per process at a time.
+
+    records     of the requests that ended, in that order
+    iterations  one row per forward pass
+    """
+
+    def __init__(self, *, flags: Sequence[str], cost_model: TimeModel, model_dir: Path) -> None:
+        self.clock = VirtualClock()
+        self.records: list[RequestRecord] = []
+        self.iterations = IterationLog()
+        self.num_finished_offline = 0
+        self._cost_model = cost_model
+        self._sources: Sequence[Source] = ()
+        self._following: dict[str, _Following] = {}
+        self._reqs: dict[str, Any] = {}
+        self._gpu_free_s = 0.0
+        self._num_launched = 0
+        self._launched: dict[int, _Launched] = {}
+        write_model_config(model_dir)
+        self._engine = LocalEngine(
+            [
+                *("--model-path", str(model_dir), "--load-format", "dummy"),
+                *("--device", "cpu", "--attention-backend", "torch_native"),
+                *("--dtype", "bfloat16", "--log-level", "error"),
+                # Of the host's memory; the pool's size is given in tokens and tiny in bytes.
+                *("--mem-fraction-static", "0.2"),
+                *flags,
+            ]
+        )
+        self.scheduler = self._engine.scheduler
+        self._take_over()
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def __enter__(self) -> VirtualEngine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def run(self, sources: Sequence[Source], *, until: Callable[[], bool] | None = None) -> None:
+        """Serve the sources until they are done and everything is answered, or `until` says so
+        (asked once per iteration).
+
+        RuntimeError when requests wait, nothing runs and nothing more will happen: a hang.
+        """
+        self._sources = sources
+        last_launched = -1
+
+        def until_done() -> bool:
+            nonlocal last_launched
+            if until is not None and until():
+                return True
+            delivered = self._deliver()
+            is_stalled = last_launched == self._num_launched and not self._launched
+            last_launched = self._num_launched
+            if delivered or not is_stalled:
+                return False
+            return not self._skip_idle_time()
+
+        self._engine.run(until_done)
+
+    def open_records(self) -> list[RequestRecord]:
+        """Records of the requests that have not ended, in the order of arrival."""
+        return [f.record(self._reqs.get(rid), None) for rid, f in self._following.items()]
+
+    def _deliver(self) -> bool:
+        now_s = self.clock.now_s()
+        delivered = False
+        for source in self._sources:
+            for arrival in source.due(now_s):
+                self._submit(arrival)
+                delivered = True
+        return delivered
+
+    def _skip_idle_time(self) -> bool:
+        """Move the clock to the next thing that happens. False when nothing will."""
+        times = [time_s for s in self._sources if (time_s := s.next_s()) is not None]
+        if times:
+            self.clock.advance_to(min(times))
+            self._deliver()
+            return True
+        if self._following:
+            raise RuntimeError(
+                f"the scheduler hangs at {self.clock.now_s():.3f} s: "
+                f"{len(self._following)} requests are unanswered and nothing runs"
+            )
+        return False
+
+    def _take_over(self) -> None:
+        scheduler = self.scheduler
+        controller = getattr(scheduler, "cosched", None)
+        if controller is not None:
+            controller.use_clock(self.clock)
+        scheduler.model_worker.forward_batch_generation = self._forward
+        process = scheduler.process_batch_result
+
+        def process_when_done(batch: Any, result: Any) -> None:
+            launched = self._launched.pop(id(result))
+            self.clock.advance_to(launched.done_s)
+            before = [len(req.output_ids) for req in batch.reqs]
+            self._log_iteration(batch, launched)
+            process(batch, result)
+            self._record(batch, before, launched)
+
+        scheduler.process_batch_result = process_when_done
+
+    def _submit(self, arrival: Arrival) -> None:
+        assert arrival.rid not in self._following, f"rid used twice: {arrival.rid}"
+        self._following[arrival.rid] = _Following(arrival)
+        offline = arrival.request_class is RequestClass.OFFLINE
+        params = params_of_slo(arrival.slo)
+        self._engine.submit(
+            arrival.rid,
+            arrival.input_ids,
+            max_new_tokens=arrival.max_new_tokens,
+            priority=OFFLINE_PRIORITY if offline else 0,
+            custom_params={PARAMS_KEY: params} if params else None,
+            ignore_eos=False,
+            stream=False,
+        )
+
+    def _forward(self, batch: Any, **options: Any) -> GenerationBatchResult:
+        """Takes the place of the model worker's forward: no computation, modelled time."""
+        shape = _shape_of(batch)
+        start_s = max(self.clock.now_s(), self._gpu_free_s)
+        self._gpu_free_s = start_s + self._cost_model.iteration_s(shape)
+        self._num_launched += 1
+        result = GenerationBatchResult(next_token_ids=self._tokens(batch))
+        self._launched[id(result)] = _Launched(shape, start_s, self._gpu_free_s)
+        for req in batch.reqs:
+            following = self._following.get(req.rid)
+            if following is not None and following.admitted_s is None:
+                following.admitted_s = start_s
+                self._reqs[req.rid] = req
+        return result
+
+    def _tokens(self, batch: Any) -> torch.Tensor:
+        """The next token of each request: a function of its length, and EOS at its end.
+
+        Equal prompts get equal outputs, as greedy decoding would give them.
+        """
+        tokens = []
+        for req, length in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True):
+            num_output = length - len(req.origin_input_ids) + 1
+            following = self._following.get(req.rid)
+            ends = following is None or num_output >= following.arrival.num_output_tokens
+            tokens.append(EOS_ID if ends else _FIRST_ID + length % (VOCAB_SIZE - _FIRST_ID))
+        return torch.tensor(tokens, dtype=torch.int64)
+
+    def _record(self, batch: Any, before: list[int], launched: _Launched) -> None:
+        now_s = self.clock.now_s()
+        for req, prefill in zip(batch.reqs, launched.shape.prefills, strict=False):
+            following = self._following.get(req.rid)
+            if following is None:
+                continue
+            following.num_computed += prefill.num_new
+            if following.num_cached is None:
+                following.num_cached = prefill.num_cached
+        for req, num_before in zip(batch.reqs, before, strict=True):
+            following = self._following.get(req.rid)
+            if following is None:
+                continue  # it ended while this iteration was already on its way
+            if len(req.output_ids) > num_before:
+                following.token_times.append(now_s)
+            if req.finished():
+                del self._following[req.rid], self._reqs[req.rid]
+                record = following.record(req, now_s)
+                self.records.append(record)
+                self.num_finished_offline += record.request_class is RequestClass.OFFLINE
+                for source in self._sources:
+                    source.on_finish(record)
+
+    def _log_iteration(self, batch: Any, launched: _Launched) -> None:
+        shape = launched.shape
+        scheduler = self.scheduler
+        counts = {RequestClass.ONLINE: [0, 0, 0, 0], RequestClass.OFFLINE: [0, 0, 0, 0]}
+        num_prefills = len(shape.prefills)
+        for index, req in enumerate(batch.reqs):
+            count = counts[class_of_priority(req.priority)]
+            if index < num_prefills:
+                count[0] += shape.prefills[index].num_new
+                count[1] += 1
+            else:
+                count[2] += 1
+            count[3] += req.kv.kv_committed_len
+        on, off = counts[RequestClass.ONLINE], counts[RequestClass.OFFLINE]
+        free: int = scheduler.token_to_kv_pool_allocator.available_size()
+        cached: int = scheduler.tree_cache.evictable_size()
+        held: int = scheduler.max_total_num_tokens - free - cached
+        held_online = min(on[3], held)
+        self.iterations.append(
+            IterationRecord(
+                start_s=launched.start_s,
+                duration_s=launched.done_s - launched.start_s,
+                num_online_prefill_tokens=on[0],
+                num_offline_prefill_tokens=off[0],
+                num_online_prefills=on[1],
+                num_offline_prefills=off[1],
+                num_online_decodes=on[2],
+                num_offline_decodes=off[2],
+                kv_online_tokens=held_online,
+                kv_offline_tokens=held - held_online,
+                kv_cached_tokens=cached,
+                kv_free_tokens=free,
+            )
+        )
+
+
+def _shape_of(batch: Any) -> BatchShape:
+    if batch.forward_mode.is_decode():
+        return BatchShape(decodes=batch.seq_lens_cpu.tolist())
+    num_mixed = len(batch.decoding_reqs or ())
+    num_prefills = len(batch.extend_lens) - num_mixed
+    return BatchShape(
+        prefills=[
+            Prefill(new, cached)
+            for new, cached in zip(
+                batch.extend_lens[:num_prefills], batch.prefix_lens[:num_prefills], strict=True
+            )
+        ],
+        decodes=[cached + 1 for cached in batch.prefix_lens[num_prefills:]],
+    )
+
+
+def write_model_config(model_dir: Path) -> None:
+    """A one-layer model without weights (SGLang fills them with ``--load-format dummy``)."""
+    model_dir.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+        "bos_token_id": 1,
+        "eos_token_id": EOS_ID,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+    }
+    (model_dir / "config.json").write_text(json.dumps(config, indent=2))

@@ -1,0 +1,154 @@
+"""Run SGLang's scheduler through a trace in virtual time, on a GPU that need not be there.
+
+    python -m cosched.simulate --online azure-like --online-rate 2.5 --offline documents \\
+        --policy sarathi --duration 600
+
+The scheduler is the production one, stock or with a cosched policy; only the model's forward pass
+is replaced by a cost model, and the clock is virtual. The last line of the output is one JSON
+object with configuration, versions and results; two runs with the same arguments print the same.
+"""
+
+from __future__ import annotations
+
+import cosched.bootstrap  # isort: skip  # noqa: F401  # before anything of SGLang's
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from cosched.errors import CoschedError
+from cosched.metrics.plots import write_run_plots
+from cosched.metrics.records import write_records
+from cosched.metrics.table import print_table
+from cosched.metrics.window import Window
+from cosched.policy.registry import POLICIES
+from cosched.simulation.find import QUESTIONS, find
+from cosched.simulation.options import add_machine_options, add_workload_options, run_spec_of
+from cosched.simulation.run import RunResult, RunSpec, execute
+from cosched.simulation.scenario import Scenario
+from cosched.simulation.versions import versions
+
+__all__ = ["main"]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m cosched.simulate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--policy",
+        choices=sorted(POLICIES),
+        default="sarathi",
+        help="who schedules; sglang and priority are stock (default: %(default)s)",
+    )
+    add_workload_options(parser)
+    add_machine_options(parser)
+    output = parser.add_argument_group("output")
+    output.add_argument("--plot", type=Path, metavar="DIR", help="write the pictures there")
+    output.add_argument(
+        "--records", type=Path, metavar="FILE", help="write one JSON line per request there"
+    )
+    output.add_argument("--quiet", action="store_true", help="no progress bar")
+    capacity = parser.add_argument_group("capacity questions (Echo §5.4)")
+    capacity.add_argument(
+        "--find",
+        choices=sorted(QUESTIONS),
+        help="search for the least or the most that meets the SLO instead of one run",
+    )
+    capacity.add_argument(
+        "--attainment",
+        type=float,
+        default=0.9,
+        metavar="SHARE",
+        help="share of online requests that must meet their targets (default: %(default)s)",
+    )
+    capacity.add_argument(
+        "--tolerance",
+        type=float,
+        default=0.05,
+        metavar="SHARE",
+        help="stop when the answer is known to this relative precision (default: %(default)s)",
+    )
+    capacity.add_argument(
+        "--jobs", type=int, default=2, help="simulations at a time (default: %(default)s)"
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Exits with 2 and one sentence when the arguments are wrong."""
+    arguments = build_parser().parse_args(argv)
+    scenario = Scenario(
+        name=arguments.policy,
+        summary=POLICIES[arguments.policy].summary,
+        policy=arguments.policy,
+        has_online=arguments.online is not None,
+        has_offline=arguments.offline is not None,
+    )
+    try:
+        spec = run_spec_of(arguments, scenario)
+        result = _find(arguments, spec) if arguments.find else _run(arguments, spec)
+    except CoschedError as error:
+        print(f"cosched: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    print(json.dumps({"versions": versions(), **result}, sort_keys=True, allow_nan=False))
+
+
+def _run(arguments: argparse.Namespace, spec: RunSpec) -> dict[str, Any]:
+    result = _with_progress(spec, quiet=arguments.quiet)
+    print_table({spec.scenario.name: result.summary})
+    speed = result.end_s / result.wall_s if result.wall_s else 0.0
+    print(
+        f"{len(result.iterations)} iterations, {result.end_s:.0f} s of virtual time in "
+        f"{result.wall_s:.1f} s: {speed:.0f} times real time",
+        file=sys.stderr,
+    )
+    if arguments.records is not None:
+        write_records(result.records, arguments.records)
+    if arguments.plot is not None:
+        write_run_plots(
+            arguments.plot,
+            records=result.records,
+            iterations=result.iterations,
+            window=Window(start_s=0.0, end_s=result.end_s),
+            default_slo=spec.slo,
+        )
+    return result.to_dict()
+
+
+def _with_progress(spec: RunSpec, *, quiet: bool) -> RunResult:
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:.0f}/{task.total:.0f} s of virtual time"),
+        TimeRemainingColumn(),
+        disable=quiet or not sys.stderr.isatty(),
+    )
+    with bar:
+        task = bar.add_task(spec.scenario.name, total=spec.duration_s)
+        return execute(spec, on_progress=lambda now_s: bar.update(task, completed=now_s))
+
+
+def _find(arguments: argparse.Namespace, spec: RunSpec) -> dict[str, Any]:
+    answer = find(
+        arguments.find,
+        spec,
+        attainment=arguments.attainment,
+        tolerance=arguments.tolerance,
+        num_jobs=arguments.jobs,
+        quiet=arguments.quiet,
+    )
+    print(answer.sentence())
+    return answer.to_dict()
+
+
+if __name__ == "__main__":
+    main()

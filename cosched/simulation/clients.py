@@ -1,0 +1,145 @@
+"""Clients in virtual time: how requests reach the server."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from cosched.core.request import RequestClass
+from cosched.engine.virtual import VOCAB_SIZE, Arrival
+from cosched.metrics.records import RequestRecord
+from cosched_traces.workload import TraceRequest
+
+__all__ = ["AimdClient", "ClosedLoopClient", "OpenLoopClient", "arrivals_of"]
+
+
+def arrivals_of(requests: Iterable[TraceRequest]) -> Iterator[Arrival]:
+    """Requests with their tokens, made when they are needed."""
+    for request in requests:
+        yield Arrival(
+            rid=request.rid,
+            arrival_s=request.arrival_s,
+            request_class=request.request_class,
+            input_ids=request.prompt(vocab_size=VOCAB_SIZE),
+            num_output_tokens=request.num_output_tokens,
+            max_new_tokens=request.max_new_tokens or request.num_output_tokens,
+            slo=request.slo,
+        )
+
+
+class OpenLoopClient:
+    """Sends each request at its time, whatever the server does."""
+
+    def __init__(self, requests: Sequence[TraceRequest]) -> None:
+        self._requests = requests
+        self._next = 0
+
+    def due(self, now_s: float) -> Iterator[Arrival]:
+        first = self._next
+        while self._next < len(self._requests) and self._requests[self._next].arrival_s <= now_s:
+            self._next += 1
+        return arrivals_of(itertools.islice(self._requests, first, self._next))
+
+    def next_s(self) -> float | None:
+        if self._next == len(self._requests):
+            return None
+        return self._requests[self._next].arrival_s
+
+    def on_finish(self, record: RequestRecord) -> None:
+        pass
+
+
+class ClosedLoopClient:
+    """Keeps at most `concurrency` requests in flight: a gateway with a static cap, or a batch
+    runner. A request counts as arrived when it is sent."""
+
+    def __init__(self, requests: Sequence[TraceRequest], *, concurrency: int) -> None:
+        assert concurrency >= 0, f"{concurrency=}"
+        self.concurrency = concurrency
+        self._requests = iter(requests)
+        self._rids = frozenset(request.rid for request in requests)
+        self._num_in_flight = 0
+        self._now_s = 0.0
+
+    def due(self, now_s: float) -> Iterator[Arrival]:
+        self._now_s = now_s
+        num_free = max(self.concurrency - self._num_in_flight, 0)
+        for arrival in arrivals_of(itertools.islice(self._requests, num_free)):
+            self._num_in_flight += 1
+            yield _sent_at(arrival, now_s)
+
+    def next_s(self) -> float | None:
+        return None
+
+    def on_finish(self, record: RequestRecord) -> None:
+        if record.rid in self._rids:
+            self._num_in_flight -= 1
+
+
+def _sent_at(arrival: Arrival, now_s: float) -> Arrival:
+    return Arrival(
+        rid=arrival.rid,
+        arrival_s=now_s,
+        request_class=arrival.request_class,
+        input_ids=arrival.input_ids,
+        num_output_tokens=arrival.num_output_tokens,
+        max_new_tokens=arrival.max_new_tokens,
+        slo=arrival.slo,
+    )
+
+
+class AimdClient(ClosedLoopClient):
+    """A gateway outside the engine: additive increase, multiplicative decrease of the cap.
+
+    Every `period_s` it looks at the online requests that ended since: when more than `max_missed`
+    of them missed a target, the cap is halved, otherwise it grows by one, up to `max_concurrency`.
+    This is what batch gateways do with the metrics they scrape; it knows nothing of iterations.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[TraceRequest],
+        *,
+        is_missed: Callable[[RequestRecord], bool],
+        period_s: float = 1.0,
+        max_missed: float = 0.05,
+        max_concurrency: int = 256,
+    ) -> None:
+        super().__init__(requests, concurrency=1)
+        self._is_missed = is_missed
+        self._period_s = period_s
+        self._max_missed = max_missed
+        self._max_concurrency = max_concurrency
+        self._tick_s = period_s
+        self._num_ended = 0
+        self._num_missed = 0
+
+    def due(self, now_s: float) -> Iterator[Arrival]:
+        while self._tick_s <= now_s:
+            self._adjust()
+            self._tick_s += self._period_s
+        return super().due(now_s)
+
+    def next_s(self) -> float | None:
+        return self._tick_s if self._num_in_flight or self._has_more() else None
+
+    def on_finish(self, record: RequestRecord) -> None:
+        super().on_finish(record)
+        if record.request_class is RequestClass.ONLINE:
+            self._num_ended += 1
+            self._num_missed += self._is_missed(record)
+
+    def _adjust(self) -> None:
+        if self._num_missed > self._max_missed * self._num_ended:
+            self.concurrency = max(math.floor(self.concurrency / 2), 1)
+        else:
+            self.concurrency = min(self.concurrency + 1, self._max_concurrency)
+        self._num_ended = self._num_missed = 0
+
+    def _has_more(self) -> bool:
+        head = next(self._requests, None)
+        if head is None:
+            return False
+        self._requests = itertools.chain([head], self._requests)
+        return True

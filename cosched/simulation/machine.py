@@ -1,0 +1,87 @@
+"""The simulated machine: a model on a GPU, and SGLang's settings on it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cosched.errors import ConfigError
+from cosched.latency.capacity import kv_capacity_tokens
+from cosched.latency.specs import gpu_spec, model_spec
+
+__all__ = ["Machine", "default_chunk_tokens"]
+
+
+def default_chunk_tokens(memory_bytes: int) -> int:
+    """SGLang's own default of ``--chunked-prefill-size`` for a GPU of this memory [tokens]
+    (`_handle_gpu_memory_settings` in SGLang 0.5.21)."""
+    gib = memory_bytes / 2**30
+    for limit_gib, num_tokens in ((20, 2048), (60, 4096), (160, 8192)):
+        if gib < limit_gib:
+            return num_tokens
+    return 16384
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Where the engine is simulated to run. What is None takes SGLang's default for the GPU.
+
+    kv_tokens             capacity of the KV pool
+    chunk_tokens          ``--chunked-prefill-size``; -1: prompts are never split
+    max_prefill_tokens    ``--max-prefill-tokens``
+    max_running_requests  ``--max-running-requests``
+    mixed_chunk           ``--enable-mixed-chunk``; None: as the policy wants it
+    schedule_policy       ``--schedule-policy`` of stock scheduling
+    overlap               the overlap scheduler
+    """
+
+    model: str = "Llama-3.1-8B"
+    gpu: str = "A100-80"
+    tp: int = 1
+    kv_tokens: int | None = None
+    page_size: int = 1
+    chunk_tokens: int | None = None
+    max_prefill_tokens: int = 16384
+    max_running_requests: int = 256
+    context_length: int = 131_072
+    mixed_chunk: bool | None = None
+    schedule_policy: str = "fcfs"
+    schedule_conservativeness: float = 1.0
+    overlap: bool = True
+
+    def capacity(self) -> int:
+        """KV tokens, whole pages."""
+        if self.kv_tokens is not None:
+            if self.kv_tokens < self.page_size:
+                raise ConfigError(f"kv_tokens is {self.kv_tokens}, less than one page")
+            return self.kv_tokens // self.page_size * self.page_size
+        model, gpu = model_spec(self.model), gpu_spec(self.gpu)
+        return kv_capacity_tokens(model, gpu, self.tp, page_size=self.page_size)
+
+    def chunk(self) -> int:
+        if self.chunk_tokens is not None:
+            return self.chunk_tokens
+        return default_chunk_tokens(gpu_spec(self.gpu).memory_bytes)
+
+    def flags(self) -> list[str]:
+        """SGLang's command line flags."""
+        capacity = self.capacity()
+        values: dict[str, Any] = {
+            "max-total-tokens": capacity,
+            "page-size": self.page_size,
+            "chunked-prefill-size": self.chunk(),
+            "max-prefill-tokens": self.max_prefill_tokens,
+            "max-running-requests": self.max_running_requests,
+            "context-length": self.context_length,
+            "schedule-policy": self.schedule_policy,
+            "schedule-conservativeness": self.schedule_conservativeness,
+        }
+        flags = [text for name, value in values.items() for text in (f"--{name}", str(value))]
+        if self.mixed_chunk:
+            flags.append("--enable-mixed-chunk")
+        if not self.overlap:
+            flags.append("--disable-overlap-schedule")
+        return flags
+
+    def describe(self) -> dict[str, Any]:
+        return asdict(self) | {"kv_tokens": self.capacity(), "chunk_tokens": self.chunk()}

@@ -1,0 +1,148 @@
+"""Command line options that simulate and bench share."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from cosched.core.request import Slo
+from cosched.errors import ConfigError
+from cosched.latency.registry import COST_MODELS
+from cosched.latency.specs import GPUS, MODELS
+from cosched.simulation.machine import Machine
+from cosched.simulation.run import CostSpec, RunSpec, WorkloadSpec
+from cosched.simulation.scenario import Scenario
+
+__all__ = ["DATA_ENV", "add_machine_options", "add_workload_options", "run_spec_of"]
+
+DATA_ENV = "COSCHED_DATA"
+"""Environment variable that names the data folder when ``--data-dir`` does not."""
+
+
+def add_workload_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("workload (names and formats: docs/workloads.md)")
+    group.add_argument("--online", metavar="NAME|FILE", help="online workload; none without")
+    group.add_argument(
+        "--online-rate", type=float, metavar="REQ/S", help="mean rate of the online requests"
+    )
+    group.add_argument("--offline", metavar="NAME|FILE", help="offline workload; none without")
+    group.add_argument("--offline-requests", type=int, metavar="N", help="size of the offline set")
+    group.add_argument(
+        "--duration",
+        type=float,
+        default=3600.0,
+        metavar="S",
+        help="length of the run; it also ends when the offline set is done "
+        "(default: %(default)s s)",
+    )
+    group.add_argument(
+        "--slo-ttft", type=float, default=1.0, metavar="S", help="default: %(default)s s"
+    )
+    group.add_argument(
+        "--slo-tpot", type=float, default=0.05, metavar="S", help="default: %(default)s s"
+    )
+    group.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    group.add_argument(
+        "--data-dir",
+        type=Path,
+        metavar="DIR",
+        help=f"folder with traces and kernel tables (default: ${DATA_ENV})",
+    )
+
+
+def add_machine_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("machine")
+    machine = Machine()
+    group.add_argument(
+        "--model", choices=sorted(MODELS), default=machine.model, help="default: %(default)s"
+    )
+    group.add_argument(
+        "--gpu", choices=sorted(GPUS), default=machine.gpu, help="default: %(default)s"
+    )
+    group.add_argument("--tp", type=int, default=machine.tp, help="GPUs (default: %(default)s)")
+    group.add_argument(
+        "--kv-tokens", type=int, metavar="N", help="KV capacity; default: what the GPU has left"
+    )
+    group.add_argument("--page-size", type=int, default=machine.page_size, metavar="N")
+    group.add_argument(
+        "--chunked-prefill-size",
+        type=int,
+        metavar="N",
+        help="token budget of an iteration; default: SGLang's for the GPU",
+    )
+    group.add_argument(
+        "--max-running-requests", type=int, default=machine.max_running_requests, metavar="N"
+    )
+    group.add_argument(
+        "--schedule-policy",
+        default=machine.schedule_policy,
+        choices=["fcfs", "lpm", "dfs-weight"],
+        help="of stock scheduling (default: %(default)s)",
+    )
+    group.add_argument(
+        "--mixed-chunk",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="prefill and decode in one iteration; default: as the policy wants it",
+    )
+    group.add_argument(
+        "--overlap",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="SGLang's overlap scheduler (default: on)",
+    )
+    group.add_argument(
+        "--cost-model",
+        choices=sorted(COST_MODELS),
+        help="the GPU's truth; default: kernel-table with a data folder, else roofline",
+    )
+    group.add_argument(
+        "--profile", type=Path, metavar="FILE", help="measured profile for --cost-model profile"
+    )
+    group.add_argument(
+        "--noise",
+        type=float,
+        default=0.0,
+        metavar="SIGMA",
+        help="standard deviation of the log of a random factor on each iteration's time",
+    )
+
+
+def run_spec_of(arguments: argparse.Namespace, scenario: Scenario) -> RunSpec:
+    """The run that the options describe. ConfigError when they contradict each other."""
+    if arguments.online is None and arguments.offline is None:
+        raise ConfigError("nothing to run: name --online, --offline or both")
+    if not arguments.duration > 0:
+        raise ConfigError(f"--duration is {arguments.duration} s; it must be above 0")
+    data_dir = arguments.data_dir or os.environ.get(DATA_ENV)
+    if data_dir is not None and not Path(data_dir).is_dir():
+        raise ConfigError(f"--data-dir: no folder {str(data_dir)!r}")
+    cost_model = arguments.cost_model or ("kernel-table" if data_dir else "roofline")
+    return RunSpec(
+        scenario=scenario,
+        machine=Machine(
+            model=arguments.model,
+            gpu=arguments.gpu,
+            tp=arguments.tp,
+            kv_tokens=arguments.kv_tokens,
+            page_size=arguments.page_size,
+            chunk_tokens=arguments.chunked_prefill_size,
+            max_running_requests=arguments.max_running_requests,
+            schedule_policy=arguments.schedule_policy,
+            mixed_chunk=arguments.mixed_chunk,
+            overlap=arguments.overlap,
+        ),
+        online=arguments.online and WorkloadSpec(name=arguments.online, rate=arguments.online_rate),
+        offline=arguments.offline
+        and WorkloadSpec(name=arguments.offline, num_requests=arguments.offline_requests),
+        cost=CostSpec(
+            name=cost_model,
+            noise_sigma=arguments.noise,
+            profile=str(arguments.profile) if arguments.profile else None,
+        ),
+        slo=Slo(ttft_s=arguments.slo_ttft, tpot_s=arguments.slo_tpot),
+        duration_s=arguments.duration,
+        seed=arguments.seed,
+        data_dir=str(data_dir) if data_dir else None,
+    )

@@ -1,0 +1,36 @@
+"""Many runs at a time, each in a process of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+
+from cosched.simulation.run import RunResult, RunSpec, execute
+
+__all__ = ["execute_all"]
+
+
+def execute_all(specs: Sequence[RunSpec], *, num_jobs: int) -> Iterator[tuple[int, RunResult]]:
+    """Run them, at most `num_jobs` at a time; yields (index, result) as they end.
+
+    Each run gets a fresh process: SGLang keeps process-wide state, and memory that a run of many
+    long prompts took is given back. An error in a run is raised here.
+    """
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_jobs, mp_context=context, max_tasks_per_child=1) as pool:
+        futures = {pool.submit(_execute, spec): index for index, spec in enumerate(specs)}
+        try:
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        finally:
+            for future in futures:
+                future.cancel()
+
+
+def _execute(spec: RunSpec) -> RunResult:
+    import torch
+
+    # A simulation computes nothing: threads of one run would only take cores from the others.
+    torch.set_num_threads(1)
+    return execute(spec)

@@ -1,0 +1,266 @@
+"""One run in virtual time: its specification and its result."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cosched.config import ENV_VAR, Config, SloConfig
+from cosched.core.request import RequestClass, Slo
+from cosched.latency.base import OVERLAPPED, SYNCHRONOUS, CostModel
+from cosched.latency.registry import make_cost_model
+from cosched.metrics.records import IterationLog, RequestRecord
+from cosched.metrics.summary import Summary, summarize
+from cosched.metrics.window import Window
+from cosched.policy.registry import policy_entry
+from cosched.simulation.machine import Machine
+from cosched.simulation.scenario import OfflineClient, Scenario
+from cosched_traces.catalogue import load_workload
+from cosched_traces.workload import TraceRequest
+
+__all__ = ["CostSpec", "RunResult", "RunSpec", "WorkloadSpec", "execute"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadSpec:
+    """A workload of the catalogue and its parameters (`cosched_traces.catalogue.load_workload`)."""
+
+    name: str
+    rate: float | None = None
+    num_requests: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostSpec:
+    """The truth of the simulated GPU: a cost model by name.
+
+    noise_sigma  standard deviation of the logarithm of a factor on each iteration's time; 0: none
+    profile      file of a ``profile`` model
+    """
+
+    name: str = "kernel-table"
+    noise_sigma: float = 0.0
+    profile: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSpec:
+    """Everything that decides a run's result. Equal specifications give equal results.
+
+    duration_s      length of the online trace and of the run [s]
+    cap             offline requests in flight where the scenario has a static cap
+    max_concurrency most offline requests in flight where it has an AIMD gateway
+    """
+
+    scenario: Scenario
+    machine: Machine = field(default_factory=Machine)
+    online: WorkloadSpec | None = None
+    offline: WorkloadSpec | None = None
+    cost: CostSpec = field(default_factory=CostSpec)
+    slo: Slo = field(default_factory=lambda: Slo(ttft_s=1.0, tpot_s=0.05))
+    duration_s: float = 3600.0
+    seed: int = 0
+    data_dir: str | None = None
+    cap: int = 16
+    max_concurrency: int = 256
+
+    def describe(self) -> dict[str, Any]:
+        """For the result's JSON: no paths, so that it is the same on every machine."""
+        described = asdict(self)
+        del described["data_dir"]
+        described["scenario"] = self.scenario.name
+        described["machine"] = self.machine.describe()
+        described["cost"]["profile"] = self.cost.profile and Path(self.cost.profile).name
+        return described
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """What a run left behind.
+
+    end_s       virtual time at which it ended: the duration, or when the offline set was done [s]
+    wall_s      host time of the run without building the engine [s]
+    cosched     the controller's counters, None where stock schedules
+    """
+
+    spec: RunSpec
+    summary: Summary
+    records: Sequence[RequestRecord]
+    iterations: IterationLog
+    end_s: float
+    wall_s: float
+    cost_model: dict[str, object]
+    cosched: dict[str, Any] | None
+
+    def to_dict(self, *, with_host: bool = False) -> dict[str, Any]:
+        """Plain data for JSON; without host times equal runs give equal bytes."""
+        cosched = dict(self.cosched) if self.cosched else None
+        if cosched and not with_host:
+            cosched.pop("mean_planning_us", None)
+        result = {
+            "spec": self.spec.describe(),
+            "cost_model": self.cost_model,
+            "end_s": self.end_s,
+            "cosched": cosched,
+            "summary": self.summary.to_dict(with_host=with_host),
+        }
+        if with_host:
+            result["wall_s"] = self.wall_s
+        return result
+
+
+def execute(spec: RunSpec, *, on_progress: Callable[[float], None] | None = None) -> RunResult:
+    """Run it in this process. SGLang keeps process-wide state: one run at a time per process.
+
+    `on_progress` gets the virtual time now and then [s].
+    """
+    import cosched.bootstrap  # noqa: F401  # before anything of SGLang's
+
+    scenario = spec.scenario
+    online, offline = load_requests(spec)
+    os.environ[ENV_VAR] = Config(policy=scenario.policy, slo=_slo_config(spec.slo)).to_json()
+    cost_model = _cost_model(spec)
+    from cosched.engine.virtual import VirtualEngine
+    from cosched.simulation.clients import OpenLoopClient
+
+    with (
+        tempfile.TemporaryDirectory(prefix="cosched-model-") as folder,
+        VirtualEngine(
+            flags=engine_flags(spec), cost_model=cost_model, model_dir=Path(folder)
+        ) as engine,
+    ):
+        sources = [OpenLoopClient(online)]
+        if offline:
+            sources.append(_offline_client(spec, offline))
+        num_offline = len(offline)
+
+        def is_over() -> bool:
+            if on_progress is not None and len(engine.iterations) % 200 == 0:
+                on_progress(min(engine.clock.now_s(), spec.duration_s))
+            if engine.clock.now_s() >= spec.duration_s:
+                return True
+            return bool(num_offline) and engine.num_finished_offline == num_offline
+
+        started_s = time.perf_counter()
+        engine.run(sources, until=is_over)
+        wall_s = time.perf_counter() - started_s
+        end_s = min(engine.clock.now_s(), spec.duration_s)
+        if not num_offline:
+            end_s = spec.duration_s
+        records = [*engine.records, *engine.open_records()]
+        controller = getattr(engine.scheduler, "cosched", None)
+        return RunResult(
+            spec=spec,
+            summary=summarize_run(spec, records, engine.iterations, end_s=end_s),
+            records=records,
+            iterations=engine.iterations,
+            end_s=end_s,
+            wall_s=wall_s,
+            cost_model=cost_model.describe(),
+            cosched=controller.state() if controller is not None else None,
+        )
+
+
+def summarize_run(
+    spec: RunSpec,
+    records: Sequence[RequestRecord],
+    iterations: IterationLog | None,
+    *,
+    end_s: float,
+    ceiling_tokens_per_s: float | None = None,
+) -> Summary:
+    """Sum up what happened in ``[0, end_s)``."""
+    return summarize(
+        records,
+        iterations,
+        window=Window(start_s=0.0, end_s=end_s),
+        default_slos={RequestClass.ONLINE: spec.slo},
+        offline_ceiling_tokens_per_s=ceiling_tokens_per_s,
+    )
+
+
+def load_requests(spec: RunSpec) -> tuple[list[TraceRequest], list[TraceRequest]]:
+    """(online, offline) requests of a run; a class that the scenario leaves out is empty."""
+    data_dir = Path(spec.data_dir) if spec.data_dir else None
+    online: list[TraceRequest] = []
+    offline: list[TraceRequest] = []
+    if spec.scenario.has_online and spec.online is not None:
+        workload = load_workload(
+            spec.online.name,
+            seed=spec.seed,
+            request_class=RequestClass.ONLINE,
+            data_dir=data_dir,
+            rate=spec.online.rate,
+            duration_s=spec.duration_s,
+            num_requests=spec.online.num_requests,
+        )
+        online.extend(workload.requests)
+    if spec.scenario.has_offline and spec.offline is not None:
+        workload = load_workload(
+            spec.offline.name,
+            seed=spec.seed,
+            request_class=RequestClass.OFFLINE,
+            data_dir=data_dir,
+            num_requests=spec.offline.num_requests,
+        )
+        offline.extend(workload.requests)
+    return online, offline
+
+
+def engine_flags(spec: RunSpec) -> list[str]:
+    """SGLang's flags: the machine's, the scenario's, and those the policy needs."""
+    flags = spec.machine.flags()
+    if spec.scenario.schedule_policy is not None:
+        flags += ["--schedule-policy", spec.scenario.schedule_policy]
+    for name, value in policy_entry(spec.scenario.policy).server_flags.items():
+        if name == "enable_mixed_chunk" and spec.machine.mixed_chunk is not None:
+            continue
+        flag = "--" + name.replace("_", "-")
+        flags += [flag] if value is True else [flag, str(value)]
+    return flags
+
+
+def _offline_client(spec: RunSpec, offline: Sequence[TraceRequest]) -> Any:
+    from cosched.metrics.slo import Verdict, judge, with_defaults
+    from cosched.simulation.clients import AimdClient, ClosedLoopClient, OpenLoopClient
+
+    match spec.scenario.client:
+        case OfflineClient.ALL:
+            return OpenLoopClient(offline)
+        case OfflineClient.CAP:
+            return ClosedLoopClient(offline, concurrency=spec.cap)
+        case OfflineClient.AIMD:
+
+            def is_missed(record: RequestRecord) -> bool:
+                slo = with_defaults(record.slo, spec.slo)
+                verdict = judge(record, slo, now_s=record.finish_s or 0.0).joint
+                return verdict is Verdict.MISSED
+
+            return AimdClient(offline, is_missed=is_missed, max_concurrency=spec.max_concurrency)
+
+
+def _cost_model(spec: RunSpec) -> CostModel:
+    return make_cost_model(
+        spec.cost.name,
+        model=spec.machine.model,
+        gpu=spec.machine.gpu,
+        tp=spec.machine.tp,
+        data_dir=Path(spec.data_dir) if spec.data_dir else None,
+        profile=Path(spec.cost.profile) if spec.cost.profile else None,
+        overhead=OVERLAPPED if spec.machine.overlap else SYNCHRONOUS,
+        noise_sigma=spec.cost.noise_sigma,
+        seed=spec.seed,
+    )
+
+
+def _slo_config(slo: Slo) -> SloConfig:
+    defaults = SloConfig()
+    return SloConfig(
+        ttft_ms=slo.ttft_s * 1e3 if slo.ttft_s else defaults.ttft_ms,
+        tpot_ms=slo.tpot_s * 1e3 if slo.tpot_s else defaults.tpot_ms,
+    )
