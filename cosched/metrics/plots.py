@@ -179,7 +179,7 @@ def plot_hit_rate(records: Sequence[RequestRecord], path: Path, *, window: Windo
             (time, r.num_cached_tokens, r.num_prompt_tokens)
             for r in records
             if r.request_class is request_class and r.num_cached_tokens is not None
-            for time in (r.first_token_s if r.admitted_s is None else r.admitted_s,)
+            for time in (r.first_s if r.admitted_s is None else r.admitted_s,)
             if time is not None
         ]
         table = np.array(rows, dtype=np.float64).reshape(-1, 3)

@@ -219,9 +219,9 @@ def served_tokens(records: Iterable[RequestRecord], *, until_s: float) -> Emissi
     times: list[Floats] = [np.empty(0)]
     weights: list[Floats] = [np.empty(0)]
     for r in records:
-        if r.first_token_s is None or not r.ok:
+        if r.first_s is None or not r.ok:
             continue
-        prompts.append((r.first_token_s, r.num_prompt_tokens))
+        prompts.append((r.first_s, r.num_prompt_tokens))
         emitted, weight = r.emissions(until_s=until_s)
         times.append(emitted)
         weights.append(np.full(len(emitted), weight))
@@ -280,7 +280,7 @@ class _ClassRecords:
             r
             for r in self.population
             if r.num_cached_tokens is not None
-            and self.counts(r.first_token_s if r.admitted_s is None else r.admitted_s)
+            and self.counts(r.first_s if r.admitted_s is None else r.admitted_s)
         ]
 
     def judge(

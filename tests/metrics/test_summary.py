@@ -103,6 +103,14 @@ def test_rates_are_of_the_work_done_in_the_window():
     assert (online.computed_tokens_per_s, offline.computed_tokens_per_s) == (10.0, 0.3)
 
 
+def test_a_prompt_without_a_reply_is_work_too():
+    # Scoring jobs ask for no output: the prompt counts at the end.
+    scored = request(0.0, finish_s=12.0, request_class=OFFLINE)
+    assert summarize([scored], window=WINDOW).offline.tokens_per_s == 10.0
+    refused = replace(scored, ok=False)
+    assert summarize([refused], window=WINDOW).offline.tokens_per_s == 0.0
+
+
 def test_offline_is_about_what_happened_in_the_window():
     offline = summarize(*example(), window=WINDOW).offline
     assert (offline.num_requests, offline.num_finished, offline.num_unfinished) == (3, 2, 1)
