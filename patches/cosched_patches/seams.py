@@ -6,6 +6,7 @@ from cosched_patches import (
     decode_retraction,
     generate_request,
     http_json,
+    http_processes,
     internal_state,
     prefill_adder,
     prefill_batch,
@@ -18,6 +19,7 @@ from cosched_patches.seam import Seam
 __all__ = ["SEAMS"]
 
 SEAMS: tuple[Seam, ...] = (
+    http_processes.SEAM,
     http_json.SEAM,
     generate_request.SEAM,
     scheduler_init.SEAM,

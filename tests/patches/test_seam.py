@@ -216,9 +216,9 @@ class TestProcess:
         code = textwrap.dedent(CHANGED_SGLANG) + textwrap.dedent(
             f"""
             import runpy, sys
-            import sglang.srt.entrypoints.http_server as http_server
+            from sglang.srt.entrypoints.engine import Engine
 
-            http_server.launch_server = lambda *args, **kwargs: print("went on")
+            Engine._launch_subprocesses = lambda *args, **kwargs: print("went on")
             sys.argv[0] = {module!r}
             runpy.run_module({module!r}, run_name="__main__")
             """

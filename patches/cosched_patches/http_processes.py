@@ -1,0 +1,50 @@
+"""A server whose HTTP side cosched cannot see does not start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cosched_patches.seam import Seam
+
+__all__ = ["SEAM"]
+
+
+def _hook() -> Any:
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.environ import envs
+
+    from cosched.errors import ConfigError
+
+    def refuse(server_args: Any, *_: Any, **__: Any) -> None:
+        num_processes = resolving_view(server_args).tokenizer_worker_num
+        reason = "would take offline requests for online ones; leave it out"
+        if num_processes > 1:
+            raise ConfigError(
+                f"--tokenizer-worker-num {num_processes} cannot go with cosched: SGLang loads no "
+                f"plugins in its further HTTP processes, which {reason}"
+            )
+        if envs.SGLANG_RUST_SERVER.get():
+            raise ConfigError(
+                f"SGLANG_RUST_SERVER cannot go with cosched: it has no hooks and {reason}"
+            )
+
+    return refuse
+
+
+SEAM = Seam(
+    target="sglang.srt.entrypoints.http_server.launch_server",
+    kind="before",
+    signature=(
+        "server_args",
+        "init_tokenizer_manager_func",
+        "run_scheduler_process_func",
+        "run_detokenizer_process_func",
+        "execute_warmup_func",
+        "launch_callback",
+    ),
+    hook=_hook,
+    why=(
+        "SGLang's HTTP workers (``--tokenizer-worker-num`` above 1) load no plugins and its Rust "
+        "front end has no hooks: ``service_tier`` and headers would be ignored without a word."
+    ),
+)
