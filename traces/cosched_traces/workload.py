@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -61,10 +61,14 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Requests in the order of arrival, and where they came from."""
+    """Requests in the order of arrival, and where they came from.
+
+    notes   what was done to the source, in order: rows dropped, sampled, cut; for a report to show
+    """
 
     name: str
     requests: tuple[TraceRequest, ...]
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         times = [request.arrival_s for request in self.requests]
@@ -72,4 +76,8 @@ class Workload:
 
     def of_class(self, request_class: RequestClass) -> Workload:
         kept = tuple(r for r in self.requests if r.request_class is request_class)
-        return Workload(name=f"{self.name}:{request_class.value}", requests=kept)
+        return replace(self, name=f"{self.name}:{request_class.value}", requests=kept)
+
+    def changed(self, requests: tuple[TraceRequest, ...], note: str) -> Workload:
+        """Other requests under the same name, and a note of what was done."""
+        return replace(self, requests=requests, notes=(*self.notes, note))

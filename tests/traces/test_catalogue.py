@@ -1,0 +1,205 @@
+"""Named workloads, and files in their place."""
+
+import gzip
+from datetime import datetime, timedelta
+
+import pytest
+
+from cosched.core.request import RequestClass
+from cosched_traces.catalogue import WORKLOADS, load_workload
+from cosched_traces.errors import WorkloadError
+from cosched_traces.formats import FORMATS, read_trace
+from cosched_traces.summary import shared_ratio, summarize
+from tests.traces.samples import (
+    AZURE_HEADER,
+    BURSTGPT_HEADER,
+    lengths_of,
+    rids_of,
+    write,
+    write_jsonl,
+)
+
+GENERATED = sorted(name for name, named in WORKLOADS.items() if not named.needs_files)
+ONLINE, OFFLINE = RequestClass.ONLINE, RequestClass.OFFLINE
+
+
+def azure_folder(tmp_path, count=100, gap_s=1.0):
+    folder = tmp_path / "arrivals"
+    folder.mkdir()
+    start = datetime(2023, 11, 16)
+    rows = [f"{start + timedelta(seconds=i * gap_s)},{10 + i},{1 + i}" for i in range(count)]
+    write(folder / "azure2023_conv.csv", AZURE_HEADER, *rows)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_generated_workloads_follow_what_is_asked(name):
+    role = WORKLOADS[name].classes[0]
+    asked = {"rate": 2.0, "duration_s": 600.0} if role is ONLINE else {"num_requests": 300}
+    made = load_workload(name, seed=4, **asked)
+    assert made == load_workload(name, seed=4, **asked)
+    assert made != load_workload(name, seed=5, **asked)
+    # Without the file it is no `arxiv` or `mmlu` that a report would show.
+    assert made.name == (f"{name}-like" if name in ("arxiv", "mmlu") else name)
+    assert len(set(rids_of(made))) == len(made.requests)
+    assert {r.request_class for r in made.requests} == {role}
+    assert all(p >= 1 and o >= 1 for p, o in lengths_of(made))
+    if role is ONLINE:
+        assert len(made.requests) == pytest.approx(1200, rel=0.1)
+        assert 0 <= made.requests[0].arrival_s <= made.requests[-1].arrival_s < 600
+    else:
+        assert len(made.requests) == 300
+        assert made.requests[-1].arrival_s == 0
+
+
+def test_workloads_of_one_seed_do_not_move_in_step():
+    one, other = (
+        load_workload(name, seed=0, rate=2, duration_s=60) for name in ("sharegpt", "lmsys")
+    )
+    assert {r.arrival_s for r in one.requests}.isdisjoint(r.arrival_s for r in other.requests)
+
+
+def test_azure_like_has_the_statistics_of_the_trace():
+    made = summarize(load_workload("azure-like", seed=1))
+    assert made.mean_rate == pytest.approx(5.53, rel=0.03)
+    assert made.mean_prompt_tokens == pytest.approx(1154.7, rel=0.04)
+    assert made.mean_output_tokens == pytest.approx(211.1, rel=0.04)
+    assert made.max_prompt_tokens <= 14_050
+    assert made.max_output_tokens <= 1000
+
+
+def test_documents_have_20_questions_each():
+    made = load_workload("documents", seed=0)
+    assert len(made.requests) == 2000
+    assert len({r.segments[0].key for r in made.requests}) == 100
+    assert all(6000 <= r.segments[0].num_tokens <= 14_000 for r in made.requests)
+    assert all(30 <= r.segments[1].num_tokens <= 60 for r in made.requests)
+    assert all(50 <= r.num_output_tokens <= 150 for r in made.requests)
+    more = load_workload("documents", seed=0, num_requests=2010)
+    assert len({r.segments[0].key for r in more.requests}) == 101
+
+
+def test_arxiv_like_stays_within_the_context_of_its_source():
+    made = load_workload("arxiv-like", seed=0, num_requests=5000)
+    assert max(p + o for p, o in lengths_of(made)) <= 4096
+    assert summarize(made).mean_prompt_tokens == pytest.approx(2588, rel=0.03)
+    assert summarize(made).mean_output_tokens == pytest.approx(291, rel=0.08)
+
+
+def test_an_online_workload_can_be_an_offline_set():
+    made = load_workload("sharegpt", seed=0, request_class=OFFLINE, num_requests=50)
+    assert len(made.requests) == 50
+    assert {(r.arrival_s, r.request_class) for r in made.requests} == {(0, OFFLINE)}
+
+
+def test_a_trace_is_sampled_repeated_and_cut(tmp_path):
+    folder = azure_folder(tmp_path)
+    whole = load_workload("azure-conv", seed=0, data_dir=folder)
+    assert len(whole.requests) == 100
+    sampled = load_workload("azure-conv", seed=0, data_dir=folder, rate=0.5, duration_s=60)
+    assert len(sampled.requests) == 30
+    assert set(rids_of(sampled)) <= set(rids_of(whole)[:60])
+    longer = load_workload("azure-conv", seed=0, data_dir=folder, duration_s=250)
+    assert len(longer.requests) == 250
+    assert shared_ratio(longer) == 0
+    few = load_workload("azure-conv", seed=0, data_dir=folder, num_requests=7)
+    assert len(few.requests) == 7
+    offline = load_workload("azure-conv", seed=0, data_dir=folder, request_class=OFFLINE)
+    assert {(r.arrival_s, r.request_class) for r in offline.requests} == {(0, OFFLINE)}
+    with pytest.raises(WorkloadError, match="needs 120 requests, the trace has 60"):
+        load_workload("azure-conv", seed=0, data_dir=folder, rate=2, duration_s=60)
+
+
+def test_a_packed_file_is_found(tmp_path):
+    folder = azure_folder(tmp_path)
+    plain = folder / "arrivals" / "azure2023_conv.csv"
+    plain.with_name("azure2023_conv.csv.gz").write_bytes(gzip.compress(plain.read_bytes()))
+    plain.unlink()
+    assert len(load_workload("azure-conv", seed=0, data_dir=folder).requests) == 100
+
+
+def test_files_of_offline_sets(tmp_path):
+    lengths = "arxiv_summarization_stats_llama2_tokenizer_filtered_v2.csv"
+    (tmp_path / "lengths").mkdir()
+    rows = [f"{10 + i},{i + 1}" for i in range(30)]
+    write(tmp_path / "lengths" / lengths, "num_prefill_tokens,num_decode_tokens", *rows)
+    made = load_workload("arxiv", seed=0, data_dir=tmp_path)
+    assert sorted(lengths_of(made)) == [(10 + i, i + 1) for i in range(30)]
+    assert lengths_of(made) != sorted(lengths_of(made))
+    assert {r.request_class for r in made.requests} == {OFFLINE}
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "reason"),
+    [
+        ("documnets", {}, r"no workload and no file 'documnets'; choose from alpaca, arxiv,"),
+        ("azure-conv", {}, r"azure-conv reads arrivals/azure2023_conv.csv of a data folder"),
+        ("documents", {"rate": 1}, "documents: offline requests arrive at 0"),
+        ("documents", {"request_class": ONLINE}, "documents is offline only"),
+        ("diurnal", {"request_class": OFFLINE}, "diurnal is online only"),
+        ("sharegpt", {"rate": 0}, "sharegpt: rate 0 is not above 0"),
+        ("sharegpt", {"rate": 1e-9}, "no request arrives at 1e-09 req/s in 3600 s"),
+        ("documents", {"num_requests": 0}, "num_requests 0 is not above 0"),
+    ],
+)
+def test_what_cannot_be_is_said(name, asked, reason):
+    with pytest.raises(WorkloadError, match=reason):
+        load_workload(name, seed=0, **asked)
+
+
+def test_a_folder_without_the_file_is_said(tmp_path):
+    with pytest.raises(WorkloadError, match=r"mmlu: neither prompts/mmlu/mmlu_dev.jsonl nor"):
+        load_workload("mmlu", seed=0, data_dir=tmp_path)
+
+
+SAMPLES = {
+    "azure": (AZURE_HEADER, "2023-11-16 18:15:46,5,6", "2023-11-16 18:15:47,5,6"),
+    "burstgpt": (BURSTGPT_HEADER, "5,GPT-4,5,6,11,API log", "6,GPT-4,5,6,11,API log"),
+    "vidur": ("arrived_at,num_prefill_tokens,num_decode_tokens", "0.0,5,6", "1.0,5,6"),
+    "splitwise": ("arrival_timestamp,prompt_size,token_size", "0.0,5,6", "1.0,5,6"),
+    "lengths": ("num_prefill_tokens,num_decode_tokens", "5,6", "5,6"),
+    "mooncake": tuple(
+        f'{{"timestamp": {t}, "input_length": 5, "output_length": 6, "hash_ids": [{t}]}}'
+        for t in (0, 1000)
+    ),
+    "servegen-batch": ('{"request_id": 0, "type": "text", "input_length": 5, "output_length": 6}',)
+    * 2,
+}
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_a_format_shows_in_the_first_line(tmp_path, name):
+    path = write(tmp_path / "trace.gz", *SAMPLES[name])
+    assert lengths_of(read_trace(path)) == [(5, 6)] * 2
+    loaded = load_workload(str(path), seed=0, request_class=OFFLINE)
+    assert lengths_of(loaded) == [(5, 6)] * 2
+    assert rids_of(loaded) == ["trace-0", "trace-1"]
+
+
+def test_other_files_are_refused_with_what_is_known(tmp_path):
+    path = write(tmp_path / "x.csv", "a,b", "1,2")
+    with pytest.raises(WorkloadError, match=r"no known format, it begins 'a,b.*BurstGPT"):
+        read_trace(path)
+
+
+def test_a_file_of_lengths_arrives_as_a_poisson_process(tmp_path):
+    rows = [f"{10 + i},{i + 1}" for i in range(200)]
+    path = write(tmp_path / "l.csv", "num_prefill_tokens,num_decode_tokens", *rows)
+    made = load_workload(str(path), seed=0, rate=1, duration_s=100)
+    assert len(made.requests) == pytest.approx(100, abs=35)
+    assert lengths_of(made) != sorted(lengths_of(made))
+    assert 0 < made.requests[-1].arrival_s < 100
+
+
+def test_a_batch_file_needs_a_tokenizer(tmp_path):
+    row = {
+        "custom_id": "a",
+        "url": "/v1/completions",
+        "body": {"prompt": "abc", "max_tokens": 2},
+    }
+    path = write_jsonl(tmp_path / "b.jsonl", row)
+    with pytest.raises(WorkloadError, match="a batch file holds text; give a tokenizer"):
+        load_workload(str(path), seed=0)
+    made = load_workload(str(path), seed=0, tokenize=lambda text: list(text.encode()))
+    assert lengths_of(made) == [(3, 2)]
+    assert made.requests[0].request_class is OFFLINE

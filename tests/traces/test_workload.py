@@ -1,0 +1,59 @@
+"""Segments give the same tokens everywhere, and prefixes of each other."""
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cosched.core.request import RequestClass
+from cosched_traces.seeds import KEYS, key_base, rng_of, seed_for
+from tests.traces.samples import evenly, request, workload
+
+
+@given(key=st.integers(0, KEYS - 1), long=st.integers(1, 700), vocab=st.integers(20, 200_000))
+def test_a_shorter_segment_is_a_prefix_of_a_longer(key, long, vocab):
+    whole = request(prompt=((key, long),)).prompt(vocab_size=vocab)
+    part = request(prompt=((key, long // 2),)).prompt(vocab_size=vocab)
+    assert whole[: len(part)] == part
+    assert all(10 <= token < vocab for token in whole)
+
+
+def test_requests_must_be_in_order():
+    with pytest.raises(AssertionError, match="not in the order of arrival"):
+        workload(request("a", 1.0), request("b", 0.0))
+
+
+def test_of_class_keeps_the_notes():
+    both = workload(request("a"), request("b", request_class=RequestClass.OFFLINE))
+    offline = both.changed(both.requests, "noted").of_class(RequestClass.OFFLINE)
+    assert [r.rid for r in offline.requests] == ["b"]
+    assert (offline.name, offline.notes) == ("w:offline", ("noted",))
+    assert evenly(1).of_class(RequestClass.OFFLINE).requests == ()
+
+
+def test_keys_and_seeds_are_the_same_in_every_process():
+    code = (
+        "from cosched_traces.seeds import key_base, rng_of;"
+        "print(key_base('a', 1), rng_of(3, 'b').integers(10**9))"
+    )
+    # String hashes differ from process to process; keys and draws may not.
+    runs = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
+            capture_output=True,
+            check=True,
+            text=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert runs == {f"{key_base('a', 1)} {rng_of(3, 'b').integers(10**9)}\n"}
+
+
+def test_labels_part_key_spaces_and_streams():
+    assert key_base("a", 1) != key_base("a1") != key_base("a", "1")
+    assert 0 <= key_base("x") < KEYS
+    assert seed_for(0, "a") != seed_for(0, "b")
+    assert rng_of(0, "a").random() != rng_of(0, "b").random()

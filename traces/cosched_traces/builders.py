@@ -1,0 +1,237 @@
+"""How each workload of the catalogue is made from what the caller asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from cosched.core.request import RequestClass
+from cosched_traces.arrivals import (
+    RateCurve,
+    arrival_times,
+    constant_rate,
+    correlated_rate,
+    diurnal_rate,
+    with_bursts,
+)
+from cosched_traces.csv_traces import read_lengths_csv
+from cosched_traces.datasets import DATASETS
+from cosched_traces.errors import WorkloadError
+from cosched_traces.lengths import Uniform
+from cosched_traces.mmlu import Tokenize, generate_mmlu, read_mmlu
+from cosched_traces.offline_sets import PrefixGroups, independent_requests, length_pairs
+from cosched_traces.openai_batch import read_openai_batch
+from cosched_traces.rows import ReadOptions
+from cosched_traces.seeds import seed_for
+from cosched_traces.transform import (
+    at_once,
+    period_s,
+    repeat,
+    sample_to_rate,
+    shuffle,
+    with_arrivals,
+)
+from cosched_traces.workload import Workload
+
+__all__ = [
+    "Asked",
+    "Build",
+    "arxiv",
+    "azure_like",
+    "batch",
+    "chat",
+    "diurnal",
+    "documents",
+    "loogle",
+    "mmlu",
+    "trace",
+]
+
+DURATION_S = 3600.0
+CHAT_RATE = 1.0
+AZURE_RATE = 5.53  # of the trace itself
+CHAT_REQUESTS = 10_000
+ARXIV_REQUESTS = 28_257  # as the file has
+ARXIV_MAX_TOKENS = 4096  # the file's own filter
+QUESTIONS_PER_DOCUMENT = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the caller asks of a workload; None: the workload's own choice.
+
+    files   those the workload names, found in the data folder; empty without a folder
+    """
+
+    name: str
+    request_class: RequestClass
+    seed: int
+    files: tuple[Path, ...] = ()
+    rate: float | None = None
+    duration_s: float | None = None
+    num_requests: int | None = None
+    tokenize: Tokenize | None = None
+
+    @property
+    def own_seed(self) -> int:
+        return seed_for(self.seed, self.name)
+
+    @property
+    def offline(self) -> bool:
+        return self.request_class is RequestClass.OFFLINE
+
+
+Build = Callable[[Asked], Workload]
+
+
+def trace(read: Callable[[Path, ReadOptions], Workload]) -> Build:
+    """A trace file: repeated to the duration where it is shorter, cut where longer, and sampled to
+    the rate; as it is where neither is asked for. A file without arrivals is shuffled and arrives
+    as a Poisson process. Offline: all its requests at 0."""
+
+    def build(asked: Asked) -> Workload:
+        options = ReadOptions(name=asked.name, request_class=asked.request_class)
+        workload = read(asked.files[0], options)
+        if asked.offline:
+            return at_once(workload, asked.request_class)
+        if not workload.requests or workload.requests[-1].arrival_s == 0:
+            times = arrival_times(_poisson_curve(asked), seed=asked.own_seed)
+            return with_arrivals(shuffle(workload, seed=asked.seed), times)
+        if asked.duration_s is not None:
+            workload = repeat(workload, asked.duration_s)
+        if asked.rate is not None:
+            window_s = asked.duration_s or period_s(workload)
+            workload = sample_to_rate(workload, asked.rate, seed=asked.seed, duration_s=window_s)
+        return workload
+
+    return build
+
+
+def chat(dataset: str, *, max_prompt_tokens: int | None = None) -> Build:
+    """Lengths of a dataset; online a Poisson process of the rate, offline all at 0."""
+
+    def build(asked: Asked) -> Workload:
+        curve = _poisson_curve(asked)
+        return _with_lengths(asked, dataset, curve, max_prompt_tokens=max_prompt_tokens)
+
+    return build
+
+
+def azure_like(asked: Asked) -> Workload:
+    """Rates that wander as in the Azure trace, Poisson within the minute, its lengths."""
+    curve = correlated_rate(
+        asked.rate or AZURE_RATE, duration_s=asked.duration_s or DURATION_S, seed=asked.own_seed
+    )
+    return _with_lengths(asked, "azure", curve)
+
+
+def diurnal(asked: Asked) -> Workload:
+    """One day in the duration asked for; bursts of two minutes, 36 a day or one in 20 minutes,
+    whichever is fewer."""
+    duration_s = asked.duration_s or DURATION_S
+    tide = diurnal_rate(asked.rate or CHAT_RATE, duration_s=duration_s, day_s=duration_s)
+    every_s = max(duration_s / 36, 1200.0)
+    curve = tide
+    if duration_s >= every_s:
+        curve = with_bursts(tide, seed=asked.own_seed, every_s=every_s)
+    return _with_lengths(asked, "azure", curve)
+
+
+def arxiv(asked: Asked) -> Workload:
+    """The file's lengths, shuffled, or lengths of their distribution where there is no file."""
+    if asked.files:
+        options = ReadOptions(name=asked.name, request_class=asked.request_class)
+        return shuffle(read_lengths_csv(asked.files[0], options), seed=asked.seed)
+    lengths = DATASETS["arxiv"]
+    name = "arxiv-like"
+    pairs = length_pairs(
+        lengths.prompt_lengths,
+        lengths.output_lengths,
+        size=asked.num_requests or ARXIV_REQUESTS,
+        seed=seed_for(asked.seed, name),
+        max_total_tokens=ARXIV_MAX_TOKENS,
+    )
+    return independent_requests(name, pairs, seed=asked.seed)
+
+
+def mmlu(asked: Asked) -> Workload:
+    if asked.files:
+        dev, test = asked.files
+        return read_mmlu(
+            dev,
+            test,
+            seed=asked.seed,
+            num_requests=asked.num_requests,
+            tokenize=asked.tokenize,
+        )
+    return generate_mmlu(seed=asked.seed, num_requests=asked.num_requests)
+
+
+def documents(asked: Asked) -> Workload:
+    """20 questions of 30-60 tokens on each document of 6,000-14,000 tokens, answers of 50-150
+    tokens, shuffled: near Echo §2.3, where document QA has prompts of 9,865 tokens on average.
+    2,000 requests on 100 documents, or `num_requests` on a twentieth as many."""
+    num_requests = asked.num_requests or 100 * QUESTIONS_PER_DOCUMENT
+    groups = PrefixGroups(
+        num_groups=-(-num_requests // QUESTIONS_PER_DOCUMENT),
+        requests_per_group=QUESTIONS_PER_DOCUMENT,
+        shared=Uniform(6000, 14_000),
+        unique=Uniform(30, 60),
+        output=Uniform(50, 150),
+    )
+    return groups.workload(asked.name, seed=asked.seed, num_requests=num_requests)
+
+
+def loogle(*, num_documents: int, num_questions: int, max_output_tokens: int) -> Build:
+    """LooGLE's documents (over 24k tokens on average) with its numbers of questions. Questions of
+    10-40 tokens and the answers' range are read off the samples in LooGLE's repository."""
+
+    def build(asked: Asked) -> Workload:
+        each, rest = divmod(num_questions, num_documents)
+        groups = PrefixGroups(
+            num_groups=num_documents,
+            requests_per_group=[each + (group < rest) for group in range(num_documents)],
+            shared=DATASETS["loogle"].prompt_lengths,
+            unique=Uniform(10, 40),
+            output=Uniform(2, max_output_tokens),
+        )
+        return groups.workload(asked.name, seed=asked.seed, num_requests=asked.num_requests)
+
+    return build
+
+
+def batch(asked: Asked) -> Workload:
+    """An OpenAI batch file."""
+    if asked.tokenize is None:
+        raise WorkloadError(f"{asked.files[0]}: a batch file holds text; give a tokenizer")
+    return read_openai_batch(asked.files[0], asked.tokenize, name=asked.name)
+
+
+def _poisson_curve(asked: Asked) -> RateCurve:
+    return constant_rate(asked.rate or CHAT_RATE, duration_s=asked.duration_s or DURATION_S)
+
+
+def _with_lengths(
+    asked: Asked, dataset: str, curve: RateCurve, *, max_prompt_tokens: int | None = None
+) -> Workload:
+    """Requests with a dataset's lengths along the curve; offline `num_requests` of them at 0."""
+    lengths = DATASETS[dataset]
+    arrivals_s = None if asked.offline else arrival_times(curve, seed=asked.own_seed)
+    if arrivals_s is not None and not arrivals_s:
+        raise WorkloadError(
+            f"{asked.name}: no request arrives at {curve.mean:g} req/s in {curve.duration_s:g} s"
+        )
+    size = (asked.num_requests or CHAT_REQUESTS) if arrivals_s is None else len(arrivals_s)
+    pairs = length_pairs(
+        lengths.prompt_lengths, lengths.output_lengths, size=size, seed=asked.own_seed
+    )
+    if max_prompt_tokens is not None:
+        pairs = [(min(prompt, max_prompt_tokens), output) for prompt, output in pairs]
+    return independent_requests(
+        asked.name,
+        pairs,
+        seed=asked.seed,
+        request_class=asked.request_class,
+        arrivals_s=arrivals_s,
+    )

@@ -1,0 +1,230 @@
+"""Workloads by name: what ``--online`` and ``--offline`` of the commands choose from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from cosched.core.request import RequestClass
+from cosched.errors import choices
+from cosched_traces import builders
+from cosched_traces.block_traces import read_mooncake_jsonl
+from cosched_traces.builders import Asked, Build
+from cosched_traces.csv_traces import read_azure_csv
+from cosched_traces.errors import WorkloadError
+from cosched_traces.formats import read_trace
+from cosched_traces.mmlu import Tokenize
+from cosched_traces.rows import numbered_lines
+from cosched_traces.transform import first_requests
+from cosched_traces.workload import Workload
+
+__all__ = ["WORKLOADS", "NamedWorkload", "load_workload", "workload_table"]
+
+ONLINE, OFFLINE = RequestClass.ONLINE, RequestClass.OFFLINE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedWorkload:
+    """A workload of the catalogue.
+
+    classes         the roles it can take, its own first
+    files           what it reads, relative to the data folder; each may also lie there as .gz
+    needs_files     without a data folder it cannot be made; else it is then generated
+    """
+
+    classes: tuple[RequestClass, ...]
+    description: str
+    build: Build
+    files: tuple[str, ...] = ()
+    needs_files: bool = False
+
+
+WORKLOADS = {
+    "azure-conv": NamedWorkload(
+        classes=(ONLINE, OFFLINE),
+        description="Azure LLM inference trace 2023, conversation; sampled to the rate asked for",
+        build=builders.trace(read_azure_csv),
+        files=("arrivals/azure2023_conv.csv",),
+        needs_files=True,
+    ),
+    "azure-like": NamedWorkload(
+        classes=(ONLINE, OFFLINE),
+        description="generated with the lengths and the minute-to-minute rates of azure-conv",
+        build=builders.azure_like,
+    ),
+    "diurnal": NamedWorkload(
+        classes=(ONLINE,),
+        description=(
+            "chat over one day run in the duration asked for: 4x from night to midday, and bursts "
+            "of 3x within minutes; lengths of azure-conv"
+        ),
+        build=builders.diurnal,
+    ),
+    "mooncake-synthetic": NamedWorkload(
+        classes=(ONLINE, OFFLINE),
+        description="Mooncake FAST'25 synthetic trace: long prompts, 64 % of blocks shared",
+        build=builders.trace(read_mooncake_jsonl),
+        files=("arrivals/mooncake_fast25_synthetic.jsonl",),
+        needs_files=True,
+    ),
+    "mooncake-arxiv": NamedWorkload(
+        classes=(ONLINE, OFFLINE),
+        description="first 1,000 requests of Mooncake's arXiv trace: three system prompts for all",
+        build=builders.trace(read_mooncake_jsonl),
+        files=("arrivals/mooncake_arxiv_first1000.jsonl",),
+        needs_files=True,
+    ),
+    "sharegpt": NamedWorkload(
+        classes=(ONLINE, OFFLINE),
+        description="ShareGPT lengths (EcoServe Table 2), Poisson arrivals",
+        build=builders.chat("sharegpt"),
+    ),
+    "lmsys": NamedWorkload(
+        classes=(ONLINE, OFFLINE),
+        description="LMSYS-Chat-1M lengths (BROS Table 2), Poisson arrivals",
+        build=builders.chat("lmsys"),
+    ),
+    "alpaca": NamedWorkload(
+        classes=(ONLINE, OFFLINE),
+        description="Alpaca lengths (EcoServe Table 2), Poisson arrivals",
+        build=builders.chat("alpaca"),
+    ),
+    "bookcorpus": NamedWorkload(
+        classes=(OFFLINE, ONLINE),
+        description="BookCorpus lengths (EcoServe Table 2), prompts of at most 2048 tokens",
+        build=builders.chat("bookcorpus", max_prompt_tokens=2048),
+    ),
+    "bros-offline": NamedWorkload(
+        classes=(OFFLINE,),
+        description="BROS's best-effort requests: uniform, 512-1024 in and 32-128 out",
+        build=builders.chat("bros-offline"),
+    ),
+    "arxiv": NamedWorkload(
+        classes=(OFFLINE,),
+        description="arXiv summarization, nothing shared; without a data folder as arxiv-like",
+        build=builders.arxiv,
+        files=("lengths/arxiv_summarization_stats_llama2_tokenizer_filtered_v2.csv",),
+    ),
+    "arxiv-like": NamedWorkload(
+        classes=(OFFLINE,),
+        description="generated with the lengths of arxiv",
+        build=builders.arxiv,
+    ),
+    "mmlu": NamedWorkload(
+        classes=(OFFLINE,),
+        description="MMLU 5-shot, shuffled: 57 shared heads; without a data folder as mmlu-like",
+        build=builders.mmlu,
+        files=("prompts/mmlu/mmlu_dev.jsonl", "prompts/mmlu/mmlu_test.jsonl"),
+    ),
+    "mmlu-like": NamedWorkload(
+        classes=(OFFLINE,),
+        description="generated with the heads and lengths of mmlu",
+        build=builders.mmlu,
+    ),
+    "documents": NamedWorkload(
+        classes=(OFFLINE,),
+        description="20 questions on each of 100 documents of 6-14k tokens, shuffled",
+        build=builders.documents,
+    ),
+    "loogle-short": NamedWorkload(
+        classes=(OFFLINE,),
+        description="LooGLE short-dependency QA: 105 documents, 18.6 questions each, shuffled",
+        build=builders.loogle(num_documents=105, num_questions=1951, max_output_tokens=50),
+    ),
+    "loogle-long": NamedWorkload(
+        classes=(OFFLINE,),
+        description="LooGLE long-dependency QA: 145 documents, 7.6 questions each, shuffled",
+        build=builders.loogle(num_documents=145, num_questions=1101, max_output_tokens=80),
+    ),
+}
+
+
+def load_workload(
+    name: str,
+    *,
+    seed: int,
+    request_class: RequestClass | None = None,
+    data_dir: Path | None = None,
+    rate: float | None = None,
+    duration_s: float | None = None,
+    num_requests: int | None = None,
+    tokenize: Tokenize | None = None,
+) -> Workload:
+    """A workload of the catalogue, or the trace file that `name` is the path of.
+
+    request_class  the role it is to play; None: its own (of a file: online)
+    data_dir       the folder with the files that some workloads read
+    rate           mean rate [req/s]; a file is sampled down to it (HyGen §5.1); None: a file's own,
+                   for others 1 (azure-like: 5.53)
+    duration_s     a file is cut to it, or repeated; None: as long as the file, else an hour
+    num_requests   keep the first so many; where requests are generated offline, make so many
+    tokenize       text to token ids, for workloads of text; None: lengths estimated from the text
+
+    Offline sets arrive at 0, so rate and duration are errors there. Raises `WorkloadError`.
+    """
+    path = Path(name)
+    if name in WORKLOADS:
+        named = WORKLOADS[name]
+        files = _find_files(name, named, data_dir)
+    elif path.is_file():
+        named, files = _of_file(path), (path,)
+        name = path.name.split(".")[0]
+    else:
+        raise WorkloadError(f"no workload and no file {name!r}; choose from {choices(WORKLOADS)}")
+    role = request_class or named.classes[0]
+    if role not in named.classes:
+        raise WorkloadError(f"{name} is {named.classes[0].value} only")
+    if role is OFFLINE and (rate is not None or duration_s is not None):
+        raise WorkloadError(f"{name}: offline requests arrive at 0; they have no rate or duration")
+    for what, value in (("rate", rate), ("duration_s", duration_s), ("num_requests", num_requests)):
+        if value is not None and not value > 0:
+            raise WorkloadError(f"{name}: {what} {value} is not above 0")
+    asked = Asked(
+        name=name,
+        request_class=role,
+        seed=seed,
+        files=files,
+        rate=rate,
+        duration_s=duration_s,
+        num_requests=num_requests,
+        tokenize=tokenize,
+    )
+    workload = named.build(asked)
+    if num_requests is None or len(workload.requests) <= num_requests:
+        return workload
+    return first_requests(workload, num_requests)
+
+
+def _of_file(path: Path) -> NamedWorkload:
+    batch = '"custom_id"' in next((line for _, line in islice(numbered_lines(path), 1)), "")
+    return NamedWorkload(
+        classes=(OFFLINE,) if batch else (ONLINE, OFFLINE),
+        description=f"the file {path}",
+        build=builders.batch if batch else builders.trace(read_trace),
+    )
+
+
+def _find_files(name: str, named: NamedWorkload, data_dir: Path | None) -> tuple[Path, ...]:
+    if data_dir is None:
+        if named.needs_files:
+            raise WorkloadError(f"{name} reads {named.files[0]} of a data folder; name the folder")
+        return ()
+    return tuple(_find_file(name, data_dir, relative) for relative in named.files)
+
+
+def _find_file(name: str, data_dir: Path, relative: str) -> Path:
+    for path in (data_dir / relative, data_dir / f"{relative}.gz"):
+        if path.is_file():
+            return path
+    raise WorkloadError(f"{name}: neither {relative} nor {relative}.gz in {data_dir}")
+
+
+def workload_table() -> str:
+    """The table of workloads in docs/workloads.md, in Markdown."""
+    lines = ["| name | role | what it is | reads |", "|---|---|---|---|"]
+    for name, named in sorted(WORKLOADS.items()):
+        roles = " or ".join(role.value for role in named.classes)
+        files = ", ".join(f"`{file}`" for file in named.files)
+        lines.append(f"| `{name}` | {roles} | {named.description} | {files} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,156 @@
+"""Offline request sets, made: with prefix sharing under control, or with none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from cosched.core.request import RequestClass
+from cosched_traces.errors import WorkloadError
+from cosched_traces.lengths import Lengths, Tokens
+from cosched_traces.seeds import key_base, rng_of
+from cosched_traces.workload import Segment, TraceRequest, Workload
+
+__all__ = ["Order", "PrefixGroups", "independent_requests", "length_pairs"]
+
+
+class Order(Enum):
+    """In which order the requests of the groups stand: GROUPED leaves nothing for a scheduler to
+    find, SHUFFLED hides the sharing from a scheduler that takes them as they come."""
+
+    GROUPED = "grouped"
+    SHUFFLED = "shuffled"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixGroups:
+    """Groups of requests that share a head within the group: documents with questions, subjects
+    with worked examples.
+
+    num_groups           heads
+    requests_per_group   one number for all groups, or one for each
+    shared               tokens of a group's head
+    unique               tokens of a request after the head
+    output               tokens it generates
+    common_tokens        tokens before every head, shared by all groups (a system prompt)
+    """
+
+    num_groups: int
+    requests_per_group: int | Sequence[int]
+    shared: Lengths
+    unique: Lengths
+    output: Lengths
+    common_tokens: int = 0
+
+    def workload(
+        self,
+        name: str,
+        *,
+        seed: int,
+        order: Order = Order.SHUFFLED,
+        num_requests: int | None = None,
+        request_class: RequestClass = RequestClass.OFFLINE,
+    ) -> Workload:
+        """The requests, all at 0. With `num_requests` the first so many in the order asked for."""
+        counts = self._counts()
+        group_of = np.repeat(np.arange(self.num_groups), counts)
+        heads = self.shared.sample(rng_of(seed, name, "shared"), self.num_groups).tolist()
+        unique = self.unique.sample(rng_of(seed, name, "unique"), len(group_of)).tolist()
+        output = self.output.sample(rng_of(seed, name, "output"), len(group_of)).tolist()
+        places = np.arange(len(group_of))
+        if order is Order.SHUFFLED:
+            places = rng_of(seed, name, "order").permutation(len(group_of))
+        head_keys, own_keys = key_base(name, seed, "heads"), key_base(name, seed, "own")
+        common = (Segment(key_base(name, seed, "common"), self.common_tokens),)
+        requests = []
+        for place in places[:num_requests].tolist():
+            group = int(group_of[place])
+            requests.append(
+                TraceRequest(
+                    rid=f"{name}-{place}",
+                    request_class=request_class,
+                    arrival_s=0.0,
+                    num_output_tokens=output[place],
+                    segments=(
+                        *(common if self.common_tokens else ()),
+                        Segment(head_keys + group, heads[group]),
+                        Segment(own_keys + place, unique[place]),
+                    ),
+                )
+            )
+        note = f"generated {len(requests)} of {self.num_groups} groups, {order.value}, {seed=}"
+        return Workload(name=name, requests=tuple(requests), notes=(note,))
+
+    def _counts(self) -> Sequence[int]:
+        if isinstance(self.requests_per_group, int):
+            return [self.requests_per_group] * self.num_groups
+        if len(self.requests_per_group) != self.num_groups:
+            raise WorkloadError(
+                f"{len(self.requests_per_group)} numbers of requests for {self.num_groups} groups"
+            )
+        return self.requests_per_group
+
+
+def independent_requests(
+    name: str,
+    lengths: Iterable[tuple[int, int]],
+    *,
+    seed: int,
+    request_class: RequestClass = RequestClass.OFFLINE,
+    arrivals_s: Sequence[float] | None = None,
+) -> Workload:
+    """Requests of (prompt, output) tokens that share nothing; all at 0 without arrivals."""
+    base = key_base(name, seed, "own")
+    pairs = [(int(prompt), int(output)) for prompt, output in lengths]
+    times = [0.0] * len(pairs) if arrivals_s is None else arrivals_s
+    requests = tuple(
+        TraceRequest(
+            rid=f"{name}-{index}",
+            request_class=request_class,
+            arrival_s=time,
+            num_output_tokens=output,
+            segments=(Segment(base + index, prompt),),
+        )
+        for index, ((prompt, output), time) in enumerate(zip(pairs, times, strict=True))
+    )
+    note = f"generated {len(requests)} requests, {seed=}"
+    return Workload(name=name, requests=requests, notes=(note,))
+
+
+def length_pairs(
+    prompt: Lengths, output: Lengths, *, size: int, seed: int, max_total_tokens: int | None = None
+) -> list[tuple[int, int]]:
+    """(prompt, output) lengths drawn apart from each other.
+
+    Where a pair exceeds `max_total_tokens` its prompt is exchanged with another pair's: a long
+    reply then goes with a short prompt, as in sets filtered by context length, and both
+    distributions stay as they are. What cannot be exchanged in 1,000 rounds is cut.
+    """
+    rng = rng_of(seed, "pairs")
+    prompts, outputs = prompt.sample(rng, size), output.sample(rng, size)
+    if max_total_tokens is not None:
+        _exchange(prompts, outputs, max_total_tokens, rng)
+    return list(zip(prompts.tolist(), outputs.tolist(), strict=True))
+
+
+def _exchange(prompts: Tokens, outputs: Tokens, limit: int, rng: np.random.Generator) -> None:
+    """Changes both in place."""
+    for _ in range(1000):
+        too_long = prompts + outputs > limit
+        over = np.flatnonzero(too_long)
+        others = np.flatnonzero(~too_long)
+        size = min(len(over), len(others))
+        if not size:
+            break
+        over, partners = over[:size], rng.choice(others, size=size, replace=False)
+        fits = (prompts[partners] + outputs[over] <= limit) & (
+            prompts[over] + outputs[partners] <= limit
+        )
+        one, other = over[fits], partners[fits]
+        prompts[one], prompts[other] = prompts[other], prompts[one]
+    over = np.flatnonzero(prompts + outputs > limit)
+    outputs[over] = np.minimum(outputs[over], limit - 1)
+    prompts[over] = np.minimum(prompts[over], limit - outputs[over])

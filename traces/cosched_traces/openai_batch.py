@@ -1,0 +1,112 @@
+"""Reader of OpenAI batch files: real text, so real prefix sharing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from cosched.core.request import RequestClass
+from cosched_traces.errors import RowError
+from cosched_traces.json_lines import json_lines
+from cosched_traces.workload import TraceRequest, Workload
+
+__all__ = ["plain_chat", "read_openai_batch"]
+
+Tokenize = Callable[[str], Sequence[int]]
+Messages = Sequence[dict[str, Any]]
+
+
+def plain_chat(messages: Messages) -> str:
+    """Messages as plain text, ``role: content`` line by line. A model's own chat template differs
+    by some tokens a message."""
+    lines = [f"{message['role']}: {message['content']}" for message in messages]
+    return "\n".join([*lines, "assistant:"])
+
+
+def read_openai_batch(
+    path: Path,
+    tokenize: Tokenize,
+    *,
+    name: str | None = None,
+    render: Callable[[Messages], str] = plain_chat,
+    default_max_tokens: int | None = None,
+    request_class: RequestClass = RequestClass.OFFLINE,
+) -> Workload:
+    """A batch input file: ``{"custom_id", "url", "body"}`` a line; all requests arrive at 0.
+
+    rid is the custom_id. ``/v1/completions`` gives `prompt` (text or token ids),
+    ``/v1/chat/completions`` its messages through `render`; pass the model's chat template for exact
+    prompts. The reply's length is not in such a file: it is taken as long as the limit in
+    ``max_completion_tokens`` or ``max_tokens``, or `default_max_tokens` where the line has none.
+    """
+    requests = []
+    seen: set[str] = set()
+    for line, fields in json_lines(path):
+        custom_id = fields.get("custom_id")
+        if not isinstance(custom_id, str) or not custom_id:
+            raise RowError(path, line, f"custom_id is no text: {custom_id!r}")
+        if custom_id in seen:
+            raise RowError(path, line, f"custom_id {custom_id!r} stood on an earlier line")
+        seen.add(custom_id)
+        body = fields.get("body")
+        if not isinstance(body, dict):
+            raise RowError(path, line, "body is no object")
+        token_ids = _prompt(
+            path, line, url=fields.get("url"), body=body, tokenize=tokenize, render=render
+        )
+        if not token_ids:
+            raise RowError(path, line, "the prompt has no tokens")
+        requests.append(
+            TraceRequest(
+                rid=custom_id,
+                request_class=request_class,
+                arrival_s=0.0,
+                num_output_tokens=_max_tokens(path, line, body, default_max_tokens),
+                token_ids=token_ids,
+            )
+        )
+    notes = (f"read {path.name}; replies as long as their limit",)
+    return Workload(name=name or path.name.split(".")[0], requests=tuple(requests), notes=notes)
+
+
+def _prompt(
+    path: Path,
+    line: int,
+    *,
+    url: object,
+    body: dict[str, Any],
+    tokenize: Tokenize,
+    render: Callable[[Messages], str],
+) -> tuple[int, ...]:
+    if url == "/v1/completions":
+        prompt = body.get("prompt")
+        if isinstance(prompt, str):
+            return tuple(tokenize(prompt))
+        if isinstance(prompt, list) and all(type(token) is int for token in prompt):
+            return tuple(prompt)
+        raise RowError(path, line, "prompt is neither text nor a list of token ids")
+    if url == "/v1/chat/completions":
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not all(map(_is_message, messages)):
+            raise RowError(path, line, "messages is no list of messages with role and content")
+        return tuple(tokenize(render(messages)))
+    known = "/v1/chat/completions, /v1/completions"
+    raise RowError(path, line, f"url {url!r} generates no text; readable are {known}")
+
+
+def _is_message(message: object) -> bool:
+    return isinstance(message, dict) and {"role", "content"} <= message.keys()
+
+
+def _max_tokens(path: Path, line: int, body: dict[str, Any], default: int | None) -> int:
+    for field in ("max_completion_tokens", "max_tokens"):
+        value = body.get(field)
+        if value is not None:
+            if type(value) is not int or value < 1:
+                raise RowError(path, line, f"{field} is no number above 0: {value!r}")
+            return value
+    if default is None:
+        reason = "no max_tokens and no max_completion_tokens; give default_max_tokens"
+        raise RowError(path, line, reason)
+    return default

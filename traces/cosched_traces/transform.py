@@ -1,0 +1,183 @@
+"""Which requests, and when: pure functions from workload to workload (`resize` has how long).
+
+Each says in the notes what it did. Chance comes from `seed` alone; requests keep their rids except
+where said.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from cosched.core.request import RequestClass
+from cosched_traces.errors import WorkloadError
+from cosched_traces.seeds import KEYS, key_base, rng_of
+from cosched_traces.workload import Segment, Workload
+
+__all__ = [
+    "at_once",
+    "check_positive",
+    "first_requests",
+    "mean_rate",
+    "merge",
+    "period_s",
+    "repeat",
+    "rescale_rate",
+    "sample_to_rate",
+    "shuffle",
+    "slice_time",
+    "with_arrivals",
+    "with_rids",
+]
+
+
+def period_s(workload: Workload) -> float:
+    """How long the workload lasts: from the first arrival to one mean gap after the last."""
+    requests = workload.requests
+    span_s = requests[-1].arrival_s - requests[0].arrival_s if requests else 0.0
+    if span_s <= 0:
+        raise WorkloadError(f"{workload.name}: all requests arrive at once, so it has no rate")
+    return span_s * len(requests) / (len(requests) - 1)
+
+
+def mean_rate(workload: Workload) -> float:
+    """Requests per second over the workload's period."""
+    return len(workload.requests) / period_s(workload)
+
+
+def rescale_rate(workload: Workload, rate: float) -> Workload:
+    """The same requests at another mean rate: all arrival times times one factor.
+
+    Bursts are kept but run faster or slower (Echo §7.1 scales its trace so).
+    """
+    check_positive("rate", rate)
+    factor = mean_rate(workload) / rate
+    requests = tuple(replace(r, arrival_s=r.arrival_s * factor) for r in workload.requests)
+    return workload.changed(requests, f"time scaled by {factor:.4g} to {rate:g} req/s")
+
+
+def sample_to_rate(
+    workload: Workload, rate: float, *, seed: int, duration_s: float | None = None
+) -> Workload:
+    """HyGen §5.1: of the first T seconds, T·Q requests drawn evenly without replacement, their
+    arrival times kept. T = `duration_s`, at most what the workload lasts; Q = `rate` [req/s]."""
+    check_positive("rate", rate)
+    window_s = period_s(workload)
+    if duration_s is not None and duration_s < window_s:
+        workload, window_s = slice_time(workload, 0.0, duration_s), duration_s
+    present = len(workload.requests)
+    wanted = round(rate * window_s)
+    if wanted > present:
+        raise WorkloadError(
+            f"{workload.name}: a rate of {rate:g} req/s needs {wanted} requests, the trace has "
+            f"{present}; sample at a lower rate, rescale_rate it, or use a generated workload"
+        )
+    rng = rng_of(seed, "sample")
+    chosen = sorted(rng.choice(present, size=wanted, replace=False).tolist())
+    requests = tuple(workload.requests[index] for index in chosen)
+    return workload.changed(requests, f"sampled {wanted} of {present} to {rate:g} req/s, {seed=}")
+
+
+def slice_time(workload: Workload, start_s: float, end_s: float) -> Workload:
+    """The requests that arrive in ``[start_s, end_s)``; `start_s` becomes 0."""
+    if not 0 <= start_s < end_s:
+        raise WorkloadError(f"no time between {start_s} and {end_s} s")
+    requests = tuple(
+        r if start_s == 0 else replace(r, arrival_s=r.arrival_s - start_s)
+        for r in workload.requests
+        if start_s <= r.arrival_s < end_s
+    )
+    return workload.changed(requests, f"cut to [{start_s:g}, {end_s:g}) s")
+
+
+def repeat(workload: Workload, duration_s: float) -> Workload:
+    """The workload over and over until `duration_s`.
+
+    Prompts of a later lap are new (their keys are), so that a lap does not hit in the cache what an
+    earlier one left; sharing within a lap is kept. Rids get the lap's number. Requests that carry
+    token ids cannot be made new.
+    """
+    lap_s = period_s(workload)
+    if duration_s <= lap_s:
+        return slice_time(workload, 0.0, duration_s)
+    first_s = workload.requests[0].arrival_s
+    requests = [r for r in workload.requests if r.arrival_s < duration_s]
+    for lap in range(1, math.ceil((duration_s - first_s) / lap_s)):
+        shift = key_base("lap", lap)
+        for request in workload.requests:
+            arrival_s = request.arrival_s + lap * lap_s
+            if arrival_s >= duration_s:
+                break
+            if request.token_ids:
+                raise WorkloadError(f"{request.rid}: given tokens cannot be repeated as new ones")
+            segments = tuple(
+                Segment((s.key + shift) % KEYS, s.num_tokens) for s in request.segments
+            )
+            rid = f"{request.rid}/{lap}"
+            requests.append(replace(request, rid=rid, arrival_s=arrival_s, segments=segments))
+    return workload.changed(tuple(requests), f"repeated every {lap_s:.1f} s to {duration_s:g} s")
+
+
+def first_requests(workload: Workload, num_requests: int) -> Workload:
+    """The first so many requests; fewer when there are no more."""
+    check_positive("num_requests", num_requests)
+    requests = workload.requests[:num_requests]
+    return workload.changed(requests, f"first {len(requests)} of {len(workload.requests)}")
+
+
+def merge(*workloads: Workload, name: str) -> Workload:
+    """All requests in one workload; of equal arrival times the earlier argument's come first."""
+    requests = [request for workload in workloads for request in workload.requests]
+    if len({r.rid for r in requests}) < len(requests):
+        rid, count = Counter(r.rid for r in requests).most_common(1)[0]
+        raise WorkloadError(f"rid {rid!r} stands {count} times in {name}; use with_rids first")
+    requests.sort(key=lambda request: request.arrival_s)
+    notes = tuple(f"{w.name}: {note}" for w in workloads for note in w.notes)
+    return Workload(name=name, requests=tuple(requests), notes=notes)
+
+
+def shuffle(workload: Workload, *, seed: int) -> Workload:
+    """The requests change places; the arrival times stay where they are."""
+    order = rng_of(seed, "shuffle").permutation(len(workload.requests)).tolist()
+    requests = tuple(
+        replace(workload.requests[index], arrival_s=place.arrival_s)
+        for index, place in zip(order, workload.requests, strict=True)
+    )
+    return workload.changed(requests, f"shuffled, {seed=}")
+
+
+def with_rids(workload: Workload, prefix: str) -> Workload:
+    """New rids ``prefix0``, ``prefix1``, … in the order of arrival."""
+    requests = tuple(replace(r, rid=f"{prefix}{i}") for i, r in enumerate(workload.requests))
+    return replace(workload, requests=requests)
+
+
+def with_arrivals(workload: Workload, arrivals_s: Sequence[float]) -> Workload:
+    """The first ``len(arrivals_s)`` requests, in their order, at the times given (ascending)."""
+    present = len(workload.requests)
+    if len(arrivals_s) > present:
+        raise WorkloadError(f"{workload.name}: {len(arrivals_s)} arrivals for {present} requests")
+    if any(later < earlier for earlier, later in pairwise(arrivals_s)):
+        raise WorkloadError(f"{workload.name}: the arrivals given are not in ascending order")
+    requests = tuple(
+        replace(request, arrival_s=float(time))
+        for request, time in zip(workload.requests, arrivals_s, strict=False)
+    )
+    return workload.changed(requests, f"arrivals given to {len(requests)} of {present} requests")
+
+
+def at_once(workload: Workload, request_class: RequestClass) -> Workload:
+    """Every request at 0 and of the class given: a trace as an offline set."""
+    requests = tuple(
+        replace(r, arrival_s=0.0, request_class=request_class) for r in workload.requests
+    )
+    return workload.changed(requests, f"all at 0, {request_class.value}")
+
+
+def check_positive(what: str, value: float) -> None:
+    """Raises `WorkloadError`; also for NaN."""
+    if not value > 0:
+        raise WorkloadError(f"{what} {value} is not above 0")
