@@ -1,0 +1,58 @@
+"""The sizes SGLang captures CUDA graphs for: a batch runs in the next larger one."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from cosched.latency.specs import GpuSpec
+
+__all__ = [
+    "decode_graph_sizes",
+    "default_chunk_tokens",
+    "default_max_batch",
+    "padded_sizes",
+    "prefill_graph_sizes",
+]
+
+_LARGE_GPU_BYTES = 60 << 30
+
+
+def default_chunk_tokens(gpu: GpuSpec) -> int:
+    """SGLang 0.5.21's --chunked-prefill-size, which is also its largest prefill graph [tokens]."""
+    return 8192 if gpu.memory_bytes > _LARGE_GPU_BYTES else 4096
+
+
+def default_max_batch(gpu: GpuSpec, tp: int) -> int:
+    """SGLang 0.5.21's largest decode graph [requests]."""
+    if gpu.memory_bytes > _LARGE_GPU_BYTES:
+        return 256 if tp < 4 else 512
+    return 32 if tp < 4 else 160
+
+
+def prefill_graph_sizes(max_tokens: int) -> list[int]:
+    """Numbers of tokens with a prefill graph (0.5.21); mixed batches run in them too."""
+    sizes = (
+        *range(4, 33, 4),
+        *range(48, 257, 16),
+        *range(288, 513, 32),
+        *range(576, 1025, 64),
+        *range(1280, 4097, 256),
+        *range(4608, max_tokens + 1, 512),
+    )
+    return [size for size in sizes if size <= max_tokens]
+
+
+def decode_graph_sizes(max_batch: int) -> list[int]:
+    """Batch sizes with a decode graph (0.5.21)."""
+    sizes = (1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 512, 16), *range(512, max_batch, 32))
+    return [*(size for size in sizes if size < max_batch), max_batch]
+
+
+def padded_sizes(sizes: Sequence[int], largest: int) -> list[int]:
+    """For each size 0..largest, the graph it runs in; itself where none is large enough."""
+    padded = [0]
+    for size in range(1, largest + 1):
+        i = bisect_left(sizes, size)
+        padded.append(sizes[i] if i < len(sizes) else size)
+    return padded

@@ -1,0 +1,191 @@
+"""Models and GPUs as far as the time of an iteration depends on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from cosched.errors import ConfigError, choices
+
+__all__ = ["GPUS", "MODELS", "Gemm", "GpuSpec", "ModelSpec", "gpu_spec", "model_spec"]
+
+
+class Gemm(NamedTuple):
+    """C[m, n] = A[m, k] B[k, n] on one GPU; m is the number of tokens of the iteration."""
+
+    name: str
+    n: int
+    k: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A dense decoder-only transformer, as its config.json gives it.
+
+    intermediate     width of the MLP (of one of its two input halves where it is gated)
+    gated_mlp        gate and up projection, as in Llama; False: one input projection, as in OPT
+    tied_embeddings  lm_head is the embedding: counted once in the weights
+    dtype_bytes      of weights, activations and KV cache
+    """
+
+    name: str
+    num_layers: int
+    hidden: int
+    intermediate: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab: int
+    gated_mlp: bool = True
+    tied_embeddings: bool = False
+    dtype_bytes: int = 2
+
+    def check_tp(self, tp: int) -> None:
+        """ConfigError when the model cannot be split over `tp` GPUs."""
+        if tp < 1 or self.num_heads % tp or self.intermediate % tp:
+            raise ConfigError(
+                f"tp is {tp}, but {self.name} has {self.num_heads} heads and MLP width "
+                f"{self.intermediate}: tp must divide both"
+            )
+
+    def heads_per_gpu(self, tp: int) -> tuple[int, int]:
+        """(query heads, KV heads) on each GPU. KV heads are repeated when tp exceeds them."""
+        return self.num_heads // tp, max(1, self.num_kv_heads // tp)
+
+    def layer_gemms(self, tp: int) -> tuple[Gemm, ...]:
+        """The matrix products of one layer on one GPU."""
+        heads, kv_heads = self.heads_per_gpu(tp)
+        mlp = self.intermediate // tp
+        return (
+            Gemm("qkv", (heads + 2 * kv_heads) * self.head_dim, self.hidden),
+            Gemm("o", self.hidden, heads * self.head_dim),
+            Gemm("gate_up" if self.gated_mlp else "up", mlp * (1 + self.gated_mlp), self.hidden),
+            Gemm("down", self.hidden, mlp),
+        )
+
+    def lm_head(self, tp: int) -> Gemm:
+        return Gemm("lm_head", -(-self.vocab // tp), self.hidden)
+
+    def weight_bytes(self, tp: int = 1) -> int:
+        """Weights on each GPU; norms and biases, well under 0.1 %, are left out."""
+        layers = self.num_layers * sum(gemm.n * gemm.k for gemm in self.layer_gemms(tp))
+        head = self.lm_head(tp)
+        return self.dtype_bytes * (layers + head.n * head.k * (2 - self.tied_embeddings))
+
+    def kv_bytes_per_token(self, tp: int = 1) -> int:
+        """KV cache of one token on each GPU."""
+        return self.num_layers * 2 * self.heads_per_gpu(tp)[1] * self.head_dim * self.dtype_bytes
+
+    def elementwise_bytes_per_token(self, tp: int = 1) -> int:
+        """Memory traffic of one layer's operations that are no GEMM and no attention, per token.
+
+        Two norms with residual (read and write both), rotary embedding on q and k, the write of
+        k and v, and the MLP's activation.
+        """
+        heads, kv_heads = self.heads_per_gpu(tp)
+        norms = 2 * 4 * self.hidden
+        rope_and_store = (2 * heads + 4 * kv_heads) * self.head_dim
+        activation = (2 + self.gated_mlp) * self.intermediate // tp
+        return self.dtype_bytes * (norms + rope_and_store + activation)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuSpec:
+    """One GPU and its links.
+
+    memory_bytes            what the driver reports
+    bandwidth_bytes_per_s   device memory, peak
+    flops_per_s             dense bfloat16, peak
+    link_bytes_per_s        NVLink in one direction, peak
+    tables                  how the names of its kernel tables begin
+    tables_bandwidth        memory bandwidth of the GPU the tables were measured on [bytes/s]
+    """
+
+    name: str
+    memory_bytes: int
+    bandwidth_bytes_per_s: float
+    flops_per_s: float
+    link_bytes_per_s: float
+    tables: str
+    tables_bandwidth: float
+
+    @property
+    def slower_memory(self) -> float:
+        """How many times longer memory-bound work takes here than on the tables' GPU."""
+        return self.tables_bandwidth / self.bandwidth_bytes_per_s
+
+
+def _model(
+    name: str, layers: int, hidden: int, mlp: int, heads: int, kv: int, vocab: int
+) -> ModelSpec:
+    return ModelSpec(
+        name=name,
+        num_layers=layers,
+        hidden=hidden,
+        intermediate=mlp,
+        num_heads=heads,
+        num_kv_heads=kv,
+        head_dim=128,
+        vocab=vocab,
+        gated_mlp=not name.startswith("OPT"),
+        tied_embeddings=name.startswith("OPT"),
+    )
+
+
+def _gpu(name: str, mib: int, tbps: float, tflops: float, gbps: float, tables: str) -> GpuSpec:
+    return GpuSpec(
+        name=name,
+        memory_bytes=mib << 20,
+        bandwidth_bytes_per_s=tbps * 1e12,
+        flops_per_s=tflops * 1e12,
+        link_bytes_per_s=gbps * 1e9,
+        tables=tables,
+        # The A100 tables come from the 80 GB card.
+        tables_bandwidth=(2.039 if tables == "a100_sxm" else tbps) * 1e12,
+    )
+
+
+# From each model's config.json: layers, hidden, MLP width, heads, KV heads, vocabulary.
+MODELS: Mapping[str, ModelSpec] = {
+    spec.name: spec
+    for spec in (
+        _model("Llama-3.1-8B", 32, 4096, 14336, 32, 8, 128256),
+        _model("Llama-3-70B", 80, 8192, 28672, 64, 8, 128256),
+        _model("Llama-2-7B", 32, 4096, 11008, 32, 32, 32000),
+        _model("Llama-2-13B", 40, 5120, 13824, 40, 40, 32000),
+        _model("OPT-13B", 40, 5120, 20480, 40, 40, 50272),
+        _model("Qwen-14B", 40, 5120, 13696, 40, 40, 152064),
+        _model("Qwen2.5-7B", 28, 3584, 18944, 28, 4, 152064),
+        _model("Qwen2.5-14B", 48, 5120, 13824, 40, 8, 152064),
+        _model("Mistral-7B", 32, 4096, 14336, 32, 8, 32768),
+        _model("Yi-34B", 60, 7168, 20480, 56, 8, 64000),
+    )
+}
+
+# From NVIDIA's data sheets; memory as nvidia-smi reports it.
+GPUS: Mapping[str, GpuSpec] = {
+    spec.name: spec
+    for spec in (
+        _gpu("A100-40", 40960, 1.555, 312, 300, "a100_sxm"),
+        _gpu("A100-80", 81920, 2.039, 312, 300, "a100_sxm"),
+        _gpu("H100", 81559, 3.35, 989, 450, "h100_sxm"),
+        _gpu("H200", 143771, 4.8, 989, 450, "h200_sxm"),
+    )
+}
+
+
+def model_spec(name: str) -> ModelSpec:
+    """ConfigError naming the choices when there is no such model."""
+    try:
+        return MODELS[name]
+    except KeyError:
+        raise ConfigError(f"unknown model {name!r}; choose from {choices(MODELS)}") from None
+
+
+def gpu_spec(name: str) -> GpuSpec:
+    """ConfigError naming the choices when there is no such GPU."""
+    try:
+        return GPUS[name]
+    except KeyError:
+        raise ConfigError(f"unknown GPU {name!r}; choose from {choices(GPUS)}") from None

@@ -1,0 +1,118 @@
+"""Fitting measured iterations, and the file that holds them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cosched.core.batch import BatchShape, Prefill
+from cosched.errors import ConfigError
+from cosched.latency import MeasuredPoint, NoisyModel, ProfileModel, make_cost_model
+from cosched.latency.checks import typical_batches
+from cosched.latency.profile_model import FEATURES, MIN_POINTS
+
+BATCHES = typical_batches(seed=5, num=300, max_kv_tokens=100_000)
+
+
+def measure(model, batches=BATCHES):
+    return [MeasuredPoint(batch=batch, seconds=model.iteration_s(batch)) for batch in batches]
+
+
+@pytest.fixture(scope="module")
+def fitted(toy) -> ProfileModel:
+    return ProfileModel.fit(measure(NoisyModel(toy, seed=0, sigma=0.03)))
+
+
+def test_learns_a_machine_it_was_not_shaped_after(fitted, toy):
+    assert fitted.held_out.num_points == 60
+    assert fitted.held_out.mean < 0.1
+    unseen = typical_batches(seed=6, num=100, max_kv_tokens=100_000)
+    relative = [fitted.iteration_s(batch) / toy.iteration_s(batch) - 1 for batch in unseen]
+    assert sum(map(abs, relative)) / len(relative) < 0.1
+
+
+@given(
+    st.lists(st.builds(Prefill, st.integers(1, 4000), st.integers(0, 9000)), max_size=3),
+    st.lists(st.integers(1, 9000), min_size=1, max_size=50),
+)
+def test_more_work_is_never_cheaper(fitted, prefills, decodes):
+    before = fitted.iteration_s(BatchShape(prefills=prefills, decodes=decodes))
+    for more in (
+        BatchShape(prefills=[*prefills, Prefill(7, 3)], decodes=decodes),
+        BatchShape(prefills=prefills, decodes=[*decodes, 5]),
+        BatchShape(prefills=prefills, decodes=[decodes[0] + 5, *decodes[1:]]),
+    ):
+        assert fitted.iteration_s(more) >= before
+
+
+def test_a_file_gives_the_same_model_back(fitted, tmp_path):
+    path = tmp_path / "profile.json"
+    with_source = ProfileModel.fit(fitted.points, source={"machine": {"gpu": "T1"}, "model": "Toy"})
+    with_source.save(path)
+    loaded = ProfileModel.load(path)
+    assert loaded == with_source
+    assert loaded.source == {"machine": {"gpu": "T1"}, "model": "Toy"}
+    assert make_cost_model("profile", profile=path).iteration_s(BATCHES[0]) == pytest.approx(
+        fitted.iteration_s(BATCHES[0])
+    )
+
+
+def test_the_description_is_json_and_names_every_coefficient(fitted):
+    described = json.loads(json.dumps(fitted.describe()))
+    assert described["coefficients_s"].keys() == set(FEATURES)
+    assert described["held_out_error"]["num_points"] == 60
+
+
+def test_nothing_takes_no_time(fitted):
+    assert fitted.iteration_s(BatchShape()) == 0.0
+
+
+class TestBadFiles:
+    def load(self, tmp_path, content):
+        path = tmp_path / "bad.json"
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return ProfileModel.load(path)
+
+    def file(self, *points):
+        return {"format": "cosched-profile", "version": 1, "points": list(points)}
+
+    def test_not_there(self, tmp_path):
+        with pytest.raises(ConfigError, match=r"cannot read .*none\.json"):
+            ProfileModel.load(tmp_path / "none.json")
+
+    def test_not_json(self, tmp_path):
+        with pytest.raises(ConfigError, match=r"bad\.json is not JSON"):
+            self.load(tmp_path, "{")
+
+    def test_not_an_object(self, tmp_path):
+        with pytest.raises(ConfigError, match="expected a JSON object"):
+            self.load(tmp_path, [])
+
+    def test_another_version(self, tmp_path):
+        with pytest.raises(ConfigError, match="version 7; expected 'cosched-profile', version 1"):
+            self.load(tmp_path, {"format": "cosched-profile", "version": 7, "points": []})
+
+    def test_too_few_points(self, tmp_path):
+        with pytest.raises(ConfigError, match=rf"bad\.json: .* 0 points; .* least {MIN_POINTS}"):
+            self.load(tmp_path, self.file())
+
+    @pytest.mark.parametrize(
+        ("point", "message"),
+        [
+            ({"prefills": [], "decodes": [1]}, "expected an object with"),
+            ({"prefills": [], "decodes": [], "seconds": 1.0}, "neither prefills nor decodes"),
+            ({"prefills": [], "decodes": [0], "seconds": 1.0}, r"\[0\] must be 1 whole numbers"),
+            ({"prefills": [[1]], "decodes": [], "seconds": 1.0}, r"\[1\] must be 2 whole"),
+            ({"prefills": [[1, 0.5]], "decodes": [], "seconds": 1.0}, "must be 2 whole"),
+            ({"prefills": 3, "decodes": [], "seconds": 1.0}, "prefills must be a list"),
+            ({"prefills": [], "decodes": [1], "seconds": 0}, "seconds is 0"),
+            ({"prefills": [], "decodes": [1], "seconds": "1"}, "seconds is '1'"),
+        ],
+    )
+    def test_a_bad_point_is_named_by_its_place(self, tmp_path, point, message):
+        good = {"prefills": [[8, 0]], "decodes": [], "seconds": 0.01}
+        with pytest.raises(ConfigError, match=r"bad\.json: points\[1\]: .*" + message):
+            self.load(tmp_path, self.file(good, point))
