@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 from cosched.errors import ConfigError
+from cosched.latency.graphs import default_chunk_tokens, default_max_batch, prefill_graph_sizes
 from cosched.latency.specs import GpuSpec, ModelSpec
 
-__all__ = ["RUNTIME_BYTES", "kv_capacity_tokens"]
+__all__ = ["RUNTIME_BYTES", "default_mem_fraction", "kv_capacity_tokens"]
 
 RUNTIME_BYTES = int(0.85 * 2**30)
 """CUDA context and libraries, taken before SGLang looks at the free memory: 79.65 GiB of an H100
 are 78.81 GiB when it starts to load weights (server log in SGLang's documentation)."""
+
+
+def default_mem_fraction(gpu: GpuSpec, tp: int = 1) -> float:
+    """--mem-fraction-static as SGLang 0.5.21 chooses it (`handle_gpu_memory_settings`).
+
+    In MiB it keeps 512 + 1.5 per token of a prefill chunk + 128 per GPU + 2 per request of the
+    largest decode graph + 8 per prefill graph, at least 10240 on large GPUs: 0.83 on 80 GB.
+    """
+    chunk_tokens = default_chunk_tokens(gpu)
+    reserved_mib = 512 + 1.5 * chunk_tokens + 128 * tp
+    reserved_mib += 2 * default_max_batch(gpu, tp) + 8 * len(prefill_graph_sizes(chunk_tokens))
+    if gpu.memory_bytes > 60 << 30:
+        reserved_mib = max(reserved_mib, 10240)
+    memory_mib = gpu.memory_bytes / 2**20
+    return round((memory_mib - reserved_mib) / memory_mib, 3)
 
 
 def kv_capacity_tokens(
@@ -17,7 +33,7 @@ def kv_capacity_tokens(
     gpu: GpuSpec,
     tp: int = 1,
     *,
-    mem_fraction: float = 0.88,
+    mem_fraction: float | None = None,
     page_size: int = 1,
 ) -> int:
     """Tokens that fit into SGLang's KV pool, whole pages [tokens].
@@ -27,10 +43,12 @@ def kv_capacity_tokens(
 
         ((memory - RUNTIME_BYTES) * mem_fraction - weights) / kv_bytes_per_token
 
-    `mem_fraction` is --mem-fraction-static; activations and CUDA graphs live in the rest. SGLang
-    0.5.21 takes 0.84 to 0.88 for 80 GB by itself. Check: Llama-3.1-8B on an H100 at 0.88 gives
-    445,000 here, and 444,500 in the server log of SGLang's documentation.
+    `mem_fraction` is --mem-fraction-static, None: SGLang's choice; activations and CUDA graphs live
+    in the rest. Check: Llama-3.1-8B on an H100 at 0.88 gives 445,500 here, and 444,500 in the
+    server log of SGLang's documentation.
     """
+    if mem_fraction is None:
+        mem_fraction = default_mem_fraction(gpu, tp)
     if not 0 < mem_fraction < 1:
         raise ConfigError(f"mem_fraction is {mem_fraction}; it must be in (0, 1)")
     if page_size < 1:

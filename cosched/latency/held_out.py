@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -27,6 +27,7 @@ class MeasuredTable(Protocol[RowT]):
     group(row)  what curve a row lies on: a matrix shape, a number of heads
     """
 
+    def __init__(self, rows: Sequence[RowT]) -> None: ...
     @property
     def rows(self) -> Sequence[RowT]: ...
     def predict(self, row: RowT) -> float: ...
@@ -66,11 +67,7 @@ def summarise(predicted: Sequence[float], measured: Sequence[float]) -> ErrorSum
 
 
 def held_out_error(
-    make: Callable[[Sequence[RowT]], MeasuredTable[RowT]],
-    rows: Sequence[RowT],
-    *,
-    fraction: float = 0.1,
-    seed: int = 0,
+    table: MeasuredTable[RowT], *, fraction: float = 0.1, seed: int = 0
 ) -> HeldOutError:
     """Error of a table on rows it was not given: a random `fraction` of the rows, then a random
     `fraction` of the curves. Both are harder than use: the full grid is twice as dense around a
@@ -81,29 +78,25 @@ def held_out_error(
     if not 0 < fraction < 1:
         raise ConfigError(f"fraction is {fraction}; it must be in (0, 1)")
     rng = np.random.default_rng(seed)
-    held = rng.random(len(rows)) < fraction
-    by_row = _error(make, rows, held)
+    some_rows = (rng.random(len(table.rows)) < fraction).tolist()
+    by_row = _error(table, some_rows)
     if by_row is None:
-        raise ConfigError(f"no row of {len(rows)} can be predicted from the others")
-    table = make(rows)
-    groups = sorted({table.group(row) for row in rows})
+        raise ConfigError(f"no row of {len(table.rows)} can be predicted from the others")
+    groups = sorted({table.group(row) for row in table.rows})
     chosen = {group for group in groups if rng.random() < fraction}
-    by_curve = _error(make, rows, np.array([table.group(row) in chosen for row in rows]))
+    by_curve = _error(table, [table.group(row) in chosen for row in table.rows])
     return HeldOutError(rows=by_row, curves=by_curve)
 
 
-def _error(
-    make: Callable[[Sequence[RowT]], MeasuredTable[RowT]],
-    rows: Sequence[RowT],
-    held: np.ndarray[tuple[int, ...], np.dtype[np.bool_]],
-) -> ErrorSummary | None:
-    table = make([row for row, out in zip(rows, held, strict=True) if not out])
+def _error(table: MeasuredTable[RowT], held: Sequence[bool]) -> ErrorSummary | None:
+    """Error on the rows marked in `held` of a table of the others."""
+    rest = type(table)([row for row, out in zip(table.rows, held, strict=True) if not out])
     predicted, measured = [], []
-    for row, out in zip(rows, held, strict=True):
+    for row, out in zip(table.rows, held, strict=True):
         if not out:
             continue
         try:
-            predicted.append(table.predict(row))
+            predicted.append(rest.predict(row))
         except ConfigError:
             continue  # Nothing around it is left; a reader of the whole table would be told so.
         measured.append(row.seconds)

@@ -21,7 +21,7 @@ from cosched.latency.attention import ContextTable, GenerationTable
 from cosched.latency.base import CostModel
 from cosched.latency.capacity import kv_capacity_tokens
 from cosched.latency.gemm import AllReduceTable, GemmTable
-from cosched.latency.held_out import ErrorSummary, HeldOutError, held_out_error
+from cosched.latency.held_out import ErrorSummary, HeldOutError, MeasuredTable, held_out_error
 from cosched.latency.profile_model import MeasuredPoint, ProfileModel
 from cosched.latency.registry import make_cost_model
 from cosched.latency.specs import GPUS, MODELS, GpuSpec
@@ -100,25 +100,19 @@ def _held_out(
     data_dir: Path, gpu: GpuSpec, fraction: float, seed: int
 ) -> Mapping[str, HeldOutError]:
     paths = find_tables(data_dir, gpu.tables)
+
+    def error(table: MeasuredTable[Any]) -> HeldOutError:
+        return held_out_error(table, fraction=fraction, seed=seed)
+
+    context = ContextTable(read_context_attention(paths.context_attention))
+    generation = GenerationTable(read_generation_attention(paths.generation_attention))
     errors = {
-        "gemm": held_out_error(GemmTable, read_gemm(paths.gemm), fraction=fraction, seed=seed),
-        "context attention": held_out_error(
-            ContextTable,
-            read_context_attention(paths.context_attention),
-            fraction=fraction,
-            seed=seed,
-        ),
-        "generation attention": held_out_error(
-            GenerationTable,
-            read_generation_attention(paths.generation_attention),
-            fraction=fraction,
-            seed=seed,
-        ),
+        "gemm": error(GemmTable(read_gemm(paths.gemm))),
+        "context attention": error(context),
+        "generation attention": error(generation),
     }
     if paths.allreduce is not None:
-        errors["all-reduce"] = held_out_error(
-            AllReduceTable, read_allreduce(paths.allreduce), fraction=fraction, seed=seed
-        )
+        errors["all-reduce"] = error(AllReduceTable(read_allreduce(paths.allreduce)))
     return errors
 
 

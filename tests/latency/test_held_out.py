@@ -27,26 +27,26 @@ def test_a_summary():
 
 def test_smooth_tables_predict_their_own_rows(table_dir):
     paths = find_tables(table_dir, "t1")
-    gemm = held_out_error(GemmTable, read_gemm(paths.gemm), seed=1)
+    gemm = held_out_error(GemmTable(read_gemm(paths.gemm)), seed=1)
     assert gemm.rows.mean < 0.15
     assert gemm.curves is not None
     generation = held_out_error(
-        GenerationTable, read_generation_attention(paths.generation_attention), seed=1
+        GenerationTable(read_generation_attention(paths.generation_attention)), seed=1
     )
     assert generation.rows.mean < 0.2
-    context = held_out_error(ContextTable, read_context_attention(paths.context_attention), seed=1)
+    context = held_out_error(ContextTable(read_context_attention(paths.context_attention)), seed=1)
     assert context.rows.mean < 0.4
 
 
 def test_the_same_seed_holds_out_the_same_rows(table_dir):
-    rows = read_allreduce(find_tables(table_dir, "t1").allreduce)
-    first, again = (held_out_error(AllReduceTable, rows, fraction=0.3, seed=4) for _ in range(2))
+    table = AllReduceTable(read_allreduce(find_tables(table_dir, "t1").allreduce))
+    first, again = (held_out_error(table, fraction=0.3, seed=4) for _ in range(2))
     assert first == again
 
 
 def test_a_wrong_fraction_is_named(table_dir):
     with pytest.raises(ConfigError, match=r"fraction is 1\.5"):
-        held_out_error(GemmTable, read_gemm(find_tables(table_dir, "t1").gemm), fraction=1.5)
+        held_out_error(GemmTable(read_gemm(find_tables(table_dir, "t1").gemm)), fraction=1.5)
 
 
 def test_the_report_says_what_it_cannot_find(tmp_path, capsys):

@@ -22,6 +22,7 @@ from cosched.latency import (
     kv_capacity_tokens,
     make_cost_model,
 )
+from cosched.latency.capacity import default_mem_fraction
 from cosched.latency.checks import roofline_ratio, typical_batches
 from cosched.latency.roofline import RooflineModel
 from tests.latency.synthetic import GPU, MODEL
@@ -106,6 +107,15 @@ class TestCapacity:
         # SGLang documentation, server log: Llama-3.1-8B, H100, --mem-fraction-static 0.88.
         tokens = kv_capacity_tokens(MODELS["Llama-3.1-8B"], GPUS["H100"], mem_fraction=0.88)
         assert tokens == pytest.approx(444_500, rel=0.005)
+
+    def test_the_default_fraction_is_what_sglang_would_choose(self):
+        # By its formula it keeps 13,904 MiB on both.
+        assert default_mem_fraction(GPUS["A100-80"]) == 0.83
+        assert default_mem_fraction(GPUS["H200"]) == 0.903
+        default = kv_capacity_tokens(MODELS["Llama-3.1-8B"], GPUS["A100-80"])
+        assert default == kv_capacity_tokens(
+            MODELS["Llama-3.1-8B"], GPUS["A100-80"], mem_fraction=0.83
+        )
 
     def test_whole_pages(self):
         tokens = kv_capacity_tokens(MODELS["Llama-3.1-8B"], GPUS["A100-80"], page_size=64)
