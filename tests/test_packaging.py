@@ -25,6 +25,8 @@ LAYERS = (
     ("config",),
     ("engine", "jobs"),
     ("cosched_patches",),
+    ("simulation",),
+    ("benchmark",),
 )
 RANKS = {unit: rank for rank, row in enumerate(LAYERS) for unit in row}
 COMMAND_PACKAGE, COMMAND = len(LAYERS), len(LAYERS) + 1

@@ -1,0 +1,196 @@
+"""The two-class benchmark: online and offline requests on one replica, scenario by scenario.
+
+    python -m cosched.bench run --online azure-like --online-rate 2.5 --offline documents
+    python -m cosched.bench yardstick --data-dir DIR
+    python -m cosched.bench knee --online azure-like --online-rate 2.5
+    python -m cosched.bench compare a.json b.json
+
+`run` takes scenarios side by side on one workload in virtual time: online alone (s0), offline
+alone under stock orders, both uncontrolled (s1), gateways with a static cap and with AIMD, stock
+priority scheduling at its defaults and at its best, and cosched's policies. `knee` finds the
+highest online rate that still meets the SLO, to state a load as a share of it. Every command prints
+a table and, as its last line, one JSON object.
+"""
+
+from __future__ import annotations
+
+import cosched.bootstrap  # isort: skip  # noqa: F401  # before anything of SGLang's
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cosched.benchmark.compare import compare_files
+from cosched.benchmark.report import markdown_table, write_plots
+from cosched.benchmark.suite import ALL_SCENARIOS, SuiteResult, run_suite
+from cosched.benchmark.tuned import TUNED
+from cosched.benchmark.yardstick import run_yardstick, yardstick_page
+from cosched.errors import ConfigError, CoschedError
+from cosched.metrics.table import print_table
+from cosched.simulation.find import find
+from cosched.simulation.options import add_machine_options, add_workload_options, run_spec_of
+from cosched.simulation.scenario import SCENARIOS, scenario
+from cosched.simulation.versions import versions
+
+__all__ = ["main"]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m cosched.bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_run(commands)
+    _add_yardstick(commands)
+    _add_knee(commands)
+    _add_compare(commands)
+    return parser
+
+
+def _add_run(commands: Any) -> None:
+    known = "\n".join(f"  {name:<20}{SCENARIOS[name].summary}" for name in SCENARIOS)
+    parser = commands.add_parser(
+        "run",
+        help="scenarios side by side on one workload",
+        description=f"Scenarios:\n{known}\n  {TUNED:<20}the best setting of a sweep of `priority`",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--scenarios",
+        type=_names,
+        default=ALL_SCENARIOS,
+        metavar="A,B,…",
+        help=f"default: {','.join(ALL_SCENARIOS)}",
+    )
+    add_workload_options(parser)
+    add_machine_options(parser)
+    _add_common(parser)
+    parser.add_argument("--plot", type=Path, metavar="DIR", help="write the pictures there")
+    parser.set_defaults(execute=_run)
+
+
+def _add_yardstick(commands: Any) -> None:
+    parser = commands.add_parser(
+        "yardstick",
+        help="the table every policy is held against (docs/yardstick.md)",
+        allow_abbrev=False,
+    )
+    add_workload_options(parser)
+    add_machine_options(parser)
+    _add_common(parser)
+    parser.add_argument(
+        "--scenarios", type=_names, default=ALL_SCENARIOS, metavar="A,B,…", help="default: all"
+    )
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the page there")
+    parser.set_defaults(execute=_yardstick)
+
+
+def _add_knee(commands: Any) -> None:
+    parser = commands.add_parser(
+        "knee",
+        help="the highest online rate that meets the SLO",
+        description="State a load as a share of this rate; practitioners run bursts at 0.88.",
+        allow_abbrev=False,
+    )
+    add_workload_options(parser)
+    add_machine_options(parser)
+    _add_common(parser)
+    parser.add_argument("--attainment", type=float, default=0.99, metavar="SHARE")
+    parser.add_argument("--share", type=float, default=0.88, help="load to state (default: 0.88)")
+    parser.set_defaults(execute=_knee)
+
+
+def _add_compare(commands: Any) -> None:
+    parser = commands.add_parser(
+        "compare",
+        help="results of earlier runs side by side",
+        description="Files hold the last line of `run`. Ratios are to s0 of the first file.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.set_defaults(execute=lambda arguments: compare_files(arguments.files))
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="simulations at a time (default: %(default)s)"
+    )
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Exits with 2 and one sentence when the arguments are wrong."""
+    arguments = build_parser().parse_args(argv)
+    execute: Callable[[argparse.Namespace], Mapping[str, Any]] = arguments.execute
+    try:
+        result = execute(arguments)
+    except CoschedError as error:
+        print(f"cosched: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    print(json.dumps({"versions": versions(), **result}, sort_keys=True, allow_nan=False))
+
+
+def _run(arguments: argparse.Namespace) -> dict[str, Any]:
+    base = run_spec_of(arguments, scenario("s1"))
+    suite = run_suite(base, arguments.scenarios, num_jobs=arguments.jobs, quiet=arguments.quiet)
+    _show(suite)
+    if arguments.plot is not None:
+        write_plots(arguments.plot, suite)
+    return {"scenarios": {name: row.to_dict() for name, row in suite.rows.items()}}
+
+
+def _show(suite: SuiteResult) -> None:
+    print_table(
+        {row.name: row.summary for row in suite.rows.values()},
+        baseline="s0" if "s0" in suite.rows else None,
+    )
+
+
+def _yardstick(arguments: argparse.Namespace) -> dict[str, Any]:
+    suites = run_yardstick(
+        arguments, num_jobs=arguments.jobs, quiet=arguments.quiet, names=arguments.scenarios
+    )
+    for name, suite in suites.items():
+        print(f"\n{name}\n\n{markdown_table(suite.rows)}")
+    if arguments.write is not None:
+        arguments.write.write_text(yardstick_page(arguments, suites), encoding="utf-8")
+    return {
+        "workloads": {
+            name: {scenario: row.to_dict() for scenario, row in suite.rows.items()}
+            for name, suite in suites.items()
+        }
+    }
+
+
+def _knee(arguments: argparse.Namespace) -> dict[str, Any]:
+    if not 0 < arguments.share <= 1:
+        raise ConfigError(f"--share is {arguments.share}; it must be in (0, 1]")
+    answer = find(
+        "max-online-rate",
+        run_spec_of(arguments, scenario("s0")),
+        attainment=arguments.attainment,
+        num_jobs=arguments.jobs,
+        quiet=arguments.quiet,
+    )
+    print(answer.sentence())
+    load = None if answer.value is None else arguments.share * answer.value
+    if load is not None:
+        print(f"{arguments.share:.0%} of it: {load:.3g} req/s")
+    return {**answer.to_dict(), "share": arguments.share, "load": load}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Scenarios on one workload, in virtual time, and what they are compared with."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from cosched.benchmark.tuned import TUNED, choose_tuned, tuned_candidates
+from cosched.errors import ConfigError, choices
+from cosched.metrics.summary import Summary
+from cosched.simulation.parallel import execute_all
+from cosched.simulation.run import RunResult, RunSpec, summarize_run
+from cosched.simulation.scenario import SCENARIOS, scenario
+
+__all__ = ["ALL_SCENARIOS", "OFFLINE_ONLY", "Row", "SuiteResult", "run_suite"]
+
+OFFLINE_ONLY = ("offline-fcfs", "offline-lpm", "offline-dfs-weight")
+
+_BASELINES = ("s0", *OFFLINE_ONLY, "s1", "priority", TUNED, "cap", "aimd")
+
+ALL_SCENARIOS = (*_BASELINES, *(name for name in SCENARIOS if name not in _BASELINES))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One scenario on one workload.
+
+    baseline  what `s0` reached in the same window: a run that is done early is not compared with
+              hours it did not see. None where there is no online class or no s0
+    """
+
+    name: str
+    result: RunResult
+    summary: Summary
+    baseline: Summary | None
+
+    @property
+    def attainment(self) -> float | None:
+        return self.summary.online.attainment.joint.ratio
+
+    @property
+    def baseline_attainment(self) -> float | None:
+        return None if self.baseline is None else self.baseline.online.attainment.joint.ratio
+
+    @property
+    def offline_tokens_per_s(self) -> float | None:
+        return self.summary.offline.tokens_per_s if self.result.spec.scenario.has_offline else None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "scenario": self.name,
+            "attainment": self.attainment,
+            "baseline_attainment": self.baseline_attainment,
+            "offline_tokens_per_s": self.offline_tokens_per_s,
+            "ceiling_ratio": self.summary.ceiling.ratio,
+            **self.result.to_dict(),
+            "summary": self.summary.to_dict(with_host=False),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuiteResult:
+    """All scenarios on one workload, in the order asked for.
+
+    sweep  every stock setting tried for ``priority-tuned``, by name
+    """
+
+    rows: Mapping[str, Row]
+    sweep: Mapping[str, Row]
+
+    @property
+    def ceiling_tokens_per_s(self) -> float | None:
+        rates = [self.rows[name].offline_tokens_per_s for name in OFFLINE_ONLY if name in self.rows]
+        return max((rate for rate in rates if rate is not None), default=None)
+
+
+def run_suite(
+    base: RunSpec, names: Sequence[str], *, num_jobs: int, quiet: bool = False, label: str = ""
+) -> SuiteResult:
+    """Run scenarios that differ from `base` in the scenario alone.
+
+    ``priority-tuned`` is a sweep over stock settings, of which the best is shown
+    (`cosched.benchmark.tuned`). ConfigError names an unknown scenario.
+    """
+    known = {*SCENARIOS, TUNED}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ConfigError(f"unknown scenario {unknown[0]!r}; choose from {choices(known)}")
+    specs = {name: _spec(base, name) for name in names if name != TUNED}
+    candidates = tuned_candidates(base) if TUNED in names else {}
+    results = _execute({**specs, **candidates}, num_jobs=num_jobs, quiet=quiet, label=label)
+    ceiling = max(
+        (_offline_rate(results[name]) for name in OFFLINE_ONLY if name in results), default=None
+    )
+    s0 = results.get("s0")
+
+    def row(name: str, result: RunResult) -> Row:
+        summary = summarize_run(
+            result.spec,
+            result.records,
+            result.iterations,
+            end_s=result.end_s,
+            ceiling_tokens_per_s=ceiling,
+        )
+        baseline = None
+        if s0 is not None and result.spec.scenario.has_online:
+            baseline = summarize_run(s0.spec, s0.records, s0.iterations, end_s=result.end_s)
+        return Row(name=name, result=result, summary=summary, baseline=baseline)
+
+    sweep = {name: row(name, results[name]) for name in candidates}
+    rows = {name: row(name, results[name]) for name in specs}
+    if sweep:
+        best = choose_tuned(
+            {
+                name: (r.attainment, r.baseline_attainment, r.offline_tokens_per_s)
+                for name, r in sweep.items()
+            }
+        )
+        rows[TUNED] = replace(sweep[best], name=f"{TUNED} ({best})")
+    return SuiteResult(rows={name: rows[name] for name in names}, sweep=sweep)
+
+
+def _spec(base: RunSpec, name: str) -> RunSpec:
+    return replace(base, scenario=scenario(name))
+
+
+def _offline_rate(result: RunResult) -> float:
+    return result.summary.offline.tokens_per_s or 0.0
+
+
+def _execute(
+    specs: Mapping[str, RunSpec], *, num_jobs: int, quiet: bool, label: str
+) -> dict[str, RunResult]:
+    names = list(specs)
+    results: dict[str, RunResult] = {}
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        disable=quiet or not sys.stderr.isatty(),
+    )
+    with bar:
+        task = bar.add_task(label or "runs", total=len(names))
+        for index, result in execute_all([specs[n] for n in names], num_jobs=num_jobs):
+            results[names[index]] = result
+            bar.update(task, advance=1)
+            if bar.disable and not quiet:
+                print(
+                    f"{label} {names[index]}: {result.end_s:.0f} s in {result.wall_s:.0f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
+    return results

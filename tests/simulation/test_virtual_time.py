@@ -1,0 +1,165 @@
+"""SGLang's scheduler under the virtual clock."""
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+
+import cosched.bootstrap  # noqa: F401  # before sglang
+from cosched.core.request import RequestClass
+from cosched.errors import ConfigError
+from cosched.metrics.records import record_line
+from cosched.simulation.machine import Machine, default_chunk_tokens
+from cosched.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
+from cosched.simulation.scenario import SCENARIOS, scenario
+
+SMALL = Machine(kv_tokens=20_000, chunk_tokens=512, max_running_requests=32)
+
+
+def make_spec(name, **changes):
+    return replace(
+        RunSpec(
+            scenario=scenario(name),
+            machine=SMALL,
+            online=WorkloadSpec(name="alpaca", rate=8.0),
+            offline=WorkloadSpec(name="bros-offline", num_requests=60),
+            cost=CostSpec(name="roofline"),
+            duration_s=6.0,
+        ),
+        **changes,
+    )
+
+
+def bytes_of(result):
+    lines = [record_line(record) for record in result.records]
+    return json.dumps(result.to_dict(), sort_keys=True) + "".join(lines)
+
+
+def online(result):
+    return [r for r in result.records if r.request_class is RequestClass.ONLINE]
+
+
+def offline(result):
+    return [r for r in result.records if r.request_class is RequestClass.OFFLINE]
+
+
+@pytest.mark.parametrize("name", ["sglang_both", "priority", "sarathi"])
+def test_two_runs_give_the_same_bytes(name):
+    spec = make_spec("s1" if name == "sglang_both" else name)
+    first, second = execute(spec), execute(spec)
+    assert len(first.records) > 60
+    assert bytes_of(first) == bytes_of(second)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_virtual_time_contains_no_host_time(monkeypatch, overlap):
+    from cosched.engine.virtual import VirtualEngine
+
+    spec = make_spec("sarathi", duration_s=2.0, machine=replace(SMALL, overlap=overlap))
+    fast = execute(spec)
+    forward = VirtualEngine._forward
+
+    def slow(self, batch, **options):
+        time.sleep(0.003)
+        return forward(self, batch, **options)
+
+    monkeypatch.setattr(VirtualEngine, "_forward", slow)
+    slowed = execute(spec)
+    assert slowed.wall_s > fast.wall_s
+    assert bytes_of(slowed) == bytes_of(fast)
+
+
+def test_noise_is_drawn_from_the_seed():
+    noisy = make_spec("s0", cost=CostSpec(name="roofline", noise_sigma=0.2), duration_s=3.0)
+    assert bytes_of(execute(noisy)) == bytes_of(execute(noisy))
+    assert bytes_of(execute(noisy)) != bytes_of(execute(make_spec("s0", duration_s=3.0)))
+
+
+def test_every_request_is_answered_in_full_when_time_suffices():
+    spec = make_spec("sarathi", duration_s=120.0, online=WorkloadSpec(name="alpaca", rate=2.0))
+    result = execute(replace(spec, offline=WorkloadSpec(name="bros-offline", num_requests=40)))
+    done = offline(result)
+    assert len(done) == 40 and all(r.is_finished for r in done)
+    assert result.end_s < 120.0, "the run ends with its offline set"
+    for record in result.records:
+        if record.is_finished:
+            times = list(record.token_times)
+            assert len(times) == record.num_output_tokens > 0
+            assert record.arrival_s <= record.admitted_s < times[0]
+            assert times == sorted(times)
+
+
+def test_iterations_fill_time_without_overlapping():
+    result = execute(make_spec("sarathi"))
+    starts, ends = result.iterations.column("start_s"), result.iterations.end_s
+    assert (starts[1:] >= ends[:-1] - 1e-9).all(), "one GPU runs one iteration at a time"
+    kv = sum(
+        result.iterations.column(name)
+        for name in ("kv_online_tokens", "kv_offline_tokens", "kv_cached_tokens", "kv_free_tokens")
+    )
+    assert (kv == 20_000).all()
+
+
+def test_idle_time_is_skipped():
+    spec = make_spec("s0", online=WorkloadSpec(name="alpaca", rate=0.02), duration_s=3600.0)
+    result = execute(spec)
+    assert len(online(result)) > 30
+    assert result.wall_s < 60, "an hour with a request every 50 s"
+    assert all(r.ttft_s < 0.5 for r in online(result) if r.is_finished)
+
+
+def test_a_static_cap_is_kept():
+    result = execute(make_spec("cap", cap=3))
+    in_flight = [(r.arrival_s, 1) for r in offline(result)]
+    in_flight += [(r.finish_s, -1) for r in offline(result) if r.finish_s is not None]
+    count = most = 0
+    for _, step in sorted(in_flight):
+        count += step
+        most = max(most, count)
+    assert most == 3
+
+
+def test_aimd_raises_its_cap_while_targets_are_met_and_halves_it_when_not():
+    from cosched.simulation.clients import AimdClient
+
+    spec = make_spec("s0")
+    from cosched.simulation.run import load_requests
+
+    requests = load_requests(make_spec("s1"))[1]
+    missed = [False]
+    client = AimdClient(requests, is_missed=lambda record: missed[0], max_concurrency=8)
+    record = online(execute(replace(spec, duration_s=1.0)))[0]
+    sizes = []
+    for second in range(1, 8):
+        client.on_finish(record)
+        list(client.due(float(second)))
+        sizes.append(client.concurrency)
+    assert sizes == [2, 3, 4, 5, 6, 7, 8]
+    missed[0] = True
+    client.on_finish(record)
+    list(client.due(8.0))
+    assert client.concurrency == 4
+
+
+def test_online_latency_suffers_least_under_sarathi():
+    both = execute(make_spec("s1")).summary.online
+    alone = execute(make_spec("s0")).summary.online
+    planned = execute(make_spec("sarathi")).summary.online
+    assert alone.ttft_s.p99 <= planned.ttft_s.p99 < both.ttft_s.p99
+
+
+def test_machine_takes_sglangs_defaults_of_the_gpu():
+    assert Machine(gpu="A100-80").chunk() == 8192
+    assert Machine(gpu="A100-40").chunk() == 4096
+    assert default_chunk_tokens(16 << 30) == 2048
+    assert 400_000 < Machine(gpu="A100-80").capacity() < 500_000
+    assert Machine(kv_tokens=1000, page_size=64).capacity() == 960
+    with pytest.raises(ConfigError, match="less than one page"):
+        Machine(kv_tokens=10, page_size=64).capacity()
+
+
+def test_unknown_scenario_names_the_choices():
+    with pytest.raises(ConfigError, match=r"unknown scenario 'ehco'; choose from .*sarathi"):
+        scenario("ehco")
+    assert {"s0", "s1", "cap", "aimd", "priority", "sarathi"} <= set(SCENARIOS)
