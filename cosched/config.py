@@ -40,14 +40,17 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     slo                targets of online requests
     latency_budget_ms  most predicted milliseconds of an iteration; absent: derived from the SLO
     latency_model      file that ``cosched.profile`` wrote; absent: calibrated while running
+    iteration_log      file to write the shape and time of every iteration to, one JSON line each
 
-    The last two are read by policies with a latency budget; those with a token budget ignore them.
+    latency_budget_ms and latency_model are read by policies with a latency budget; those with a
+    token budget ignore them.
     """
 
     policy: str = "sarathi"
     slo: SloConfig = SloConfig()
     latency_budget_ms: float | None = None
     latency_model: str | None = None
+    iteration_log: str | None = None
 
     def __post_init__(self) -> None:
         policy_entry(self.policy)

@@ -16,6 +16,8 @@ import sys
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
+import msgspec
+
 from cosched.config import ENV_VAR, Config, SloConfig, load_config
 from cosched.errors import ConfigError, CoschedError
 from cosched.policy.registry import POLICIES, policy_entry
@@ -53,6 +55,11 @@ def build_parser() -> argparse.ArgumentParser:
         f"(default: {defaults.slo.tpot_ms:g})",
     )
     group.add_argument(
+        "--cosched-iteration-log",
+        metavar="FILE",
+        help="write the shape and time of every iteration there, one JSON line each",
+    )
+    group.add_argument(
         "--cosched-no-mixed-chunk",
         action="store_true",
         help="do not add --enable-mixed-chunk: prefill and decode then take turns",
@@ -73,12 +80,8 @@ def config_from(flags: argparse.Namespace) -> Config:
         )
     except ValueError as error:
         raise ConfigError(f"--cosched-slo: {error}") from None
-    return Config(
-        policy=policy,
-        slo=slo,
-        latency_budget_ms=base.latency_budget_ms,
-        latency_model=base.latency_model,
-    )
+    log = base.iteration_log if flags.cosched_iteration_log is None else flags.cosched_iteration_log
+    return msgspec.structs.replace(base, policy=policy, slo=slo, iteration_log=log)
 
 
 def engine_arguments(argv: Sequence[str], config: Config, *, mixed_chunk: bool) -> list[str]:

@@ -51,7 +51,7 @@ def _compared(row: Mapping[str, Any], base: Mapping[str, Any] | None) -> dict[st
 
     return {
         "attainment": _scaled(row["attainment"], 100),
-        "attainment_ratio": _ratio(row["attainment"], base and base["attainment"]),
+        "attainment_ratio": _ratio(row["attainment"], base["attainment"] if base else None),
         "ttft_p99_ratio": _ratio(p99(row, "ttft_s"), p99(base, "ttft_s")),
         "tpot_p99_ratio": _ratio(p99(row, "tpot_s"), p99(base, "tpot_s")),
         "offline_tokens_per_s": row["offline_tokens_per_s"],

@@ -40,6 +40,7 @@ __all__ = [
     "class_of_priority",
     "parse_http",
     "parse_priority",
+    "params_of_slo",
     "parse_slo",
     "priority_for",
     "slo_of_params",
@@ -217,6 +218,12 @@ def slo_of_params(custom_params: Any) -> Slo:
         return parse_slo((custom_params or {}).get(PARAMS_KEY))
     except RequestError:
         return Slo()
+
+
+def params_of_slo(slo: Slo) -> dict[str, float]:
+    """The inverse of `parse_slo`: what to put into ``custom_params["cosched"]``; empty if none."""
+    targets = {key: (getattr(slo, name), unit) for key, (name, unit) in SLO_FIELDS.items()}
+    return {key: value / unit for key, (value, unit) in targets.items() if value is not None}
 
 
 def _cosched_params(custom_params: Any, *, field: str) -> Mapping[str, Any]:

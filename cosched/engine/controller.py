@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from cosched.config import Config
+from cosched.core.caps import EngineCaps
 from cosched.core.plan import Plan
 from cosched.core.request import RequestClass
 from cosched.core.validate import validate
-from cosched.engine.clock import Clock, WallClock
+from cosched.engine.clock import Clock
+from cosched.engine.observe import IterationObserver
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.view_of import SchedulerView, caps_of
 from cosched.engine.waiting import WaitingQueue, WaitingSummary
-from cosched.errors import ConfigError
 from cosched.offline.pool import ArrivalQueue
 from cosched.policy.base import Policy
-from cosched.policy.registry import policy_entry
 
 __all__ = ["Controller", "Counters"]
 
@@ -46,36 +46,28 @@ class Controller:
     """
 
     def __init__(
-        self, scheduler: Any, *, policy: Policy, config: Config, clock: Clock | None = None
+        self,
+        scheduler: Any,
+        *,
+        make_policy: Callable[[EngineCaps], Policy],
+        config: Config,
+        clock: Clock,
+        observer: IterationObserver,
     ) -> None:
         self.scheduler = scheduler
-        self.policy = policy
         self.config = config
-        self.clock = clock or WallClock()
+        self.clock = clock
+        self.observer = observer
         self.caps = caps_of(scheduler)
+        self.policy = make_policy(self.caps)
         self.counters = Counters()
-        self.waiting = WaitingQueue(pool=ArrivalQueue(), clock=self.clock)
+        self.waiting = WaitingQueue(pool=ArrivalQueue(), clock=clock)
         for req in scheduler.waiting_queue:
             self.waiting.append(req)
         scheduler.waiting_queue = self.waiting
         summary = WaitingSummary(self.waiting)
         # The inquirer is a frozen dataclass of callables that the scheduler itself builds.
         object.__setattr__(scheduler.load_inquirer, "get_waiting_queue", lambda: summary)
-
-    @classmethod
-    def attach(cls, scheduler: Any, config: Config) -> Controller | None:
-        """Take over a scheduler that was just built; None when its own scheduling stays."""
-        entry = policy_entry(config.policy)
-        if entry.make is None:
-            return None
-        if scheduler.is_hybrid_swa or scheduler.is_hybrid_ssm:
-            raise ConfigError(
-                f"policy {config.policy!r} does not support models with sliding-window or "
-                "state-space layers yet (their KV has a second pool); use --cosched-policy sglang"
-            )
-        controller = cls(scheduler, policy=entry.make(caps_of(scheduler)), config=config)
-        scheduler.cosched = controller
-        return controller
 
     def use_clock(self, clock: Clock) -> None:
         """Take time from another clock; before the first request comes."""
@@ -123,6 +115,8 @@ class Controller:
             "num_running_offline": num_offline,
             "num_preemptions": counters.num_preemptions,
             "num_engine_refusals": counters.num_engine_refusals,
+            "num_iterations": self.observer.num_iterations,
+            "busy_s": round(self.observer.busy_s, 6),
             "num_plans": counters.num_plans,
             "num_replans": counters.num_replans,
             "mean_planning_us": round(counters.planning_s / max(counters.num_plans, 1) * 1e6, 1),

@@ -21,10 +21,12 @@ from typing import Any, Protocol
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 
-from cosched.core.batch import BatchShape, Prefill
+from cosched.core.batch import BatchShape
 from cosched.core.request import RequestClass, Slo
 from cosched.core.wire import OFFLINE_PRIORITY, PARAMS_KEY, class_of_priority, params_of_slo
+from cosched.engine.attach import use_clock
 from cosched.engine.local import LocalEngine
+from cosched.engine.shape import shape_of
 from cosched.metrics.records import IterationLog, IterationRecord, RequestRecord
 
 __all__ = ["EOS_ID", "VOCAB_SIZE", "Arrival", "Source", "VirtualClock", "VirtualEngine"]
@@ -232,9 +234,9 @@ class VirtualEngine:
 
     def _take_over(self) -> None:
         scheduler = self.scheduler
-        controller = getattr(scheduler, "cosched", None)
-        if controller is not None:
-            controller.use_clock(self.clock)
+        use_clock(scheduler, self.clock)
+        # Reports to a server that is not there; they walk the queues at every prefill.
+        scheduler.load_snapshot_writer = None
         scheduler.model_worker.forward_batch_generation = self._forward
         process = scheduler.process_batch_result
 
@@ -265,7 +267,7 @@ class VirtualEngine:
 
     def _forward(self, batch: Any, **options: Any) -> GenerationBatchResult:
         """Takes the place of the model worker's forward: no computation, modelled time."""
-        shape = _shape_of(batch)
+        shape = shape_of(batch)
         start_s = max(self.clock.now_s(), self._gpu_free_s)
         self._gpu_free_s = start_s + self._cost_model.iteration_s(shape)
         self._num_launched += 1
@@ -348,22 +350,6 @@ class VirtualEngine:
                 kv_free_tokens=free,
             )
         )
-
-
-def _shape_of(batch: Any) -> BatchShape:
-    if batch.forward_mode.is_decode():
-        return BatchShape(decodes=batch.seq_lens_cpu.tolist())
-    num_mixed = len(batch.decoding_reqs or ())
-    num_prefills = len(batch.extend_lens) - num_mixed
-    return BatchShape(
-        prefills=[
-            Prefill(new, cached)
-            for new, cached in zip(
-                batch.extend_lens[:num_prefills], batch.prefix_lens[:num_prefills], strict=True
-            )
-        ],
-        decodes=[cached + 1 for cached in batch.prefix_lens[num_prefills:]],
-    )
 
 
 def write_model_config(model_dir: Path) -> None:

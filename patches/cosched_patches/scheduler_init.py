@@ -11,14 +11,14 @@ __all__ = ["SEAM"]
 
 def _hook() -> Any:
     from cosched.config import load_config
-    from cosched.engine.controller import Controller
+    from cosched.engine.attach import attach
 
-    def attach(result: None, scheduler: Any, server_args: Any, port_args: Any) -> None:
+    def attach_if_on(result: None, scheduler: Any, server_args: Any, port_args: Any) -> None:
         config = load_config()
         if config is not None:
-            Controller.attach(scheduler, config)
+            attach(scheduler, config)
 
-    return attach
+    return attach_if_on
 
 
 SEAM = Seam(
@@ -27,8 +27,8 @@ SEAM = Seam(
     signature=("self", "server_args", "port_args"),
     hook=_hook,
     why=(
-        "Puts the controller beside a scheduler and its waiting queue (online queue and offline "
-        "pool) in the place of SGLang's list."
+        "Puts controller and observer beside a scheduler, and the waiting queue (online queue and "
+        "offline pool) in the place of SGLang's list."
     ),
     upstream="sgl-project/sglang#5603",
 )

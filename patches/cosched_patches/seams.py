@@ -8,6 +8,7 @@ from cosched_patches import (
     http_json,
     http_processes,
     internal_state,
+    iteration_times,
     prefill_adder,
     prefill_batch,
     queue_limit,
@@ -28,5 +29,7 @@ SEAMS: tuple[Seam, ...] = (
     prefill_batch.SEAM,
     prefill_adder.SEAM,
     decode_retraction.SEAM,
+    iteration_times.LAUNCH,
+    iteration_times.RESULT,
     internal_state.SEAM,
 )

@@ -1,0 +1,52 @@
+"""A scheduler that was just built is taken over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.runtime_context import get_parallel
+
+from cosched.config import Config
+from cosched.engine.clock import Clock, WallClock
+from cosched.engine.controller import Controller
+from cosched.engine.observe import IterationLogFile, IterationObserver
+from cosched.errors import ConfigError
+from cosched.policy.registry import policy_entry
+
+__all__ = ["attach", "use_clock"]
+
+
+def attach(scheduler: Any, config: Config) -> None:
+    """Give it an observer (``cosched_observer``) and, unless SGLang's own scheduling stays, a
+    controller (``cosched``). ConfigError when the policy cannot serve its model."""
+    clock = WallClock()
+    observer = IterationObserver(scheduler, clock=clock)
+    scheduler.cosched_observer = observer
+    if config.iteration_log is not None and get_parallel().tp_rank == 0:
+        observer.add_listener(IterationLogFile(_log_path(config.iteration_log)))
+    entry = policy_entry(config.policy)
+    if entry.make is None:
+        return
+    if scheduler.is_hybrid_swa or scheduler.is_hybrid_ssm:
+        raise ConfigError(
+            f"policy {config.policy!r} does not support models with sliding-window or state-space "
+            "layers yet (their KV has a second pool); use --cosched-policy sglang"
+        )
+    scheduler.cosched = Controller(
+        scheduler, make_policy=entry.make, config=config, clock=clock, observer=observer
+    )
+
+
+def use_clock(scheduler: Any, clock: Clock) -> None:
+    """Take time from another clock; before the first request comes."""
+    scheduler.cosched_observer.use_virtual_clock(clock)
+    controller = getattr(scheduler, "cosched", None)
+    if controller is not None:
+        controller.use_clock(clock)
+
+
+def _log_path(path: str) -> Path:
+    """One file per replica: with data parallelism the replica's number is appended."""
+    dp_rank = get_parallel().dp_rank
+    return Path(path if dp_rank is None else f"{path}.{dp_rank}")
