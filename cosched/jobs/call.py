@@ -1,0 +1,236 @@
+"""One call of run_batch: sets a job up, handles signals, says how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import resource
+import signal
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from enum import IntEnum
+
+from cosched.errors import ConfigError
+from cosched.jobs.client import Client, RetryRules
+from cosched.jobs.config import JobConfig
+from cosched.jobs.errors import ServerGoneError
+from cosched.jobs.journal import Journal, JournalPaths
+from cosched.jobs.lines import BadLine
+from cosched.jobs.progress import make_reporter
+from cosched.jobs.report import job_results, print_report
+from cosched.jobs.runner import Job, JobCounts, checked_lines
+from cosched.jobs.server import (
+    OwnServer,
+    RunningServer,
+    free_port,
+    own_base_url,
+    server_command,
+)
+from cosched.jobs.sidecar import JobState
+from cosched.jobs.source import Source, read_source
+
+__all__ = ["ExitCode", "run_job", "validate"]
+
+_FILES_BESIDE_CONNECTIONS = 64
+_MAX_SHOWN_FAULTS = 20
+
+
+class ExitCode(IntEnum):
+    """What run_batch's exit code says."""
+
+    ANSWERED = 0
+    SOME_FAILED = 1
+    BAD_USAGE = 2
+    SERVER_GONE = 3
+    BUG = 70
+    INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ending:
+    exit_code: ExitCode
+    message: str | None
+    counts: JobCounts
+
+
+def run_job(config: JobConfig) -> ExitCode:
+    """Run the job to its end, or to an interruption. Raises CoschedError before it has begun."""
+    began_s = time.monotonic()
+    _allow_connections(config.concurrency)
+    source = read_source(config.input)
+    paths = JournalPaths(out=config.out, errors=config.errors)
+    state = JobState(
+        source=source,
+        errors_beside_out=paths.errors_beside_out,
+        ordered=config.ordered,
+        max_line_bytes=config.max_line_bytes,
+    )
+    with Journal.open(paths=paths, state=state, overwrite=config.overwrite) as journal:
+        if journal.num_done:
+            _say(
+                f"resuming: {journal.num_answered} lines are answered, {journal.num_failed} failed"
+                f" ({journal.num_cut_bytes} bytes of unfinished records were cut off)"
+            )
+        ending = asyncio.run(_until_end(config, source, journal))
+        counts = {
+            "lines": source.num_lines,
+            "empty": ending.counts.num_empty,
+            "answered": journal.num_answered,
+            "failed": journal.num_failed,
+            "answered_now": ending.counts.num_answered,
+            "failed_now": ending.counts.num_failed,
+        }
+    if ending.message:
+        _say(ending.message)
+    results = job_results(
+        counts=counts,
+        prompt_tokens=ending.counts.prompt_tokens,
+        completion_tokens=ending.counts.completion_tokens,
+        seconds=time.monotonic() - began_s,
+    )
+    print_report(
+        exit_code=ending.exit_code,
+        message=ending.message,
+        config=config.as_json(),
+        results=results,
+    )
+    return ending.exit_code
+
+
+def validate(config: JobConfig) -> ExitCode:
+    """Check every line, send nothing and write no file."""
+    began_s = time.monotonic()
+    source = read_source(config.input)
+    counts = JobCounts()
+    by_code = asyncio.run(_check_all(source, config.max_line_bytes, counts))
+    num_bad = by_code.total()
+    seconds = time.monotonic() - began_s
+    exit_code = ExitCode.SOME_FAILED if num_bad else ExitCode.ANSWERED
+    num_valid = source.num_lines - counts.num_empty - num_bad
+    results = {
+        "counts": {
+            "lines": source.num_lines,
+            "empty": counts.num_empty,
+            "valid": num_valid,
+            "bad": num_bad,
+        },
+        "bad_by_code": dict(by_code),
+        "seconds": round(seconds, 3),
+    }
+    print_report(exit_code=exit_code, message=None, config=config.as_json(), results=results)
+    return exit_code
+
+
+async def _check_all(source: Source, max_line_bytes: int, counts: JobCounts) -> Counter[str]:
+    by_code: Counter[str] = Counter()
+    async for line in checked_lines(source, max_line_bytes=max_line_bytes, counts=counts):
+        if isinstance(line, BadLine):
+            by_code[line.code] += 1
+            if by_code.total() <= _MAX_SHOWN_FAULTS:
+                _say(f"{source.path}:{line.number}: {line.code}: {line.message}")
+    if by_code.total() > _MAX_SHOWN_FAULTS:
+        _say(f"and {by_code.total() - _MAX_SHOWN_FAULTS} more bad lines")
+    source.check_unchanged()
+    return by_code
+
+
+async def _until_end(config: JobConfig, source: Source, journal: Journal) -> _Ending:
+    port = config.port or free_port()
+    base_url = config.base_url if config.model_path is None else own_base_url(port)
+    client = _client(config, base_url)
+    server = _server(config, client, port=port, log_path=journal.paths.server_log)
+    _stop_on_signals()
+    with make_reporter(every_s=config.progress_every_s, num_done=journal.num_done) as reporter:
+        job = Job(
+            source=source,
+            journal=journal,
+            client=client,
+            server=server,
+            concurrency=config.concurrency,
+            max_line_bytes=config.max_line_bytes,
+            ordered=config.ordered,
+            show=reporter.show,
+        )
+        try:
+            async with client:
+                await job.run()
+        except asyncio.CancelledError:
+            again = "run the same command again" + " without --overwrite" * config.overwrite
+            message = f"interrupted; nothing that was answered is lost. To go on, {again}"
+            return _Ending(exit_code=ExitCode.INTERRUPTED, message=message, counts=job.counts)
+        except ServerGoneError as error:
+            message = f"{error}\nTo go on when it is back, run the same command again"
+            return _Ending(exit_code=ExitCode.SERVER_GONE, message=message, counts=job.counts)
+        finally:
+            await asyncio.to_thread(server.stop)
+    if journal.num_failed:
+        message = f"failed lines are in {journal.paths.errors}"
+        return _Ending(exit_code=ExitCode.SOME_FAILED, message=message, counts=job.counts)
+    return _Ending(exit_code=ExitCode.ANSWERED, message=None, counts=job.counts)
+
+
+def _client(config: JobConfig, base_url: str) -> Client:
+    return Client(
+        base_url=base_url,
+        concurrency=config.concurrency,
+        rules=RetryRules(max_wait_s=config.max_wait_s, max_retries=config.max_retries),
+        rng=random.Random(config.seed),
+        clock=time.monotonic,
+        timeout_s=config.timeout_s,
+        api_key=config.api_key,
+    )
+
+
+def _server(
+    config: JobConfig, client: Client, *, port: int, log_path: str
+) -> OwnServer | RunningServer:
+    if config.model_path is None:
+        return RunningServer(client=client, max_wait_s=config.max_wait_s)
+    return OwnServer(
+        client=client,
+        command=server_command(model_path=config.model_path, port=port, flags=config.server_flags),
+        log_path=log_path,
+        start_timeout_s=config.start_timeout_s,
+    )
+
+
+def _stop_on_signals() -> None:
+    """The first SIGINT or SIGTERM cancels the job, which then ends in order; the second kills."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+    assert task is not None
+    signals = iter([task.cancel])
+
+    def stop() -> None:
+        cancel = next(signals, None)
+        if cancel is None:
+            # Safe at any moment, like kill -9; the job's own server gets a SIGTERM by that.
+            os._exit(ExitCode.INTERRUPTED)
+        _say("stopping; once more to stop without waiting")
+        cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+
+
+def _allow_connections(concurrency: int) -> None:
+    """Raise the limit on open files, or say why it cannot be."""
+    needed = concurrency + _FILES_BESIDE_CONNECTIONS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ConfigError(
+            f"--concurrency {concurrency} needs {needed} open files and {hard} are allowed "
+            f"(ulimit -Hn): use at most {max(1, hard - _FILES_BESIDE_CONNECTIONS)}"
+        )
+    with contextlib.suppress(ValueError, OSError):  # then connecting fails with its own message
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def _say(text: str) -> None:
+    print(f"run_batch: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,78 @@
+"""The settings of a job."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from cosched.errors import ConfigError
+from cosched.jobs.client import RetryRules
+
+__all__ = ["JobConfig", "normal_base_url"]
+
+DEFAULT_BASE_URL = "http://127.0.0.1:30000"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobConfig:
+    """Everything a call of run_batch was told. Field names are the options' names.
+
+    `model_path` None: attach to the server at `base_url`.
+    """
+
+    input: str
+    out: str
+    errors: str | None = None
+    base_url: str = DEFAULT_BASE_URL
+    model_path: str | None = None
+    server_flags: tuple[str, ...] = ()
+    port: int | None = None
+    start_timeout_s: float = 3600.0
+    api_key: str | None = None
+    # Offline requests wait in the server's own pool: enough of them for the server to choose well
+    # (shared prefixes, lengths that fit), few enough that a restart repeats little work.
+    concurrency: int = 256
+    ordered: bool = False
+    overwrite: bool = False
+    max_line_bytes: int = 16 << 20
+    timeout_s: float | None = None
+    max_wait_s: float = RetryRules().max_wait_s
+    max_retries: int = RetryRules().max_retries
+    progress_every_s: float = 10.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _at_least("--concurrency", self.concurrency, 1)
+        _at_least("--max-line-bytes", self.max_line_bytes, 1)
+        _at_least("--max-wait", self.max_wait_s, 0)
+        _at_least("--retries", self.max_retries, 0)
+        if self.timeout_s is not None and self.timeout_s <= 0:
+            raise ConfigError(f"--timeout must be above 0 seconds, not {self.timeout_s:g}")
+        if self.server_flags and self.model_path is None:
+            raise ConfigError(
+                f"flags after -- ({' '.join(self.server_flags)}) are for a server started with "
+                "--model-path"
+            )
+
+    def as_json(self) -> dict[str, Any]:
+        """For the report; without the key."""
+        return {name: value for name, value in asdict(self).items() if name != "api_key"}
+
+
+def normal_base_url(text: str) -> str:
+    """`http(s)://host[:port][/path]` without the `/v1` that OpenAI clients put at its end."""
+    url = text.rstrip("/").removesuffix("/v1")
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
+        raise ConfigError(f"--base-url must look like {DEFAULT_BASE_URL}, not {text!r}")
+    try:
+        _ = parts.port
+    except ValueError as error:
+        raise ConfigError(f"--base-url {text!r}: {error}") from error
+    return url
+
+
+def _at_least(option: str, value: float, least: float) -> None:
+    if not value >= least:  # also refuses nan
+        raise ConfigError(f"{option} must be at least {least:g}, not {value:g}")

@@ -1,0 +1,149 @@
+"""The server of a job: one that runs already, or one that the job starts and stops itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from cosched.errors import ConfigError
+from cosched.jobs.client import Client
+from cosched.jobs.errors import JobFileError, ServerGoneError
+
+__all__ = [
+    "OwnServer",
+    "RunningServer",
+    "check_flags",
+    "free_port",
+    "own_base_url",
+    "server_command",
+]
+
+_HOST = "127.0.0.1"
+_POLL_S = 0.2
+_STOP_S = 30.0
+_TAIL_BYTES = 4096
+_PR_SET_PDEATHSIG = 1
+_OURS = ("--model-path", "--model", "--host", "--port")
+
+
+def check_flags(flags: Sequence[str]) -> None:
+    """Raise ConfigError when SGLang flags contain one that run_batch sets itself."""
+    for flag in flags:
+        name = flag.split("=", 1)[0]
+        if name in _OURS:
+            raise ConfigError(
+                f"{name} after -- is set by run_batch itself; use its own --model-path and --port"
+            )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((_HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def server_command(*, model_path: str, port: int, flags: Sequence[str]) -> list[str]:
+    command = [sys.executable, "-m", "cosched.launch_server", "--model-path", model_path]
+    return [*command, "--host", _HOST, "--port", str(port), *flags]
+
+
+def own_base_url(port: int) -> str:
+    return f"http://{_HOST}:{port}"
+
+
+class RunningServer:
+    """A server that somebody else looks after."""
+
+    def __init__(self, *, client: Client, max_wait_s: float) -> None:
+        self._client = client
+        self._max_wait_s = max_wait_s
+
+    async def ready(self) -> None:
+        await self._client.wait_ready(max_wait_s=self._max_wait_s, check=lambda: None)
+
+    async def watch(self) -> None:
+        """Returns at once: its absence shows in requests that fail."""
+
+    def stop(self) -> None:
+        """It goes on for others."""
+
+
+class OwnServer:
+    """A child process in a process group of its own, so that Ctrl-C does not reach it."""
+
+    def __init__(
+        self, *, client: Client, command: Sequence[str], log_path: str, start_timeout_s: float
+    ) -> None:
+        self._client = client
+        self._command = command
+        self._start_timeout_s = start_timeout_s
+        self._log_path = log_path
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def ready(self) -> None:
+        self._start()
+        await self._client.wait_ready(max_wait_s=self._start_timeout_s, check=self._check_alive)
+
+    async def watch(self) -> None:
+        while True:
+            self._check_alive()
+            await asyncio.sleep(_POLL_S)
+
+    def _start(self) -> None:
+        prctl = ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else None
+
+        def die_with_parent() -> None:
+            # Without it `kill -9` on the job would leave a server that holds the GPU.
+            if prctl is not None:
+                prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+        try:
+            with open(self._log_path, "wb") as log:
+                self._process = subprocess.Popen(
+                    self._command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=die_with_parent,
+                )
+        except OSError as error:
+            raise JobFileError(f"cannot start the server: {error}") from error
+
+    def _check_alive(self) -> None:
+        """Raise ServerGoneError, with the end of the server's log, when it has exited."""
+        code = self._process.poll() if self._process is not None else None
+        if code is not None:
+            raise ServerGoneError(
+                f"the server exited with code {code}; the end of its log ({self._log_path}):\n"
+                f"{self._log_tail()}"
+            )
+
+    def stop(self) -> None:
+        """Stop the whole process group. Blocks until it is gone."""
+        if self._process is None:
+            return
+        group = self._process.pid
+        if self._process.poll() is None:
+            os.killpg(group, signal.SIGTERM)
+            deadline_s = time.monotonic() + _STOP_S
+            while self._process.poll() is None and time.monotonic() < deadline_s:
+                time.sleep(_POLL_S)
+        with contextlib.suppress(ProcessLookupError):  # what is left of its children
+            os.killpg(group, signal.SIGKILL)
+        self._process.wait()
+
+    def _log_tail(self) -> str:
+        with open(self._log_path, "rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(0, size - _TAIL_BYTES))
+            return log.read().decode(errors="replace").strip() or "(empty)"

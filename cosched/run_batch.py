@@ -1,0 +1,216 @@
+"""`python -m cosched.run_batch -i in.jsonl -o out.jsonl`: answer a file of requests, all offline.
+
+The file is in the OpenAI batch format. docs/run_batch.md says how to use it and what it writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+
+from cosched.errors import CoschedError
+from cosched.jobs.call import ExitCode, run_job, validate
+from cosched.jobs.config import DEFAULT_BASE_URL, JobConfig, normal_base_url
+from cosched.jobs.errors import ServerGoneError
+from cosched.jobs.lines import URLS
+from cosched.jobs.server import check_flags
+
+__all__ = ["main"]
+
+_API_KEY_VARIABLE = "COSCHED_API_KEY"
+_DEFAULTS = JobConfig(input="", out="")
+
+_EPILOG = f"""
+Each input line is {{"custom_id": "...", "method": "POST", "url": "...", "body": {{...}}}}
+with one of the urls {", ".join(URLS)}.
+
+resuming: stop it in any way (Ctrl-C, SIGTERM, kill -9) and give the same command again: it goes on
+where it was, and no line is lost or written twice. To send failed lines once more, delete the
+error file and give the same command again.
+
+exit codes:
+    0  every line is answered
+    1  finished, but some lines failed: see the error file
+    2  bad usage, or a file that cannot be read or written
+    3  the server was unreachable for too long, or died
+   70  a bug in run_batch
+  130  interrupted; the same command resumes
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    # Until the job itself handles signals, SIGTERM ends it as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        arguments = list(sys.argv[1:] if argv is None else argv)
+        options, server_flags = _parse(arguments)
+        config = _config(options, server_flags)
+        return validate(config) if options.validate else run_job(config)
+    except KeyboardInterrupt:
+        return _fail("interrupted; the same command resumes", ExitCode.INTERRUPTED)
+    except ServerGoneError as error:
+        return _fail(str(error), ExitCode.SERVER_GONE)
+    except CoschedError as error:
+        return _fail(str(error), ExitCode.BAD_USAGE)
+    except Exception:
+        # Python's own exit code for this is 1, which here means that the job finished.
+        traceback.print_exc()
+        return _fail("this is a bug in run_batch; the same command resumes", ExitCode.BUG)
+
+
+def _fail(message: str, code: ExitCode) -> int:
+    print(f"run_batch: {message}", file=sys.stderr, flush=True)
+    return code
+
+
+def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options, and what follows `--`: flags for the job's own server."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments[:end])
+    if options.out is None and not options.validate:
+        parser.error("-o/--output is missing (only --validate does without)")
+    if options.model_path is not None and options.base_url is not None:
+        parser.error("--model-path starts a server and --base-url names one: give one of them")
+    return options, arguments[end + 1 :]
+
+
+def _config(options: argparse.Namespace, server_flags: list[str]) -> JobConfig:
+    check_flags(server_flags)
+    given = {name: value for name, value in vars(options).items() if name != "validate"}
+    given["out"] = options.out or ""
+    given["base_url"] = normal_base_url(options.base_url or DEFAULT_BASE_URL)
+    given["api_key"] = options.api_key or os.environ.get(_API_KEY_VARIABLE)
+    return JobConfig(**given, server_flags=tuple(server_flags))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m cosched.run_batch",
+        usage="%(prog)s -i IN.jsonl -o OUT.jsonl [options] [-- SGLANG_FLAGS]",
+        description="Answer a JSONL file of OpenAI requests as offline work, beside online "
+        "requests on the same server or on a server of its own.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_files(parser)
+    _add_server(parser)
+    _add_sending(parser)
+    return parser
+
+
+def _add_files(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("files")
+    group.add_argument("-i", "--input", required=True, metavar="PATH", help="requests (JSONL)")
+    group.add_argument("-o", "--output", dest="out", metavar="PATH", help="answers (JSONL)")
+    group.add_argument(
+        "--errors", metavar="PATH", help="failed lines (JSONL; default: OUT.errors.jsonl)"
+    )
+    group.add_argument(
+        "--ordered",
+        action="store_true",
+        help="write answers in the order of the input; default: as they are finished. One slow "
+        "line then holds back at most 4 x concurrency others",
+    )
+    group.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="start anew: empty OUT and the error file. Default: go on where they end",
+    )
+    group.add_argument(
+        "--max-line-bytes",
+        type=int,
+        default=_DEFAULTS.max_line_bytes,
+        metavar="N",
+        help="a longer line is an error of that line (default: %(default)s)",
+    )
+    group.add_argument(
+        "--validate", action="store_true", help="check all lines, send nothing, write no file"
+    )
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("server")
+    group.add_argument(
+        "--base-url", metavar="URL", help=f"a server that runs (default: {DEFAULT_BASE_URL})"
+    )
+    group.add_argument(
+        "--api-key", metavar="KEY", help=f"the server's key (default: ${_API_KEY_VARIABLE})"
+    )
+    group.add_argument(
+        "--model-path",
+        metavar="PATH",
+        help="start a server for this job and stop it at the end; SGLang's own flags go after --; "
+        "its log is OUT.server.log",
+    )
+    group.add_argument(
+        "--port", type=int, metavar="N", help="port of that server (default: a free one)"
+    )
+    group.add_argument(
+        "--start-timeout",
+        dest="start_timeout_s",
+        type=float,
+        default=_DEFAULTS.start_timeout_s,
+        metavar="S",
+        help="how long that server may take to start (default: %(default)g)",
+    )
+
+
+def _add_sending(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sending")
+    group.add_argument(
+        "--concurrency",
+        type=int,
+        default=_DEFAULTS.concurrency,
+        metavar="N",
+        help="requests at the server at a time (default: %(default)s). They wait in its offline "
+        "pool: many give it a choice, for instance of requests that share a prefix",
+    )
+    group.add_argument(
+        "--timeout",
+        dest="timeout_s",
+        type=float,
+        metavar="S",
+        help="a line fails when one try takes longer (default: no limit; offline requests may "
+        "wait for hours)",
+    )
+    group.add_argument(
+        "--max-wait",
+        dest="max_wait_s",
+        type=float,
+        default=_DEFAULTS.max_wait_s,
+        metavar="S",
+        help="give up when the server has been unreachable for this long (default: %(default)g)",
+    )
+    group.add_argument(
+        "--retries",
+        dest="max_retries",
+        type=int,
+        default=_DEFAULTS.max_retries,
+        metavar="N",
+        help="how often a line is sent again after a 500 or an aborted answer (default: "
+        "%(default)s). A server that is down or full costs no retries",
+    )
+    group.add_argument(
+        "--progress-every",
+        dest="progress_every_s",
+        type=float,
+        default=_DEFAULTS.progress_every_s,
+        metavar="S",
+        help="seconds between progress lines when stderr is no terminal (default: %(default)g)",
+    )
+    group.add_argument(
+        "--seed",
+        type=int,
+        default=_DEFAULTS.seed,
+        metavar="N",
+        help="of the random part of the waits between tries (default: %(default)s)",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""run_batch against a real server: offline answers, errors per line, and a server of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+
+from tests.serving import TEST_FLAGS, free_port
+
+
+def line(custom_id, url, **body):
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+
+
+def chat(custom_id, **body):
+    messages = [{"role": "user", "content": f"hello {custom_id}"}]
+    defaults = {"model": "default", "messages": messages, "max_tokens": 4, "temperature": 0}
+    return line(custom_id, "/v1/chat/completions", **(defaults | body))
+
+
+def completion(custom_id, **body):
+    defaults = {"model": "default", "prompt": f"hello {custom_id}", "max_tokens": 4}
+    return line(custom_id, "/v1/completions", **(defaults | body))
+
+
+class Job:
+    def __init__(self, folder):
+        self.input, self.out = folder / "in.jsonl", folder / "out.jsonl"
+
+    def write(self, lines):
+        self.input.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def command(self, *options):
+        base = [sys.executable, "-m", "cosched.run_batch", "-i", str(self.input)]
+        return [*base, "-o", str(self.out), *options]
+
+    def run(self, *options, code=0):
+        ended = subprocess.run(self.command(*options), capture_output=True, text=True, timeout=300)
+        assert ended.returncode == code, ended.stdout + ended.stderr
+        return json.loads(ended.stdout.splitlines()[-1])
+
+    def answers(self):
+        return {r["custom_id"]: r for r in map(json.loads, self.out.read_text().splitlines())}
+
+    def failures(self):
+        path = self.out.with_name("out.jsonl.errors.jsonl")
+        return {r["custom_id"]: r for r in map(json.loads, path.read_text().splitlines())}
+
+
+@pytest.fixture
+def job(tmp_path):
+    return Job(tmp_path)
+
+
+def state_of(server):
+    info = httpx.get(f"{server.url}/get_server_info", timeout=30).json()
+    return info["internal_states"][0]["cosched"]
+
+
+def prefilled(server):
+    state = state_of(server)
+    return {name: state[f"{name}_prefill_tokens"] for name in ("online", "offline")}
+
+
+def is_idle(server):
+    state = state_of(server)
+    return not any(state[f"num_{kind}_offline"] for kind in ("waiting", "running"))
+
+
+def test_lines_are_answered_as_offline_work(job, server):
+    lines = [chat(f"chat {n}") for n in range(20)] + [completion(f"text {n}") for n in range(20)]
+    job.write([*lines, completion("urgent", priority=7), completion("last", priority=-50)])
+    before = prefilled(server)
+    report = job.run("--base-url", server.url)
+    after = prefilled(server)
+    assert after["online"] == before["online"]
+    assert after["offline"] > before["offline"]
+    answers = job.answers()
+    assert len(answers) == report["counts"]["answered"] == 42
+    for custom_id, answer in answers.items():
+        body = answer["response"]["body"]
+        assert body["usage"]["completion_tokens"] == 4, custom_id
+        assert answer["response"]["request_id"] == body["id"]
+    assert report["tokens"]["completion"] == 42 * 4
+    assert job.failures() == {}
+
+
+def test_what_the_server_refuses_is_an_error_of_that_line(job, server):
+    too_long = completion("too long", prompt=[1] * 30_000)
+    no_prompt = line("no prompt", "/v1/completions", model="default")
+    embedding = line("embedding", "/v1/embeddings", model="default", input="hello")
+    job.write([chat("good"), too_long, no_prompt, embedding, chat("bad", temperature=-1)])
+    job.run("--base-url", server.url, code=1)
+    assert set(job.answers()) == {"good"}
+    failures = job.failures()
+    assert set(failures) == {"too long", "no prompt", "embedding", "bad"}
+    for failure in failures.values():
+        assert failure["response"]["status_code"] in (400, 404, 422), failure
+        assert failure["error"]["message"]
+
+
+def test_an_interrupted_job_frees_the_server_and_goes_on(job, server):
+    job.write([completion(f"c{n}", max_tokens=40, ignore_eos=True) for n in range(30)])
+    command = job.command("--base-url", server.url, "--concurrency", "8")
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline_s = time.monotonic() + 120
+    while not job.out.exists() or not job.out.stat().st_size:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    process.terminate()
+    assert process.wait(timeout=20) == 130
+    assert 0 < len(job.answers()) < 30
+    while not is_idle(server):
+        assert time.monotonic() < deadline_s, "the server still works on requests nobody waits for"
+        time.sleep(0.1)
+    job.run("--base-url", server.url, "--concurrency", "8")
+    assert len(job.answers()) == 30
+
+
+@pytest.mark.server
+def test_a_server_of_its_own_is_started_and_stopped(job, tiny_model):
+    job.write([chat(f"chat {n}") for n in range(5)])
+    port = free_port()
+    command = ["--model-path", str(tiny_model), "--port", str(port), "--", *TEST_FLAGS]
+    report = job.run(*command)
+    assert report["counts"]["answered"] == 5
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"http://127.0.0.1:{port}/health")
+    log = (job.out.parent / "out.jsonl.server.log").read_text()
+    assert "/v1/chat/completions" in log
+    # The second call has nothing to do, and starts no server for it.
+    again_s = time.monotonic()
+    job.run(*command)
+    assert time.monotonic() - again_s < 10
+
+
+@pytest.mark.server
+def test_a_server_that_cannot_start_is_exit_code_3(job, tmp_path):
+    job.write([chat("a")])
+    report = job.run("--model-path", str(tmp_path / "no model"), "--", *TEST_FLAGS, code=3)
+    assert "exited with code" in report["message"]
+    assert "no model" in report["message"]
