@@ -1,0 +1,233 @@
+#!/usr/bin/env python3
+"""BIG-Bench Hard as an offline job: every question behind its task's three worked examples.
+
+    .venv/bin/python scripts/bbh_batch.py write --data DIR -o bbh.jsonl
+    .venv/bin/python scripts/bbh_batch.py run --data DIR --out out/bbh
+
+``write`` makes the input of ``python -m cosched.run_batch``. ``run`` also serves a demo model,
+sends the job beside a light stream of online requests, and checks that every line was answered
+once.
+
+DIR (default: $COSCHED_DATA) holds ``tasks/*.json`` and ``cot-prompts/*.txt`` of
+https://github.com/suzgunmirac/BIG-Bench-Hard, by themselves or in ``prompts/bbh``. The project
+ships neither.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from cosched.demo.records import OnlineRecord, OnlineSummary, summarize_online
+from cosched.demo.report import versions
+from cosched.demo.scenario import MODEL, ServerSpec, leave_a_core_free, serving
+from cosched.demo.traffic import OnlineTraffic, Window
+from cosched.demo.workload import WorkloadSpec, make_chat_trace
+from cosched.demo_model import SIZES, ensure_demo_model
+from cosched.errors import ConfigError, CoschedError
+from cosched.jobs.server import free_port
+
+POLICY = "sarathi"
+DTYPE = "bfloat16"
+LONGEST_S = 4 * 3600.0  # the online trace is made for so long
+SERVER_FLAGS = (
+    *("--dtype", DTYPE),
+    *("--chunked-prefill-size", "512"),
+    *("--max-running-requests", "16"),
+    *("--max-total-tokens", "100000"),
+    *("--mem-fraction-static", "0.2"),
+    "--enable-cache-report",  # answers then say how many prompt tokens were in the prefix cache
+)
+
+
+def lines(data: Path, *, max_tokens: int) -> Iterator[dict[str, Any]]:
+    """The job's lines, task after task in the order of their names."""
+    folder = data if (data / "tasks").is_dir() else data / "prompts" / "bbh"
+    tasks = sorted((folder / "tasks").glob("*.json"))
+    if not tasks:
+        raise ConfigError(f"no tasks/*.json of BIG-Bench Hard in {data} (--data, $COSCHED_DATA)")
+    for path in tasks:
+        # A header that warns against training on the file ends with a line of dashes.
+        shots = (folder / "cot-prompts" / f"{path.stem}.txt").read_text().split("-----\n", 1)[-1]
+        examples = json.loads(path.read_text())["examples"]
+        for index, example in enumerate(examples):
+            prompt = f"{shots.strip()}\n\nQ: {example['input']}\nA: Let's think step by step.\n"
+            yield {
+                "custom_id": f"{path.stem}/{index}",
+                "method": "POST",
+                "url": "/v1/completions",
+                "body": {
+                    "model": MODEL,
+                    "prompt": prompt,
+                    "max_tokens": max_tokens,
+                    "temperature": 0,
+                },
+            }
+
+
+def write(data: Path, path: Path, *, max_tokens: int) -> int:
+    """How many lines were written."""
+    count = 0
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        for line in lines(data, max_tokens=max_tokens):
+            file.write(json.dumps(line) + "\n")
+            count += 1
+    return count
+
+
+def checked(job: Path, answers: Path) -> dict[str, int]:
+    """Whether every line of the job was answered once, and what the answers say of their tokens."""
+    wanted = {json.loads(line)["custom_id"] for line in job.open()}
+    found: Counter[str] = Counter()
+    tokens = Counter(prompt_tokens=0, cached_tokens=0, completion_tokens=0)
+    for line in answers.open():
+        answer = json.loads(line)
+        found[answer["custom_id"]] += 1
+        usage = answer["response"]["body"]["usage"]
+        tokens["prompt_tokens"] += usage["prompt_tokens"]
+        tokens["completion_tokens"] += usage["completion_tokens"]
+        tokens["cached_tokens"] += (usage.get("prompt_tokens_details") or {})["cached_tokens"]
+    return {
+        "lines": len(wanted),
+        "answers": found.total(),
+        "unique_custom_ids": len(found),
+        "duplicates": found.total() - len(found),
+        "missing": len(wanted - found.keys()),
+        "unknown": len(found.keys() - wanted),
+        **tokens,
+    }
+
+
+async def serve_and_answer(
+    server: ServerSpec, online: WorkloadSpec, *, job: Path, answers: Path, concurrency: int
+) -> tuple[list[OnlineRecord], float]:
+    """Run the job beside the online requests: their records, and the job's seconds."""
+    port = server.port or free_port()
+    command = server.command(POLICY, port=port)
+    log = answers.with_name("server.log")
+    async with serving(command, port=port, log_path=log, concurrency=1) as client:
+        run_batch = [sys.executable, "-m", "cosched.run_batch", "-i", str(job), "-o", str(answers)]
+        run_batch += ["--base-url", client.base_url, "--concurrency", str(concurrency)]
+        run_batch += ["--overwrite", "--progress-every", "30"]
+        began_s = time.monotonic()
+        process = await asyncio.create_subprocess_exec(*run_batch)
+        try:
+            window = Window(opens_in_s=1.0)
+            trace = takewhile(lambda _: process.returncode is None, make_chat_trace(online))
+            async with OnlineTraffic(
+                base_url=client.base_url, window=window, model=MODEL
+            ) as traffic:
+                replay = asyncio.create_task(traffic.replay(trace, give_up_s=LONGEST_S))
+                code = await process.wait()
+                seconds = time.monotonic() - began_s
+                await replay
+        finally:
+            if process.returncode is None:
+                process.terminate()
+                await process.wait()
+    if code not in (0, 1):  # 1: some lines failed, which the check reports
+        raise CoschedError(f"run_batch ended with exit code {code}")
+    return traffic.records, seconds
+
+
+def run(options: argparse.Namespace) -> int:
+    job, answers = options.out / "bbh.jsonl", options.out / "answers.jsonl"
+    write(options.data, job, max_tokens=options.max_tokens)
+    leave_a_core_free()
+    server = ServerSpec(
+        model_path=str(ensure_demo_model(size=options.size, dtype=DTYPE)),
+        flags=SERVER_FLAGS,
+        port=options.port,
+    )
+    online = WorkloadSpec(seconds=LONGEST_S, rate_per_s=options.rate, bursts=(), seed=options.seed)
+    records, seconds = asyncio.run(
+        serve_and_answer(server, online, job=job, answers=answers, concurrency=options.concurrency)
+    )
+    counts = checked(job, answers)
+    summary = summarize_online(records)
+    report(options, counts=counts, summary=summary, seconds=seconds)
+    once = counts["answers"] == counts["unique_custom_ids"] == counts["lines"]
+    return 0 if once and not counts["missing"] else 1
+
+
+def report(
+    options: argparse.Namespace, *, counts: dict[str, int], summary: OnlineSummary, seconds: float
+) -> None:
+    hit_rate = counts["cached_tokens"] / max(1, counts["prompt_tokens"])
+    print(f"{counts['lines']} lines, {counts['answers']} answers in {seconds:.0f} s")
+    print(f"duplicates: {counts['duplicates']}, missing: {counts['missing']}")
+    print(f"prompt tokens: {counts['prompt_tokens']:,}, of them cached: {hit_rate:.1%}")
+    print(f"online: {summary.num_requests} requests, {summary.num_failed} failed")
+    for name, value in (("TTFT", summary.ttft_ms), ("TPOT", summary.tpot_ms)):
+        if value is not None:
+            print(f"  {name} p50 {value.p50:.0f} ms, p99 {value.p99:.0f} ms")
+    entry = {
+        "program": "bbh_batch",
+        "config": {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in vars(options).items()
+            if name not in ("data", "action")
+        },
+        "policy": POLICY,
+        "server_flags": SERVER_FLAGS,
+        "seed": options.seed,
+        "versions": versions(),
+        "results": {
+            **counts,
+            "seconds": round(seconds, 1),
+            "lines_per_s": round(counts["answers"] / seconds, 2),
+            "cached_ratio": round(hit_rate, 4),
+            "online": asdict(summary),
+            "load_average": os.getloadavg()[0],
+        },
+    }
+    print(json.dumps(entry), flush=True)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    actions = parser.add_subparsers(dest="action", required=True)
+    writing = actions.add_parser("write", help="make the JSONL file")
+    running = actions.add_parser("run", help="make it, serve a demo model, answer it, check")
+    data = os.environ.get("COSCHED_DATA")
+    for action in (writing, running):
+        action.add_argument("--data", type=Path, default=data, required=data is None)
+        action.add_argument("--max-tokens", type=int, default=8, help="of a reply (default: 8)")
+    writing.add_argument("-o", "--output", type=Path, required=True)
+    running.add_argument("--out", type=Path, default=Path("out/bbh"), help="folder of the results")
+    running.add_argument("--size", choices=sorted(SIZES), default="tiny", help="default: tiny")
+    running.add_argument("--rate", type=float, default=0.5, help="online requests/s (0.5)")
+    running.add_argument("--concurrency", type=int, default=64, help="offline requests (64)")
+    running.add_argument("--seed", type=int, default=0, help="of the online requests (0)")
+    running.add_argument("--port", type=int, help="default: one that is free")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = parse()
+    try:
+        if options.action == "run":
+            return run(options)
+        count = write(options.data, options.output, max_tokens=options.max_tokens)
+        print(f"{options.output}: {count} lines")
+    except CoschedError as error:
+        print(f"bbh_batch: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
