@@ -26,8 +26,9 @@ def register() -> None:
 
         install(SEAMS)
         if not cosched.bootstrap.has_cuda():
-            from cosched.engine import cpu_paging
+            from cosched.engine import cpu_attention, cpu_paging
 
+            cpu_attention.install()
             cpu_paging.install()
     except CoschedError as error:
         raise SystemExit(f"cosched: {error}") from None
