@@ -3,6 +3,8 @@
     python -m cosched.bench run --online azure-like --online-rate 2.5 --offline documents
     python -m cosched.bench yardstick --data-dir DIR
     python -m cosched.bench knee --online azure-like --online-rate 2.5
+    python -m cosched.bench live --base-url http://127.0.0.1:30000 --online azure-like ...
+    python -m cosched.bench fidelity
     python -m cosched.bench compare a.json b.json
 
 `run` takes scenarios side by side on one workload in virtual time: online alone (s0), offline
@@ -17,21 +19,32 @@ from __future__ import annotations
 import cosched.bootstrap  # isort: skip  # noqa: F401  # before anything of SGLang's
 
 import argparse
+import asyncio
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rich.progress import Progress
+
 from cosched.benchmark.compare import compare_files
+from cosched.benchmark.fidelity import FidelityCase, run_fidelity
+from cosched.benchmark.live import LiveTarget, run_live
 from cosched.benchmark.report import markdown_table, write_plots
 from cosched.benchmark.suite import ALL_SCENARIOS, SuiteResult, run_suite
 from cosched.benchmark.tuned import TUNED
 from cosched.benchmark.yardstick import run_yardstick, yardstick_page
+from cosched.demo_model import ensure_demo_model
 from cosched.errors import ConfigError, CoschedError
+from cosched.metrics.records import write_records
 from cosched.metrics.table import print_table
 from cosched.simulation.find import find
+from cosched.simulation.machine import Machine
 from cosched.simulation.options import add_machine_options, add_workload_options, run_spec_of
+from cosched.simulation.run import WorkloadSpec, load_requests, summarize_run
 from cosched.simulation.scenario import SCENARIOS, scenario
 from cosched.simulation.versions import versions
 
@@ -49,6 +62,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_run(commands)
     _add_yardstick(commands)
     _add_knee(commands)
+    _add_live(commands)
+    _add_fidelity(commands)
     _add_compare(commands)
     return parser
 
@@ -105,6 +120,58 @@ def _add_knee(commands: Any) -> None:
     parser.add_argument("--attainment", type=float, default=0.99, metavar="SHARE")
     parser.add_argument("--share", type=float, default=0.88, help="load to state (default: 0.88)")
     parser.set_defaults(execute=_knee)
+
+
+def _add_live(commands: Any) -> None:
+    parser = commands.add_parser(
+        "live",
+        help="one scenario against a running server: stock SGLang, cosched, vLLM",
+        description="Online requests come open-loop at their times; offline ones keep so many in "
+        "flight. The server's own policy schedules; name it with --scenario for the table.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--base-url", required=True, metavar="URL")
+    parser.add_argument("--served-model", default="default", metavar="NAME")
+    parser.add_argument("--api-key", metavar="KEY")
+    parser.add_argument("--scenario", default="live", metavar="NAME", help="row of the table")
+    parser.add_argument(
+        "--vocab-size",
+        type=int,
+        default=2000,
+        metavar="N",
+        help="prompts made of token ids stay below it (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--concurrency",
+        type=int,
+        default=64,
+        help="offline requests in flight (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--no-priority",
+        action="store_true",
+        help="do not send `priority`: for servers that refuse it",
+    )
+    add_workload_options(parser)
+    add_machine_options(parser)
+    parser.add_argument("--records", type=Path, metavar="FILE")
+    parser.set_defaults(execute=_live)
+
+
+def _add_fidelity(commands: Any) -> None:
+    parser = commands.add_parser(
+        "fidelity",
+        help="a live CPU server against its own simulation",
+        description="Serves the demo model, measures its iterations, and runs one workload live "
+        "and in virtual time; with a cache that holds and with one that thrashes.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--size", choices=["tiny", "demo"], default="demo", help="of the model")
+    parser.add_argument("--duration", type=float, default=60.0, metavar="S")
+    parser.add_argument("--online-rate", type=float, default=1.0, metavar="REQ/S")
+    parser.add_argument("--policy", default="sarathi")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.set_defaults(execute=_fidelity)
 
 
 def _add_compare(commands: Any) -> None:
@@ -190,6 +257,80 @@ def _knee(arguments: argparse.Namespace) -> dict[str, Any]:
     if load is not None:
         print(f"{arguments.share:.0%} of it: {load:.3g} req/s")
     return {**answer.to_dict(), "share": arguments.share, "load": load}
+
+
+def _live(arguments: argparse.Namespace) -> dict[str, Any]:
+    base = replace(run_spec_of(arguments, scenario("s1")), cap=arguments.concurrency)
+    spec = replace(base, scenario=replace(base.scenario, name=arguments.scenario))
+    target = LiveTarget(
+        base_url=arguments.base_url,
+        model=arguments.served_model,
+        vocab_size=arguments.vocab_size,
+        send_priority=not arguments.no_priority,
+        api_key=arguments.api_key,
+    )
+    online, offline = load_requests(spec)
+    with Progress(disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task(arguments.scenario, total=spec.duration_s)
+        records = asyncio.run(
+            run_live(
+                target,
+                online=online,
+                offline=offline,
+                offline_concurrency=arguments.concurrency,
+                duration_s=spec.duration_s,
+                on_progress=lambda now_s: bar.update(task, completed=now_s),
+            )
+        )
+    summary = summarize_run(spec, records, None, end_s=spec.duration_s)
+    print_table({arguments.scenario: summary})
+    if arguments.records is not None:
+        write_records(records, arguments.records)
+    row = {
+        "scenario": arguments.scenario,
+        "attainment": summary.online.attainment.joint.ratio,
+        "offline_tokens_per_s": summary.offline.tokens_per_s,
+        "ceiling_ratio": None,
+        "base_url": arguments.base_url,
+        "summary": summary.to_dict(with_host=False),
+    }
+    return {"scenarios": {arguments.scenario: row}}
+
+
+def _fidelity(arguments: argparse.Namespace) -> dict[str, Any]:
+    model = ensure_demo_model(size=arguments.size, dtype="float32")
+    holds = FidelityCase(
+        name="the cache holds",
+        model_path=str(model),
+        machine=Machine(
+            kv_tokens=60_000, chunk_tokens=256, max_running_requests=16, context_length=32_768
+        ),
+        policy=arguments.policy,
+        online=WorkloadSpec(name="alpaca", rate=arguments.online_rate),
+        duration_s=arguments.duration,
+        seed=arguments.seed,
+    )
+    thrashes = replace(
+        holds, name="the cache thrashes", machine=replace(holds.machine, kv_tokens=12_000)
+    )
+    results = []
+    for case in (holds, thrashes):
+        result = run_fidelity(case, show=lambda text: print(text, file=sys.stderr, flush=True))
+        print(f"\n{case.name}: {case.machine.kv_tokens} KV tokens")
+        for name, value in result.items():
+            if isinstance(value, dict):
+                print(f"  {name:<18}{_shown(value)}")
+        results.append(result)
+    return {"fidelity": results, "load_average": os.getloadavg()[0]}
+
+
+def _shown(value: Mapping[str, float | None]) -> str:
+    def number(x: float | None, form: str) -> str:
+        return "-" if x is None else format(x, form)
+
+    live, simulated = number(value["live"], ".4g"), number(value["simulated"], ".4g")
+    error = number(value["error"], "+.1%")
+    return f"live {live:>10}   simulated {simulated:>10}   error {error:>8}"
 
 
 if __name__ == "__main__":

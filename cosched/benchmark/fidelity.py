@@ -1,0 +1,237 @@
+"""How near a simulation comes to the server it simulates.
+
+A server runs on this machine; one workload gives its profile (the shape and time of every iteration
+it ran), another is then run twice: live, and in virtual time with that profile as the cost model.
+Both see the same prompts. What is compared is what a user would compare: TTFT, TPOT, how long it
+took, and how much of the prompts was found in the cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cosched.benchmark.live import LiveTarget, run_live
+from cosched.core.batch import BatchShape, Prefill
+from cosched.core.request import RequestClass
+from cosched.jobs.client import Client, RetryRules
+from cosched.jobs.server import OwnServer, free_port, own_base_url, server_command
+from cosched.latency.profile_model import MeasuredPoint, ProfileModel
+from cosched.metrics.records import RequestRecord
+from cosched.simulation.machine import Machine
+from cosched.simulation.parallel import execute_all
+from cosched.simulation.run import CostSpec, RunSpec, WorkloadSpec, load_requests
+from cosched.simulation.scenario import scenario
+
+__all__ = ["FidelityCase", "compare_runs", "read_iteration_log", "run_fidelity"]
+
+_START_S = 180.0
+_WARM_UP_ITERATIONS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FidelityCase:
+    """One server and the load on it.
+
+    model_path  what the live server serves
+    machine     its settings; `kv_tokens` small enough makes its cache thrash
+    """
+
+    name: str
+    model_path: str
+    machine: Machine
+    policy: str = "sarathi"
+    online: WorkloadSpec = field(default_factory=lambda: WorkloadSpec(name="alpaca", rate=1.0))
+    offline: WorkloadSpec = field(
+        default_factory=lambda: WorkloadSpec(name="mmlu-like", num_requests=400)
+    )
+    offline_concurrency: int = 8
+    duration_s: float = 60.0
+    seed: int = 0
+    vocab_size: int = 2000
+
+
+def run_fidelity(case: FidelityCase, *, show: Callable[[str], None]) -> dict[str, Any]:
+    """Profile, run live, simulate, compare. Takes about twice the duration and a server start."""
+    with tempfile.TemporaryDirectory(prefix="cosched-fidelity-") as folder:
+        log = Path(folder) / "iterations.jsonl"
+        live, num_profiled = asyncio.run(_run_server(case, log, Path(folder), show))
+        points = read_iteration_log(log)
+        # The profile must not know the run it is tested on.
+        model = ProfileModel.fit(points[_WARM_UP_ITERATIONS:num_profiled])
+        profile = Path(folder) / "profile.json"
+        model.save(profile)
+        show(f"profile of {len(model.points)} iterations, error {model.held_out.mean:.1%}")
+        spec = _spec(case, seed=case.seed, profile=profile)
+        (_, result), *_ = execute_all([spec], num_jobs=1)
+        simulated = result.records
+        iteration_error = _iteration_error(model, points[num_profiled:])
+    return {
+        "case": case.name,
+        "profile_held_out_error": model.held_out.mean,
+        "iteration_error": iteration_error,
+        **compare_runs(live, simulated),
+    }
+
+
+async def _run_server(
+    case: FidelityCase, log: Path, folder: Path, show: Callable[[str], None]
+) -> tuple[list[RequestRecord], int]:
+    async with _serving(case, log, folder) as base_url:
+        target = LiveTarget(base_url=base_url, vocab_size=case.vocab_size)
+        show("the server is up; measuring its iterations")
+        await _load(target, case, seed=case.seed + 1)
+        await asyncio.sleep(2.0)  # the log is flushed every 50 iterations, and by idle ones
+        num_profiled = len(read_iteration_log(log))
+        async with asyncio.timeout(30):
+            await _flush_cache(base_url)
+        show("the run to compare")
+        live = await _load(target, case, seed=case.seed)
+    return live, num_profiled
+
+
+async def _load(target: LiveTarget, case: FidelityCase, *, seed: int) -> list[RequestRecord]:
+    online, offline = load_requests(_spec(case, seed=seed, profile=None))
+    return await run_live(
+        target,
+        online=[r for r in online if r.arrival_s < case.duration_s],
+        offline=offline,
+        offline_concurrency=case.offline_concurrency,
+        duration_s=case.duration_s,
+    )
+
+
+def _spec(case: FidelityCase, *, seed: int, profile: Path | None) -> RunSpec:
+    return RunSpec(
+        scenario=replace(scenario("cap"), name=case.policy, policy=case.policy),
+        machine=case.machine,
+        online=case.online,
+        offline=case.offline,
+        cost=CostSpec(name="profile", profile=str(profile) if profile else None),
+        duration_s=case.duration_s,
+        seed=seed,
+        cap=case.offline_concurrency,
+    )
+
+
+@contextlib.asynccontextmanager
+async def _serving(case: FidelityCase, log: Path, folder: Path) -> AsyncIterator[str]:
+    port = free_port()
+    flags = [
+        *case.machine.flags(),
+        *("--cosched-policy", case.policy, "--cosched-iteration-log", str(log)),
+        *("--dtype", "float32", "--enable-cache-report", "--mem-fraction-static", "0.3"),
+    ]
+    client = Client(
+        base_url=own_base_url(port),
+        concurrency=1,
+        rules=RetryRules(max_wait_s=30.0),
+        rng=random.Random(0),
+        clock=time.monotonic,
+    )
+    server = OwnServer(
+        client=client,
+        command=server_command(model_path=case.model_path, port=port, flags=flags),
+        log_path=str(folder / "server.log"),
+        start_timeout_s=_START_S,
+    )
+    try:
+        async with client:
+            await server.ready()
+            yield own_base_url(port)
+    finally:
+        server.stop()
+
+
+async def _flush_cache(base_url: str) -> None:
+    import httpx
+
+    async with httpx.AsyncClient(base_url=base_url, trust_env=False) as client:
+        while (await client.post("/flush_cache")).status_code != 200:
+            await asyncio.sleep(0.5)
+
+
+def read_iteration_log(path: Path) -> list[MeasuredPoint]:
+    """The iterations of an iteration log; a last line that is half written is left out."""
+    points = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            entry = json.loads(line)
+            batch = BatchShape(
+                prefills=[Prefill(*pair) for pair in entry["prefills"]], decodes=entry["decodes"]
+            )
+            points.append(MeasuredPoint(batch=batch, seconds=entry["seconds"]))
+    return points
+
+
+def _iteration_error(model: ProfileModel, points: Sequence[MeasuredPoint]) -> float | None:
+    """Mean relative error of the profile on iterations it was not fitted to."""
+    errors = [abs(model.iteration_s(p.batch) / p.seconds - 1) for p in points if p.seconds > 0]
+    return float(np.mean(errors)) if errors else None
+
+
+def compare_runs(
+    live: Sequence[RequestRecord], simulated: Sequence[RequestRecord]
+) -> dict[str, Any]:
+    """Live and simulated values and the relative error of each, simulated / live - 1."""
+    values = {name: (measure(live), measure(simulated)) for name, measure in _MEASURES.items()}
+    return {
+        name: {
+            "live": a,
+            "simulated": b,
+            "error": None if a is None or b is None or a == 0 else b / a - 1,
+        }
+        for name, (a, b) in values.items()
+    }
+
+
+def _of(
+    request_class: RequestClass, value: Callable[[RequestRecord], float | None], quantile: float
+) -> Callable[[Sequence[RequestRecord]], float | None]:
+    def measure(records: Sequence[RequestRecord]) -> float | None:
+        found = [value(r) for r in records if r.request_class is request_class and r.is_finished]
+        known = [v for v in found if v is not None]
+        return float(np.quantile(known, quantile)) if known else None
+
+    return measure
+
+
+def _offline_done(records: Sequence[RequestRecord]) -> float | None:
+    ends = [
+        r.finish_s
+        for r in records
+        if r.request_class is RequestClass.OFFLINE and r.finish_s is not None
+    ]
+    return max(ends, default=None)
+
+
+def _num_offline(records: Sequence[RequestRecord]) -> float:
+    return float(sum(r.request_class is RequestClass.OFFLINE and r.is_finished for r in records))
+
+
+def _hit_ratio(records: Sequence[RequestRecord]) -> float | None:
+    known = [r for r in records if r.num_cached_tokens is not None and r.is_finished]
+    num_prompt = sum(r.num_prompt_tokens for r in known)
+    return sum(r.num_cached_tokens or 0 for r in known) / num_prompt if num_prompt else None
+
+
+_ONLINE = RequestClass.ONLINE
+_MEASURES: dict[str, Callable[[Sequence[RequestRecord]], float | None]] = {
+    "ttft_p50_s": _of(_ONLINE, lambda r: r.ttft_s, 0.5),
+    "ttft_p90_s": _of(_ONLINE, lambda r: r.ttft_s, 0.9),
+    "tpot_p50_s": _of(_ONLINE, lambda r: r.tpot_s, 0.5),
+    "tpot_p90_s": _of(_ONLINE, lambda r: r.tpot_s, 0.9),
+    "offline_requests": _num_offline,
+    "offline_done_s": _offline_done,
+    "hit_ratio": _hit_ratio,
+}

@@ -1,0 +1,227 @@
+"""The same scenarios against a live server: stock SGLang, cosched, vLLM.
+
+Prompts go as token ids through ``/v1/completions``, so a live run sees exactly the prompts, and the
+sharing between them, that a simulated one sees. Every request streams; times are the client's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from array import array
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from cosched.core.request import RequestClass
+from cosched.core.wire import OFFLINE_PRIORITY
+from cosched.errors import ConfigError, CoschedError
+from cosched.metrics.records import RequestRecord
+from cosched_traces.workload import TraceRequest
+
+__all__ = ["LiveTarget", "ServerError", "run_live"]
+
+_CONNECT_S = 10.0
+
+
+class ServerError(CoschedError):
+    """The server is not there, or does not answer as an OpenAI-compatible one does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveTarget:
+    """Where to send.
+
+    vocab_size     prompts made from segments get token ids below it
+    send_priority  also send ``priority`` (stock SGLang with priority scheduling, vLLM)
+    """
+
+    base_url: str
+    model: str = "default"
+    vocab_size: int = 2000
+    send_priority: bool = True
+    api_key: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.base_url.startswith(("http://", "https://")):
+            raise ConfigError(f"--base-url must begin with http:// or https://: {self.base_url!r}")
+
+
+async def run_live(
+    target: LiveTarget,
+    *,
+    online: Sequence[TraceRequest],
+    offline: Sequence[TraceRequest],
+    offline_concurrency: int,
+    duration_s: float,
+    on_progress: Callable[[float], None] = lambda now_s: None,
+) -> list[RequestRecord]:
+    """Online requests open-loop at their times, offline ones with so many in flight, for
+    `duration_s`. What is unanswered then is cut off and its record left open.
+
+    Times in the records are seconds since the run began.
+    """
+    run = _LiveRun(target, num_connections=offline_concurrency)
+    async with contextlib.aclosing(run):
+        await run.check()
+        run.begin()
+        async with asyncio.TaskGroup() as tasks:
+            workers = [
+                tasks.create_task(run.replay(online)),
+                *(
+                    tasks.create_task(run.work(iter_offline))
+                    for iter_offline in [iter(offline)] * min(offline_concurrency, len(offline))
+                ),
+            ]
+            while run.now_s() < duration_s and not all(worker.done() for worker in workers):
+                on_progress(run.now_s())
+                await asyncio.sleep(min(0.2, max(duration_s - run.now_s(), 0.0)))
+            for worker in workers:
+                worker.cancel()
+    return run.records
+
+
+class _LiveRun:
+    def __init__(self, target: LiveTarget, *, num_connections: int) -> None:
+        self.records: list[RequestRecord] = []
+        self._target = target
+        headers = {"authorization": f"Bearer {target.api_key}"} if target.api_key else {}
+        self._client = httpx.AsyncClient(
+            base_url=target.base_url,
+            headers=headers,
+            timeout=httpx.Timeout(None, connect=_CONNECT_S),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=num_connections),
+            trust_env=False,  # proxies are for the way out, not for a server under test
+        )
+        self._began_s = 0.0
+
+    async def aclose(self) -> None:
+        await self._client.aclose()
+
+    async def check(self) -> None:
+        """ServerError unless the server is there."""
+        try:
+            response = await self._client.get("/v1/models")
+        except httpx.HTTPError as error:
+            raise ServerError(f"no server at {self._target.base_url}: {error}") from None
+        if response.status_code != 200:
+            raise ServerError(
+                f"{self._target.base_url}/v1/models answers {response.status_code}, not 200"
+            )
+
+    def begin(self) -> None:
+        self._began_s = time.monotonic()
+
+    def now_s(self) -> float:
+        return time.monotonic() - self._began_s
+
+    async def replay(self, requests: Iterable[TraceRequest]) -> None:
+        """Send each at its time, whatever became of the ones before."""
+        async with asyncio.TaskGroup() as sends:
+            for request in requests:
+                await asyncio.sleep(max(request.arrival_s - self.now_s(), 0.0))
+                sends.create_task(self._send(request, arrival_s=request.arrival_s))
+
+    async def work(self, requests: Iterable[TraceRequest]) -> None:
+        """Send one after the other from an iterator that workers share."""
+        for request in requests:
+            await self._send(request, arrival_s=self.now_s())
+
+    async def _send(self, request: TraceRequest, *, arrival_s: float) -> None:
+        reply = _Reply()
+        problem: str | None = None
+        is_cut_off = False
+        try:
+            async for chunk in self._stream(request):
+                reply.take(chunk, now_s=self.now_s())
+        except asyncio.CancelledError:
+            is_cut_off = True
+            raise
+        except (httpx.HTTPError, ServerError, ValueError) as error:
+            problem = f"{type(error).__name__}: {error}"
+        finally:
+            finish_s = None if is_cut_off else self.now_s()
+            self.records.append(reply.record(request, arrival_s, finish_s, problem))
+
+    async def _stream(self, request: TraceRequest) -> AsyncIterator[dict[str, Any]]:
+        body, headers = self._message(request)
+        async with self._client.stream(
+            "POST", "/v1/completions", json=body, headers=headers
+        ) as response:
+            if response.status_code != 200:
+                text = (await response.aread()).decode(errors="replace")
+                raise ServerError(f"HTTP {response.status_code}: {text[:200]}")
+            async for line in response.aiter_lines():
+                data = line.removeprefix("data: ")
+                if data == line or data == "[DONE]":
+                    continue
+                chunk = json.loads(data)
+                if "error" in chunk:
+                    raise ServerError(str(chunk["error"]))
+                yield chunk
+
+    def _message(self, request: TraceRequest) -> tuple[dict[str, Any], dict[str, str]]:
+        body: dict[str, Any] = {
+            "model": self._target.model,
+            "prompt": list(request.prompt(vocab_size=self._target.vocab_size)),
+            "max_tokens": request.num_output_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        headers = {}
+        if request.request_class is RequestClass.OFFLINE:
+            headers["x-smg-priority"] = "bulk"
+            if self._target.send_priority:
+                body["priority"] = OFFLINE_PRIORITY
+        if request.slo.ttft_s is not None:
+            headers["x-slo-ttft-ms"] = f"{request.slo.ttft_s * 1e3:g}"
+        if request.slo.tpot_s is not None:
+            headers["x-slo-tpot-ms"] = f"{request.slo.tpot_s * 1e3:g}"
+        return body, headers
+
+
+class _Reply:
+    """What has come of one reply."""
+
+    def __init__(self) -> None:
+        self._times: array[float] = array("d")
+        self._num_tokens = 0
+        self._num_cached: int | None = None
+        self._finish_reason: str | None = None
+
+    def take(self, chunk: dict[str, Any], *, now_s: float) -> None:
+        for choice in chunk.get("choices") or []:
+            self._finish_reason = choice.get("finish_reason") or self._finish_reason
+            if choice.get("text"):
+                self._times.append(now_s)
+        usage = chunk.get("usage")
+        if usage:
+            self._num_tokens = int(usage["completion_tokens"])
+            details = usage.get("prompt_tokens_details") or {}
+            self._num_cached = details.get("cached_tokens")
+
+    def record(
+        self, request: TraceRequest, arrival_s: float, finish_s: float | None, problem: str | None
+    ) -> RequestRecord:
+        num_tokens = max(self._num_tokens, len(self._times))
+        is_ok = problem is None and self._finish_reason != "abort"
+        return RequestRecord(
+            rid=request.rid,
+            request_class=request.request_class,
+            arrival_s=arrival_s,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_output_tokens=num_tokens if self._times else 0,
+            first_token_s=self._times[0] if self._times else None,
+            finish_s=finish_s,
+            token_times=self._times,
+            num_cached_tokens=self._num_cached,
+            finish_reason=problem or self._finish_reason,
+            ok=is_ok,
+            slo=request.slo,
+        )
