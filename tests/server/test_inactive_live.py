@@ -13,20 +13,22 @@ from tests.serving import start_server
 MESSAGES = [{"role": "user", "content": "Name three numbers."}]
 GREEDY = {"temperature": 0, "max_tokens": 6}
 SAMPLING = {"temperature": 0, "max_new_tokens": 6}
+# A busy machine may put several tokens into one chunk.
+ONE_TOKEN = {"max_tokens": 1, "stream": True}
 WRONG_FOR_COSCHED = {"priority": "5", "custom_params": {"cosched": {"speed": 1}}}
 HEADERS = {"x-slo-ttft-ms": "soon", "x-smg-priority": "low"}
 
 REQUESTS = [
     ("/v1/chat/completions", {"messages": MESSAGES, **GREEDY}),
-    ("/v1/chat/completions", {"messages": MESSAGES, **GREEDY, "stream": True}),
+    ("/v1/chat/completions", {"messages": MESSAGES, **GREEDY, **ONE_TOKEN}),
     ("/v1/chat/completions", {"messages": MESSAGES, **GREEDY, "service_tier": "flexible"}),
     ("/v1/chat/completions", {"messages": MESSAGES, **GREEDY, **WRONG_FOR_COSCHED}),
     ("/v1/chat/completions", {"messages": MESSAGES, **GREEDY, "priority": "high"}),
     ("/v1/completions", {"prompt": ["One, two,", "Three, four,"], **GREEDY, "priority": -5}),
-    ("/v1/completions", {"prompt": "One, two,", **GREEDY, "logprobs": 2}),
+    ("/v1/completions", {"prompt": "One, two,", **GREEDY, **ONE_TOKEN}),
     ("/v1/completions", {"prompt": "", **GREEDY}),
     ("/generate", {"text": "One, two,", "sampling_params": SAMPLING, "priority": -5}),
-    ("/generate", {"text": "One, two,", "sampling_params": SAMPLING, "stream": True}),
+    ("/generate", {"text": "Five, six,", "sampling_params": SAMPLING}),
     ("/generate", {"text": "One, two,", "sampling_params": SAMPLING, "priority": [1]}),
     ("/generate", {"sampling_params": SAMPLING}),
 ]
