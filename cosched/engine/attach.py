@@ -33,6 +33,9 @@ def attach(scheduler: Any, config: Config) -> None:
             f"policy {config.policy!r} does not support models with sliding-window or state-space "
             "layers yet (their KV has a second pool); use --cosched-policy sglang"
         )
+    if not scheduler.is_generation:
+        # Nothing decodes, and SGLang's mixed batches assume a model that generates.
+        scheduler.is_mixed_chunk = False
     scheduler.cosched = Controller(
         scheduler, make_policy=entry.make, config=config, clock=clock, observer=observer
     )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from cosched_patches import (
+    batch_launch,
+    batch_result,
     decode_retraction,
     generate_request,
     http_json,
     http_processes,
     internal_state,
-    iteration_times,
     prefill_adder,
     prefill_batch,
     queue_limit,
@@ -29,7 +30,7 @@ SEAMS: tuple[Seam, ...] = (
     prefill_batch.SEAM,
     prefill_adder.SEAM,
     decode_retraction.SEAM,
-    iteration_times.LAUNCH,
-    iteration_times.RESULT,
+    batch_launch.SEAM,
+    batch_result.SEAM,
     internal_state.SEAM,
 )

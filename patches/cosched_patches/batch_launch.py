@@ -1,0 +1,28 @@
+"""The time of an iteration starts when its batch is launched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cosched_patches.seam import Seam
+
+__all__ = ["SEAM"]
+
+
+def _hook() -> Any:
+    def timed(original: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        observer = getattr(scheduler, "cosched_observer", None)
+        if observer is None:
+            return original(scheduler, batch, *args, **kwargs)
+        return observer.launch(lambda: original(scheduler, batch, *args, **kwargs), batch)
+
+    return timed
+
+
+SEAM = Seam(
+    target="sglang.srt.managers.scheduler.Scheduler.run_batch",
+    kind="around",
+    signature=("self", "batch", "pp_proxy_tensors"),
+    hook=_hook,
+    why="Iterations are timed; an iteration starts when its batch is launched.",
+)

@@ -1,0 +1,31 @@
+"""The time of an iteration ends when its result is there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cosched_patches.seam import Seam
+
+__all__ = ["SEAM"]
+
+
+def _hook() -> Any:
+    def timed(original: Any, scheduler: Any, batch: Any, result: Any) -> Any:
+        observer = getattr(scheduler, "cosched_observer", None)
+        if observer is not None:
+            observer.finish(batch, result)
+        return original(scheduler, batch, result)
+
+    return timed
+
+
+SEAM = Seam(
+    target="sglang.srt.managers.scheduler.Scheduler.process_batch_result",
+    kind="around",
+    signature=("self", "batch", "result"),
+    hook=_hook,
+    why=(
+        "Iterations are timed; an iteration ends when its result is there. Under the overlap "
+        "scheduler that is known only here, after the next batch was launched."
+    ),
+)
