@@ -73,6 +73,10 @@ def _draw_shares(
         shares = np.arange(1, len(known_ms) + 1) / max(1, len(found))
         axes.step(known_ms, 100 * shares, where="post", color=colours[name], label=name, lw=1.8)
     axes.set_xscale("log")
+    everything = [1e3 * v for found in values.values() for v in found if v is not None]
+    if everything:
+        # A stream that came in one piece has a TPOT near zero, far to the left of all others.
+        axes.set_xlim(left=0.7 * np.percentile(everything, 2))
     _plain_ticks(axes.xaxis)
     axes.set_ylim(0, 101)
     axes.axhline(99, color=_GREY, lw=0.6, ls=":")

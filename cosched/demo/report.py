@@ -141,7 +141,9 @@ def _with_ratio(value: float | None, ratio: float | None) -> str:
     if value is None:
         return "-"
     text = f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
-    return text if ratio is None else f"{text} ({ratio:.1f}x)"
+    if ratio is None:
+        return text
+    return f"{text} ({ratio:.0f}x)" if ratio >= 10 else f"{text} ({ratio:.1f}x)"
 
 
 def _offline_cells(offline: OfflineSummary | None) -> tuple[str, str, str]:

@@ -51,10 +51,10 @@ class WorkloadSpec:
     burst_factor: float = 3.0
     prompt_chars: tuple[int, int] = (500, 1500)
     output_tokens: tuple[int, int] = (16, 64)
-    num_offline: int = 600
+    num_offline: int = 800
     num_heads: int = 8
     num_shots: int = 8
-    offline_output_tokens: int = 16
+    offline_output_tokens: int = 32
     seed: int = 0
 
     def __post_init__(self) -> None:
