@@ -32,3 +32,5 @@ def register() -> None:
             cpu_paging.install()
     except CoschedError as error:
         raise SystemExit(f"cosched: {error}") from None
+    except Exception as error:
+        raise SystemExit(f"cosched: cannot hook into SGLang: {error!r}") from error

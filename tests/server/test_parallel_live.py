@@ -1,0 +1,50 @@
+"""Several ranks on a CPU serve both classes correctly."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from tests.serving import start_server
+
+pytestmark = pytest.mark.server
+
+
+@pytest.mark.parametrize("flags", [("--tp", "2"), ("--dp-size", "2")])
+def test_two_ranks_serve_both_classes(tiny_model, flags):
+    limits = ("--max-running-requests", "4", "--chunked-prefill-size", "64")
+    with start_server(tiny_model, *flags, *limits, ready_timeout_s=240) as server:
+
+        def ask(index):
+            body = {
+                "text": "hello there " * (5 + index % 7),
+                "sampling_params": {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True},
+                "priority": -1 if index % 2 else 0,
+            }
+            reply = httpx.post(f"{server.url}/generate", json=body, timeout=120)
+            assert reply.status_code == 200, reply.text
+            return index % 7, tuple(reply.json()["output_ids"])
+
+        with ThreadPoolExecutor(16) as threads:
+            answers = list(threads.map(ask, range(28)))
+        assert all(len(ids) == 12 for _, ids in answers)
+        assert len(set(answers)) == 7, "the same prompt gets the same tokens in either class"
+        states = httpx.get(f"{server.url}/get_server_info", timeout=30).json()["internal_states"]
+        counted = [state["cosched"] for state in states]
+        assert sum(c["offline_prefill_tokens"] for c in counted) > 0
+        assert sum(c["online_prefill_tokens"] for c in counted) > 0
+        assert all(c["num_waiting_offline"] == 0 for c in counted)
+
+
+def test_an_embedding_model_serves_both_classes(tiny_model):
+    with start_server(tiny_model, "--is-embedding") as server:
+
+        def embed(index):
+            body = {"model": "tiny", "input": "some words " * (index + 1), "priority": -(index % 2)}
+            reply = httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=60)
+            assert reply.status_code == 200, reply.text
+            return reply.json()["data"][0]["embedding"]
+
+        with ThreadPoolExecutor(8) as threads:
+            vectors = list(threads.map(embed, range(16)))
+        assert len({len(vector) for vector in vectors}) == 1
