@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from cosched.benchmark.tuned import TUNED, choose_tuned, tuned_candidates
+from cosched.benchmark.tuned import TUNED, choose_tuned, other_order, tuned_candidates
 from cosched.errors import ConfigError, choices
 from cosched.metrics.summary import Summary
 from cosched.simulation.parallel import execute_all
@@ -111,17 +111,24 @@ def run_suite(
             baseline = summarize_run(s0.spec, s0.records, s0.iterations, end_s=result.end_s)
         return Row(name=name, result=result, summary=summary, baseline=baseline)
 
-    sweep = {name: row(name, results[name]) for name in candidates}
     rows = {name: row(name, results[name]) for name in specs}
+    sweep = {name: row(name, results[name]) for name in candidates}
     if sweep:
-        best = choose_tuned(
-            {
-                name: (r.attainment, r.baseline_attainment, r.offline_tokens_per_s)
-                for name, r in sweep.items()
-            }
-        )
+        more = other_order(candidates[_best(sweep)])
+        for name, result in _execute(more, num_jobs=num_jobs, quiet=quiet, label=label).items():
+            sweep[name] = row(name, result)
+        best = _best(sweep)
         rows[TUNED] = replace(sweep[best], name=f"{TUNED} ({best})")
     return SuiteResult(rows={name: rows[name] for name in names}, sweep=sweep)
+
+
+def _best(sweep: Mapping[str, Row]) -> str:
+    return choose_tuned(
+        {
+            name: (row.attainment, row.baseline_attainment, row.offline_tokens_per_s)
+            for name, row in sweep.items()
+        }
+    )
 
 
 def _spec(base: RunSpec, name: str) -> RunSpec:

@@ -21,25 +21,34 @@ TUNED = "priority-tuned"
 CHUNK_TOKENS = (256, 512, 1024, 2048, 4096, 8192)
 """``--chunked-prefill-size``."""
 
-SCHEDULE_POLICIES = ("fcfs", "lof")
-"""The ``--schedule-policy`` values that SGLang accepts beside priority scheduling."""
-
 TOLERANCE = 0.02
 """Of online-only attainment."""
 
 
 def tuned_candidates(base: RunSpec) -> dict[str, RunSpec]:
-    """Every setting of the sweep, by a name that says what it is."""
-    candidates = {}
-    for chunk in CHUNK_TOKENS:
-        for mixed in (False, True):
-            for policy in SCHEDULE_POLICIES:
-                machine = replace(
-                    base.machine, chunk_tokens=chunk, mixed_chunk=mixed, schedule_policy=policy
-                )
-                name = f"{chunk}{' mixed' if mixed else ''} {policy}"
-                candidates[name] = replace(base, scenario=scenario("priority"), machine=machine)
-    return candidates
+    """The settings to try first, by a name that says what they are: every chunk size, with and
+    without mixed chunks, in the order of arrival."""
+    return {
+        f"{chunk}{' mixed' if mixed else ''} fcfs": _with(base, chunk, mixed, "fcfs")
+        for chunk in CHUNK_TOKENS
+        for mixed in (False, True)
+    }
+
+
+def other_order(best: RunSpec) -> dict[str, RunSpec]:
+    """The best of them again in the only other order that SGLang accepts beside priority
+    scheduling (``lof``, longest output first)."""
+    machine = best.machine
+    mixed = bool(machine.mixed_chunk)
+    name = f"{machine.chunk()}{' mixed' if mixed else ''} lof"
+    return {name: _with(best, machine.chunk(), mixed, "lof")}
+
+
+def _with(base: RunSpec, chunk: int, mixed: bool, schedule_policy: str) -> RunSpec:
+    machine = replace(
+        base.machine, chunk_tokens=chunk, mixed_chunk=mixed, schedule_policy=schedule_policy
+    )
+    return replace(base, scenario=scenario("priority"), machine=machine)
 
 
 def choose_tuned(

@@ -1,0 +1,55 @@
+"""Scenarios side by side, really run."""
+
+import json
+
+import pytest
+
+import cosched.bootstrap  # noqa: F401  # before sglang
+from cosched import bench
+from cosched.benchmark.suite import run_suite
+from cosched.errors import ConfigError
+from cosched.simulation.machine import Machine
+from cosched.simulation.run import CostSpec, RunSpec, WorkloadSpec
+from cosched.simulation.scenario import scenario
+
+SMALL = [
+    *("--online", "alpaca", "--online-rate", "6", "--offline", "bros-offline"),
+    *("--offline-requests", "40", "--duration", "4", "--kv-tokens", "20000"),
+    *("--chunked-prefill-size", "512", "--cost-model", "roofline", "--quiet"),
+]
+
+
+def test_run_prints_a_table_and_one_json_line_and_compare_reads_it(capsys, tmp_path):
+    bench.main(["run", "--scenarios", "s0,offline-fcfs,sarathi", *SMALL])
+    shown = capsys.readouterr().out
+    assert "sarathi" in shown
+    result = json.loads(shown.splitlines()[-1])
+    rows = result["scenarios"]
+    assert list(rows) == ["offline-fcfs", "s0", "sarathi"]
+    assert rows["sarathi"]["ceiling_ratio"] == pytest.approx(
+        rows["sarathi"]["offline_tokens_per_s"] / rows["offline-fcfs"]["offline_tokens_per_s"],
+        rel=1e-4,
+    )
+    assert rows["s0"]["baseline_attainment"] == rows["s0"]["attainment"]
+    assert result["versions"]["sglang"]
+
+    path = tmp_path / "result.json"
+    path.write_text(shown)
+    bench.main(["compare", str(path)])
+    compared = json.loads(capsys.readouterr().out.splitlines()[-1])["compared"]
+    assert compared["s0"]["attainment_ratio"] == 1.0
+
+
+def test_unknown_scenarios_and_files_are_refused_by_name(tmp_path, capsys):
+    spec = RunSpec(
+        scenario=scenario("s1"),
+        machine=Machine(kv_tokens=1000),
+        offline=WorkloadSpec(name="bros-offline", num_requests=1),
+        cost=CostSpec(name="roofline"),
+    )
+    with pytest.raises(ConfigError, match=r"unknown scenario 'ehco'; choose from .*priority-tuned"):
+        run_suite(spec, ["ehco"], num_jobs=1, quiet=True)
+    with pytest.raises(SystemExit) as ended:
+        bench.main(["compare", str(tmp_path / "absent.json")])
+    assert ended.value.code == 2
+    assert "absent.json" in capsys.readouterr().err
