@@ -11,9 +11,11 @@ which it is done.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -203,7 +205,8 @@ class VirtualEngine:
                 return False
             return not self._skip_idle_time()
 
-        self._engine.run(until_done)
+        with _quiet_host():
+            self._engine.run(until_done)
 
     def open_records(self) -> list[RequestRecord]:
         """Records of the requests that have not ended, in the order of arrival."""
@@ -237,6 +240,8 @@ class VirtualEngine:
         use_clock(scheduler, self.clock)
         # Reports to a server that is not there; they walk the queues at every prefill.
         scheduler.load_snapshot_writer = None
+        # Guards against a forward that still reads or writes the batch: this one is over at once.
+        scheduler._forward_isolation = lambda batch, *, overlap: contextlib.nullcontext()
         scheduler.model_worker.forward_batch_generation = self._forward
         process = scheduler.process_batch_result
 
@@ -350,6 +355,23 @@ class VirtualEngine:
                 kv_free_tokens=free,
             )
         )
+
+
+@contextlib.contextmanager
+def _quiet_host() -> Iterator[None]:
+    """Keep torch's threads and the garbage collector out of a loop of many tiny operations: what
+    was allocated before it is not looked at again, and collections within it are rare."""
+    num_threads, thresholds = torch.get_num_threads(), gc.get_threshold()
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
+        torch.set_num_threads(num_threads)
 
 
 def write_model_config(model_dir: Path) -> None:

@@ -19,18 +19,10 @@ def execute_all(specs: Sequence[RunSpec], *, num_jobs: int) -> Iterator[tuple[in
     """
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_jobs, mp_context=context, max_tasks_per_child=1) as pool:
-        futures = {pool.submit(_execute, spec): index for index, spec in enumerate(specs)}
+        futures = {pool.submit(execute, spec): index for index, spec in enumerate(specs)}
         try:
             for future in as_completed(futures):
                 yield futures[future], future.result()
         finally:
             for future in futures:
                 future.cancel()
-
-
-def _execute(spec: RunSpec) -> RunResult:
-    import torch
-
-    # A simulation computes nothing: threads of one run would only take cores from the others.
-    torch.set_num_threads(1)
-    return execute(spec)
