@@ -37,6 +37,12 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
         "(default: %(default)s s)",
     )
     group.add_argument(
+        "--peak-window",
+        type=float,
+        metavar="S",
+        help="run only the busiest stretch of this length of the online workload",
+    )
+    group.add_argument(
         "--slo-ttft", type=float, default=1.0, metavar="S", help="default: %(default)s s"
     )
     group.add_argument(
@@ -133,7 +139,12 @@ def run_spec_of(arguments: argparse.Namespace, scenario: Scenario) -> RunSpec:
             mixed_chunk=arguments.mixed_chunk,
             overlap=arguments.overlap,
         ),
-        online=arguments.online and WorkloadSpec(name=arguments.online, rate=arguments.online_rate),
+        online=arguments.online
+        and WorkloadSpec(
+            name=arguments.online,
+            rate=arguments.online_rate,
+            peak_window_s=arguments.peak_window,
+        ),
         offline=arguments.offline
         and WorkloadSpec(name=arguments.offline, num_requests=arguments.offline_requests),
         cost=CostSpec(

@@ -21,6 +21,7 @@ from cosched.policy.registry import policy_entry
 from cosched.simulation.machine import Machine
 from cosched.simulation.scenario import OfflineClient, Scenario
 from cosched_traces.catalogue import load_workload
+from cosched_traces.transform import busiest_window
 from cosched_traces.workload import TraceRequest
 
 __all__ = ["CostSpec", "RunResult", "RunSpec", "WorkloadSpec", "execute"]
@@ -28,11 +29,15 @@ __all__ = ["CostSpec", "RunResult", "RunSpec", "WorkloadSpec", "execute"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadSpec:
-    """A workload of the catalogue and its parameters (`cosched_traces.catalogue.load_workload`)."""
+    """A workload of the catalogue and its parameters (`cosched_traces.catalogue.load_workload`).
+
+    peak_window_s  only the busiest stretch of this length is run [s]; None: all of it
+    """
 
     name: str
     rate: float | None = None
     num_requests: int | None = None
+    peak_window_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +57,7 @@ class CostSpec:
 class RunSpec:
     """Everything that decides a run's result. Equal specifications give equal results.
 
-    duration_s      length of the online trace and of the run [s]
+    duration_s      length of the online trace, and of the run unless a peak window is shorter [s]
     cap             offline requests in flight where the scenario has a static cap
     max_concurrency most offline requests in flight where it has an AIMD gateway
     """
@@ -68,6 +73,12 @@ class RunSpec:
     data_dir: str | None = None
     cap: int = 16
     max_concurrency: int = 256
+
+    @property
+    def end_s(self) -> float:
+        """When the run ends at the latest [s]."""
+        peak_s = self.online.peak_window_s if self.online is not None else None
+        return self.duration_s if peak_s is None else min(peak_s, self.duration_s)
 
     def describe(self) -> dict[str, Any]:
         """For the result's JSON: no paths, so that it is the same on every machine."""
@@ -141,17 +152,17 @@ def execute(spec: RunSpec, *, on_progress: Callable[[float], None] | None = None
 
         def is_over() -> bool:
             if on_progress is not None and len(engine.iterations) % 200 == 0:
-                on_progress(min(engine.clock.now_s(), spec.duration_s))
-            if engine.clock.now_s() >= spec.duration_s:
+                on_progress(min(engine.clock.now_s(), spec.end_s))
+            if engine.clock.now_s() >= spec.end_s:
                 return True
             return bool(num_offline) and engine.num_finished_offline == num_offline
 
         started_s = time.perf_counter()
         engine.run(sources, until=is_over)
         wall_s = time.perf_counter() - started_s
-        end_s = min(engine.clock.now_s(), spec.duration_s)
+        end_s = min(engine.clock.now_s(), spec.end_s)
         if not num_offline:
-            end_s = spec.duration_s
+            end_s = spec.end_s
         records = [*engine.records, *engine.open_records()]
         controller = getattr(engine.scheduler, "cosched", None)
         return RunResult(
@@ -199,6 +210,8 @@ def load_requests(spec: RunSpec) -> tuple[list[TraceRequest], list[TraceRequest]
             duration_s=spec.duration_s,
             num_requests=spec.online.num_requests,
         )
+        if spec.online.peak_window_s is not None:
+            workload = busiest_window(workload, spec.online.peak_window_s)
         online.extend(workload.requests)
     if spec.scenario.has_offline and spec.offline is not None:
         workload = load_workload(

@@ -19,6 +19,7 @@ from cosched_traces.workload import Segment, Workload
 
 __all__ = [
     "at_once",
+    "busiest_window",
     "check_positive",
     "first_requests",
     "mean_rate",
@@ -91,6 +92,25 @@ def slice_time(workload: Workload, start_s: float, end_s: float) -> Workload:
         if start_s <= r.arrival_s < end_s
     )
     return workload.changed(requests, f"cut to [{start_s:g}, {end_s:g}) s")
+
+
+def busiest_window(workload: Workload, length_s: float) -> Workload:
+    """The stretch of `length_s` in which the most tokens (prompt and output) arrive, from 0 on.
+
+    Of equal ones the first. A workload that is shorter stays whole.
+    """
+    check_positive("length_s", length_s)
+    requests = workload.requests
+    weights = [r.num_prompt_tokens + r.num_output_tokens for r in requests]
+    best, best_start_s, held, end = -1, 0.0, 0, 0
+    for first, request in enumerate(requests):
+        while end < len(requests) and requests[end].arrival_s < request.arrival_s + length_s:
+            held += weights[end]
+            end += 1
+        if held > best:
+            best, best_start_s = held, request.arrival_s
+        held -= weights[first]
+    return slice_time(workload, best_start_s, best_start_s + length_s)
 
 
 def repeat(workload: Workload, duration_s: float) -> Workload:
