@@ -97,7 +97,7 @@ def checked(job: Path, answers: Path) -> dict[str, int]:
         usage = answer["response"]["body"]["usage"]
         tokens["prompt_tokens"] += usage["prompt_tokens"]
         tokens["completion_tokens"] += usage["completion_tokens"]
-        tokens["cached_tokens"] += (usage.get("prompt_tokens_details") or {})["cached_tokens"]
+        tokens["cached_tokens"] += (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0)
     return {
         "lines": len(wanted),
         "answers": found.total(),
