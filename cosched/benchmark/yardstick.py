@@ -35,7 +35,7 @@ class _OfflineSet:
 WORKLOADS: Mapping[str, _OfflineSet] = {
     # More than any run gets through: stock dfs-weight looks at every waiting request in every pass.
     "i": _OfflineSet(
-        workload="arxiv", title="(i) documents of arXiv length, nothing shared", num_requests=8000
+        workload="arxiv", title="(i) documents of arXiv length, nothing shared", num_requests=3000
     ),
     "ii": _OfflineSet(workload="mmlu", title="(ii) MMLU 5-shot, shuffled: 57 shared heads"),
     "iii": _OfflineSet(
