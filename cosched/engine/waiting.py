@@ -29,62 +29,55 @@ class _Aggregate:
 
 
 class WaitingQueue:
-    """A list of `Req`, as far as SGLang uses one: online first, then offline, each in its order.
+    """A list of `Req` in the order of arrival, as far as SGLang uses one.
 
     `append` accepts new requests and those that go back (preempted, retracted, paused): the latter
-    keep class, arrival time and place.
+    keep class, arrival time and place. Positions are O(log n): SGLang aborts by position, and may
+    abort everything.
     """
 
     def __init__(self, *, pool: OfflinePool[TrackedRequest], clock: Clock) -> None:
         self.online: ArrivalQueue[TrackedRequest] = ArrivalQueue()
         self.offline = pool
+        self.clock = clock
         self.num_tokens = 0
         """Prompt and generated tokens of all that wait."""
-        self.clock = clock
+        self._all: ArrivalQueue[TrackedRequest] = ArrivalQueue()
         self._seq = itertools.count()
 
     def append(self, req: Any) -> None:
         tracked = TrackedRequest.of(req) or TrackedRequest(
             req, arrival_s=self.clock.now_s(), arrival_seq=next(self._seq)
         )
+        self._all.add(tracked)
         self._queue_of(tracked).add(tracked)
         tracked.num_queued_tokens = req.seqlen
         self.num_tokens += tracked.num_queued_tokens
 
     def remove_rid(self, rid: str) -> TrackedRequest:
         """Take a request out. KeyError when it does not wait."""
-        queue = self.online if rid in self.online else self.offline
-        tracked = queue.remove(rid)
+        tracked = self._all.remove(rid)
+        self._queue_of(tracked).remove(rid)
         self.num_tokens -= tracked.num_queued_tokens
         return tracked
 
     def get(self, rid: str) -> TrackedRequest | None:
-        return self.online.get(rid) or self.offline.get(rid)
-
-    def pop(self, index: int) -> Any:
-        req = self[index]
-        self.remove_rid(req.rid)
-        return req
+        return self._all.get(rid)
 
     def remove(self, req: Any) -> None:
         self.remove_rid(req.rid)
 
-    def clear(self) -> None:
-        for req in list(self):
-            self.remove_rid(req.rid)
+    def pop(self, index: int) -> Any:
+        return self.remove_rid(self._all.at(index).rid).req
 
     def __getitem__(self, index: int) -> Any:
-        position = index if index >= 0 else len(self) + index
-        try:
-            return next(itertools.islice(iter(self), position, None))
-        except (StopIteration, ValueError):
-            raise IndexError(f"{index=} of {len(self)} waiting requests") from None
+        return self._all.at(index).req
 
     def __len__(self) -> int:
-        return len(self.online) + len(self.offline)
+        return len(self._all)
 
     def __iter__(self) -> Iterator[Any]:
-        return (tracked.req for tracked in itertools.chain(self.online, self.offline))
+        return (tracked.req for tracked in self._all)
 
     def __contains__(self, req: Any) -> bool:
         tracked = TrackedRequest.of(req)

@@ -64,6 +64,11 @@ class ArrivalQueue(Generic[R]):
     def get(self, rid: str) -> R | None:
         return self._by_rid.get(rid)
 
+    def at(self, index: int) -> R:
+        """The request at a position in the order of arrival, O(log n). IndexError outside."""
+        request: R = self._by_seq.peekitem(index)[1]
+        return request
+
     def __contains__(self, rid: object) -> bool:
         return rid in self._by_rid
 

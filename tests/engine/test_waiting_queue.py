@@ -1,0 +1,106 @@
+"""The object that stands in for SGLang's waiting queue behaves as its list would."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from cosched.core.request import RequestClass
+from cosched.engine.waiting import WaitingQueue, WaitingSummary, online_requests
+from cosched.offline.pool import ArrivalQueue
+
+
+class Ticks:
+    def __init__(self):
+        self.now = 0.0
+
+    def now_s(self):
+        self.now += 1.0
+        return self.now
+
+
+def make_req(rid, priority, length=10):
+    return SimpleNamespace(
+        rid=rid,
+        priority=priority,
+        seqlen=length,
+        sampling_params=SimpleNamespace(custom_params=None, max_new_tokens=5),
+    )
+
+
+def make_queue():
+    return WaitingQueue(pool=ArrivalQueue(), clock=Ticks())
+
+
+def test_any_sequence_of_operations_gives_what_a_list_gives():
+    rng = random.Random(0)
+    queue, model, out = make_queue(), [], []
+    for step in range(3000):
+        verb = rng.choice(["append", "append", "pop", "remove", "return"])
+        if verb == "append":
+            req = make_req(f"r{step}", rng.choice([None, 0, -1, -100]), rng.randint(1, 50))
+            queue.append(req)
+            model.append(req)
+        elif verb == "return" and out:
+            req = out.pop(rng.randrange(len(out)))
+            queue.append(req)  # it takes its old place
+            model.append(req)
+            model.sort(key=lambda r: r.cosched.arrival_seq)
+        elif model and verb == "pop":
+            index = rng.randrange(len(model))
+            req = model.pop(index)
+            assert queue.pop(index) is req
+            out.append(req)
+        elif model and verb == "remove":
+            req = model.pop(rng.randrange(len(model)))
+            assert req in queue
+            queue.remove(req)
+            assert req not in queue
+            out.append(req)
+        assert list(queue) == model and len(queue) == len(model)
+        assert queue.num_tokens == sum(req.seqlen for req in model)
+        offline = [r for r in model if r.priority is not None and r.priority < 0]
+        assert [t.req for t in queue.offline] == offline
+        assert online_requests(queue) == [r for r in model if r not in offline]
+        if model:
+            index = rng.randrange(-len(model), len(model))
+            assert queue[index] is model[index]
+
+
+def test_positions_outside_are_index_errors():
+    queue = make_queue()
+    queue.append(make_req("a", 0))
+    with pytest.raises(IndexError):
+        queue[1]
+    with pytest.raises(IndexError):
+        queue.pop(5)
+
+
+def test_class_and_arrival_are_fixed_when_a_request_first_comes():
+    queue = make_queue()
+    req = make_req("a", -1)
+    queue.append(req)
+    first = req.cosched
+    queue.remove(req)
+    req.priority = 5
+    queue.append(req)
+    assert req.cosched is first and first.request_class is RequestClass.OFFLINE
+    assert first.arrival_s == 1.0 and len(queue.offline) == 1
+
+
+def test_the_summary_adds_up_to_the_same_total_from_one_item():
+    queue = make_queue()
+    for index in range(100):
+        queue.append(make_req(f"r{index}", -1, index + 1))
+    summary = WaitingSummary(queue)
+    assert len(summary) == 100
+    assert [item.seqlen for item in summary] == [5050]
+
+
+def test_everything_can_be_aborted_by_position_from_a_large_queue():
+    queue = make_queue()
+    for index in range(20_000):
+        queue.append(make_req(f"r{index}", -1))
+    for index in reversed(range(20_000)):  # as SGLang aborts; quadratic it would take minutes
+        queue.pop(index)
+    assert len(queue) == 0 and queue.num_tokens == 0
