@@ -100,6 +100,9 @@ def engine_arguments(argv: Sequence[str], config: Config, *, mixed_chunk: bool) 
             arguments += ["--attention-backend", "torch_native"]
         if not _given(argv, "--mem-fraction-static", "--max-total-tokens"):
             arguments += ["--max-total-tokens", "65536"]
+        if not _given(argv, "--sleep-on-idle"):
+            # An idle scheduler would otherwise keep a whole core busy asking for requests.
+            arguments.append("--sleep-on-idle")
     return arguments
 
 

@@ -113,6 +113,7 @@ async def serve_and_answer(
     server: ServerSpec, online: WorkloadSpec, *, job: Path, answers: Path, concurrency: int
 ) -> tuple[list[OnlineRecord], float]:
     """Run the job beside the online requests: their records, and the job's seconds."""
+    requests = make_chat_trace(online)  # takes seconds: before the window's clock runs
     port = server.port or free_port()
     command = server.command(POLICY, port=port)
     log = answers.with_name("server.log")
@@ -124,7 +125,7 @@ async def serve_and_answer(
         process = await asyncio.create_subprocess_exec(*run_batch)
         try:
             window = Window(opens_in_s=1.0)
-            trace = takewhile(lambda _: process.returncode is None, make_chat_trace(online))
+            trace = takewhile(lambda _: process.returncode is None, requests)
             async with OnlineTraffic(
                 base_url=client.base_url, window=window, model=MODEL
             ) as traffic:

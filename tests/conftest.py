@@ -15,6 +15,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "server" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.server)
+    # A server takes long to start and shares the cores: first what needs none.
+    items.sort(key=lambda item: item.get_closest_marker("server") is not None)
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     # Only then: importing torch takes longer than many a test run.
     if gpu_items:

@@ -18,7 +18,7 @@ __all__ = ["TUNED", "choose_tuned", "tuned_candidates"]
 
 TUNED = "priority-tuned"
 
-CHUNK_TOKENS = (256, 512, 1024, 2048, 4096, 8192)
+CHUNK_TOKENS = (512, 1024, 2048, 4096, 8192)
 """``--chunked-prefill-size``."""
 
 TOLERANCE = 0.02
