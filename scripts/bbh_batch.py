@@ -19,6 +19,7 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import sys
 import time
 from collections import Counter
@@ -109,10 +110,19 @@ def checked(job: Path, answers: Path) -> dict[str, int]:
     }
 
 
+def stop_on_signals() -> None:
+    """Ctrl-C and SIGTERM stop run_batch and the server in order, then this program."""
+    task = asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+
+
 async def serve_and_answer(
     server: ServerSpec, online: WorkloadSpec, *, job: Path, answers: Path, concurrency: int
 ) -> tuple[list[OnlineRecord], float]:
     """Run the job beside the online requests: their records, and the job's seconds."""
+    stop_on_signals()
     requests = make_chat_trace(online)  # takes seconds: before the window's clock runs
     port = server.port or free_port()
     command = server.command(POLICY, port=port)
@@ -126,13 +136,11 @@ async def serve_and_answer(
         try:
             window = Window(opens_in_s=1.0)
             trace = takewhile(lambda _: process.returncode is None, requests)
-            async with OnlineTraffic(
-                base_url=client.base_url, window=window, model=MODEL
-            ) as traffic:
-                replay = asyncio.create_task(traffic.replay(trace, give_up_s=LONGEST_S))
+            traffic = OnlineTraffic(base_url=client.base_url, window=window, model=MODEL)
+            async with traffic, asyncio.TaskGroup() as beside:
+                beside.create_task(traffic.replay(trace, give_up_s=LONGEST_S))
                 code = await process.wait()
                 seconds = time.monotonic() - began_s
-                await replay
         finally:
             if process.returncode is None:
                 process.terminate()
@@ -224,6 +232,9 @@ def main() -> int:
             return run(options)
         count = write(options.data, options.output, max_tokens=options.max_tokens)
         print(f"{options.output}: {count} lines")
+    except asyncio.CancelledError:
+        print("bbh_batch: interrupted", file=sys.stderr)
+        return 130
     except CoschedError as error:
         print(f"bbh_batch: {error}", file=sys.stderr)
         return 1
