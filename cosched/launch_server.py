@@ -117,11 +117,16 @@ def _value(argv: Sequence[str], *flags: str) -> str | None:
 
 
 def bind_cpu_threads(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
-    """Give each rank of a CPU server its own share of the cores.
+    """Give each rank of a CPU server its own share of the cores, and leave one to the rest.
 
-    SGLang does so by NUMA node, and stops when there are more ranks than nodes.
+    SGLang shares them by NUMA node, and stops when there are more ranks than nodes. One core is for
+    the tokenizer, the detokenizer and the clients: with a compute thread on every core, each of its
+    barriers waits for a thread that they keep from running.
     """
-    if cosched.bootstrap.has_cuda() or _CPU_BINDING in environ:
+    if cosched.bootstrap.has_cuda():
+        return
+    environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) - 1)))
+    if _CPU_BINDING in environ:
         return
     ranks = int(_value(argv, "--tp", "--tp-size", "--tensor-parallel-size") or 1)
     ranks *= int(_value(argv, "--dp", "--dp-size", "--data-parallel-size") or 1)

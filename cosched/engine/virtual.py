@@ -37,6 +37,10 @@ VOCAB_SIZE = 32_000
 EOS_ID = 2
 _FIRST_ID = 10
 
+_IDLE_ITERATIONS = 3
+"""Iterations without a batch before the scheduler counts as idle. One alone means nothing: when a
+whole running batch has ended, SGLang takes an iteration to notice before it admits the next."""
+
 
 class VirtualClock:
     """Seconds since the simulation began. Moved by the simulation alone."""
@@ -193,16 +197,22 @@ class VirtualEngine:
         """
         self._sources = sources
         last_launched = -1
+        num_idle = 0
 
         def until_done() -> bool:
-            nonlocal last_launched
+            nonlocal last_launched, num_idle
             if until is not None and until():
                 return True
             delivered = self._deliver()
-            is_stalled = last_launched == self._num_launched and not self._launched
+            has_run = last_launched != self._num_launched or bool(self._launched)
             last_launched = self._num_launched
-            if delivered or not is_stalled:
+            if delivered or has_run:
+                num_idle = 0
                 return False
+            num_idle += 1
+            if num_idle < _IDLE_ITERATIONS:
+                return False
+            num_idle = 0
             return not self._skip_idle_time()
 
         with _quiet_host():

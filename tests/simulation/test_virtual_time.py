@@ -109,6 +109,17 @@ def test_idle_time_is_skipped():
     assert all(r.ttft_s < 0.5 for r in online(result) if r.is_finished)
 
 
+def test_a_running_batch_that_ends_all_at_once_is_no_hang():
+    """Equal lengths: every request of a batch ends in the same iteration, and only then is there
+    room for the next ones."""
+    machine = replace(SMALL, max_running_requests=4, overlap=True)
+    spec = make_spec("offline-fcfs", machine=machine, duration_s=600.0, online=None)
+    result = execute(replace(spec, offline=WorkloadSpec(name="mmlu-like", num_requests=40)))
+    assert len(offline(result)) == 40 and all(r.is_finished for r in offline(result))
+    gaps = result.iterations.column("start_s")[1:] - result.iterations.end_s[:-1]
+    assert gaps.max() < 1e-6, "the GPU never waits while requests do"
+
+
 def test_a_static_cap_is_kept():
     result = execute(make_spec("cap", cap=3))
     in_flight = [(r.arrival_s, 1) for r in offline(result)]
