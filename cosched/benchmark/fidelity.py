@@ -91,7 +91,6 @@ async def _run_server(
         target = LiveTarget(base_url=base_url, vocab_size=case.vocab_size)
         show("the server is up; measuring its iterations")
         await _load(target, case, seed=case.seed + 1)
-        await asyncio.sleep(2.0)  # the log is flushed every 50 iterations, and by idle ones
         num_profiled = len(read_iteration_log(log))
         async with asyncio.timeout(30):
             await _flush_cache(base_url)

@@ -10,11 +10,13 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 from sglang.srt.distributed.parallel_state import (
     destroy_distributed_environment,
     destroy_model_parallel,
 )
+from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.managers.io_struct import (
     AbortReq,
     BatchTokenIDOutput,
@@ -38,6 +40,10 @@ class Reply:
     finish_reason: str | None = None
     message: str = ""
     num_retractions: int = 0
+
+
+def _no_watchdog(*arguments: Any, **options: Any) -> None:
+    return None
 
 
 class _Outbox:
@@ -78,7 +84,10 @@ class LocalEngine:
         server_args = prepare_server_args([*flags, "--skip-tokenizer-init"])
         server_args.resolve_once()
         publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
-        self.scheduler: Any = Scheduler(server_args, PortArgs.init_new(server_args))
+        # A scheduler's watchdog thread never ends, keeps the scheduler alive, and kills the parent
+        # of this process when nothing has run for a while: right in a server, wrong here.
+        with mock.patch.object(scheduler_module, "create_scheduler_watchdog", _no_watchdog):
+            self.scheduler: Any = Scheduler(server_args, PortArgs.init_new(server_args))
         self.replies: dict[str, Reply] = {}
         self._inbox: list[Any] = []
         outbox = _Outbox(self.replies)

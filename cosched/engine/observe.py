@@ -87,15 +87,11 @@ class IterationObserver:
 
 
 class IterationLogFile:
-    """Writes one JSON line per iteration: ``{"start_s", "seconds", "prefills", "decodes"}``.
+    """Writes one JSON line per iteration: ``{"start_s", "seconds", "prefills", "decodes"}``."""
 
-    Lines are flushed every `flush_every` iterations and when the scheduler ends.
-    """
-
-    def __init__(self, path: Path, *, flush_every: int = 50) -> None:
-        self._file: IO[str] = path.open("w", encoding="utf-8")
-        self._flush_every = flush_every
-        self._count = 0
+    def __init__(self, path: Path) -> None:
+        # Line by line: a server mostly ends by a signal, and what it ran last is of interest.
+        self._file: IO[str] = path.open("w", encoding="utf-8", buffering=1)
 
     def __call__(self, step: StepResult) -> None:
         entry = {
@@ -105,9 +101,6 @@ class IterationLogFile:
             "decodes": list(step.shape.decodes),
         }
         self._file.write(json.dumps(entry, separators=(",", ":")) + "\n")
-        self._count += 1
-        if self._count % self._flush_every == 0:
-            self._file.flush()
 
 
 def _pairs(prefills: Sequence[tuple[int, int]]) -> list[list[int]]:

@@ -1,6 +1,7 @@
 """The object that stands in for SGLang's waiting queue behaves as its list would."""
 
 import random
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -95,6 +96,16 @@ def test_the_summary_adds_up_to_the_same_total_from_one_item():
     summary = WaitingSummary(queue)
     assert len(summary) == 100
     assert [item.seqlen for item in summary] == [5050]
+
+
+def test_an_engine_in_this_process_leaves_no_thread_behind(make_engine):
+    """SGLang's watchdog would kill the parent of this process minutes after the last run."""
+    before = threading.active_count()
+    engine = make_engine()
+    engine.submit("a", [5, 6, 7], max_new_tokens=2)
+    engine.run_until_idle()
+    assert not [t.name for t in threading.enumerate() if "watchdog" in str(t).lower()]
+    assert threading.active_count() <= before + 1
 
 
 def test_everything_can_be_aborted_by_position_from_a_large_queue():
