@@ -92,6 +92,7 @@ class LocalEngine:
         self._inbox: list[Any] = []
         outbox = _Outbox(self.replies)
         channels = self.scheduler.ipc_channels
+        self._zmq_context = channels.recv_from_tokenizer.context
         # Frozen dataclasses that the scheduler builds for itself.
         object.__setattr__(channels, "send_to_tokenizer", outbox)
         object.__setattr__(channels, "send_to_detokenizer", outbox)
@@ -99,6 +100,8 @@ class LocalEngine:
 
     def close(self) -> None:
         """Release what the process can have only once. The engine cannot be used afterwards."""
+        # Nobody reads the other ends of these sockets: closing them must not wait for it.
+        self._zmq_context.destroy(linger=0)
         destroy_model_parallel()
         destroy_distributed_environment()
 
