@@ -88,12 +88,11 @@ def engine_arguments(argv: Sequence[str], config: Config, *, mixed_chunk: bool) 
     """SGLang's arguments with what cosched adds: the policy's flags, and the CPU engine's where
     there is no GPU. What the user gave stands."""
     arguments = list(argv)
-    for name, value in policy_entry(config.policy).server_flags.items():
-        flag = "--" + name.replace("_", "-")
+    for flag, argument in policy_entry(config.policy).arguments().items():
         if flag == "--enable-mixed-chunk" and not mixed_chunk:
             continue
         if not _given(argv, flag):
-            arguments += [flag] if value is True else [flag, str(value)]
+            arguments += argument
     if not cosched.bootstrap.has_cuda() and not _given(argv, "--device"):
         arguments += ["--device", "cpu"]
         if not _given(argv, "--attention-backend"):

@@ -70,13 +70,10 @@ async def run_live(
         await run.check()
         run.begin()
         async with asyncio.TaskGroup() as tasks:
-            workers = [
-                tasks.create_task(run.replay(online)),
-                *(
-                    tasks.create_task(run.work(iter_offline))
-                    for iter_offline in [iter(offline)] * min(offline_concurrency, len(offline))
-                ),
-            ]
+            shared = iter(offline)
+            num_workers = min(offline_concurrency, len(offline))
+            workers = [tasks.create_task(run.replay(online))]
+            workers += [tasks.create_task(run.work(shared)) for _ in range(num_workers)]
             while run.now_s() < duration_s and not all(worker.done() for worker in workers):
                 on_progress(run.now_s())
                 await asyncio.sleep(min(0.2, max(duration_s - run.now_s(), 0.0)))

@@ -72,11 +72,6 @@ class SuiteResult:
     rows: Mapping[str, Row]
     sweep: Mapping[str, Row]
 
-    @property
-    def ceiling_tokens_per_s(self) -> float | None:
-        rates = [self.rows[name].offline_tokens_per_s for name in OFFLINE_ONLY if name in self.rows]
-        return max((rate for rate in rates if rate is not None), default=None)
-
 
 def run_suite(
     base: RunSpec, names: Sequence[str], *, num_jobs: int, quiet: bool = False, label: str = ""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from cosched.benchmark.report import markdown_table
 from cosched.benchmark.suite import SuiteResult, run_suite
-from cosched.simulation.options import run_spec_of
+from cosched.simulation.options import data_dir_of, run_spec_of
 from cosched.simulation.run import RunSpec, WorkloadSpec
 from cosched.simulation.scenario import SCENARIOS, scenario
 from cosched.simulation.versions import versions
@@ -68,20 +68,11 @@ def run_yardstick(
 def _spec(arguments: argparse.Namespace, offline: _OfflineSet) -> RunSpec:
     given = argparse.Namespace(**vars(arguments))
     given.offline = offline.workload
-    has_data = arguments.data_dir is not None or _environment_has_data()
-    given.online = arguments.online or ("azure-conv" if has_data else "azure-like")
+    given.online = arguments.online or ("azure-conv" if data_dir_of(arguments) else "azure-like")
     given.online_rate = arguments.online_rate or ONLINE_RATE
     spec = run_spec_of(given, scenario("s1"))
     num_requests = arguments.offline_requests or offline.num_requests
     return replace(spec, offline=WorkloadSpec(name=offline.workload, num_requests=num_requests))
-
-
-def _environment_has_data() -> bool:
-    import os
-
-    from cosched.simulation.options import DATA_ENV
-
-    return bool(os.environ.get(DATA_ENV))
 
 
 def yardstick_page(arguments: argparse.Namespace, suites: Mapping[str, SuiteResult]) -> str:

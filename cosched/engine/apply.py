@@ -164,8 +164,10 @@ def _build_batch(
 ) -> tuple[Any, Any]:
     scheduler = controller.scheduler
     waiting = controller.waiting
-    tracked = [waiting.get(rid) for rid in plan.prefill]
-    candidates = [t.req for t in tracked if t is not None]
+    candidates = [t.req for rid in plan.prefill if (t := waiting.get(rid)) is not None]
+    planned = {req.rid: req for req in candidates}
+    if scheduler.chunked_req is not None:
+        planned[scheduler.chunked_req.rid] = scheduler.chunked_req
     chunk_size = scheduler.chunked_prefill_size
     running_batch.batch_is_full = False  # it remembers a verdict on another plan
     scheduler.waiting_queue = list(candidates)
@@ -191,8 +193,7 @@ def _build_batch(
         if req not in waiting:
             waiting.append(req)
     controller.counters.num_engine_refusals += len(refused)
-    if batch is not None:
-        requests = {req.rid: req for req in batch.reqs}
-        admitted = {rid: n for rid, n in plan.prefill.items() if rid in requests}
-        controller.observe_prefill(admitted, requests)
+    for rid, num_tokens in plan.prefill.items():
+        if rid not in refused:
+            controller.count_prefill(planned[rid], num_tokens)
     return batch, running_batch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,14 +90,13 @@ class Controller:
         self.counters.planning_s += time.perf_counter() - started_s
         return plan
 
-    def observe_prefill(self, admitted: Mapping[str, int], requests: Mapping[str, Any]) -> None:
-        """Count what the engine really admitted: rid -> prompt tokens."""
-        for rid, num_tokens in admitted.items():
-            tracked = TrackedRequest.of(requests[rid])
-            if tracked is not None and tracked.request_class is RequestClass.OFFLINE:
-                self.counters.offline_prefill_tokens += num_tokens
-            else:
-                self.counters.online_prefill_tokens += num_tokens
+    def count_prefill(self, req: Any, num_tokens: int) -> None:
+        """Count prompt tokens that the engine admitted."""
+        tracked = TrackedRequest.of(req)
+        if tracked is not None and tracked.request_class is RequestClass.OFFLINE:
+            self.counters.offline_prefill_tokens += num_tokens
+        else:
+            self.counters.online_prefill_tokens += num_tokens
 
     def state(self) -> dict[str, Any]:
         """What ``/get_server_info`` shows."""

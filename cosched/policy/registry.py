@@ -29,6 +29,14 @@ class PolicyEntry:
     make: Callable[[EngineCaps], Policy] | None = None
     server_flags: Mapping[str, object] = field(default_factory=dict)
 
+    def arguments(self) -> dict[str, list[str]]:
+        """`server_flags` as a command line: flag -> the flag and its value."""
+        arguments = {}
+        for name, value in self.server_flags.items():
+            flag = "--" + name.replace("_", "-")
+            arguments[flag] = [flag] if value is True else [flag, str(value)]
+        return arguments
+
 
 _ENTRIES = (
     PolicyEntry(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from cosched.core.request import RequestClass
 from cosched.engine.virtual import VOCAB_SIZE, Arrival
@@ -67,7 +68,7 @@ class ClosedLoopClient:
         num_free = max(self.concurrency - self._num_in_flight, 0)
         for arrival in arrivals_of(itertools.islice(self._requests, num_free)):
             self._num_in_flight += 1
-            yield _sent_at(arrival, now_s)
+            yield replace(arrival, arrival_s=now_s)
 
     def next_s(self) -> float | None:
         return None
@@ -75,18 +76,6 @@ class ClosedLoopClient:
     def on_finish(self, record: RequestRecord) -> None:
         if record.rid in self._rids:
             self._num_in_flight -= 1
-
-
-def _sent_at(arrival: Arrival, now_s: float) -> Arrival:
-    return Arrival(
-        rid=arrival.rid,
-        arrival_s=now_s,
-        request_class=arrival.request_class,
-        input_ids=arrival.input_ids,
-        num_output_tokens=arrival.num_output_tokens,
-        max_new_tokens=arrival.max_new_tokens,
-        slo=arrival.slo,
-    )
 
 
 class AimdClient(ClosedLoopClient):

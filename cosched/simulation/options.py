@@ -14,7 +14,13 @@ from cosched.simulation.machine import Machine
 from cosched.simulation.run import CostSpec, RunSpec, WorkloadSpec
 from cosched.simulation.scenario import Scenario
 
-__all__ = ["DATA_ENV", "add_machine_options", "add_workload_options", "run_spec_of"]
+__all__ = [
+    "DATA_ENV",
+    "add_machine_options",
+    "add_workload_options",
+    "data_dir_of",
+    "run_spec_of",
+]
 
 DATA_ENV = "COSCHED_DATA"
 """Environment variable that names the data folder when ``--data-dir`` does not."""
@@ -115,15 +121,23 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def data_dir_of(arguments: argparse.Namespace) -> Path | None:
+    """The data folder that the options or the environment name. ConfigError when it is none."""
+    named = arguments.data_dir or os.environ.get(DATA_ENV)
+    if named is None or named == "":
+        return None
+    if not Path(named).is_dir():
+        raise ConfigError(f"--data-dir: no folder {str(named)!r}")
+    return Path(named)
+
+
 def run_spec_of(arguments: argparse.Namespace, scenario: Scenario) -> RunSpec:
     """The run that the options describe. ConfigError when they contradict each other."""
     if arguments.online is None and arguments.offline is None:
         raise ConfigError("nothing to run: name --online, --offline or both")
     if not arguments.duration > 0:
         raise ConfigError(f"--duration is {arguments.duration} s; it must be above 0")
-    data_dir = arguments.data_dir or os.environ.get(DATA_ENV)
-    if data_dir is not None and not Path(data_dir).is_dir():
-        raise ConfigError(f"--data-dir: no folder {str(data_dir)!r}")
+    data_dir = data_dir_of(arguments)
     cost_model = arguments.cost_model or ("kernel-table" if data_dir else "roofline")
     return RunSpec(
         scenario=scenario,

@@ -230,11 +230,9 @@ def engine_flags(spec: RunSpec) -> list[str]:
     flags = spec.machine.flags()
     if spec.scenario.schedule_policy is not None:
         flags += ["--schedule-policy", spec.scenario.schedule_policy]
-    for name, value in policy_entry(spec.scenario.policy).server_flags.items():
-        if name == "enable_mixed_chunk" and spec.machine.mixed_chunk is not None:
-            continue
-        flag = "--" + name.replace("_", "-")
-        flags += [flag] if value is True else [flag, str(value)]
+    for flag, argument in policy_entry(spec.scenario.policy).arguments().items():
+        if flag != "--enable-mixed-chunk" or spec.machine.mixed_chunk is None:
+            flags += argument
     return flags
 
 
