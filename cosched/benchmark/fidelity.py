@@ -43,8 +43,11 @@ _WARM_UP_ITERATIONS = 20
 class FidelityCase:
     """One server and the load on it.
 
-    model_path  what the live server serves
-    machine     its settings; `kv_tokens` small enough makes its cache thrash
+    model_path           what the live server serves
+    machine              its settings; `kv_tokens` small enough makes its cache thrash
+    offline              more than the duration is enough for: a run that is idle for a part of it
+                         would compare mixtures of two states
+    offline_concurrency  above what runs at a time, so that the engine never waits for the client
     """
 
     name: str
@@ -53,9 +56,9 @@ class FidelityCase:
     policy: str = "sarathi"
     online: WorkloadSpec = field(default_factory=lambda: WorkloadSpec(name="alpaca", rate=1.0))
     offline: WorkloadSpec = field(
-        default_factory=lambda: WorkloadSpec(name="mmlu-like", num_requests=400)
+        default_factory=lambda: WorkloadSpec(name="mmlu-like", num_requests=2000)
     )
-    offline_concurrency: int = 8
+    offline_concurrency: int = 32
     duration_s: float = 60.0
     seed: int = 0
     vocab_size: int = 2000
@@ -182,8 +185,16 @@ def _iteration_error(model: ProfileModel, points: Sequence[MeasuredPoint]) -> fl
 def compare_runs(
     live: Sequence[RequestRecord], simulated: Sequence[RequestRecord]
 ) -> dict[str, Any]:
-    """Live and simulated values and the relative error of each, simulated / live - 1."""
+    """Live and simulated values and the relative error of each, simulated / live - 1.
+
+    ``duration_s`` is the time that the same number of offline requests took: as many as the slower
+    of the two finished.
+    """
     values = {name: (measure(live), measure(simulated)) for name, measure in _MEASURES.items()}
+    ends = [_offline_ends(live), _offline_ends(simulated)]
+    num_both = min(map(len, ends))
+    if num_both:
+        values["duration_s"] = (ends[0][num_both - 1], ends[1][num_both - 1])
     return {
         name: {
             "live": a,
@@ -195,23 +206,28 @@ def compare_runs(
 
 
 def _of(
-    request_class: RequestClass, value: Callable[[RequestRecord], float | None], quantile: float
+    request_class: RequestClass,
+    value: Callable[[RequestRecord], float | None],
+    reduce: Callable[[list[float]], Any],
 ) -> Callable[[Sequence[RequestRecord]], float | None]:
     def measure(records: Sequence[RequestRecord]) -> float | None:
         found = [value(r) for r in records if r.request_class is request_class and r.is_finished]
         known = [v for v in found if v is not None]
-        return float(np.quantile(known, quantile)) if known else None
+        return float(reduce(known)) if known else None
 
     return measure
 
 
-def _offline_done(records: Sequence[RequestRecord]) -> float | None:
-    ends = [
+def _quantile(share: float) -> Callable[[list[float]], Any]:
+    return lambda values: np.quantile(values, share)
+
+
+def _offline_ends(records: Sequence[RequestRecord]) -> list[float]:
+    return sorted(
         r.finish_s
         for r in records
         if r.request_class is RequestClass.OFFLINE and r.finish_s is not None
-    ]
-    return max(ends, default=None)
+    )
 
 
 def _num_offline(records: Sequence[RequestRecord]) -> float:
@@ -226,11 +242,12 @@ def _hit_ratio(records: Sequence[RequestRecord]) -> float | None:
 
 _ONLINE = RequestClass.ONLINE
 _MEASURES: dict[str, Callable[[Sequence[RequestRecord]], float | None]] = {
-    "ttft_p50_s": _of(_ONLINE, lambda r: r.ttft_s, 0.5),
-    "ttft_p90_s": _of(_ONLINE, lambda r: r.ttft_s, 0.9),
-    "tpot_p50_s": _of(_ONLINE, lambda r: r.tpot_s, 0.5),
-    "tpot_p90_s": _of(_ONLINE, lambda r: r.tpot_s, 0.9),
+    "ttft_mean_s": _of(_ONLINE, lambda r: r.ttft_s, np.mean),
+    "ttft_p50_s": _of(_ONLINE, lambda r: r.ttft_s, _quantile(0.5)),
+    "ttft_p90_s": _of(_ONLINE, lambda r: r.ttft_s, _quantile(0.9)),
+    "tpot_mean_s": _of(_ONLINE, lambda r: r.tpot_s, np.mean),
+    "tpot_p50_s": _of(_ONLINE, lambda r: r.tpot_s, _quantile(0.5)),
+    "tpot_p90_s": _of(_ONLINE, lambda r: r.tpot_s, _quantile(0.9)),
     "offline_requests": _num_offline,
-    "offline_done_s": _offline_done,
     "hit_ratio": _hit_ratio,
 }

@@ -12,7 +12,7 @@ import json
 import time
 from array import array
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -23,7 +23,7 @@ from cosched.errors import ConfigError, CoschedError
 from cosched.metrics.records import RequestRecord
 from cosched_traces.workload import TraceRequest
 
-__all__ = ["LiveTarget", "ServerError", "run_live"]
+__all__ = ["LiveTarget", "ServerError", "run_live", "with_misses"]
 
 _CONNECT_S = 10.0
 
@@ -79,7 +79,20 @@ async def run_live(
                 await asyncio.sleep(min(0.2, max(duration_s - run.now_s(), 0.0)))
             for worker in workers:
                 worker.cancel()
-    return run.records
+    return with_misses(run.records)
+
+
+def with_misses(records: Sequence[RequestRecord]) -> list[RequestRecord]:
+    """A server that reports cache hits leaves the field out where there was none (SGLang does):
+    once one reply had it, a complete reply without it found nothing in the cache."""
+    if all(record.num_cached_tokens is None for record in records):
+        return list(records)
+    return [
+        replace(record, num_cached_tokens=0)
+        if record.num_cached_tokens is None and record.is_finished
+        else record
+        for record in records
+    ]
 
 
 class _LiveRun:

@@ -41,10 +41,21 @@ def test_errors_are_relative_to_the_live_run():
     compared = compare_runs(live, simulated)
     assert compared["ttft_p50_s"]["error"] == pytest.approx(0.1)
     assert compared["tpot_p50_s"]["error"] == pytest.approx(1.0)
-    assert compared["offline_done_s"]["error"] == pytest.approx(-0.25)
+    assert compared["duration_s"]["error"] == pytest.approx(-0.25)
     assert compared["hit_ratio"]["live"] == 0.25
     assert compared["hit_ratio"]["error"] == pytest.approx(-0.2)
     assert compare_runs([], [])["ttft_p50_s"]["error"] is None
+
+
+def test_the_duration_is_that_of_equal_work():
+    def run(*ends):
+        return [
+            record(f"r{i}", RequestClass.OFFLINE, first_s=end / 2, finish_s=end)
+            for i, end in enumerate(ends)
+        ]
+
+    compared = compare_runs(run(1.0, 2.0, 4.0, 8.0), run(1.0, 3.0, 5.0))
+    assert compared["duration_s"]["live"] == 4.0 and compared["duration_s"]["simulated"] == 5.0
 
 
 def test_an_iteration_log_that_ends_in_the_middle_of_a_line_is_read(tmp_path):

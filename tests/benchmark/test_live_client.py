@@ -4,9 +4,10 @@ import asyncio
 
 import pytest
 
-from cosched.benchmark.live import LiveTarget, ServerError, run_live
+from cosched.benchmark.live import LiveTarget, ServerError, run_live, with_misses
 from cosched.core.request import RequestClass
 from cosched.errors import ConfigError
+from cosched.metrics.records import RequestRecord
 from cosched_traces.workload import Segment, TraceRequest
 
 
@@ -60,3 +61,20 @@ def test_a_server_that_is_not_there_is_named():
         asyncio.run(run_live(target, online=[], offline=[], offline_concurrency=1, duration_s=1.0))
     with pytest.raises(ConfigError, match="must begin with http"):
         LiveTarget(base_url="localhost:3000")
+
+
+def test_a_reply_without_a_hit_counts_as_a_miss_once_the_server_reports_hits():
+    def done(rid, num_cached):
+        return RequestRecord(
+            rid=rid,
+            request_class=RequestClass.ONLINE,
+            arrival_s=0.0,
+            num_prompt_tokens=8,
+            num_output_tokens=2,
+            first_token_s=1.0,
+            finish_s=2.0,
+            num_cached_tokens=num_cached,
+        )
+
+    assert [r.num_cached_tokens for r in with_misses([done("a", 4), done("b", None)])] == [4, 0]
+    assert [r.num_cached_tokens for r in with_misses([done("a", None)])] == [None]
