@@ -46,6 +46,7 @@ from cosched.simulation.machine import Machine
 from cosched.simulation.options import add_machine_options, add_workload_options, run_spec_of
 from cosched.simulation.run import WorkloadSpec, load_requests, summarize_run
 from cosched.simulation.scenario import SCENARIOS, scenario
+from cosched.simulation.store import ResultStore
 from cosched.simulation.versions import versions
 
 __all__ = ["main"]
@@ -87,6 +88,7 @@ def _add_run(commands: Any) -> None:
     add_workload_options(parser)
     add_machine_options(parser)
     _add_common(parser)
+    _add_results(parser)
     parser.add_argument("--plot", type=Path, metavar="DIR", help="write the pictures there")
     parser.set_defaults(execute=_run)
 
@@ -100,6 +102,7 @@ def _add_yardstick(commands: Any) -> None:
     add_workload_options(parser)
     add_machine_options(parser)
     _add_common(parser)
+    _add_results(parser)
     parser.add_argument(
         "--scenarios", type=_names, default=ALL_SCENARIOS, metavar="A,B,…", help="default: all"
     )
@@ -192,6 +195,22 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="no progress")
 
 
+def _add_results(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--results",
+        type=Path,
+        metavar="DIR",
+        help="keep each run's result there and do not run again what is there: an interrupted "
+        "comparison goes on, a new policy is added to old ones. A result of one of cosched's "
+        "policies counts as long as its code is the same; empty the folder after a change to the "
+        "simulation itself",
+    )
+
+
+def _store(arguments: argparse.Namespace) -> ResultStore | None:
+    return None if arguments.results is None else ResultStore(arguments.results)
+
+
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
@@ -212,7 +231,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     base = run_spec_of(arguments, scenario("s1"))
-    suite = run_suite(base, arguments.scenarios, num_jobs=arguments.jobs, quiet=arguments.quiet)
+    suite = run_suite(
+        base,
+        arguments.scenarios,
+        num_jobs=arguments.jobs,
+        quiet=arguments.quiet,
+        store=_store(arguments),
+    )
     _show(suite)
     if arguments.plot is not None:
         write_plots(arguments.plot, suite)
@@ -228,7 +253,11 @@ def _show(suite: SuiteResult) -> None:
 
 def _yardstick(arguments: argparse.Namespace) -> dict[str, Any]:
     suites = run_yardstick(
-        arguments, num_jobs=arguments.jobs, quiet=arguments.quiet, names=arguments.scenarios
+        arguments,
+        num_jobs=arguments.jobs,
+        quiet=arguments.quiet,
+        names=arguments.scenarios,
+        store=_store(arguments),
     )
     for name, suite in suites.items():
         print(f"\n{name}\n\n{markdown_table(suite.rows)}")

@@ -15,6 +15,7 @@ from cosched.metrics.summary import Summary
 from cosched.simulation.parallel import execute_all
 from cosched.simulation.run import RunResult, RunSpec, summarize_run
 from cosched.simulation.scenario import SCENARIOS, scenario
+from cosched.simulation.store import ResultStore
 
 __all__ = ["ALL_SCENARIOS", "OFFLINE_ONLY", "Row", "SuiteResult", "run_suite"]
 
@@ -74,7 +75,13 @@ class SuiteResult:
 
 
 def run_suite(
-    base: RunSpec, names: Sequence[str], *, num_jobs: int, quiet: bool = False, label: str = ""
+    base: RunSpec,
+    names: Sequence[str],
+    *,
+    num_jobs: int,
+    quiet: bool = False,
+    label: str = "",
+    store: ResultStore | None = None,
 ) -> SuiteResult:
     """Run scenarios that differ from `base` in the scenario alone.
 
@@ -87,7 +94,11 @@ def run_suite(
         raise ConfigError(f"unknown scenario {unknown[0]!r}; choose from {choices(known)}")
     specs = {name: _spec(base, name) for name in names if name != TUNED}
     candidates = tuned_candidates(base) if TUNED in names else {}
-    results = _execute({**specs, **candidates}, num_jobs=num_jobs, quiet=quiet, label=label)
+
+    def execute(runs: Mapping[str, RunSpec]) -> dict[str, RunResult]:
+        return _execute(runs, num_jobs=num_jobs, quiet=quiet, label=label, store=store)
+
+    results = execute({**specs, **candidates})
     ceiling = max(
         (_offline_rate(results[name]) for name in OFFLINE_ONLY if name in results), default=None
     )
@@ -110,7 +121,7 @@ def run_suite(
     sweep = {name: row(name, results[name]) for name in candidates}
     if sweep:
         more = other_order(candidates[_best(sweep)])
-        for name, result in _execute(more, num_jobs=num_jobs, quiet=quiet, label=label).items():
+        for name, result in execute(more).items():
             sweep[name] = row(name, result)
         best = _best(sweep)
         rows[TUNED] = replace(sweep[best], name=f"{TUNED} ({best})")
@@ -135,7 +146,12 @@ def _offline_rate(result: RunResult) -> float:
 
 
 def _execute(
-    specs: Mapping[str, RunSpec], *, num_jobs: int, quiet: bool, label: str
+    specs: Mapping[str, RunSpec],
+    *,
+    num_jobs: int,
+    quiet: bool,
+    label: str,
+    store: ResultStore | None,
 ) -> dict[str, RunResult]:
     names = list(specs)
     results: dict[str, RunResult] = {}
@@ -148,7 +164,7 @@ def _execute(
     )
     with bar:
         task = bar.add_task(label or "runs", total=len(names))
-        for index, result in execute_all([specs[n] for n in names], num_jobs=num_jobs):
+        for index, result in execute_all([specs[n] for n in names], num_jobs=num_jobs, store=store):
             results[names[index]] = result
             bar.update(task, advance=1)
             if bar.disable and not quiet:

@@ -16,6 +16,7 @@ from cosched.benchmark.suite import SuiteResult, run_suite
 from cosched.simulation.options import data_dir_of, run_spec_of
 from cosched.simulation.run import RunSpec, WorkloadSpec
 from cosched.simulation.scenario import SCENARIOS, scenario
+from cosched.simulation.store import ResultStore
 from cosched.simulation.versions import versions
 
 __all__ = ["WORKLOADS", "run_yardstick", "yardstick_page"]
@@ -45,7 +46,12 @@ WORKLOADS: Mapping[str, _OfflineSet] = {
 
 
 def run_yardstick(
-    arguments: argparse.Namespace, *, num_jobs: int, quiet: bool, names: Sequence[str]
+    arguments: argparse.Namespace,
+    *,
+    num_jobs: int,
+    quiet: bool,
+    names: Sequence[str],
+    store: ResultStore | None = None,
 ) -> dict[str, SuiteResult]:
     """Run every scenario on the three workloads: title -> results.
 
@@ -60,7 +66,7 @@ def run_yardstick(
     for key, offline in chosen.items():
         spec = _spec(arguments, offline)
         suites[offline.title] = run_suite(
-            spec, names, num_jobs=num_jobs, quiet=quiet, label=f"({key})"
+            spec, names, num_jobs=num_jobs, quiet=quiet, label=f"({key})", store=store
         )
     return suites
 

@@ -1,0 +1,85 @@
+"""Results of runs kept on disk: a long comparison that was interrupted goes on where it was, and a
+new policy is compared without running everything else again."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+from dataclasses import MISSING, fields, is_dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from cosched.policy.registry import policy_entry
+from cosched.simulation.run import RunResult, RunSpec
+
+__all__ = ["ResultStore"]
+
+_FORMAT = 1
+
+_DECIDES = ("core", "engine", "kv", "latency", "length", "offline", "policy", "config.py")
+"""What of cosched's source decides the result of one of its own policies."""
+
+
+class ResultStore:
+    """One file per run in a folder of the user's own (the files are pickles: nobody else's).
+
+    A result counts for its exact specification and the versions of cosched and SGLang; that of one
+    of cosched's policies also for the source code that planned it. Results of stock scheduling
+    outlive changes of the code: start with an empty folder after one to the simulation itself.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._source: str | None = None
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def get(self, spec: RunSpec) -> RunResult | None:
+        """The result of an equal run, or None. A file that cannot be read counts as none."""
+        try:
+            with self._path(spec).open("rb") as file:
+                result = pickle.load(file)
+        except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError):
+            return None
+        return result if isinstance(result, RunResult) else None
+
+    def put(self, result: RunResult) -> None:
+        path = self._path(result.spec)
+        partial = path.with_suffix(f".{os.getpid()}")
+        with partial.open("wb") as file:
+            pickle.dump(result, file, protocol=pickle.HIGHEST_PROTOCOL)
+        partial.replace(path)
+
+    def _path(self, spec: RunSpec) -> Path:
+        said = _said(replace(spec, scenario=replace(spec.scenario, summary="")))
+        key = [_FORMAT, metadata.version("cosched"), metadata.version("sglang"), said]
+        if policy_entry(spec.scenario.policy).make is not None:
+            key.append(self._source_digest())
+        digest = hashlib.sha256(repr(key).encode()).hexdigest()[:24]
+        return self._folder / f"{spec.scenario.name}-{digest}.pickle"
+
+    def _source_digest(self) -> str:
+        if self._source is None:
+            root = Path(__file__).resolve().parents[1]
+            digest = hashlib.sha256()
+            for name in _DECIDES:
+                place = root / name
+                for path in [place] if place.is_file() else sorted(place.rglob("*.py")):
+                    digest.update(path.read_bytes())
+            self._source = digest.hexdigest()
+        return self._source
+
+
+def _said(value: Any) -> Any:
+    """A specification without what it leaves at its default: an option that a later version adds
+    does not make earlier results worthless."""
+    if not is_dataclass(value):
+        return value
+    said = {}
+    for entry in fields(value):
+        part = getattr(value, entry.name)
+        default = entry.default if entry.default_factory is MISSING else entry.default_factory()
+        if default is MISSING or part != default:
+            said[entry.name] = _said(part)
+    return said

@@ -1,0 +1,69 @@
+"""Results kept on disk."""
+
+from dataclasses import replace
+
+import pytest
+
+import cosched.bootstrap  # noqa: F401  # before sglang
+from cosched.simulation import store as store_module
+from cosched.simulation.machine import Machine
+from cosched.simulation.parallel import execute_all
+from cosched.simulation.run import CostSpec, RunSpec, WorkloadSpec
+from cosched.simulation.scenario import scenario
+from cosched.simulation.store import ResultStore
+
+SPEC = RunSpec(
+    scenario=scenario("s1"),
+    machine=Machine(kv_tokens=2000, chunk_tokens=256),
+    offline=WorkloadSpec(name="bros-offline", num_requests=3),
+    cost=CostSpec(name="roofline"),
+    duration_s=5.0,
+)
+
+
+@pytest.fixture(scope="module")
+def result():
+    [(_, result)] = execute_all([SPEC], num_jobs=1)
+    return result
+
+
+def test_a_run_that_is_there_is_not_run_again(result, tmp_path, monkeypatch):
+    store = ResultStore(tmp_path)
+    store.put(result)
+
+    def fail(*args, **kwargs):
+        raise AssertionError("it was run again")
+
+    monkeypatch.setattr("cosched.simulation.parallel.ProcessPoolExecutor", fail)
+    [(index, again)] = execute_all([SPEC], num_jobs=1, store=store)
+    assert index == 0
+    assert again.to_dict() == result.to_dict()
+    with pytest.raises(AssertionError):
+        list(execute_all([replace(SPEC, seed=1)], num_jobs=1, store=store))
+
+
+def test_only_what_decides_the_result_is_part_of_the_key(result, tmp_path, monkeypatch):
+    store = ResultStore(tmp_path)
+    store.put(result)
+    renamed = replace(SPEC, scenario=replace(SPEC.scenario, summary="told otherwise"))
+    assert store.get(renamed) is not None
+    for other in (
+        replace(SPEC, duration_s=6.0),
+        replace(SPEC, machine=replace(SPEC.machine, kv_tokens=3000)),
+        replace(SPEC, scenario=scenario("priority")),
+    ):
+        assert store.get(other) is None
+    own = replace(result, spec=replace(SPEC, scenario=scenario("sarathi")))
+    store.put(own)
+    assert ResultStore(tmp_path).get(own.spec) is not None
+    monkeypatch.setattr(store_module, "_DECIDES", ("core",))
+    assert ResultStore(tmp_path).get(own.spec) is None, "its code is not the same"
+    assert ResultStore(tmp_path).get(SPEC) is not None, "stock has not changed"
+
+
+def test_a_broken_file_counts_as_no_result(result, tmp_path):
+    store = ResultStore(tmp_path)
+    store.put(result)
+    [path] = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:100])
+    assert store.get(SPEC) is None
