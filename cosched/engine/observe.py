@@ -1,9 +1,10 @@
 """How long iterations really take: the shape of each batch and its measured time.
 
-The time of an iteration is the time the device spends on it, from when it could begin (launched,
-and the one before it done) until its result is there. With the overlap scheduler the host learns of
-a result only after it has launched the next iteration; the device's own event tells when it was
-done.
+The time of an iteration is what it adds to the token gap of a running request: from the end of the
+iteration before it, or from its launch when the scheduler was idle in between, until its result is
+there. That is the device's time and the host's, as far as the one does not hide the other. With the
+overlap scheduler the host learns of a result only after it has launched the next iteration; the
+device's own event tells when it was done.
 """
 
 from __future__ import annotations
@@ -24,12 +25,26 @@ __all__ = ["IterationLogFile", "IterationObserver", "StepResult"]
 class StepResult(NamedTuple):
     """One iteration that is done.
 
-    start_s, duration_s  on the observer's clock [s]
+    start_s     when the one before it ended, or when it was launched after idle time [s]
+    duration_s  from then until its result was there [s]
     """
 
     shape: BatchShape
     start_s: float
     duration_s: float
+
+
+class _Launched(NamedTuple):
+    """An iteration on its way.
+
+    follows  the scheduler was not idle before it
+    done_s   when it was over; None: not known yet
+    """
+
+    shape: BatchShape
+    start_s: float
+    follows: bool
+    done_s: float | None
 
 
 class IterationObserver:
@@ -39,12 +54,14 @@ class IterationObserver:
     """
 
     def __init__(self, scheduler: Any, *, clock: Clock) -> None:
+        self._scheduler = scheduler
         self._clock = clock
         self._is_synchronous = scheduler.device == "cpu"
         self._listeners: list[Callable[[StepResult], None]] = []
-        self._in_flight: deque[tuple[BatchShape, float, float | None]] = deque()
+        self._in_flight: deque[_Launched] = deque()
         self._last_done_s = 0.0
         self.busy_s = 0.0
+        """Time that the device has spent on iterations [s]."""
         self.num_iterations = 0
 
     def use_virtual_clock(self, clock: Clock) -> None:
@@ -60,27 +77,30 @@ class IterationObserver:
         if batch.forward_mode.is_idle() or batch.forward_mode.is_prebuilt():
             return run()
         shape = shape_of(batch)
+        follows = not self._scheduler._sched_idled and self.num_iterations > 0
         start_s = self._clock.now_s()
         result = run()
         # On a CPU the forward pass itself has run by now; on a GPU it has only been queued.
         done_s = self._clock.now_s() if self._is_synchronous else None
-        self._in_flight.append((shape, start_s, done_s))
+        self._in_flight.append(_Launched(shape, start_s, follows, done_s))
         return result
 
     def finish(self, batch: Any, result: Any) -> None:
         """Called when the result of the oldest batch in flight is wanted; waits for it."""
         if not self._in_flight or batch.forward_mode.is_idle():
             return
-        shape, start_s, done_s = self._in_flight.popleft()
+        launched = self._in_flight.popleft()
+        done_s = launched.done_s
         if done_s is None:
             event = getattr(result, "copy_done", None)
             if event is not None:
                 event.synchronize()
             done_s = self._clock.now_s()
-        begun_s = max(start_s, self._last_done_s)
+        on_device_s = max(launched.start_s, self._last_done_s)
+        begun_s = self._last_done_s if launched.follows else on_device_s
+        self.busy_s += done_s - on_device_s
         self._last_done_s = done_s
-        step = StepResult(shape, begun_s, done_s - begun_s)
-        self.busy_s += step.duration_s
+        step = StepResult(launched.shape, begun_s, done_s - begun_s)
         self.num_iterations += 1
         for listener in self._listeners:
             listener(step)

@@ -1,0 +1,90 @@
+"""The time of an iteration."""
+
+from types import SimpleNamespace
+
+import pytest
+
+import cosched.bootstrap  # noqa: F401  # before sglang
+from cosched.engine.observe import IterationObserver
+
+
+class ByHand:
+    def __init__(self):
+        self.time_s = 0.0
+
+    def now_s(self):
+        return self.time_s
+
+
+class Mode(SimpleNamespace):
+    def is_idle(self):
+        return False
+
+    def is_prebuilt(self):
+        return False
+
+    def is_decode(self):
+        return True
+
+
+class Lengths(list):
+    def tolist(self):
+        return list(self)
+
+
+BATCH = SimpleNamespace(forward_mode=Mode(), seq_lens_cpu=Lengths([5, 7]))
+
+
+class Loop:
+    """A scheduler loop whose every step takes the time it is told."""
+
+    def __init__(self, *, device):
+        self.clock = ByHand()
+        self.scheduler = SimpleNamespace(device=device, _sched_idled=True)
+        self.observer = IterationObserver(self.scheduler, clock=self.clock)
+        self.steps = []
+        self.observer.add_listener(self.steps.append)
+
+    def launch(self, *, takes_s=0.0):
+        def run():
+            self.clock.time_s += takes_s
+            self.scheduler._sched_idled = False
+            return SimpleNamespace(copy_done=None)
+
+        self.observer.launch(run, BATCH)
+
+    def finish(self, *, at_s=None):
+        if at_s is not None:
+            self.clock.time_s = at_s
+        self.observer.finish(BATCH, SimpleNamespace(copy_done=None))
+
+
+def test_host_time_between_iterations_counts_unless_the_scheduler_was_idle():
+    loop = Loop(device="cpu")
+    loop.clock.time_s = 10.0
+    loop.launch(takes_s=1.0)
+    loop.finish()
+    loop.clock.time_s += 0.25  # results processed, next batch planned
+    loop.launch(takes_s=1.0)
+    loop.finish()
+    loop.scheduler._sched_idled = True
+    loop.clock.time_s = 100.0
+    loop.launch(takes_s=2.0)
+    loop.finish()
+    assert [(s.start_s, s.duration_s) for s in loop.steps] == [
+        (10.0, 1.0),
+        (11.0, 1.25),
+        (100.0, 2.0),
+    ]
+    assert loop.observer.busy_s == pytest.approx(4.0)
+
+
+def test_with_overlap_an_iteration_begins_when_the_one_before_it_ends():
+    loop = Loop(device="cuda")
+    loop.launch()  # at 0, on the device until 1
+    loop.clock.time_s = 0.1
+    loop.launch()  # queued behind it, until 3
+    loop.finish(at_s=1.0)
+    loop.finish(at_s=3.0)
+    assert [(s.start_s, s.duration_s) for s in loop.steps] == [(0.0, 1.0), (1.0, 2.0)]
+    assert loop.observer.busy_s == pytest.approx(3.0)
