@@ -45,13 +45,15 @@ class Plan:
 
     prefill    rid -> new prompt tokens to compute, in the order they are admitted. Requests that
                wait and the unfinished prefill may stand here
-    decode     whether the running requests decode one token each
+    hold       running requests that sit out this iteration with their KV kept. The others decode
+               one token each, unless the engine runs no mixed batches and `prefill` is not empty:
+               then nobody decodes
     preempt    running requests or unfinished prefills to stop before anything is admitted
     skipped    rid -> why a request that was looked at does not run; for the decision log
     """
 
     prefill: Mapping[str, int] = field(default_factory=dict)
-    decode: bool = True
+    hold: frozenset[str] = frozenset()
     preempt: tuple[Preemption, ...] = ()
     skipped: Mapping[str, SkipReason] = field(default_factory=dict)
 

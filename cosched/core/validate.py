@@ -11,7 +11,7 @@ __all__ = ["validate"]
 
 def validate(plan: Plan, view: View) -> None:
     """PlanError names the limit a plan breaks. O(requests named in the plan)."""
-    if not plan.prefill and not plan.preempt and not view.unfinished:
+    if not (plan.prefill or plan.preempt or plan.hold or view.unfinished):
         return
     caps = view.caps
     stopped = {preemption.rid for preemption in plan.preempt}
@@ -30,7 +30,12 @@ def validate(plan: Plan, view: View) -> None:
     for rid, num_tokens in plan.prefill.items():
         if num_tokens <= 0:
             raise PlanError(f"prefill of {rid} is {num_tokens} tokens; it must be at least 1")
-    if plan.prefill and plan.decode and not caps.mixed_batches:
-        raise PlanError("prefill and decode in one iteration, but the engine runs no mixed batches")
-    if not plan.decode and (caps.mixed_batches or not plan.prefill) and view.running:
-        raise PlanError("running requests sit out, but the engine has no partial decode")
+    if plan.hold:
+        if not caps.partial_decode:
+            raise PlanError(f"held, but the engine has no partial decode: {sorted(plan.hold)}")
+        running = {request.rid for request in view.running}
+        unknown = plan.hold - running | plan.hold & stopped
+        if unknown:
+            raise PlanError(f"held but not running: {sorted(unknown)}")
+        if not plan.prefill and len(plan.hold) + len(stopped & running) == len(running):
+            raise PlanError("all running requests are held and nothing is prefilled")

@@ -17,9 +17,10 @@ from sglang.srt.mem_cache.common import release_kv_cache
 
 from cosched.core.plan import Plan, PreemptMode
 from cosched.engine.controller import Controller
+from cosched.engine.partial import split
 from cosched.engine.tracked import TrackedRequest
 
-__all__ = ["PlannedPrefillAdder", "schedule_prefill"]
+__all__ = ["PlannedPrefillAdder", "rejoin_held", "schedule_prefill"]
 
 # The scheduler builds its adder from fixed arguments, so the plan reaches it past them. A scheduler
 # process has one thread that schedules.
@@ -93,9 +94,23 @@ def schedule_prefill(
         controller.counters.num_replans += 1
         plan = controller.plan(running_batch)
     _preempt(controller, plan, running_batch)
+    controller.split = split(running_batch, plan.hold) if plan.hold else None
+    if controller.split is not None:
+        running_batch = controller.split.active
     if not plan.prefill:
         return None, running_batch
     return _build_batch(original, controller, plan, running_batch, prefill_delayer_single_pass)
+
+
+def rejoin_held(controller: Controller, next_batch: Any) -> Any:
+    """Put the requests that sit out the iteration back among the running ones.
+
+    `next_batch` is what `Scheduler.get_next_batch_to_run` returns.
+    """
+    if controller.split is not None:
+        next_batch.running_batch = controller.split.rejoin(next_batch.batch_to_run)
+        controller.split = None
+    return next_batch
 
 
 def _admit_ready_grammars(scheduler: Any) -> None:

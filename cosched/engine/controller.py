@@ -14,6 +14,7 @@ from cosched.core.request import RequestClass
 from cosched.core.validate import validate
 from cosched.engine.clock import Clock
 from cosched.engine.observe import IterationObserver
+from cosched.engine.partial import SplitBatch
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.view_of import SchedulerView, caps_of
 from cosched.engine.waiting import WaitingQueue, WaitingSummary
@@ -61,6 +62,8 @@ class Controller:
         self.caps = caps_of(scheduler)
         self.policy = make_policy(self.caps)
         self.counters = Counters()
+        self.split: SplitBatch | None = None
+        """Of the iteration that is being made ready, when some running requests sit it out."""
         self.waiting = WaitingQueue(pool=ArrivalQueue(), clock=clock)
         for req in scheduler.waiting_queue:
             self.waiting.append(req)

@@ -11,6 +11,7 @@ from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from cosched.core.caps import EngineCaps
 from cosched.core.request import Request
 from cosched.core.view import KvState, Match
+from cosched.engine.partial import can_split
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.waiting import WaitingQueue
 
@@ -26,6 +27,7 @@ def caps_of(scheduler: Any) -> EngineCaps:
         max_prefill_tokens=scheduler.max_prefill_tokens,
         max_reserved_tokens=CLIP_MAX_NEW_TOKENS,
         mixed_batches=bool(scheduler.is_mixed_chunk),
+        partial_decode=can_split(scheduler),
         overlap=bool(scheduler.enable_overlap),
     )
 

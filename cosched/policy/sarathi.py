@@ -55,7 +55,6 @@ class _Draft:
                 self._preempt(request)
         return Plan(
             prefill=self._prefill,
-            decode=self._view.caps.mixed_batches or not self._prefill,
             preempt=tuple(self._preempted.values()),
             skipped=self._skipped,
         )

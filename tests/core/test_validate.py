@@ -19,7 +19,7 @@ RUNNING = decoding(online("r"))
         (Plan(prefill={"u": 5}, preempt=(Preemption(rid="u"),)), "preempted and prefilled"),
         (Plan(preempt=(Preemption(rid="u"), Preemption(rid="u"))), "twice"),
         (Plan(prefill={"u": 5}, preempt=(Preemption(rid="nobody"),)), "not running"),
-        (Plan(prefill={"u": 5}, decode=False), "partial decode"),
+        (Plan(prefill={"u": 5}, hold=frozenset({"r"})), "no partial decode"),
     ],
 )
 def test_broken_plans_are_refused_with_the_reason(plan, message):
@@ -28,8 +28,22 @@ def test_broken_plans_are_refused_with_the_reason(plan, message):
         validate(plan, view)
 
 
-def test_mixed_batch_is_refused_where_the_engine_has_none():
-    view = FakeView(caps=make_caps(mixed_batches=False), running=(RUNNING,), online=[online("a")])
-    with pytest.raises(PlanError, match="no mixed batches"):
-        validate(Plan(prefill={"a": 5}), view)
-    validate(Plan(prefill={"a": 5}, decode=False), view)
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (Plan(hold=frozenset({"nobody"})), "not running"),
+        (Plan(hold=frozenset({"r"}), preempt=(Preemption(rid="r"),)), "not running"),
+        (Plan(hold=frozenset({"r", "s"})), "all running requests are held"),
+        (Plan(hold=frozenset({"r"}), preempt=(Preemption(rid="s"),)), "all running requests"),
+    ],
+)
+def test_only_some_of_the_running_requests_can_be_held(plan, message):
+    view = FakeView(
+        caps=make_caps(partial_decode=True),
+        running=(RUNNING, decoding(online("s"))),
+        online=[online("a")],
+    )
+    with pytest.raises(PlanError, match=message):
+        validate(plan, view)
+    validate(Plan(hold=frozenset({"r"})), view)
+    validate(Plan(prefill={"a": 5}, hold=frozenset({"r", "s"})), view)

@@ -1,0 +1,100 @@
+"""Partial decode: some running requests sit out an iteration with their KV kept.
+
+SGLang decodes its whole running batch or, beside a prefill, none of it. Here the iteration runs on a
+copy of the running batch that lacks the held requests; the running batch itself keeps all of them
+and is brought up to date once the iteration's batch is ready. Between iterations everything that
+walks the running batch (aborts, load reports, the memory check) therefore sees every request.
+
+The last token of each request waits in SGLang's `FutureMap` under the request's row, so it does not
+matter for how many iterations a request was held, nor whether its last result is still in flight.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Set
+from typing import Any
+
+__all__ = ["SplitBatch", "can_hold", "can_split", "split"]
+
+
+def can_split(scheduler: Any) -> bool:
+    """Whether this engine's running batch can be divided at all: its requests must carry no state
+    of their own beside rows and tokens."""
+    return (
+        scheduler.is_generation
+        and scheduler.spec_algorithm.is_none()
+        and not scheduler.enable_hisparse
+        and scheduler.dllm_config is None
+        and not scheduler.model_config.is_encoder_decoder
+        and not scheduler.is_hybrid_ssm
+    )
+
+
+def can_hold(running_batch: Any) -> bool:
+    """Whether the requests that run now can be divided. Penalties (repetition, frequency) count
+    their tokens per batch, not per request."""
+    return not running_batch.sampling_info.penalizer_orchestrator.is_required and all(
+        req.beam_group is None for req in running_batch.reqs
+    )
+
+
+class SplitBatch:
+    """A running batch of which only `active` decodes in this iteration."""
+
+    def __init__(self, running_batch: Any, held: Set[str]) -> None:
+        """Some of the requests must be held and, unless a prefill runs, not all of them."""
+        self._whole = running_batch
+        self._held = {req for req in running_batch.reqs if req.rid in held}
+        self.active = _part(
+            running_batch,
+            [i for i, req in enumerate(running_batch.reqs) if req not in self._held],
+        )
+
+    def rejoin(self, batch: Any) -> Any:
+        """The running batch after the iteration's batch was made ready.
+
+        `batch` is what runs. When it is the active part, its requests are one token longer now. When
+        they went into a mixed batch, they leave: SGLang merges them back when it has run. What the
+        engine has retracted or seen finished is gone from the active part and goes from here.
+        """
+        whole = self._whole
+        decodes = batch is self.active
+        # A batch keeps this list when it becomes the running batch; it says nothing of a decode.
+        mixed = set() if decodes or batch is None else set(batch.decoding_reqs or ())
+        stays = self._held | set(self.active.reqs) - mixed
+        keep = [i for i, req in enumerate(whole.reqs) if req in stays]
+        if len(keep) < len(whole.reqs):
+            whole.filter_batch(keep_indices=keep)
+        if decodes:
+            _lengthen(whole, [0 if req in self._held else 1 for req in whole.reqs])
+        return whole
+
+
+def split(running_batch: Any, held: Set[str]) -> SplitBatch | None:
+    """Divide a running batch. None when nothing is to be held or the requests cannot be divided;
+    a request that is about to end is never held."""
+    held = {req.rid for req in running_batch.reqs if req.rid in held and req.to_finish is None}
+    if not held or not can_hold(running_batch):
+        return None
+    return SplitBatch(running_batch, held)
+
+
+def _part(batch: Any, indices: list[int]) -> Any:
+    part = copy.copy(batch)
+    part.sampling_info = copy.copy(batch.sampling_info)
+    part.filter_batch(keep_indices=indices)
+    return part
+
+
+def _lengthen(batch: Any, grown: list[int]) -> None:
+    """Add to each request's length. New tensors: the old ones may be in use on the device."""
+    by_cpu = batch.seq_lens_cpu.new_tensor(grown)
+    by_device = by_cpu.to(batch.seq_lens.device, non_blocking=True)
+    batch.seq_lens_cpu = batch.seq_lens_cpu + by_cpu
+    batch.seq_lens = batch.seq_lens + by_device
+    batch.orig_seq_lens = batch.orig_seq_lens + by_device
+    batch.seq_lens_sum = None
+    # The token to decode next is looked up by row.
+    batch.input_ids = None
+    batch.out_cache_loc = None

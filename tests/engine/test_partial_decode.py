@@ -1,0 +1,140 @@
+"""Running requests sit out iterations on a real in-process SGLang scheduler."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from tests.engine.conftest import assert_drained, kv_tokens, prompt
+
+OFFLINE = -1
+
+
+class HoldingPolicy:
+    """Another policy's plans, with some of the running requests held."""
+
+    def __init__(self, inner, *, seed, most_in_a_row=3):
+        self._inner = inner
+        self._rng = random.Random(seed)
+        self._most = most_in_a_row
+        self._in_a_row = {}
+        self.num_held = 0
+
+    def plan(self, view):
+        plan = self._inner.plan(view)
+        stopped = {p.rid for p in plan.preempt}
+        running = [r.rid for r in view.running if r.rid not in stopped]
+        held = {
+            rid
+            for rid in running
+            if self._in_a_row.get(rid, 0) < self._most and self._rng.random() < 0.5
+        }
+        if len(held) == len(running) and not plan.prefill:
+            held = set(running[1:])
+        self._in_a_row = {rid: self._in_a_row.get(rid, 0) + 1 for rid in held}
+        self.num_held += len(held)
+        return replace(plan, hold=frozenset(held))
+
+
+def hold_at_random(engine, *, seed):
+    controller = engine.scheduler.cosched
+    controller.policy = HoldingPolicy(controller.policy, seed=seed)
+    return controller.policy
+
+
+def answers(engine, seed):
+    rng = random.Random(seed)
+    for i in range(7):
+        priority = OFFLINE if i % 2 else 0
+        tokens = prompt(i, rng.randint(10, 150))
+        engine.submit(f"r{i}", tokens, max_new_tokens=12, priority=priority)
+    engine.run_until_idle(max_iterations=3000)
+    assert_drained(engine)
+    return {rid: reply.output_ids for rid, reply in engine.replies.items()}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("mixed", [True, False])
+def test_sitting_out_changes_no_token(make_engine, overlap, mixed):
+    flags = {"overlap": overlap, "mixed": mixed, "page_size": 1 if overlap else 16}
+    expected = answers(make_engine(**flags), seed=1)
+    engine = make_engine(**flags)
+    policy = hold_at_random(engine, seed=2)
+    assert answers(engine, seed=1) == expected
+    assert policy.num_held > 20
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_held_request_is_seen_and_aborted_like_any_other(make_engine, overlap):
+    engine = make_engine(overlap=overlap)
+    for rid in ("a", "b", "c"):
+        engine.submit(rid, prompt(ord(rid), 40), max_new_tokens=30)
+    scheduler = engine.scheduler
+    policy = scheduler.cosched.policy
+    held = set()
+
+    class HoldB:
+        def plan(self, view):
+            plan = policy.plan(view)
+            hold = frozenset(r.rid for r in view.running) & held
+            return replace(plan, hold=hold)
+
+    scheduler.cosched.policy = HoldB()
+    lengths = []
+
+    def act(iteration):
+        running = {req.rid: req for req in scheduler.running_batch.reqs}
+        if iteration == 6:
+            assert set(running) == {"a", "b", "c"}
+            held.add("b")
+        if 8 <= iteration < 12:
+            assert set(running) == {"a", "b", "c"}
+            lengths.append((len(running["a"].output_ids), len(running["b"].output_ids)))
+        if iteration == 12:
+            engine.abort("b")
+
+    engine.run_until_idle(on_iteration=act)
+    of_a, of_b = zip(*lengths, strict=True)
+    assert len(set(of_b)) == 1 and len(set(of_a)) == 4
+    assert engine.replies["b"].finish_reason == "abort"
+    assert {len(engine.replies[rid].output_ids) for rid in "ac"} == {30}
+    assert_drained(engine)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_traffic_with_held_requests_leaks_nothing(make_engine, seed):
+    """Arrivals, aborts, preemptions, memory pressure; SGLang's memory check in each iteration."""
+    rng = random.Random(seed)
+    engine = make_engine(
+        overlap=bool(seed % 2),
+        mixed=seed != 1,
+        page_size=(1, 16)[seed // 2],
+        max_total_tokens=1200,
+        max_running_requests=6,
+    )
+    policy = hold_at_random(engine, seed=seed)
+    sent, aborted = {}, set()
+
+    def act(iteration):
+        engine.scheduler.invariant_checker.self_check_during_busy()
+        held, total = kv_tokens(engine.scheduler)
+        assert held <= total
+        if iteration < 120 and (len(engine.replies) == len(sent) or rng.random() < 0.35):
+            rid = f"r{len(sent)}"
+            sent[rid] = rng.randint(1, 40)
+            tokens = prompt(rng.randint(0, 3), 64) + prompt(100 + len(sent), rng.randint(1, 200))
+            priority = rng.choice([None, 0, -1, -1, -100])
+            engine.submit(rid, tokens, max_new_tokens=sent[rid], priority=priority)
+        if sent and rng.random() < 0.05:
+            aborted.add(rid := rng.choice(list(sent)))
+            engine.abort(rid)
+
+    engine.run_until_idle(on_iteration=act, max_iterations=6000)
+    assert policy.num_held > 30
+    assert set(engine.replies) == set(sent)
+    for rid, reply in engine.replies.items():
+        if reply.finish_reason == "length":
+            assert len(reply.output_ids) == sent[rid]
+        else:
+            assert reply.finish_reason == "abort" and any(rid.startswith(a) for a in aborted)
+    assert_drained(engine)
