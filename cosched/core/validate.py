@@ -34,8 +34,8 @@ def validate(plan: Plan, view: View) -> None:
         if not caps.partial_decode:
             raise PlanError(f"held, but the engine has no partial decode: {sorted(plan.hold)}")
         running = {request.rid for request in view.running}
-        unknown = plan.hold - running | plan.hold & stopped
-        if unknown:
-            raise PlanError(f"held but not running: {sorted(unknown)}")
+        absent = set(plan.hold) - (running - stopped)
+        if absent:
+            raise PlanError(f"held but not running: {sorted(absent)}")
         if not plan.prefill and len(plan.hold) + len(stopped & running) == len(running):
             raise PlanError("all running requests are held and nothing is prefilled")

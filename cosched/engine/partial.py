@@ -1,7 +1,7 @@
 """Partial decode: some running requests sit out an iteration with their KV kept.
 
-SGLang decodes its whole running batch or, beside a prefill, none of it. Here the iteration runs on a
-copy of the running batch that lacks the held requests; the running batch itself keeps all of them
+SGLang decodes its whole running batch or, beside a prefill, none of it. Here the iteration runs on
+a copy of the running batch that lacks the held requests; the running batch itself keeps all of them
 and is brought up to date once the iteration's batch is ready. Between iterations everything that
 walks the running batch (aborts, load reports, the memory check) therefore sees every request.
 
@@ -54,9 +54,9 @@ class SplitBatch:
     def rejoin(self, batch: Any) -> Any:
         """The running batch after the iteration's batch was made ready.
 
-        `batch` is what runs. When it is the active part, its requests are one token longer now. When
-        they went into a mixed batch, they leave: SGLang merges them back when it has run. What the
-        engine has retracted or seen finished is gone from the active part and goes from here.
+        `batch` is what runs. When it is the active part, its requests are one token longer now.
+        When they went into a mixed batch, they leave: SGLang merges them back when it has run. What
+        the engine has retracted or seen finished is gone from the active part and goes from here.
         """
         whole = self._whole
         decodes = batch is self.active

@@ -26,7 +26,7 @@ SEAM = Seam(
     signature=("self", "running_batch", "last_batch"),
     hook=_hook,
     why=(
-        "Partial decode: SGLang decodes its whole running batch or none of it. An iteration may run "
-        "on a part of it; whatever looks at the running batch afterwards must see all of it."
+        "Partial decode: SGLang decodes its whole running batch or none of it. An iteration may "
+        "run on a part of it; whatever looks at the running batch afterwards must see all of it."
     ),
 )

@@ -24,7 +24,6 @@ def stopped(plan):
 def test_nothing_waits_nothing_is_prefilled():
     plan = plan_of(FakeView(running=(decoding(online("a")),)))
     assert plan.prefill == {}
-    assert plan.decode
 
 
 def test_online_comes_before_older_offline():
@@ -155,9 +154,9 @@ def test_without_mixed_batches_prefill_and_decode_take_turns():
     caps = make_caps(mixed_batches=False)
     running = (decoding(online("d")),)
     plan = plan_of(FakeView(caps=caps, running=running, online=[online("a", 50)]))
-    assert plan.prefill == {"a": 50} and not plan.decode
+    assert plan.prefill == {"a": 50}
     plan = plan_of(FakeView(caps=caps, running=running))
-    assert plan.prefill == {} and plan.decode
+    assert plan.prefill == {}
 
 
 def test_cached_prefix_costs_no_tokens():
