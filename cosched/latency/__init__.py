@@ -5,7 +5,13 @@ from cosched.latency.capacity import kv_capacity_tokens
 from cosched.latency.features import BatchTotals, TotalsTable, totals_table
 from cosched.latency.graphs import GraphSizes
 from cosched.latency.noise import NoisyModel
-from cosched.latency.predictor import PREDICTORS, Predictor, fit_predictor, predictor_from_dict
+from cosched.latency.predictor import (
+    PREDICTORS,
+    FittedPredictor,
+    Predictor,
+    fit_predictor,
+    predictor_from_dict,
+)
 from cosched.latency.profile_model import MeasuredPoint, ProfileModel
 from cosched.latency.registry import COST_MODELS, make_cost_model
 from cosched.latency.specs import GPUS, MODELS, GpuSpec, ModelSpec, gpu_spec, model_spec
@@ -20,6 +26,7 @@ __all__ = [
     "BatchTotals",
     "CostModel",
     "CpuOverhead",
+    "FittedPredictor",
     "GpuSpec",
     "GraphSizes",
     "MeasuredPoint",

@@ -138,6 +138,13 @@ class TotalsTable:
     decode_context: FloatArray
     max_decode_context: FloatArray
 
+    @classmethod
+    def of(cls, totals: Sequence[BatchTotals]) -> TotalsTable:
+        names = [field.name for field in fields(cls)]
+        return cls(
+            **{name: np.array([getattr(t, name) for t in totals], dtype=float) for name in names}
+        )
+
     def __len__(self) -> int:
         return len(self.num_new)
 

@@ -7,7 +7,7 @@ one per level and corner; those that too few batches speak of stay near what the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,7 @@ from cosched.latency.predictor_cosched import (
     surface_corners,
 )
 
-__all__ = ["fit_cosched"]
+__all__ = ["fit_cosched", "fit_phases"]
 
 RAMPS = (32, 64, 128, 256, 512, 1024)
 """Where the cost of one more token may rise in the coarse model [tokens]."""
@@ -41,6 +41,10 @@ OUTLIER_LEAST = 0.25
 deviations of all its errors, and by more than this share of its prediction: what a coarse model
 gets wrong is no outlier."""
 
+UNKNOWN_CONTEXT_S = 1e-6
+"""Attention of a decode for each token of its context, as long as no batch tells [s]: ten times
+what an A100 takes for an 8B model."""
+
 LEAST_POINTS = 16
 
 _Indices = npt.NDArray[np.int64]
@@ -53,18 +57,40 @@ def fit_cosched(
 
     graphs  sizes with CUDA graphs; None: there are none
     """
+    num_prefills = int(np.count_nonzero(table.num_new))
+    for kind, num in (("decode-only", len(table) - num_prefills), ("prefill", num_prefills)):
+        check_points(kind, num, least=LEAST_POINTS, predictor="cosched")
+    return fit_phases(table, seconds, graphs)
+
+
+def fit_phases(
+    table: TotalsTable, seconds: FloatArray, graphs: GraphSizes | None
+) -> CoschedPredictor:
+    """`fit_cosched` from however few batches. A phase without any is taken from the other: the
+    levels are those of as many tokens there, and decodes read their contexts at one rate."""
     with_prefill = table.num_new > 0
-    for kind, mask in (("decode-only", ~with_prefill), ("prefill", with_prefill)):
-        check_points(kind, int(mask.sum()), least=LEAST_POINTS, predictor="cosched")
-    decode, surface, imbalance = _fit_decode(
-        table.rows(~with_prefill), seconds[~with_prefill], graphs
+    decode = prefill = None
+    surface = np.tile(UNKNOWN_CONTEXT_S * np.array(CONTEXTS, dtype=np.float64), (len(DECODES), 1))
+    imbalance = 0.0
+    costs = PrefillCosts(
+        request=0.0, double_pair=0.0, double_tail_pair=0.0, context=0.0, decode_attention=1.0
     )
-    part = table.rows(with_prefill)
-    attention = _decode_attention(part, surface, imbalance)
-    prefill, costs = _fit_prefill(part, attention, seconds[with_prefill], graphs)
+    if not with_prefill.all():
+        decode, surface, imbalance = _fit_decode(
+            table.rows(~with_prefill), seconds[~with_prefill], graphs
+        )
+    if with_prefill.any():
+        part = table.rows(with_prefill)
+        attention = _decode_attention(part, surface, imbalance)
+        prefill, costs = _fit_prefill(part, attention, seconds[with_prefill], graphs)
+    if decode is None:
+        surface = surface * costs.decode_attention
+        costs = replace(costs, decode_attention=1.0)
+    levels = prefill or decode
+    assert levels is not None, f"{len(table)=}"
     return CoschedPredictor(
-        prefill=prefill,
-        decode=decode,
+        prefill=levels,
+        decode=decode or levels,
         costs=costs,
         surface=surface.tolist(),
         imbalance=imbalance,

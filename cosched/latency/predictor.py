@@ -14,11 +14,18 @@ from cosched.latency.features import TotalsTable, totals_table
 from cosched.latency.fit_cosched import fit_cosched
 from cosched.latency.graphs import GraphSizes
 from cosched.latency.interp import FloatArray
-from cosched.latency.predictor_base import Predictor
+from cosched.latency.predictor_base import FittedPredictor, Predictor
 from cosched.latency.predictor_cosched import CoschedPredictor
 from cosched.latency.predictor_papers import BrosPredictor, EchoPredictor, HygenPredictor
 
-__all__ = ["PREDICTORS", "Predictor", "PredictorEntry", "fit_predictor", "predictor_from_dict"]
+__all__ = [
+    "PREDICTORS",
+    "FittedPredictor",
+    "Predictor",
+    "PredictorEntry",
+    "fit_predictor",
+    "predictor_from_dict",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +41,8 @@ class PredictorEntry:
     name: str
     summary: str
     source: str
-    fit: Callable[[TotalsTable, FloatArray, GraphSizes | None], Predictor]
-    from_dict: Callable[[Mapping[str, Any]], Predictor]
+    fit: Callable[[TotalsTable, FloatArray, GraphSizes | None], FittedPredictor]
+    from_dict: Callable[[Mapping[str, Any]], FittedPredictor]
 
 
 _ENTRIES = (
@@ -79,7 +86,7 @@ def fit_predictor(
     seconds: Sequence[float],
     *,
     graphs: GraphSizes | None = None,
-) -> Predictor:
+) -> FittedPredictor:
     """The named predictor, fitted to measured iterations by least squares of relative errors.
 
     graphs  sizes with CUDA graphs, to which batches are padded; only `cosched` makes use of them
@@ -102,7 +109,7 @@ def fit_predictor(
     return entry.fit(table, measured, graphs)
 
 
-def predictor_from_dict(data: Mapping[str, Any]) -> Predictor:
+def predictor_from_dict(data: Mapping[str, Any]) -> FittedPredictor:
     """The predictor whose `to_dict` gave `data`. ConfigError naming what is missing or wrong."""
     return _entry(data.get("predictor")).from_dict(data)
 

@@ -38,12 +38,19 @@ class Predictor(Protocol):
         budget). Does not change `totals`."""
         return largest_prefill(self.predict_s, totals, num_cached, limit_s, limit_tokens)
 
+    def describe(self) -> dict[str, object]:
+        """What the predictor is, for a results file: plain JSON values."""
+        ...
+
+
+class FittedPredictor(Predictor, Protocol):
+    """A predictor whose coefficients do not change, so that a file can hold them."""
+
     def to_dict(self) -> dict[str, object]:
         """Plain JSON values from which `predictor_from_dict` makes an equal predictor."""
         ...
 
     def describe(self) -> dict[str, object]:
-        """What the predictor is, for a results file: plain JSON values."""
         return self.to_dict()
 
 

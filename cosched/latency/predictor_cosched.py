@@ -12,7 +12,7 @@ import numpy as np
 from cosched.errors import ConfigError
 from cosched.latency.features import BatchTotals
 from cosched.latency.interp import FloatArray
-from cosched.latency.predictor_base import Predictor, number, numbers
+from cosched.latency.predictor_base import FittedPredictor, number, numbers
 
 __all__ = [
     "CONTEXTS",
@@ -112,7 +112,7 @@ class PrefillCosts:
         return tuple(cls.__dataclass_fields__)
 
 
-class CoschedPredictor(Predictor):
+class CoschedPredictor(FittedPredictor):
     """Seconds of an iteration:
 
         decode-only    D(N_d) + A

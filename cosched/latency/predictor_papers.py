@@ -12,13 +12,19 @@ import numpy as np
 
 from cosched.latency.features import BatchTotals, TotalsTable
 from cosched.latency.interp import FloatArray
-from cosched.latency.predictor_base import Predictor, check_points, number, numbers, relative_fit
+from cosched.latency.predictor_base import (
+    FittedPredictor,
+    check_points,
+    number,
+    numbers,
+    relative_fit,
+)
 
 __all__ = ["BrosPredictor", "EchoPredictor", "HygenPredictor"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HygenPredictor(Predictor):
+class HygenPredictor(FittedPredictor):
     """T = f(S_p, S_d, S_p^2, S_d^2, N_p, N_d), linear (HyGen §4.2, Eq. 1).
 
     S_p: new prompt tokens of the batch; S_d: context tokens of its decodes; N_p, N_d: requests.
@@ -78,7 +84,7 @@ class HygenPredictor(Predictor):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EchoPredictor(Predictor):
+class EchoPredictor(FittedPredictor):
     """Prefill max(alpha * n^2 + beta * n, c), decode gamma * max(l) + delta * mean(l), mixed
     lambda * max + (1 - lambda) * sum of the two (Echo §5.2, Eq. 6 to 8).
 
@@ -159,7 +165,7 @@ class EchoPredictor(Predictor):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BrosPredictor(Predictor):
+class BrosPredictor(FittedPredictor):
     """alpha0 * L^n + alpha1 * L^n * L^a + beta for the prefills and for the decodes, summed; the
     iteration takes at least the loading of KV from host memory (BROS §4.1, cost model C).
 
