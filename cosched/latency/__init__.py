@@ -2,7 +2,16 @@
 
 from cosched.latency.base import OVERLAPPED, SYNCHRONOUS, CostModel, CpuOverhead
 from cosched.latency.capacity import kv_capacity_tokens
+from cosched.latency.features import BatchTotals, TotalsTable, totals_table
+from cosched.latency.graphs import GraphSizes
 from cosched.latency.noise import NoisyModel
+from cosched.latency.predictor import (
+    PREDICTORS,
+    FittedPredictor,
+    Predictor,
+    fit_predictor,
+    predictor_from_dict,
+)
 from cosched.latency.profile_model import MeasuredPoint, ProfileModel
 from cosched.latency.registry import COST_MODELS, make_cost_model
 from cosched.latency.specs import GPUS, MODELS, GpuSpec, ModelSpec, gpu_spec, model_spec
@@ -12,16 +21,25 @@ __all__ = [
     "GPUS",
     "MODELS",
     "OVERLAPPED",
+    "PREDICTORS",
     "SYNCHRONOUS",
+    "BatchTotals",
     "CostModel",
     "CpuOverhead",
+    "FittedPredictor",
     "GpuSpec",
+    "GraphSizes",
     "MeasuredPoint",
     "ModelSpec",
     "NoisyModel",
+    "Predictor",
     "ProfileModel",
+    "TotalsTable",
+    "fit_predictor",
     "gpu_spec",
     "kv_capacity_tokens",
     "make_cost_model",
     "model_spec",
+    "predictor_from_dict",
+    "totals_table",
 ]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from cosched.latency.specs import GpuSpec
 
 __all__ = [
+    "GraphSizes",
     "decode_graph_sizes",
     "default_chunk_tokens",
     "default_max_batch",
@@ -16,6 +18,26 @@ __all__ = [
 ]
 
 _LARGE_GPU_BYTES = 60 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphSizes:
+    """Sizes with a CUDA graph, ascending.
+
+    prefill  tokens of iterations with a prefill
+    decode   requests of decode-only iterations
+    """
+
+    prefill: tuple[int, ...]
+    decode: tuple[int, ...]
+
+    @classmethod
+    def default(cls, gpu: GpuSpec, tp: int) -> GraphSizes:
+        """What SGLang 0.5.21 captures unless told otherwise."""
+        return cls(
+            prefill=tuple(prefill_graph_sizes(default_chunk_tokens(gpu))),
+            decode=tuple(decode_graph_sizes(default_max_batch(gpu, tp))),
+        )
 
 
 def default_chunk_tokens(gpu: GpuSpec) -> int:

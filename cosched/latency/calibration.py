@@ -1,0 +1,340 @@
+"""Learning how long iterations take while the server runs."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from cosched.core.batch import BatchShape
+from cosched.errors import ConfigError
+from cosched.latency.features import BatchTotals, TotalsTable
+from cosched.latency.fit_cosched import fit_phases
+from cosched.latency.graphs import GraphSizes
+from cosched.latency.predictor_base import Predictor
+
+__all__ = ["Calibrator", "ColdStart"]
+
+DRIFT_WINDOW = 9
+"""Iterations whose median tells how much slower the machine is now: up to four disturbed ones leave
+it where it is, the fifth slow one moves it."""
+
+JUMP = 0.1
+"""A median that differs by more is followed at once; by less, in steps of `SLOW_STEP`, since it
+moves by its own noise."""
+
+SLOW_STEP = 1 / 32
+
+MARGIN_WINDOW = 16
+MOST_MARGIN = 2.0
+CHANGE = 0.25
+CHANGE_MARGIN = 1.15
+"""Two iterations longer than believed by more than `CHANGE` are taken for a change of the machine
+until the drift has followed; its size is not known well from two, hence this much more."""
+
+SCALE_WINDOW = 33
+COLD_WINDOW = 9
+
+CELL_SIZE = 12
+"""Observations of a kind (`_cell`) kept for fitting, the latest ones."""
+
+LEAST_OBSERVATIONS = 32
+"""Observations with a prefill, and without, before the first fit."""
+
+REFIT_GROWTH = 0.5
+REFIT_MOST = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColdStart(Predictor):
+    """What is believed of a machine nobody has measured: some eight times what an A100 takes for an
+    8B model, but for what an iteration takes at least.
+
+    fixed_s        of an iteration [s]
+    token_s        of each token through the layers [s]
+    context_s      of each token that a decode attends to [s]
+    double_pair_s  of half a (query, key) pair of prefill attention [s]
+    """
+
+    fixed_s: float = 10e-3
+    token_s: float = 0.5e-3
+    context_s: float = 1e-6
+    double_pair_s: float = 1e-8
+
+    @property
+    def name(self) -> str:
+        return "cold-start"
+
+    def predict_s(self, totals: BatchTotals) -> float:
+        tokens = totals.num_new + totals.num_decodes
+        if not tokens:
+            return 0.0
+        return (
+            self.fixed_s
+            + self.token_s * tokens
+            + self.context_s * totals.decode_context
+            + self.double_pair_s * totals.double_pairs
+        )
+
+    def describe(self) -> dict[str, object]:
+        return {"predictor": self.name, **asdict(self)}
+
+
+class Calibrator(Predictor):
+    """A predictor that learns from the iterations it is shown.
+
+        belief = shape * scale of the phase * drift * growth
+        prediction = belief * (1 + margin)
+
+    There are two phases: iterations with a prefill, and decode-only ones.
+
+    shape   Of a phase: the predictor it was given, or one fitted to its own observations
+            (`fit_phases`): first after `LEAST_OBSERVATIONS` of the phase, again whenever their
+            number has grown by half, at the latest every `REFIT_MOST` iterations. Until then the
+            phase is cold: `ColdStart`, never faster, and slower by the second largest ratio of
+            measured to believed time of the last cold iterations.
+    scale   Median ratio of measured time to shape: what a shape gets wrong for a whole phase.
+    drift   Median of the same ratio over the last `DRIFT_WINDOW` iterations of any phase: a machine
+            that is suddenly slower or faster. One disturbed iteration does not move it.
+    growth  What has not been seen is not promised: beyond the largest iteration seen, in new
+            tokens, attention pairs, decodes, or tokens of their contexts, time is assumed to grow
+            in proportion to whichever is exceeded most. Time per token falls with the size of a
+            batch, so that is too long rather than too short. It is finite, so a limit above the
+            time of the largest iteration seen always admits a larger one. A given predictor is
+            trusted at every size.
+    margin  The second largest excess of the last `MARGIN_WINDOW` iterations over the belief, or
+            that of the very last one (at most twice the time): a change of the machine is answered
+            at the next iteration, and one disturbed iteration forgotten after the next.
+
+    Deterministic; all state is numbers. Nothing is learned until `observe` is called.
+    """
+
+    def __init__(self, shape: Predictor | None = None, *, graphs: GraphSizes | None = None) -> None:
+        """shape   predictor of this machine and model to start from, which keeps its form: only
+                   scale and drift are learned; None: start cold and fit
+        graphs     sizes with CUDA graphs, for fitting; None: there are none
+        """
+        self._fits = shape is None
+        self._decode = _Phase(shape)
+        self._prefill = _Phase(shape)
+        self._graphs = graphs
+        self._cold_ratios: deque[float] = deque(maxlen=COLD_WINDOW)
+        self._cold_scale = 1.0
+        self._seen = _Seen.little() if self._fits else _Seen.everything()
+        self._recent: deque[_Observation] = deque(maxlen=MARGIN_WINDOW)
+        self._undecided: deque[tuple[BatchTotals, float]] = deque()
+        self._kept: dict[tuple[int, ...], deque[tuple[BatchTotals, float]]] = {}
+        self._num_follow = 0
+        self.num_observed = 0
+        self.num_fits = 0
+        self.drift = 1.0
+        """How many times longer iterations take now than the scaled shapes say."""
+        self.margin = 0.0
+        """Share by which predictions are longer than the belief."""
+
+    @property
+    def name(self) -> str:
+        return "calibrated"
+
+    def predict_s(self, totals: BatchTotals) -> float:
+        return self.belief_s(totals) * (1 + self.margin)
+
+    def belief_s(self, totals: BatchTotals) -> float:
+        """The prediction without the margin [s]."""
+        phase = self._prefill if totals.num_new else self._decode
+        if phase.shape is None:
+            scaled = _COLD_START.predict_s(totals) * self._cold_scale
+        else:
+            scaled = phase.shape.predict_s(totals) * phase.scale
+        return scaled * self.drift * self._seen.growth(totals)
+
+    def observe(self, batch: BatchShape, seconds: float) -> None:
+        """Learn from an iteration that is done. ConfigError when it has no work or no time.
+
+        Most calls only update sums and medians; one that fits takes some milliseconds.
+        """
+        totals = BatchTotals.of(batch)
+        if not (totals.num_new or totals.num_decodes) or not 0 < seconds < math.inf:
+            raise ConfigError(f"cannot learn from an iteration of {seconds} s with {totals}")
+        self.num_observed += 1
+        phase = self._prefill if totals.num_new else self._decode
+        if phase.shape is None:
+            self._observe_cold(totals, seconds / self.drift)
+        else:
+            ratio = seconds / phase.shape.predict_s(totals)
+            phase.add(ratio / self.drift)
+            self._recent.append(_Observation(totals, seconds, ratio / phase.scale))
+            self._follow_drift()
+            self._update_margin()
+        if self._fits:
+            self._seen.add(totals)
+            self._keep(totals, seconds)
+
+    def _observe_cold(self, totals: BatchTotals, seconds: float) -> None:
+        self._cold_ratios.append(seconds / _COLD_START.predict_s(totals))
+        ratios = sorted(self._cold_ratios)
+        # Two of them cannot tell which one was disturbed: the slower.
+        self._cold_scale = max(1.0, ratios[-2] if len(ratios) > 2 else ratios[-1])
+
+    def _follow_drift(self) -> None:
+        if len(self._recent) < DRIFT_WINDOW:
+            return
+        latest = sorted(o.excess for o in list(self._recent)[-DRIFT_WINDOW:])
+        median = latest[DRIFT_WINDOW // 2]
+        if abs(median / self.drift - 1) > JUMP:
+            self._num_follow = DRIFT_WINDOW
+        if self._num_follow:
+            self._num_follow -= 1
+            self.drift = median
+        else:
+            self.drift += (median - self.drift) * SLOW_STEP
+
+    def _update_margin(self) -> None:
+        excesses = [observation.excess / self.drift - 1 for observation in self._recent]
+        latest = min(excesses[-1], 1.0)
+        second = sorted(excesses)[-2] if len(excesses) > 1 else 0.0
+        if second > CHANGE:
+            second *= CHANGE_MARGIN
+        self.margin = min(max(0.0, latest, second), MOST_MARGIN)
+
+    def _keep(self, totals: BatchTotals, seconds: float) -> None:
+        """Remember an observation for fitting, drift taken out. That waits until the iteration is
+        in the middle of the window whose median is its drift."""
+        self._undecided.append((totals, seconds))
+        if len(self._undecided) <= DRIFT_WINDOW // 2:
+            return
+        totals, seconds = self._undecided.popleft()
+        cell = self._kept.setdefault(_cell(totals), deque(maxlen=CELL_SIZE))
+        cell.append((totals, seconds / self.drift))
+        phase = self._prefill if totals.num_new else self._decode
+        phase.num_kept += 1
+        if phase.num_kept >= phase.fit_at:
+            self._fit(phase)
+
+    def _fit(self, due: _Phase) -> None:
+        """Fit all phases that have enough observations."""
+        due.fit_at = due.num_kept + min(max(1, int(due.num_kept * REFIT_GROWTH)), REFIT_MOST)
+        kept = [pair for cell in self._kept.values() for pair in cell]
+        table = TotalsTable.of([totals for totals, _ in kept])
+        shape = fit_phases(table, np.array([seconds for _, seconds in kept]), self._graphs)
+        for phase in (self._decode, self._prefill):
+            if phase.num_kept >= LEAST_OBSERVATIONS:
+                phase.use(shape)
+        again = [o._replace(excess=o.seconds / shape.predict_s(o.totals)) for o in self._recent]
+        self._recent = deque(again, maxlen=MARGIN_WINDOW)
+        self.num_fits += 1
+
+    def describe(self) -> dict[str, object]:
+        return {
+            "predictor": self.name,
+            "num_observed": self.num_observed,
+            "num_fits": self.num_fits,
+            "drift": self.drift,
+            "margin": self.margin,
+            "cold_scale": self._cold_scale,
+            "seen": self._seen.describe(),
+            "phases": {"decode": self._decode.describe(), "prefill": self._prefill.describe()},
+        }
+
+
+class _Observation(NamedTuple):
+    """excess: measured time over scaled shape, drift not taken out."""
+
+    totals: BatchTotals
+    seconds: float
+    excess: float
+
+
+class _Phase:
+    """What is believed of one phase. shape is None while it is cold."""
+
+    __slots__ = ("fit_at", "num_kept", "ratios", "scale", "shape")
+
+    def __init__(self, shape: Predictor | None) -> None:
+        self.num_kept = 0
+        self.fit_at = LEAST_OBSERVATIONS
+        self.shape = shape
+        self._reset()
+
+    def use(self, shape: Predictor) -> None:
+        self.shape = shape
+        self._reset()
+
+    def _reset(self) -> None:
+        self.scale = 1.0
+        self.ratios = deque([1.0] * (SCALE_WINDOW // 2), maxlen=SCALE_WINDOW)
+
+    def add(self, ratio: float) -> None:
+        """Ratio of measured time to shape, drift taken out."""
+        self.ratios.append(ratio)
+        self.scale = sorted(self.ratios)[len(self.ratios) // 2]
+
+    def describe(self) -> dict[str, object]:
+        return {
+            "num_observed": self.num_kept,
+            "scale": self.scale,
+            "shape": (self.shape or _COLD_START).describe(),
+        }
+
+
+_COLD_START = ColdStart()
+
+
+class _Seen:
+    """The largest iteration seen, along each axis that a limit on extrapolation needs."""
+
+    __slots__ = ("context", "decodes", "new", "pairs")
+
+    def __init__(self, *, new: float, pairs: float, decodes: float, context: float) -> None:
+        self.new = new
+        self.pairs = pairs
+        self.decodes = decodes
+        self.context = context
+
+    @classmethod
+    def little(cls) -> _Seen:
+        """What the first iterations may be, before any was seen."""
+        return cls(new=64, pairs=2 * 64 * 4096, decodes=8, context=8 * 1024)
+
+    @classmethod
+    def everything(cls) -> _Seen:
+        return cls(new=math.inf, pairs=math.inf, decodes=math.inf, context=math.inf)
+
+    def add(self, totals: BatchTotals) -> None:
+        self.new = max(self.new, totals.num_new)
+        self.pairs = max(self.pairs, totals.double_pairs)
+        self.decodes = max(self.decodes, totals.num_decodes)
+        self.context = max(self.context, totals.decode_context)
+
+    def growth(self, totals: BatchTotals) -> float:
+        """How many times larger than anything seen; at least 1."""
+        growth = 1.0
+        if totals.num_new > self.new:
+            growth = totals.num_new / self.new
+        if totals.double_pairs > self.pairs * growth:
+            growth = totals.double_pairs / self.pairs
+        if totals.num_decodes > self.decodes * growth:
+            growth = totals.num_decodes / self.decodes
+        if totals.decode_context > self.context * growth:
+            growth = totals.decode_context / self.context
+        return growth
+
+    def describe(self) -> dict[str, float | None]:
+        """None: without limit."""
+        return {
+            name: value if math.isfinite(value := getattr(self, name)) else None
+            for name in self.__slots__
+        }
+
+
+def _cell(totals: BatchTotals) -> tuple[int, ...]:
+    """Which observations are alike: equal phase, and sizes equal to a factor of two."""
+    return (
+        totals.num_new.bit_length(),
+        totals.max_prefill_context.bit_length(),
+        totals.num_decodes.bit_length(),
+        totals.decode_context.bit_length(),
+    )
