@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from cosched.core.request import Slo
 from cosched.errors import ConfigError
 from cosched.policy.registry import policy_entry
 
@@ -31,6 +32,9 @@ class SloConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             value = getattr(self, name)
             if not 0 < value < float("inf"):
                 raise ValueError(f"{name} must be a positive number of milliseconds, not {value}")
+
+    def targets(self) -> Slo:
+        return Slo(ttft_s=self.ttft_ms / 1e3, tpot_s=self.tpot_ms / 1e3)
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -58,6 +62,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ValueError(
                 f"latency_budget_ms must be a positive number, not {self.latency_budget_ms}"
             )
+
+    @property
+    def latency_budget_s(self) -> float | None:
+        return None if self.latency_budget_ms is None else self.latency_budget_ms / 1e3
 
     def to_json(self) -> str:
         return msgspec.json.encode(self).decode()

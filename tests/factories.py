@@ -19,6 +19,7 @@ class FakeRequest:
     request_class: RequestClass = RequestClass.ONLINE
     slo: Slo = field(default_factory=Slo)
     arrival_s: float = 0.0
+    first_token_s: float | None = None
     arrival_seq: int = field(default_factory=lambda: next(_seq))
     num_prompt_tokens: int = 100
     num_output_tokens: int = 0
@@ -80,6 +81,7 @@ class FakeView:
     offline: Iterable[FakeRequest] = ()
     cached: Mapping[str, Match] = field(default_factory=dict)
     now_s: float = 0.0
+    start_s: float = 0.0
 
     @property
     def kv(self) -> KvState:

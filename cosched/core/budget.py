@@ -47,15 +47,18 @@ class IterationBudget:
             setattr(other, name, getattr(self, name))
         return other
 
-    def refusal(self, request: Request, match: Match) -> SkipReason | None:
-        """Why a waiting request cannot be admitted now, or None. Hard limits only."""
+    def refusal(
+        self, request: Request, match: Match, *, at_most: int | None = None
+    ) -> SkipReason | None:
+        """Why a waiting request cannot be admitted now with up to `at_most` prompt tokens (None:
+        any number), or None. Hard limits only."""
         if self.slots <= 0:
             return SkipReason.REQUEST_SLOTS
         if self.shortfall(request, match) > 0:
             return SkipReason.MEMORY_BUDGET
         if self.tokens <= 0:
             return SkipReason.TOKEN_BUDGET
-        if self.chunk(request, match.cached) <= 0:
+        if self.chunk(request, match.cached, at_most=at_most) <= 0:
             return (
                 SkipReason.UNFINISHED_PREFILL if self.unfinished <= 0 else SkipReason.TOKEN_BUDGET
             )
@@ -68,20 +71,25 @@ class IterationBudget:
         need = num_uncached + self._reserve(request) + caps.page_size + match.evictable
         return need + 1 - self.headroom  # the engine asks for strictly less than the headroom
 
-    def chunk(self, request: Request, num_cached: int) -> int:
-        """Prompt tokens of this request that fit the token budget: all that remain, or a chunk
-        that ends on a page boundary when a prefill may stay unfinished, or 0."""
+    def chunk(self, request: Request, num_cached: int, *, at_most: int | None = None) -> int:
+        """Prompt tokens of this request that fit the token budget, no more than `at_most`: all that
+        remain, or a chunk that ends on a page boundary when a prefill may stay unfinished, or 0."""
         remaining = _num_tokens(request) - num_cached
-        if self._caps.ceil_to_page(remaining) <= self.tokens:
+        tokens = self.tokens if at_most is None else min(self.tokens, at_most)
+        if self._caps.ceil_to_page(remaining) <= self.tokens and (
+            at_most is None or remaining <= at_most
+        ):
             return remaining
         if self._caps.max_chunk_tokens is None:
+            if at_most is not None and remaining > at_most:
+                return 0
             # Without chunked prefill the engine runs the first prompt whole, whatever its length.
             limit = self._caps.max_prefill_tokens
             return remaining if self.tokens >= limit - len(self._view.running) else 0
         if self.unfinished <= 0:
             return 0
         page = self._caps.page_size
-        end = (num_cached + self.tokens) // page * page
+        end = (num_cached + tokens) // page * page
         return max(end - num_cached, 0)
 
     def charge_admission(self, request: Request, match: Match, num_tokens: int) -> None:
@@ -91,13 +99,14 @@ class IterationBudget:
         self.headroom -= match.evictable
         self._charge_prefill(request, match.cached, num_tokens)
 
-    def continuation(self, request: Request) -> int:
-        """Prompt tokens that an unfinished prefill may compute now; 0 when it must stop.
+    def continuation(self, request: Request, *, at_most: int | None = None) -> int:
+        """Prompt tokens that an unfinished prefill may compute now, no more than `at_most`; 0 when
+        it must stop.
 
         It holds its request slot already; but the engine counts it among those it admits, so it
         must not take the slot of one that this plan admitted before it.
         """
-        num_tokens = self.chunk(request, request.num_computed_tokens)
+        num_tokens = self.chunk(request, request.num_computed_tokens, at_most=at_most)
         if num_tokens <= 0 or (self.slots <= 0 and self._num_admitted):
             return 0
         need = self._caps.ceil_to_page(num_tokens) + self._caps.page_size
@@ -115,6 +124,12 @@ class IterationBudget:
         self.slots += 1
         self.headroom += self._view.preemption_gain(request) + self._view.reserve_of(request)
         if self._caps.mixed_batches and all(r.rid != request.rid for r in self._view.unfinished):
+            self.tokens += 1
+            self.headroom += 1
+
+    def refund_hold(self) -> None:
+        """Give back what the decode of a running request that sits out would have taken."""
+        if self._caps.mixed_batches:
             self.tokens += 1
             self.headroom += 1
 

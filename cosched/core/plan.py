@@ -30,6 +30,7 @@ class SkipReason(Enum):
     REQUEST_SLOTS = "request_slots"
     UNFINISHED_PREFILL = "unfinished_prefill"
     LATENCY_BUDGET = "latency_budget"
+    RATE_LIMIT = "rate_limit"
     ENGINE_REFUSED = "engine_refused"
 
 

@@ -60,6 +60,12 @@ class Request(Protocol):
         ...
 
     @property
+    def first_token_s(self) -> float | None:
+        """When its first token came out, on the engine's clock; None while none has. A preemption
+        does not change it."""
+        ...
+
+    @property
     def num_prompt_tokens(self) -> int: ...
 
     @property
@@ -74,5 +80,9 @@ class Request(Protocol):
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens whose KV it holds now. 0 while it waits (its KV may still be in the cache)."""
+        """Tokens whose KV it holds now. 0 while it waits (its KV may still be in the cache).
+
+        Counts the iteration that is still on its way: a running request for which it is one below
+        the tokens it has is not part of that iteration.
+        """
         ...

@@ -56,6 +56,12 @@ class View(Protocol):
     def now_s(self) -> float: ...
 
     @property
+    def start_s(self) -> float:
+        """When the planned iteration is expected to begin: now, or when the one that is still on
+        its way ends [s]."""
+        ...
+
+    @property
     def caps(self) -> EngineCaps: ...
 
     @property

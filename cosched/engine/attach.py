@@ -37,7 +37,7 @@ def attach(scheduler: Any, config: Config) -> None:
         # Nothing decodes, and SGLang's mixed batches assume a model that generates.
         scheduler.is_mixed_chunk = False
     scheduler.cosched = Controller(
-        scheduler, make_policy=entry.make, config=config, clock=clock, observer=observer
+        scheduler, entry=entry, config=config, clock=clock, observer=observer
     )
 
 

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from cosched.config import Config
-from cosched.core.caps import EngineCaps
+from cosched.core.batch import BatchShape
 from cosched.core.plan import Plan
 from cosched.core.request import RequestClass
 from cosched.core.validate import validate
 from cosched.engine.clock import Clock
-from cosched.engine.observe import IterationObserver
+from cosched.engine.observe import IterationObserver, StepResult
 from cosched.engine.partial import SplitBatch
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.view_of import SchedulerView, caps_of
 from cosched.engine.waiting import WaitingQueue, WaitingSummary
+from cosched.latency.calibration import Calibrator
+from cosched.latency.features import BatchTotals
 from cosched.offline.pool import ArrivalQueue
-from cosched.policy.base import Policy
+from cosched.policy.base import Policy, PolicySettings
+from cosched.policy.registry import PolicyEntry
 
 __all__ = ["Controller", "Counters"]
 
@@ -50,7 +52,7 @@ class Controller:
         self,
         scheduler: Any,
         *,
-        make_policy: Callable[[EngineCaps], Policy],
+        entry: PolicyEntry,
         config: Config,
         clock: Clock,
         observer: IterationObserver,
@@ -60,7 +62,19 @@ class Controller:
         self.clock = clock
         self.observer = observer
         self.caps = caps_of(scheduler)
-        self.policy = make_policy(self.caps)
+        self.predictor = Calibrator()
+        assert entry.make is not None, f"{entry.name} plans nothing"
+        self.policy: Policy = entry.make(
+            PolicySettings(
+                caps=self.caps,
+                slo=config.slo.targets(),
+                predictor=self.predictor,
+                latency_budget_s=config.latency_budget_s,
+            )
+        )
+        self._predicts = entry.predicts
+        if entry.predicts:
+            observer.add_listener(self._learn)
         self.counters = Counters()
         self.split: SplitBatch | None = None
         """Of the iteration that is being made ready, when some running requests sit it out."""
@@ -80,18 +94,42 @@ class Controller:
     def plan(self, running_batch: Any) -> Plan:
         """The next iteration, checked against the engine's limits."""
         started_s = time.perf_counter()
+        now_s = self.clock.now_s()
         view = SchedulerView(
             self.scheduler,
             running_batch=running_batch,
             waiting=self.waiting,
             caps=self.caps,
-            now_s=self.clock.now_s(),
+            now_s=now_s,
+            start_s=self._start_s(now_s),
         )
         plan = self.policy.plan(view)
         validate(plan, view)
         self.counters.num_plans += 1
         self.counters.planning_s += time.perf_counter() - started_s
         return plan
+
+    def _start_s(self, now_s: float) -> float:
+        """When the planned iteration can begin: when what is on the device ends, as predicted."""
+        if not self._predicts:
+            return now_s
+        return self.observer.expected_end_s(now_s, self._predict_s)
+
+    def _predict_s(self, shape: BatchShape) -> float:
+        return self.predictor.predict_s(BatchTotals.of(shape))
+
+    def _learn(self, step: StepResult) -> None:
+        self.predictor.observe(step.shape, step.duration_s)
+
+    def on_result(self, batch: Any) -> None:
+        """The tokens of an iteration have come out."""
+        if not batch.forward_mode.is_extend():
+            return
+        now_s = self.clock.now_s()
+        for req in batch.reqs:
+            tracked = TrackedRequest.of(req)
+            if tracked is not None and tracked.first_token_s is None and req.output_ids:
+                tracked.first_token_s = now_s
 
     def count_prefill(self, req: Any, num_tokens: int) -> None:
         """Count prompt tokens that the engine admitted."""

@@ -85,6 +85,16 @@ class IterationObserver:
         self._in_flight.append(_Launched(shape, start_s, follows, done_s))
         return result
 
+    def expected_end_s(self, now_s: float, predict_s: Callable[[BatchShape], float]) -> float:
+        """When what has been launched will be done, as predicted; `now_s` when nothing is under
+        way [s]."""
+        end_s = now_s
+        begun_s = self._last_done_s
+        for launched in self._in_flight:
+            begun_s = max(begun_s, launched.start_s) + predict_s(launched.shape)
+            end_s = max(now_s, begun_s)
+        return end_s
+
     def finish(self, batch: Any, result: Any) -> None:
         """Called when the result of the oldest batch in flight is wanted; waits for it."""
         if not self._in_flight or batch.forward_mode.is_idle():

@@ -22,6 +22,7 @@ class TrackedRequest:
     __slots__ = (
         "arrival_s",
         "arrival_seq",
+        "first_token_s",
         "num_preemptions",
         "num_queued_tokens",
         "req",
@@ -37,6 +38,7 @@ class TrackedRequest:
         self.slo: Slo = slo_of_params(getattr(req.sampling_params, "custom_params", None))
         self.arrival_s = arrival_s
         self.arrival_seq = arrival_seq
+        self.first_token_s: float | None = None
         self.num_preemptions = 0
         self.num_queued_tokens = 0
         """Its length when it was last queued: what the queue's total was raised by."""

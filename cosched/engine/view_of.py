@@ -47,12 +47,14 @@ class SchedulerView:
         waiting: WaitingQueue,
         caps: EngineCaps,
         now_s: float,
+        start_s: float,
     ) -> None:
         self._scheduler = scheduler
         self._batch = running_batch
         self._waiting = waiting
         self.caps = caps
         self.now_s = now_s
+        self.start_s = start_s
 
     @cached_property
     def running(self) -> Sequence[TrackedRequest]:

@@ -66,10 +66,7 @@ class BatchTotals:
         totals = cls()
         for num_new, num_cached in batch.prefills:
             totals.add_prefill(num_new, num_cached)
-        if batch.decodes:
-            totals.num_decodes = len(batch.decodes)
-            totals.decode_context = sum(batch.decodes)
-            totals.max_decode_context = max(batch.decodes)
+        totals.add_decodes(batch.decodes)
         return totals
 
     def add_prefill(self, num_new: int, num_cached: int) -> None:
@@ -91,6 +88,13 @@ class BatchTotals:
         self.decode_context += context
         if context > self.max_decode_context:
             self.max_decode_context = context
+
+    def add_decodes(self, contexts: Sequence[int]) -> None:
+        """Many decodes; O(len(contexts)), in C."""
+        if contexts:
+            self.num_decodes += len(contexts)
+            self.decode_context += sum(contexts)
+            self.max_decode_context = max(self.max_decode_context, max(contexts))
 
     def add_load(self, num_tokens: int) -> None:
         """A request whose `num_tokens` tokens of KV come back from host memory meanwhile."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from cosched.core.caps import EngineCaps
 from cosched.errors import ConfigError, choices
-from cosched.policy.base import Policy
+from cosched.policy.base import Policy, PolicySettings
+from cosched.policy.hygen import HygenPolicy
 from cosched.policy.sarathi import SarathiPolicy
 
 __all__ = ["POLICIES", "PolicyEntry", "policy_entry"]
@@ -20,13 +20,15 @@ class PolicyEntry:
     summary       one line for ``--help``
     source        where it comes from
     make          builds it for an engine; None: the engine's own scheduler decides
+    predicts      it asks the latency predictor, which is kept up to date only then
     server_flags  SGLang server arguments it needs, by field name
     """
 
     name: str
     summary: str
     source: str
-    make: Callable[[EngineCaps], Policy] | None = None
+    make: Callable[[PolicySettings], Policy] | None = None
+    predicts: bool = False
     server_flags: Mapping[str, object] = field(default_factory=dict)
 
     def arguments(self) -> dict[str, list[str]]:
@@ -55,7 +57,15 @@ _ENTRIES = (
         name="sarathi",
         summary="Sarathi++: online first, then offline, in a fixed token budget",
         source="HyGen §5.1 (baseline)",
-        make=lambda caps: SarathiPolicy(),
+        make=lambda settings: SarathiPolicy(),
+        server_flags={"enable_mixed_chunk": True},
+    ),
+    PolicyEntry(
+        name="hygen",
+        summary="online first, then offline, in a budget of predicted time",
+        source="HyGen §4, Algorithm 1",
+        make=HygenPolicy,
+        predicts=True,
         server_flags={"enable_mixed_chunk": True},
     ),
 )

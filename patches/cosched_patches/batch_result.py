@@ -14,7 +14,11 @@ def _hook() -> Any:
         observer = getattr(scheduler, "cosched_observer", None)
         if observer is not None:
             observer.finish(batch, result)
-        return original(scheduler, batch, result)
+        answer = original(scheduler, batch, result)
+        controller = getattr(scheduler, "cosched", None)
+        if controller is not None:
+            controller.on_result(batch)
+        return answer
 
     return timed
 

@@ -1,0 +1,264 @@
+"""Two phases over one ledger: online requests first, offline ones into what they leave (HyGen §4.1,
+Algorithm 1). Policies differ in the time they give each phase.
+
+Running requests decode. Online prefill takes what it needs, oldest first; where request slots or KV
+memory are missing, running offline requests are stopped, youngest first, with their KV kept in the
+radix tree, and an unfinished offline prefill is stopped when an online one needs its place. Offline
+work is taken in the pool's order, running before waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from cosched.core.budget import IterationBudget
+from cosched.core.plan import Plan, Preemption, SkipReason
+from cosched.core.request import Request, RequestClass
+from cosched.core.view import Match, View
+
+__all__ = ["TimeLedger", "Unlimited", "two_phase_plan"]
+
+
+class TimeLedger(Protocol):
+    """The predicted time of the iteration while its plan grows.
+
+    Every method that asks "does it fit" charges nothing; every `add` does.
+    """
+
+    def online_tokens(self, num_cached: int, limit: int) -> int:
+        """Most prompt tokens, up to `limit`, of an online prefill that fit beside what is in."""
+        ...
+
+    def offline_tokens(self, num_cached: int, limit: int) -> int:
+        """The same for an offline prefill."""
+        ...
+
+    def offline_decodes(self, contexts: Sequence[int]) -> int:
+        """How many of the first offline decodes fit beside what is in; context: tokens attended
+        to."""
+        ...
+
+    def add_prefill(self, num_tokens: int, num_cached: int) -> None: ...
+
+    def add_decodes(self, contexts: Sequence[int]) -> None: ...
+
+
+class Unlimited:
+    """Time does not matter."""
+
+    def online_tokens(self, num_cached: int, limit: int) -> int:
+        return limit
+
+    offline_tokens = online_tokens
+
+    def offline_decodes(self, contexts: Sequence[int]) -> int:
+        return len(contexts)
+
+    def add_prefill(self, num_tokens: int, num_cached: int) -> None:
+        pass
+
+    def add_decodes(self, contexts: Sequence[int]) -> None:
+        pass
+
+
+def two_phase_plan(view: View, time: TimeLedger, *, most_offline: int | None = None) -> Plan:
+    """The plan of one iteration.
+
+    time          holds the decodes of the running online requests already
+    most_offline  most offline requests that may be admitted from the pool; None: any number
+    """
+    return _Draft(view, time, most_offline).build()
+
+
+class _Draft:
+    """A plan under construction: the ledgers and what was decided so far."""
+
+    def __init__(self, view: View, time: TimeLedger, most_offline: int | None) -> None:
+        self._view = view
+        self._time = time
+        self._most_offline = most_offline
+        self._budget = IterationBudget(view)
+        self._prefill: dict[str, int] = {}
+        self._preempted: dict[str, Preemption] = {}
+        self._held: set[str] = set()
+        self._skipped: dict[str, SkipReason] = {}
+
+    def build(self) -> Plan:
+        self._make_room_for_decodes()
+        is_online_served = self._online_phase()
+        self._offline_decodes()
+        if is_online_served:
+            self._offline_prefills()
+        for request in self._view.unfinished:
+            if request.rid not in self._prefill and request.rid not in self._preempted:
+                self._preempt(request)
+        self._keep_one_running()
+        return Plan(
+            prefill=self._prefill,
+            preempt=tuple(self._preempted.values()),
+            hold=frozenset(self._held),
+            skipped=self._skipped,
+        )
+
+    def _online_phase(self) -> bool:
+        """Admit online requests. False: one still waits, so no offline prefill may start."""
+        for request in self._view.unfinished:
+            if request.request_class is RequestClass.ONLINE:
+                self._continue_online(request)
+        return all(self._admit_online(request) for request in self._view.online)
+
+    def _offline_decodes(self) -> None:
+        """Running offline requests decode, oldest first, while they fit; the others sit out."""
+        if not self._view.caps.partial_decode:
+            return
+        running = [r for r in self._running_offline() if not self._is_stopped(r)]
+        running.sort(key=lambda r: r.arrival_seq)
+        contexts = [r.num_computed_tokens + 1 for r in running]
+        num_fitting = self._time.offline_decodes(contexts)
+        self._time.add_decodes(contexts[:num_fitting])
+        for request in running[num_fitting:]:
+            self._held.add(request.rid)
+            self._budget.refund_hold()
+            self._skipped[request.rid] = SkipReason.LATENCY_BUDGET
+
+    def _offline_prefills(self) -> None:
+        for request in self._view.unfinished:
+            if request.request_class is RequestClass.OFFLINE and not self._is_stopped(request):
+                num_cached = request.num_computed_tokens
+                num_tokens = self._budget.continuation(
+                    request, at_most=self._offline_tokens(request, num_cached)
+                )
+                if num_tokens > 0:
+                    self._budget.charge_continuation(request, num_tokens)
+                    self._take(request, num_tokens, num_cached)
+        num_admitted = 0
+        for request in self._view.offline:
+            if num_admitted == self._most_offline:
+                self._skipped[request.rid] = SkipReason.RATE_LIMIT
+                break
+            if self._budget.slots <= 0:
+                self._skipped[request.rid] = SkipReason.REQUEST_SLOTS
+                break
+            match = self._view.match(request)
+            if not self._admit(request, match, self._offline_tokens(request, match.cached)):
+                break
+            num_admitted += 1
+
+    def _offline_tokens(self, request: Request, num_cached: int) -> int:
+        """Prompt tokens of an offline prefill that the time allows; no crumbs: a chunk costs a
+        forward of its own, however short it is."""
+        remaining = _num_tokens(request) - num_cached
+        num_tokens = self._time.offline_tokens(num_cached, remaining)
+        return num_tokens if num_tokens >= min(remaining, _LEAST_CHUNK) else 0
+
+    def _make_room_for_decodes(self) -> None:
+        """Stop offline requests until every remaining one can write its next token."""
+        kv = self._view.kv
+        page = self._view.caps.page_size
+        available = kv.free + kv.evictable
+        if available >= len(self._view.running) * page:
+            return
+        need = sum(page for r in self._view.running if r.num_computed_tokens % page == 0)
+        for victim in self._victims():
+            if need <= available:
+                break
+            available += self._view.preemption_gain(victim)
+            need -= page if victim.num_computed_tokens % page == 0 else 0
+            self._preempt(victim)
+
+    def _continue_online(self, request: Request) -> None:
+        num_cached = request.num_computed_tokens
+        at_most = self._time.online_tokens(num_cached, _num_tokens(request) - num_cached)
+        for victim in self._victims():
+            if self._budget.continuation(request, at_most=at_most) > 0:
+                break
+            self._preempt(victim)
+        # The engine never drops an online prefill halfway: it goes on even where memory is short.
+        num_tokens = self._budget.chunk(request, num_cached, at_most=at_most)
+        if num_tokens > 0:
+            self._budget.charge_continuation(request, num_tokens)
+            self._take(request, num_tokens, num_cached)
+
+    def _admit_online(self, request: Request) -> bool:
+        """Admit it, stopping offline work when that makes it fit."""
+        match = self._view.match(request)
+        remaining = _num_tokens(request) - match.cached
+        at_most = self._time.online_tokens(match.cached, remaining)
+        if not self._admit(request, match, at_most):
+            if at_most > 0:
+                for victim in self._victims_for(request, match, at_most):
+                    self._preempt(victim)
+            return self._admit(request, match, at_most)
+        return True
+
+    def _victims_for(self, request: Request, match: Match, at_most: int) -> list[Request]:
+        """The fewest offline requests, youngest first, whose stop admits an online one; none when
+        stopping all of them would not do."""
+        trial = self._budget.fork()
+        chosen: list[Request] = []
+        for victim in self._victims():
+            reason = trial.refusal(request, match, at_most=at_most)
+            if reason is None:
+                return chosen
+            if reason is SkipReason.UNFINISHED_PREFILL or (
+                reason is SkipReason.TOKEN_BUDGET and self._prefill
+            ):
+                return []  # what is in the way is online
+            trial.refund_preemption(victim)
+            chosen.append(victim)
+        return chosen if trial.refusal(request, match, at_most=at_most) is None else []
+
+    def _victims(self) -> list[Request]:
+        """Offline requests that may be stopped: an unfinished prefill, then the youngest."""
+        running = [r for r in self._running_offline() if not self._is_stopped(r)]
+        running.sort(key=lambda r: -r.arrival_seq)
+        return [
+            r
+            for r in self._view.unfinished
+            if r.request_class is RequestClass.OFFLINE and not self._is_stopped(r)
+        ] + running
+
+    def _running_offline(self) -> list[Request]:
+        return [r for r in self._view.running if r.request_class is RequestClass.OFFLINE]
+
+    def _is_stopped(self, request: Request) -> bool:
+        return request.rid in self._preempted
+
+    def _admit(self, request: Request, match: Match, at_most: int) -> bool:
+        if at_most <= 0:
+            self._skipped[request.rid] = SkipReason.LATENCY_BUDGET
+            return False
+        reason = self._budget.refusal(request, match, at_most=at_most)
+        if reason is not None:
+            self._skipped[request.rid] = reason
+            return False
+        num_tokens = self._budget.chunk(request, match.cached, at_most=at_most)
+        self._budget.charge_admission(request, match, num_tokens)
+        self._take(request, num_tokens, match.cached)
+        self._skipped.pop(request.rid, None)
+        return True
+
+    def _take(self, request: Request, num_tokens: int, num_cached: int) -> None:
+        self._prefill[request.rid] = num_tokens
+        self._time.add_prefill(num_tokens, num_cached)
+
+    def _preempt(self, request: Request) -> None:
+        self._preempted[request.rid] = Preemption(rid=request.rid)
+        self._budget.refund_preemption(request)
+
+    def _keep_one_running(self) -> None:
+        """An iteration without any work would be taken for idleness: the oldest decodes."""
+        if not self._held or self._prefill:
+            return
+        running = [r for r in self._view.running if not self._is_stopped(r)]
+        if all(r.rid in self._held for r in running):
+            oldest = min(running, key=lambda r: r.arrival_seq)
+            self._held.discard(oldest.rid)
+
+
+_LEAST_CHUNK = 64
+
+
+def _num_tokens(request: Request) -> int:
+    return request.num_prompt_tokens + request.num_output_tokens
