@@ -95,12 +95,12 @@ class Calibrator(Predictor):
 
     shape   Of a phase: the predictor it was given, or one fitted to its own observations
             (`fit_phases`): first after `LEAST_OBSERVATIONS` of the phase, again whenever their
-            number has grown by half, at the latest every `REFIT_MOST` of them, and at once when the
-            last iterations are off by more than `JUMP`. Until then the phase is cold: `ColdStart`,
+            number has grown by half, at the latest every `REFIT_MOST` of them, and at once when its
+            scale is off by more than `JUMP`. Until then the phase is cold: `ColdStart`,
             never faster, and slower by the second largest ratio of measured to believed time of the
             last cold iterations.
-    scale   Of a given shape: median ratio of measured time to shape, what it gets wrong for a whole
-            phase.
+    scale   Median ratio of measured time to shape in the phase, drift taken out: what a shape gets
+            wrong for the whole phase.
     drift   How much longer iterations take than others like them (`_cell`) took before, in the
             median of the last `DRIFT_WINDOW`: a machine that is suddenly slower or faster. One
             disturbed iteration does not move it, nor do batches of a new kind.
@@ -183,11 +183,10 @@ class Calibrator(Predictor):
         else:
             shape_s = phase.shape.predict_s(totals)
             self._follow_drift(phase.shape, totals, seconds / shape_s)
-            if self._seen is None:
-                phase.add(seconds / shape_s / self.drift)
-                believed_s = shape_s * phase.scale
-            else:
-                believed_s = shape_s * self._seen.growth(totals)
+            phase.add(seconds / shape_s / self.drift)
+            believed_s = shape_s * phase.scale
+            if self._seen is not None:
+                believed_s *= self._seen.growth(totals)
             self._recent.append(_Observation(totals, seconds, seconds / believed_s))
             self._update_margin()
         if self._seen is not None:
@@ -235,13 +234,8 @@ class Calibrator(Predictor):
         cell.append((totals, seconds / self.drift))
         phase = self._prefill if totals.num_new else self._decode
         phase.num_kept += 1
-        if self._seen is not None and phase.is_due(self._bias()):
+        if self._seen is not None and phase.is_due():
             self._fit(phase)
-
-    def _bias(self) -> float:
-        """Median relative error of the last iterations."""
-        excesses = sorted(observation.excess for observation in self._recent)
-        return abs(excesses[len(excesses) // 2] / self.drift - 1) if excesses else 0.0
 
     def _fit(self, due: _Phase) -> None:
         """Fit all phases that have enough observations."""
@@ -251,7 +245,7 @@ class Calibrator(Predictor):
         shape = fit_phases(table, np.array([seconds for _, seconds in kept]), self._graphs)
         for phase in (self._decode, self._prefill):
             if phase.num_kept >= LEAST_OBSERVATIONS:
-                phase.shape = shape
+                phase.use(shape)
         again = [o._replace(excess=o.seconds / shape.predict_s(o.totals)) for o in self._recent]
         self._recent = deque(again, maxlen=MARGIN_WINDOW)
         self.num_fits += 1
@@ -283,9 +277,12 @@ class _Phase:
     __slots__ = ("num_fitted", "num_kept", "ratios", "scale", "shape")
 
     def __init__(self, shape: Predictor | None) -> None:
-        self.shape = shape
         self.num_kept = 0
         self.num_fitted = 0
+        self.use(shape)
+
+    def use(self, shape: Predictor | None) -> None:
+        self.shape = shape
         self.scale = 1.0
         self.ratios = deque([1.0] * (SCALE_WINDOW // 2), maxlen=SCALE_WINDOW)
 
@@ -294,12 +291,14 @@ class _Phase:
         self.ratios.append(ratio)
         self.scale = sorted(self.ratios)[len(self.ratios) // 2]
 
-    def is_due(self, bias: float) -> bool:
-        """Whether to fit, `bias` being the median relative error of the last iterations."""
+    def is_due(self) -> bool:
+        """Whether to fit to the observations."""
         num_new = self.num_kept - self.num_fitted
         if num_new < LEAST_OBSERVATIONS:
             return False
-        return bias > JUMP or num_new >= min(self.num_fitted * REFIT_GROWTH, REFIT_MOST)
+        return abs(self.scale - 1) > JUMP or num_new >= min(
+            self.num_fitted * REFIT_GROWTH, REFIT_MOST
+        )
 
     def describe(self) -> dict[str, object]:
         return {
