@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import random
 import tempfile
 import time
@@ -22,18 +21,17 @@ from typing import Any
 import numpy as np
 
 from cosched.benchmark.live import LiveTarget, run_live
-from cosched.core.batch import BatchShape, Prefill
 from cosched.core.request import RequestClass
 from cosched.jobs.client import Client, RetryRules
 from cosched.jobs.server import OwnServer, free_port, own_base_url, server_command
-from cosched.latency.profile_model import MeasuredPoint, ProfileModel
+from cosched.latency.profile_model import MeasuredPoint, ProfileModel, read_iteration_log
 from cosched.metrics.records import RequestRecord
 from cosched.simulation.machine import Machine
 from cosched.simulation.parallel import execute_all
 from cosched.simulation.run import CostSpec, RunSpec, WorkloadSpec, load_requests
 from cosched.simulation.scenario import scenario
 
-__all__ = ["FidelityCase", "compare_runs", "read_iteration_log", "run_fidelity"]
+__all__ = ["FidelityCase", "compare_runs", "run_fidelity"]
 
 _START_S = 180.0
 _WARM_UP_ITERATIONS = 20
@@ -161,19 +159,6 @@ async def _flush_cache(base_url: str) -> None:
     async with httpx.AsyncClient(base_url=base_url, trust_env=False) as client:
         while (await client.post("/flush_cache")).status_code != 200:
             await asyncio.sleep(0.5)
-
-
-def read_iteration_log(path: Path) -> list[MeasuredPoint]:
-    """The iterations of an iteration log; a last line that is half written is left out."""
-    points = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
-            entry = json.loads(line)
-            batch = BatchShape(
-                prefills=[Prefill(*pair) for pair in entry["prefills"]], decodes=entry["decodes"]
-            )
-            points.append(MeasuredPoint(batch=batch, seconds=entry["seconds"]))
-    return points
 
 
 def _iteration_error(model: ProfileModel, points: Sequence[MeasuredPoint]) -> float | None:

@@ -22,11 +22,10 @@ DRIFT_WINDOW = 9
 """Iterations whose median tells how much slower the machine is now: up to four disturbed ones leave
 it where it is, the fifth slow one moves it."""
 
-JUMP = 0.1
-"""A median that differs by more is followed at once; by less, in steps of `SLOW_STEP`, since it
-moves by its own noise."""
-
-SLOW_STEP = 1 / 32
+JUMP = 0.15
+"""A median that differs by more is followed, until its window has passed. Less may be noise, and is
+left to scale and shape: a drift that followed every median would wander, since what is kept for
+comparison has it taken out."""
 
 MARGIN_WINDOW = 16
 MOST_MARGIN = 2.0
@@ -41,8 +40,11 @@ COLD_WINDOW = 9
 CELL_SIZE = 12
 """Observations of a kind (`_cell`) kept for fitting, the latest ones."""
 
+LEAST_ALIKE = 4
+"""Earlier observations of a kind from which one can tell that a new one took longer."""
+
 LEAST_OBSERVATIONS = 32
-"""Observations with a prefill, and without, before the first fit."""
+"""Observations of a phase before its first fit, and between two."""
 
 REFIT_GROWTH = 0.5
 REFIT_MOST = 1024
@@ -93,12 +95,15 @@ class Calibrator(Predictor):
 
     shape   Of a phase: the predictor it was given, or one fitted to its own observations
             (`fit_phases`): first after `LEAST_OBSERVATIONS` of the phase, again whenever their
-            number has grown by half, at the latest every `REFIT_MOST` iterations. Until then the
-            phase is cold: `ColdStart`, never faster, and slower by the second largest ratio of
-            measured to believed time of the last cold iterations.
-    scale   Median ratio of measured time to shape: what a shape gets wrong for a whole phase.
-    drift   Median of the same ratio over the last `DRIFT_WINDOW` iterations of any phase: a machine
-            that is suddenly slower or faster. One disturbed iteration does not move it.
+            number has grown by half, at the latest every `REFIT_MOST` of them, and at once when its
+            scale is off by more than `JUMP`. Until then the phase is cold: `ColdStart`,
+            never faster, and slower by the second largest ratio of measured to believed time of the
+            last cold iterations.
+    scale   Median ratio of measured time to shape in the phase, drift taken out: what a shape gets
+            wrong for the whole phase.
+    drift   How much longer iterations take than others like them (`_cell`) took before, in the
+            median of the last `DRIFT_WINDOW`: a machine that is suddenly slower or faster. One
+            disturbed iteration does not move it, nor do batches of a new kind.
     growth  What has not been seen is not promised: beyond the largest iteration seen, in new
             tokens, attention pairs, decodes, or tokens of their contexts, time is assumed to grow
             in proportion to whichever is exceeded most. Time per token falls with the size of a
@@ -117,14 +122,14 @@ class Calibrator(Predictor):
                    scale and drift are learned; None: start cold and fit
         graphs     sizes with CUDA graphs, for fitting; None: there are none
         """
-        self._fits = shape is None
         self._decode = _Phase(shape)
         self._prefill = _Phase(shape)
         self._graphs = graphs
         self._cold_ratios: deque[float] = deque(maxlen=COLD_WINDOW)
         self._cold_scale = 1.0
-        self._seen = _Seen.little() if self._fits else _Seen.everything()
+        self._seen = _Seen() if shape is None else None
         self._recent: deque[_Observation] = deque(maxlen=MARGIN_WINDOW)
+        self._drifts: deque[float] = deque(maxlen=DRIFT_WINDOW)
         self._undecided: deque[tuple[BatchTotals, float]] = deque()
         self._kept: dict[tuple[int, ...], deque[tuple[BatchTotals, float]]] = {}
         self._num_follow = 0
@@ -145,11 +150,23 @@ class Calibrator(Predictor):
     def belief_s(self, totals: BatchTotals) -> float:
         """The prediction without the margin [s]."""
         phase = self._prefill if totals.num_new else self._decode
-        if phase.shape is None:
-            scaled = _COLD_START.predict_s(totals) * self._cold_scale
+        if phase.shape is not None:
+            seconds = phase.shape.predict_s(totals) * phase.scale
         else:
-            scaled = phase.shape.predict_s(totals) * phase.scale
-        return scaled * self.drift * self._seen.growth(totals)
+            seconds = self._cold_s(totals)
+        seconds *= self.drift
+        return seconds if self._seen is None else seconds * self._seen.growth(totals)
+
+    def _cold_s(self, totals: BatchTotals) -> float:
+        """Of an iteration whose phase is cold: what its decodes are known to take alone, if they
+        are, and the rest as from a cold start."""
+        seconds = _COLD_START.predict_s(totals)
+        decode = self._decode
+        if decode.shape is None or not totals.num_decodes:
+            return seconds * self._cold_scale
+        alone = totals.decodes_only()
+        rest = seconds - _COLD_START.predict_s(alone)
+        return decode.shape.predict_s(alone) * decode.scale + rest * self._cold_scale
 
     def observe(self, batch: BatchShape, seconds: float) -> None:
         """Learn from an iteration that is done. ConfigError when it has no work or no time.
@@ -162,16 +179,19 @@ class Calibrator(Predictor):
         self.num_observed += 1
         phase = self._prefill if totals.num_new else self._decode
         if phase.shape is None:
-            self._observe_cold(totals, seconds / self.drift)
+            self._observe_cold(totals, seconds)
         else:
-            ratio = seconds / phase.shape.predict_s(totals)
-            phase.add(ratio / self.drift)
-            self._recent.append(_Observation(totals, seconds, ratio / phase.scale))
-            self._follow_drift()
+            shape_s = phase.shape.predict_s(totals)
+            self._follow_drift(phase.shape, totals, seconds / shape_s)
+            phase.add(seconds / shape_s / self.drift)
+            believed_s = shape_s * phase.scale
+            if self._seen is not None:
+                believed_s *= self._seen.growth(totals)
+            self._recent.append(_Observation(totals, seconds, seconds / believed_s))
             self._update_margin()
-        if self._fits:
+        if self._seen is not None:
             self._seen.add(totals)
-            self._keep(totals, seconds)
+        self._keep(totals, seconds)
 
     def _observe_cold(self, totals: BatchTotals, seconds: float) -> None:
         self._cold_ratios.append(seconds / _COLD_START.predict_s(totals))
@@ -179,18 +199,21 @@ class Calibrator(Predictor):
         # Two of them cannot tell which one was disturbed: the slower.
         self._cold_scale = max(1.0, ratios[-2] if len(ratios) > 2 else ratios[-1])
 
-    def _follow_drift(self) -> None:
-        if len(self._recent) < DRIFT_WINDOW:
+    def _follow_drift(self, shape: Predictor, totals: BatchTotals, ratio: float) -> None:
+        """ratio: measured time to shape."""
+        alike = self._kept.get(_cell(totals), ())
+        if len(alike) < LEAST_ALIKE:
             return
-        latest = sorted(o.excess for o in list(self._recent)[-DRIFT_WINDOW:])
-        median = latest[DRIFT_WINDOW // 2]
+        before = sorted(seconds / shape.predict_s(other) for other, seconds in alike)
+        self._drifts.append(ratio / before[len(before) // 2])
+        if len(self._drifts) < DRIFT_WINDOW:
+            return
+        median = sorted(self._drifts)[DRIFT_WINDOW // 2]
         if abs(median / self.drift - 1) > JUMP:
             self._num_follow = DRIFT_WINDOW
         if self._num_follow:
             self._num_follow -= 1
             self.drift = median
-        else:
-            self.drift += (median - self.drift) * SLOW_STEP
 
     def _update_margin(self) -> None:
         excesses = [observation.excess / self.drift - 1 for observation in self._recent]
@@ -211,12 +234,12 @@ class Calibrator(Predictor):
         cell.append((totals, seconds / self.drift))
         phase = self._prefill if totals.num_new else self._decode
         phase.num_kept += 1
-        if phase.num_kept >= phase.fit_at:
+        if self._seen is not None and phase.is_due():
             self._fit(phase)
 
     def _fit(self, due: _Phase) -> None:
         """Fit all phases that have enough observations."""
-        due.fit_at = due.num_kept + min(max(1, int(due.num_kept * REFIT_GROWTH)), REFIT_MOST)
+        due.num_fitted = due.num_kept
         kept = [pair for cell in self._kept.values() for pair in cell]
         table = TotalsTable.of([totals for totals, _ in kept])
         shape = fit_phases(table, np.array([seconds for _, seconds in kept]), self._graphs)
@@ -235,7 +258,7 @@ class Calibrator(Predictor):
             "drift": self.drift,
             "margin": self.margin,
             "cold_scale": self._cold_scale,
-            "seen": self._seen.describe(),
+            "seen": None if self._seen is None else self._seen.describe(),
             "phases": {"decode": self._decode.describe(), "prefill": self._prefill.describe()},
         }
 
@@ -251,19 +274,15 @@ class _Observation(NamedTuple):
 class _Phase:
     """What is believed of one phase. shape is None while it is cold."""
 
-    __slots__ = ("fit_at", "num_kept", "ratios", "scale", "shape")
+    __slots__ = ("num_fitted", "num_kept", "ratios", "scale", "shape")
 
     def __init__(self, shape: Predictor | None) -> None:
         self.num_kept = 0
-        self.fit_at = LEAST_OBSERVATIONS
-        self.shape = shape
-        self._reset()
+        self.num_fitted = 0
+        self.use(shape)
 
-    def use(self, shape: Predictor) -> None:
+    def use(self, shape: Predictor | None) -> None:
         self.shape = shape
-        self._reset()
-
-    def _reset(self) -> None:
         self.scale = 1.0
         self.ratios = deque([1.0] * (SCALE_WINDOW // 2), maxlen=SCALE_WINDOW)
 
@@ -271,6 +290,15 @@ class _Phase:
         """Ratio of measured time to shape, drift taken out."""
         self.ratios.append(ratio)
         self.scale = sorted(self.ratios)[len(self.ratios) // 2]
+
+    def is_due(self) -> bool:
+        """Whether to fit to the observations."""
+        num_new = self.num_kept - self.num_fitted
+        if num_new < LEAST_OBSERVATIONS:
+            return False
+        return abs(self.scale - 1) > JUMP or num_new >= min(
+            self.num_fitted * REFIT_GROWTH, REFIT_MOST
+        )
 
     def describe(self) -> dict[str, object]:
         return {
@@ -288,20 +316,12 @@ class _Seen:
 
     __slots__ = ("context", "decodes", "new", "pairs")
 
-    def __init__(self, *, new: float, pairs: float, decodes: float, context: float) -> None:
-        self.new = new
-        self.pairs = pairs
-        self.decodes = decodes
-        self.context = context
-
-    @classmethod
-    def little(cls) -> _Seen:
-        """What the first iterations may be, before any was seen."""
-        return cls(new=64, pairs=2 * 64 * 4096, decodes=8, context=8 * 1024)
-
-    @classmethod
-    def everything(cls) -> _Seen:
-        return cls(new=math.inf, pairs=math.inf, decodes=math.inf, context=math.inf)
+    def __init__(self) -> None:
+        # What the first iteration may be, before any was seen.
+        self.new = 16
+        self.pairs = 2 * 16 * 1024
+        self.decodes = 1
+        self.context = 1024
 
     def add(self, totals: BatchTotals) -> None:
         self.new = max(self.new, totals.num_new)
@@ -322,12 +342,8 @@ class _Seen:
             growth = totals.decode_context / self.context
         return growth
 
-    def describe(self) -> dict[str, float | None]:
-        """None: without limit."""
-        return {
-            name: value if math.isfinite(value := getattr(self, name)) else None
-            for name in self.__slots__
-        }
+    def describe(self) -> dict[str, object]:
+        return {name: getattr(self, name) for name in self.__slots__}
 
 
 def _cell(totals: BatchTotals) -> tuple[int, ...]:

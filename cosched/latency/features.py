@@ -114,6 +114,14 @@ class BatchTotals:
         other.num_loaded = self.num_loaded
         return other
 
+    def decodes_only(self) -> BatchTotals:
+        """The totals of its decodes alone."""
+        other = BatchTotals()
+        other.num_decodes = self.num_decodes
+        other.decode_context = self.decode_context
+        other.max_decode_context = self.max_decode_context
+        return other
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, BatchTotals) and all(
             getattr(self, name) == getattr(other, name) for name in self.__slots__

@@ -35,6 +35,10 @@ RAMPS = (32, 64, 128, 256, 512, 1024)
 PRIOR_WEIGHT = 0.3
 """How many measured batches the coarse model counts for at each level and corner."""
 
+LEAST_SHARE = 0.5
+"""What the smallest iteration takes, as a share of the shortest one measured, as far as one more
+measurement could tell: of batches that are all alike, each cost might be the one that counts."""
+
 OUTLIER_DEVIATIONS = 6.0
 OUTLIER_LEAST = 0.25
 """A batch is left out of the fine fit when the coarse model misses it by more than so many
@@ -147,6 +151,10 @@ class _Layout:
 def _fit(rows: _Rows, seconds: FloatArray, layout: _Layout) -> FloatArray:
     """Fine columns: least squares of relative errors, near the coarse model where data are rare."""
     gram, moments = rows.normal(1 / seconds, seconds)
+    least = float(seconds.min())
+    smallest = layout.typical[0] / least
+    gram += np.outer(smallest, smallest)
+    moments += LEAST_SHARE * smallest
     coarse = layout.coarse
     prior = coarse @ nnls_normal(coarse.T @ gram @ coarse, coarse.T @ moments)
     # Errors relative to a prediction rather than to the measured time: dividing by a noisy time
@@ -157,9 +165,10 @@ def _fit(rows: _Rows, seconds: FloatArray, layout: _Layout) -> FloatArray:
     kept = errors <= max(OUTLIER_LEAST, OUTLIER_DEVIATIONS * spread)
     gram, moments = rows.normal(kept / predicted, seconds)
     # One batch for each level and corner, whose time is what the coarse model says.
-    batches = layout.typical / (layout.typical @ prior)[:, None]
+    times = layout.typical @ prior
+    batches = layout.typical / np.maximum(times, LEAST_SHARE * least)[:, None]
     gram += PRIOR_WEIGHT * batches.T @ batches
-    moments += PRIOR_WEIGHT * batches.sum(axis=0)
+    moments += PRIOR_WEIGHT * batches.T @ np.minimum(times / (LEAST_SHARE * least), 1.0)
     up = layout.cumulative
     return up @ nnls_normal(up.T @ gram @ up, up.T @ moments)
 

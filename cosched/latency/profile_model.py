@@ -16,7 +16,14 @@ from cosched.errors import ConfigError
 from cosched.latency.interp import FloatArray
 from cosched.latency.nnls import nnls
 
-__all__ = ["FILE_FORMAT", "FILE_VERSION", "MeasuredPoint", "ProfileError", "ProfileModel"]
+__all__ = [
+    "FILE_FORMAT",
+    "FILE_VERSION",
+    "MeasuredPoint",
+    "ProfileError",
+    "ProfileModel",
+    "read_iteration_log",
+]
 
 FILE_FORMAT = "cosched-profile"
 FILE_VERSION = 1
@@ -159,6 +166,30 @@ class ProfileModel:
             "held_out_error": asdict(self.held_out),
             "coefficients_s": dict(zip(FEATURES, self.coefficients, strict=True)),
         }
+
+
+def read_iteration_log(path: Path) -> list[MeasuredPoint]:
+    """The iterations that a server wrote with --cosched-iteration-log; a last line that is half
+    written is left out. ConfigError naming the file when it cannot be read, or the line that is
+    none."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"cannot read the iteration log {path}: {error.strerror}") from error
+    points = []
+    for i, line in enumerate(lines):
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError as error:
+            if i == len(lines) - 1:
+                break
+            raise ConfigError(f"{path}, line {i + 1} is not JSON: {error}") from None
+        if isinstance(entry, dict):
+            entry.pop("start_s", None)
+            if entry.get("seconds") == 0:
+                continue  # Shorter than the log's resolution: nothing to learn.
+        points.append(_point(entry, where=f"{path}, line {i + 1}"))
+    return points
 
 
 def features(batch: BatchShape) -> list[float]:

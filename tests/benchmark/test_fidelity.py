@@ -1,13 +1,10 @@
 """A live server against its own simulation."""
 
-import json
-
 import pytest
 
 from cosched.benchmark.fidelity import (
     FidelityCase,
     compare_runs,
-    read_iteration_log,
     run_fidelity,
 )
 from cosched.core.request import RequestClass
@@ -56,15 +53,6 @@ def test_the_duration_is_that_of_equal_work():
 
     compared = compare_runs(run(1.0, 2.0, 4.0, 8.0), run(1.0, 3.0, 5.0))
     assert compared["duration_s"]["live"] == 4.0 and compared["duration_s"]["simulated"] == 5.0
-
-
-def test_an_iteration_log_that_ends_in_the_middle_of_a_line_is_read(tmp_path):
-    path = tmp_path / "log.jsonl"
-    entry = {"start_s": 0.0, "seconds": 0.25, "prefills": [[10, 5]], "decodes": [7, 8]}
-    path.write_text(json.dumps(entry) + "\n" + json.dumps(entry)[:20])
-    [point] = read_iteration_log(path)
-    assert point.seconds == 0.25
-    assert point.batch.prefills[0].num_cached == 5 and list(point.batch.decodes) == [7, 8]
 
 
 @pytest.mark.server

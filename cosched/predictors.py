@@ -1,0 +1,405 @@
+"""How well iterations can be predicted, and how fast.
+
+    python -m cosched.predictors compare --truth kernel-table --data-dir DIR
+    python -m cosched.predictors compare --log iterations.jsonl --plot errors.png
+    python -m cosched.predictors calibrate --truth roofline --noise 0.05 --slower 2
+    python -m cosched.predictors time --truth roofline
+
+`compare` fits every predictor to the same iterations and shows its error on others: of a cost
+model, or of a log that a server wrote with --cosched-iteration-log. `calibrate` starts cold and
+learns from one iteration after the other. `time` measures prediction, inverse and fit on this
+machine. Each prints a table and, as its last line, one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import timeit
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cosched.core.batch import BatchShape, Prefill
+from cosched.errors import ConfigError, CoschedError
+from cosched.latency import (
+    COST_MODELS,
+    GPUS,
+    MODELS,
+    PREDICTORS,
+    BatchTotals,
+    CostModel,
+    GraphSizes,
+    MeasuredPoint,
+    NoisyModel,
+    gpu_spec,
+    kv_capacity_tokens,
+    make_cost_model,
+    model_spec,
+    totals_table,
+)
+from cosched.latency.calibration import Calibrator
+from cosched.latency.compare import (
+    KINDS,
+    Comparison,
+    compare_predictors,
+    kind_of,
+    measure,
+    scheduler_batches,
+)
+from cosched.latency.held_out import summarise
+from cosched.latency.profile_model import read_iteration_log
+from cosched.metrics.figure import new_figure, save, tidy
+from cosched.simulation.versions import versions
+
+__all__ = ["main"]
+
+_DATA_ENV = "COSCHED_DATA"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m cosched.predictors",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    known = "\n".join(f"  {e.name:<10}{e.summary} ({e.source})" for e in PREDICTORS.values())
+    compare = commands.add_parser(
+        "compare",
+        help="errors of all predictors on held-out iterations",
+        description=f"Predictors:\n{known}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_truth(compare)
+    compare.add_argument(
+        "--log", type=Path, metavar="FILE", help="iterations of a server, instead of --truth"
+    )
+    compare.add_argument(
+        "--held-out",
+        type=float,
+        default=0.3,
+        metavar="SHARE",
+        help="of the iterations (default: %(default)s)",
+    )
+    compare.add_argument("--plot", type=Path, metavar="FILE", help="predicted against measured")
+    compare.set_defaults(execute=_compare)
+
+    calibrate = commands.add_parser(
+        "calibrate", help="error of a predictor that learns while it runs", allow_abbrev=False
+    )
+    _add_truth(calibrate)
+    calibrate.add_argument(
+        "--slower",
+        type=float,
+        default=1.0,
+        metavar="FACTOR",
+        help="how much longer iterations take in the third quarter (default: %(default)s)",
+    )
+    calibrate.set_defaults(execute=_calibrate)
+
+    timing = commands.add_parser(
+        "time", help="how long prediction, inverse and fit take here", allow_abbrev=False
+    )
+    _add_truth(timing)
+    timing.set_defaults(execute=_time, iterations=80_000)
+    return parser
+
+
+def _add_truth(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--truth",
+        choices=sorted(COST_MODELS),
+        help="cost model; default: kernel-table with a data folder, else roofline",
+    )
+    parser.add_argument("--model", choices=sorted(MODELS), default="Llama-3.1-8B")
+    parser.add_argument("--gpu", choices=sorted(GPUS), default="A100-80")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs (default: %(default)s)")
+    parser.add_argument(
+        "--data-dir", type=Path, metavar="DIR", help=f"kernel tables (default: ${_DATA_ENV})"
+    )
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="for --truth profile")
+    parser.add_argument(
+        "--noise", type=float, default=0.0, metavar="SIGMA", help="lognormal (default: none)"
+    )
+    parser.add_argument(
+        "--outliers",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="of the iterations, ten times as long (default: none)",
+    )
+    parser.add_argument(
+        "--iterations", type=int, default=8000, metavar="N", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--graphs",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="tell `cosched` the sizes of the CUDA graphs (default: yes, where there are any)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Exits with 2 and one sentence when the arguments are wrong."""
+    arguments = build_parser().parse_args(argv)
+    execute: Callable[[argparse.Namespace], Mapping[str, Any]] = arguments.execute
+    try:
+        result = execute(arguments)
+    except CoschedError as error:
+        print(f"cosched: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    config = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in vars(arguments).items()
+        if name != "execute"
+    }
+    print(
+        json.dumps(
+            {"config": config, "versions": {**versions(), "numpy": np.__version__}, **result},
+            allow_nan=False,
+        )
+    )
+
+
+def _truth(arguments: argparse.Namespace) -> tuple[CostModel, GraphSizes | None, int]:
+    """(cost model, its CUDA graphs, KV capacity [tokens]), noise not added."""
+    named = arguments.data_dir or os.environ.get(_DATA_ENV)
+    name = arguments.truth or ("kernel-table" if named else "roofline")
+    truth = make_cost_model(
+        name,
+        model=arguments.model,
+        gpu=arguments.gpu,
+        tp=arguments.tp,
+        data_dir=named,
+        profile=arguments.profile,
+    )
+    gpu = gpu_spec(arguments.gpu)
+    padded = name == "kernel-table" and arguments.graphs
+    graphs = GraphSizes.default(gpu, arguments.tp) if padded else None
+    return truth, graphs, kv_capacity_tokens(model_spec(arguments.model), gpu, arguments.tp)
+
+
+def _noisy(truth: CostModel, arguments: argparse.Namespace) -> CostModel:
+    if not arguments.noise and not arguments.outliers:
+        return truth
+    return NoisyModel(
+        truth,
+        seed=arguments.seed,
+        sigma=arguments.noise,
+        outlier_ratio=arguments.outliers,
+        outlier_factor=10.0,
+    )
+
+
+def _shuffled(batches: list[BatchShape], seed: int) -> list[BatchShape]:
+    return [batches[i] for i in np.random.default_rng(seed).permutation(len(batches))]
+
+
+def _compare(arguments: argparse.Namespace) -> dict[str, Any]:
+    if not 0 < arguments.held_out < 1:
+        raise ConfigError(f"--held-out is {arguments.held_out}; it must be in (0, 1)")
+    graphs: GraphSizes | None = None
+    if arguments.log is not None:
+        points = read_iteration_log(arguments.log)
+    else:
+        truth, graphs, capacity = _truth(arguments)
+        batches = scheduler_batches(
+            seed=arguments.seed, num=arguments.iterations, max_kv_tokens=capacity
+        )
+        points = measure(_noisy(truth, arguments), batches)
+    order = np.random.default_rng(arguments.seed).permutation(len(points))
+    shuffled = [points[i] for i in order]
+    num_held = round(len(points) * arguments.held_out)
+    held_out = shuffled[:num_held]
+    if not held_out:
+        raise ConfigError(f"{len(points)} iterations are too few to hold some out")
+    results = compare_predictors(shuffled[num_held:], held_out, graphs=graphs)
+
+    print(f"fitted to {len(points) - num_held} iterations, relative error on {num_held} others [%]")
+    print(f"{'':<10}" + "".join(f"{kind + ': mean':>22}{'p99':>8}" for kind in (*KINDS, "all")))
+    for name, result in results.items():
+        print(f"{name:<10}{result if isinstance(result, str) else _row(result)}")
+    if arguments.plot is not None:
+        _plot(arguments.plot, held_out, results)
+    return {
+        "num_fitted": len(points) - num_held,
+        "num_held_out": num_held,
+        "errors": {
+            name: (
+                {"not_fitted": result}
+                if isinstance(result, str)
+                else {kind: asdict(error) for kind, error in result.errors.items()}
+            )
+            for name, result in results.items()
+        },
+    }
+
+
+def _row(result: Comparison) -> str:
+    row = ""
+    for kind in (*KINDS, "all"):
+        error = result.errors.get(kind)
+        row += f"{'-':>22}{'-':>8}" if error is None else f"{_pc(error.mean)}{_pc(error.p99, 8)}"
+    return row
+
+
+def _pc(share: float, width: int = 22) -> str:
+    return f"{100 * share:>{width}.2f}"
+
+
+def _plot(
+    path: Path, held_out: Sequence[MeasuredPoint], results: Mapping[str, Comparison | str]
+) -> None:
+    """Predicted against measured time, one panel per predictor, one colour per kind of batch."""
+    fitted = {name: r for name, r in results.items() if not isinstance(r, str)}
+    if not fitted:
+        raise ConfigError("no predictor could be fitted: there is nothing to plot")
+    figure = new_figure(width=3.6 * len(fitted), height=4.0)
+    measured = np.array([point.seconds for point in held_out]) * 1e3
+    kinds = np.array([kind_of(point.batch) for point in held_out])
+    bounds = (measured.min() * 0.8, measured.max() * 1.25)
+    panels = figure.subplots(1, len(fitted), sharex=True, sharey=True, squeeze=False)[0]
+    for axes, (name, result) in zip(panels, fitted.items(), strict=True):
+        tidy(axes, title=f"{name}: {100 * result.errors['all'].mean:.1f} %", x="measured [ms]")
+        axes.plot(bounds, bounds, color="#888888", linewidth=0.8)
+        predicted = np.array(result.predicted_s) * 1e3
+        for kind, colour in zip(KINDS, _COLOURS, strict=True):
+            of_kind = kinds == kind
+            axes.scatter(measured[of_kind], predicted[of_kind], s=3, color=colour, label=kind)
+        axes.set(xscale="log", yscale="log", xlim=bounds, ylim=bounds)
+    panels[0].set_ylabel("predicted [ms]", fontsize=9.5)
+    panels[0].legend(frameon=False, fontsize=8, markerscale=3)
+    save(figure, path)
+
+
+# Okabe and Ito's, as in the other pictures: kinds of batches are not classes of requests.
+_COLOURS = ("#0072B2", "#56B4E9", "#E69F00", "#009E73")
+
+
+def _calibrate(arguments: argparse.Namespace) -> dict[str, Any]:
+    truth, graphs, capacity = _truth(arguments)
+    batches = _shuffled(
+        scheduler_batches(seed=arguments.seed, num=arguments.iterations, max_kv_tokens=capacity),
+        arguments.seed,
+    )
+    noisy = _noisy(truth, arguments)
+    calibrator = Calibrator(graphs=graphs)
+    slow = range(len(batches) // 2, len(batches) * 3 // 4)
+    true_s, belief_s, predicted_s = [], [], []
+    for i, batch in enumerate(batches):
+        factor = arguments.slower if i in slow else 1.0
+        totals = BatchTotals.of(batch)
+        true_s.append(truth.iteration_s(batch) * factor)
+        belief_s.append(calibrator.belief_s(totals))
+        predicted_s.append(calibrator.predict_s(totals))
+        calibrator.observe(batch, noisy.iteration_s(batch) * factor)
+
+    print("error of belief and prediction against the time without noise [%]")
+    print(f"{'iterations':<16}{'belief':>10}{'predicted':>12}{'too short by > 3 %':>22}")
+    rows = []
+    for first, last in _stretches(len(batches), slow):
+        true = np.array(true_s[first:last])
+        belief = summarise(belief_s[first:last], true.tolist())
+        ratio = np.array(predicted_s[first:last]) / true - 1
+        short = float((ratio < -0.03).mean())
+        print(
+            f"{f'{first}-{last}':<16}{_pc(belief.mean, 10)}"
+            f"{f'{100 * ratio.mean():+.2f}':>12}{_pc(short, 22)}"
+        )
+        rows.append(
+            {
+                "first": first,
+                "last": last,
+                "belief": asdict(belief),
+                "predicted_bias": float(ratio.mean()),
+                "too_short_ratio": short,
+            }
+        )
+    return {"stretches": rows, "num_fits": calibrator.num_fits}
+
+
+def _stretches(num: int, slow: range) -> list[tuple[int, int]]:
+    """Half-open stretches of iterations: doubling, and finer after each change of the machine."""
+    ends = {0, num, slow.start, slow.stop}
+    ends |= {64 << i for i in range(20) if 64 << i < slow.start}
+    ends |= {change + n for change in (slow.start, slow.stop) for n in (1, 20) if change + n < num}
+    ordered = sorted(ends)
+    return list(pairwise(ordered))
+
+
+def _time(arguments: argparse.Namespace) -> dict[str, Any]:
+    truth, graphs, capacity = _truth(arguments)
+    batches = scheduler_batches(
+        seed=arguments.seed, num=arguments.iterations, max_kv_tokens=capacity
+    )
+    noisy = _noisy(truth, arguments)
+    seconds = np.array([noisy.iteration_s(batch) for batch in batches])
+    table_s = _least_s(lambda: totals_table(batches), number=1)
+    table = totals_table(batches)
+    mixed = BatchTotals.of(
+        BatchShape(prefills=[Prefill(512, 8000)], decodes=list(range(100, 4100, 20)))
+    )
+    decode = mixed.decodes_only()
+    print(f"{'':<12}{'predict mixed':>14}{'decode':>10}{'inverse [us]':>14}{'fit [ms]':>12}")
+    rows: dict[str, Any] = {}
+    for name, entry in PREDICTORS.items():
+        predictor = entry.fit(table, seconds, graphs)
+        limit_s = 2 * predictor.predict_s(mixed)
+        rows[name] = {
+            "predict_mixed_s": _least_s(lambda p=predictor: p.predict_s(mixed)),
+            "predict_decode_s": _least_s(lambda p=predictor: p.predict_s(decode)),
+            "max_prefill_s": _least_s(
+                lambda p=predictor, at=limit_s: p.max_prefill(mixed, 4000, at, 8192), number=1000
+            ),
+            "fit_s": _least_s(lambda e=entry: e.fit(table, seconds, graphs), number=1),
+        }
+    calibrator = Calibrator(graphs=graphs)
+    order = _shuffled(batches, arguments.seed)[:4000]
+    observed = sorted(
+        timeit.timeit(lambda b=batch: calibrator.observe(b, noisy.iteration_s(b)), number=1)
+        for batch in order
+    )
+    limit_s = 2 * calibrator.predict_s(mixed)
+    rows["calibrated"] = {
+        "predict_mixed_s": _least_s(lambda: calibrator.predict_s(mixed)),
+        "predict_decode_s": _least_s(lambda: calibrator.predict_s(decode)),
+        "max_prefill_s": _least_s(
+            lambda: calibrator.max_prefill(mixed, 4000, limit_s, 8192), number=1000
+        ),
+        "fit_s": None,
+    }
+    for name, row in rows.items():
+        fit = "-" if row["fit_s"] is None else f"{row['fit_s'] * 1e3:.1f}"
+        print(
+            f"{name:<12}{row['predict_mixed_s'] * 1e6:>14.2f}{row['predict_decode_s'] * 1e6:>10.2f}"
+            f"{row['max_prefill_s'] * 1e6:>14.1f}{fit:>12}"
+        )
+    observe = {
+        "p50_s": observed[len(observed) // 2],
+        "p99_s": observed[int(len(observed) * 0.99)],
+        "max_s": observed[-1],
+    }
+    print(f"table of {len(batches)} batches: {table_s * 1e3:.0f} ms")
+    print(
+        "observe, the time of the cost model included: "
+        + ", ".join(f"{name[:-2]} {value * 1e6:.0f} us" for name, value in observe.items())
+    )
+    return {"seconds": rows, "table_s": table_s, "observe": observe}
+
+
+def _least_s(function: Callable[[], object], number: int = 10_000) -> float:
+    return min(timeit.repeat(function, number=number, repeat=5)) / number
+
+
+if __name__ == "__main__":
+    main()
