@@ -36,8 +36,10 @@ PRIOR_WEIGHT = 0.3
 """How many measured batches the coarse model counts for at each level and corner."""
 
 LEAST_SHARE = 0.5
-"""What the smallest iteration takes, as a share of the shortest one measured, as far as one more
-measurement could tell: of batches that are all alike, each cost might be the one that counts."""
+"""Guesses that count for one measured batch in the coarse model: the smallest iteration takes this
+share of the shortest one measured, and a decode's attention as much in a mixed batch as alone (in a
+batch where it takes this share). Of batches that are all alike, any cost might be the one that
+counts."""
 
 OUTLIER_DEVIATIONS = 6.0
 OUTLIER_LEAST = 0.25
@@ -141,20 +143,23 @@ class _Layout:
     coarse      (columns, coarse costs): what each column is in the coarse model
     cumulative  (columns, increments): columns as sums of increments that cannot be negative
     typical     (batches, columns): a batch for each column that few measured ones may speak of
+    guesses     (batches, columns), and what each is guessed to take [s]
     """
 
     coarse: FloatArray
     cumulative: FloatArray
     typical: FloatArray
+    guesses: FloatArray
+    guesses_s: FloatArray
 
 
 def _fit(rows: _Rows, seconds: FloatArray, layout: _Layout) -> FloatArray:
     """Fine columns: least squares of relative errors, near the coarse model where data are rare."""
     gram, moments = rows.normal(1 / seconds, seconds)
-    least = float(seconds.min())
-    smallest = layout.typical[0] / least
-    gram += np.outer(smallest, smallest)
-    moments += LEAST_SHARE * smallest
+    least = seconds.min()
+    guesses, guesses_s = layout.guesses / least, layout.guesses_s / least
+    gram += guesses.T @ guesses
+    moments += guesses.T @ guesses_s
     coarse = layout.coarse
     prior = coarse @ nnls_normal(coarse.T @ gram @ coarse, coarse.T @ moments)
     # Errors relative to a prediction rather than to the measured time: dividing by a noisy time
@@ -165,10 +170,10 @@ def _fit(rows: _Rows, seconds: FloatArray, layout: _Layout) -> FloatArray:
     kept = errors <= max(OUTLIER_LEAST, OUTLIER_DEVIATIONS * spread)
     gram, moments = rows.normal(kept / predicted, seconds)
     # One batch for each level and corner, whose time is what the coarse model says.
-    times = layout.typical @ prior
-    batches = layout.typical / np.maximum(times, LEAST_SHARE * least)[:, None]
+    times = np.maximum(layout.typical @ prior, LEAST_SHARE * least)
+    batches = layout.typical / times[:, None]
     gram += PRIOR_WEIGHT * batches.T @ batches
-    moments += PRIOR_WEIGHT * batches.T @ np.minimum(times / (LEAST_SHARE * least), 1.0)
+    moments += PRIOR_WEIGHT * batches.T @ (batches @ prior)
     up = layout.cumulative
     return up @ nnls_normal(up.T @ gram @ up, up.T @ moments)
 
@@ -207,7 +212,7 @@ def _fit_decode(
         [*values, *corner_values, num * table.max_decode_context],
         last + 1,
     )
-    columns = _fit(rows, seconds, _decode_layout(sizes, shape))
+    columns = _fit(rows, seconds, _decode_layout(sizes, shape, float(seconds.min())))
     surface = columns[first:last].reshape(len(DECODES), len(CONTEXTS))
     return _curve(sizes, columns[:first], padded=shape.padded), surface, float(columns[last])
 
@@ -226,7 +231,7 @@ def _corner_rows(num: FloatArray, mean: FloatArray) -> tuple[list[_Indices], lis
     return indices, values
 
 
-def _decode_layout(sizes: tuple[int, ...], shape: TokenCurve) -> _Layout:
+def _decode_layout(sizes: tuple[int, ...], shape: TokenCurve, least_s: float) -> _Layout:
     """Coarse: levels, a cost per decode, per token of context, and the imbalance."""
     num_levels, num_corners = len(sizes), len(DECODES) * len(CONTEXTS)
     levels, level_sums = _level_layout(sizes)
@@ -252,7 +257,13 @@ def _decode_layout(sizes: tuple[int, ...], shape: TokenCurve) -> _Layout:
             typical[corner, low[0]] += 1 - share[0]
             typical[corner, high[0]] += share[0]
             typical[corner, corner] = num
-    return _Layout(coarse=coarse, cumulative=cumulative, typical=typical)
+    return _Layout(
+        coarse=coarse,
+        cumulative=cumulative,
+        typical=typical,
+        guesses=typical[:1],
+        guesses_s=np.array([LEAST_SHARE * least_s]),
+    )
 
 
 def _decode_attention(table: TotalsTable, surface: FloatArray, imbalance: float) -> FloatArray:
@@ -291,9 +302,19 @@ def _fit_prefill(
     coarse[num_levels:, levels.shape[1] :] = np.eye(len(costs))
     cumulative = np.eye(num_columns)
     cumulative[:num_levels, :num_levels] = level_sums
-    typical = np.eye(num_columns)[:num_levels]
-    columns = _fit(rows, seconds, _Layout(coarse=coarse, cumulative=cumulative, typical=typical))
+    # A batch of each size, and one whose decodes' attention takes a share of the shortest time.
+    share_s = LEAST_SHARE * float(seconds.min())
+    with_decodes = np.zeros(num_columns)
+    with_decodes[0], with_decodes[-1] = 1.0, share_s
+    typical = np.vstack([np.eye(num_columns)[:num_levels], with_decodes])
+    guesses = np.vstack([typical[0], with_decodes - typical[0]])
+    layout = _Layout(
+        coarse=coarse,
+        cumulative=cumulative,
+        typical=typical,
+        guesses=guesses,
+        guesses_s=np.array([share_s, share_s]),
+    )
+    columns = _fit(rows, seconds, layout)
     found = dict(zip(PrefillCosts.names(), columns[num_levels:].tolist(), strict=True))
-    if not attention.any():
-        found["decode_attention"] = 1.0  # No mixed batch says otherwise: as among decodes only.
     return _curve(sizes, columns[:num_levels], padded=shape.padded), PrefillCosts(**found)
