@@ -20,7 +20,6 @@ from cosched.latency.predictor_base import check_points
 from cosched.latency.predictor_cosched import (
     CONTEXTS,
     DECODES,
-    SIZES,
     CoschedPredictor,
     PrefillCosts,
     TokenCurve,
@@ -192,8 +191,8 @@ def _level_layout(sizes: Sequence[int]) -> tuple[FloatArray, FloatArray]:
     return np.array([np.ones(len(at)), at, *ramps]).T, np.tri(len(at))
 
 
-def _curve(sizes: tuple[int, ...], levels: FloatArray, *, padded: bool) -> TokenCurve:
-    return TokenCurve(sizes=sizes, seconds=tuple(levels.tolist()), padded=padded)
+def _with_levels(curve: TokenCurve, levels: FloatArray) -> TokenCurve:
+    return replace(curve, seconds=tuple(levels.tolist()))
 
 
 def _fit_decode(
@@ -201,10 +200,10 @@ def _fit_decode(
 ) -> tuple[TokenCurve, FloatArray, float]:
     """(levels, surface, imbalance) from decode-only batches. Columns: levels, surface row by row,
     imbalance."""
-    sizes = graphs.decode if graphs else SIZES
-    shape = _curve(sizes, np.zeros(len(sizes)), padded=graphs is not None)
+    curve = TokenCurve.empty(graphs.decode if graphs else ())
+    sizes = curve.sizes
     num, mean = table.num_decodes, table.decode_context / table.num_decodes
-    indices, values = _level_rows(num, shape)
+    indices, values = _level_rows(num, curve)
     first, last = len(sizes), len(sizes) + len(DECODES) * len(CONTEXTS)
     corner_indices, corner_values = _corner_rows(num, mean)
     rows = _Rows(
@@ -212,9 +211,9 @@ def _fit_decode(
         [*values, *corner_values, num * table.max_decode_context],
         last + 1,
     )
-    columns = _fit(rows, seconds, _decode_layout(sizes, shape, float(seconds.min())))
+    columns = _fit(rows, seconds, _decode_layout(curve, float(seconds.min())))
     surface = columns[first:last].reshape(len(DECODES), len(CONTEXTS))
-    return _curve(sizes, columns[:first], padded=shape.padded), surface, float(columns[last])
+    return _with_levels(curve, columns[:first]), surface, float(columns[last])
 
 
 def _corner_rows(num: FloatArray, mean: FloatArray) -> tuple[list[_Indices], list[FloatArray]]:
@@ -231,10 +230,10 @@ def _corner_rows(num: FloatArray, mean: FloatArray) -> tuple[list[_Indices], lis
     return indices, values
 
 
-def _decode_layout(sizes: tuple[int, ...], shape: TokenCurve, least_s: float) -> _Layout:
+def _decode_layout(curve: TokenCurve, least_s: float) -> _Layout:
     """Coarse: levels, a cost per decode, per token of context, and the imbalance."""
-    num_levels, num_corners = len(sizes), len(DECODES) * len(CONTEXTS)
-    levels, level_sums = _level_layout(sizes)
+    num_levels, num_corners = len(curve.sizes), len(DECODES) * len(CONTEXTS)
+    levels, level_sums = _level_layout(curve.sizes)
     num_coarse = levels.shape[1]
     coarse = np.zeros((num_levels + num_corners + 1, num_coarse + 2))
     coarse[:num_levels, :num_coarse] = levels
@@ -251,7 +250,7 @@ def _decode_layout(sizes: tuple[int, ...], shape: TokenCurve, least_s: float) ->
     typical = np.zeros((num_levels + num_corners, num_levels + num_corners + 1))
     typical[:num_levels, :num_levels] = np.eye(num_levels)
     for row, num in enumerate(DECODES):
-        low, high, share = shape.locate(np.array([float(num)]))
+        low, high, share = curve.locate(np.array([float(num)]))
         for column in range(len(CONTEXTS)):
             corner = num_levels + row * len(CONTEXTS) + column
             typical[corner, low[0]] += 1 - share[0]
@@ -280,9 +279,9 @@ def _fit_prefill(
     table: TotalsTable, attention: FloatArray, seconds: FloatArray, graphs: GraphSizes | None
 ) -> tuple[TokenCurve, PrefillCosts]:
     """Levels and costs from batches with a prefill. Columns: levels, then `PrefillCosts`."""
-    sizes = graphs.prefill if graphs else SIZES
-    shape = _curve(sizes, np.zeros(len(sizes)), padded=graphs is not None)
-    indices, values = _level_rows(table.num_new + table.num_decodes, shape)
+    curve = TokenCurve.empty(graphs.prefill if graphs else ())
+    sizes = curve.sizes
+    indices, values = _level_rows(table.num_new + table.num_decodes, curve)
     costs = (
         table.num_prefills + table.num_decodes,
         table.double_pairs,
@@ -317,4 +316,4 @@ def _fit_prefill(
     )
     columns = _fit(rows, seconds, layout)
     found = dict(zip(PrefillCosts.names(), columns[num_levels:].tolist(), strict=True))
-    return _curve(sizes, columns[:num_levels], padded=shape.padded), PrefillCosts(**found)
+    return _with_levels(curve, columns[:num_levels]), PrefillCosts(**found)
