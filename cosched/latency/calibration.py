@@ -144,6 +144,11 @@ class Calibrator(Predictor):
     def name(self) -> str:
         return "calibrated"
 
+    def use_graphs(self, graphs: GraphSizes | None) -> None:
+        """The sizes with CUDA graphs turned out to be others; before the first observation."""
+        assert not self.num_observed, f"{self.num_observed=}"
+        self._graphs = graphs
+
     def predict_s(self, totals: BatchTotals) -> float:
         return self.belief_s(totals) * (1 + self.margin)
 
