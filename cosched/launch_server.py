@@ -144,7 +144,7 @@ def _serve(arguments: list[str], config: Config) -> None:
 def check_latency_model(server_args: Any, config: Config) -> None:
     """ConfigError when the latency model is not of this engine. The scheduler checks it again, but
     only after the model is loaded."""
-    if config.latency_model is None or not policy_entry(config.policy).predicts:
+    if config.latency_model is None or not policy_entry(config.policy).timed:
         return
     from sglang.srt.configs.model_config import ModelConfig
 

@@ -20,6 +20,7 @@ import sys
 import timeit
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from cosched.latency import (
     GraphSizes,
     MeasuredPoint,
     NoisyModel,
+    Predictor,
     gpu_spec,
     kv_capacity_tokens,
     make_cost_model,
@@ -344,45 +346,31 @@ def _time(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     noisy = _noisy(truth, arguments)
     seconds = np.array([noisy.iteration_s(batch) for batch in batches])
-    table_s = _least_s(lambda: totals_table(batches), number=1)
+    table_s = _least_s(partial(totals_table, batches), number=1)
     table = totals_table(batches)
     mixed = BatchTotals.of(
         BatchShape(prefills=[Prefill(512, 8000)], decodes=list(range(100, 4100, 20)))
     )
     decode = mixed.decodes_only()
-    print(f"{'':<12}{'predict mixed':>14}{'decode':>10}{'inverse [us]':>14}{'fit [ms]':>12}")
-    rows: dict[str, Any] = {}
+    rows: dict[str, dict[str, float]] = {}
     for name, entry in PREDICTORS.items():
         predictor = entry.fit(table, seconds, graphs)
-        limit_s = 2 * predictor.predict_s(mixed)
         rows[name] = {
-            "predict_mixed_s": _least_s(lambda p=predictor: p.predict_s(mixed)),
-            "predict_decode_s": _least_s(lambda p=predictor: p.predict_s(decode)),
-            "max_prefill_s": _least_s(
-                lambda p=predictor, at=limit_s: p.max_prefill(mixed, 4000, at, 8192), number=1000
-            ),
-            "fit_s": _least_s(lambda e=entry: e.fit(table, seconds, graphs), number=1),
+            **_call_times(predictor, mixed, decode),
+            "fit_s": _least_s(partial(entry.fit, table, seconds, graphs), number=1),
         }
     calibrator = Calibrator(graphs=graphs)
-    order = _shuffled(batches, arguments.seed)[:4000]
     observed = sorted(
-        timeit.timeit(lambda b=batch: calibrator.observe(b, noisy.iteration_s(b)), number=1)
-        for batch in order
+        timeit.timeit(partial(calibrator.observe, batch, noisy.iteration_s(batch)), number=1)
+        for batch in _shuffled(batches, arguments.seed)[:4000]
     )
-    limit_s = 2 * calibrator.predict_s(mixed)
-    rows["calibrated"] = {
-        "predict_mixed_s": _least_s(lambda: calibrator.predict_s(mixed)),
-        "predict_decode_s": _least_s(lambda: calibrator.predict_s(decode)),
-        "max_prefill_s": _least_s(
-            lambda: calibrator.max_prefill(mixed, 4000, limit_s, 8192), number=1000
-        ),
-        "fit_s": None,
-    }
+    rows[calibrator.name] = _call_times(calibrator, mixed, decode)
+    print(f"{'':<12}{'predict mixed':>14}{'decode':>10}{'inverse [us]':>14}{'fit [ms]':>12}")
     for name, row in rows.items():
-        fit = "-" if row["fit_s"] is None else f"{row['fit_s'] * 1e3:.1f}"
         print(
             f"{name:<12}{row['predict_mixed_s'] * 1e6:>14.2f}{row['predict_decode_s'] * 1e6:>10.2f}"
-            f"{row['max_prefill_s'] * 1e6:>14.1f}{fit:>12}"
+            f"{row['max_prefill_s'] * 1e6:>14.1f}"
+            + (f"{row['fit_s'] * 1e3:>12.1f}" if "fit_s" in row else "")
         )
     observe = {
         "p50_s": observed[len(observed) // 2],
@@ -391,10 +379,21 @@ def _time(arguments: argparse.Namespace) -> dict[str, Any]:
     }
     print(f"table of {len(batches)} batches: {table_s * 1e3:.0f} ms")
     print(
-        "observe, the time of the cost model included: "
+        "observe: "
         + ", ".join(f"{name[:-2]} {value * 1e6:.0f} us" for name, value in observe.items())
     )
     return {"seconds": rows, "table_s": table_s, "observe": observe}
+
+
+def _call_times(predictor: Predictor, mixed: BatchTotals, decode: BatchTotals) -> dict[str, float]:
+    limit_s = 2 * predictor.predict_s(mixed)
+    return {
+        "predict_mixed_s": _least_s(partial(predictor.predict_s, mixed)),
+        "predict_decode_s": _least_s(partial(predictor.predict_s, decode)),
+        "max_prefill_s": _least_s(
+            partial(predictor.max_prefill, mixed, 4000, limit_s, 8192), number=1000
+        ),
+    }
 
 
 def _least_s(function: Callable[[], object], number: int = 10_000) -> float:

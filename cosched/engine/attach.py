@@ -12,9 +12,10 @@ from cosched.engine.clock import Clock, WallClock
 from cosched.engine.controller import Controller
 from cosched.engine.observe import IterationLogFile, IterationObserver
 from cosched.errors import ConfigError
+from cosched.latency.graphs import GraphSizes
 from cosched.policy.registry import policy_entry
 
-__all__ = ["attach", "use_clock"]
+__all__ = ["attach", "use_virtual_device"]
 
 
 def attach(scheduler: Any, config: Config) -> None:
@@ -41,12 +42,14 @@ def attach(scheduler: Any, config: Config) -> None:
     )
 
 
-def use_clock(scheduler: Any, clock: Clock) -> None:
-    """Take time from another clock; before the first request comes."""
+def use_virtual_device(scheduler: Any, clock: Clock, graphs: GraphSizes | None) -> None:
+    """Take time from another clock and CUDA graphs from a modelled GPU; before the first request
+    comes."""
     scheduler.cosched_observer.use_virtual_clock(clock)
     controller = getattr(scheduler, "cosched", None)
     if controller is not None:
         controller.use_clock(clock)
+        controller.predictor.use_graphs(graphs)
 
 
 def _log_path(path: str) -> Path:

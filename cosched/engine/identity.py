@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sglang.srt.runtime_context import get_exec
 
-from cosched.latency.graphs import GraphSizes
 from cosched.latency.profile_file import EngineIdentity
 
-__all__ = ["STANDS_FOR", "graph_sizes", "identity_of"]
+__all__ = ["STANDS_FOR", "identity_of"]
 
 STANDS_FOR = "cosched_stands_for"
 """Key in the ``config.json`` of a stand-in model: the identity of the engine that it plays."""
@@ -40,17 +38,6 @@ def identity_of(server_args: Any, model_config: Any) -> EngineIdentity:
         tp=server_args.tp_size,
         sglang=metadata.version("sglang"),
     )
-
-
-def graph_sizes() -> GraphSizes | None:
-    """Sizes for which the engine of this process captured CUDA graphs; None unless it has them for
-    both phases."""
-    config = get_exec().graph.cuda_graph_config
-    sizes = [
-        tuple(sorted(phase.bs or ())) if phase.backend != "disabled" else ()
-        for phase in (config.prefill, config.decode)
-    ]
-    return GraphSizes(prefill=sizes[0], decode=sizes[1]) if all(sizes) else None
 
 
 def _device_name(server_args: Any) -> str:

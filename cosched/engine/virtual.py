@@ -26,10 +26,11 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from cosched.core.batch import BatchShape
 from cosched.core.request import RequestClass, Slo
 from cosched.core.wire import OFFLINE_PRIORITY, PARAMS_KEY, class_of_priority, params_of_slo
-from cosched.engine.attach import use_clock
+from cosched.engine.attach import use_virtual_device
 from cosched.engine.identity import STANDS_FOR
 from cosched.engine.local import LocalEngine
 from cosched.engine.shape import shape_of
+from cosched.latency.graphs import GraphSizes
 from cosched.latency.profile_file import EngineIdentity
 from cosched.metrics.records import IterationLog, IterationRecord, RequestRecord
 
@@ -59,6 +60,11 @@ class VirtualClock:
 
 
 class TimeModel(Protocol):
+    """The modelled GPU. graph_sizes: what it has CUDA graphs for; None: nothing."""
+
+    @property
+    def graph_sizes(self) -> GraphSizes | None: ...
+
     def iteration_s(self, batch: BatchShape) -> float: ...
 
 
@@ -258,7 +264,7 @@ class VirtualEngine:
 
     def _take_over(self) -> None:
         scheduler = self.scheduler
-        use_clock(scheduler, self.clock)
+        use_virtual_device(scheduler, self.clock, self._cost_model.graph_sizes)
         # Reports to a server that is not there; they walk the queues at every prefill.
         scheduler.load_snapshot_writer = None
         # Guards against a forward that still reads or writes the batch: this one is over at once.

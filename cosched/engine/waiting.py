@@ -7,7 +7,7 @@ all of that sees every waiting request, online and offline, without a patch of i
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,19 +36,29 @@ class WaitingQueue:
     abort everything.
     """
 
-    def __init__(self, *, pool: OfflinePool[TrackedRequest], clock: Clock) -> None:
+    def __init__(
+        self,
+        *,
+        pool: OfflinePool[TrackedRequest],
+        clock: Clock,
+        on_arrival: Callable[[TrackedRequest], None] | None = None,
+    ) -> None:
+        """`on_arrival` gets each request that comes for the first time."""
         self.online: ArrivalQueue[TrackedRequest] = ArrivalQueue()
         self.offline = pool
         self.clock = clock
         self.num_tokens = 0
         """Prompt and generated tokens of all that wait."""
+        self._on_arrival = on_arrival
         self._all: ArrivalQueue[TrackedRequest] = ArrivalQueue()
         self._seq = itertools.count()
 
     def append(self, req: Any) -> None:
-        tracked = TrackedRequest.of(req) or TrackedRequest(
-            req, arrival_s=self.clock.now_s(), arrival_seq=next(self._seq)
-        )
+        tracked = TrackedRequest.of(req)
+        if tracked is None:
+            tracked = TrackedRequest(req, arrival_s=self.clock.now_s(), arrival_seq=next(self._seq))
+            if self._on_arrival is not None:
+                self._on_arrival(tracked)
         self._all.add(tracked)
         self._queue_of(tracked).add(tracked)
         tracked.num_queued_tokens = req.seqlen

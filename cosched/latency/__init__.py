@@ -1,6 +1,7 @@
 """Latency: what an iteration costs, measured, modelled or guessed (docs/cost_models.md)."""
 
 from cosched.latency.base import OVERLAPPED, SYNCHRONOUS, CostModel, CpuOverhead
+from cosched.latency.calibration import Calibrator
 from cosched.latency.capacity import kv_capacity_tokens
 from cosched.latency.features import BatchTotals, TotalsTable, totals_table
 from cosched.latency.graphs import GraphSizes
@@ -25,6 +26,7 @@ __all__ = [
     "PREDICTORS",
     "SYNCHRONOUS",
     "BatchTotals",
+    "Calibrator",
     "CostModel",
     "CpuOverhead",
     "EngineIdentity",

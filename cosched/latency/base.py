@@ -7,6 +7,7 @@ from typing import Protocol
 
 from cosched.core.batch import BatchShape
 from cosched.errors import ConfigError
+from cosched.latency.graphs import GraphSizes
 
 __all__ = ["OVERLAPPED", "SYNCHRONOUS", "CostModel", "CpuOverhead"]
 
@@ -21,6 +22,11 @@ class CostModel(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def graph_sizes(self) -> GraphSizes | None:
+        """Sizes to which batches are padded for CUDA graphs; None: they are not."""
+        ...
 
     def iteration_s(self, batch: BatchShape) -> float:
         """Time of one forward pass, CPU time that nothing hides included [s]."""

@@ -71,6 +71,10 @@ class ProfileModel:
     source: Mapping[str, object] = field(default_factory=dict)
 
     @property
+    def graph_sizes(self) -> None:
+        return None
+
+    @property
     def name(self) -> str:
         return "profile"
 

@@ -20,7 +20,8 @@ class PolicyEntry:
     summary       one line for ``--help``
     source        where it comes from
     make          builds it for an engine; None: the engine's own scheduler decides
-    predicts      it asks the latency predictor, which is kept up to date only then
+    timed         its plans depend on time: the latency predictor is kept up to date, and all ranks
+                  go by one clock
     server_flags  SGLang server arguments it needs, by field name
     """
 
@@ -28,7 +29,7 @@ class PolicyEntry:
     summary: str
     source: str
     make: Callable[[PolicySettings], Policy] | None = None
-    predicts: bool = False
+    timed: bool = False
     server_flags: Mapping[str, object] = field(default_factory=dict)
 
     def arguments(self) -> dict[str, list[str]]:
@@ -65,7 +66,7 @@ _ENTRIES = (
         summary="online first, then offline, in a budget of predicted time",
         source="HyGen §4, Algorithm 1",
         make=HygenPolicy,
-        predicts=True,
+        timed=True,
         server_flags={"enable_mixed_chunk": True},
     ),
 )

@@ -155,7 +155,7 @@ def execute(spec: RunSpec, *, on_progress: Callable[[float], None] | None = None
     online, offline = load_requests(spec)
     config = config_of(spec)
     identity = identity_of(spec)
-    if config.latency_model is not None:
+    if config.latency_model is not None and policy_entry(config.policy).timed:
         Profile.predictor_for(Path(config.latency_model), identity)
     os.environ[ENV_VAR] = config.to_json()
     cost_model = cost_model_of(spec)
