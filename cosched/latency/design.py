@@ -19,11 +19,16 @@ __all__ = ["DesignedBatch", "DesignedPrefill", "Limits", "Round", "design_rounds
 MOST_PREFILLS = 4
 """Requests with prompt tokens in one designed batch, at most."""
 
+MOST_DECODES = 512
+"""Requests in a pool, at most."""
+
 _LEAST_CONTEXT = 32
 _POOL_SHARE = 0.5
 """Of the KV memory, for the pool; the rest is for prefills beside it and for what decodes add."""
 
 _CHUNK_SHARE = 0.25
+_KV_PER_REQUEST = 256
+"""Least KV memory for each request of a pool [tokens]: it also holds what they will generate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +116,11 @@ class _Designer:
 
     def _contexts(self, scale: int) -> tuple[int, ...]:
         limits = self._limits
-        most = min(limits.max_running - limits.num_beside, int(limits.kv_tokens // scale))
+        most = min(
+            MOST_DECODES,
+            limits.max_running - limits.num_beside,
+            limits.kv_tokens // max(scale, _KV_PER_REQUEST),
+        )
         drawn = np.clip(
             self._rng.exponential(scale, most), 2, min(4 * scale, limits.max_context // 2)
         )
