@@ -60,6 +60,7 @@ def limits_of(scheduler: Any, *, max_context: int | None = None) -> Limits:
         kv_tokens=scheduler.max_total_num_tokens,
         max_context=longest if max_context is None else min(max_context, longest),
         mixed=caps.mixed_batches,
+        page_size=caps.page_size,
     )
 
 

@@ -40,6 +40,7 @@ class Limits:
     kv_tokens    KV memory
     max_context  longest context of a request
     mixed        prefill and decode may share an iteration
+    page_size    tokens that are cached together
     """
 
     max_tokens: int
@@ -47,6 +48,7 @@ class Limits:
     kv_tokens: int
     max_context: int
     mixed: bool
+    page_size: int = 1
 
     def __post_init__(self) -> None:
         for name, least in (("max_running", 2), ("kv_tokens", 256), ("max_context", 64)):
@@ -178,5 +180,6 @@ class _Designer:
             num_cached = 0
             if cached:
                 num_cached = int(self._rng.integers(most_cached // 2, most_cached + 1))
+                num_cached -= num_cached % self._limits.page_size
             chunks.append(DesignedPrefill(num_new=num_new, num_cached=num_cached, prefix=prefix))
         return tuple(chunks)
