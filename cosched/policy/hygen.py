@@ -92,7 +92,24 @@ class _Ledger:
         return self._predictor.max_prefill(self._totals, num_cached, self._online_s, limit)
 
     def offline_tokens(self, num_cached: int, limit: int) -> int:
-        return self._predictor.max_prefill(self._totals, num_cached, self._offline_s, limit)
+        """Of what fits, as many as are worth their time: kernels work on tiles of tokens, so the
+        last few of a chunk may cost as much as the whole tile they begin. What is not spent on
+        them is slack for a full tile in the next iteration."""
+        most = self._predictor.max_prefill(self._totals, num_cached, self._offline_s, limit)
+        if most == limit or most <= 2 * _TILE:
+            return most
+        in_batch = self._totals.num_new + self._totals.num_decodes
+        choices = [most] + [
+            (in_batch + most) // tile * tile - in_batch for tile in (_TILE, _TILE // 2)
+        ]
+        seconds = [self._seconds(n, num_cached) for n in choices]
+        token_s = (seconds[0] - self._seconds(most // 2, num_cached)) / (most - most // 2)
+        return max(zip(choices, seconds, strict=True), key=lambda c: c[0] * token_s - c[1])[0]
+
+    def _seconds(self, num_tokens: int, num_cached: int) -> float:
+        trial = self._totals.copy()
+        trial.add_prefill(num_tokens, num_cached)
+        return self._predictor.predict_s(trial)
 
     def offline_decodes(self, contexts: Sequence[int]) -> int:
         if self._predict_s(contexts) <= self._offline_s:
@@ -111,6 +128,10 @@ class _Ledger:
 
     def add_decodes(self, contexts: Sequence[int]) -> None:
         self._totals.add_decodes(contexts)
+
+
+_TILE = 128
+"""Tokens that a GEMM kernel works on at a time, at most."""
 
 
 def _ledger(view: View, settings: PolicySettings, budgets: Budgets) -> _Ledger:
