@@ -78,7 +78,12 @@ def fit_phases(
     surface = np.tile(UNKNOWN_CONTEXT_S * np.array(CONTEXTS, dtype=np.float64), (len(DECODES), 1))
     imbalance = 0.0
     costs = PrefillCosts(
-        request=0.0, double_pair=0.0, double_tail_pair=0.0, context=0.0, decode_attention=1.0
+        request=0.0,
+        double_pair=0.0,
+        double_tail_pair=0.0,
+        key=0.0,
+        longest_key=0.0,
+        decode_attention=1.0,
     )
     if not with_prefill.all():
         decode, surface, imbalance = _fit_decode(
@@ -286,6 +291,7 @@ def _fit_prefill(
         table.num_prefills + table.num_decodes,
         table.double_pairs,
         table.double_tail_pairs,
+        table.num_new + table.num_cached,
         table.max_prefill_context,
         attention,
     )
