@@ -34,6 +34,9 @@ RAMPS = (32, 64, 128, 256, 512, 1024)
 PRIOR_WEIGHT = 0.3
 """How many measured batches the coarse model counts for at each level and corner."""
 
+COARSE_POINTS = 4096
+"""Batches that the coarse model is fitted to, taken at random if there are more."""
+
 LEAST_SHARE = 0.5
 """Guesses that count for one measured batch in the coarse model: the smallest iteration takes this
 share of the shortest one measured, and a decode's attention as much in a mixed batch as alone (in a
@@ -116,6 +119,13 @@ class _Rows:
     values: Sequence[FloatArray]
     num_columns: int
 
+    def some(self, which: _Indices) -> _Rows:
+        return _Rows(
+            [index[which] for index in self.indices],
+            [value[which] for value in self.values],
+            self.num_columns,
+        )
+
     def times(self, x: FloatArray) -> FloatArray:
         total = np.zeros(len(self.values[0]))
         for index, value in zip(self.indices, self.values, strict=True):
@@ -159,7 +169,8 @@ class _Layout:
 
 def _fit(rows: _Rows, seconds: FloatArray, layout: _Layout) -> FloatArray:
     """Fine columns: least squares of relative errors, near the coarse model where data are rare."""
-    gram, moments = rows.normal(1 / seconds, seconds)
+    some = np.random.default_rng(0).permutation(len(seconds))[:COARSE_POINTS]
+    gram, moments = rows.some(some).normal(1 / seconds[some], seconds[some])
     least = seconds.min()
     guesses, guesses_s = layout.guesses / least, layout.guesses_s / least
     gram += guesses.T @ guesses
