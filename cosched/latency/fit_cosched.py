@@ -43,6 +43,9 @@ share of the shortest one measured, and a decode's attention as much in a mixed 
 batch where it takes this share). Of batches that are all alike, any cost might be the one that
 counts."""
 
+LEAST_LEVEL = 1e-3
+"""Least level of any size, as a share of the shortest time measured."""
+
 OUTLIER_DEVIATIONS = 6.0
 OUTLIER_LEAST = 0.25
 """A batch is left out of the fine fit when the coarse model misses it by more than so many
@@ -179,7 +182,7 @@ def _fit(rows: _Rows, seconds: FloatArray, layout: _Layout) -> FloatArray:
     prior = coarse @ nnls_normal(coarse.T @ gram @ coarse, coarse.T @ moments)
     # Errors relative to a prediction rather than to the measured time: dividing by a noisy time
     # would weigh times that came out short more, and predict too little.
-    predicted = rows.times(prior)
+    predicted = np.maximum(rows.times(prior), LEAST_SHARE * least)
     errors = np.abs(seconds / predicted - 1)
     spread = 1.4826 * float(np.median(errors))
     kept = errors <= max(OUTLIER_LEAST, OUTLIER_DEVIATIONS * spread)
@@ -207,8 +210,10 @@ def _level_layout(sizes: Sequence[int]) -> tuple[FloatArray, FloatArray]:
     return np.array([np.ones(len(at)), at, *ramps]).T, np.tri(len(at))
 
 
-def _with_levels(curve: TokenCurve, levels: FloatArray) -> TokenCurve:
-    return replace(curve, seconds=tuple(levels.tolist()))
+def _with_levels(curve: TokenCurve, levels: FloatArray, seconds: FloatArray) -> TokenCurve:
+    # However the costs of alike batches were told apart: no iteration takes no time.
+    least = LEAST_LEVEL * float(seconds.min())
+    return replace(curve, seconds=tuple(np.maximum(levels, least).tolist()))
 
 
 def _fit_decode(
@@ -229,7 +234,7 @@ def _fit_decode(
     )
     columns = _fit(rows, seconds, _decode_layout(curve, float(seconds.min())))
     surface = columns[first:last].reshape(len(DECODES), len(CONTEXTS))
-    return _with_levels(curve, columns[:first]), surface, float(columns[last])
+    return _with_levels(curve, columns[:first], seconds), surface, float(columns[last])
 
 
 def _corner_rows(num: FloatArray, mean: FloatArray) -> tuple[list[_Indices], list[FloatArray]]:
@@ -333,4 +338,4 @@ def _fit_prefill(
     )
     columns = _fit(rows, seconds, layout)
     found = dict(zip(PrefillCosts.names(), columns[num_levels:].tolist(), strict=True))
-    return _with_levels(curve, columns[:num_levels]), PrefillCosts(**found)
+    return _with_levels(curve, columns[:num_levels], seconds), PrefillCosts(**found)
