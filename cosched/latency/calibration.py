@@ -28,7 +28,10 @@ left to scale and shape: a drift that followed every median would wander, since 
 comparison has it taken out."""
 
 MARGIN_WINDOW = 16
+
 MOST_MARGIN = 2.0
+"""Two disturbed iterations that come close together do not stop everything."""
+
 CHANGE = 0.25
 CHANGE_MARGIN = 1.15
 """Two iterations longer than believed by more than `CHANGE` are taken for a change of the machine
@@ -184,7 +187,7 @@ class Calibrator(Predictor):
         self.num_observed += 1
         phase = self._prefill if totals.num_new else self._decode
         if phase.shape is None:
-            self._observe_cold(totals, seconds)
+            self._observe_cold(totals, seconds / self.drift)
         else:
             shape_s = phase.shape.predict_s(totals)
             self._follow_drift(phase.shape, totals, seconds / shape_s)
