@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sglang.srt.runtime_context import get_parallel
@@ -13,6 +14,7 @@ from cosched.core.plan import Plan
 from cosched.core.request import RequestClass
 from cosched.core.validate import validate
 from cosched.engine.clock import Clock
+from cosched.engine.identity import identity_of
 from cosched.engine.observe import IterationObserver
 from cosched.engine.partial import SplitBatch
 from cosched.engine.timekeeper import Moment, Timekeeper
@@ -20,6 +22,8 @@ from cosched.engine.tracked import TrackedRequest
 from cosched.engine.view_of import SchedulerView, caps_of, graph_sizes_of
 from cosched.engine.waiting import WaitingQueue, WaitingSummary
 from cosched.latency.calibration import Calibrator
+from cosched.latency.predictor import FittedPredictor
+from cosched.latency.profile_file import Profile
 from cosched.offline.pool import ArrivalQueue
 from cosched.policy.base import Policy, PolicySettings
 from cosched.policy.registry import PolicyEntry
@@ -63,7 +67,9 @@ class Controller:
         self.clock = clock
         self.observer = observer
         self.caps = caps_of(scheduler)
-        self.predictor = Calibrator(graphs=graph_sizes_of(scheduler))
+        self.predictor = Calibrator(
+            _belief(scheduler, entry, config), graphs=graph_sizes_of(scheduler)
+        )
         assert entry.make is not None, f"{entry.name} plans nothing"
         self.policy: Policy = entry.make(
             PolicySettings(
@@ -164,3 +170,12 @@ class Controller:
             "online_prefill_tokens": counters.online_prefill_tokens,
             "offline_prefill_tokens": counters.offline_prefill_tokens,
         }
+
+
+def _belief(scheduler: Any, entry: PolicyEntry, config: Config) -> FittedPredictor | None:
+    """What the configuration says of this engine's times, None: nothing. ConfigError when it is of
+    another engine."""
+    if config.latency_model is None or not entry.timed:
+        return None
+    expected = identity_of(scheduler.server_args, scheduler.model_config)
+    return Profile.predictor_for(Path(config.latency_model), expected)

@@ -13,7 +13,8 @@ from cosched.latency.predictor import (
     fit_predictor,
     predictor_from_dict,
 )
-from cosched.latency.profile_model import MeasuredPoint, ProfileModel
+from cosched.latency.profile_file import EngineIdentity, MeasuredPoint, Profile
+from cosched.latency.profile_model import ProfileModel
 from cosched.latency.registry import COST_MODELS, make_cost_model
 from cosched.latency.specs import GPUS, MODELS, GpuSpec, ModelSpec, gpu_spec, model_spec
 
@@ -28,6 +29,7 @@ __all__ = [
     "Calibrator",
     "CostModel",
     "CpuOverhead",
+    "EngineIdentity",
     "FittedPredictor",
     "GpuSpec",
     "GraphSizes",
@@ -35,6 +37,7 @@ __all__ = [
     "ModelSpec",
     "NoisyModel",
     "Predictor",
+    "Profile",
     "ProfileModel",
     "TotalsTable",
     "fit_predictor",
