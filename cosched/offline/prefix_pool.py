@@ -180,13 +180,14 @@ class PrefixPool(Generic[P]):
         """
         requests, tokens = Counter[int](), Counter[int]()  # by the length where sharing ends
         for tree in self._buckets.trees:
-            path = tree.path(token_ids, key=prefix_key)
-            for shared, deeper in zip(path, [*path[1:], None], strict=True):
+            above = 0
+            for shared in tree.path(token_ids, key=prefix_key):
                 requests[shared.prefix_len] += shared.num_requests
                 tokens[shared.prefix_len] += shared.num_tokens
-                if deeper is not None:
-                    requests[shared.prefix_len] -= deeper.num_requests
-                    tokens[shared.prefix_len] -= deeper.num_tokens
+                requests[above] -= shared.num_requests
+                tokens[above] -= shared.num_tokens
+                above = shared.prefix_len
+        del requests[0]  # who shares nothing
         result: list[Shared] = []
         num_requests = num_tokens = 0
         for prefix_len in sorted(requests, reverse=True):
@@ -240,6 +241,7 @@ class PrefixPool(Generic[P]):
         """Assert that trees, ages and deadlines hold the same requests: for tests."""
         for tree in self._buckets.trees:
             tree.check_integrity()
+            assert all(self._buckets.tree_of(place.item) is tree for place in tree)
         in_trees = {place for tree in self._buckets.trees for place in tree}
         assert in_trees == set(self._places.values())
         assert {place.item.rid for place in in_trees} == self._places.keys()
@@ -250,8 +252,6 @@ class PrefixPool(Generic[P]):
             (request for request in self._by_age if due_time_s(request) is not None),
             key=lambda request: (due_time_s(request), request.arrival_seq),
         )
-        for place in in_trees:
-            assert place in set(self._buckets.tree_of(place.item))
 
     def _forget(self, request: P) -> None:
         del self._places[request.rid]
