@@ -19,12 +19,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+from sortedcontainers import SortedKeyList
 
 from cosched.errors import ConfigError
 from cosched.offline.buckets import LengthBuckets
 from cosched.offline.freshness import Deadlines, UtilityMix, due_time_s
-from cosched.offline.pool import ArrivalQueue, PrefixRequest
+from cosched.offline.pool import PrefixRequest
 from cosched.offline.radix import Node, Place, Shared
 
 __all__ = ["BucketStats", "PoolConfig", "PoolOrder", "PoolStats", "PrefixPool"]
@@ -110,8 +112,8 @@ class PrefixPool(Generic[P]):
     def __init__(self, config: PoolConfig) -> None:
         self.config = config
         self.now_s = 0.0
-        self._by_age: ArrivalQueue[P] = ArrivalQueue()
         self._places: dict[str, Place[P]] = {}
+        self._by_age: SortedKeyList[Place[P], int] = SortedKeyList(key=_arrival_seq)
         self._deadlines: Deadlines[P] = Deadlines()
         self._mix = UtilityMix(config.utility_ratio)
         self._buckets: LengthBuckets[P] = LengthBuckets(
@@ -126,11 +128,12 @@ class PrefixPool(Generic[P]):
     def add(self, request: P) -> None:
         """Put a request in. One that was in the pool before (its `arrival_seq` is not the newest)
         was stopped and has its KV cached: it leads the depth-first order."""
+        assert request.rid not in self._places, f"already in the pool: {request.rid=}"
         came_back = request.arrival_seq <= self._newest_seq
         self._newest_seq = max(self._newest_seq, request.arrival_seq)
-        self._by_age.add(request)
-        self._deadlines.add(request)
         place = self._places[request.rid] = Place(request)
+        self._by_age.add(place)
+        self._deadlines.add(request)
         self._buckets.insert(place, front=came_back)
         if came_back:
             self._buckets.take_turn(request)
@@ -156,7 +159,8 @@ class PrefixPool(Generic[P]):
         return request
 
     def get(self, rid: str) -> P | None:
-        return self._by_age.get(rid)
+        place = self._places.get(rid)
+        return None if place is None else place.item
 
     def __contains__(self, rid: object) -> bool:
         return rid in self._places
@@ -223,7 +227,7 @@ class PrefixPool(Generic[P]):
         return PoolStats(
             num_requests=len(self),
             num_tokens=num_tokens,
-            oldest_age_s=self.now_s - self._by_age.at(0).arrival_s if len(self) else None,
+            oldest_age_s=self.now_s - self._by_age[0].item.arrival_s if len(self) else None,
             sharing_ratio=ratio,
             expected_hit_ratio=ratio * self.config.utility_ratio,
             buckets=tuple(
@@ -245,17 +249,14 @@ class PrefixPool(Generic[P]):
         in_trees = {place for tree in self._buckets.trees for place in tree}
         assert in_trees == set(self._places.values())
         assert {place.item.rid for place in in_trees} == self._places.keys()
-        assert [*self._by_age] == sorted(
-            (place.item for place in in_trees), key=lambda request: request.arrival_seq
-        )
+        assert [*self._by_age] == sorted(in_trees, key=_arrival_seq)
         assert [*self._deadlines.until(float("inf"))] == sorted(
-            (request for request in self._by_age if due_time_s(request) is not None),
+            (place.item for place in in_trees if due_time_s(place.item) is not None),
             key=lambda request: (due_time_s(request), request.arrival_seq),
         )
 
     def _forget(self, request: P) -> None:
-        del self._places[request.rid]
-        self._by_age.remove(request.rid)
+        self._by_age.remove(self._places.pop(request.rid))
         self._deadlines.remove(request)
         if not self._places:
             self._mix.restart()
@@ -267,7 +268,7 @@ class PrefixPool(Generic[P]):
 
     def _is_due(self, request: P) -> bool:
         count = min(self._mix.num_due, len(self))
-        return count > 0 and request.arrival_seq <= self._by_age.at(count - 1).arrival_seq
+        return count > 0 and request.arrival_seq <= _arrival_seq(self._by_age[count - 1])
 
 
 class PoolOrder(Iterator[P]):
@@ -276,7 +277,7 @@ class PoolOrder(Iterator[P]):
     def __init__(self, pool: PrefixPool[P]) -> None:
         self._pool = pool
         self._mix = pool._mix.fork()
-        self._oldest = iter(pool._by_age)
+        self._oldest = (place.item for place in pool._by_age)
         self._urgent = pool._deadlines.until(pool.now_s + pool.config.deadline_margin_s)
         self._most_urgent: P | None = None
         self._trees = pool._buckets.in_turn()
@@ -362,3 +363,8 @@ class PoolOrder(Iterator[P]):
 
 def _sharing_ratio(num_tokens: int, num_distinct_tokens: int) -> float:
     return 1 - num_distinct_tokens / num_tokens if num_tokens else 0.0
+
+
+def _arrival_seq(place: Place[Any]) -> int:
+    seq: int = place.item.arrival_seq
+    return seq

@@ -13,7 +13,7 @@ at the speed of ``memcmp``. All that changes the tree is O(depth + tokens compar
 from __future__ import annotations
 
 import struct
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -24,6 +24,9 @@ __all__ = ["Node", "Place", "RadixTree", "Shared"]
 T = TypeVar("T")
 
 _TOKEN_BYTES = 4
+_FEW = 4
+"""Children kept in a tuple: most inner nodes have two, and a dict is 180 bytes more."""
+
 _unpack_token = struct.Struct("=i").unpack_from
 
 
@@ -68,7 +71,7 @@ class Place(Generic[T]):
 class Node(Generic[T]):
     """All waiting items that begin with the segments from the root to here. Read-only outside.
 
-    key           what `parent.children` knows it by: the first token of its segment, or, below the
+    key           what its parent knows it by: the first token of its segment, or, below the
                   top, a prefix key
     segment       token ids, 4 bytes each; empty at the top and at the root of each prefix key
     num_requests  items in it
@@ -77,7 +80,7 @@ class Node(Generic[T]):
     """
 
     __slots__ = (
-        "children",
+        "_children",
         "first",
         "key",
         "last",
@@ -91,26 +94,50 @@ class Node(Generic[T]):
         self.key = key
         self.segment = segment
         self.parent: Node[T] | None = None
-        self.children: dict[Hashable, Node[T]] = _NO_CHILDREN
+        self._children: tuple[Node[T], ...] | dict[Hashable, Node[T]] = ()
         self.num_requests = 0
         self.num_tokens = 0
         self.first: Place[T] | None = None
         self.last: Place[T] | None = None
 
+    @property
+    def children(self) -> Iterable[Node[T]]:
+        """In no particular order: the order is that of the places."""
+        children = self._children
+        return children.values() if isinstance(children, dict) else children
+
+    @property
+    def num_children(self) -> int:
+        return len(self._children)
+
+    def child(self, key: Hashable) -> Node[T] | None:
+        children = self._children
+        if isinstance(children, dict):
+            return children.get(key)
+        for child in children:
+            if child.key == key:
+                return child
+        return None
+
     def _adopt(self, child: Node[T]) -> None:
-        if self.children is _NO_CHILDREN:
-            self.children = {}
-        self.children[child.key] = child
+        """Make a node a child, in the place of another of that key if there is one."""
         child.parent = self
+        if isinstance(self._children, dict):
+            self._children[child.key] = child
+            return
+        others = [other for other in self._children if other.key != child.key]
+        if len(others) < _FEW:
+            self._children = (*others, child)
+        else:
+            self._children = {node.key: node for node in (*others, child)}
 
     def _disown(self, child: Node[T]) -> None:
-        del self.children[child.key]
-        if not self.children:
-            self.children = _NO_CHILDREN
-
-
-# A dict of its own for every leaf would be 64 bytes a request. Never written to: see `_adopt`.
-_NO_CHILDREN: dict[Hashable, Any] = {}
+        if isinstance(self._children, dict):
+            del self._children[child.key]
+            if not self._children:
+                self._children = ()
+        else:
+            self._children = tuple(other for other in self._children if other is not child)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,25 +260,25 @@ class RadixTree(Generic[T]):
                 assert position[places[-1]] - position[places[0]] == len(places) - 1, "not one run"
             else:
                 assert node is self._top and node.first is None and node.last is None
-            assert node.children or node.children is _NO_CHILDREN
             ends_here = any(place._node is node for place in places)
-            assert not node.segment or ends_here or len(node.children) > 1, "not compressed"
-            for key, child in node.children.items():
+            assert not node.segment or ends_here or node.num_children > 1, "not compressed"
+            assert len({child.key for child in node.children}) == node.num_children
+            for child in node.children:
                 assert child in held, "an empty node"
-                assert child.parent is node and child.key == key
+                assert child.parent is node and node.child(child.key) is child
                 assert bool(child.segment) == (node is not self._top)
-                assert not child.segment or key == _token_at(child.segment, 0)
+                assert not child.segment or child.key == _token_at(child.segment, 0)
         assert self.num_distinct_tokens == sum(map(_num_segment_tokens, held))
 
     def _grow(self, data: bytes, key: Hashable) -> Node[T]:
         """The node whose path is exactly these tokens, made where there is none."""
-        node = self._top.children.get(key)
+        node = self._top.child(key)
         if node is None:
             node = Node(key, b"")
             self._top._adopt(node)
         end = 0
         while end < len(data):
-            child = node.children.get(_token_at(data, end))
+            child = node.child(_token_at(data, end))
             if child is None:
                 child = Node(_token_at(data, end), data[end:])
                 node._adopt(child)
@@ -315,7 +342,7 @@ class RadixTree(Generic[T]):
             self.num_distinct_tokens -= _num_segment_tokens(node)
             node.parent._disown(node)
             node = node.parent
-        if not node.segment or len(node.children) != 1:
+        if not node.segment or node.num_children != 1:
             return node
         child = self._child_of_first(node)
         if child is None or child.num_requests != node.num_requests:
@@ -366,10 +393,10 @@ class RadixTree(Generic[T]):
 
     def _walk(self, data: bytes, key: Hashable) -> Iterator[tuple[Node[T], int]]:
         """Down along these tokens: (node, bytes matched so far), the last node maybe in part."""
-        node = self._top.children.get(key)
+        node = self._top.child(key)
         end = 0
         while node is not None and end < len(data):
-            node = node.children.get(_token_at(data, end))
+            node = node.child(_token_at(data, end))
             if node is not None:
                 num_bytes = _common_bytes(node.segment, data, end)
                 end += num_bytes
