@@ -49,7 +49,7 @@ class PoolConfig:
     deadline_margin_s  how long before its deadline a request is urgent [s] (own addition)
     """
 
-    utility_ratio: float = 0.9
+    utility_ratio: float = 0.99
     num_buckets: int = 1
     bucket_boundaries: tuple[int, ...] | None = None
     deadline_margin_s: float = 600.0

@@ -331,9 +331,9 @@ class RadixTree(Generic[T]):
             node.num_requests -= 1
             node.num_tokens -= place.num_tokens
             if node.first is place:
-                node.first = after if node.num_requests else None
+                node.first = after
             if node.last is place:
-                node.last = before if node.num_requests else None
+                node.last = before
         return self._prune(place._node)
 
     def _prune(self, node: Node[T]) -> Node[T]:
@@ -422,15 +422,13 @@ def _common_bytes(segment: bytes, data: bytes, start: int) -> int:
     """Bytes of the whole tokens in which a segment and `data` from `start` on agree at the head."""
     if data.startswith(segment, start):
         return len(segment)
-    # The first difference is at token `same` or later, and before token `different`.
+    # The first difference is at token `same` or later and before token `different`.
     same, different = 0, 1
-    limit = min(len(segment), len(data) - start) // _TOKEN_BYTES
-    while different <= limit and data.startswith(segment[: different * _TOKEN_BYTES], start):
+    while data.startswith(segment[: different * _TOKEN_BYTES], start):
         same, different = different, 2 * different
-    different = min(different, limit + 1)
     while different - same > 1:
         middle = (same + different) // 2
-        if data.startswith(segment[same * 4 : middle * 4], start + same * 4):
+        if data.startswith(segment[: middle * _TOKEN_BYTES], start):
             same = middle
         else:
             different = middle

@@ -322,15 +322,17 @@ def test_quantile_boundaries_divide_evenly(lengths, num_buckets):
 
 
 def test_boundaries_are_learned_from_the_first_requests_of_each_job():
-    rng = random.Random(0)
     pool = PrefixPool(PoolConfig(utility_ratio=1.0, num_buckets=4))
     assert len(pool.stats().buckets) == 1
     for shortest in (1, 1000):
+        first = None
         for n in range(SAMPLE_SIZE):
             boundaries = [bucket.min_prompt_tokens for bucket in pool.stats().buckets]
             assert max(boundaries) < shortest  # those of the last job, or one bucket for all
-            pool.add(prefixed([n], num_prompt_tokens=shortest + rng.randrange(100)))
+            pool.add(prefixed([n], num_prompt_tokens=shortest + 99 - n % 100))
+            first = first or next(iter(pool))
         pool.check_integrity()
+        assert next(iter(pool)) is first  # which is one of the longest
         assert len(list(pool)) == SAMPLE_SIZE
         sizes = [bucket.num_requests for bucket in pool.stats().buckets]
         assert len(sizes) == 4 and max(sizes) - min(sizes) <= 16
@@ -350,7 +352,7 @@ def test_future_references_count_all_buckets(boundaries):
             pool.remove(waiting.pop(rng.randrange(len(waiting))).rid)
         probe = random_request(rng)
         entries = pool.future_references(probe.token_ids, prefix_key=probe.prefix_key)
-        assert [e.prefix_len for e in entries] == sorted({e.prefix_len for e in entries})
+        assert [e.prefix_len for e in entries] == sorted({e.prefix_len for e in entries} - {0})
         for num_tokens in range(1, len(probe.token_ids) + 1):
             sharing = [r for r in waiting if shared_len(probe, r) >= num_tokens]
             entry = next((entry for entry in entries if entry.prefix_len >= num_tokens), None)
@@ -407,19 +409,54 @@ def test_the_head_of_the_order_is_found_without_looking_at_the_others():
         assert len(seen) <= 40  # neighbours in a sorted list, however many wait
 
 
-def test_memory_is_the_distinct_tokens_and_500_bytes_a_request():
-    rng = random.Random(0)
+def test_skipping_a_document_does_not_look_at_its_questions():
+    seen = set()
+    requests = documents(5, 400, random.Random(0))
+    pool = filled(PoolConfig(utility_ratio=0.99), [Watched(request, seen) for request in requests])
+    seen.clear()
+    order, found = iter(pool), set()
+    for request in order:
+        found.add(request.rid.split("/")[0])
+        order.skip_sharing(request, 40)
+    assert len(found) == 5
+    assert len(seen) <= 20
+
+
+def memory_shapes(rng):
+    """Prompts of many kinds: what a request costs besides its tokens depends on the tree's form."""
     heads = [[rng.randrange(150_000) for _ in range(900)] for _ in range(57)]
-    prompts = [heads[n % 57] + [rng.randrange(150_000) for _ in range(30)] for n in range(20_000)]
-    requests = [prefixed(ids) for ids in prompts]
+    return {
+        "heads": [heads[n % 57] + [rng.randrange(150_000) for _ in range(8)] for n in range(COUNT)],
+        "short": [[rng.randrange(150_000) for _ in range(8)] for _ in range(COUNT)],
+        "forked everywhere": [[rng.randrange(2) for _ in range(24)] for _ in range(COUNT)],
+    }
+
+
+COUNT = 22_000  # just above a size at which the dicts have grown
+
+
+@pytest.mark.parametrize(
+    ("shape", "deadline_s"),
+    [
+        ("heads", None),
+        ("heads", 3600.0),
+        ("short", None),
+        ("short", 3600.0),
+        ("forked everywhere", None),
+    ],
+)
+def test_memory_is_the_distinct_tokens_and_500_bytes_a_request(shape, deadline_s):
+    prompts = memory_shapes(random.Random(0))[shape]
+    requests = [prefixed(ids, slo=Slo(deadline_s=deadline_s)) for ids in prompts]
     tracemalloc.start()
     try:
         pool = filled(PoolConfig(), requests)
         size, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    distinct = sum(tree.num_distinct_tokens for tree in pool._buckets.trees)
-    assert size <= 1.3 * 4 * distinct + 500 * len(pool), f"{size / len(pool):.0f} bytes a request"
+    stats = pool.stats()
+    num_distinct = stats.num_tokens * (1 - stats.sharing_ratio)
+    assert size <= 1.3 * 4 * num_distinct + 500 * COUNT, f"{size / COUNT:.0f} bytes a request"
 
 
 def test_figures_of_the_pool():
