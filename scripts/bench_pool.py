@@ -41,6 +41,7 @@ from cosched.demo.report import versions
 from cosched.offline.prefix_pool import PoolConfig, PrefixPool
 
 VOCABULARY = 150_000
+SHAPES = ["heads", "documents", "unique"]
 NUM_HEADS = 57
 NUM_QUESTIONS = 20
 GOALS = {"inserts_per_s": 20_000, "pick_p99_us": 50}
@@ -114,9 +115,7 @@ def plan(pool: PrefixPool[Waiting], count: int) -> None:
 
 def bench_pool(requests: list[Waiting], options: argparse.Namespace) -> dict[str, Any]:
     """Fill the pool and drain it."""
-    pool: PrefixPool[Waiting] = PrefixPool(
-        PoolConfig(utility_ratio=options.utility_ratio, num_buckets=options.buckets)
-    )
+    pool: PrefixPool[Waiting] = PrefixPool(PoolConfig(utility_ratio=options.utility_ratio))
     before = resident_bytes()
     insert_s = timed(lambda: [pool.add(request) for request in requests])
     size = resident_bytes() - before
@@ -216,17 +215,18 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--requests", type=int, default=100_000, help="of each shape (100,000)")
     parser.add_argument("--tokens", type=int, default=1000, help="of each prompt (1,000)")
-    parser.add_argument("--short-requests", type=int, default=1_000_000, help="0: leave out")
+    parser.add_argument("--short-requests", type=int, default=1_000_000, help="1,000,000; 0: none")
     parser.add_argument("--short-tokens", type=int, default=32, help="of each (32)")
     parser.add_argument(
         "--shapes",
         nargs="+",
-        choices=["heads", "documents", "unique"],
-        default=["heads", "documents", "unique"],
+        choices=SHAPES,
+        default=SHAPES,
+        help="default: all",
     )
     parser.add_argument("--plan", type=int, default=32, help="requests admitted in one plan (32)")
-    parser.add_argument("--utility-ratio", type=float, default=PoolConfig().utility_ratio)
-    parser.add_argument("--buckets", type=int, default=PoolConfig().num_buckets)
+    ratio = PoolConfig().utility_ratio
+    parser.add_argument("--utility-ratio", type=float, default=ratio, help=f"of the pool ({ratio})")
     parser.add_argument("--no-stock", dest="stock", action="store_false", help="only ours")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
@@ -255,9 +255,7 @@ def main() -> int:
     entry = {
         "program": "bench_pool",
         "config": vars(options),
-        "pool": asdict(
-            PoolConfig(utility_ratio=options.utility_ratio, num_buckets=options.buckets)
-        ),
+        "pool": asdict(PoolConfig(utility_ratio=options.utility_ratio)),
         "seed": options.seed,
         "versions": versions(),
         "goals": GOALS,
