@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from sortedcontainers import SortedDict
 
 from cosched.core.request import Request
 
-__all__ = ["ArrivalQueue", "OfflinePool"]
+__all__ = ["ArrivalQueue", "OfflinePool", "PrefixRequest"]
 
 R = TypeVar("R", bound=Request)
+
+
+class PrefixRequest(Request, Protocol):
+    """A request whose place in prefix order can be known. Both stay as they are while it waits."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """Prompt and generated tokens; an array is read many times faster than a list."""
+        ...
+
+    @property
+    def prefix_key(self) -> Hashable:
+        """Requests of different keys share no KV: SGLang's ``extra_key`` (which names the LoRA
+        adapter) and ``cache_salt``."""
+        ...
 
 
 class OfflinePool(Protocol[R]):
