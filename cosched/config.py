@@ -14,6 +14,7 @@ import msgspec
 
 from cosched.core.request import Slo
 from cosched.errors import ConfigError
+from cosched.offline.prefix_pool import PoolConfig
 from cosched.policy.registry import policy_entry
 
 __all__ = ["ENV_VAR", "Config", "SloConfig", "load_config", "parse_config"]
@@ -42,6 +43,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     policy             name of the policy (`cosched.policy.registry.POLICIES`)
     slo                targets of online requests
+    pool               order of the offline pool, for policies that keep it in prefix order
     latency_budget_ms  most predicted milliseconds of an iteration; absent: derived from the SLO
     latency_model      file that ``cosched.profile`` wrote; absent: calibrated while running
     iteration_log      file to write the shape and time of every iteration to, one JSON line each
@@ -52,6 +54,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     policy: str = "sarathi"
     slo: SloConfig = SloConfig()
+    pool: PoolConfig = PoolConfig()
     latency_budget_ms: float | None = None
     latency_model: str | None = None
     iteration_log: str | None = None

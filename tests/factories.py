@@ -25,6 +25,7 @@ class FakeRequest:
     num_output_tokens: int = 0
     max_new_tokens: int = 10
     num_computed_tokens: int = 0
+    num_prefix_tokens: int = 0
 
 
 def online(rid: str, num_prompt_tokens: int = 100, **fields) -> FakeRequest:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from cosched.core.caps import EngineCaps
 from cosched.core.request import Request
 
-__all__ = ["KvState", "Match", "View"]
+__all__ = ["KvState", "Match", "SharingOrder", "View"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,16 @@ class Match:
 
     cached: int
     evictable: int
+
+
+@runtime_checkable
+class SharingOrder(Protocol):
+    """An order of waiting requests that knows which of them begin alike."""
+
+    def skip_sharing(self, request: Any, num_tokens: int) -> None:
+        """Leave out all that share the first `num_tokens` tokens with a request, waiting or not:
+        it computes them now, and the others shall find them cached later."""
+        ...
 
 
 class View(Protocol):
@@ -89,7 +99,7 @@ class View(Protocol):
 
     @property
     def offline(self) -> Iterable[Request]:
-        """Waiting offline requests, in the pool's order."""
+        """Waiting offline requests, in the pool's order. Its iterator may be a `SharingOrder`."""
         ...
 
     def match(self, request: Request) -> Match:

@@ -65,9 +65,19 @@ class WaitingQueue:
         self.num_tokens += tracked.num_queued_tokens
 
     def remove_rid(self, rid: str) -> TrackedRequest:
-        """Take a request out. KeyError when it does not wait."""
-        tracked = self._all.remove(rid)
+        """Take out a request that is admitted. KeyError when it does not wait."""
+        tracked = self._take(rid)
         self._queue_of(tracked).remove(rid)
+        return tracked
+
+    def abort_rid(self, rid: str) -> TrackedRequest:
+        """Take out a request that will not run. KeyError when it does not wait."""
+        tracked = self._take(rid)
+        self._queue_of(tracked).abort(rid)
+        return tracked
+
+    def _take(self, rid: str) -> TrackedRequest:
+        tracked = self._all.remove(rid)
         self.num_tokens -= tracked.num_queued_tokens
         return tracked
 
@@ -75,10 +85,10 @@ class WaitingQueue:
         return self._all.get(rid)
 
     def remove(self, req: Any) -> None:
-        self.remove_rid(req.rid)
+        self.abort_rid(req.rid)
 
     def pop(self, index: int) -> Any:
-        return self.remove_rid(self._all.at(index).rid).req
+        return self.abort_rid(self._all.at(index).rid).req
 
     def __getitem__(self, index: int) -> Any:
         return self._all.at(index).req

@@ -38,7 +38,15 @@ class OfflinePool(Protocol[R]):
         ...
 
     def remove(self, rid: str) -> R:
-        """Take a request out (admitted or aborted). KeyError when it is not in the pool."""
+        """Take out a request that is admitted. KeyError when it is not in the pool."""
+        ...
+
+    def abort(self, rid: str) -> R:
+        """Take out a request that will not run. KeyError when it is not in the pool."""
+        ...
+
+    def advance(self, now_s: float) -> None:
+        """Say what time it is, before planning."""
         ...
 
     def get(self, rid: str) -> R | None: ...
@@ -78,6 +86,11 @@ class ArrivalQueue(Generic[R]):
 
     def get(self, rid: str) -> R | None:
         return self._by_rid.get(rid)
+
+    abort = remove
+
+    def advance(self, now_s: float) -> None:
+        """The order of arrival does not depend on the time."""
 
     def at(self, index: int) -> R:
         """The request at a position in the order of arrival, O(log n). IndexError outside."""
