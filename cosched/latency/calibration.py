@@ -166,10 +166,16 @@ class Calibrator(Predictor):
         return seconds * self.drift * seen.growth(totals)
 
     def _cold_s(self, totals: BatchTotals) -> float:
-        """Of an iteration whose phase is cold: what its decodes are known to take alone, if they
-        are, and the rest as from a cold start."""
+        """Of an iteration whose phase is cold: what is known from the other phase, and the rest as
+        from a cold start."""
         seconds = _COLD_START.predict_s(totals)
-        decode = self._decode
+        prefill, decode = self._prefill, self._decode
+        if not totals.num_new and prefill.shape is not None:
+            # Decodes alone take no longer than with a token of prefill beside them.
+            beside = totals.copy()
+            beside.add_prefill(1, 0)
+            beside_s = prefill.shape.predict_s(beside) * prefill.scale
+            return min(seconds * self._cold_scale, beside_s)
         if decode.shape is None or not totals.num_decodes:
             return seconds * self._cold_scale
         alone = totals.decodes_only()

@@ -133,6 +133,8 @@ class _Draft:
                 if num_tokens > 0:
                     self._budget.charge_continuation(request, num_tokens)
                     self._take(request, num_tokens, num_cached)
+        if self._held:
+            return  # what runs comes before what waits
         order = iter(self._view.offline)
         if isinstance(order, SharingOrder):
             for request in (*self._view.running, *self._view.unfinished):
