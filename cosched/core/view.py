@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 from cosched.core.caps import EngineCaps
 from cosched.core.request import Request
 
-__all__ = ["KvState", "Match", "SharingOrder", "View"]
+__all__ = ["Backlog", "KvState", "Match", "SharingOrder", "View"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,18 @@ class Match:
 
     cached: int
     evictable: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backlog:
+    """The time for which offline requests have been waiting without a break.
+
+    since_s       when it began [s]
+    num_admitted  requests admitted for the first time since then
+    """
+
+    since_s: float
+    num_admitted: int
 
 
 @runtime_checkable
@@ -101,6 +113,9 @@ class View(Protocol):
     def offline(self) -> Iterable[Request]:
         """Waiting offline requests, in the pool's order. Its iterator may be a `SharingOrder`."""
         ...
+
+    @property
+    def backlog(self) -> Backlog: ...
 
     def match(self, request: Request) -> Match:
         """What of a waiting request is cached now. O(depth). Changes no budget."""

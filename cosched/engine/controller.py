@@ -78,6 +78,7 @@ class Controller:
                 slo=config.slo.targets(),
                 predictor=self.predictor,
                 latency_budget_s=config.latency_budget_s,
+                offline_rate=config.offline_rate,
             )
         )
         self.timekeeper = None
@@ -114,7 +115,7 @@ class Controller:
         """The next iteration, checked against the engine's limits."""
         started_s = time.perf_counter()
         moment = self._moment()
-        self.waiting.offline.advance(moment.now_s)
+        self.waiting.advance(moment.now_s)
         view = SchedulerView(
             self.scheduler,
             running_batch=running_batch,

@@ -64,6 +64,14 @@ _ENTRIES = (
         server_flags={"enable_mixed_chunk": True},
     ),
     PolicyEntry(
+        name="hygen-throttled",
+        summary="sarathi that admits offline requests at a fixed rate (offline_rate)",
+        source="HyGen §5.1 (baseline HyGen*)",
+        make=lambda settings: SarathiPolicy(offline_rate=settings.offline_rate),
+        timed=True,
+        server_flags={"enable_mixed_chunk": True},
+    ),
+    PolicyEntry(
         name="hygen",
         summary="online first, then offline in prefix order, in a budget of predicted time",
         source="HyGen §4, Algorithms 1 and 3",
