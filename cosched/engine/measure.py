@@ -15,7 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from cosched.core.budget import IterationBudget
 from cosched.core.plan import EMPTY_PLAN, Plan
+from cosched.core.request import Request
 from cosched.core.view import View
 from cosched.engine.local import LocalEngine
 from cosched.engine.observe import IterationObserver, StepResult
@@ -58,6 +60,7 @@ def limits_of(scheduler: Any, *, max_context: int | None = None) -> Limits:
         kv_tokens=scheduler.max_total_num_tokens,
         max_context=longest if max_context is None else min(max_context, longest),
         mixed=caps.mixed_batches,
+        page_size=caps.page_size,
     )
 
 
@@ -157,11 +160,20 @@ class _Script:
             if plan.prefill:
                 return replace(plan, hold=frozenset(running))
             self.phase = _Phase.FOLLOW
+        if view.unfinished:
+            return self._rest(view.unfinished[0], view)
         if not self._steps:
             return Plan(hold=frozenset(running[1:]))
         step = self._steps.popleft()
         self._launched[self._observer.num_launched] = step
         return Plan(prefill=step.prefill, hold=frozenset(running) - step.decodes)
+
+    def _rest(self, request: Request, view: View) -> Plan:
+        """Finish a prefill that had more to compute than was designed: what should have been cached
+        was not. Its batch counts as not run."""
+        num_tokens = IterationBudget(view).chunk(request, request.num_computed_tokens)
+        running = frozenset(r.rid for r in view.running)
+        return Plan(prefill={request.rid: num_tokens}, hold=running)
 
     def on_result(self, result: StepResult) -> None:
         step = self._launched.pop(self._num_done, None)
@@ -170,8 +182,12 @@ class _Script:
             return
         self._on_iteration()
         shape = result.shape
-        expected = (len(step.prefill), len(step.decodes))
-        if (len(shape.prefills), len(shape.decodes)) == expected and result.duration_s > 0:
+        as_designed = (
+            sum(prefill.num_new for prefill in shape.prefills) == sum(step.prefill.values())
+            and len(shape.prefills) == len(step.prefill)
+            and len(shape.decodes) == len(step.decodes)
+        )
+        if as_designed and result.duration_s > 0:
             self._results.append((step.index, result))
 
 

@@ -19,11 +19,16 @@ __all__ = ["DesignedBatch", "DesignedPrefill", "Limits", "Round", "design_rounds
 MOST_PREFILLS = 4
 """Requests with prompt tokens in one designed batch, at most."""
 
+MOST_DECODES = 512
+"""Requests in a pool, at most."""
+
 _LEAST_CONTEXT = 32
 _POOL_SHARE = 0.5
 """Of the KV memory, for the pool; the rest is for prefills beside it and for what decodes add."""
 
 _CHUNK_SHARE = 0.25
+_KV_PER_REQUEST = 256
+"""Least KV memory for each request of a pool [tokens]: it also holds what they will generate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +40,7 @@ class Limits:
     kv_tokens    KV memory
     max_context  longest context of a request
     mixed        prefill and decode may share an iteration
+    page_size    tokens that are cached together
     """
 
     max_tokens: int
@@ -42,6 +48,7 @@ class Limits:
     kv_tokens: int
     max_context: int
     mixed: bool
+    page_size: int = 1
 
     def __post_init__(self) -> None:
         for name, least in (("max_running", 2), ("kv_tokens", 256), ("max_context", 64)):
@@ -111,7 +118,11 @@ class _Designer:
 
     def _contexts(self, scale: int) -> tuple[int, ...]:
         limits = self._limits
-        most = min(limits.max_running - limits.num_beside, int(limits.kv_tokens // scale))
+        most = min(
+            MOST_DECODES,
+            limits.max_running - limits.num_beside,
+            limits.kv_tokens // max(scale, _KV_PER_REQUEST),
+        )
         drawn = np.clip(
             self._rng.exponential(scale, most), 2, min(4 * scale, limits.max_context // 2)
         )
@@ -169,5 +180,6 @@ class _Designer:
             num_cached = 0
             if cached:
                 num_cached = int(self._rng.integers(most_cached // 2, most_cached + 1))
+                num_cached -= num_cached % self._limits.page_size
             chunks.append(DesignedPrefill(num_new=num_new, num_cached=num_cached, prefix=prefix))
         return tuple(chunks)
