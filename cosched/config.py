@@ -14,6 +14,7 @@ import msgspec
 
 from cosched.core.request import Slo
 from cosched.errors import ConfigError
+from cosched.offline.prefix_pool import PoolConfig
 from cosched.policy.registry import policy_entry
 
 __all__ = ["ENV_VAR", "Config", "SloConfig", "load_config", "parse_config"]
@@ -42,7 +43,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     policy             name of the policy (`cosched.policy.registry.POLICIES`)
     slo                targets of online requests
+    pool               order of the offline pool, for policies that keep it in prefix order
     latency_budget_ms  most predicted milliseconds of an iteration; absent: derived from the SLO
+    offline_rate       most offline requests admitted per second, for hygen-throttled; absent: any
+                       number
     latency_model      file that ``cosched.profile`` wrote; absent: calibrated while running
     iteration_log      file to write the shape and time of every iteration to, one JSON line each
 
@@ -52,16 +56,18 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     policy: str = "sarathi"
     slo: SloConfig = SloConfig()
+    pool: PoolConfig = PoolConfig()
     latency_budget_ms: float | None = None
+    offline_rate: float | None = None
     latency_model: str | None = None
     iteration_log: str | None = None
 
     def __post_init__(self) -> None:
         policy_entry(self.policy)
-        if self.latency_budget_ms is not None and not self.latency_budget_ms > 0:
-            raise ValueError(
-                f"latency_budget_ms must be a positive number, not {self.latency_budget_ms}"
-            )
+        for name in ("latency_budget_ms", "offline_rate"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be a positive number, not {value}")
 
     @property
     def latency_budget_s(self) -> float | None:

@@ -227,8 +227,10 @@ def _compare(arguments: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(f"{len(points)} iterations are too few to hold some out")
     results = compare_predictors(shuffled[num_held:], held_out, graphs=graphs)
 
-    print(f"fitted to {len(points) - num_held} iterations, relative error on {num_held} others [%]")
-    print(f"{'':<10}" + "".join(f"{kind + ': mean':>22}{'p99':>8}" for kind in (*KINDS, "all")))
+    print(
+        f"fitted to {len(points) - num_held} iterations, error on {num_held} others: mean, p99 [%]"
+    )
+    print(f"{'':<10}" + "".join(f"{kind:>16}" for kind in (*KINDS, "all")))
     for name, result in results.items():
         print(f"{name:<10}{result if isinstance(result, str) else _row(result)}")
     if arguments.plot is not None:
@@ -248,15 +250,15 @@ def _compare(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _row(result: Comparison) -> str:
-    row = ""
-    for kind in (*KINDS, "all"):
-        error = result.errors.get(kind)
-        row += f"{'-':>22}{'-':>8}" if error is None else f"{_pc(error.mean)}{_pc(error.p99, 8)}"
-    return row
+    shown = (result.errors.get(kind) for kind in (*KINDS, "all"))
+    return "".join(
+        f"{'-':>16}" if error is None else f"{_pc(error.mean, 9)}{_pc(error.p99, 7, 1)}"
+        for error in shown
+    )
 
 
-def _pc(share: float, width: int = 22) -> str:
-    return f"{100 * share:>{width}.2f}"
+def _pc(share: float, width: int, digits: int = 2) -> str:
+    return f"{100 * share:>{width}.{digits}f}"
 
 
 def _plot(

@@ -25,6 +25,7 @@ from cosched.latency.calibration import Calibrator
 from cosched.latency.predictor import FittedPredictor
 from cosched.latency.profile_file import Profile
 from cosched.offline.pool import ArrivalQueue
+from cosched.offline.prefix_pool import PrefixPool
 from cosched.policy.base import Policy, PolicySettings
 from cosched.policy.registry import PolicyEntry
 
@@ -77,6 +78,7 @@ class Controller:
                 slo=config.slo.targets(),
                 predictor=self.predictor,
                 latency_budget_s=config.latency_budget_s,
+                offline_rate=config.offline_rate,
             )
         )
         self.timekeeper = None
@@ -91,7 +93,7 @@ class Controller:
         self.split: SplitBatch | None = None
         """Of the iteration that is being made ready, when some running requests sit it out."""
         self.waiting = WaitingQueue(
-            pool=ArrivalQueue(),
+            pool=PrefixPool(config.pool) if entry.prefix_order else ArrivalQueue(),
             clock=clock,
             on_arrival=None if self.timekeeper is None else self.timekeeper.on_arrival,
         )
@@ -113,6 +115,7 @@ class Controller:
         """The next iteration, checked against the engine's limits."""
         started_s = time.perf_counter()
         moment = self._moment()
+        self.waiting.advance(moment.now_s)
         view = SchedulerView(
             self.scheduler,
             running_batch=running_batch,

@@ -11,7 +11,7 @@ from sglang.srt.runtime_context import get_exec
 
 from cosched.core.caps import EngineCaps
 from cosched.core.request import Request
-from cosched.core.view import KvState, Match
+from cosched.core.view import Backlog, KvState, Match
 from cosched.engine.partial import can_split
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.waiting import WaitingQueue
@@ -88,6 +88,10 @@ class SchedulerView:
     @property
     def offline(self) -> Iterable[TrackedRequest]:
         return self._waiting.offline
+
+    @property
+    def backlog(self) -> Backlog:
+        return self._waiting.backlog
 
     @cached_property
     def kv(self) -> KvState:

@@ -28,7 +28,10 @@ left to scale and shape: a drift that followed every median would wander, since 
 comparison has it taken out."""
 
 MARGIN_WINDOW = 16
+
 MOST_MARGIN = 2.0
+"""Two disturbed iterations that come close together do not stop everything."""
+
 CHANGE = 0.25
 CHANGE_MARGIN = 1.15
 """Two iterations longer than believed by more than `CHANGE` are taken for a change of the machine
@@ -163,10 +166,16 @@ class Calibrator(Predictor):
         return seconds * self.drift * seen.growth(totals)
 
     def _cold_s(self, totals: BatchTotals) -> float:
-        """Of an iteration whose phase is cold: what its decodes are known to take alone, if they
-        are, and the rest as from a cold start."""
+        """Of an iteration whose phase is cold: what is known from the other phase, and the rest as
+        from a cold start."""
         seconds = _COLD_START.predict_s(totals)
-        decode = self._decode
+        prefill, decode = self._prefill, self._decode
+        if not totals.num_new and prefill.shape is not None:
+            # Decodes alone take no longer than with a token of prefill beside them.
+            beside = totals.copy()
+            beside.add_prefill(1, 0)
+            beside_s = prefill.shape.predict_s(beside) * prefill.scale
+            return min(seconds * self._cold_scale, beside_s)
         if decode.shape is None or not totals.num_decodes:
             return seconds * self._cold_scale
         alone = totals.decodes_only()
@@ -184,7 +193,7 @@ class Calibrator(Predictor):
         self.num_observed += 1
         phase = self._prefill if totals.num_new else self._decode
         if phase.shape is None:
-            self._observe_cold(totals, seconds)
+            self._observe_cold(totals, seconds / self.drift)
         else:
             shape_s = phase.shape.predict_s(totals)
             self._follow_drift(phase.shape, totals, seconds / shape_s)

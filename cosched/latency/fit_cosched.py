@@ -34,11 +34,17 @@ RAMPS = (32, 64, 128, 256, 512, 1024)
 PRIOR_WEIGHT = 0.3
 """How many measured batches the coarse model counts for at each level and corner."""
 
+COARSE_POINTS = 4096
+"""Batches that the coarse model is fitted to, taken at random if there are more."""
+
 LEAST_SHARE = 0.5
 """Guesses that count for one measured batch in the coarse model: the smallest iteration takes this
 share of the shortest one measured, and a decode's attention as much in a mixed batch as alone (in a
 batch where it takes this share). Of batches that are all alike, any cost might be the one that
 counts."""
+
+LEAST_LEVEL = 1e-3
+"""Least level of any size, as a share of the shortest time measured."""
 
 OUTLIER_DEVIATIONS = 6.0
 OUTLIER_LEAST = 0.25
@@ -78,7 +84,12 @@ def fit_phases(
     surface = np.tile(UNKNOWN_CONTEXT_S * np.array(CONTEXTS, dtype=np.float64), (len(DECODES), 1))
     imbalance = 0.0
     costs = PrefillCosts(
-        request=0.0, double_pair=0.0, double_tail_pair=0.0, context=0.0, decode_attention=1.0
+        request=0.0,
+        double_pair=0.0,
+        double_tail_pair=0.0,
+        key=0.0,
+        longest_key=0.0,
+        decode_attention=1.0,
     )
     if not with_prefill.all():
         decode, surface, imbalance = _fit_decode(
@@ -110,6 +121,13 @@ class _Rows:
     indices: Sequence[_Indices]
     values: Sequence[FloatArray]
     num_columns: int
+
+    def some(self, which: _Indices) -> _Rows:
+        return _Rows(
+            [index[which] for index in self.indices],
+            [value[which] for value in self.values],
+            self.num_columns,
+        )
 
     def times(self, x: FloatArray) -> FloatArray:
         total = np.zeros(len(self.values[0]))
@@ -154,7 +172,8 @@ class _Layout:
 
 def _fit(rows: _Rows, seconds: FloatArray, layout: _Layout) -> FloatArray:
     """Fine columns: least squares of relative errors, near the coarse model where data are rare."""
-    gram, moments = rows.normal(1 / seconds, seconds)
+    some = np.random.default_rng(0).permutation(len(seconds))[:COARSE_POINTS]
+    gram, moments = rows.some(some).normal(1 / seconds[some], seconds[some])
     least = seconds.min()
     guesses, guesses_s = layout.guesses / least, layout.guesses_s / least
     gram += guesses.T @ guesses
@@ -163,7 +182,7 @@ def _fit(rows: _Rows, seconds: FloatArray, layout: _Layout) -> FloatArray:
     prior = coarse @ nnls_normal(coarse.T @ gram @ coarse, coarse.T @ moments)
     # Errors relative to a prediction rather than to the measured time: dividing by a noisy time
     # would weigh times that came out short more, and predict too little.
-    predicted = rows.times(prior)
+    predicted = np.maximum(rows.times(prior), LEAST_SHARE * least)
     errors = np.abs(seconds / predicted - 1)
     spread = 1.4826 * float(np.median(errors))
     kept = errors <= max(OUTLIER_LEAST, OUTLIER_DEVIATIONS * spread)
@@ -191,8 +210,10 @@ def _level_layout(sizes: Sequence[int]) -> tuple[FloatArray, FloatArray]:
     return np.array([np.ones(len(at)), at, *ramps]).T, np.tri(len(at))
 
 
-def _with_levels(curve: TokenCurve, levels: FloatArray) -> TokenCurve:
-    return replace(curve, seconds=tuple(levels.tolist()))
+def _with_levels(curve: TokenCurve, levels: FloatArray, seconds: FloatArray) -> TokenCurve:
+    # However the costs of alike batches were told apart: no iteration takes no time.
+    least = LEAST_LEVEL * float(seconds.min())
+    return replace(curve, seconds=tuple(np.maximum(levels, least).tolist()))
 
 
 def _fit_decode(
@@ -213,7 +234,7 @@ def _fit_decode(
     )
     columns = _fit(rows, seconds, _decode_layout(curve, float(seconds.min())))
     surface = columns[first:last].reshape(len(DECODES), len(CONTEXTS))
-    return _with_levels(curve, columns[:first]), surface, float(columns[last])
+    return _with_levels(curve, columns[:first], seconds), surface, float(columns[last])
 
 
 def _corner_rows(num: FloatArray, mean: FloatArray) -> tuple[list[_Indices], list[FloatArray]]:
@@ -286,6 +307,7 @@ def _fit_prefill(
         table.num_prefills + table.num_decodes,
         table.double_pairs,
         table.double_tail_pairs,
+        table.num_new + table.num_cached,
         table.max_prefill_context,
         attention,
     )
@@ -316,4 +338,4 @@ def _fit_prefill(
     )
     columns = _fit(rows, seconds, layout)
     found = dict(zip(PrefillCosts.names(), columns[num_levels:].tolist(), strict=True))
-    return _with_levels(curve, columns[:num_levels]), PrefillCosts(**found)
+    return _with_levels(curve, columns[:num_levels], seconds), PrefillCosts(**found)

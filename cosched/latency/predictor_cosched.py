@@ -111,14 +111,16 @@ class PrefillCosts:
     request           of each request [s]
     double_pair       half of one (query, key) pair of prefill attention [s]
     double_tail_pair  the same, for queries beyond the first `QUERY_TILE` of their chunk [s]
-    context           of each token of the longest prefill's context: reading its keys [s]
+    key               of each token of the prefills' contexts: reading their keys [s]
+    longest_key       of each token of the longest context: the prefill that ends last [s]
     decode_attention  attention of decodes here, as a multiple of what it is among decodes only
     """
 
     request: float
     double_pair: float
     double_tail_pair: float
-    context: float
+    key: float
+    longest_key: float
     decode_attention: float
 
     @classmethod
@@ -130,11 +132,13 @@ class CoschedPredictor(FittedPredictor):
     """Seconds of an iteration:
 
         decode-only    D(N_d) + A
-        with prefills  P(S_p + N_d) + k * A + r * (N_p + N_d) + p * pairs + q * tail pairs + m * max
+        with prefills  P(S_p + N_d) + k * A + r * (N_p + N_d) + p * pairs + q * tail pairs
+                       + m * keys + l * longest
 
     P, D: a level for each CUDA graph size, or straight between `SIZES` where there are no graphs.
     A = N_d * g(N_d, mean context) + u * N_d * longest context: attention of the decodes, g a
-    surface over `DECODES` and `CONTEXTS`. pairs, tail pairs, max: `BatchTotals`.
+    surface over `DECODES` and `CONTEXTS`. pairs, tail pairs, longest: of `BatchTotals`; keys: new
+    and cached tokens of the prefills.
 
     All levels and costs are non-negative, levels do not fall with the tokens and g does not fall
     with the context, so more prompt tokens or longer contexts are never predicted to be cheaper.
@@ -198,7 +202,8 @@ class CoschedPredictor(FittedPredictor):
             + _level(self._prefill_levels, totals.num_new + num_decodes)
             + costs.double_pair * totals.double_pairs
             + costs.double_tail_pair * totals.double_tail_pairs
-            + costs.context * totals.max_prefill_context
+            + costs.key * (totals.num_new + totals.num_cached)
+            + costs.longest_key * totals.max_prefill_context
         )
 
     def _decode_attention(self, totals: BatchTotals) -> float:

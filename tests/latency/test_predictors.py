@@ -199,6 +199,14 @@ class TestAccuracy:
         relative = errors(fit("cosched", roofline(), TRAINING[:120]), roofline())
         assert np.abs(relative).mean() < 0.08
 
+    @pytest.mark.parametrize("graphs", [None, GRAPHS])
+    def test_batches_that_are_all_alike_do(self, graphs):
+        mixed = BatchShape(prefills=[Prefill(300, 50)], decodes=[700] * 20)
+        decode = BatchShape(decodes=[700] * 20)
+        predictor = fit("cosched", roofline(), [mixed, decode] * 40, graphs=graphs)
+        assert np.abs(errors(predictor, roofline(), [mixed, decode])).max() < 0.02
+        assert all(predictor.predict_s(BatchTotals.of(batch)) > 0 for batch in HELD_OUT)
+
     @pytest.mark.parametrize(
         ("model", "gpu", "tp"),
         [
