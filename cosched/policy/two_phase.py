@@ -274,7 +274,7 @@ class _Draft:
             self._held.discard(oldest.rid)
 
 
-_LEAST_CHUNK = 64
+_LEAST_CHUNK = 16
 
 _LEAST_SHARED = 64
 """Tokens that are worth waiting for another request to compute them."""
