@@ -62,7 +62,7 @@ class Budgets:
     idle_share  most iteration time without online requests [TTFT targets]
     """
 
-    aim: float = 0.97
+    aim: float = 0.985
     burst: float = 1.5
     idle_share: float = 0.3
 
@@ -95,14 +95,14 @@ class _Ledger:
 
     def offline_tokens(self, num_cached: int, limit: int) -> int:
         if self._most_tokens is None:
-            self._most_tokens = self._worthwhile_tokens()
+            self._most_tokens = self._worthwhile_tokens(num_cached)
         left = self._most_tokens - self._totals.num_new - self._totals.num_decodes
         if left <= 0:
             return 0
         limit = min(limit, left)
         return self._predictor.max_prefill(self._totals, num_cached, self._offline_s, limit)
 
-    def _worthwhile_tokens(self) -> int:
+    def _worthwhile_tokens(self, num_cached: int) -> int:
         """Tokens in all up to which the iteration is worth filling with offline prefill.
 
         Kernels work on tiles of tokens, so the first token beyond a full tile may cost as much as a
@@ -111,20 +111,19 @@ class _Ledger:
         which a later iteration affords the next full tile.
         """
         in_batch = self._totals.num_new + self._totals.num_decodes
-        most = self._predictor.max_prefill(self._totals, 0, self._offline_s, _MANY)
+        most = self._predictor.max_prefill(self._totals, num_cached, self._offline_s, _MANY)
         if most in (0, _MANY):
-            return in_batch + most if most == 0 else sys.maxsize
-        alone_s = self._predictor.predict_s(self._totals)
-        token_s = (self._seconds(_MANY) - alone_s) / _MANY
-        sizes = {most} | {(in_batch + most) // tile * tile - in_batch for tile in _TILES}
-        return in_batch + max(
-            (n for n in sizes if n > 0), key=lambda n: n * token_s - self._seconds(n)
-        )
+            return in_batch if most == 0 else sys.maxsize
 
-    def _seconds(self, num_tokens: int) -> float:
-        trial = self._totals.copy()
-        trial.add_prefill(num_tokens, 0)
-        return self._predictor.predict_s(trial)
+        def seconds(num_tokens: int) -> float:
+            trial = self._totals.copy()
+            trial.add_prefill(num_tokens, num_cached)
+            return self._predictor.predict_s(trial)
+
+        token_s = (seconds(_MANY) - self._predictor.predict_s(self._totals)) / _MANY
+        sizes = {most} | {(in_batch + most) // tile * tile - in_batch for tile in _TILES}
+        fitting = [n for n in sizes if n > 0]
+        return in_batch + max(fitting, key=lambda n: n * token_s - seconds(n))
 
     def offline_decodes(self, contexts: Sequence[int]) -> int:
         if self._predict_s(contexts) <= self._offline_s:
