@@ -165,6 +165,7 @@ def _view(scheduler):
         waiting=controller.waiting,
         caps=controller.caps,
         now_s=0.0,
+        start_s=0.0,
     )
 
 
