@@ -45,6 +45,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     latency_budget_ms  most predicted milliseconds of an iteration; absent: derived from the SLO
     latency_model      file that ``cosched.profile`` wrote; absent: calibrated while running
     iteration_log      file to write the shape and time of every iteration to, one JSON line each
+    decision_log       file to write every decision to (docs/decision_log.md)
+    decision_log_mb    most that its parts take in all [MB]; the oldest part goes first
 
     latency_budget_ms and latency_model are read by policies with a latency budget; those with a
     token budget ignore them.
@@ -55,9 +57,17 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     latency_budget_ms: float | None = None
     latency_model: str | None = None
     iteration_log: str | None = None
+    decision_log: str | None = None
+    decision_log_mb: float = 256.0
 
     def __post_init__(self) -> None:
-        policy_entry(self.policy)
+        entry = policy_entry(self.policy)
+        if self.decision_log is not None and entry.make is None:
+            raise ValueError(f"decision_log: policy {self.policy!r} leaves all decisions to SGLang")
+        if not 0 < self.decision_log_mb < float("inf"):
+            raise ValueError(
+                f"decision_log_mb must be a positive number, not {self.decision_log_mb}"
+            )
         if self.latency_budget_ms is not None and not self.latency_budget_ms > 0:
             raise ValueError(
                 f"latency_budget_ms must be a positive number, not {self.latency_budget_ms}"

@@ -60,6 +60,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="write the shape and time of every iteration there, one JSON line each",
     )
     group.add_argument(
+        "--decision-log",
+        metavar="FILE",
+        help="write every decision there, for python -m cosched.explain",
+    )
+    group.add_argument(
         "--cosched-no-mixed-chunk",
         action="store_true",
         help="do not add --enable-mixed-chunk: prefill and decode then take turns",
@@ -81,7 +86,13 @@ def config_from(flags: argparse.Namespace) -> Config:
     except ValueError as error:
         raise ConfigError(f"--cosched-slo: {error}") from None
     log = base.iteration_log if flags.cosched_iteration_log is None else flags.cosched_iteration_log
-    return msgspec.structs.replace(base, policy=policy, slo=slo, iteration_log=log)
+    decisions = base.decision_log if flags.decision_log is None else flags.decision_log
+    try:
+        return msgspec.structs.replace(
+            base, policy=policy, slo=slo, iteration_log=log, decision_log=decisions
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def engine_arguments(argv: Sequence[str], config: Config, *, mixed_chunk: bool) -> list[str]:

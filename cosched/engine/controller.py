@@ -11,7 +11,9 @@ from cosched.core.batch import BatchShape
 from cosched.core.plan import Plan
 from cosched.core.request import RequestClass
 from cosched.core.validate import validate
+from cosched.core.view import View
 from cosched.engine.clock import Clock
+from cosched.engine.decisions import DecisionLog
 from cosched.engine.observe import IterationObserver, StepResult
 from cosched.engine.partial import SplitBatch
 from cosched.engine.tracked import TrackedRequest
@@ -75,6 +77,7 @@ class Controller:
         self._predicts = entry.predicts
         if entry.predicts:
             observer.add_listener(self._learn)
+        self.decisions: DecisionLog | None = None
         self.counters = Counters()
         self.split: SplitBatch | None = None
         """Of the iteration that is being made ready, when some running requests sit it out."""
@@ -95,7 +98,7 @@ class Controller:
         """The next iteration, checked against the engine's limits."""
         started_s = time.perf_counter()
         now_s = self.clock.now_s()
-        view = SchedulerView(
+        view: View = SchedulerView(
             self.scheduler,
             running_batch=running_batch,
             waiting=self.waiting,
@@ -103,10 +106,15 @@ class Controller:
             now_s=now_s,
             start_s=self._start_s(now_s),
         )
+        if self.decisions is not None:
+            view = self.decisions.watch(view)
         plan = self.policy.plan(view)
         validate(plan, view)
+        planning_s = time.perf_counter() - started_s
         self.counters.num_plans += 1
-        self.counters.planning_s += time.perf_counter() - started_s
+        self.counters.planning_s += planning_s
+        if self.decisions is not None:
+            self.decisions.planned(plan, planning_s)
         return plan
 
     def _start_s(self, now_s: float) -> float:
@@ -123,6 +131,8 @@ class Controller:
 
     def on_result(self, batch: Any) -> None:
         """The tokens of an iteration have come out."""
+        if self.decisions is not None:
+            self.decisions.finished(batch)
         if not batch.forward_mode.is_extend():
             return
         now_s = self.clock.now_s()

@@ -12,6 +12,7 @@ from typing import Any
 
 from cosched.config import ENV_VAR, Config, SloConfig
 from cosched.core.request import RequestClass, Slo
+from cosched.errors import ConfigError
 from cosched.latency.base import OVERLAPPED, SYNCHRONOUS, CostModel
 from cosched.latency.registry import make_cost_model
 from cosched.metrics.records import IterationLog, RequestRecord
@@ -125,16 +126,21 @@ class RunResult:
         return result
 
 
-def execute(spec: RunSpec, *, on_progress: Callable[[float], None] | None = None) -> RunResult:
+def execute(
+    spec: RunSpec,
+    *,
+    on_progress: Callable[[float], None] | None = None,
+    decision_log: Path | None = None,
+) -> RunResult:
     """Run it in this process. SGLang keeps process-wide state: one run at a time per process.
 
-    `on_progress` gets the virtual time now and then [s].
+    `on_progress` gets the virtual time now and then [s]; `decision_log` is a file to write every
+    decision to. ConfigError when the scenario leaves its decisions to SGLang.
     """
     import cosched.bootstrap  # noqa: F401  # before anything of SGLang's
 
-    scenario = spec.scenario
     online, offline = load_requests(spec)
-    os.environ[ENV_VAR] = Config(policy=scenario.policy, slo=_slo_config(spec.slo)).to_json()
+    os.environ[ENV_VAR] = _config(spec, decision_log).to_json()
     cost_model = _cost_model(spec)
     from cosched.engine.virtual import VirtualEngine
     from cosched.simulation.clients import OpenLoopClient
@@ -267,6 +273,17 @@ def _cost_model(spec: RunSpec) -> CostModel:
         noise_sigma=spec.cost.noise_sigma,
         seed=spec.seed,
     )
+
+
+def _config(spec: RunSpec, decision_log: Path | None) -> Config:
+    try:
+        return Config(
+            policy=spec.scenario.policy,
+            slo=_slo_config(spec.slo),
+            decision_log=None if decision_log is None else str(decision_log),
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _slo_config(slo: Slo) -> SloConfig:
