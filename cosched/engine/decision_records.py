@@ -135,7 +135,7 @@ class Result(msgspec.Struct, kw_only=True, omit_defaults=True):
                  predicts nothing
     start_s      when it began, as measured [s]
     measured_s   how long it took [s]
-    finished     (seq, SGLang's reason)
+    finished     (seq, SGLang's reason, output tokens)
     planning_s   host time that view and policy took [s]
     """
 
@@ -146,7 +146,7 @@ class Result(msgspec.Struct, kw_only=True, omit_defaults=True):
     predicted_s: float | None = None
     start_s: float | None = None
     measured_s: float | None = None
-    finished: list[tuple[int, str]] = []
+    finished: list[tuple[int, str, int]] = []
 
 
 class Decision(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="kind", tag="decision"):

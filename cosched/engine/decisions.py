@@ -237,7 +237,8 @@ class DecisionLog:
                 seq = tracked.arrival_seq
                 self._finished.add(seq)
                 if seq not in before:
-                    ended.append((seq, str(req.finished_reason.to_json()["type"])))
+                    reason = str(req.finished_reason.to_json()["type"])
+                    ended.append((seq, reason, tracked.num_output_tokens))
         self._close(done)
 
     def _close(self, plan: _Open) -> None:
