@@ -91,7 +91,7 @@ def _waited(seconds: float, counts: Counter[str]) -> str:
     why = reasons[0][0]
     if len(reasons) > 1:
         why = ", ".join(f"{reason} in {count}" for reason, count in reasons)
-    return f"waited {seconds:.3f} s in {_iterations(counts.total())}: {why}"
+    return f"waited {seconds:.3f} s in {_count(counts.total(), 'iteration')}: {why}"
 
 
 @dataclass(slots=True)
@@ -108,8 +108,8 @@ class _Prefill:
         text = "resumed" if self.is_resumed else "admitted"
         if self.num_cached is not None:
             text += f" with {self.num_cached} of {self.num_known_tokens} tokens cached"
-        chunks = f"{len(self.chunks)} chunk{'s' * (len(self.chunks) != 1)}"
-        text += f"; prefilled {sum(self.chunks)} tokens in {chunks}, {end_s - self.start_s:.3f} s"
+        tokens, chunks = _count(sum(self.chunks), "token"), _count(len(self.chunks), "chunk")
+        text += f"; prefilled {tokens} in {chunks}, {end_s - self.start_s:.3f} s"
         yield self.start_s, text
 
     def to_dict(self) -> dict[str, Any]:
@@ -140,17 +140,17 @@ class _Decode:
         self.longest_hold = max(self.longest_hold, self._hold)
 
     def sentences(self, end_s: float) -> Iterator[tuple[float, str]]:
-        text = f"decoded {self.num_tokens} tokens in {end_s - self.start_s:.3f} s"
+        text = f"decoded {_count(self.num_tokens, 'token')} in {end_s - self.start_s:.3f} s"
         num_held = self.held.total()
         if num_held:
             why = ", ".join(reason for reason, _ in self.held.most_common())
             total = self.num_tokens + self.num_idle + num_held
             text += (
-                f"; held in {num_held} of {_iterations(total)} (at most {self.longest_hold} in a "
-                f"row): {why}"
+                f"; held in {num_held} of {_count(total, 'iteration')} "
+                f"(at most {self.longest_hold} in a row): {why}"
             )
         if self.num_idle:
-            text += f"; {_iterations(self.num_idle)} did not decode"
+            text += f"; {_count(self.num_idle, 'iteration')} did not decode"
         yield self.start_s, text
 
     def to_dict(self) -> dict[str, Any]:
@@ -203,7 +203,7 @@ class Story:
                 self._is_over = True
                 self._moment(
                     self._last_s,
-                    f"finished with {num_tokens} output tokens: {reason}",
+                    f"finished with {_count(num_tokens, 'output token')}: {reason}",
                     {"finished": reason, "num_output_tokens": num_tokens},
                 )
 
@@ -332,5 +332,5 @@ def _reason(entry: Entry, seq: int) -> str:
     return NOT_ITS_TURN
 
 
-def _iterations(count: int) -> str:
-    return f"{count} iteration" if count == 1 else f"{count} iterations"
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
