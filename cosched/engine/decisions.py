@@ -7,7 +7,7 @@ at, so the log holds what the decision could depend on and not the 100,000 reque
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,12 +131,13 @@ class RecordingView:
 class _Open:
     """A plan whose record is not written yet.
 
+    rids      of its prefill, in its order
     requests  with their first tokens' times, as they stood
     is_over   nothing more will be known of it
     """
 
     decision: Decision
-    plan: Plan
+    rids: Collection[str]
     requests: list[tuple[Request, float | None]]
     belief: Belief | None
     is_over: bool = False
@@ -191,7 +192,7 @@ class DecisionLog:
         self._num_plans += 1
         belief = None if self._predictor is None else self._predictor.belief()
         requests = [(request, request.first_token_s) for request in view.requests()]
-        self._planned = _Open(decision, plan, requests, belief)
+        self._planned = _Open(decision, plan.prefill.keys(), requests, belief)
         self._open.append(self._planned)
 
     def launched(self, batch: Any | None) -> None:
@@ -200,11 +201,12 @@ class DecisionLog:
         if planned is None:
             return
         result = planned.decision.result
-        taken = set() if batch is None else {req.rid for req in batch.reqs}
-        seqs = (seq for seq, _ in planned.decision.plan.prefill)
-        result.refused = [
-            seq for rid, seq in zip(planned.plan.prefill, seqs, strict=True) if rid not in taken
-        ]
+        if planned.rids:
+            taken = set() if batch is None else {req.rid for req in batch.reqs}
+            seqs = (seq for seq, _ in planned.decision.plan.prefill)
+            result.refused = [
+                seq for rid, seq in zip(planned.rids, seqs, strict=True) if rid not in taken
+            ]
         if batch is None:
             self._close(planned)
             return
@@ -232,8 +234,7 @@ class DecisionLog:
         before, self._finished = self._finished, set()
         ended = done.decision.result.finished
         for req in batch.reqs:
-            tracked = TrackedRequest.of(req)
-            if tracked is not None and req.finished():
+            if req.finished() and (tracked := TrackedRequest.of(req)) is not None:
                 seq = tracked.arrival_seq
                 self._finished.add(seq)
                 if seq not in before:
