@@ -43,7 +43,12 @@ from cosched.metrics.records import write_records
 from cosched.metrics.table import print_table
 from cosched.simulation.find import find
 from cosched.simulation.machine import Machine
-from cosched.simulation.options import add_machine_options, add_workload_options, run_spec_of
+from cosched.simulation.options import (
+    add_config_options,
+    add_machine_options,
+    add_workload_options,
+    run_spec_of,
+)
 from cosched.simulation.run import WorkloadSpec, load_requests, summarize_run
 from cosched.simulation.scenario import SCENARIOS, scenario
 from cosched.simulation.store import ResultStore
@@ -87,6 +92,7 @@ def _add_run(commands: Any) -> None:
     )
     add_workload_options(parser)
     add_machine_options(parser)
+    add_config_options(parser)
     _add_common(parser)
     _add_results(parser)
     parser.add_argument("--plot", type=Path, metavar="DIR", help="write the pictures there")
@@ -101,6 +107,7 @@ def _add_yardstick(commands: Any) -> None:
     )
     add_workload_options(parser)
     add_machine_options(parser)
+    add_config_options(parser)
     _add_common(parser)
     _add_results(parser)
     parser.add_argument(
@@ -119,6 +126,7 @@ def _add_knee(commands: Any) -> None:
     )
     add_workload_options(parser)
     add_machine_options(parser)
+    add_config_options(parser)
     _add_common(parser)
     parser.add_argument("--attainment", type=float, default=0.99, metavar="SHARE")
     parser.add_argument("--share", type=float, default=0.88, help="load to state (default: 0.88)")
@@ -157,6 +165,7 @@ def _add_live(commands: Any) -> None:
     )
     add_workload_options(parser)
     add_machine_options(parser)
+    add_config_options(parser)
     parser.add_argument("--records", type=Path, metavar="FILE")
     parser.set_defaults(execute=_live)
 

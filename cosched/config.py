@@ -14,6 +14,7 @@ import msgspec
 
 from cosched.core.request import Slo
 from cosched.errors import ConfigError
+from cosched.offline.prefix_pool import PoolConfig
 from cosched.policy.registry import policy_entry
 
 __all__ = ["ENV_VAR", "Config", "SloConfig", "load_config", "parse_config"]
@@ -42,7 +43,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     policy             name of the policy (`cosched.policy.registry.POLICIES`)
     slo                targets of online requests
+    pool               order of the offline pool, for policies that keep it in prefix order
     latency_budget_ms  most predicted milliseconds of an iteration; absent: derived from the SLO
+    offline_rate       most offline requests admitted per second, for hygen-throttled; absent: any
+                       number
     latency_model      file that ``cosched.profile`` wrote; absent: calibrated while running
     iteration_log      file to write the shape and time of every iteration to, one JSON line each
     decision_log       file to write every decision to (docs/decision_log.md)
@@ -54,7 +58,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     policy: str = "sarathi"
     slo: SloConfig = SloConfig()
+    pool: PoolConfig = PoolConfig()
     latency_budget_ms: float | None = None
+    offline_rate: float | None = None
     latency_model: str | None = None
     iteration_log: str | None = None
     decision_log: str | None = None
@@ -64,14 +70,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         entry = policy_entry(self.policy)
         if self.decision_log is not None and entry.make is None:
             raise ValueError(f"decision_log: policy {self.policy!r} leaves all decisions to SGLang")
-        if not 0 < self.decision_log_mb < float("inf"):
-            raise ValueError(
-                f"decision_log_mb must be a positive number, not {self.decision_log_mb}"
-            )
-        if self.latency_budget_ms is not None and not self.latency_budget_ms > 0:
-            raise ValueError(
-                f"latency_budget_ms must be a positive number, not {self.latency_budget_ms}"
-            )
+        for name in ("latency_budget_ms", "offline_rate", "decision_log_mb"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"{name} must be a positive number, not {value}")
 
     @property
     def latency_budget_s(self) -> float | None:

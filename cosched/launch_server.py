@@ -8,23 +8,24 @@ Every SGLang flag works as in ``python -m sglang.launch_server``. cosched's own 
 
 from __future__ import annotations
 
-import cosched.bootstrap  # isort: skip  # first: prepares this process and every spawned one
+import cosched.bootstrap  # isort: skip  # noqa: F401  # first: prepares this process and its children
 
 import argparse
 import os
 import sys
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from cosched.config import ENV_VAR, Config, SloConfig, load_config
+from cosched.engine.arguments import bind_cpu_threads, check_arguments, engine_arguments
 from cosched.errors import ConfigError, CoschedError
+from cosched.latency.profile_file import Profile
 from cosched.policy.registry import POLICIES, policy_entry
 
 __all__ = ["main"]
-
-_CPU_BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -60,9 +61,17 @@ def build_parser() -> argparse.ArgumentParser:
         help="write the shape and time of every iteration there, one JSON line each",
     )
     group.add_argument(
+        "--cosched-latency-model",
+        "--latency-model",
+        metavar="FILE",
+        help="profile of this engine that `python -m cosched.profile measure` wrote, for policies "
+        "that predict; without one they learn while they run",
+    )
+    group.add_argument(
+        "--cosched-decision-log",
         "--decision-log",
         metavar="FILE",
-        help="write every decision there, for python -m cosched.explain",
+        help="write every decision there, for `python -m cosched.explain`",
     )
     group.add_argument(
         "--cosched-no-mixed-chunk",
@@ -86,103 +95,23 @@ def config_from(flags: argparse.Namespace) -> Config:
     except ValueError as error:
         raise ConfigError(f"--cosched-slo: {error}") from None
     log = base.iteration_log if flags.cosched_iteration_log is None else flags.cosched_iteration_log
-    decisions = base.decision_log if flags.decision_log is None else flags.decision_log
+    model = (
+        base.latency_model if flags.cosched_latency_model is None else flags.cosched_latency_model
+    )
+    decisions = (
+        base.decision_log if flags.cosched_decision_log is None else flags.cosched_decision_log
+    )
     try:
         return msgspec.structs.replace(
-            base, policy=policy, slo=slo, iteration_log=log, decision_log=decisions
+            base,
+            policy=policy,
+            slo=slo,
+            iteration_log=log,
+            latency_model=model,
+            decision_log=decisions,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
-
-
-def engine_arguments(argv: Sequence[str], config: Config, *, mixed_chunk: bool) -> list[str]:
-    """SGLang's arguments with what cosched adds: the policy's flags, and the CPU engine's where
-    there is no GPU. What the user gave stands."""
-    arguments = list(argv)
-    for flag, argument in policy_entry(config.policy).arguments().items():
-        if flag == "--enable-mixed-chunk" and not mixed_chunk:
-            continue
-        if not _given(argv, flag):
-            arguments += argument
-    if not cosched.bootstrap.has_cuda() and not _given(argv, "--device"):
-        arguments += ["--device", "cpu"]
-        if not _given(argv, "--attention-backend"):
-            arguments += ["--attention-backend", "torch_native"]
-        if not _given(argv, "--mem-fraction-static", "--max-total-tokens"):
-            arguments += ["--max-total-tokens", "65536"]
-        if not _given(argv, "--sleep-on-idle"):
-            # An idle scheduler would otherwise keep a whole core busy asking for requests.
-            arguments.append("--sleep-on-idle")
-    return arguments
-
-
-def _value(argv: Sequence[str], *flags: str) -> str | None:
-    """The last value given for one of `flags`, as ``--flag value`` or ``--flag=value``."""
-    value = None
-    for index, argument in enumerate(argv):
-        name, _, inline = argument.partition("=")
-        if name in flags:
-            value = inline or (argv[index + 1] if index + 1 < len(argv) else None)
-    return value
-
-
-def bind_cpu_threads(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
-    """Give each rank of a CPU server its own share of the cores, and leave one to the rest.
-
-    SGLang shares them by NUMA node, and stops when there are more ranks than nodes. One core is for
-    the tokenizer, the detokenizer and the clients: with a compute thread on every core, each of its
-    barriers waits for a thread that they keep from running.
-    """
-    if cosched.bootstrap.has_cuda():
-        return
-    environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) - 1)))
-    if _CPU_BINDING in environ:
-        return
-    ranks = int(_value(argv, "--tp", "--tp-size", "--tensor-parallel-size") or 1)
-    ranks *= int(_value(argv, "--dp", "--dp-size", "--data-parallel-size") or 1)
-    cores = sorted(os.sched_getaffinity(0))
-    if ranks == 1 or ranks > len(cores):
-        return
-    shares = [
-        cores[rank * len(cores) // ranks : (rank + 1) * len(cores) // ranks]
-        for rank in range(ranks)
-    ]
-    environ[_CPU_BINDING] = "|".join(",".join(map(str, share)) for share in shares)
-
-
-def _given(argv: Sequence[str], *flags: str) -> bool:
-    return any(arg.split("=", 1)[0] in flags for arg in argv)
-
-
-_REFUSED: tuple[tuple[str, Any, str], ...] = (
-    ("disaggregation_mode", "null", "prefill/decode disaggregation has no shared iteration"),
-    ("pp_size", 1, "pipeline parallelism plans several micro-batches at once"),
-    ("speculative_algorithm", None, "speculative decoding makes tokens per iteration unknown"),
-    ("dllm_algorithm", None, "diffusion language models have no decode iterations"),
-    ("enable_dp_attention", False, "DP attention needs one plan for all ranks"),
-    ("enable_pdmux", False, "PD multiplexing schedules prefill and decode on its own"),
-    ("enable_prefill_delayer", False, "the prefill delayer would undo the plan"),
-    ("min_free_slots_delay", None, "the slot delay would undo the plan"),
-    ("enable_hisparse", False, "HiSparse moves requests between prefill and decode on its own"),
-    ("enable_priority_scheduling", False, "the policy orders the requests itself"),
-    ("disable_radix_cache", False, "stopped requests keep their KV in the radix cache"),
-    ("enable_session_radix_cache", False, "session caches hold KV outside the plan"),
-)
-"""Server argument, the value cosched works with, and why not another (planning policies only)."""
-
-
-def check_arguments(server_args: Any, config: Config) -> None:
-    """ConfigError, one sentence, when the arguments cannot go with a planning policy."""
-    if policy_entry(config.policy).make is None:
-        return
-    for name, expected, why in _REFUSED:
-        value = getattr(server_args, name, expected)
-        if value != expected and not (expected in (False, None) and not value):
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(
-                f"{flag} {value} cannot go with --cosched-policy {config.policy}: {why}; "
-                f"drop the flag or use --cosched-policy sglang"
-            )
 
 
 def _print_help(parser: argparse.ArgumentParser) -> None:
@@ -222,10 +151,25 @@ def _serve(arguments: list[str], config: Config) -> None:
     _check_plugin_active()
     server_args = prepare_server_args(arguments)
     check_arguments(server_args, config)
+    check_latency_model(server_args, config)
     try:
         run_server(server_args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+def check_latency_model(server_args: Any, config: Config) -> None:
+    """ConfigError when the latency model is not of this engine. The scheduler checks it again, but
+    only after the model is loaded."""
+    if config.latency_model is None or not policy_entry(config.policy).timed:
+        return
+    from sglang.srt.configs.model_config import ModelConfig
+
+    from cosched.engine.identity import identity_of
+
+    server_args.resolve_once()
+    expected = identity_of(server_args, ModelConfig.from_server_args(server_args))
+    Profile.predictor_for(Path(config.latency_model), expected)
 
 
 def _check_plugin_active() -> None:

@@ -20,6 +20,7 @@ import sys
 import timeit
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from cosched.latency import (
     GraphSizes,
     MeasuredPoint,
     NoisyModel,
+    Predictor,
     gpu_spec,
     kv_capacity_tokens,
     make_cost_model,
@@ -225,8 +227,10 @@ def _compare(arguments: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(f"{len(points)} iterations are too few to hold some out")
     results = compare_predictors(shuffled[num_held:], held_out, graphs=graphs)
 
-    print(f"fitted to {len(points) - num_held} iterations, relative error on {num_held} others [%]")
-    print(f"{'':<10}" + "".join(f"{kind + ': mean':>22}{'p99':>8}" for kind in (*KINDS, "all")))
+    print(
+        f"fitted to {len(points) - num_held} iterations, error on {num_held} others: mean, p99 [%]"
+    )
+    print(f"{'':<10}" + "".join(f"{kind:>16}" for kind in (*KINDS, "all")))
     for name, result in results.items():
         print(f"{name:<10}{result if isinstance(result, str) else _row(result)}")
     if arguments.plot is not None:
@@ -246,15 +250,15 @@ def _compare(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _row(result: Comparison) -> str:
-    row = ""
-    for kind in (*KINDS, "all"):
-        error = result.errors.get(kind)
-        row += f"{'-':>22}{'-':>8}" if error is None else f"{_pc(error.mean)}{_pc(error.p99, 8)}"
-    return row
+    shown = (result.errors.get(kind) for kind in (*KINDS, "all"))
+    return "".join(
+        f"{'-':>16}" if error is None else f"{_pc(error.mean, 9)}{_pc(error.p99, 7, 1)}"
+        for error in shown
+    )
 
 
-def _pc(share: float, width: int = 22) -> str:
-    return f"{100 * share:>{width}.2f}"
+def _pc(share: float, width: int, digits: int = 2) -> str:
+    return f"{100 * share:>{width}.{digits}f}"
 
 
 def _plot(
@@ -344,45 +348,31 @@ def _time(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     noisy = _noisy(truth, arguments)
     seconds = np.array([noisy.iteration_s(batch) for batch in batches])
-    table_s = _least_s(lambda: totals_table(batches), number=1)
+    table_s = _least_s(partial(totals_table, batches), number=1)
     table = totals_table(batches)
     mixed = BatchTotals.of(
         BatchShape(prefills=[Prefill(512, 8000)], decodes=list(range(100, 4100, 20)))
     )
     decode = mixed.decodes_only()
-    print(f"{'':<12}{'predict mixed':>14}{'decode':>10}{'inverse [us]':>14}{'fit [ms]':>12}")
-    rows: dict[str, Any] = {}
+    rows: dict[str, dict[str, float]] = {}
     for name, entry in PREDICTORS.items():
         predictor = entry.fit(table, seconds, graphs)
-        limit_s = 2 * predictor.predict_s(mixed)
         rows[name] = {
-            "predict_mixed_s": _least_s(lambda p=predictor: p.predict_s(mixed)),
-            "predict_decode_s": _least_s(lambda p=predictor: p.predict_s(decode)),
-            "max_prefill_s": _least_s(
-                lambda p=predictor, at=limit_s: p.max_prefill(mixed, 4000, at, 8192), number=1000
-            ),
-            "fit_s": _least_s(lambda e=entry: e.fit(table, seconds, graphs), number=1),
+            **_call_times(predictor, mixed, decode),
+            "fit_s": _least_s(partial(entry.fit, table, seconds, graphs), number=1),
         }
     calibrator = Calibrator(graphs=graphs)
-    order = _shuffled(batches, arguments.seed)[:4000]
     observed = sorted(
-        timeit.timeit(lambda b=batch: calibrator.observe(b, noisy.iteration_s(b)), number=1)
-        for batch in order
+        timeit.timeit(partial(calibrator.observe, batch, noisy.iteration_s(batch)), number=1)
+        for batch in _shuffled(batches, arguments.seed)[:4000]
     )
-    limit_s = 2 * calibrator.predict_s(mixed)
-    rows["calibrated"] = {
-        "predict_mixed_s": _least_s(lambda: calibrator.predict_s(mixed)),
-        "predict_decode_s": _least_s(lambda: calibrator.predict_s(decode)),
-        "max_prefill_s": _least_s(
-            lambda: calibrator.max_prefill(mixed, 4000, limit_s, 8192), number=1000
-        ),
-        "fit_s": None,
-    }
+    rows[calibrator.name] = _call_times(calibrator, mixed, decode)
+    print(f"{'':<12}{'predict mixed':>14}{'decode':>10}{'inverse [us]':>14}{'fit [ms]':>12}")
     for name, row in rows.items():
-        fit = "-" if row["fit_s"] is None else f"{row['fit_s'] * 1e3:.1f}"
         print(
             f"{name:<12}{row['predict_mixed_s'] * 1e6:>14.2f}{row['predict_decode_s'] * 1e6:>10.2f}"
-            f"{row['max_prefill_s'] * 1e6:>14.1f}{fit:>12}"
+            f"{row['max_prefill_s'] * 1e6:>14.1f}"
+            + (f"{row['fit_s'] * 1e3:>12.1f}" if "fit_s" in row else "")
         )
     observe = {
         "p50_s": observed[len(observed) // 2],
@@ -391,10 +381,21 @@ def _time(arguments: argparse.Namespace) -> dict[str, Any]:
     }
     print(f"table of {len(batches)} batches: {table_s * 1e3:.0f} ms")
     print(
-        "observe, the time of the cost model included: "
+        "observe: "
         + ", ".join(f"{name[:-2]} {value * 1e6:.0f} us" for name, value in observe.items())
     )
     return {"seconds": rows, "table_s": table_s, "observe": observe}
+
+
+def _call_times(predictor: Predictor, mixed: BatchTotals, decode: BatchTotals) -> dict[str, float]:
+    limit_s = 2 * predictor.predict_s(mixed)
+    return {
+        "predict_mixed_s": _least_s(partial(predictor.predict_s, mixed)),
+        "predict_decode_s": _least_s(partial(predictor.predict_s, decode)),
+        "max_prefill_s": _least_s(
+            partial(predictor.max_prefill, mixed, 4000, limit_s, 8192), number=1000
+        ),
+    }
 
 
 def _least_s(function: Callable[[], object], number: int = 10_000) -> float:

@@ -28,7 +28,12 @@ from cosched.metrics.table import print_table
 from cosched.metrics.window import Window
 from cosched.policy.registry import POLICIES
 from cosched.simulation.find import QUESTIONS, find
-from cosched.simulation.options import add_machine_options, add_workload_options, run_spec_of
+from cosched.simulation.options import (
+    add_config_options,
+    add_machine_options,
+    add_workload_options,
+    run_spec_of,
+)
 from cosched.simulation.run import RunResult, RunSpec, execute
 from cosched.simulation.scenario import Scenario
 from cosched.simulation.versions import versions
@@ -51,6 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_workload_options(parser)
     add_machine_options(parser)
+    add_config_options(parser)
     output = parser.add_argument_group("output")
     output.add_argument("--plot", type=Path, metavar="DIR", help="write the pictures there")
     output.add_argument(

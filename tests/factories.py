@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from cosched.core.caps import EngineCaps
 from cosched.core.request import Request, RequestClass, Slo
-from cosched.core.view import KvState, Match
+from cosched.core.view import Backlog, KvState, Match
 
 _seq = itertools.count()
 
@@ -25,6 +25,7 @@ class FakeRequest:
     num_output_tokens: int = 0
     max_new_tokens: int = 10
     num_computed_tokens: int = 0
+    num_prefix_tokens: int = 0
 
 
 def online(rid: str, num_prompt_tokens: int = 100, **fields) -> FakeRequest:
@@ -82,6 +83,7 @@ class FakeView:
     cached: Mapping[str, Match] = field(default_factory=dict)
     now_s: float = 0.0
     start_s: float = 0.0
+    backlog: Backlog = field(default_factory=lambda: Backlog(since_s=0.0, num_admitted=0))
 
     @property
     def kv(self) -> KvState:

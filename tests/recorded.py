@@ -58,6 +58,7 @@ class Recorder:
                 caps=make_caps(partial_decode=True),
                 slo=Slo(ttft_s=1.0, tpot_s=0.05),
                 latency_budget_s=None,
+                offline_rate=None,
                 versions={"cosched": "0"},
             ),
             predictor=self.predictor,

@@ -24,7 +24,8 @@ from cosched.benchmark.live import LiveTarget, run_live
 from cosched.core.request import RequestClass
 from cosched.jobs.client import Client, RetryRules
 from cosched.jobs.server import OwnServer, free_port, own_base_url, server_command
-from cosched.latency.profile_model import MeasuredPoint, ProfileModel, read_iteration_log
+from cosched.latency.profile_file import MeasuredPoint, Profile, read_iteration_log
+from cosched.latency.profile_model import ProfileModel
 from cosched.metrics.records import RequestRecord
 from cosched.simulation.machine import Machine
 from cosched.simulation.parallel import execute_all
@@ -71,7 +72,7 @@ def run_fidelity(case: FidelityCase, *, show: Callable[[str], None]) -> dict[str
         # The profile must not know the run it is tested on.
         model = ProfileModel.fit(points[_WARM_UP_ITERATIONS:num_profiled])
         profile = Path(folder) / "profile.json"
-        model.save(profile)
+        Profile(points=model.points).save(profile)
         show(f"profile of {len(model.points)} iterations, error {model.held_out.mean:.1%}")
         spec = _spec(case, seed=case.seed, profile=profile)
         (_, result), *_ = execute_all([spec], num_jobs=1)

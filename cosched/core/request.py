@@ -79,6 +79,12 @@ class Request(Protocol):
         ...
 
     @property
+    def num_prefix_tokens(self) -> int:
+        """Tokens that were cached when the prefill it is in, or was in last, was launched. What
+        lies beyond is in the radix tree only once its result is there."""
+        ...
+
+    @property
     def num_computed_tokens(self) -> int:
         """Tokens whose KV it holds now. 0 while it waits (its KV may still be in the cache).
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from cosched.core.caps import EngineCaps
 from cosched.core.request import Request
 
-__all__ = ["KvState", "Match", "View"]
+__all__ = ["Backlog", "KvState", "Match", "SharingOrder", "View"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,28 @@ class Match:
 
     cached: int
     evictable: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backlog:
+    """The time for which offline requests have been waiting without a break.
+
+    since_s       when it began [s]
+    num_admitted  requests admitted for the first time since then
+    """
+
+    since_s: float
+    num_admitted: int
+
+
+@runtime_checkable
+class SharingOrder(Protocol):
+    """An order of waiting requests that knows which of them begin alike."""
+
+    def skip_sharing(self, request: Any, num_tokens: int) -> None:
+        """Leave out all that share the first `num_tokens` tokens with a request, waiting or not:
+        it computes them now, and the others shall find them cached later."""
+        ...
 
 
 class View(Protocol):
@@ -89,8 +111,11 @@ class View(Protocol):
 
     @property
     def offline(self) -> Iterable[Request]:
-        """Waiting offline requests, in the pool's order."""
+        """Waiting offline requests, in the pool's order. Its iterator may be a `SharingOrder`."""
         ...
+
+    @property
+    def backlog(self) -> Backlog: ...
 
     def match(self, request: Request) -> Match:
         """What of a waiting request is cached now. O(depth). Changes no budget."""

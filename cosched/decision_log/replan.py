@@ -63,6 +63,7 @@ class _Planner:
                 slo=header.slo,
                 predictor=self._believed,
                 latency_budget_s=header.latency_budget_s,
+                offline_rate=header.offline_rate,
             )
         )
         self.replanned = Replanned(policy=policy)

@@ -313,11 +313,11 @@ class Story:
         self._chapters.append(_Moment(now_s, text, data))
 
     def _is_gone(self, entry: Entry) -> bool:
-        """Its queue was read to the end, and it is not in it."""
+        """Its queue was read to the end, nobody was passed over, and it is not in it."""
         view, seq = entry.decision.view, self._facts.seq
         online = self._facts.request_class is RequestClass.ONLINE
         rows = view.online if online else view.offline
-        is_all = view.online_is_all if online else view.offline_is_all
+        is_all = view.online_is_all if online else view.offline_is_all and not view.skips
         return is_all and _row(rows, seq) is None
 
 

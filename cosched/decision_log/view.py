@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -37,6 +38,13 @@ class _RecordedRequest:
     num_output_tokens: int
     max_new_tokens: int
     num_computed_tokens: int
+    known_prefix_tokens: int | None
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        if self.known_prefix_tokens is None:
+            raise NotRecordedError(f"the tokens that were cached for {self.rid}")
+        return self.known_prefix_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +66,27 @@ class _Looked:
             )
 
 
+class _RecordedOrder(Iterator[Request]):
+    """Implements `cosched.core.view.SharingOrder` for who skips what was skipped."""
+
+    def __init__(self, looked_at: _Looked, skips: Sequence[tuple[int, int, int]]) -> None:
+        self._requests = iter(looked_at)
+        self._skips = deque(skips)
+        self._num_given = 0
+
+    def __next__(self) -> Request:
+        if self._skips and self._skips[0][0] == self._num_given:
+            raise NotRecordedError("the order of offline requests when fewer are skipped")
+        request = next(self._requests)
+        self._num_given += 1
+        return request
+
+    def skip_sharing(self, request: Request, num_tokens: int) -> None:
+        skip = (self._num_given, request.arrival_seq, num_tokens)
+        if not self._skips or self._skips.popleft() != skip:
+            raise NotRecordedError("the order of offline requests when others are skipped")
+
+
 class RecordedView:
     """Implements `cosched.core.view.View`. NotRecordedError names what the log does not hold."""
 
@@ -75,9 +104,13 @@ class RecordedView:
         self.online: Iterable[Request] = _Looked(
             requests=self._requests(state.online), is_all=state.online_is_all, name="online"
         )
-        self.offline: Iterable[Request] = _Looked(
+        looked_at = _Looked(
             requests=self._requests(state.offline), is_all=state.offline_is_all, name="offline"
         )
+        self.offline: Iterable[Request] = looked_at
+        if state.offline_is_sharing:
+            self.offline = _RecordedOrder(looked_at, state.skips)
+        self.backlog = state.backlog
 
     def match(self, request: Request) -> Match:
         cached, evictable = _answer(self._state.matches, request, "what is cached")
@@ -90,8 +123,16 @@ class RecordedView:
         return _answer(self._state.gains, request, "what a stop would free")
 
     def _requests(self, rows: Sequence[RequestRow]) -> list[Request]:
-        facts, first_tokens = self._entry.facts, self._entry.first_tokens
-        return [_request(row, facts[row[0]], first_tokens.get(row[0])) for row in rows]
+        entry = self._entry
+        return [
+            _request(
+                row,
+                entry.facts[row[0]],
+                first_token_s=entry.first_tokens.get(row[0]),
+                known_prefix_tokens=entry.decision.view.prefixes.get(row[0]),
+            )
+            for row in rows
+        ]
 
 
 def recorded_plan(entry: Entry) -> Plan:
@@ -106,7 +147,13 @@ def recorded_plan(entry: Entry) -> Plan:
     )
 
 
-def _request(row: RequestRow, facts: RequestFacts, first_token_s: float | None) -> Request:
+def _request(
+    row: RequestRow,
+    facts: RequestFacts,
+    *,
+    first_token_s: float | None,
+    known_prefix_tokens: int | None,
+) -> Request:
     seq, num_output_tokens, num_computed_tokens = row
     return _RecordedRequest(
         rid=facts.rid,
@@ -118,6 +165,7 @@ def _request(row: RequestRow, facts: RequestFacts, first_token_s: float | None) 
         num_prompt_tokens=facts.num_prompt_tokens,
         num_output_tokens=num_output_tokens,
         max_new_tokens=facts.max_new_tokens,
+        known_prefix_tokens=known_prefix_tokens,
         num_computed_tokens=num_computed_tokens,
     )
 

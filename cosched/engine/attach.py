@@ -15,9 +15,10 @@ from cosched.engine.decision_records import Header
 from cosched.engine.decisions import DecisionLog
 from cosched.engine.observe import IterationLogFile, IterationObserver
 from cosched.errors import ConfigError
+from cosched.latency.graphs import GraphSizes
 from cosched.policy.registry import policy_entry
 
-__all__ = ["attach", "use_clock"]
+__all__ = ["attach", "use_virtual_device"]
 
 
 def attach(scheduler: Any, config: Config) -> None:
@@ -50,20 +51,23 @@ def attach(scheduler: Any, config: Config) -> None:
                 caps=controller.caps,
                 slo=config.slo.targets(),
                 latency_budget_s=config.latency_budget_s,
+                offline_rate=config.offline_rate,
                 versions={name: version(name) for name in ("cosched", "sglang")},
             ),
-            predictor=controller.predictor if entry.predicts else None,
+            predictor=controller.predictor if entry.timed else None,
             max_bytes=int(config.decision_log_mb * 1e6),
         )
         observer.add_listener(controller.decisions.measured)
 
 
-def use_clock(scheduler: Any, clock: Clock) -> None:
-    """Take time from another clock; before the first request comes."""
+def use_virtual_device(scheduler: Any, clock: Clock, graphs: GraphSizes | None) -> None:
+    """Take time from another clock and CUDA graphs from a modelled GPU; before the first request
+    comes."""
     scheduler.cosched_observer.use_virtual_clock(clock)
     controller = getattr(scheduler, "cosched", None)
     if controller is not None:
         controller.use_clock(clock)
+        controller.predictor.use_graphs(graphs)
 
 
 def _log_path(path: str) -> Path:

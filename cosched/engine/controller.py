@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from sglang.srt.runtime_context import get_parallel
+
 from cosched.config import Config
-from cosched.core.batch import BatchShape
 from cosched.core.plan import Plan
 from cosched.core.request import RequestClass
 from cosched.core.validate import validate
 from cosched.core.view import View
 from cosched.engine.clock import Clock
 from cosched.engine.decisions import DecisionLog
-from cosched.engine.observe import IterationObserver, StepResult
+from cosched.engine.identity import identity_of
+from cosched.engine.observe import IterationObserver
 from cosched.engine.partial import SplitBatch
+from cosched.engine.timekeeper import Moment, Timekeeper
 from cosched.engine.tracked import TrackedRequest
-from cosched.engine.view_of import SchedulerView, caps_of
+from cosched.engine.view_of import SchedulerView, caps_of, graph_sizes_of
 from cosched.engine.waiting import WaitingQueue, WaitingSummary
 from cosched.latency.calibration import Calibrator
-from cosched.latency.features import BatchTotals
+from cosched.latency.predictor import FittedPredictor
+from cosched.latency.profile_file import Profile
 from cosched.offline.pool import ArrivalQueue
+from cosched.offline.prefix_pool import PrefixPool
 from cosched.policy.base import Policy, PolicySettings
 from cosched.policy.registry import PolicyEntry
 
@@ -64,7 +70,9 @@ class Controller:
         self.clock = clock
         self.observer = observer
         self.caps = caps_of(scheduler)
-        self.predictor = Calibrator()
+        self.predictor = Calibrator(
+            _belief(scheduler, entry, config), graphs=graph_sizes_of(scheduler)
+        )
         assert entry.make is not None, f"{entry.name} plans nothing"
         self.policy: Policy = entry.make(
             PolicySettings(
@@ -72,16 +80,26 @@ class Controller:
                 slo=config.slo.targets(),
                 predictor=self.predictor,
                 latency_budget_s=config.latency_budget_s,
+                offline_rate=config.offline_rate,
             )
         )
-        self._predicts = entry.predicts
-        if entry.predicts:
-            observer.add_listener(self._learn)
+        self.timekeeper = None
+        if entry.timed:
+            self.timekeeper = Timekeeper(
+                clock=clock,
+                observer=observer,
+                predictor=self.predictor,
+                ranks=scheduler.tp_cpu_group if get_parallel().tp_size > 1 else None,
+            )
         self.decisions: DecisionLog | None = None
         self.counters = Counters()
         self.split: SplitBatch | None = None
         """Of the iteration that is being made ready, when some running requests sit it out."""
-        self.waiting = WaitingQueue(pool=ArrivalQueue(), clock=clock)
+        self.waiting = WaitingQueue(
+            pool=PrefixPool(config.pool) if entry.prefix_order else ArrivalQueue(),
+            clock=clock,
+            on_arrival=None if self.timekeeper is None else self.timekeeper.on_arrival,
+        )
         for req in scheduler.waiting_queue:
             self.waiting.append(req)
         scheduler.waiting_queue = self.waiting
@@ -93,18 +111,21 @@ class Controller:
         """Take time from another clock; before the first request comes."""
         self.clock = clock
         self.waiting.clock = clock
+        if self.timekeeper is not None:
+            self.timekeeper.clock = clock
 
     def plan(self, running_batch: Any) -> Plan:
         """The next iteration, checked against the engine's limits."""
         started_s = time.perf_counter()
-        now_s = self.clock.now_s()
+        moment = self._moment()
+        self.waiting.advance(moment.now_s)
         view: View = SchedulerView(
             self.scheduler,
             running_batch=running_batch,
             waiting=self.waiting,
             caps=self.caps,
-            now_s=now_s,
-            start_s=self._start_s(now_s),
+            now_s=moment.now_s,
+            start_s=moment.start_s,
         )
         if self.decisions is not None:
             view = self.decisions.watch(view)
@@ -117,29 +138,18 @@ class Controller:
             self.decisions.planned(plan, planning_s)
         return plan
 
-    def _start_s(self, now_s: float) -> float:
-        """When the planned iteration can begin: when what is on the device ends, as predicted."""
-        if not self._predicts:
-            return now_s
-        return self.observer.expected_end_s(now_s, self._predict_s)
-
-    def _predict_s(self, shape: BatchShape) -> float:
-        return self.predictor.predict_s(BatchTotals.of(shape))
-
-    def _learn(self, step: StepResult) -> None:
-        self.predictor.observe(step.shape, step.duration_s)
+    def _moment(self) -> Moment:
+        if self.timekeeper is not None:
+            return self.timekeeper.moment()
+        now_s = self.clock.now_s()
+        return Moment(now_s, now_s)
 
     def on_result(self, batch: Any) -> None:
         """The tokens of an iteration have come out."""
         if self.decisions is not None:
             self.decisions.finished(batch)
-        if not batch.forward_mode.is_extend():
-            return
-        now_s = self.clock.now_s()
-        for req in batch.reqs:
-            tracked = TrackedRequest.of(req)
-            if tracked is not None and tracked.first_token_s is None and req.output_ids:
-                tracked.first_token_s = now_s
+        if self.timekeeper is not None:
+            self.timekeeper.on_result(batch)
 
     def count_prefill(self, req: Any, num_tokens: int) -> None:
         """Count prompt tokens that the engine admitted."""
@@ -173,3 +183,12 @@ class Controller:
             "online_prefill_tokens": counters.online_prefill_tokens,
             "offline_prefill_tokens": counters.offline_prefill_tokens,
         }
+
+
+def _belief(scheduler: Any, entry: PolicyEntry, config: Config) -> FittedPredictor | None:
+    """What the configuration says of this engine's times, None: nothing. ConfigError when it is of
+    another engine."""
+    if config.latency_model is None or not entry.timed:
+        return None
+    expected = identity_of(scheduler.server_args, scheduler.model_config)
+    return Profile.predictor_for(Path(config.latency_model), expected)

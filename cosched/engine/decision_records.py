@@ -14,7 +14,7 @@ import msgspec
 from cosched.core.caps import EngineCaps
 from cosched.core.plan import PreemptMode, SkipReason
 from cosched.core.request import RequestClass, Slo
-from cosched.core.view import KvState
+from cosched.core.view import Backlog, KvState
 
 __all__ = [
     "FORMAT",
@@ -44,13 +44,14 @@ class Header(msgspec.Struct, kw_only=True, tag_field="kind", tag="header"):
     """First line of each part.
 
     part  number of the part, from 0
-    slo, latency_budget_s, caps  what the policy was built with
+    caps, slo, latency_budget_s, offline_rate  what the policy was built with
     """
 
     policy: str
     caps: EngineCaps
     slo: Slo
     latency_budget_s: float | None
+    offline_rate: float | None
     versions: dict[str, str]
     format: int = FORMAT
     part: int = 0
@@ -73,7 +74,11 @@ class ViewState(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     online, offline      waiting requests that it looked at, from the front
     *_is_all             it saw that there are no more
+    offline_is_sharing   the pool's order was a `cosched.core.view.SharingOrder`
+    skips                (requests given out before, seq, num_tokens): the calls of `skip_sharing`
     matches              seq -> (cached, evictable) of the requests it asked about
+    prefixes             seq -> num_prefix_tokens of those that run and have no output yet; of
+                         others it says nothing any more
     reserves, gains      seq -> `View.reserve_of`, `View.preemption_gain`, where it asked
     """
 
@@ -81,12 +86,16 @@ class ViewState(msgspec.Struct, kw_only=True, omit_defaults=True):
     start_s: float
     kv: KvState
     free_slots: int
+    backlog: Backlog
     running: list[RequestRow] = []
     unfinished: list[RequestRow] = []
     online: list[RequestRow] = []
     online_is_all: bool = False
     offline: list[RequestRow] = []
     offline_is_all: bool = False
+    offline_is_sharing: bool = False
+    skips: list[tuple[int, int, int]] = []
+    prefixes: dict[int, int] = {}
     matches: dict[int, tuple[int, int]] = {}
     reserves: dict[int, int] = {}
     gains: dict[int, int] = {}
@@ -154,7 +163,7 @@ class Decision(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="kind
 
     number        of the plan, from 0
     requests      those that no earlier record of this part names
-    first_tokens  seq -> when its first token came out; where it is not yet known to the reader [s]
+    first_tokens  seq -> when its first token came out [s]; where it has changed
     belief        what the predictor predicts from; None: as in the record before
     shapes        the same
     """

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import msgspec
 
 from cosched.core.plan import Plan, SkipReason
 from cosched.core.request import Request, Slo
-from cosched.core.view import KvState, Match, View
+from cosched.core.view import Backlog, KvState, Match, SharingOrder, View
 from cosched.engine.decision_records import (
     BeliefState,
     Decision,
@@ -40,20 +41,50 @@ __all__ = ["DecisionLog", "RecordingView"]
 
 
 class _Noted:
-    """Requests, given out lazily; remembers how far anyone looked."""
+    """Requests, given out lazily; remembers how far anyone looked. An order that can be told to
+    skip some is looked at once."""
 
     def __init__(self, requests: Iterable[Request]) -> None:
         self._requests = requests
         self.seen: list[Request] = []
         self.is_all = False
+        self.is_sharing = False
+        self.skips: list[tuple[int, int, int]] = []
 
     def __iter__(self) -> Iterator[Request]:
-        seen = self.seen
-        for index, request in enumerate(self._requests):
-            if index == len(seen):
-                seen.append(request)
+        order = iter(self._requests)
+        if isinstance(order, SharingOrder):
+            self.is_sharing = True
+            return _NotedOrder(self, order)
+        return self._note(order)
+
+    def _note(self, order: Iterator[Request]) -> Iterator[Request]:
+        for index, request in enumerate(order):
+            if index == len(self.seen):
+                self.seen.append(request)
             yield request
         self.is_all = True
+
+
+class _NotedOrder(Iterator[Request]):
+    """Implements `SharingOrder` on another one."""
+
+    def __init__(self, noted: _Noted, order: Any) -> None:
+        self._noted = noted
+        self._order = order
+
+    def __next__(self) -> Request:
+        try:
+            request: Request = next(self._order)
+        except StopIteration:
+            self._noted.is_all = True
+            raise
+        self._noted.seen.append(request)
+        return request
+
+    def skip_sharing(self, request: Request, num_tokens: int) -> None:
+        self._noted.skips.append((len(self._noted.seen), request.arrival_seq, num_tokens))
+        self._order.skip_sharing(request, num_tokens)
 
 
 class RecordingView:
@@ -73,6 +104,10 @@ class RecordingView:
     @property
     def kv(self) -> KvState:
         return self._view.kv
+
+    @property
+    def backlog(self) -> Backlog:
+        return self._view.backlog
 
     @property
     def free_slots(self) -> int:
@@ -103,24 +138,32 @@ class RecordingView:
 
     def requests(self) -> Iterator[Request]:
         """All that the policy could name."""
-        yield from self.running
-        yield from self.unfinished
-        yield from self.online.seen
-        yield from self.offline.seen
+        return chain(self.running, self.unfinished, self.online.seen, self.offline.seen)
 
     def state(self) -> ViewState:
         """What was read. Valid while nothing of the plan has been applied."""
+        running, unfinished = _rows(self.running), _rows(self.unfinished)
         return ViewState(
             now_s=self.now_s,
             start_s=self.start_s,
             kv=self.kv,
             free_slots=self.free_slots,
-            running=_rows(self.running),
-            unfinished=_rows(self.unfinished),
+            backlog=self.backlog,
+            running=running,
+            unfinished=unfinished,
             online=_rows(self.online.seen),
             online_is_all=self.online.is_all,
             offline=_rows(self.offline.seen),
             offline_is_all=self.offline.is_all,
+            offline_is_sharing=self.offline.is_sharing,
+            skips=self.offline.skips,
+            prefixes={
+                seq: request.num_prefix_tokens
+                for request, (seq, num_output_tokens, _) in zip(
+                    chain(self.running, self.unfinished), chain(running, unfinished), strict=True
+                )
+                if not num_output_tokens
+            },
             matches=self.matches,
             reserves=self.reserves,
             gains=self.gains,
@@ -132,7 +175,7 @@ class _Open:
     """A plan whose record is not written yet.
 
     rids      of its prefill, in its order
-    requests  with their first tokens' times, as they stood
+    requests  all that the policy could name, with their first tokens' times as they stood
     is_over   nothing more will be known of it
     """
 
@@ -257,8 +300,7 @@ class DecisionLog:
             if seq not in known:
                 known[seq] = None
                 decision.requests.append(_facts(request))
-            if first_token_s != known[seq]:
-                assert first_token_s is not None
+            if first_token_s is not None and first_token_s != known[seq]:
                 known[seq] = first_token_s
                 decision.first_tokens[seq] = first_token_s
         belief = ended.belief

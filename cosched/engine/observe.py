@@ -63,6 +63,12 @@ class IterationObserver:
         self.busy_s = 0.0
         """Time that the device has spent on iterations [s]."""
         self.num_iterations = 0
+        """Iterations whose result is there."""
+
+    @property
+    def num_launched(self) -> int:
+        """Iterations launched, those on their way included."""
+        return self.num_iterations + len(self._in_flight)
 
     def use_virtual_clock(self, clock: Clock) -> None:
         """Time is virtual: an iteration is done when the clock says so, not when the call ends."""
@@ -71,6 +77,9 @@ class IterationObserver:
 
     def add_listener(self, listener: Callable[[StepResult], None]) -> None:
         self._listeners.append(listener)
+
+    def remove_listener(self, listener: Callable[[StepResult], None]) -> None:
+        self._listeners.remove(listener)
 
     def launch(self, run: Callable[[], Any], batch: Any) -> Any:
         """Run the batch through `run` and remember when it was launched."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 from cosched.core.request import RequestClass, Slo
@@ -61,6 +62,21 @@ class TrackedRequest:
     @property
     def max_new_tokens(self) -> int:
         return int(self.req.sampling_params.max_new_tokens)
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        return len(self.req.prefix_indices)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and generated tokens: what a prefix of it may be shared of."""
+        return [*self.req.origin_input_ids, *self.req.output_ids]
+
+    @property
+    def prefix_key(self) -> Hashable:
+        """Requests share nothing unless these are equal. SGLang has the LoRA adapter and the cache
+        salt in its extra key."""
+        return self.req.extra_key  # type: ignore[no-any-return]
 
     @property
     def num_computed_tokens(self) -> int:

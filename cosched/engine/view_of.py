@@ -7,15 +7,17 @@ from functools import cached_property
 from typing import Any
 
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+from sglang.srt.runtime_context import get_exec
 
 from cosched.core.caps import EngineCaps
 from cosched.core.request import Request
-from cosched.core.view import KvState, Match
+from cosched.core.view import Backlog, KvState, Match
 from cosched.engine.partial import can_split
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.waiting import WaitingQueue
+from cosched.latency.graphs import GraphSizes
 
-__all__ = ["SchedulerView", "caps_of"]
+__all__ = ["SchedulerView", "caps_of", "graph_sizes_of"]
 
 
 def caps_of(scheduler: Any) -> EngineCaps:
@@ -30,6 +32,19 @@ def caps_of(scheduler: Any) -> EngineCaps:
         partial_decode=can_split(scheduler),
         overlap=bool(scheduler.enable_overlap),
     )
+
+
+def graph_sizes_of(scheduler: Any) -> GraphSizes | None:
+    """The sizes that its batches are padded to for CUDA graphs; None: they are not."""
+    config = get_exec().graph.cuda_graph_config
+    if scheduler.device == "cpu" or config is None:
+        return None
+
+    def sizes(phase: Any) -> tuple[int, ...]:
+        return () if phase.backend == "disabled" else tuple(sorted(phase.bs or ()))
+
+    graphs = GraphSizes(prefill=sizes(config.prefill), decode=sizes(config.decode))
+    return graphs if graphs.prefill or graphs.decode else None
 
 
 class SchedulerView:
@@ -73,6 +88,10 @@ class SchedulerView:
     @property
     def offline(self) -> Iterable[TrackedRequest]:
         return self._waiting.offline
+
+    @property
+    def backlog(self) -> Backlog:
+        return self._waiting.backlog
 
     @cached_property
     def kv(self) -> KvState:

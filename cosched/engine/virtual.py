@@ -16,7 +16,7 @@ import gc
 import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,9 +26,12 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from cosched.core.batch import BatchShape
 from cosched.core.request import RequestClass, Slo
 from cosched.core.wire import OFFLINE_PRIORITY, PARAMS_KEY, class_of_priority, params_of_slo
-from cosched.engine.attach import use_clock
+from cosched.engine.attach import use_virtual_device
+from cosched.engine.identity import STANDS_FOR
 from cosched.engine.local import LocalEngine
 from cosched.engine.shape import shape_of
+from cosched.latency.graphs import GraphSizes
+from cosched.latency.profile_file import EngineIdentity
 from cosched.metrics.records import IterationLog, IterationRecord, RequestRecord
 
 __all__ = ["EOS_ID", "VOCAB_SIZE", "Arrival", "Source", "VirtualClock", "VirtualEngine"]
@@ -57,6 +60,11 @@ class VirtualClock:
 
 
 class TimeModel(Protocol):
+    """The modelled GPU. graph_sizes: what it has CUDA graphs for; None: nothing."""
+
+    @property
+    def graph_sizes(self) -> GraphSizes | None: ...
+
     def iteration_s(self, batch: BatchShape) -> float: ...
 
 
@@ -152,9 +160,18 @@ class VirtualEngine:
 
     records     of the requests that ended, in that order
     iterations  one row per forward pass
+    local       the engine underneath, for requests beside the sources'
     """
 
-    def __init__(self, *, flags: Sequence[str], cost_model: TimeModel, model_dir: Path) -> None:
+    def __init__(
+        self,
+        *,
+        flags: Sequence[str],
+        cost_model: TimeModel,
+        model_dir: Path,
+        identity: EngineIdentity | None = None,
+    ) -> None:
+        """identity: of the simulated engine, for a policy that starts from a profile of it."""
         self.clock = VirtualClock()
         self.records: list[RequestRecord] = []
         self.iterations = IterationLog()
@@ -166,8 +183,8 @@ class VirtualEngine:
         self._gpu_free_s = 0.0
         self._num_launched = 0
         self._launched: dict[int, _Launched] = {}
-        write_model_config(model_dir)
-        self._engine = LocalEngine(
+        write_model_config(model_dir, identity)
+        self.local = LocalEngine(
             [
                 *("--model-path", str(model_dir), "--load-format", "dummy"),
                 *("--device", "cpu", "--attention-backend", "torch_native"),
@@ -177,11 +194,11 @@ class VirtualEngine:
                 *flags,
             ]
         )
-        self.scheduler = self._engine.scheduler
+        self.scheduler = self.local.scheduler
         self._take_over()
 
     def close(self) -> None:
-        self._engine.close()
+        self.local.close()
 
     def __enter__(self) -> VirtualEngine:
         return self
@@ -216,7 +233,7 @@ class VirtualEngine:
             return not self._skip_idle_time()
 
         with _quiet_host():
-            self._engine.run(until_done)
+            self.local.run(until_done)
 
     def open_records(self) -> list[RequestRecord]:
         """Records of the requests that have not ended, in the order of arrival."""
@@ -247,7 +264,7 @@ class VirtualEngine:
 
     def _take_over(self) -> None:
         scheduler = self.scheduler
-        use_clock(scheduler, self.clock)
+        use_virtual_device(scheduler, self.clock, self._cost_model.graph_sizes)
         # Reports to a server that is not there; they walk the queues at every prefill.
         scheduler.load_snapshot_writer = None
         # Guards against a forward that still reads or writes the batch: this one is over at once.
@@ -270,7 +287,7 @@ class VirtualEngine:
         self._following[arrival.rid] = _Following(arrival)
         offline = arrival.request_class is RequestClass.OFFLINE
         params = params_of_slo(arrival.slo)
-        self._engine.submit(
+        self.local.submit(
             arrival.rid,
             arrival.input_ids,
             max_new_tokens=arrival.max_new_tokens,
@@ -384,10 +401,10 @@ def _quiet_host() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-def write_model_config(model_dir: Path) -> None:
+def write_model_config(model_dir: Path, identity: EngineIdentity | None) -> None:
     """A one-layer model without weights (SGLang fills them with ``--load-format dummy``)."""
     model_dir.mkdir(parents=True, exist_ok=True)
-    config = {
+    config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": VOCAB_SIZE,
@@ -405,4 +422,6 @@ def write_model_config(model_dir: Path) -> None:
         "tie_word_embeddings": True,
         "torch_dtype": "bfloat16",
     }
+    if identity is not None:
+        config[STANDS_FOR] = asdict(identity)
     (model_dir / "config.json").write_text(json.dumps(config, indent=2))

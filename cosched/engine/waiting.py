@@ -7,11 +7,12 @@ all of that sees every waiting request, online and offline, without a patch of i
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cosched.core.request import RequestClass
+from cosched.core.view import Backlog
 from cosched.core.wire import class_of_priority
 from cosched.engine.clock import Clock
 from cosched.engine.tracked import TrackedRequest
@@ -36,28 +37,62 @@ class WaitingQueue:
     abort everything.
     """
 
-    def __init__(self, *, pool: OfflinePool[TrackedRequest], clock: Clock) -> None:
+    def __init__(
+        self,
+        *,
+        pool: OfflinePool[TrackedRequest],
+        clock: Clock,
+        on_arrival: Callable[[TrackedRequest], None] | None = None,
+    ) -> None:
+        """`on_arrival` gets each request that comes for the first time."""
         self.online: ArrivalQueue[TrackedRequest] = ArrivalQueue()
         self.offline = pool
         self.clock = clock
         self.num_tokens = 0
         """Prompt and generated tokens of all that wait."""
+        self.backlog = Backlog(since_s=0.0, num_admitted=0)
+        self._has_new_backlog = False
+        self._on_arrival = on_arrival
         self._all: ArrivalQueue[TrackedRequest] = ArrivalQueue()
         self._seq = itertools.count()
 
+    def advance(self, now_s: float) -> None:
+        """Say what time it is, before planning: the same on every rank."""
+        self.offline.advance(now_s)
+        if self._has_new_backlog:
+            self._has_new_backlog = False
+            self.backlog = Backlog(since_s=now_s, num_admitted=0)
+
     def append(self, req: Any) -> None:
-        tracked = TrackedRequest.of(req) or TrackedRequest(
-            req, arrival_s=self.clock.now_s(), arrival_seq=next(self._seq)
-        )
+        tracked = TrackedRequest.of(req)
+        if tracked is None:
+            tracked = TrackedRequest(req, arrival_s=self.clock.now_s(), arrival_seq=next(self._seq))
+            if self._on_arrival is not None:
+                self._on_arrival(tracked)
         self._all.add(tracked)
+        if tracked.request_class is RequestClass.OFFLINE and not len(self.offline):
+            self._has_new_backlog = True
         self._queue_of(tracked).add(tracked)
         tracked.num_queued_tokens = req.seqlen
         self.num_tokens += tracked.num_queued_tokens
 
     def remove_rid(self, rid: str) -> TrackedRequest:
-        """Take a request out. KeyError when it does not wait."""
-        tracked = self._all.remove(rid)
+        """Take out a request that is admitted. KeyError when it does not wait."""
+        tracked = self._take(rid)
         self._queue_of(tracked).remove(rid)
+        if tracked.request_class is RequestClass.OFFLINE and not tracked.num_preemptions:
+            backlog = self.backlog
+            self.backlog = replace(backlog, num_admitted=backlog.num_admitted + 1)
+        return tracked
+
+    def abort_rid(self, rid: str) -> TrackedRequest:
+        """Take out a request that will not run. KeyError when it does not wait."""
+        tracked = self._take(rid)
+        self._queue_of(tracked).abort(rid)
+        return tracked
+
+    def _take(self, rid: str) -> TrackedRequest:
+        tracked = self._all.remove(rid)
         self.num_tokens -= tracked.num_queued_tokens
         return tracked
 
@@ -65,10 +100,10 @@ class WaitingQueue:
         return self._all.get(rid)
 
     def remove(self, req: Any) -> None:
-        self.remove_rid(req.rid)
+        self.abort_rid(req.rid)
 
     def pop(self, index: int) -> Any:
-        return self.remove_rid(self._all.at(index).rid).req
+        return self.abort_rid(self._all.at(index).rid).req
 
     def __getitem__(self, index: int) -> Any:
         return self._all.at(index).req

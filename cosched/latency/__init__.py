@@ -1,6 +1,7 @@
 """Latency: what an iteration costs, measured, modelled or guessed (docs/cost_models.md)."""
 
 from cosched.latency.base import OVERLAPPED, SYNCHRONOUS, CostModel, CpuOverhead
+from cosched.latency.calibration import Calibrator
 from cosched.latency.capacity import kv_capacity_tokens
 from cosched.latency.features import BatchTotals, TotalsTable, totals_table
 from cosched.latency.graphs import GraphSizes
@@ -12,7 +13,8 @@ from cosched.latency.predictor import (
     fit_predictor,
     predictor_from_dict,
 )
-from cosched.latency.profile_model import MeasuredPoint, ProfileModel
+from cosched.latency.profile_file import EngineIdentity, MeasuredPoint, Profile
+from cosched.latency.profile_model import ProfileModel
 from cosched.latency.registry import COST_MODELS, make_cost_model
 from cosched.latency.specs import GPUS, MODELS, GpuSpec, ModelSpec, gpu_spec, model_spec
 
@@ -24,8 +26,10 @@ __all__ = [
     "PREDICTORS",
     "SYNCHRONOUS",
     "BatchTotals",
+    "Calibrator",
     "CostModel",
     "CpuOverhead",
+    "EngineIdentity",
     "FittedPredictor",
     "GpuSpec",
     "GraphSizes",
@@ -33,6 +37,7 @@ __all__ = [
     "ModelSpec",
     "NoisyModel",
     "Predictor",
+    "Profile",
     "ProfileModel",
     "TotalsTable",
     "fit_predictor",

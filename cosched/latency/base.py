@@ -7,13 +7,14 @@ from typing import Protocol
 
 from cosched.core.batch import BatchShape
 from cosched.errors import ConfigError
+from cosched.latency.graphs import GraphSizes
 
 __all__ = ["OVERLAPPED", "SYNCHRONOUS", "CostModel", "CpuOverhead"]
 
 
 class CostModel(Protocol):
-    """Time of one iteration. A simulation's truth and a policy's belief are two objects of this
-    kind, never the same one.
+    """Time of one iteration: a simulation's truth. A policy's belief is a `Predictor`, which knows
+    of it only what it was shown.
 
     `iteration_s` mutates nothing a caller can see, except in a model that says otherwise
     (`NoisyModel` draws a number), and never raises for a valid batch. An empty batch takes no time.
@@ -21,6 +22,11 @@ class CostModel(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def graph_sizes(self) -> GraphSizes | None:
+        """Sizes to which batches are padded for CUDA graphs; None: they are not."""
+        ...
 
     def iteration_s(self, batch: BatchShape) -> float:
         """Time of one forward pass, CPU time that nothing hides included [s]."""

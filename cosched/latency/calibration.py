@@ -28,7 +28,10 @@ left to scale and shape: a drift that followed every median would wander, since 
 comparison has it taken out."""
 
 MARGIN_WINDOW = 16
+
 MOST_MARGIN = 2.0
+"""Two disturbed iterations that come close together do not stop everything."""
+
 CHANGE = 0.25
 CHANGE_MARGIN = 1.15
 """Two iterations longer than believed by more than `CHANGE` are taken for a change of the machine
@@ -53,7 +56,7 @@ REFIT_MOST = 1024
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColdStart(Predictor):
     """What is believed of a machine nobody has measured: some eight times what an A100 takes for an
-    8B model, but for what an iteration takes at least.
+    8B model, and its 12 ms that an iteration takes at least, rounded up.
 
     fixed_s        of an iteration [s]
     token_s        of each token through the layers [s]
@@ -61,7 +64,7 @@ class ColdStart(Predictor):
     double_pair_s  of half a (query, key) pair of prefill attention [s]
     """
 
-    fixed_s: float = 10e-3
+    fixed_s: float = 15e-3
     token_s: float = 0.5e-3
     context_s: float = 1e-6
     double_pair_s: float = 1e-8
@@ -161,18 +164,23 @@ class Calibrator(Predictor):
     def name(self) -> str:
         return "calibrated"
 
+    def use_graphs(self, graphs: GraphSizes | None) -> None:
+        """The sizes with CUDA graphs turned out to be others; before the first observation."""
+        assert not self.num_observed, f"{self.num_observed=}"
+        self._graphs = graphs
+
     def predict_s(self, totals: BatchTotals) -> float:
         return self.belief_s(totals) * (1 + self.margin)
 
     def belief_s(self, totals: BatchTotals) -> float:
         """The prediction without the margin [s]."""
         phase = self._prefill if totals.num_new else self._decode
-        if phase.shape is not None:
-            seconds = phase.shape.predict_s(totals) * phase.scale
-        else:
-            seconds = self._cold_s(totals)
-        seconds *= self.drift
-        return seconds if self._seen is None else seconds * self._seen.growth(totals)
+        shape = phase.shape
+        seconds = shape.predict_s(totals) * phase.scale if shape else self._cold_s(totals)
+        seen = self._seen
+        if seen is None or seen.covers(totals):
+            return seconds * self.drift
+        return seconds * self.drift * seen.growth(totals)
 
     def belief(self) -> Belief:
         decode, prefill, seen = self._decode, self._prefill, self._seen
@@ -202,10 +210,16 @@ class Calibrator(Predictor):
             self._seen.decodes, self._seen.context = decodes, context
 
     def _cold_s(self, totals: BatchTotals) -> float:
-        """Of an iteration whose phase is cold: what its decodes are known to take alone, if they
-        are, and the rest as from a cold start."""
+        """Of an iteration whose phase is cold: what is known from the other phase, and the rest as
+        from a cold start."""
         seconds = _COLD_START.predict_s(totals)
-        decode = self._decode
+        prefill, decode = self._prefill, self._decode
+        if not totals.num_new and prefill.shape is not None:
+            # Decodes alone take no longer than with a token of prefill beside them.
+            beside = totals.copy()
+            beside.add_prefill(1, 0)
+            beside_s = prefill.shape.predict_s(beside) * prefill.scale
+            return min(seconds * self._cold_scale, beside_s)
         if decode.shape is None or not totals.num_decodes:
             return seconds * self._cold_scale
         alone = totals.decodes_only()
@@ -223,7 +237,7 @@ class Calibrator(Predictor):
         self.num_observed += 1
         phase = self._prefill if totals.num_new else self._decode
         if phase.shape is None:
-            self._observe_cold(totals, seconds)
+            self._observe_cold(totals, seconds / self.drift)
         else:
             shape_s = phase.shape.predict_s(totals)
             self._follow_drift(phase.shape, totals, seconds / shape_s)
@@ -373,18 +387,23 @@ class _Seen:
         self.decodes = max(self.decodes, totals.num_decodes)
         self.context = max(self.context, totals.decode_context)
 
+    def covers(self, totals: BatchTotals) -> bool:
+        return (
+            totals.num_new <= self.new
+            and totals.double_pairs <= self.pairs
+            and totals.num_decodes <= self.decodes
+            and totals.decode_context <= self.context
+        )
+
     def growth(self, totals: BatchTotals) -> float:
         """How many times larger than anything seen; at least 1."""
-        growth = 1.0
-        if totals.num_new > self.new:
-            growth = totals.num_new / self.new
-        if totals.double_pairs > self.pairs * growth:
-            growth = totals.double_pairs / self.pairs
-        if totals.num_decodes > self.decodes * growth:
-            growth = totals.num_decodes / self.decodes
-        if totals.decode_context > self.context * growth:
-            growth = totals.decode_context / self.context
-        return growth
+        return max(
+            1.0,
+            totals.num_new / self.new,
+            totals.double_pairs / self.pairs,
+            totals.num_decodes / self.decodes,
+            totals.decode_context / self.context,
+        )
 
     def describe(self) -> dict[str, object]:
         return {name: getattr(self, name) for name in self.__slots__}

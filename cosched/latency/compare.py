@@ -14,7 +14,7 @@ from cosched.latency.features import BatchTotals
 from cosched.latency.graphs import GraphSizes
 from cosched.latency.held_out import ErrorSummary, summarise
 from cosched.latency.predictor import PREDICTORS, FittedPredictor, fit_predictor
-from cosched.latency.profile_model import MeasuredPoint
+from cosched.latency.profile_file import MeasuredPoint
 
 __all__ = [
     "KINDS",

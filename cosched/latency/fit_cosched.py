@@ -20,7 +20,6 @@ from cosched.latency.predictor_base import check_points
 from cosched.latency.predictor_cosched import (
     CONTEXTS,
     DECODES,
-    SIZES,
     CoschedPredictor,
     PrefillCosts,
     TokenCurve,
@@ -35,9 +34,17 @@ RAMPS = (32, 64, 128, 256, 512, 1024)
 PRIOR_WEIGHT = 0.3
 """How many measured batches the coarse model counts for at each level and corner."""
 
+COARSE_POINTS = 4096
+"""Batches that the coarse model is fitted to, taken at random if there are more."""
+
 LEAST_SHARE = 0.5
-"""What the smallest iteration takes, as a share of the shortest one measured, as far as one more
-measurement could tell: of batches that are all alike, each cost might be the one that counts."""
+"""Guesses that count for one measured batch in the coarse model: the smallest iteration takes this
+share of the shortest one measured, and a decode's attention as much in a mixed batch as alone (in a
+batch where it takes this share). Of batches that are all alike, any cost might be the one that
+counts."""
+
+LEAST_LEVEL = 1e-3
+"""Least level of any size, as a share of the shortest time measured."""
 
 OUTLIER_DEVIATIONS = 6.0
 OUTLIER_LEAST = 0.25
@@ -77,7 +84,12 @@ def fit_phases(
     surface = np.tile(UNKNOWN_CONTEXT_S * np.array(CONTEXTS, dtype=np.float64), (len(DECODES), 1))
     imbalance = 0.0
     costs = PrefillCosts(
-        request=0.0, double_pair=0.0, double_tail_pair=0.0, context=0.0, decode_attention=1.0
+        request=0.0,
+        double_pair=0.0,
+        double_tail_pair=0.0,
+        key=0.0,
+        longest_key=0.0,
+        decode_attention=1.0,
     )
     if not with_prefill.all():
         decode, surface, imbalance = _fit_decode(
@@ -110,6 +122,13 @@ class _Rows:
     values: Sequence[FloatArray]
     num_columns: int
 
+    def some(self, which: _Indices) -> _Rows:
+        return _Rows(
+            [index[which] for index in self.indices],
+            [value[which] for value in self.values],
+            self.num_columns,
+        )
+
     def times(self, x: FloatArray) -> FloatArray:
         total = np.zeros(len(self.values[0]))
         for index, value in zip(self.indices, self.values, strict=True):
@@ -141,34 +160,38 @@ class _Layout:
     coarse      (columns, coarse costs): what each column is in the coarse model
     cumulative  (columns, increments): columns as sums of increments that cannot be negative
     typical     (batches, columns): a batch for each column that few measured ones may speak of
+    guesses     (batches, columns), and what each is guessed to take [s]
     """
 
     coarse: FloatArray
     cumulative: FloatArray
     typical: FloatArray
+    guesses: FloatArray
+    guesses_s: FloatArray
 
 
 def _fit(rows: _Rows, seconds: FloatArray, layout: _Layout) -> FloatArray:
     """Fine columns: least squares of relative errors, near the coarse model where data are rare."""
-    gram, moments = rows.normal(1 / seconds, seconds)
-    least = float(seconds.min())
-    smallest = layout.typical[0] / least
-    gram += np.outer(smallest, smallest)
-    moments += LEAST_SHARE * smallest
+    some = np.random.default_rng(0).permutation(len(seconds))[:COARSE_POINTS]
+    gram, moments = rows.some(some).normal(1 / seconds[some], seconds[some])
+    least = seconds.min()
+    guesses, guesses_s = layout.guesses / least, layout.guesses_s / least
+    gram += guesses.T @ guesses
+    moments += guesses.T @ guesses_s
     coarse = layout.coarse
     prior = coarse @ nnls_normal(coarse.T @ gram @ coarse, coarse.T @ moments)
     # Errors relative to a prediction rather than to the measured time: dividing by a noisy time
     # would weigh times that came out short more, and predict too little.
-    predicted = rows.times(prior)
+    predicted = np.maximum(rows.times(prior), LEAST_SHARE * least)
     errors = np.abs(seconds / predicted - 1)
     spread = 1.4826 * float(np.median(errors))
     kept = errors <= max(OUTLIER_LEAST, OUTLIER_DEVIATIONS * spread)
     gram, moments = rows.normal(kept / predicted, seconds)
     # One batch for each level and corner, whose time is what the coarse model says.
-    times = layout.typical @ prior
-    batches = layout.typical / np.maximum(times, LEAST_SHARE * least)[:, None]
+    times = np.maximum(layout.typical @ prior, LEAST_SHARE * least)
+    batches = layout.typical / times[:, None]
     gram += PRIOR_WEIGHT * batches.T @ batches
-    moments += PRIOR_WEIGHT * batches.T @ np.minimum(times / (LEAST_SHARE * least), 1.0)
+    moments += PRIOR_WEIGHT * batches.T @ (batches @ prior)
     up = layout.cumulative
     return up @ nnls_normal(up.T @ gram @ up, up.T @ moments)
 
@@ -187,8 +210,10 @@ def _level_layout(sizes: Sequence[int]) -> tuple[FloatArray, FloatArray]:
     return np.array([np.ones(len(at)), at, *ramps]).T, np.tri(len(at))
 
 
-def _curve(sizes: tuple[int, ...], levels: FloatArray, *, padded: bool) -> TokenCurve:
-    return TokenCurve(sizes=sizes, seconds=tuple(levels.tolist()), padded=padded)
+def _with_levels(curve: TokenCurve, levels: FloatArray, seconds: FloatArray) -> TokenCurve:
+    # However the costs of alike batches were told apart: no iteration takes no time.
+    least = LEAST_LEVEL * float(seconds.min())
+    return replace(curve, seconds=tuple(np.maximum(levels, least).tolist()))
 
 
 def _fit_decode(
@@ -196,10 +221,10 @@ def _fit_decode(
 ) -> tuple[TokenCurve, FloatArray, float]:
     """(levels, surface, imbalance) from decode-only batches. Columns: levels, surface row by row,
     imbalance."""
-    sizes = graphs.decode if graphs else SIZES
-    shape = _curve(sizes, np.zeros(len(sizes)), padded=graphs is not None)
+    curve = TokenCurve.empty(graphs.decode if graphs else ())
+    sizes = curve.sizes
     num, mean = table.num_decodes, table.decode_context / table.num_decodes
-    indices, values = _level_rows(num, shape)
+    indices, values = _level_rows(num, curve)
     first, last = len(sizes), len(sizes) + len(DECODES) * len(CONTEXTS)
     corner_indices, corner_values = _corner_rows(num, mean)
     rows = _Rows(
@@ -207,9 +232,9 @@ def _fit_decode(
         [*values, *corner_values, num * table.max_decode_context],
         last + 1,
     )
-    columns = _fit(rows, seconds, _decode_layout(sizes, shape))
+    columns = _fit(rows, seconds, _decode_layout(curve, float(seconds.min())))
     surface = columns[first:last].reshape(len(DECODES), len(CONTEXTS))
-    return _curve(sizes, columns[:first], padded=shape.padded), surface, float(columns[last])
+    return _with_levels(curve, columns[:first], seconds), surface, float(columns[last])
 
 
 def _corner_rows(num: FloatArray, mean: FloatArray) -> tuple[list[_Indices], list[FloatArray]]:
@@ -226,10 +251,10 @@ def _corner_rows(num: FloatArray, mean: FloatArray) -> tuple[list[_Indices], lis
     return indices, values
 
 
-def _decode_layout(sizes: tuple[int, ...], shape: TokenCurve) -> _Layout:
+def _decode_layout(curve: TokenCurve, least_s: float) -> _Layout:
     """Coarse: levels, a cost per decode, per token of context, and the imbalance."""
-    num_levels, num_corners = len(sizes), len(DECODES) * len(CONTEXTS)
-    levels, level_sums = _level_layout(sizes)
+    num_levels, num_corners = len(curve.sizes), len(DECODES) * len(CONTEXTS)
+    levels, level_sums = _level_layout(curve.sizes)
     num_coarse = levels.shape[1]
     coarse = np.zeros((num_levels + num_corners + 1, num_coarse + 2))
     coarse[:num_levels, :num_coarse] = levels
@@ -246,13 +271,19 @@ def _decode_layout(sizes: tuple[int, ...], shape: TokenCurve) -> _Layout:
     typical = np.zeros((num_levels + num_corners, num_levels + num_corners + 1))
     typical[:num_levels, :num_levels] = np.eye(num_levels)
     for row, num in enumerate(DECODES):
-        low, high, share = shape.locate(np.array([float(num)]))
+        low, high, share = curve.locate(np.array([float(num)]))
         for column in range(len(CONTEXTS)):
             corner = num_levels + row * len(CONTEXTS) + column
             typical[corner, low[0]] += 1 - share[0]
             typical[corner, high[0]] += share[0]
             typical[corner, corner] = num
-    return _Layout(coarse=coarse, cumulative=cumulative, typical=typical)
+    return _Layout(
+        coarse=coarse,
+        cumulative=cumulative,
+        typical=typical,
+        guesses=typical[:1],
+        guesses_s=np.array([LEAST_SHARE * least_s]),
+    )
 
 
 def _decode_attention(table: TotalsTable, surface: FloatArray, imbalance: float) -> FloatArray:
@@ -269,13 +300,14 @@ def _fit_prefill(
     table: TotalsTable, attention: FloatArray, seconds: FloatArray, graphs: GraphSizes | None
 ) -> tuple[TokenCurve, PrefillCosts]:
     """Levels and costs from batches with a prefill. Columns: levels, then `PrefillCosts`."""
-    sizes = graphs.prefill if graphs else SIZES
-    shape = _curve(sizes, np.zeros(len(sizes)), padded=graphs is not None)
-    indices, values = _level_rows(table.num_new + table.num_decodes, shape)
+    curve = TokenCurve.empty(graphs.prefill if graphs else ())
+    sizes = curve.sizes
+    indices, values = _level_rows(table.num_new + table.num_decodes, curve)
     costs = (
         table.num_prefills + table.num_decodes,
         table.double_pairs,
         table.double_tail_pairs,
+        table.num_new + table.num_cached,
         table.max_prefill_context,
         attention,
     )
@@ -291,9 +323,19 @@ def _fit_prefill(
     coarse[num_levels:, levels.shape[1] :] = np.eye(len(costs))
     cumulative = np.eye(num_columns)
     cumulative[:num_levels, :num_levels] = level_sums
-    typical = np.eye(num_columns)[:num_levels]
-    columns = _fit(rows, seconds, _Layout(coarse=coarse, cumulative=cumulative, typical=typical))
+    # A batch of each size, and one whose decodes' attention takes a share of the shortest time.
+    share_s = LEAST_SHARE * float(seconds.min())
+    with_decodes = np.zeros(num_columns)
+    with_decodes[0], with_decodes[-1] = 1.0, share_s
+    typical = np.vstack([np.eye(num_columns)[:num_levels], with_decodes])
+    guesses = np.vstack([typical[0], with_decodes - typical[0]])
+    layout = _Layout(
+        coarse=coarse,
+        cumulative=cumulative,
+        typical=typical,
+        guesses=guesses,
+        guesses_s=np.array([share_s, share_s]),
+    )
+    columns = _fit(rows, seconds, layout)
     found = dict(zip(PrefillCosts.names(), columns[num_levels:].tolist(), strict=True))
-    if not attention.any():
-        found["decode_attention"] = 1.0  # No mixed batch says otherwise: as among decodes only.
-    return _curve(sizes, columns[:num_levels], padded=shape.padded), PrefillCosts(**found)
+    return _with_levels(curve, columns[:num_levels], seconds), PrefillCosts(**found)

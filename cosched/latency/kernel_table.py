@@ -13,6 +13,7 @@ from cosched.latency.attention import ContextTable, GenerationTable
 from cosched.latency.base import OVERLAPPED, CpuOverhead
 from cosched.latency.gemm import AllReduceTable, GemmTable
 from cosched.latency.graphs import (
+    GraphSizes,
     decode_graph_sizes,
     default_chunk_tokens,
     default_max_batch,
@@ -94,7 +95,7 @@ class KernelTableModel:
         self.gpu = gpu
         self.tp = tp
         self.overhead = overhead
-        self._graphs = graphs
+        self.graph_sizes: GraphSizes | None = None
         self._mixed_decode_factor = mixed_decode_factor
         paths = find_tables(data_dir, gpu.tables)
         self._paths = paths
@@ -121,6 +122,7 @@ class KernelTableModel:
         if graphs:
             prefill_sizes = prefill_graph_sizes(max_prefill_graph or default_chunk_tokens(gpu))
             decode_sizes = decode_graph_sizes(max_decode_graph or default_max_batch(gpu, tp))
+            self.graph_sizes = GraphSizes(prefill=tuple(prefill_sizes), decode=tuple(decode_sizes))
             prefill = np.array(padded_sizes(prefill_sizes, MAX_TOKENS))
             decode = np.array(padded_sizes(decode_sizes, MAX_TOKENS))
         self._prefill_s: list[float] = body[prefill].tolist()
@@ -199,7 +201,7 @@ class KernelTableModel:
                 )
                 if path is not None
             ],
-            "cuda_graphs": self._graphs,
+            "cuda_graphs": self.graph_sizes is not None,
             "mixed_decode_factor": self._mixed_decode_factor,
             "cpu_overhead": asdict(self.overhead),
         }

@@ -7,6 +7,7 @@ import numpy as np
 from cosched.core.batch import BatchShape
 from cosched.errors import ConfigError
 from cosched.latency.base import CostModel
+from cosched.latency.graphs import GraphSizes
 
 __all__ = ["NoisyModel"]
 
@@ -46,6 +47,10 @@ class NoisyModel:
             np.random.default_rng(stream) for stream in np.random.SeedSequence(seed).spawn(2)
         )
         self._factors: list[float] = []
+
+    @property
+    def graph_sizes(self) -> GraphSizes | None:
+        return self.base.graph_sizes
 
     @property
     def name(self) -> str:

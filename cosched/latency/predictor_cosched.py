@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -58,34 +59,47 @@ few decodes cannot fill."""
 class TokenCurve:
     """Seconds by number of tokens, non-decreasing.
 
-    sizes    ascending [tokens]
-    seconds  at each size; beyond the last in proportion to the tokens
-    padded   a number between two sizes costs what the larger one does (CUDA graphs); else straight
-             between them
+    sizes       ascending [tokens]
+    seconds     at each size; beyond the last in proportion to the tokens
+    num_graphs  of the sizes, the first so many have a CUDA graph: what lies below one of them costs
+                what it does. Between the others the curve is straight.
+
+    ConfigError when the sizes do not ascend.
     """
 
     sizes: tuple[int, ...]
     seconds: tuple[float, ...]
-    padded: bool
+    num_graphs: int
+
+    def __post_init__(self) -> None:
+        ascend = all(low < high for low, high in pairwise((0, *self.sizes)))
+        if not self.sizes or not ascend or len(self.seconds) != len(self.sizes):
+            raise ConfigError(
+                f"the sizes of a curve are {list(self.sizes)}, with {len(self.seconds)} times; "
+                "they must be above 0 and ascend, with one time each"
+            )
+
+    @classmethod
+    def empty(cls, graphs: Sequence[int]) -> TokenCurve:
+        """No seconds yet; `SIZES` go on where the graphs, if any, end."""
+        largest = graphs[-1] if graphs else 0
+        sizes = (*graphs, *(size for size in SIZES if size > largest))
+        return cls(sizes=sizes, seconds=(0.0,) * len(sizes), num_graphs=len(graphs))
 
     def table(self) -> list[float]:
         """Seconds for 0, 1, ..., sizes[-1] tokens."""
-        tokens = np.arange(self.sizes[-1] + 1)
-        low, high, share = self.locate(tokens.astype(np.float64))
+        low, high, share = self.locate(np.arange(self.sizes[-1] + 1.0))
         levels = np.array(self.seconds)
         between = levels[low] + share * (levels[high] - levels[low])
-        table: list[float] = np.maximum.accumulate(
-            between
-        ).tolist()  # rounding may not make it fall
+        # Rounding may not make it fall.
+        table: list[float] = np.maximum.accumulate(between).tolist()
         return table
 
     def locate(self, tokens: FloatArray) -> tuple[Any, Any, FloatArray]:
         """(i, j, w): a number of tokens costs level i moved by w (0-1) towards level j."""
         sizes = np.array(self.sizes, dtype=np.float64)
         high = np.minimum(np.searchsorted(sizes, tokens), len(sizes) - 1)
-        if self.padded:
-            return high, high, np.zeros(len(tokens))
-        low = np.maximum(high - 1, 0)
+        low = np.where(high < self.num_graphs, high, np.maximum(high - 1, 0))
         width = np.maximum(sizes[high] - sizes[low], 1.0)
         return low, high, np.clip((tokens - sizes[low]) / width, 0.0, 1.0)
 
@@ -97,14 +111,16 @@ class PrefillCosts:
     request           of each request [s]
     double_pair       half of one (query, key) pair of prefill attention [s]
     double_tail_pair  the same, for queries beyond the first `QUERY_TILE` of their chunk [s]
-    context           of each token of the longest prefill's context: reading its keys [s]
+    key               of each token of the prefills' contexts: reading their keys [s]
+    longest_key       of each token of the longest context: the prefill that ends last [s]
     decode_attention  attention of decodes here, as a multiple of what it is among decodes only
     """
 
     request: float
     double_pair: float
     double_tail_pair: float
-    context: float
+    key: float
+    longest_key: float
     decode_attention: float
 
     @classmethod
@@ -116,11 +132,13 @@ class CoschedPredictor(FittedPredictor):
     """Seconds of an iteration:
 
         decode-only    D(N_d) + A
-        with prefills  P(S_p + N_d) + k * A + r * (N_p + N_d) + p * pairs + q * tail pairs + m * max
+        with prefills  P(S_p + N_d) + k * A + r * (N_p + N_d) + p * pairs + q * tail pairs
+                       + m * keys + l * longest
 
     P, D: a level for each CUDA graph size, or straight between `SIZES` where there are no graphs.
     A = N_d * g(N_d, mean context) + u * N_d * longest context: attention of the decodes, g a
-    surface over `DECODES` and `CONTEXTS`. pairs, tail pairs, max: `BatchTotals`.
+    surface over `DECODES` and `CONTEXTS`. pairs, tail pairs, longest: of `BatchTotals`; keys: new
+    and cached tokens of the prefills.
 
     All levels and costs are non-negative, levels do not fall with the tokens and g does not fall
     with the context, so more prompt tokens or longer contexts are never predicted to be cheaper.
@@ -184,7 +202,8 @@ class CoschedPredictor(FittedPredictor):
             + _level(self._prefill_levels, totals.num_new + num_decodes)
             + costs.double_pair * totals.double_pairs
             + costs.double_tail_pair * totals.double_tail_pairs
-            + costs.context * totals.max_prefill_context
+            + costs.key * (totals.num_new + totals.num_cached)
+            + costs.longest_key * totals.max_prefill_context
         )
 
     def _decode_attention(self, totals: BatchTotals) -> float:
@@ -243,19 +262,17 @@ def _curve_dict(curve: TokenCurve) -> dict[str, object]:
     return {
         "sizes": list(curve.sizes),
         "seconds": list(curve.seconds),
-        "padded": curve.padded,
+        "num_graphs": curve.num_graphs,
     }
 
 
 def _curve(data: Any, key: str) -> TokenCurve:
     curve = data.get(key)
     if not isinstance(curve, dict) or not isinstance(curve.get("sizes"), list):
-        raise ConfigError(
-            f"{key} is {curve!r}; it must be an object with sizes, seconds and padded"
-        )
+        raise ConfigError(f"{key} is {curve!r}; it must have sizes, seconds and num_graphs")
     sizes = curve["sizes"]
     return TokenCurve(
         sizes=tuple(int(size) for size in numbers(curve, "sizes", len(sizes))),
         seconds=numbers(curve, "seconds", len(sizes)),
-        padded=bool(curve.get("padded")),
+        num_graphs=int(number(curve, "num_graphs")),
     )

@@ -22,7 +22,8 @@ from cosched.latency.base import CostModel
 from cosched.latency.capacity import kv_capacity_tokens
 from cosched.latency.gemm import AllReduceTable, GemmTable
 from cosched.latency.held_out import ErrorSummary, HeldOutError, MeasuredTable, held_out_error
-from cosched.latency.profile_model import MeasuredPoint, ProfileModel
+from cosched.latency.profile_file import MeasuredPoint
+from cosched.latency.profile_model import ProfileModel
 from cosched.latency.registry import make_cost_model
 from cosched.latency.specs import GPUS, MODELS, GpuSpec
 from cosched.latency.tables import (

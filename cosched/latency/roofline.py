@@ -41,6 +41,7 @@ class RooflineModel:
     """
 
     name = "roofline"
+    graph_sizes = None
 
     def __init__(
         self,

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from sortedcontainers import SortedDict
 
 from cosched.core.request import Request
 
-__all__ = ["ArrivalQueue", "OfflinePool"]
+__all__ = ["ArrivalQueue", "OfflinePool", "PrefixRequest"]
 
 R = TypeVar("R", bound=Request)
+
+
+class PrefixRequest(Request, Protocol):
+    """A request whose place in prefix order can be known. Both stay as they are while it waits."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """Prompt and generated tokens; an array is read many times faster than a list."""
+        ...
+
+    @property
+    def prefix_key(self) -> Hashable:
+        """Requests of different keys share no KV: SGLang's ``extra_key`` (which names the LoRA
+        adapter) and ``cache_salt``."""
+        ...
 
 
 class OfflinePool(Protocol[R]):
@@ -23,7 +38,15 @@ class OfflinePool(Protocol[R]):
         ...
 
     def remove(self, rid: str) -> R:
-        """Take a request out (admitted or aborted). KeyError when it is not in the pool."""
+        """Take out a request that is admitted. KeyError when it is not in the pool."""
+        ...
+
+    def abort(self, rid: str) -> R:
+        """Take out a request that will not run. KeyError when it is not in the pool."""
+        ...
+
+    def advance(self, now_s: float) -> None:
+        """Say what time it is, before planning."""
         ...
 
     def get(self, rid: str) -> R | None: ...
@@ -63,6 +86,11 @@ class ArrivalQueue(Generic[R]):
 
     def get(self, rid: str) -> R | None:
         return self._by_rid.get(rid)
+
+    abort = remove
+
+    def advance(self, now_s: float) -> None:
+        """The order of arrival does not depend on the time."""
 
     def at(self, index: int) -> R:
         """The request at a position in the order of arrival, O(log n). IndexError outside."""

@@ -25,12 +25,14 @@ class PolicySettings:
                       between two plans; a policy only asks it
     latency_budget_s  most predicted time of an iteration that serves online requests [s]; None: it
                       follows from their deadlines
+    offline_rate      most offline requests admitted per second [1/s]; None: any number
     """
 
     caps: EngineCaps
     slo: Slo
     predictor: Predictor
     latency_budget_s: float | None = None
+    offline_rate: float | None = None
 
 
 class Policy(Protocol):

@@ -35,6 +35,7 @@ Deviations from the paper
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -61,8 +62,8 @@ class Budgets:
     idle_share  most iteration time without online requests [TTFT targets]
     """
 
-    aim: float = 0.9
-    burst: float = 2.0
+    aim: float = 0.985
+    burst: float = 1.5
     idle_share: float = 0.3
 
 
@@ -88,6 +89,7 @@ class _Ledger:
         self._totals = totals
         self._online_s = online_s
         self._offline_s = offline_s
+        self._most_tokens: int | None = None
 
     def limits(self) -> Mapping[str, float]:
         limits = {"online": self._online_s, "offline": self._offline_s}
@@ -97,7 +99,36 @@ class _Ledger:
         return self._predictor.max_prefill(self._totals, num_cached, self._online_s, limit)
 
     def offline_tokens(self, num_cached: int, limit: int) -> int:
+        if self._most_tokens is None:
+            self._most_tokens = self._worthwhile_tokens(num_cached)
+        left = self._most_tokens - self._totals.num_new - self._totals.num_decodes
+        if left <= 0:
+            return 0
+        limit = min(limit, left)
         return self._predictor.max_prefill(self._totals, num_cached, self._offline_s, limit)
+
+    def _worthwhile_tokens(self, num_cached: int) -> int:
+        """Tokens in all up to which the iteration is worth filling with offline prefill.
+
+        Kernels work on tiles of tokens, so the first token beyond a full tile may cost as much as a
+        whole one. Of the sizes that fit the one with the best surplus is taken: tokens at the price
+        that many of them have, less the time of the iteration. What is not spent is slack, with
+        which a later iteration affords the next full tile.
+        """
+        in_batch = self._totals.num_new + self._totals.num_decodes
+        most = self._predictor.max_prefill(self._totals, num_cached, self._offline_s, _MANY)
+        if most in (0, _MANY):
+            return in_batch if most == 0 else sys.maxsize
+
+        def seconds(num_tokens: int) -> float:
+            trial = self._totals.copy()
+            trial.add_prefill(num_tokens, num_cached)
+            return self._predictor.predict_s(trial)
+
+        token_s = (seconds(_MANY) - self._predictor.predict_s(self._totals)) / _MANY
+        sizes = {most} | {(in_batch + most) // tile * tile - in_batch for tile in _TILES}
+        fitting = [n for n in sizes if n > 0]
+        return in_batch + max(fitting, key=lambda n: n * token_s - seconds(n))
 
     def offline_decodes(self, contexts: Sequence[int]) -> int:
         if self._predict_s(contexts) <= self._offline_s:
@@ -116,6 +147,13 @@ class _Ledger:
 
     def add_decodes(self, contexts: Sequence[int]) -> None:
         self._totals.add_decodes(contexts)
+
+
+_MANY = 2048
+"""Tokens over which the steps of tiles even out."""
+
+_TILES = (64, 128, 256)
+"""Tokens that GEMM kernels work on at a time."""
 
 
 def _ledger(view: View, settings: PolicySettings, budgets: Budgets) -> _Ledger:

@@ -20,7 +20,9 @@ class PolicyEntry:
     summary       one line for ``--help``
     source        where it comes from
     make          builds it for an engine; None: the engine's own scheduler decides
-    predicts      it asks the latency predictor, which is kept up to date only then
+    prefix_order  the pool is kept in prefix order instead of the order of arrival
+    timed         its plans depend on time: the latency predictor is kept up to date, and all ranks
+                  go by one clock
     server_flags  SGLang server arguments it needs, by field name
     """
 
@@ -28,7 +30,8 @@ class PolicyEntry:
     summary: str
     source: str
     make: Callable[[PolicySettings], Policy] | None = None
-    predicts: bool = False
+    prefix_order: bool = False
+    timed: bool = False
     server_flags: Mapping[str, object] = field(default_factory=dict)
 
     def arguments(self) -> dict[str, list[str]]:
@@ -61,11 +64,28 @@ _ENTRIES = (
         server_flags={"enable_mixed_chunk": True},
     ),
     PolicyEntry(
+        name="hygen-throttled",
+        summary="sarathi that admits offline requests at a fixed rate (offline_rate)",
+        source="HyGen §5.1 (baseline HyGen*)",
+        make=lambda settings: SarathiPolicy(offline_rate=settings.offline_rate),
+        timed=True,
+        server_flags={"enable_mixed_chunk": True},
+    ),
+    PolicyEntry(
         name="hygen",
-        summary="online first, then offline, in a budget of predicted time",
-        source="HyGen §4, Algorithm 1",
+        summary="online first, then offline in prefix order, in a budget of predicted time",
+        source="HyGen §4, Algorithms 1 and 3",
         make=HygenPolicy,
-        predicts=True,
+        prefix_order=True,
+        timed=True,
+        server_flags={"enable_mixed_chunk": True},
+    ),
+    PolicyEntry(
+        name="hygen-fcfs",
+        summary="hygen with the pool in the order of arrival",
+        source="HyGen §5 (ablation: without prefix sharing maximization)",
+        make=HygenPolicy,
+        timed=True,
         server_flags={"enable_mixed_chunk": True},
     ),
 )

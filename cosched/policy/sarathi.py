@@ -28,5 +28,17 @@ _UNLIMITED = Unlimited()
 class SarathiPolicy:
     """Two phases over one token budget. See the module's docstring and `two_phase`."""
 
+    def __init__(self, *, offline_rate: float | None = None) -> None:
+        """offline_rate  most offline requests admitted per second while some wait [1/s]; None: any
+        number. With a rate that the SLO-aware profiler found this is HyGen* (HyGen §5.1)."""
+        self._offline_rate = offline_rate
+
     def plan(self, view: View) -> Plan:
-        return two_phase_plan(view, _UNLIMITED)
+        return two_phase_plan(view, _UNLIMITED, most_offline=self._most_offline(view))
+
+    def _most_offline(self, view: View) -> int | None:
+        if self._offline_rate is None:
+            return None
+        backlog = view.backlog
+        due = 1 + int(self._offline_rate * (view.now_s - backlog.since_s))
+        return max(due - backlog.num_admitted, 0)

@@ -4,7 +4,8 @@ Algorithm 1). Policies differ in the time they give each phase.
 Running requests decode. Online prefill takes what it needs, oldest first; where request slots or KV
 memory are missing, running offline requests are stopped, youngest first, with their KV kept in the
 radix tree, and an unfinished offline prefill is stopped when an online one needs its place. Offline
-work is taken in the pool's order, running before waiting.
+work is taken in the pool's order, running before waiting; where the pool knows which requests begin
+alike, a head that none has computed yet is computed by one of them and the others follow.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Protocol
 from cosched.core.budget import IterationBudget
 from cosched.core.plan import Plan, Preemption, SkipReason
 from cosched.core.request import Request, RequestClass
-from cosched.core.view import Match, View
+from cosched.core.view import Match, SharingOrder, View
 
 __all__ = ["TimeLedger", "Unlimited", "two_phase_plan"]
 
@@ -132,8 +133,15 @@ class _Draft:
                 if num_tokens > 0:
                     self._budget.charge_continuation(request, num_tokens)
                     self._take(request, num_tokens, num_cached)
+        if self._held:
+            return  # what runs comes before what waits
+        order = iter(self._view.offline)
+        if isinstance(order, SharingOrder):
+            for request in (*self._view.running, *self._view.unfinished):
+                if request.num_output_tokens == 0:
+                    self._follow(order, request, request.num_prefix_tokens)
         num_admitted = 0
-        for request in self._view.offline:
+        for request in order:
             if num_admitted == self._most_offline:
                 self._skipped[request.rid] = SkipReason.RATE_LIMIT
                 break
@@ -144,6 +152,15 @@ class _Draft:
             if not self._admit(request, match, self._offline_tokens(request, match.cached)):
                 break
             num_admitted += 1
+            if isinstance(order, SharingOrder):
+                self._follow(order, request, match.cached)
+
+    def _follow(self, order: SharingOrder, request: Request, num_cached: int) -> None:
+        """Who shares what this request computes now waits until it is in the tree, unless it is
+        next to nothing."""
+        num_shared = num_cached + _LEAST_SHARED
+        if num_shared <= _num_tokens(request):
+            order.skip_sharing(request, num_shared)
 
     def _offline_tokens(self, request: Request, num_cached: int) -> int:
         """Prompt tokens of an offline prefill that the time allows; no crumbs: a chunk costs a
@@ -257,7 +274,10 @@ class _Draft:
             self._held.discard(oldest.rid)
 
 
-_LEAST_CHUNK = 64
+_LEAST_CHUNK = 16
+
+_LEAST_SHARED = 64
+"""Tokens that are worth waiting for another request to compute them."""
 
 
 def _num_tokens(request: Request) -> int:

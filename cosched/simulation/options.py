@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from pathlib import Path
+from typing import Any
 
+from cosched.config import parse_config
 from cosched.core.request import Slo
 from cosched.errors import ConfigError
 from cosched.latency.registry import COST_MODELS
@@ -16,9 +19,12 @@ from cosched.simulation.scenario import Scenario
 
 __all__ = [
     "DATA_ENV",
+    "add_config_options",
     "add_machine_options",
     "add_workload_options",
+    "cost_of",
     "data_dir_of",
+    "machine_of",
     "run_spec_of",
 ]
 
@@ -121,6 +127,37 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_config_options(parser: argparse.ArgumentParser) -> None:
+    """Of the simulated server's configuration, for policies that have more than a name."""
+    group = parser.add_argument_group("policy")
+    group.add_argument(
+        "--latency-model",
+        type=Path,
+        metavar="FILE",
+        help="profile of the simulated machine that `python -m cosched.profile measure --virtual` "
+        "wrote, for policies that predict; without one they learn while they run",
+    )
+    group.add_argument(
+        "--cosched-config",
+        default="{}",
+        metavar="JSON",
+        help="more keys of COSCHED_CONFIG, e.g. '{\"latency_budget_ms\": 40}'",
+    )
+
+
+def config_pairs(arguments: argparse.Namespace) -> tuple[tuple[str, Any], ...]:
+    """`RunSpec.config` as the options give it. ConfigError naming a key that is wrong."""
+    text = arguments.cosched_config
+    parse_config(text, source="--cosched-config")
+    keys: dict[str, Any] = json.loads(text)
+    for key, flag in (("policy", "--policy or --scenarios"), ("slo", "--slo-ttft and --slo-tpot")):
+        if key in keys:
+            raise ConfigError(f"--cosched-config: {key!r} is set by {flag}")
+    if arguments.latency_model is not None:
+        keys["latency_model"] = str(arguments.latency_model)
+    return tuple(sorted(keys.items()))
+
+
 def data_dir_of(arguments: argparse.Namespace) -> Path | None:
     """The data folder that the options or the environment name. ConfigError when it is none."""
     named = arguments.data_dir or os.environ.get(DATA_ENV)
@@ -138,21 +175,9 @@ def run_spec_of(arguments: argparse.Namespace, scenario: Scenario) -> RunSpec:
     if not arguments.duration > 0:
         raise ConfigError(f"--duration is {arguments.duration} s; it must be above 0")
     data_dir = data_dir_of(arguments)
-    cost_model = arguments.cost_model or ("kernel-table" if data_dir else "roofline")
     return RunSpec(
         scenario=scenario,
-        machine=Machine(
-            model=arguments.model,
-            gpu=arguments.gpu,
-            tp=arguments.tp,
-            kv_tokens=arguments.kv_tokens,
-            page_size=arguments.page_size,
-            chunk_tokens=arguments.chunked_prefill_size,
-            max_running_requests=arguments.max_running_requests,
-            schedule_policy=arguments.schedule_policy,
-            mixed_chunk=arguments.mixed_chunk,
-            overlap=arguments.overlap,
-        ),
+        machine=machine_of(arguments),
         online=arguments.online
         and WorkloadSpec(
             name=arguments.online,
@@ -161,13 +186,34 @@ def run_spec_of(arguments: argparse.Namespace, scenario: Scenario) -> RunSpec:
         ),
         offline=arguments.offline
         and WorkloadSpec(name=arguments.offline, num_requests=arguments.offline_requests),
-        cost=CostSpec(
-            name=cost_model,
-            noise_sigma=arguments.noise,
-            profile=str(arguments.profile) if arguments.profile else None,
-        ),
+        cost=cost_of(arguments),
         slo=Slo(ttft_s=arguments.slo_ttft, tpot_s=arguments.slo_tpot),
         duration_s=arguments.duration,
         seed=arguments.seed,
         data_dir=str(data_dir) if data_dir else None,
+        config=config_pairs(arguments),
+    )
+
+
+def machine_of(arguments: argparse.Namespace) -> Machine:
+    return Machine(
+        model=arguments.model,
+        gpu=arguments.gpu,
+        tp=arguments.tp,
+        kv_tokens=arguments.kv_tokens,
+        page_size=arguments.page_size,
+        chunk_tokens=arguments.chunked_prefill_size,
+        max_running_requests=arguments.max_running_requests,
+        schedule_policy=arguments.schedule_policy,
+        mixed_chunk=arguments.mixed_chunk,
+        overlap=arguments.overlap,
+    )
+
+
+def cost_of(arguments: argparse.Namespace) -> CostSpec:
+    """The cost model, by default the best one that the data folder allows."""
+    return CostSpec(
+        name=arguments.cost_model or ("kernel-table" if data_dir_of(arguments) else "roofline"),
+        noise_sigma=arguments.noise,
+        profile=str(arguments.profile) if arguments.profile else None,
     )

@@ -7,14 +7,18 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from cosched.config import ENV_VAR, Config, SloConfig
+import msgspec
+
+from cosched.config import ENV_VAR, Config, SloConfig, parse_config
 from cosched.core.request import RequestClass, Slo
-from cosched.errors import ConfigError
 from cosched.latency.base import OVERLAPPED, SYNCHRONOUS, CostModel
+from cosched.latency.profile_file import EngineIdentity, Profile
 from cosched.latency.registry import make_cost_model
+from cosched.latency.specs import model_spec
 from cosched.metrics.records import IterationLog, RequestRecord
 from cosched.metrics.summary import Summary, summarize
 from cosched.metrics.window import Window
@@ -25,7 +29,17 @@ from cosched_traces.catalogue import load_workload
 from cosched_traces.transform import busiest_window
 from cosched_traces.workload import TraceRequest
 
-__all__ = ["CostSpec", "RunResult", "RunSpec", "WorkloadSpec", "execute"]
+__all__ = [
+    "CostSpec",
+    "RunResult",
+    "RunSpec",
+    "WorkloadSpec",
+    "config_of",
+    "cost_model_of",
+    "engine_flags",
+    "execute",
+    "identity_of",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +75,7 @@ class RunSpec:
     duration_s      length of the online trace, and of the run unless a peak window is shorter [s]
     cap             offline requests in flight where the scenario has a static cap
     max_concurrency most offline requests in flight where it has an AIMD gateway
+    config          keys of `Config` and their values beside policy and slo, sorted
     """
 
     scenario: Scenario
@@ -74,6 +89,7 @@ class RunSpec:
     data_dir: str | None = None
     cap: int = 16
     max_concurrency: int = 256
+    config: tuple[tuple[str, Any], ...] = ()
 
     @property
     def end_s(self) -> float:
@@ -88,6 +104,9 @@ class RunSpec:
         described["scenario"] = self.scenario.name
         described["machine"] = self.machine.describe()
         described["cost"]["profile"] = self.cost.profile and Path(self.cost.profile).name
+        described["config"] = {
+            key: Path(value).name if key == "latency_model" else value for key, value in self.config
+        }
         return described
 
 
@@ -140,15 +159,22 @@ def execute(
     import cosched.bootstrap  # noqa: F401  # before anything of SGLang's
 
     online, offline = load_requests(spec)
-    os.environ[ENV_VAR] = _config(spec, decision_log).to_json()
-    cost_model = _cost_model(spec)
+    config = config_of(spec, decision_log)
+    identity = identity_of(spec)
+    if config.latency_model is not None and policy_entry(config.policy).timed:
+        Profile.predictor_for(Path(config.latency_model), identity)
+    os.environ[ENV_VAR] = config.to_json()
+    cost_model = cost_model_of(spec)
     from cosched.engine.virtual import VirtualEngine
     from cosched.simulation.clients import OpenLoopClient
 
     with (
         tempfile.TemporaryDirectory(prefix="cosched-model-") as folder,
         VirtualEngine(
-            flags=engine_flags(spec), cost_model=cost_model, model_dir=Path(folder)
+            flags=engine_flags(spec),
+            cost_model=cost_model,
+            model_dir=Path(folder),
+            identity=identity,
         ) as engine,
     ):
         sources = [OpenLoopClient(online)]
@@ -261,7 +287,43 @@ def _offline_client(spec: RunSpec, offline: Sequence[TraceRequest]) -> Any:
             return AimdClient(offline, is_missed=is_missed, max_concurrency=spec.max_concurrency)
 
 
-def _cost_model(spec: RunSpec) -> CostModel:
+def config_of(spec: RunSpec, decision_log: Path | None = None) -> Config:
+    """The configuration that the simulated server runs with. ConfigError when it is wrong."""
+    keys = {
+        "decision_log": decision_log and str(decision_log),
+        "policy": spec.scenario.policy,
+        "slo": msgspec.to_builtins(_slo_config(spec.slo)),
+        **dict(spec.config),
+    }
+    return parse_config(msgspec.json.encode(keys).decode(), source="the run's configuration")
+
+
+def identity_of(spec: RunSpec) -> EngineIdentity:
+    """Of the simulated engine: that of the profile, where a profile is its truth."""
+    machine, cost = spec.machine, spec.cost
+    if cost.name == "profile" and cost.profile is not None:
+        engine = Profile.load(Path(cost.profile)).engine
+        if engine is not None:
+            return engine
+    model = model_spec(machine.model)
+    return EngineIdentity(
+        device=f"virtual {machine.gpu} ({cost.name})",
+        num_cores=None,
+        model=model.name,
+        num_layers=model.num_layers,
+        hidden_size=model.hidden,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        vocab_size=model.vocab,
+        dtype="bfloat16",
+        quantization=None,
+        tp=machine.tp,
+        sglang=metadata.version("sglang"),
+    )
+
+
+def cost_model_of(spec: RunSpec) -> CostModel:
+    """The truth of the simulated GPU."""
     return make_cost_model(
         spec.cost.name,
         model=spec.machine.model,
@@ -273,17 +335,6 @@ def _cost_model(spec: RunSpec) -> CostModel:
         noise_sigma=spec.cost.noise_sigma,
         seed=spec.seed,
     )
-
-
-def _config(spec: RunSpec, decision_log: Path | None) -> Config:
-    try:
-        return Config(
-            policy=spec.scenario.policy,
-            slo=_slo_config(spec.slo),
-            decision_log=None if decision_log is None else str(decision_log),
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 def _slo_config(slo: Slo) -> SloConfig:

@@ -42,7 +42,8 @@ class ResultStore:
                 result = pickle.load(file)
         except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError):
             return None
-        return result if isinstance(result, RunResult) else None
+        # The specification of an older version may lack options that this one has.
+        return replace(result, spec=spec) if isinstance(result, RunResult) else None
 
     def put(self, result: RunResult) -> None:
         path = self._path(result.spec)
@@ -52,9 +53,16 @@ class ResultStore:
         partial.replace(path)
 
     def _path(self, spec: RunSpec) -> Path:
-        said = _said(replace(spec, scenario=replace(spec.scenario, summary="")))
+        is_stock = policy_entry(spec.scenario.policy).make is None
+        said = _said(
+            replace(
+                spec,
+                scenario=replace(spec.scenario, summary=""),
+                config=() if is_stock else spec.config,
+            )
+        )
         key = [_FORMAT, metadata.version("cosched"), metadata.version("sglang"), said]
-        if policy_entry(spec.scenario.policy).make is not None:
+        if not is_stock:
             key.append(self._source_digest())
         digest = hashlib.sha256(repr(key).encode()).hexdigest()[:24]
         return self._folder / f"{spec.scenario.name}-{digest}.pickle"

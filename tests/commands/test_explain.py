@@ -148,6 +148,22 @@ class TestStory:
         assert result["stories"][0]["is_over"]
         assert explain(recorder.path, "--rid", "a")[0][-1].endswith("the log ends")
 
+    def test_a_request_that_is_passed_over_still_waits(self, recorder, explain):
+        a, b = offline("a", 100), offline("b", 100)
+        everyone = Plan(skipped={"a": FULL, "b": FULL})
+        step(recorder, everyone, FakeView(offline=[a, b], now_s=1.0))
+        step(recorder, Plan(skipped={"a": FULL}), FakeView(offline=[a], now_s=2.0))
+        assert explain(recorder.path, "--rid", "b")[0][-1].endswith("aborted")
+        lines = recorder.path.read_text().splitlines(keepends=True)
+        skips = f'"offline_is_all":true,"skips":[[0,{a.arrival_seq},64]]'
+        lines[-1] = lines[-1].replace('"offline_is_all":true', skips)
+        recorder.path.write_text("".join(lines))
+        told, *_ = explain(recorder.path, "--rid", "b")
+        assert told[-2:] == [
+            "     2.000  waited 0.010 s in 1 iteration: not its turn",
+            "     2.010  the log ends",
+        ]
+
     def test_what_the_engine_refuses_or_sends_back_is_told(self, recorder, explain):
         f = offline("f", 100)
         step(recorder, Plan(prefill={"f": 100}), FakeView(offline=[f], now_s=1.0))

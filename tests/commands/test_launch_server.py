@@ -8,6 +8,7 @@ import pytest
 
 from cosched import bootstrap, launch_server
 from cosched.config import ENV_VAR, Config
+from cosched.engine import arguments as engine_side
 from cosched.errors import ConfigError
 
 
@@ -90,7 +91,7 @@ def test_every_refused_flag_is_a_server_argument_of_sglang():
     from sglang.srt.server_args import ServerArgs
 
     fields = {field for cls in ServerArgs.__mro__ for field in getattr(cls, "__annotations__", {})}
-    for name, *_ in launch_server._REFUSED:
+    for name, *_ in engine_side._REFUSED:
         assert name in fields or hasattr(ServerArgs, name), name
 
 

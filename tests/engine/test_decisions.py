@@ -10,7 +10,8 @@ import pytest
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.config import Config, parse_config
 from cosched.core.plan import EMPTY_PLAN, Plan
-from cosched.core.request import Slo
+from cosched.core.request import Request, Slo
+from cosched.core.view import Backlog
 from cosched.decision_log.read import read_log
 from cosched.decision_log.replan import replan
 from cosched.decision_log.view import NotRecordedError, RecordedView
@@ -96,6 +97,34 @@ def test_every_recorded_plan_is_made_again(recorded, policy, overlap):
     if policy == "hygen":
         assert any(d.plan.held for d in decisions)
         assert any(d.shapes and d.shapes[0] for d in decisions), "a fitted predictor is in the log"
+
+
+def test_an_order_that_passes_over_requests_that_begin_alike_is_followed(tmp_path):
+    spec = replace(
+        spec_of("hygen", overlap=True),
+        offline=WorkloadSpec(name="mmlu-like", num_requests=200),
+        duration_s=2.0,
+    )
+    logged = execute(spec, decision_log=tmp_path / "log")
+    decisions = read(tmp_path / "log")
+    assert planned_again(tmp_path / "log").num_equal == len(decisions) > 50
+    assert any(d.view.skips for d in decisions) and any(d.view.prefixes for d in decisions)
+    assert logged.to_dict() == execute(spec).to_dict()
+
+
+def test_a_rate_of_admission_is_followed(tmp_path):
+    spec = replace(spec_of("hygen-throttled", overlap=False), config=(("offline_rate", 4.0),))
+    execute(spec, decision_log=tmp_path / "log")
+    replanned = planned_again(tmp_path / "log")
+    assert replanned.num_equal == replanned.num_plans > 100
+    assert any("rate_limit" in line for line in (tmp_path / "log").open())
+
+    def let_more_in(header):
+        header["offline_rate"] = 8.0
+
+    changed(tmp_path / "log", let_more_in, where=lambda record: record["kind"] == "header")
+    replanned = planned_again(tmp_path / "log")
+    assert replanned.num_same_work < replanned.num_plans
 
 
 def test_the_log_changes_no_result(recorded, policy, overlap):
@@ -184,6 +213,9 @@ def test_a_policy_that_plans_nothing_cannot_be_asked(tmp_path):
         planned_again(recorder.path, policy="priority")
 
 
+NAMES = {n for n in vars(Request) if not n.startswith("_")} - {"num_prefix_tokens"}
+
+
 class TestWhatIsRecorded:
     def test_of_the_waiting_requests_only_those_the_policy_looked_at(self):
         many = [offline(f"f{i}", 100) for i in range(1000)]
@@ -219,21 +251,63 @@ class TestWhatIsRecorded:
         with pytest.raises(NotRecordedError, match=f"offline .* the first {looked_at} that wait"):
             list(view.offline)
 
+    def test_who_skips_others_than_were_skipped_is_told_so(self, tmp_path):
+        class Order(list):
+            """Passes over those with the same number of prompt tokens."""
+
+            def __iter__(self):
+                return self
+
+            def __next__(self):
+                if not self:
+                    raise StopIteration
+                return self.pop(0)
+
+            def skip_sharing(self, request, num_tokens):
+                self[:] = [r for r in self if r.num_prompt_tokens != request.num_prompt_tokens]
+
+        class Skipper:
+            def plan(self, view):
+                order = iter(view.offline)
+                order.skip_sharing(next(order), 64)
+                assert [r.rid for r in order] == ["c"]
+                return EMPTY_PLAN
+
+        recorder = Recorder(tmp_path / "log", policy=Skipper())
+        a = offline("a", 200)
+        waiting = Order([a, offline("b", 200), offline("c", 300)])
+        recorder.run(FakeView(offline=waiting))
+        entry = next(iter(read_log(recorder.path, report=pytest.fail)))
+        assert entry.decision.view.skips == [(1, a.arrival_seq, 64)]
+        Skipper().plan(RecordedView(entry))
+        order = iter(RecordedView(entry).offline)
+        with pytest.raises(NotRecordedError, match="when others are skipped"):
+            order.skip_sharing(next(order), 65)
+        with pytest.raises(NotRecordedError, match="when fewer are skipped"):
+            list(RecordedView(entry).offline)
+
     def test_targets_times_and_lengths_come_back(self, tmp_path):
+        running = decoding(online("r", 40, first_token_s=0.125, max_new_tokens=7), 3)
+        just_launched = replace(decoding(online("j", 40), 0), num_prefix_tokens=24)
         view = FakeView(
-            running=(decoding(online("r", 40, first_token_s=0.125, max_new_tokens=7), 3),),
+            running=(running, just_launched),
             online=[online("w", 60, slo=Slo(ttft_s=0.3), arrival_s=1 / 3)],
             now_s=0.5,
             start_s=0.75,
+            backlog=Backlog(since_s=0.25, num_admitted=3),
         )
         recorder = Recorder(tmp_path / "log")
         recorder.run(view)
         again = RecordedView(next(iter(read_log(recorder.path, report=pytest.fail))))
         assert (again.now_s, again.start_s, again.kv) == (0.5, 0.75, view.kv)
+        assert again.backlog == view.backlog
         for mine, theirs in zip(
             [*view.running, *view.online], [*again.running, *again.online], strict=True
         ):
-            assert all(getattr(mine, n) == getattr(theirs, n) for n in theirs.__slots__)
+            assert all(getattr(mine, n) == getattr(theirs, n) for n in NAMES)
+        assert again.running[1].num_prefix_tokens == 24
+        with pytest.raises(NotRecordedError, match="the tokens that were cached for r"):
+            _ = again.running[0].num_prefix_tokens
 
     def test_a_first_token_is_known_from_when_it_came(self, tmp_path):
         waiting = online("r", 40)

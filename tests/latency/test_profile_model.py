@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from cosched.core.batch import BatchShape, Prefill
 from cosched.errors import ConfigError
-from cosched.latency import MeasuredPoint, NoisyModel, ProfileModel, make_cost_model
+from cosched.latency import MeasuredPoint, NoisyModel, Profile, ProfileModel, make_cost_model
 from cosched.latency.checks import typical_batches
-from cosched.latency.profile_model import FEATURES, MIN_POINTS, read_iteration_log
+from cosched.latency.profile_file import FILE_VERSION, read_iteration_log
+from cosched.latency.profile_model import FEATURES, MIN_POINTS
 
 BATCHES = typical_batches(seed=5, num=300, max_kv_tokens=100_000)
 
@@ -50,11 +51,9 @@ def test_more_work_is_never_cheaper(fitted, prefills, decodes):
 
 def test_a_file_gives_the_same_model_back(fitted, tmp_path):
     path = tmp_path / "profile.json"
-    with_source = ProfileModel.fit(fitted.points, source={"machine": {"gpu": "T1"}, "model": "Toy"})
-    with_source.save(path)
+    Profile(points=fitted.points, about={"seed": 3}).save(path)
     loaded = ProfileModel.load(path)
-    assert loaded == with_source
-    assert loaded.source == {"machine": {"gpu": "T1"}, "model": "Toy"}
+    assert loaded == ProfileModel.fit(fitted.points, source={"seed": 3})
     assert make_cost_model("profile", profile=path).iteration_s(BATCHES[0]) == pytest.approx(
         fitted.iteration_s(BATCHES[0])
     )
@@ -77,7 +76,7 @@ class TestBadFiles:
         return ProfileModel.load(path)
 
     def file(self, *points):
-        return {"format": "cosched-profile", "version": 1, "points": list(points)}
+        return {"format": "cosched-profile", "version": FILE_VERSION, "points": list(points)}
 
     def test_not_there(self, tmp_path):
         with pytest.raises(ConfigError, match=r"cannot read .*none\.json"):
@@ -92,7 +91,7 @@ class TestBadFiles:
             self.load(tmp_path, [])
 
     def test_another_version(self, tmp_path):
-        with pytest.raises(ConfigError, match="version 7; expected 'cosched-profile', version 1"):
+        with pytest.raises(ConfigError, match="version 7; expected 'cosched-profile', version 2"):
             self.load(tmp_path, {"format": "cosched-profile", "version": 7, "points": []})
 
     def test_too_few_points(self, tmp_path):

@@ -1,0 +1,106 @@
+"""SGLang's command line, completed and checked for what cosched does with the engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping, Sequence
+from typing import Any
+
+import cosched.bootstrap
+from cosched.config import Config
+from cosched.errors import ConfigError
+from cosched.policy.registry import policy_entry
+
+__all__ = ["bind_cpu_threads", "check_arguments", "engine_arguments"]
+
+_CPU_BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
+
+
+def engine_arguments(argv: Sequence[str], config: Config, *, mixed_chunk: bool) -> list[str]:
+    """SGLang's arguments with what cosched adds: the policy's flags, and the CPU engine's where
+    there is no GPU. What the user gave stands."""
+    arguments = list(argv)
+    for flag, argument in policy_entry(config.policy).arguments().items():
+        if flag == "--enable-mixed-chunk" and not mixed_chunk:
+            continue
+        if not _given(argv, flag):
+            arguments += argument
+    if not cosched.bootstrap.has_cuda() and not _given(argv, "--device"):
+        arguments += ["--device", "cpu"]
+        if not _given(argv, "--attention-backend"):
+            arguments += ["--attention-backend", "torch_native"]
+        if not _given(argv, "--mem-fraction-static", "--max-total-tokens"):
+            arguments += ["--max-total-tokens", "65536"]
+        if not _given(argv, "--sleep-on-idle"):
+            # An idle scheduler would otherwise keep a whole core busy asking for requests.
+            arguments.append("--sleep-on-idle")
+    return arguments
+
+
+def _value(argv: Sequence[str], *flags: str) -> str | None:
+    """The last value given for one of `flags`, as ``--flag value`` or ``--flag=value``."""
+    value = None
+    for index, argument in enumerate(argv):
+        name, _, inline = argument.partition("=")
+        if name in flags:
+            value = inline or (argv[index + 1] if index + 1 < len(argv) else None)
+    return value
+
+
+def bind_cpu_threads(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
+    """Give each rank of a CPU server its own share of the cores, and leave one to the rest.
+
+    SGLang shares them by NUMA node, and stops when there are more ranks than nodes. One core is for
+    the tokenizer, the detokenizer and the clients: with a compute thread on every core, each of its
+    barriers waits for a thread that they keep from running.
+    """
+    if cosched.bootstrap.has_cuda():
+        return
+    environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) - 1)))
+    if _CPU_BINDING in environ:
+        return
+    ranks = int(_value(argv, "--tp", "--tp-size", "--tensor-parallel-size") or 1)
+    ranks *= int(_value(argv, "--dp", "--dp-size", "--data-parallel-size") or 1)
+    cores = sorted(os.sched_getaffinity(0))
+    if ranks == 1 or ranks > len(cores):
+        return
+    shares = [
+        cores[rank * len(cores) // ranks : (rank + 1) * len(cores) // ranks]
+        for rank in range(ranks)
+    ]
+    environ[_CPU_BINDING] = "|".join(",".join(map(str, share)) for share in shares)
+
+
+def _given(argv: Sequence[str], *flags: str) -> bool:
+    return any(arg.split("=", 1)[0] in flags for arg in argv)
+
+
+_REFUSED: tuple[tuple[str, Any, str], ...] = (
+    ("disaggregation_mode", "null", "prefill/decode disaggregation has no shared iteration"),
+    ("pp_size", 1, "pipeline parallelism plans several micro-batches at once"),
+    ("speculative_algorithm", None, "speculative decoding makes tokens per iteration unknown"),
+    ("dllm_algorithm", None, "diffusion language models have no decode iterations"),
+    ("enable_dp_attention", False, "DP attention needs one plan for all ranks"),
+    ("enable_pdmux", False, "PD multiplexing schedules prefill and decode on its own"),
+    ("enable_prefill_delayer", False, "the prefill delayer would undo the plan"),
+    ("min_free_slots_delay", None, "the slot delay would undo the plan"),
+    ("enable_hisparse", False, "HiSparse moves requests between prefill and decode on its own"),
+    ("enable_priority_scheduling", False, "the policy orders the requests itself"),
+    ("disable_radix_cache", False, "stopped requests keep their KV in the radix cache"),
+    ("enable_session_radix_cache", False, "session caches hold KV outside the plan"),
+)
+"""Server argument, the value cosched works with, and why not another (planning policies only)."""
+
+
+def check_arguments(server_args: Any, config: Config) -> None:
+    """ConfigError, one sentence, when the arguments cannot go with a planning policy."""
+    if policy_entry(config.policy).make is None:
+        return
+    for name, expected, why in _REFUSED:
+        value = getattr(server_args, name, expected)
+        if value != expected and not (expected in (False, None) and not value):
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(
+                f"{flag} {value} cannot go with --cosched-policy {config.policy}: {why}; "
+                f"drop the flag or use --cosched-policy sglang"
+            )

@@ -1,0 +1,56 @@
+"""Which engine this is, as far as the time of its iterations depends on it."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cosched.latency.profile_file import EngineIdentity
+
+__all__ = ["STANDS_FOR", "identity_of"]
+
+STANDS_FOR = "cosched_stands_for"
+"""Key in the ``config.json`` of a stand-in model: the identity of the engine that it plays."""
+
+
+def identity_of(server_args: Any, model_config: Any) -> EngineIdentity:
+    """The identity of the engine with these SGLang arguments and this model."""
+    played = getattr(model_config.hf_config, STANDS_FOR, None)
+    if played is not None:
+        return EngineIdentity.from_dict(played)
+    is_cpu = server_args.device == "cpu"
+    return EngineIdentity(
+        device=_cpu_name() if is_cpu else _device_name(server_args),
+        num_cores=len(os.sched_getaffinity(0)) if is_cpu else None,
+        model=str(model_config.model_path),
+        num_layers=model_config.num_hidden_layers,
+        hidden_size=model_config.hidden_size,
+        num_heads=model_config.num_attention_heads,
+        num_kv_heads=model_config.num_key_value_heads,
+        vocab_size=model_config.vocab_size,
+        dtype=str(model_config.dtype).removeprefix("torch."),
+        quantization=model_config.quantization,
+        tp=server_args.tp_size,
+        sglang=metadata.version("sglang"),
+    )
+
+
+def _device_name(server_args: Any) -> str:
+    module = torch.get_device_module(server_args.device)
+    name: str = module.get_device_name(server_args.base_gpu_id)
+    return name
+
+
+def _cpu_name() -> str:
+    """The model that Linux reports, or the architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

@@ -1,0 +1,241 @@
+"""The profile file: measured iterations, of which engine they are, and what was fitted to them.
+
+One format for two readers: the simulator's cost model ``profile`` reads the points, a server's
+policy starts from the fitted predictor. Fields: docs/profile.md.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from cosched.core.batch import BatchShape, Prefill
+from cosched.core.files import write_whole
+from cosched.errors import ConfigError
+from cosched.latency.predictor import FittedPredictor, predictor_from_dict
+
+__all__ = [
+    "FILE_FORMAT",
+    "FILE_VERSION",
+    "EngineIdentity",
+    "MeasuredPoint",
+    "Profile",
+    "read_iteration_log",
+]
+
+FILE_FORMAT = "cosched-profile"
+FILE_VERSION = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredPoint:
+    """One iteration as the engine ran it and the time it took [s]."""
+
+    batch: BatchShape
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineIdentity:
+    """What the time of an iteration depends on besides its batch.
+
+    device       name of the GPU or model of the CPU
+    num_cores    CPU cores that compute; None: a GPU does
+    model        name or path, for people: models of equal shape take equal time
+    tp           tensor parallel size
+    sglang       its version
+    """
+
+    device: str
+    num_cores: int | None
+    model: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    vocab_size: int
+    dtype: str
+    quantization: str | None
+    tp: int
+    sglang: str
+
+    def differences(self, expected: EngineIdentity) -> list[str]:
+        """What of this is not as expected, each with both values; empty when nothing is."""
+        different = [
+            f"{name} is {mine!r}, expected {other!r}"
+            for name, mine, other in (
+                (f.name, getattr(self, f.name), getattr(expected, f.name)) for f in fields(self)
+            )
+            if name != "model" and mine != other
+        ]
+        if different and self.model != expected.model:
+            different.append(f"model is {self.model!r}, expected {expected.model!r}")
+        return different
+
+    @classmethod
+    def from_dict(cls, data: Any) -> EngineIdentity:
+        """ConfigError naming the keys that are missing or too many."""
+        names = {f.name for f in fields(cls)}
+        if not isinstance(data, dict) or set(data) != names:
+            found = sorted(data) if isinstance(data, dict) else data
+            raise ConfigError(f"engine has {found}; expected {sorted(names)}")
+        return cls(**data)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """The content of a profile file.
+
+    engine     whose iterations they are; None: not said, and then only a simulation can use it
+    predictor  fitted to all points; None: there is none
+    held_out   errors of predictors fitted to a part of the points, on the others, by name
+    about      how it was measured: versions, seed, repeats; for people
+    """
+
+    points: Sequence[MeasuredPoint]
+    engine: EngineIdentity | None = None
+    predictor: FittedPredictor | None = None
+    held_out: Mapping[str, Any] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: Path) -> Profile:
+        """ConfigError naming file and entry when it is no profile."""
+        data = _read_json(path)
+        if data.get("format") != FILE_FORMAT or data.get("version") != FILE_VERSION:
+            raise ConfigError(
+                f"{path}: format {data.get('format')!r}, version {data.get('version')!r}; "
+                f"expected {FILE_FORMAT!r}, version {FILE_VERSION}"
+            )
+        entries = data.get("points")
+        if not isinstance(entries, list):
+            raise ConfigError(f"{path}: 'points' must be a list")
+        engine, predictor = data.get("engine"), data.get("predictor")
+        try:
+            return cls(
+                points=[_point(entry, where=f"points[{i}]") for i, entry in enumerate(entries)],
+                engine=None if engine is None else EngineIdentity.from_dict(engine),
+                predictor=None if predictor is None else predictor_from_dict(predictor),
+                held_out=data.get("held_out", {}),
+                about=data.get("about", {}),
+            )
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+
+    @classmethod
+    def predictor_for(cls, path: Path, expected: EngineIdentity) -> FittedPredictor:
+        """The predictor of a file, as the belief about this engine. ConfigError naming every
+        difference when the file is of another one, or when it holds no predictor."""
+        profile = cls.load(path)
+        if profile.engine is None or profile.predictor is None:
+            missing = "engine" if profile.engine is None else "predictor"
+            raise ConfigError(
+                f"{path}: the latency profile names no {missing}, so it cannot be a policy's "
+                "belief; write one with python -m cosched.profile measure"
+            )
+        different = profile.engine.differences(expected)
+        if different:
+            raise ConfigError(
+                f"{path}: the latency profile is of another engine: {'; '.join(different)}; "
+                "measure this one with python -m cosched.profile measure"
+            )
+        return profile.predictor
+
+    def save(self, path: Path) -> None:
+        """Write it in one step: an interrupted call leaves the file that was there."""
+        data = {
+            "format": FILE_FORMAT,
+            "version": FILE_VERSION,
+            "engine": None if self.engine is None else asdict(self.engine),
+            "about": dict(self.about),
+            "held_out": dict(self.held_out),
+            "predictor": None if self.predictor is None else self.predictor.to_dict(),
+            "points": [
+                {
+                    "prefills": [list(prefill) for prefill in point.batch.prefills],
+                    "decodes": list(point.batch.decodes),
+                    "seconds": point.seconds,
+                }
+                for point in self.points
+            ],
+        }
+        write_whole(path, json.dumps(data, allow_nan=False) + "\n")
+
+
+def read_iteration_log(path: Path) -> list[MeasuredPoint]:
+    """The iterations that a server wrote with --cosched-iteration-log; a last line that is half
+    written is left out. ConfigError naming the file when it cannot be read, or the line that is
+    none."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"cannot read the iteration log {path}: {error.strerror}") from error
+    points = []
+    for i, line in enumerate(lines):
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError as error:
+            if i == len(lines) - 1:
+                break
+            raise ConfigError(f"{path}, line {i + 1} is not JSON: {error}") from None
+        if isinstance(entry, dict):
+            entry.pop("start_s", None)
+            if entry.get("seconds") == 0:
+                continue  # Shorter than the log's resolution: nothing to learn.
+        points.append(_point(entry, where=f"{path}, line {i + 1}"))
+    return points
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the latency profile {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected a JSON object")
+    return data
+
+
+def _point(entry: Any, *, where: str) -> MeasuredPoint:
+    if not isinstance(entry, dict) or set(entry) != {"prefills", "decodes", "seconds"}:
+        raise ConfigError(f"{where}: expected an object with prefills, decodes and seconds")
+    seconds = entry["seconds"]
+    if not isinstance(seconds, int | float) or not (seconds > 0 and math.isfinite(seconds)):
+        raise ConfigError(f"{where}: seconds is {seconds!r}; it must be above 0")
+    prefills = [
+        _counts(pair, least=(1, 0), where=where) for pair in _list(entry, "prefills", where)
+    ]
+    decodes = [
+        _counts([context], least=(1,), where=where)[0] for context in _list(entry, "decodes", where)
+    ]
+    if not prefills and not decodes:
+        raise ConfigError(f"{where}: neither prefills nor decodes")
+    batch = BatchShape(prefills=[Prefill(*pair) for pair in prefills], decodes=decodes)
+    return MeasuredPoint(batch=batch, seconds=float(seconds))
+
+
+def _list(entry: Mapping[str, Any], key: str, where: str) -> list[Any]:
+    value = entry[key]
+    if not isinstance(value, list):
+        raise ConfigError(f"{where}: {key} must be a list")
+    return value
+
+
+def _counts(values: Any, *, least: Sequence[int], where: str) -> list[int]:
+    """Whole numbers, as many as `least` has, none below its own least."""
+    if (
+        not isinstance(values, list)
+        or len(values) != len(least)
+        or any(type(value) is not int for value in values)
+        or any(value < low for value, low in zip(values, least, strict=True))
+    ):
+        raise ConfigError(
+            f"{where}: {values!r} must be {len(least)} whole numbers, at least {list(least)}"
+        )
+    return values

@@ -1,0 +1,370 @@
+"""The offline pool in prefix order: HyGen's tree and freshness, Echo's buckets.
+
+What is next, in this order:
+
+1. *Urgent* requests: those due within `PoolConfig.deadline_margin_s`, earliest first. While the
+   head of the depth-first order is one of them and not much later than the earliest, it goes
+   before it: a job whose requests are all urgent is still served in prefix order.
+2. *Due* requests: the oldest, when `UtilityMix` says that it is their turn.
+3. The depth-first order of the bucket that has the turn, then that of the other buckets.
+
+The depth-first order goes on where the last admission was made: when a request was admitted out of
+order, those that share most with it lead the order from then on. So a stale or an urgent request
+brings its siblings with it while their common head is cached, and a subtree once begun is finished
+before another, except where one of these cuts in.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from sortedcontainers import SortedKeyList
+
+from cosched.errors import ConfigError
+from cosched.offline.buckets import LengthBuckets
+from cosched.offline.freshness import Deadlines, UtilityMix, due_time_s
+from cosched.offline.pool import PrefixRequest
+from cosched.offline.radix import Node, Place, Shared
+
+__all__ = ["BucketStats", "PoolConfig", "PoolOrder", "PoolStats", "PrefixPool"]
+
+P = TypeVar("P", bound=PrefixRequest)
+
+_DEADLINE_TOLERANCE = 0.1
+"""Deadlines this part of the margin apart count as one: prefix order decides between them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolConfig:
+    """How the pool orders what waits.
+
+    utility_ratio      part of the picks that follow prefix order, 0 to 1; the others go to the
+                       oldest request (HyGen §4.3, App. A.2; the paper names no value). 1: requests
+                       that share nothing may starve. 0: first come, first served. To the millionth.
+    num_buckets        length buckets, learned (Echo §6; the paper names no value). 1: HyGen's tree.
+    bucket_boundaries  prompt lengths [tokens] at which buckets begin, instead of learned ones
+    deadline_margin_s  how long before its deadline a request is urgent [s] (own addition)
+    """
+
+    utility_ratio: float = 0.99
+    num_buckets: int = 1
+    bucket_boundaries: tuple[int, ...] | None = None
+    deadline_margin_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.utility_ratio <= 1:
+            raise ConfigError(f"utility_ratio {self.utility_ratio} is not between 0 and 1")
+        if self.num_buckets < 1:
+            raise ConfigError(f"num_buckets {self.num_buckets} is below 1")
+        if self.deadline_margin_s < 0:
+            raise ConfigError(f"deadline_margin_s {self.deadline_margin_s} is negative")
+        rising = self.bucket_boundaries or ()
+        if any(low >= high for low, high in zip((0, *rising), rising, strict=False)):
+            raise ConfigError(f"bucket_boundaries {rising} are not positive and rising")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketStats:
+    """One length bucket.
+
+    min_prompt_tokens  shortest prompt it takes [tokens]
+    num_tokens         prompts and output of its requests [tokens]
+    sharing_ratio      part of these that another request of the bucket computes for them, 0 to 1:
+                       the hit rate of serving them depth first from an empty cache
+    """
+
+    min_prompt_tokens: int
+    num_requests: int
+    num_tokens: int
+    sharing_ratio: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolStats:
+    """What waits, for ``/get_server_info`` and metrics.
+
+    oldest_age_s        how long ago the oldest arrived [s]; None: nothing waits
+    sharing_ratio       as in `BucketStats`, over all buckets
+    expected_hit_ratio  hit rate of serving everything in the pool's order when only what goes in
+                        prefix order finds its head cached
+    """
+
+    num_requests: int
+    num_tokens: int
+    oldest_age_s: float | None
+    sharing_ratio: float
+    expected_hit_ratio: float
+    buckets: tuple[BucketStats, ...]
+
+
+class PrefixPool(Generic[P]):
+    """Implements `cosched.offline.pool.OfflinePool`. See the module's docstring for the order.
+
+    `add`, `remove` and `abort` are O(depth + log n + tokens compared), `get` is O(1). Iterating
+    costs O(1) per request, changes nothing, and is a forecast: were each request admitted as it is
+    yielded, the next would follow, except that admissions out of order lead the depth-first order
+    only once they are made. Taking some and leaving others is fine: only `remove` counts as a pick.
+    """
+
+    def __init__(self, config: PoolConfig) -> None:
+        self.config = config
+        self.now_s = 0.0
+        self._places: dict[str, Place[P]] = {}
+        self._by_age: SortedKeyList[Place[P], int] = SortedKeyList(key=_arrival_seq)
+        self._deadlines: Deadlines[P] = Deadlines()
+        self._mix = UtilityMix(config.utility_ratio)
+        self._buckets: LengthBuckets[P] = LengthBuckets(
+            boundaries=config.bucket_boundaries, num_buckets=config.num_buckets
+        )
+        self._newest_seq = -1
+
+    def advance(self, now_s: float) -> None:
+        """Say what time it is, before planning: deadlines become urgent by it."""
+        self.now_s = now_s
+
+    def add(self, request: P) -> None:
+        """Put a request in. One that was in the pool before (its `arrival_seq` is not the newest)
+        was stopped and has its KV cached: it leads the depth-first order."""
+        assert request.rid not in self._places, f"already in the pool: {request.rid=}"
+        came_back = request.arrival_seq <= self._newest_seq
+        self._newest_seq = max(self._newest_seq, request.arrival_seq)
+        place = self._places[request.rid] = Place(request)
+        self._by_age.add(place)
+        self._deadlines.add(request)
+        self._buckets.insert(place, front=came_back)
+        if came_back:
+            self._buckets.take_turn(request)
+
+    def remove(self, rid: str) -> P:
+        """Take out a request that was admitted. KeyError when it is not in the pool."""
+        request = self._places[rid].item
+        urgent = self._is_urgent(request)
+        due = not urgent and self._is_due(request)
+        if not urgent:
+            self._mix.count(due=due)
+        if not urgent and not due:
+            self._buckets.take_turn(request)
+        self._buckets.tree_of(request).admit(self._places[rid])
+        self._forget(request)
+        return request
+
+    def abort(self, rid: str) -> P:
+        """Take out a request that will not run: no pick. KeyError when it is not in the pool."""
+        request = self._places[rid].item
+        self._buckets.tree_of(request).remove(self._places[rid])
+        self._forget(request)
+        return request
+
+    def get(self, rid: str) -> P | None:
+        place = self._places.get(rid)
+        return None if place is None else place.item
+
+    def __contains__(self, rid: object) -> bool:
+        return rid in self._places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __iter__(self) -> PoolOrder[P]:
+        return PoolOrder(self)
+
+    def in_bucket(self, index: int) -> Iterator[P]:
+        """Depth-first order of one bucket, lazily, for Echo's candidates. Valid until a change."""
+        return (place.item for place in self._buckets.trees[index])
+
+    def future_references(self, token_ids: Sequence[int], *, prefix_key: Hashable) -> list[Shared]:
+        """How many waiting requests will read the KV of these tokens (Echo §4.2: RC).
+
+        One entry per length at which the number changes, prefixes getting longer: a prefix of n
+        tokens will be read by the requests of the first entry with ``prefix_len >= n``, and by none
+        if there is no such entry. O(buckets x (depth + tokens compared)).
+        """
+        requests, tokens = Counter[int](), Counter[int]()  # by the length where sharing ends
+        for tree in self._buckets.trees:
+            above = 0
+            for shared in tree.path(token_ids, key=prefix_key):
+                requests[shared.prefix_len] += shared.num_requests
+                tokens[shared.prefix_len] += shared.num_tokens
+                requests[above] -= shared.num_requests
+                tokens[above] -= shared.num_tokens
+                above = shared.prefix_len
+        del requests[0]  # who shares nothing
+        result: list[Shared] = []
+        num_requests = num_tokens = 0
+        for prefix_len in sorted(requests, reverse=True):
+            num_requests += requests[prefix_len]
+            num_tokens += tokens[prefix_len]
+            result.append(
+                Shared(prefix_len=prefix_len, num_requests=num_requests, num_tokens=num_tokens)
+            )
+        return result[::-1]
+
+    def promote(self, token_ids: Sequence[int], *, prefix_key: Hashable) -> None:
+        """Let those that share most with these tokens lead in each bucket: their KV is cached."""
+        for tree in self._buckets.trees:
+            tree.promote(token_ids, key=prefix_key)
+
+    def shared_len(self, rid: str, other_rid: str) -> int:
+        """Tokens of the longest common prefix of two waiting requests of one bucket. O(depth)."""
+        return self._places[rid].shared_len(self._places[other_rid])
+
+    def shared_with_previous(self, rid: str) -> int:
+        """Tokens at its head that the one before it in its bucket has too. O(depth)."""
+        return self._places[rid].shared_with_previous()
+
+    def max_passed_over(self, num_older: int) -> int | None:
+        """The fairness bound, see `UtilityMix.max_passed_over`: urgent requests come on top."""
+        return self._mix.max_passed_over(num_older)
+
+    def stats(self) -> PoolStats:
+        """O(buckets)."""
+        trees = self._buckets.trees
+        num_tokens = sum(tree.num_tokens for tree in trees)
+        ratio = _sharing_ratio(num_tokens, sum(tree.num_distinct_tokens for tree in trees))
+        return PoolStats(
+            num_requests=len(self),
+            num_tokens=num_tokens,
+            oldest_age_s=self.now_s - self._by_age[0].item.arrival_s if len(self) else None,
+            sharing_ratio=ratio,
+            expected_hit_ratio=ratio * self.config.utility_ratio,
+            buckets=tuple(
+                BucketStats(
+                    min_prompt_tokens=low,
+                    num_requests=len(tree),
+                    num_tokens=tree.num_tokens,
+                    sharing_ratio=_sharing_ratio(tree.num_tokens, tree.num_distinct_tokens),
+                )
+                for low, tree in zip((0, *self._buckets.boundaries), trees, strict=True)
+            ),
+        )
+
+    def check_integrity(self) -> None:
+        """Assert that trees, ages and deadlines hold the same requests: for tests."""
+        for tree in self._buckets.trees:
+            tree.check_integrity()
+            assert all(self._buckets.tree_of(place.item) is tree for place in tree)
+        in_trees = {place for tree in self._buckets.trees for place in tree}
+        assert in_trees == set(self._places.values())
+        assert {place.item.rid for place in in_trees} == self._places.keys()
+        assert [*self._by_age] == sorted(in_trees, key=_arrival_seq)
+        assert [*self._deadlines.until(float("inf"))] == sorted(
+            (place.item for place in in_trees if due_time_s(place.item) is not None),
+            key=lambda request: (due_time_s(request), request.arrival_seq),
+        )
+
+    def _forget(self, request: P) -> None:
+        self._by_age.remove(self._places.pop(request.rid))
+        self._deadlines.remove(request)
+        if not self._places:
+            self._mix.restart()
+            self._buckets.restart_sample()
+
+    def _is_urgent(self, request: P) -> bool:
+        due_s = due_time_s(request)
+        return due_s is not None and due_s <= self.now_s + self.config.deadline_margin_s
+
+    def _is_due(self, request: P) -> bool:
+        count = min(self._mix.num_due, len(self))
+        return count > 0 and request.arrival_seq <= _arrival_seq(self._by_age[count - 1])
+
+
+class PoolOrder(Iterator[P]):
+    """One look at the pool's order, best first. Valid until the pool changes."""
+
+    def __init__(self, pool: PrefixPool[P]) -> None:
+        self._pool = pool
+        self._mix = pool._mix.fork()
+        self._oldest = (place.item for place in pool._by_age)
+        self._urgent = pool._deadlines.until(pool.now_s + pool.config.deadline_margin_s)
+        self._most_urgent: P | None = None
+        self._trees = pool._buckets.in_turn()
+        self._cursor: Place[P] | None = None
+        self._yielded: set[str] = set()
+        self._skipped: set[Node[P]] = set()
+
+    def __next__(self) -> P:
+        head = self._depth_first()
+        if head is None:
+            raise StopIteration
+        request = self._pick_urgent(head)
+        if request is None:
+            request = self._pick_mixed(head)
+        self._yielded.add(request.rid)
+        return request
+
+    def skip_sharing(self, request: P, num_tokens: int) -> None:
+        """Leave out all that share the first `num_tokens` tokens with a request, waiting or not:
+        it prefills them now, and the others shall find them cached later.
+
+        O(buckets x (depth + tokens compared)); passing over them is O(1) for the depth-first order,
+        and costs at most one look per request yielded for the others.
+        """
+        for tree in self._pool._buckets.trees:
+            node = tree.find(request.token_ids, key=request.prefix_key, num_tokens=num_tokens)
+            if node is not None:
+                self._skipped.add(node)
+
+    def _depth_first(self) -> P | None:
+        """Head of what is left of the depth-first order."""
+        while True:
+            place = self._cursor
+            if place is None:
+                tree = next(self._trees, None)
+                if tree is None:
+                    return None
+                self._cursor = tree.head
+            elif place.item.rid in self._yielded:
+                self._cursor = place.next
+            elif (node := self._skipped_node(place)) is not None:
+                assert node.last is not None
+                self._cursor = node.last.next
+            else:
+                return place.item
+
+    def _pick_urgent(self, head: P) -> P | None:
+        if self._most_urgent is None or self._most_urgent.rid in self._yielded:
+            self._most_urgent = self._next_of(self._urgent)
+        urgent = self._most_urgent
+        if urgent is None:
+            return None
+        if self._is_skipped(urgent):
+            self._most_urgent = None
+            return None
+        return head if self._is_as_urgent(head, urgent) else urgent
+
+    def _pick_mixed(self, head: P) -> P:
+        stale = self._next_of(self._oldest) if self._mix.num_due else None
+        if stale is not None and self._is_skipped(stale):
+            stale = None
+        self._mix.count(due=stale is not None)
+        return head if stale is None else stale
+
+    def _is_as_urgent(self, head: P, urgent: P) -> bool:
+        head_due_s, due_s = due_time_s(head), due_time_s(urgent)
+        if head_due_s is None or not self._pool._is_urgent(head):
+            return False
+        assert due_s is not None
+        return head_due_s <= due_s + _DEADLINE_TOLERANCE * self._pool.config.deadline_margin_s
+
+    def _next_of(self, requests: Iterator[P]) -> P | None:
+        return next((request for request in requests if request.rid not in self._yielded), None)
+
+    def _is_skipped(self, request: P) -> bool:
+        return self._skipped_node(self._pool._places[request.rid]) is not None
+
+    def _skipped_node(self, place: Place[P]) -> Node[P] | None:
+        if not self._skipped:
+            return None
+        return next((node for node in place.enclosing() if node in self._skipped), None)
+
+
+def _sharing_ratio(num_tokens: int, num_distinct_tokens: int) -> float:
+    return 1 - num_distinct_tokens / num_tokens if num_tokens else 0.0
+
+
+def _arrival_seq(place: Place[Any]) -> int:
+    seq: int = place.item.arrival_seq
+    return seq

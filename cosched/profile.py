@@ -1,0 +1,446 @@
+"""What an engine's iterations take, and how much offline work its online requests bear.
+
+    python -m cosched.profile measure --write FILE --virtual [machine options]
+    python -m cosched.profile measure --write FILE --model-path MODEL [any SGLang flag]
+    python -m cosched.profile slo --slo "p99_ttft<=1000ms" --slo "p99_tbt<=+5%" \\
+        --online azure-like --online-rate 2 --offline documents
+
+`measure` drives an engine through designed batches, fits the latency predictors and writes a
+profile, with which a policy starts (`--latency-model`) and a simulation can run (`--profile`).
+`slo` searches the largest latency budget, or rate of offline requests, with which a workload meets
+its goals in virtual time (HyGen's SLO-aware profiler). Each prints a table and, as its last line,
+one JSON object.
+"""
+
+from __future__ import annotations
+
+import cosched.bootstrap  # isort: skip  # first: makes SGLang importable
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from cosched.config import ENV_VAR, Config
+from cosched.core.files import write_whole
+from cosched.engine.arguments import bind_cpu_threads, check_arguments, engine_arguments
+from cosched.errors import ConfigError, CoschedError
+from cosched.latency.compare import KINDS, Comparison, compare_predictors
+from cosched.latency.design import design_rounds
+from cosched.latency.graphs import GraphSizes
+from cosched.latency.predictor import fit_predictor
+from cosched.latency.profile_file import EngineIdentity, MeasuredPoint, Profile
+from cosched.metrics.goals import Goal, parse_goal
+from cosched.simulation.options import (
+    add_config_options,
+    add_machine_options,
+    add_workload_options,
+    cost_of,
+    data_dir_of,
+    machine_of,
+    run_spec_of,
+)
+from cosched.simulation.run import RunSpec, config_of, cost_model_of, engine_flags, identity_of
+from cosched.simulation.scenario import scenario
+from cosched.simulation.slo_search import SEARCHES, SloAnswer, find_largest
+from cosched.simulation.versions import versions
+
+__all__ = ["main"]
+
+PREDICTOR = "cosched"
+"""The predictor that a profile holds."""
+
+_POLICY = "sarathi"
+"""Any policy that plans does: a script takes its place."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m cosched.profile",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_measure(commands)
+    _add_slo(commands)
+    return parser
+
+
+def _add_measure(commands: Any) -> None:
+    machine = _machine_parser().format_help().partition("\n\n")[2]
+    parser = commands.add_parser(
+        "measure",
+        help="measure an engine, fit the predictors, write a profile",
+        description="The engine is the modelled GPU of a simulation (--virtual and machine "
+        "options), or one in this process (--model-path and any SGLang flag).",
+        epilog=f"With --virtual also:\n\n{machine}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--write", type=Path, required=True, metavar="FILE", help="the profile")
+    parser.add_argument(
+        "--virtual", action="store_true", help="measure the modelled GPU, in virtual time"
+    )
+    parser.add_argument(
+        "--batches",
+        type=int,
+        default=400,
+        metavar="N",
+        help="batches to measure; fewer than 100 fit poorly (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=3,
+        metavar="N",
+        help="times each batch runs; the median counts, and batches whose repeats differ by more "
+        "than a tenth are repeated once more, then discarded (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-context",
+        type=int,
+        metavar="TOKENS",
+        help="longest context measured (default: as the engine allows)",
+    )
+    parser.add_argument(
+        "--held-out",
+        type=float,
+        default=0.25,
+        metavar="SHARE",
+        help="of the batches, to tell the error from (default: %(default)s)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.set_defaults(execute=_measure)
+
+
+def _machine_parser() -> argparse.ArgumentParser:
+    """The options that `--virtual` adds. They are not SGLang's, though some are called alike."""
+    parser = argparse.ArgumentParser(usage="", add_help=False, allow_abbrev=False)
+    add_machine_options(parser)
+    parser.add_argument(
+        "--data-dir",
+        type=Path,
+        metavar="DIR",
+        help="folder with kernel tables (default: $COSCHED_DATA)",
+    )
+    return parser
+
+
+def _add_slo(commands: Any) -> None:
+    parser = commands.add_parser(
+        "slo",
+        help="the largest budget or offline rate with which a workload meets its goals",
+        description="Searches:\n"
+        + "\n".join(
+            f"  {name:<14}{s.summary} ({s.key}, {s.unit}; policy {s.policy})"
+            for name, s in SEARCHES.items()
+        )
+        + "\n\nGoals: STATISTIC_METRIC<=LIMIT with mean, p50, p90, p95 or p99 of ttft, tpot, tbt "
+        "or e2e\nof the online requests; the limit in ms or s, or as +5% above the online requests "
+        "alone\nunder stock scheduling; and attainment>=99% of the targets --slo-ttft and "
+        "--slo-tpot.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--slo",
+        action="append",
+        required=True,
+        metavar="GOAL",
+        dest="goals",
+        help="a goal; several may be named, and all are met at once",
+    )
+    parser.add_argument(
+        "--search", choices=sorted(SEARCHES), default="budget", help="default: %(default)s"
+    )
+    parser.add_argument("--low", type=float, metavar="X", help="lower end of the range")
+    parser.add_argument("--high", type=float, metavar="X", help="upper end of the range")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=0.05,
+        metavar="SHARE",
+        help="stop when the value is known to this relative precision (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="simulations at a time (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE", help="write a COSCHED_CONFIG with the value there"
+    )
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    add_workload_options(parser)
+    add_machine_options(parser)
+    add_config_options(parser)
+    parser.set_defaults(execute=_slo)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Exits with 2 and one sentence when the arguments are wrong, with 130 when interrupted."""
+    parser = build_parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if arguments.command != "measure" and rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    arguments.rest = rest
+    execute: Callable[[argparse.Namespace], Mapping[str, Any]] = arguments.execute
+    try:
+        result = execute(arguments)
+    except CoschedError as error:
+        print(f"cosched: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    print(json.dumps({"versions": versions(), **result}, sort_keys=True, allow_nan=False))
+
+
+def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    _check_folder(arguments.write)
+    for name, least in (("batches", 1), ("repeats", 1)):
+        if getattr(arguments, name) < least:
+            raise ConfigError(f"--{name} is {getattr(arguments, name)}; it must be at least 1")
+    if not 0 < arguments.held_out < 1:
+        raise ConfigError(f"--held-out is {arguments.held_out}; it must be in (0, 1)")
+    engine = _virtual_engine if arguments.virtual else _live_engine
+    with engine(arguments) as (local, identity, graphs):
+        points, about = _measured_points(arguments, local)
+    errors, num_held_out = _errors(arguments, points, graphs)
+    predictor = fit_predictor(
+        PREDICTOR,
+        [point.batch for point in points],
+        [point.seconds for point in points],
+        graphs=graphs,
+    )
+    held_out = {"num_points": num_held_out, "errors": errors}
+    profile = Profile(
+        points=points, engine=identity, predictor=predictor, held_out=held_out, about=about
+    )
+    profile.save(arguments.write)
+    print(f"{len(points)} batches of {identity.model} on {identity.device} in {arguments.write}")
+    return {
+        "file": str(arguments.write),
+        "engine": asdict(identity),
+        "num_points": len(points),
+        "held_out": held_out,
+        "about": about,
+    }
+
+
+def _check_folder(path: Path) -> None:
+    """Before minutes of work, not after."""
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--write {path}: there is no folder {path.absolute().parent}")
+
+
+_Engine = tuple[Any, EngineIdentity, GraphSizes | None]
+
+
+@contextlib.contextmanager
+def _virtual_engine(arguments: argparse.Namespace) -> Iterator[_Engine]:
+    from cosched.engine.virtual import VirtualEngine
+
+    machine = _machine_parser().parse_args(arguments.rest)
+    data_dir = data_dir_of(machine)
+    spec = RunSpec(
+        scenario=scenario(_POLICY),
+        machine=machine_of(machine),
+        cost=cost_of(machine),
+        seed=arguments.seed,
+        data_dir=str(data_dir) if data_dir else None,
+    )
+    os.environ[ENV_VAR] = config_of(spec).to_json()
+    cost_model = cost_model_of(spec)
+    with (
+        tempfile.TemporaryDirectory(prefix="cosched-model-") as folder,
+        VirtualEngine(
+            flags=engine_flags(spec), cost_model=cost_model, model_dir=Path(folder)
+        ) as engine,
+    ):
+        yield engine.local, identity_of(spec), cost_model.graph_sizes
+
+
+@contextlib.contextmanager
+def _live_engine(arguments: argparse.Namespace) -> Iterator[_Engine]:
+    from sglang.srt.server_args import prepare_server_args
+
+    from cosched.engine import identity
+    from cosched.engine.local import LocalEngine
+    from cosched.engine.view_of import graph_sizes_of
+
+    given = [flag.partition("=")[0] for flag in arguments.rest]
+    if "--model-path" not in given and "--model" not in given:
+        raise ConfigError("nothing to measure: name --virtual, or --model-path and SGLang's flags")
+    config = Config(policy=_POLICY)
+    flags = engine_arguments(arguments.rest, config, mixed_chunk=True)
+    if "--log-level" not in given:
+        flags += ["--log-level", "warning"]
+    server_args = prepare_server_args(flags)
+    check_arguments(server_args, config)
+    if server_args.tp_size > 1 or server_args.dp_size > 1:
+        raise ConfigError(
+            f"--tp {server_args.tp_size} --dp {server_args.dp_size}: one process runs one rank; "
+            "measure with one, or let the server learn while it runs"
+        )
+    os.environ[ENV_VAR] = config.to_json()
+    bind_cpu_threads(flags, os.environ)
+    if not cosched.bootstrap.has_cuda():
+        # torch read the variable before it was set.
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    with LocalEngine(flags) as local:
+        scheduler = local.scheduler
+        found = identity.identity_of(scheduler.server_args, scheduler.model_config)
+        yield local, found, graph_sizes_of(scheduler)
+
+
+def _measured_points(
+    arguments: argparse.Namespace, local: Any
+) -> tuple[tuple[MeasuredPoint, ...], dict[str, Any]]:
+    from cosched.engine.measure import limits_of, measure_rounds
+
+    limits = limits_of(local.scheduler, max_context=arguments.max_context)
+    rounds = design_rounds(limits, num_batches=arguments.batches, seed=arguments.seed)
+    with _progress(quiet=arguments.quiet) as bar:
+        task = bar.add_task("iterations", total=arguments.batches * arguments.repeats)
+        measured = measure_rounds(
+            local,
+            rounds,
+            repeats=arguments.repeats,
+            seed=arguments.seed,
+            on_iteration=lambda: bar.update(task, advance=1),
+        )
+    for number, why in (
+        (measured.num_discarded, "whose repeats differ too much"),
+        (measured.num_not_run, "that the engine did not run as designed"),
+    ):
+        if number:
+            print(f"discarded {number} of {arguments.batches} batches {why}", file=sys.stderr)
+    return measured.points, {
+        "versions": versions(),
+        "seed": arguments.seed,
+        "num_batches": arguments.batches,
+        "num_repeats": arguments.repeats,
+        "num_discarded": measured.num_discarded,
+        "num_not_run": measured.num_not_run,
+        "limits": asdict(limits),
+    }
+
+
+def _errors(
+    arguments: argparse.Namespace, points: Sequence[MeasuredPoint], graphs: GraphSizes | None
+) -> tuple[dict[str, Any], int]:
+    """Errors of every predictor on points that it was not fitted to, and their number. Prints the
+    table."""
+    num_held_out = round(len(points) * arguments.held_out)
+    if not 0 < num_held_out < len(points):
+        raise ConfigError(f"{len(points)} batches are too few to hold some out; raise --batches")
+    order = np.random.default_rng(arguments.seed).permutation(len(points))
+    shuffled = [points[i] for i in order]
+    held_out, rest = shuffled[:num_held_out], shuffled[num_held_out:]
+    results = compare_predictors(rest, held_out, graphs=graphs)
+    print(f"fitted to {len(rest)} batches, relative error on {num_held_out} others [%]")
+    print(f"{'':<10}" + "".join(f"{kind + ': mean':>22}{'p99':>8}" for kind in (*KINDS, "all")))
+    for name, result in results.items():
+        print(f"{name:<10}{result if isinstance(result, str) else _row(result)}")
+    errors: dict[str, Any] = {}
+    for name, result in results.items():
+        if isinstance(result, str):
+            errors[name] = {"not_fitted": result}
+        else:
+            errors[name] = {kind: asdict(error) for kind, error in result.errors.items()}
+    return errors, num_held_out
+
+
+def _row(result: Comparison) -> str:
+    row = ""
+    for kind in (*KINDS, "all"):
+        error = result.errors.get(kind)
+        row += (
+            f"{'-':>22}{'-':>8}"
+            if error is None
+            else f"{100 * error.mean:>22.2f}{100 * error.p99:>8.2f}"
+        )
+    return row
+
+
+def _slo(arguments: argparse.Namespace) -> dict[str, Any]:
+    if arguments.write is not None:
+        _check_folder(arguments.write)
+    if arguments.jobs < 1:
+        raise ConfigError(f"--jobs is {arguments.jobs}; it must be at least 1")
+    goals = [parse_goal(text) for text in arguments.goals]
+    wanted = SEARCHES[arguments.search]
+    spec = run_spec_of(arguments, scenario(wanted.policy))
+    with _progress(quiet=arguments.quiet) as bar:
+        task = bar.add_task("simulations", total=None)
+        answer = find_largest(
+            arguments.search,
+            spec,
+            goals,
+            low=arguments.low,
+            high=arguments.high,
+            tolerance=arguments.tolerance,
+            num_jobs=arguments.jobs,
+            on_run=lambda what: bar.update(task, advance=1, description=f"simulated {what}"),
+        )
+    _show(answer, goals)
+    if arguments.write is not None and answer.value is not None:
+        config = config_of(spec)
+        changed = msgspec.structs.replace(config, **{wanted.key: answer.value})
+        write_whole(arguments.write, changed.to_json() + "\n")
+    return {"spec": spec.describe(), **answer.to_dict()}
+
+
+def _show(answer: SloAnswer, goals: Sequence[Goal]) -> None:
+    """Every value tried and what it reached, then the answer."""
+    titles = [f"{answer.unit:>10}", *(f"{goal.text:>20}" for goal in goals)]
+    print("".join(titles) + f"{'offline tokens/s':>20}")
+    limits = [_amount(goal, bound) for goal, bound in zip(goals, answer.bounds, strict=True)]
+    print(f"{'limit':>10}" + "".join(f"{limit:>20}" for limit in limits))
+    if answer.baseline is not None:
+        alone = [_amount(goal, x) for goal, x in zip(goals, answer.baseline, strict=True)]
+        print(f"{'alone':>10}" + "".join(f"{x:>20}" for x in alone))
+    for probe in answer.probes:
+        reached = [_amount(goal, x) for goal, x in zip(goals, probe.reached, strict=True)]
+        tokens = probe.offline_tokens_per_s
+        print(
+            f"{probe.value:>10g}"
+            + "".join(f"{x:>20}" for x in reached)
+            + f"{'-' if tokens is None else f'{tokens:.0f}':>20}"
+            + ("" if probe.is_good else "  misses")
+        )
+    if answer.value is None:
+        print(f"no {answer.key} in the range meets all goals")
+    else:
+        print(f"largest {answer.key} that meets all goals: {answer.value:g}")
+
+
+def _amount(goal: Goal, value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2%}" if goal.statistic is None else f"{value * 1e3:.1f} ms"
+
+
+def _progress(*, quiet: bool) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        disable=quiet or not sys.stderr.isatty(),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""The SLO-aware profiler (HyGen §4.2): the most interference that online requests bear.
+
+It searches the largest value of one parameter of a policy (the time budget of an iteration, or the
+rate at which offline requests are admitted) with which a workload meets all goals. The larger the
+value, the more offline work is served and the longer online requests wait, down to where the budget
+is too small to serve the online requests themselves. So the range is first scanned from its upper
+end, and then the interval between the first value that meets the goals and the one above it that
+does not is halved (on a logarithmic scale) until it is known to the tolerance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from cosched.errors import ConfigError
+from cosched.metrics.goals import Goal
+from cosched.simulation.find import search
+from cosched.simulation.parallel import execute_all
+from cosched.simulation.run import RunResult, RunSpec, config_of
+from cosched.simulation.scenario import scenario
+
+__all__ = ["SEARCHES", "Probe", "Search", "SloAnswer", "find_largest", "largest_good"]
+
+NUM_SCANNED = 8
+"""Steps from the upper to the lower end of the range in the scan; each is one run."""
+
+_DIGITS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """What is searched.
+
+    key     of `Config`
+    policy  that reads it
+    low     where to search unless told otherwise
+    """
+
+    summary: str
+    key: str
+    unit: str
+    policy: str
+    low: float
+    high: float
+
+
+SEARCHES: Mapping[str, Search] = {
+    "budget": Search(
+        summary="predicted time of an iteration",
+        key="latency_budget_ms",
+        unit="ms",
+        policy="hygen",
+        low=2.0,
+        high=1000.0,
+    ),
+    "offline-rate": Search(
+        summary="rate at which offline requests are admitted",
+        key="offline_rate",
+        unit="req/s",
+        policy="hygen-throttled",
+        low=0.01,
+        high=100.0,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """One run: what it reached of each goal, in their order, and of offline work."""
+
+    value: float
+    reached: tuple[float | None, ...]
+    is_good: bool
+    offline_tokens_per_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SloAnswer:
+    """What was found.
+
+    value     None: no value in the range meets all goals
+    bounds    of each goal, in seconds or as a share; None: there is nothing to compare with
+    baseline  what online requests alone reached of each goal; None: no goal asked
+    probes    every value tried, in ascending order
+    """
+
+    search: str
+    key: str
+    unit: str
+    value: float | None
+    goals: tuple[str, ...]
+    bounds: tuple[float | None, ...]
+    baseline: tuple[float | None, ...] | None
+    probes: tuple[Probe, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def find_largest(
+    name: str,
+    spec: RunSpec,
+    goals: Sequence[Goal],
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    tolerance: float = 0.05,
+    num_jobs: int = 1,
+    on_run: Callable[[str], None] = lambda what: None,
+) -> SloAnswer:
+    """Search. `spec` names the policy; `tolerance` is relative; `num_jobs` values are tried at a
+    time; `on_run` hears of each run that is done."""
+    wanted = SEARCHES[name]
+    low, high = wanted.low if low is None else low, wanted.high if high is None else high
+    _check(spec, goals, low=low, high=high, tolerance=tolerance)
+    config_of(_at(spec, wanted.key, high))  # a wrong key shows before anything runs
+    baseline = None
+    if any(goal.is_relative for goal in goals):
+        alone = replace(spec, scenario=scenario("s0"), config=())
+        [(_, result)] = execute_all([alone], num_jobs=1)
+        on_run("online requests alone")
+        baseline = _reached(goals, result)
+    bounds = tuple(
+        goal.bound(None if baseline is None else baseline[i]) for i, goal in enumerate(goals)
+    )
+    probes: dict[float, Probe] = {}
+
+    def probe(values: list[float]) -> list[bool]:
+        specs = [_at(spec, wanted.key, value) for value in values]
+        for index, result in execute_all(specs, num_jobs=num_jobs):
+            value = values[index]
+            reached = _reached(goals, result)
+            met = [g.is_met(r, b) for g, r, b in zip(goals, reached, bounds, strict=True)]
+            probes[value] = Probe(
+                value=_rounded(value),
+                reached=reached,
+                is_good=all(met),
+                offline_tokens_per_s=result.summary.offline.tokens_per_s,
+            )
+            on_run(f"{_rounded(value):g} {wanted.unit}")
+        return [probes[value].is_good for value in values]
+
+    value = largest_good(probe, low, high, tolerance=tolerance, num_at_once=num_jobs)
+    return SloAnswer(
+        search=name,
+        key=wanted.key,
+        unit=wanted.unit,
+        value=None if value is None else _rounded(value),
+        goals=tuple(goal.text for goal in goals),
+        bounds=bounds,
+        baseline=baseline,
+        probes=tuple(probes[value] for value in sorted(probes)),
+    )
+
+
+def largest_good(
+    probe: Callable[[list[float]], list[bool]],
+    low: float,
+    high: float,
+    *,
+    tolerance: float,
+    num_at_once: int = 1,
+) -> float | None:
+    """The largest good value in ``[low, high]``, known to the relative `tolerance`; None when none
+    of those scanned is good. Each value is tried once."""
+    known: dict[float, bool] = {}
+
+    def once(values: list[float]) -> list[bool]:
+        new = [value for value in values if value not in known]
+        if new:
+            known.update(zip(new, probe(new), strict=True))
+        return [known[value] for value in values]
+
+    step: float = (low / high) ** (1 / NUM_SCANNED)
+    scanned = [high * step**i for i in range(NUM_SCANNED + 1)]
+    above: float | None = None
+    for start in range(0, len(scanned), num_at_once):
+        values = scanned[start : start + num_at_once]
+        for value, is_good in zip(values, once(values), strict=True):
+            if is_good:
+                if above is None:
+                    return value
+                return search(
+                    once,
+                    value,
+                    above,
+                    least=False,
+                    is_integer=False,
+                    tolerance=tolerance,
+                    num_at_once=num_at_once,
+                )
+            above = value
+    return None
+
+
+def _check(
+    spec: RunSpec, goals: Sequence[Goal], *, low: float, high: float, tolerance: float
+) -> None:
+    if not goals:
+        raise ConfigError("no goal: name at least one --slo")
+    if spec.online is None or spec.offline is None:
+        raise ConfigError("the search needs both classes: name --online and --offline")
+    if not 0 < low < high:
+        raise ConfigError(f"the range is {low:g} to {high:g}; it must be above 0 and ascend")
+    if not 0 < tolerance < 1:
+        raise ConfigError(f"tolerance is {tolerance}; it must be in (0, 1)")
+
+
+def _at(spec: RunSpec, key: str, value: float) -> RunSpec:
+    config = dict(spec.config) | {key: _rounded(value)}
+    return replace(spec, config=tuple(sorted(config.items())))
+
+
+def _rounded(value: float) -> float:
+    """As it is written to a configuration; the runs use the same."""
+    return float(f"{value:.{_DIGITS}g}")
+
+
+def _reached(goals: Sequence[Goal], result: RunResult) -> tuple[float | None, ...]:
+    return tuple(goal.measure(result.summary, result.records) for goal in goals)

@@ -1,0 +1,220 @@
+"""``python -m cosched.profile``: engines measured in this process, profiles used and refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import cosched.bootstrap  # noqa: F401  # before sglang
+from cosched import launch_server, profile
+from cosched.config import ENV_VAR, Config
+from cosched.errors import ConfigError
+from cosched.latency import BatchTotals, Profile, make_cost_model
+from cosched.latency.compare import kind_of, scheduler_batches
+from cosched.simulation.machine import Machine
+from cosched.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
+from cosched.simulation.scenario import scenario
+
+MACHINE = ("--cost-model", "roofline", "--gpu", "H100")
+
+
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch):
+    monkeypatch.setenv(ENV_VAR, "")
+
+
+@pytest.fixture(scope="module")
+def virtual(tmp_path_factory):
+    """(path, last line) of a profile of the modelled H100."""
+    path = tmp_path_factory.mktemp("profile") / "h100.json"
+    return path, measure("--write", str(path), "--virtual", *MACHINE, "--repeats", "1")
+
+
+def measure(*argv):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ENV_VAR, "")
+        lines = []
+        patch.setattr("builtins.print", lambda *a, **k: lines.append(a[0]))
+        profile.main(["measure", "--quiet", *argv])
+    return json.loads(lines[-1])
+
+
+def test_the_times_of_the_modelled_gpu_are_recovered(virtual):
+    path, result = virtual
+    assert result["num_points"] > 380 and result["about"]["num_discarded"] == 0
+    assert result["held_out"]["errors"]["cosched"]["all"]["mean"] < 0.02
+    loaded = Profile.load(path)
+    assert {kind_of(p.batch) for p in loaded.points} == {
+        "decode",
+        "prefill",
+        "cached prefill",
+        "mixed",
+    }
+    truth = make_cost_model("roofline", model="Llama-3.1-8B", gpu="H100")
+    for point in loaded.points:
+        assert point.seconds == pytest.approx(truth.iteration_s(point.batch), rel=1e-6)
+    unseen = scheduler_batches(seed=9, num=300, max_kv_tokens=300_000)
+    errors = [
+        loaded.predictor.predict_s(BatchTotals.of(b)) / truth.iteration_s(b) - 1 for b in unseen
+    ]
+    assert np.abs(errors).mean() < 0.04
+
+
+def test_repeats_give_the_median_and_disagreement_is_discarded(tmp_path):
+    noisy = measure(
+        *("--write", str(tmp_path / "a.json"), "--virtual", *MACHINE, "--noise", "0.03"),
+        *("--batches", "120", "--repeats", "5"),
+    )
+    assert noisy["num_points"] == 120
+    truth = make_cost_model("roofline", model="Llama-3.1-8B", gpu="H100")
+    points = Profile.load(tmp_path / "a.json").points
+    errors = [abs(p.seconds / truth.iteration_s(p.batch) - 1) for p in points]
+    assert np.mean(errors) < 0.02
+    wild = measure(
+        *("--write", str(tmp_path / "b.json"), "--virtual", *MACHINE, "--noise", "0.13"),
+        *("--batches", "120", "--repeats", "3"),
+    )
+    assert wild["about"]["num_discarded"] > 3
+    assert wild["num_points"] + wild["about"]["num_discarded"] == 120
+
+
+def test_pages_and_separate_phases_are_measured_too(tmp_path):
+    result = measure(
+        *("--write", str(tmp_path / "p.json"), "--virtual", *MACHINE, "--page-size", "16"),
+        *("--no-mixed-chunk", "--no-overlap", "--batches", "90", "--repeats", "1"),
+    )
+    assert result["about"]["num_not_run"] == 0
+    kinds = {kind_of(p.batch) for p in Profile.load(tmp_path / "p.json").points}
+    assert kinds == {"decode", "prefill", "cached prefill"}
+
+
+def test_a_live_engine_is_measured_and_starts_from_its_profile(tiny_model, tmp_path):
+    path = tmp_path / "tiny.json"
+    flags = ["--model-path", str(tiny_model), "--dtype", "float32", "--max-total-tokens", "6000"]
+    result = measure(
+        *("--write", str(path), "--batches", "100", "--repeats", "1", "--max-context", "512"),
+        *flags,
+    )
+    engine = result["engine"]
+    assert engine["num_layers"] == 2 and engine["dtype"] == "float32" and engine["tp"] == 1
+    assert result["num_points"] > 80
+    profiled = Profile.load(path)
+    assert profiled.engine.num_cores >= 1 and profiled.engine.device
+
+    from sglang.srt.server_args import prepare_server_args
+
+    from cosched.engine.arguments import engine_arguments
+    from cosched.engine.local import LocalEngine
+
+    config = Config(policy="hygen", latency_model=str(path))
+    arguments = engine_arguments([*flags, "--log-level", "error"], config, mixed_chunk=True)
+    launch_server.check_latency_model(prepare_server_args(arguments), config)
+    other = replace(profiled, engine=replace(profiled.engine, device="NVIDIA H100", tp=2))
+    other.save(tmp_path / "other.json")
+    refused = Config(policy="hygen", latency_model=str(tmp_path / "other.json"))
+    with pytest.raises(ConfigError, match=r"device is 'NVIDIA H100', expected .*; tp is 2, expec"):
+        launch_server.check_latency_model(prepare_server_args(arguments), refused)
+    ignored = Config(policy="sarathi", latency_model=str(tmp_path / "other.json"))
+    launch_server.check_latency_model(prepare_server_args(arguments), ignored)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ENV_VAR, config.to_json())
+        with LocalEngine(arguments) as local:
+            believed = local.scheduler.cosched.predictor
+            for point in profiled.points[:20]:
+                totals = BatchTotals.of(point.batch)
+                assert believed.belief_s(totals) == profiled.predictor.predict_s(totals)
+
+
+def small_run(**changes):
+    return replace(
+        RunSpec(
+            scenario=scenario("hygen"),
+            machine=Machine(gpu="H100", kv_tokens=20_000, chunk_tokens=512),
+            online=WorkloadSpec(name="alpaca", rate=8.0),
+            offline=WorkloadSpec(name="bros-offline", num_requests=30),
+            cost=CostSpec(name="roofline"),
+            duration_s=3.0,
+        ),
+        **changes,
+    )
+
+
+def test_a_simulation_starts_from_the_profile_of_its_machine_and_refuses_others(virtual):
+    config = (("latency_model", str(virtual[0])),)
+    result = execute(small_run(config=config))
+    assert result.spec.describe()["config"] == {"latency_model": "h100.json"}
+    assert result.summary.online.num_finished > 5
+    with pytest.raises(ConfigError, match=r"device is 'virtual H100 \(roofline\)', expected"):
+        execute(small_run(config=config, machine=Machine(gpu="A100-80", kv_tokens=20_000)))
+
+
+def test_a_profile_is_the_belief_about_the_machine_it_simulates(virtual):
+    path = str(virtual[0])
+    cost = CostSpec(name="profile", profile=path)
+    result = execute(small_run(cost=cost, config=(("latency_model", path),)))
+    assert result.summary.online.num_finished > 5
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["measure", "--write", "p.json"], "name --virtual, or --model-path"),
+        (["measure", "--write", "no/where/p.json", "--virtual"], "there is no folder"),
+        (["measure", "--write", "p.json", "--virtual", "--batches", "0"], "--batches is 0"),
+        (["measure", "--write", "p.json", "--virtual", "--held-out", "1"], "--held-out is 1"),
+        (["slo", "--slo", "p99<=1s", "--online", "alpaca"], "'p99<=1s' is no goal"),
+        (["slo", "--slo", "p99_ttft<=1s", "--online", "alpaca"], "needs both classes"),
+        (["slo", "--slo", "p99_ttft<=1s", "--cosched-config", '{"policy": "x"}'], "nothing to run"),
+        (
+            ["slo", "--slo", "p99_ttft<=1s", "--online", "a", "--cosched-config", '{"policyy": 1}'],
+            "--cosched-config: .*policyy",
+        ),
+        (
+            ["slo", "--slo", "p99_ttft<=1s", "--online", "a", "--cosched-config", '{"slo": {}}'],
+            "--cosched-config: 'slo' is set by --slo-ttft",
+        ),
+    ],
+)
+def test_wrong_arguments_end_with_one_sentence(argv, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        profile.main(argv)
+    assert ended.value.code == 2
+    [line] = [x for x in capsys.readouterr().err.splitlines() if x.startswith("cosched: ")]
+    assert re.search(message, line)
+
+
+def test_an_interrupted_measurement_leaves_no_file(tmp_path, monkeypatch):
+    def interrupt(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(profile, "fit_predictor", interrupt)
+    with pytest.raises(SystemExit) as ended:
+        measure(
+            *("--write", str(tmp_path / "p.json"), "--virtual", *MACHINE),
+            *("--batches", "60", "--repeats", "1"),
+        )
+    assert ended.value.code == 130
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_search_writes_a_configuration(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    profile.main(
+        [
+            *("slo", "--slo", "p99_ttft<=5s", "--slo", "p99_tbt<=1s", "--quiet"),
+            *("--online", "alpaca", "--online-rate", "8", "--offline", "bros-offline"),
+            *("--offline-requests", "30", "--duration", "3", "--high", "100", "--write", str(path)),
+            *("--cost-model", "roofline", "--kv-tokens", "20000"),
+        ]
+    )
+    out = capsys.readouterr().out.splitlines()
+    assert json.loads(out[-1])["value"] == 100.0
+    assert out[-2] == "largest latency_budget_ms that meets all goals: 100"
+    written = json.loads(path.read_text())
+    assert written["policy"] == "hygen" and written["latency_budget_ms"] == 100.0

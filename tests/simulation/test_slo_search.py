@@ -1,0 +1,102 @@
+"""The largest value of a parameter that meets all goals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cosched.bootstrap  # noqa: F401  # before sglang
+from cosched.config import ENV_VAR
+from cosched.errors import ConfigError
+from cosched.metrics.goals import parse_goal
+from cosched.simulation import slo_search
+from cosched.simulation.machine import Machine
+from cosched.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
+from cosched.simulation.scenario import scenario
+from cosched.simulation.slo_search import SEARCHES, find_largest, largest_good
+
+SPEC = RunSpec(
+    scenario=scenario("hygen"),
+    machine=Machine(kv_tokens=20_000, chunk_tokens=512, max_running_requests=32),
+    online=WorkloadSpec(name="alpaca", rate=8.0),
+    offline=WorkloadSpec(name="bros-offline", num_requests=200),
+    cost=CostSpec(name="roofline"),
+    duration_s=6.0,
+)
+
+
+@given(
+    boundary=st.floats(2.0, 900.0),
+    tolerance=st.sampled_from([0.01, 0.1]),
+    at_once=st.integers(1, 4),
+)
+def test_the_threshold_is_found_to_the_tolerance_and_nothing_runs_twice(
+    boundary, tolerance, at_once
+):
+    tried = []
+
+    def probe(values):
+        tried.extend(values)
+        return [value <= boundary for value in values]
+
+    found = largest_good(probe, 1.0, 1000.0, tolerance=tolerance, num_at_once=at_once)
+    assert found <= boundary <= found * (1 + tolerance) * 1.001
+    assert len(tried) == len(set(tried)) < 40
+
+
+def test_values_too_small_to_serve_anyone_do_not_hide_the_good_ones():
+    found = largest_good(
+        lambda values: [8.0 <= value <= 90.0 for value in values], 1.0, 1000.0, tolerance=0.02
+    )
+    assert 88.0 < found <= 90.0
+
+
+def test_all_good_and_none_good():
+    assert largest_good(lambda v: [True] * len(v), 1.0, 10.0, tolerance=0.1) == 10.0
+    assert largest_good(lambda v: [False] * len(v), 1.0, 10.0, tolerance=0.1) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "message"),
+    [
+        ({"online": None}, {}, "needs both classes"),
+        ({}, {"low": 5.0, "high": 4.0}, "the range is 5 to 4"),
+        ({}, {"tolerance": 1.5}, r"tolerance is 1\.5"),
+        ({"config": (("latency_budget_mss", 3),)}, {}, "latency_budget_mss"),
+        ({"config": (("latency_model", 3),)}, {}, r"latency_model"),
+    ],
+)
+def test_bad_questions_are_refused_before_anything_runs(changes, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        find_largest("budget", replace(SPEC, **changes), [parse_goal("p99_ttft<=1s")], **arguments)
+
+
+def test_a_search_without_a_goal_is_refused():
+    with pytest.raises(ConfigError, match="name at least one --slo"):
+        find_largest("budget", SPEC, [])
+    assert set(SEARCHES) == {"budget", "offline-rate"}
+
+
+def test_a_real_search_meets_its_goals_and_the_next_value_does_not(monkeypatch):
+    def in_this_process(specs, *, num_jobs):
+        yield from enumerate(map(execute, specs))
+
+    monkeypatch.setattr(slo_search, "execute_all", in_this_process)
+    monkeypatch.setenv(ENV_VAR, "")  # a run sets it
+    goals = [parse_goal("p99_tbt<=25ms"), parse_goal("p99_ttft<=2s"), parse_goal("mean_tbt<=+900%")]
+    ran = []
+    answer = find_largest(
+        "budget", SPEC, goals, low=10.0, high=200.0, tolerance=0.3, on_run=ran.append
+    )
+    assert answer.value is not None
+    assert ran[0] == "online requests alone" and len(ran) == len(answer.probes) + 1
+    assert answer.bounds[:2] == (0.025, 2.0)
+    assert answer.bounds[2] == pytest.approx(10 * answer.baseline[2])
+    by_value = {probe.value: probe for probe in answer.probes}
+    assert by_value[answer.value].is_good
+    assert all(r <= b for r, b in zip(by_value[answer.value].reached, answer.bounds, strict=True))
+    above = min(value for value in by_value if value > answer.value)
+    assert not by_value[above].is_good and above <= answer.value * 1.301
