@@ -105,12 +105,21 @@ def yardstick_page(arguments: argparse.Namespace, suites: Mapping[str, SuiteResu
                 markdown_table(suite.sweep),
                 "</details>\n",
             ]
+    profile = model = ""
+    begins = "Policies that predict times begin without a profile and learn while they run."
+    if arguments.latency_model is not None:
+        profile = "python -m cosched.profile measure --virtual --write a100.json\n"
+        model = "--latency-model a100.json "
+        begins = (
+            "Policies that predict times begin with the profile that the first command measures."
+        )
     parts.append(
         "## How to run it again\n\n"
         "```bash\n"
-        f"python -m cosched.bench yardstick --data-dir DIR --duration {spec.duration_s:g} "
-        f"--seed {spec.seed} --write docs/yardstick.md\n"
+        f"{profile}python -m cosched.bench yardstick --data-dir DIR --duration {spec.duration_s:g} "
+        f"--seed {spec.seed} {model}--write docs/yardstick.md\n"
         "```\n\n"
+        f"{begins}\n\n"
         "`DIR` holds the public traces and kernel tables named in docs/workloads.md and "
         "docs/cost_models.md. Without it the online trace and the offline sets are generated with "
         "the same statistics, and the cost model is `roofline`.\n\n"

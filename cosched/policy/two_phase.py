@@ -167,7 +167,16 @@ class _Draft:
         forward of its own, however short it is."""
         remaining = _num_tokens(request) - num_cached
         num_tokens = self._time.offline_tokens(num_cached, remaining)
-        return num_tokens if num_tokens >= min(remaining, _LEAST_CHUNK) else 0
+        if num_tokens >= min(remaining, _LEAST_CHUNK):
+            return num_tokens
+        # Work that waits for an idle engine: were it left out, nothing would ever correct a belief
+        # that is too slow.
+        return 0 if self._runs_anything() else min(remaining, _LEAST_PROGRESS)
+
+    def _runs_anything(self) -> bool:
+        return bool(self._prefill) or any(
+            r.rid not in self._held and r.rid not in self._preempted for r in self._view.running
+        )
 
     def _make_room_for_decodes(self) -> None:
         """Stop offline requests until every remaining one can write its next token."""
@@ -275,6 +284,9 @@ class _Draft:
 
 
 _LEAST_CHUNK = 16
+
+_LEAST_PROGRESS = 64
+"""Prompt tokens that an iteration without any other work computes, however long that may take."""
 
 _LEAST_SHARED = 64
 """Tokens that are worth waiting for another request to compute them."""

@@ -10,7 +10,15 @@ from tests.serving import start_server
 pytestmark = pytest.mark.server
 
 
-@pytest.mark.parametrize("flags", [("--tp", "2"), ("--dp-size", "2")])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--tp", "2"),
+        ("--dp-size", "2"),
+        # Its plans depend on measured times, which the ranks must agree on.
+        ("--tp", "2", "--cosched-policy", "hygen"),
+    ],
+)
 def test_two_ranks_serve_both_classes(tiny_model, flags):
     limits = ("--max-running-requests", "4", "--chunked-prefill-size", "64")
     with start_server(tiny_model, *flags, *limits, ready_timeout_s=240) as server:

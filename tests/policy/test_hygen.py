@@ -1,0 +1,292 @@
+"""HyGen's budgets of predicted time on hand-made views."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cosched.core.plan import SkipReason
+from cosched.core.request import RequestClass, Slo
+from cosched.core.validate import validate
+from cosched.core.view import Backlog, Match
+from cosched.latency.features import BatchTotals
+from cosched.latency.predictor_base import Predictor
+from cosched.policy.base import PolicySettings
+from cosched.policy.hygen import Budgets, HygenPolicy
+from cosched.policy.sarathi import SarathiPolicy
+from tests.factories import FakeView, decoding, make_caps, offline, online, prefilled
+
+TTFT_S, TPOT_S = 1.0, 0.05
+
+
+@dataclass(frozen=True)
+class Linear(Predictor):
+    """`fixed_s` for an iteration and `token_s` for each of its tokens."""
+
+    fixed_s: float = 0.005
+    token_s: float = 0.0001
+
+    @property
+    def name(self):
+        return "linear"
+
+    def predict_s(self, totals):
+        tokens = totals.num_new + totals.num_decodes
+        return self.fixed_s + self.token_s * tokens if tokens else 0.0
+
+    def describe(self):
+        return {}
+
+
+CAPS = make_caps(partial_decode=True, max_chunk_tokens=4096, max_prefill_tokens=8192)
+BUDGETS = Budgets(aim=1.0, burst=2.0, idle_share=0.3)
+
+
+def plan_of(view, *, predictor=None, latency_budget_s=None, budgets=BUDGETS):
+    settings = PolicySettings(
+        caps=view.caps,
+        slo=Slo(ttft_s=TTFT_S, tpot_s=TPOT_S),
+        predictor=predictor or Linear(),
+        latency_budget_s=latency_budget_s,
+    )
+    plan = HygenPolicy(settings, budgets).plan(view)
+    validate(plan, view)
+    return plan
+
+
+def seconds_of(plan, view):
+    totals = BatchTotals()
+    totals.add_decodes([r.num_computed_tokens + 1 for r in view.running if r.rid not in plan.hold])
+    for num_tokens in plan.prefill.values():
+        totals.add_prefill(num_tokens, 0)
+    return Linear().predict_s(totals)
+
+
+def running_online(rid="on", *, num_tokens=2, first_token_s=0.0, **fields):
+    return replace(
+        decoding(online(rid, 100, max_new_tokens=200, **fields), num_tokens),
+        first_token_s=first_token_s,
+    )
+
+
+def test_offline_prefill_stops_where_the_next_online_token_would_be_late():
+    # One token came at 0 and one later; the third is due at 0.10, and it is 0.06 now.
+    view = FakeView(
+        caps=CAPS,
+        running=(running_online(num_tokens=2),),
+        offline=[offline("off", 5000)],
+        now_s=0.06,
+        start_s=0.06,
+    )
+    plan = plan_of(view)
+    assert 0.03 < seconds_of(plan, view) <= 0.10 - 0.06 + 1e-9
+
+
+def test_a_request_that_ran_ahead_lends_its_slack_up_to_the_burst():
+    ahead = running_online(num_tokens=30)  # thirty tokens at once: a second and a half ahead
+    view = FakeView(caps=CAPS, running=(ahead,), offline=[offline("off", 5000)])
+    assert 0.09 < seconds_of(plan_of(view), view) <= 2 * TPOT_S
+
+
+def test_a_late_request_stops_offline_work_but_not_online_prefills():
+    late = running_online(num_tokens=2, first_token_s=0.0)
+    view = FakeView(
+        caps=CAPS,
+        running=(late, decoding(offline("off", 50), 3)),
+        online=[online("new", 2000, arrival_s=0.9)],
+        offline=[offline("waits", 500)],
+        now_s=1.0,
+        start_s=1.0,
+    )
+    plan = plan_of(view)
+    assert plan.hold == {"off"}
+    assert plan.prefill.keys() == {"new"}
+    assert seconds_of(plan, view) == pytest.approx(TPOT_S, rel=0.02)
+
+
+def test_nothing_online_opens_the_budget():
+    view = FakeView(caps=CAPS, offline=[offline(f"o{i}", 1000) for i in range(9)], total_kv=99_999)
+    assert 0.25 < seconds_of(plan_of(view), view) <= 0.3 * TTFT_S
+
+
+def test_a_waiting_online_request_keeps_its_first_token_in_time():
+    arrived = online("on", 100, arrival_s=0.0)
+    view = FakeView(
+        caps=CAPS, online=[arrived], offline=[offline("off", 4000)], now_s=0.98, start_s=0.98
+    )
+    plan = plan_of(view)
+    assert plan.prefill["on"] == 100
+    assert seconds_of(plan, view) <= 0.02 + 1e-9
+
+
+def test_time_counts_from_when_the_iteration_can_begin():
+    view = FakeView(caps=CAPS, running=(running_online(num_tokens=4),), offline=[offline("o", 900)])
+    later = replace(view, start_s=0.15)
+    assert seconds_of(plan_of(later), later) < seconds_of(plan_of(view), view)
+
+
+def test_a_request_of_its_own_target_tightens_the_budget():
+    strict = running_online("strict", num_tokens=1, slo=Slo(tpot_s=0.02))
+    view = FakeView(
+        caps=CAPS, running=(running_online(num_tokens=30), strict), offline=[offline("off", 900)]
+    )
+    assert seconds_of(plan_of(view), view) <= 0.02 + 1e-9
+
+
+def test_decodes_that_do_not_fit_sit_out_youngest_first_and_nothing_new_begins():
+    fast = running_online(num_tokens=1)
+    old = [decoding(offline(f"o{i}", 50), 3) for i in range(600)]
+    view = FakeView(
+        caps=make_caps(partial_decode=True, max_running_requests=999, max_chunk_tokens=4096),
+        running=(fast, *old),
+        offline=[offline("waits", 100)],
+        total_kv=999_999,
+    )
+    plan = plan_of(view)
+    held = {f"o{i}" for i in range(600 - len(plan.hold), 600)}
+    assert 0 < len(plan.hold) < 600 and plan.hold == held
+    assert not plan.prefill
+    assert seconds_of(plan, view) <= TPOT_S + 1e-9
+
+
+def test_without_partial_decode_all_running_requests_decode():
+    view = FakeView(
+        caps=replace(CAPS, partial_decode=False),
+        running=(running_online(num_tokens=1), *(decoding(offline(f"o{i}", 9)) for i in range(60))),
+    )
+    assert plan_of(view, predictor=Linear(token_s=0.01)).hold == frozenset()
+
+
+def test_something_always_runs():
+    running = tuple(decoding(offline(f"o{i}", 50), 3) for i in range(3))
+    view = FakeView(caps=CAPS, running=running)
+    slow = Linear(fixed_s=10.0)
+    assert len(plan_of(view, predictor=slow).hold) == 2
+    idle = FakeView(caps=CAPS, offline=[offline("off", 500)])
+    assert plan_of(idle, predictor=slow).prefill == {"off": 64}
+    waiting = FakeView(caps=CAPS, online=[online("on", 100)])
+    assert plan_of(waiting, predictor=Linear(fixed_s=0.04, token_s=0.001)).prefill["on"] > 0
+
+
+def test_a_fixed_budget_replaces_the_deadlines_while_something_online_is_there():
+    ahead = running_online(num_tokens=30)
+    view = FakeView(caps=CAPS, running=(ahead,), offline=[offline("off", 5000)])
+    assert seconds_of(plan_of(view, latency_budget_s=0.03), view) <= 0.03
+    idle = FakeView(caps=CAPS, offline=[offline("off", 4000)])
+    assert seconds_of(plan_of(idle, latency_budget_s=0.03), idle) > 0.2
+
+
+@dataclass(frozen=True)
+class Stairs(Linear):
+    """Each begun tile of 256 tokens costs the whole tile."""
+
+    def predict_s(self, totals):
+        tokens = totals.num_new + totals.num_decodes
+        return self.fixed_s + 0.015 * -(-tokens // 256) + 1e-6 * tokens if tokens else 0.0
+
+
+def test_a_tile_is_not_begun_for_a_few_tokens():
+    view = FakeView(
+        caps=CAPS,
+        running=(running_online(num_tokens=2),),
+        offline=[offline(f"o{i}", 90) for i in range(20)],
+        total_kv=99_999,
+    )
+    plan = plan_of(view, predictor=Stairs())
+    assert -(plan.num_prefill_tokens + 1) % 256 < 16, "less than that is no chunk"
+
+
+class Order:
+    """An order that knows who shares a head: equal letters."""
+
+    def __init__(self, requests):
+        self._requests = list(requests)
+
+    def __next__(self):
+        if not self._requests:
+            raise StopIteration
+        return self._requests.pop(0)
+
+    def __iter__(self):
+        return self
+
+    def skip_sharing(self, request, num_tokens):
+        if num_tokens <= 400:
+            self._requests = [r for r in self._requests if r.rid[0] != request.rid[0]]
+
+
+class Pool:
+    def __init__(self, *requests):
+        self._requests = requests
+
+    def __iter__(self):
+        return Order(self._requests)
+
+
+def test_a_head_is_computed_by_one_request_and_the_others_follow():
+    pool = Pool(offline("a1", 500), offline("a2", 500), offline("b1", 500), offline("b2", 500))
+    view = FakeView(caps=CAPS, offline=pool, total_kv=99_999)
+    assert list(plan_of(view).prefill) == ["a1", "b1"]
+    cached = {rid: Match(cached=400, evictable=0) for rid in ("a1", "a2", "b1", "b2")}
+    assert list(plan_of(replace(view, cached=cached)).prefill) == ["a1", "a2", "b1", "b2"]
+
+
+def test_those_whose_head_is_still_on_its_way_wait_for_it():
+    on_its_way = replace(prefilled(offline("a0", 500), 500), num_prefix_tokens=0)
+    pool = Pool(offline("a1", 500), offline("b1", 500))
+    view = FakeView(caps=CAPS, running=(on_its_way,), offline=pool, total_kv=99_999)
+    assert list(plan_of(view).prefill) == ["b1"]
+
+
+@given(
+    online_tokens=st.lists(st.integers(1, 60), max_size=6),
+    offline_lengths=st.lists(st.integers(1, 900), max_size=12),
+    prompts=st.lists(st.integers(1, 3000), max_size=3),
+    now_s=st.floats(0, 3),
+    token_s=st.floats(1e-6, 1e-2),
+)
+def test_every_plan_is_valid_and_offline_work_keeps_the_limits(
+    online_tokens, offline_lengths, prompts, now_s, token_s
+):
+    view = FakeView(
+        caps=CAPS,
+        running=(
+            *(running_online(f"r{i}", num_tokens=n) for i, n in enumerate(online_tokens)),
+            *(decoding(offline(f"d{i}", n), 2) for i, n in enumerate(offline_lengths)),
+        ),
+        online=[online(f"w{i}", n) for i, n in enumerate(prompts)],
+        offline=[offline(f"q{i}", n) for i, n in enumerate(offline_lengths)],
+        total_kv=99_999,
+        now_s=now_s,
+        start_s=now_s,
+    )
+    predictor = Linear(token_s=token_s)
+    plan = plan_of(view, predictor=predictor)
+    has_work = view.running or prompts or offline_lengths
+    decodes = [r for r in view.running if r.rid not in plan.hold]
+    assert bool(decodes or plan.prefill) == bool(has_work)
+    assert all(r.rid not in plan.hold for r in view.running if r.rid.startswith("r"))
+    if any(rid.startswith("q") for rid in plan.prefill):
+        assert not plan.hold, "running before waiting"
+        classes = [r.request_class for r in view.online if r.rid not in plan.prefill]
+        assert RequestClass.ONLINE not in classes, "online before offline"
+
+
+def test_the_throttle_admits_at_its_rate_whatever_the_load():
+    policy = SarathiPolicy(offline_rate=2.0)
+    waiting = [offline(f"o{i}", 10) for i in range(20)]
+
+    def admitted(now_s, num_admitted):
+        backlog = Backlog(since_s=10.0, num_admitted=num_admitted)
+        view = FakeView(caps=CAPS, offline=waiting, now_s=now_s, backlog=backlog)
+        plan = policy.plan(view)
+        validate(plan, view)
+        if len(plan.prefill) < len(waiting):
+            assert set(plan.skipped.values()) == {SkipReason.RATE_LIMIT}
+        return len(plan.prefill)
+
+    assert admitted(10.0, 0) == 1
+    assert admitted(10.4, 1) == 0
+    assert admitted(12.0, 1) == 4
+    assert admitted(12.0, 9) == 0
