@@ -49,6 +49,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                        number
     latency_model      file that ``cosched.profile`` wrote; absent: calibrated while running
     iteration_log      file to write the shape and time of every iteration to, one JSON line each
+    decision_log       file to write every decision to (docs/decision_log.md)
+    decision_log_mb    most that its parts take in all [MB]; the oldest part goes first
 
     latency_budget_ms and latency_model are read by policies with a latency budget; those with a
     token budget ignore them.
@@ -61,12 +63,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     offline_rate: float | None = None
     latency_model: str | None = None
     iteration_log: str | None = None
+    decision_log: str | None = None
+    decision_log_mb: float = 256.0
 
     def __post_init__(self) -> None:
-        policy_entry(self.policy)
-        for name in ("latency_budget_ms", "offline_rate"):
+        entry = policy_entry(self.policy)
+        if self.decision_log is not None and entry.make is None:
+            raise ValueError(f"decision_log: policy {self.policy!r} leaves all decisions to SGLang")
+        for name in ("latency_budget_ms", "offline_rate", "decision_log_mb"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
+            if value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"{name} must be a positive number, not {value}")
 
     @property

@@ -68,6 +68,12 @@ def build_parser() -> argparse.ArgumentParser:
         "that predict; without one they learn while they run",
     )
     group.add_argument(
+        "--cosched-decision-log",
+        "--decision-log",
+        metavar="FILE",
+        help="write every decision there, for `python -m cosched.explain`",
+    )
+    group.add_argument(
         "--cosched-no-mixed-chunk",
         action="store_true",
         help="do not add --enable-mixed-chunk: prefill and decode then take turns",
@@ -92,9 +98,20 @@ def config_from(flags: argparse.Namespace) -> Config:
     model = (
         base.latency_model if flags.cosched_latency_model is None else flags.cosched_latency_model
     )
-    return msgspec.structs.replace(
-        base, policy=policy, slo=slo, iteration_log=log, latency_model=model
+    decisions = (
+        base.decision_log if flags.cosched_decision_log is None else flags.cosched_decision_log
     )
+    try:
+        return msgspec.structs.replace(
+            base,
+            policy=policy,
+            slo=slo,
+            iteration_log=log,
+            latency_model=model,
+            decision_log=decisions,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _print_help(parser: argparse.ArgumentParser) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from cosched.errors import CoschedError
+from cosched.errors import ConfigError, CoschedError
 from cosched.metrics.plots import write_run_plots
 from cosched.metrics.records import write_records
 from cosched.metrics.table import print_table
@@ -62,6 +62,12 @@ def build_parser() -> argparse.ArgumentParser:
     output.add_argument(
         "--records", type=Path, metavar="FILE", help="write one JSON line per request there"
     )
+    output.add_argument(
+        "--decision-log",
+        type=Path,
+        metavar="FILE",
+        help="write every decision there, for python -m cosched.explain",
+    )
     output.add_argument("--quiet", action="store_true", help="no progress bar")
     capacity = parser.add_argument_group("capacity questions (Echo §5.4)")
     capacity.add_argument(
@@ -101,6 +107,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     try:
         spec = run_spec_of(arguments, scenario)
+        if arguments.find and arguments.decision_log:
+            raise ConfigError("--decision-log records one run; --find makes many")
         result = _find(arguments, spec) if arguments.find else _run(arguments, spec)
     except CoschedError as error:
         print(f"cosched: {error}", file=sys.stderr)
@@ -109,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(arguments: argparse.Namespace, spec: RunSpec) -> dict[str, Any]:
-    result = _with_progress(spec, quiet=arguments.quiet)
+    result = _with_progress(spec, arguments)
     print_table({spec.scenario.name: result.summary})
     speed = result.end_s / result.wall_s if result.wall_s else 0.0
     print(
@@ -130,17 +138,21 @@ def _run(arguments: argparse.Namespace, spec: RunSpec) -> dict[str, Any]:
     return result.to_dict()
 
 
-def _with_progress(spec: RunSpec, *, quiet: bool) -> RunResult:
+def _with_progress(spec: RunSpec, arguments: argparse.Namespace) -> RunResult:
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         TextColumn("{task.completed:.0f}/{task.total:.0f} s of virtual time"),
         TimeRemainingColumn(),
-        disable=quiet or not sys.stderr.isatty(),
+        disable=arguments.quiet or not sys.stderr.isatty(),
     )
     with bar:
         task = bar.add_task(spec.scenario.name, total=spec.duration_s)
-        return execute(spec, on_progress=lambda now_s: bar.update(task, completed=now_s))
+        return execute(
+            spec,
+            on_progress=lambda now_s: bar.update(task, completed=now_s),
+            decision_log=arguments.decision_log,
+        )
 
 
 def _find(arguments: argparse.Namespace, spec: RunSpec) -> dict[str, Any]:

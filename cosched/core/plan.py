@@ -51,12 +51,14 @@ class Plan:
                then nobody decodes
     preempt    running requests or unfinished prefills to stop before anything is admitted
     skipped    rid -> why a request that was looked at does not run; for the decision log
+    limits     phase -> most time it was given [s], where the policy limits it; for the decision log
     """
 
     prefill: Mapping[str, int] = field(default_factory=dict)
     hold: frozenset[str] = frozenset()
     preempt: tuple[Preemption, ...] = ()
     skipped: Mapping[str, SkipReason] = field(default_factory=dict)
+    limits: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def num_prefill_tokens(self) -> int:

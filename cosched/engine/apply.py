@@ -103,13 +103,15 @@ def schedule_prefill(
 
 
 def rejoin_held(controller: Controller, next_batch: Any) -> Any:
-    """Put the requests that sit out the iteration back among the running ones.
+    """Put the requests that sit out the iteration back among the running ones; its batch is ready.
 
     `next_batch` is what `Scheduler.get_next_batch_to_run` returns.
     """
     if controller.split is not None:
         next_batch.running_batch = controller.split.rejoin(next_batch.batch_to_run)
         controller.split = None
+    if controller.decisions is not None:
+        controller.decisions.launched(next_batch.batch_to_run)
     return next_batch
 
 

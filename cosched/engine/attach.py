@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from sglang.srt.runtime_context import get_parallel
 from cosched.config import Config
 from cosched.engine.clock import Clock, WallClock
 from cosched.engine.controller import Controller
+from cosched.engine.decision_records import Header
+from cosched.engine.decisions import DecisionLog
 from cosched.engine.observe import IterationLogFile, IterationObserver
 from cosched.errors import ConfigError
 from cosched.latency.graphs import GraphSizes
@@ -37,9 +40,24 @@ def attach(scheduler: Any, config: Config) -> None:
     if not scheduler.is_generation:
         # Nothing decodes, and SGLang's mixed batches assume a model that generates.
         scheduler.is_mixed_chunk = False
-    scheduler.cosched = Controller(
+    scheduler.cosched = controller = Controller(
         scheduler, entry=entry, config=config, clock=clock, observer=observer
     )
+    if config.decision_log is not None and get_parallel().tp_rank == 0:
+        controller.decisions = DecisionLog(
+            _log_path(config.decision_log),
+            header=Header(
+                policy=config.policy,
+                caps=controller.caps,
+                slo=config.slo.targets(),
+                latency_budget_s=config.latency_budget_s,
+                offline_rate=config.offline_rate,
+                versions={name: version(name) for name in ("cosched", "sglang")},
+            ),
+            predictor=controller.predictor if entry.timed else None,
+            max_bytes=int(config.decision_log_mb * 1e6),
+        )
+        observer.add_listener(controller.decisions.measured)
 
 
 def use_virtual_device(scheduler: Any, clock: Clock, graphs: GraphSizes | None) -> None:

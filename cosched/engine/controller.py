@@ -13,7 +13,9 @@ from cosched.config import Config
 from cosched.core.plan import Plan
 from cosched.core.request import RequestClass
 from cosched.core.validate import validate
+from cosched.core.view import View
 from cosched.engine.clock import Clock
+from cosched.engine.decisions import DecisionLog
 from cosched.engine.identity import identity_of
 from cosched.engine.observe import IterationObserver
 from cosched.engine.partial import SplitBatch
@@ -89,6 +91,7 @@ class Controller:
                 predictor=self.predictor,
                 ranks=scheduler.tp_cpu_group if get_parallel().tp_size > 1 else None,
             )
+        self.decisions: DecisionLog | None = None
         self.counters = Counters()
         self.split: SplitBatch | None = None
         """Of the iteration that is being made ready, when some running requests sit it out."""
@@ -116,7 +119,7 @@ class Controller:
         started_s = time.perf_counter()
         moment = self._moment()
         self.waiting.advance(moment.now_s)
-        view = SchedulerView(
+        view: View = SchedulerView(
             self.scheduler,
             running_batch=running_batch,
             waiting=self.waiting,
@@ -124,10 +127,15 @@ class Controller:
             now_s=moment.now_s,
             start_s=moment.start_s,
         )
+        if self.decisions is not None:
+            view = self.decisions.watch(view)
         plan = self.policy.plan(view)
         validate(plan, view)
+        planning_s = time.perf_counter() - started_s
         self.counters.num_plans += 1
-        self.counters.planning_s += time.perf_counter() - started_s
+        self.counters.planning_s += planning_s
+        if self.decisions is not None:
+            self.decisions.planned(plan, planning_s)
         return plan
 
     def _moment(self) -> Moment:
@@ -138,6 +146,8 @@ class Controller:
 
     def on_result(self, batch: Any) -> None:
         """The tokens of an iteration have come out."""
+        if self.decisions is not None:
+            self.decisions.finished(batch)
         if self.timekeeper is not None:
             self.timekeeper.on_result(batch)
 

@@ -16,7 +16,7 @@ from cosched.latency.fit_cosched import fit_phases
 from cosched.latency.graphs import GraphSizes
 from cosched.latency.predictor_base import Predictor
 
-__all__ = ["Calibrator", "ColdStart"]
+__all__ = ["Belief", "Calibrator", "ColdStart"]
 
 DRIFT_WINDOW = 9
 """Iterations whose median tells how much slower the machine is now: up to four disturbed ones leave
@@ -86,6 +86,23 @@ class ColdStart(Predictor):
 
     def describe(self) -> dict[str, object]:
         return {"predictor": self.name, **asdict(self)}
+
+
+class Belief(NamedTuple):
+    """All that a `Calibrator` predicts from, at one moment.
+
+    shapes  of decode-only iterations and of those with a prefill; None: cold
+    scales  of the two phases
+    seen    the largest iteration seen: new tokens, twice the attention pairs, decodes, tokens of
+            their contexts; None: the shapes are trusted at every size
+    """
+
+    shapes: tuple[Predictor | None, Predictor | None]
+    scales: tuple[float, float]
+    cold_scale: float
+    drift: float
+    margin: float
+    seen: tuple[int, int, int, int] | None
 
 
 class Calibrator(Predictor):
@@ -164,6 +181,33 @@ class Calibrator(Predictor):
         if seen is None or seen.covers(totals):
             return seconds * self.drift
         return seconds * self.drift * seen.growth(totals)
+
+    def belief(self) -> Belief:
+        decode, prefill, seen = self._decode, self._prefill, self._seen
+        return Belief(
+            shapes=(decode.shape, prefill.shape),
+            scales=(decode.scale, prefill.scale),
+            cold_scale=self._cold_scale,
+            drift=self.drift,
+            margin=self.margin,
+            seen=None if seen is None else (seen.new, seen.pairs, seen.decodes, seen.context),
+        )
+
+    def believe(self, belief: Belief) -> None:
+        """Predict exactly what the calibrator predicted whose belief this was. For asking only:
+        what that one had learnt from is not part of its belief."""
+        for phase, shape, scale in zip(
+            (self._decode, self._prefill), belief.shapes, belief.scales, strict=True
+        ):
+            phase.use(shape)
+            phase.scale = scale
+        self._cold_scale, self.drift, self.margin = belief.cold_scale, belief.drift, belief.margin
+        self._seen = None
+        if belief.seen is not None:
+            self._seen = _Seen()
+            new, pairs, decodes, context = belief.seen
+            self._seen.new, self._seen.pairs = new, pairs
+            self._seen.decodes, self._seen.context = decodes, context
 
     def _cold_s(self, totals: BatchTotals) -> float:
         """Of an iteration whose phase is cold: what is known from the other phase, and the rest as

@@ -37,8 +37,8 @@ from __future__ import annotations
 import math
 import sys
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cosched.core.plan import Plan
@@ -75,7 +75,8 @@ class HygenPolicy:
         self._budgets = budgets or Budgets()
 
     def plan(self, view: View) -> Plan:
-        return two_phase_plan(view, _ledger(view, self._settings, self._budgets))
+        ledger = _ledger(view, self._settings, self._budgets)
+        return replace(two_phase_plan(view, ledger), limits=ledger.limits())
 
 
 class _Ledger:
@@ -89,6 +90,10 @@ class _Ledger:
         self._online_s = online_s
         self._offline_s = offline_s
         self._most_tokens: int | None = None
+
+    def limits(self) -> Mapping[str, float]:
+        limits = {"online": self._online_s, "offline": self._offline_s}
+        return {phase: limit_s for phase, limit_s in limits.items() if limit_s < math.inf}
 
     def online_tokens(self, num_cached: int, limit: int) -> int:
         return self._predictor.max_prefill(self._totals, num_cached, self._online_s, limit)

@@ -145,15 +145,21 @@ class RunResult:
         return result
 
 
-def execute(spec: RunSpec, *, on_progress: Callable[[float], None] | None = None) -> RunResult:
+def execute(
+    spec: RunSpec,
+    *,
+    on_progress: Callable[[float], None] | None = None,
+    decision_log: Path | None = None,
+) -> RunResult:
     """Run it in this process. SGLang keeps process-wide state: one run at a time per process.
 
-    `on_progress` gets the virtual time now and then [s].
+    `on_progress` gets the virtual time now and then [s]; `decision_log` is a file to write every
+    decision to. ConfigError when the scenario leaves its decisions to SGLang.
     """
     import cosched.bootstrap  # noqa: F401  # before anything of SGLang's
 
     online, offline = load_requests(spec)
-    config = config_of(spec)
+    config = config_of(spec, decision_log)
     identity = identity_of(spec)
     if config.latency_model is not None and policy_entry(config.policy).timed:
         Profile.predictor_for(Path(config.latency_model), identity)
@@ -281,9 +287,10 @@ def _offline_client(spec: RunSpec, offline: Sequence[TraceRequest]) -> Any:
             return AimdClient(offline, is_missed=is_missed, max_concurrency=spec.max_concurrency)
 
 
-def config_of(spec: RunSpec) -> Config:
+def config_of(spec: RunSpec, decision_log: Path | None = None) -> Config:
     """The configuration that the simulated server runs with. ConfigError when it is wrong."""
     keys = {
+        "decision_log": decision_log and str(decision_log),
         "policy": spec.scenario.policy,
         "slo": msgspec.to_builtins(_slo_config(spec.slo)),
         **dict(spec.config),

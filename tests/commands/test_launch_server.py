@@ -24,6 +24,15 @@ def test_flags_win_over_the_environment_and_that_over_defaults(monkeypatch):
     assert rest == ["--port", "1", "--model-path", "x"]
 
 
+def test_the_decision_log_is_a_flag_that_needs_a_policy_that_decides(monkeypatch):
+    monkeypatch.setenv(ENV_VAR, '{"policy": "hygen", "decision_log": "old", "decision_log_mb": 8}')
+    config = launch_server.config_from(flags_of("--decision-log", "new")[0])
+    assert (config.decision_log, config.decision_log_mb) == ("new", 8)
+    assert launch_server.config_from(flags_of()[0]).decision_log == "old"
+    with pytest.raises(ConfigError, match="decision_log: policy 'sglang' leaves all decisions"):
+        launch_server.config_from(flags_of("--cosched-policy", "sglang")[0])
+
+
 def test_a_bad_target_is_named():
     flags, _ = flags_of("--cosched-slo-tpot-ms", "-5")
     with pytest.raises(ConfigError, match=r"tpot_ms must be a positive.*-5"):

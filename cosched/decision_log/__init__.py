@@ -1,0 +1,1 @@
+"""Reading decision logs: stories, summaries, plans made again (docs/decision_log.md)."""

@@ -1,0 +1,145 @@
+"""A decision log, read back record by record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cosched.engine.decision_records import (
+    FORMAT,
+    Decision,
+    Header,
+    RequestFacts,
+    Shapes,
+)
+from cosched.engine.parts import parts_of
+from cosched.errors import ConfigError
+from cosched.latency.calibration import Belief
+from cosched.latency.predictor import Predictor, predictor_from_dict
+
+__all__ = ["Entry", "read_log"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One decision, and what the log says elsewhere of what it names. Valid until the next one.
+
+    facts, first_tokens  by seq
+    belief               None: the policy predicts nothing
+    """
+
+    header: Header
+    decision: Decision
+    facts: dict[int, RequestFacts]
+    first_tokens: dict[int, float]
+    belief: Belief | None
+
+
+def read_log(path: Path, *, report: Callable[[str], None]) -> Iterator[Entry]:
+    """The decisions of a log in their order, from the oldest part that is left.
+
+    A line that cannot be used is left out, and `report` gets file, line number and reason.
+    ConfigError when there is no such file, or when another version wrote it.
+    """
+    for part in parts_of(path):
+        reader = _PartReader()
+        with part.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    entry = reader.read(line)
+                except _BadLineError as error:
+                    report(f"{part}:{number}: {error}")
+                    continue
+                if entry is not None:
+                    yield entry
+
+
+class _BadLineError(Exception):
+    pass
+
+
+_decoder = msgspec.json.Decoder(Header | Decision)
+
+
+class _PartReader:
+    def __init__(self) -> None:
+        self._header: Header | None = None
+        self._facts: dict[int, RequestFacts] = {}
+        self._first_tokens: dict[int, float] = {}
+        self._shapes: Shapes = (None, None)
+        self._belief: Belief | None = None
+
+    def read(self, line: bytes) -> Entry | None:
+        """None for a header."""
+        try:
+            record = _decoder.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise _BadLineError(str(error)) from None
+        if isinstance(record, Header):
+            if record.format != FORMAT:
+                raise ConfigError(
+                    f"the decision log has format {record.format}; this version of cosched reads "
+                    f"format {FORMAT}"
+                )
+            self._header = record
+            return None
+        if self._header is None:
+            raise _BadLineError("no header before it")
+        for facts in record.requests:
+            self._facts[facts.seq] = facts
+        self._first_tokens.update(record.first_tokens)
+        self._read_belief(record)
+        for seq in _named(record):
+            if seq not in self._facts:
+                raise _BadLineError(f"it names request {seq}, which no line before it describes")
+        return Entry(
+            header=self._header,
+            decision=record,
+            facts=self._facts,
+            first_tokens=self._first_tokens,
+            belief=self._belief,
+        )
+
+    def _read_belief(self, record: Decision) -> None:
+        shapes = None if self._belief is None else self._belief.shapes
+        if record.shapes is not None:
+            try:
+                shapes = _shape(record.shapes[0]), _shape(record.shapes[1])
+            except ConfigError as error:
+                raise _BadLineError(f"shapes: {error}") from None
+        state = record.belief
+        if state is not None:
+            if shapes is None:
+                raise _BadLineError("a belief without shapes, and none before it")
+            self._belief = Belief(
+                shapes=shapes,
+                scales=state.scales,
+                cold_scale=state.cold_scale,
+                drift=state.drift,
+                margin=state.margin,
+                seen=state.seen,
+            )
+
+
+def _shape(data: dict[str, Any] | None) -> Predictor | None:
+    return None if data is None else predictor_from_dict(data)
+
+
+def _named(record: Decision) -> Iterator[int]:
+    view, plan, result = record.view, record.plan, record.result
+    for rows in (view.running, view.unfinished, view.online, view.offline):
+        for row in rows:
+            yield row[0]
+    for seq, _ in plan.prefill:
+        yield seq
+    for seq, _ in plan.preempted:
+        yield seq
+    yield from plan.held
+    for skipped in plan.skipped.values():
+        yield from skipped
+    for seq, *_ in result.finished:
+        yield seq

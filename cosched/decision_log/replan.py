@@ -1,0 +1,150 @@
+"""Recorded views planned again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from cosched.core.plan import Plan
+from cosched.decision_log.read import Entry
+from cosched.decision_log.view import NotRecordedError, RecordedView, recorded_plan
+from cosched.engine.decision_records import Header
+from cosched.errors import ConfigError
+from cosched.latency.calibration import Calibrator
+from cosched.latency.features import BatchTotals
+from cosched.latency.predictor import Predictor
+from cosched.policy.base import Policy, PolicySettings
+from cosched.policy.registry import policy_entry
+
+__all__ = ["Replanned", "replan"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Replanned:
+    """How a policy's plans compare with the recorded ones.
+
+    num_equal         plans equal in everything: work, reasons, limits
+    num_same_work     plans that compute, hold and stop the same
+    num_unanswered    plans that could not be made, for the policy asks for what was not recorded
+    first_difference  the first plan that is not equal, and how; None: all are
+    """
+
+    policy: str
+    num_plans: int = 0
+    num_equal: int = 0
+    num_same_work: int = 0
+    num_unanswered: int = 0
+    first_difference: str | None = None
+
+
+def replan(entries: Iterable[Entry], *, policy: str | None = None) -> Replanned:
+    """Plan every recorded view with the named policy, or with the recorded one, built with the
+    recorded settings and asked with the recorded belief. ConfigError for a policy that plans
+    nothing, and for a log without decisions."""
+    planner: _Planner | None = None
+    for entry in entries:
+        if planner is None:
+            planner = _Planner(entry.header, policy or entry.header.policy)
+        planner.add(entry)
+    if planner is None:
+        raise ConfigError("the log holds no decisions")
+    return planner.replanned
+
+
+class _Planner:
+    def __init__(self, header: Header, policy: str) -> None:
+        make = policy_entry(policy).make
+        if make is None:
+            raise ConfigError(f"policy {policy!r} leaves all decisions to SGLang")
+        self._believed = _Believed()
+        self._policy: Policy = make(
+            PolicySettings(
+                caps=header.caps,
+                slo=header.slo,
+                predictor=self._believed,
+                latency_budget_s=header.latency_budget_s,
+                offline_rate=header.offline_rate,
+            )
+        )
+        self.replanned = Replanned(policy=policy)
+
+    def add(self, entry: Entry) -> None:
+        self._believed.use(entry)
+        result = self.replanned
+        result.num_plans += 1
+        try:
+            plan = self._policy.plan(RecordedView(entry))
+        except NotRecordedError as error:
+            result.num_unanswered += 1
+            differences = [f"the policy asks for {error}, which was not recorded"]
+        else:
+            recorded = recorded_plan(entry)
+            differences = list(_work_differences(recorded, plan))
+            result.num_same_work += not differences
+            differences += _reason_differences(recorded, plan)
+        if not differences:
+            result.num_equal += 1
+        elif result.first_difference is None:
+            number, now_s = entry.decision.number, entry.decision.view.now_s
+            result.first_difference = f"iteration {number} at {now_s:.3f} s: {differences[0]}"
+
+
+class _Believed(Predictor):
+    """What the recorded predictor would have answered."""
+
+    def __init__(self) -> None:
+        self._calibrator = Calibrator()
+        self._is_known = False
+
+    def use(self, entry: Entry) -> None:
+        self._is_known = entry.belief is not None
+        if entry.belief is not None:
+            self._calibrator.believe(entry.belief)
+
+    @property
+    def name(self) -> str:
+        return "recorded"
+
+    def predict_s(self, totals: BatchTotals) -> float:
+        if not self._is_known:
+            raise NotRecordedError("a prediction")
+        return self._calibrator.predict_s(totals)
+
+    def describe(self) -> dict[str, object]:
+        return {"predictor": self.name}
+
+
+def _work_differences(recorded: Plan, now: Plan) -> Iterator[str]:
+    if list(recorded.prefill.items()) != list(now.prefill.items()):
+        yield f"prefill was {_tokens(recorded)}, now {_tokens(now)}"
+    if recorded.preempt != now.preempt:
+        yield f"stopped were {_stopped(recorded)}, now {_stopped(now)}"
+    if recorded.hold != now.hold:
+        yield f"held were {_names(sorted(recorded.hold))}, now {_names(sorted(now.hold))}"
+
+
+def _reason_differences(recorded: Plan, now: Plan) -> Iterator[str]:
+    if recorded.skipped != now.skipped:
+        yield f"skipped were {_skipped(recorded)}, now {_skipped(now)}"
+    if recorded.limits != now.limits:
+        yield f"limits were {_limits(recorded)}, now {_limits(now)}"
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(names) or "none"
+
+
+def _tokens(plan: Plan) -> str:
+    return _names(f"{rid}: {num_tokens}" for rid, num_tokens in plan.prefill.items())
+
+
+def _stopped(plan: Plan) -> str:
+    return _names(f"{stopped.rid} ({stopped.mode.value})" for stopped in plan.preempt)
+
+
+def _skipped(plan: Plan) -> str:
+    return _names(f"{rid} ({reason.value})" for rid, reason in plan.skipped.items())
+
+
+def _limits(plan: Plan) -> str:
+    return _names(f"{phase} {limit_s * 1e3:.6g} ms" for phase, limit_s in plan.limits.items())

@@ -1,0 +1,177 @@
+"""The view and the plan of a recorded decision, as they were."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from cosched.core.caps import EngineCaps
+from cosched.core.plan import Plan, Preemption
+from cosched.core.request import Request, RequestClass, Slo
+from cosched.core.view import KvState, Match
+from cosched.decision_log.read import Entry
+from cosched.engine.decision_records import RequestFacts, RequestRow
+
+__all__ = ["NotRecordedError", "RecordedView", "recorded_plan"]
+
+
+T = TypeVar("T")
+
+
+class NotRecordedError(Exception):
+    """A policy asks for what the recorded one did not look at."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RecordedRequest:
+    """Implements `cosched.core.request.Request`."""
+
+    rid: str
+    request_class: RequestClass
+    slo: Slo
+    arrival_s: float
+    arrival_seq: int
+    first_token_s: float | None
+    num_prompt_tokens: int
+    num_output_tokens: int
+    max_new_tokens: int
+    num_computed_tokens: int
+    known_prefix_tokens: int | None
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        if self.known_prefix_tokens is None:
+            raise NotRecordedError(f"the tokens that were cached for {self.rid}")
+        return self.known_prefix_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Looked:
+    """The requests of a queue that were looked at.
+
+    is_all  there were no others
+    """
+
+    requests: Sequence[Request]
+    is_all: bool
+    name: str
+
+    def __iter__(self) -> Iterator[Request]:
+        yield from self.requests
+        if not self.is_all:
+            raise NotRecordedError(
+                f"{self.name} requests behind the first {len(self.requests)} that wait"
+            )
+
+
+class _RecordedOrder(Iterator[Request]):
+    """Implements `cosched.core.view.SharingOrder` for who skips what was skipped."""
+
+    def __init__(self, looked_at: _Looked, skips: Sequence[tuple[int, int, int]]) -> None:
+        self._requests = iter(looked_at)
+        self._skips = deque(skips)
+        self._num_given = 0
+
+    def __next__(self) -> Request:
+        if self._skips and self._skips[0][0] == self._num_given:
+            raise NotRecordedError("the order of offline requests when fewer are skipped")
+        request = next(self._requests)
+        self._num_given += 1
+        return request
+
+    def skip_sharing(self, request: Request, num_tokens: int) -> None:
+        skip = (self._num_given, request.arrival_seq, num_tokens)
+        if not self._skips or self._skips.popleft() != skip:
+            raise NotRecordedError("the order of offline requests when others are skipped")
+
+
+class RecordedView:
+    """Implements `cosched.core.view.View`. NotRecordedError names what the log does not hold."""
+
+    def __init__(self, entry: Entry) -> None:
+        state = entry.decision.view
+        self._entry = entry
+        self._state = state
+        self.caps: EngineCaps = entry.header.caps
+        self.now_s = state.now_s
+        self.start_s = state.start_s
+        self.kv: KvState = state.kv
+        self.free_slots = state.free_slots
+        self.running: Sequence[Request] = self._requests(state.running)
+        self.unfinished: Sequence[Request] = self._requests(state.unfinished)
+        self.online: Iterable[Request] = _Looked(
+            requests=self._requests(state.online), is_all=state.online_is_all, name="online"
+        )
+        looked_at = _Looked(
+            requests=self._requests(state.offline), is_all=state.offline_is_all, name="offline"
+        )
+        self.offline: Iterable[Request] = looked_at
+        if state.offline_is_sharing:
+            self.offline = _RecordedOrder(looked_at, state.skips)
+        self.backlog = state.backlog
+
+    def match(self, request: Request) -> Match:
+        cached, evictable = _answer(self._state.matches, request, "what is cached")
+        return Match(cached=cached, evictable=evictable)
+
+    def reserve_of(self, request: Request) -> int:
+        return _answer(self._state.reserves, request, "the reserve")
+
+    def preemption_gain(self, request: Request) -> int:
+        return _answer(self._state.gains, request, "what a stop would free")
+
+    def _requests(self, rows: Sequence[RequestRow]) -> list[Request]:
+        entry = self._entry
+        return [
+            _request(
+                row,
+                entry.facts[row[0]],
+                first_token_s=entry.first_tokens.get(row[0]),
+                known_prefix_tokens=entry.decision.view.prefixes.get(row[0]),
+            )
+            for row in rows
+        ]
+
+
+def recorded_plan(entry: Entry) -> Plan:
+    plan = entry.decision.plan
+    facts = entry.facts
+    return Plan(
+        prefill={facts[seq].rid: num_tokens for seq, num_tokens in plan.prefill},
+        hold=frozenset(facts[seq].rid for seq in plan.held),
+        preempt=tuple(Preemption(rid=facts[seq].rid, mode=mode) for seq, mode in plan.preempted),
+        skipped={facts[seq].rid: reason for reason, seqs in plan.skipped.items() for seq in seqs},
+        limits=plan.limits,
+    )
+
+
+def _request(
+    row: RequestRow,
+    facts: RequestFacts,
+    *,
+    first_token_s: float | None,
+    known_prefix_tokens: int | None,
+) -> Request:
+    seq, num_output_tokens, num_computed_tokens = row
+    return _RecordedRequest(
+        rid=facts.rid,
+        request_class=facts.request_class,
+        slo=facts.slo or Slo(),
+        arrival_s=facts.arrival_s,
+        arrival_seq=seq,
+        first_token_s=first_token_s,
+        num_prompt_tokens=facts.num_prompt_tokens,
+        num_output_tokens=num_output_tokens,
+        max_new_tokens=facts.max_new_tokens,
+        known_prefix_tokens=known_prefix_tokens,
+        num_computed_tokens=num_computed_tokens,
+    )
+
+
+def _answer(answers: dict[int, T], request: Request, what: str) -> T:
+    try:
+        return answers[request.arrival_seq]
+    except KeyError:
+        raise NotRecordedError(f"{what} of {request.rid}") from None

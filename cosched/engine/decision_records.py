@@ -1,0 +1,178 @@
+"""The format of a decision log: what its lines hold (docs/decision_log.md).
+
+Requests are named by their `arrival_seq`. A part describes each request in the first record that
+names it, so every part of a rotated log can be read alone.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, TypeAlias
+
+import msgspec
+
+from cosched.core.caps import EngineCaps
+from cosched.core.plan import PreemptMode, SkipReason
+from cosched.core.request import RequestClass, Slo
+from cosched.core.view import Backlog, KvState
+
+__all__ = [
+    "FORMAT",
+    "BeliefState",
+    "Decision",
+    "Header",
+    "Outcome",
+    "PlanState",
+    "RequestFacts",
+    "RequestRow",
+    "Result",
+    "Shapes",
+    "ViewState",
+]
+
+FORMAT = 1
+"""Raised when a reader of the last format could not read the new one."""
+
+RequestRow: TypeAlias = tuple[int, int, int]
+"""A request as it stood: (seq, num_output_tokens, num_computed_tokens)."""
+
+Shapes: TypeAlias = tuple[dict[str, Any] | None, dict[str, Any] | None]
+"""The shapes of a `cosched.latency.calibration.Belief`, as `FittedPredictor.to_dict` gives them."""
+
+
+class Header(msgspec.Struct, kw_only=True, tag_field="kind", tag="header"):
+    """First line of each part.
+
+    part  number of the part, from 0
+    caps, slo, latency_budget_s, offline_rate  what the policy was built with
+    """
+
+    policy: str
+    caps: EngineCaps
+    slo: Slo
+    latency_budget_s: float | None
+    offline_rate: float | None
+    versions: dict[str, str]
+    format: int = FORMAT
+    part: int = 0
+
+
+class RequestFacts(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
+    """What never changes of a request. slo: None where it has no targets of its own."""
+
+    seq: int
+    rid: str
+    request_class: RequestClass
+    arrival_s: float
+    num_prompt_tokens: int
+    max_new_tokens: int
+    slo: Slo | None = None
+
+
+class ViewState(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What the policy could read, and of that which is costly or long, what it did read.
+
+    online, offline      waiting requests that it looked at, from the front
+    *_is_all             it saw that there are no more
+    offline_is_sharing   the pool's order was a `cosched.core.view.SharingOrder`
+    skips                (requests given out before, seq, num_tokens): the calls of `skip_sharing`
+    matches              seq -> (cached, evictable) of the requests it asked about
+    prefixes             seq -> num_prefix_tokens of those that run and have no output yet; of
+                         others it says nothing any more
+    reserves, gains      seq -> `View.reserve_of`, `View.preemption_gain`, where it asked
+    """
+
+    now_s: float
+    start_s: float
+    kv: KvState
+    free_slots: int
+    backlog: Backlog
+    running: list[RequestRow] = []
+    unfinished: list[RequestRow] = []
+    online: list[RequestRow] = []
+    online_is_all: bool = False
+    offline: list[RequestRow] = []
+    offline_is_all: bool = False
+    offline_is_sharing: bool = False
+    skips: list[tuple[int, int, int]] = []
+    prefixes: dict[int, int] = {}
+    matches: dict[int, tuple[int, int]] = {}
+    reserves: dict[int, int] = {}
+    gains: dict[int, int] = {}
+
+
+class BeliefState(msgspec.Struct, kw_only=True, frozen=True):
+    """`cosched.latency.calibration.Belief` without its shapes."""
+
+    scales: tuple[float, float]
+    cold_scale: float
+    drift: float
+    margin: float
+    seen: tuple[int, int, int, int] | None
+
+
+class PlanState(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """`cosched.core.plan.Plan` by seq. prefill: (seq, tokens), in its order."""
+
+    prefill: list[tuple[int, int]] = []
+    held: list[int] = []
+    preempted: list[tuple[int, PreemptMode]] = []
+    skipped: dict[SkipReason, list[int]] = {}
+    limits: dict[str, float] = {}
+
+
+class Outcome(Enum):
+    """What became of a plan.
+
+    RAN        the engine ran a batch
+    NO_BATCH   it was applied, and there was nothing to run
+    REPLANNED  it was dropped: results still on their way had to be known before it could stop
+               anyone; the next record is the plan made after that
+    """
+
+    RAN = "ran"
+    NO_BATCH = "no_batch"
+    REPLANNED = "replanned"
+
+
+class Result(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What came of it.
+
+    refused      requests of the plan's prefill that the engine did not take
+    num_decodes  requests that decoded a token
+    predicted_s  of the batch that ran, by the belief the plan was made with [s]; None: the policy
+                 predicts nothing
+    start_s      when it began, as measured [s]
+    measured_s   how long it took [s]
+    finished     (seq, SGLang's reason, output tokens)
+    planning_s   host time that view and policy took [s]
+    """
+
+    outcome: Outcome
+    planning_s: float
+    refused: list[int] = []
+    num_decodes: int = 0
+    predicted_s: float | None = None
+    start_s: float | None = None
+    measured_s: float | None = None
+    finished: list[tuple[int, str, int]] = []
+
+
+class Decision(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="kind", tag="decision"):
+    """One plan.
+
+    number        of the plan, from 0
+    requests      those that no earlier record of this part names
+    first_tokens  seq -> when its first token came out [s]; where it has changed
+    belief        what the predictor predicts from; None: as in the record before
+    shapes        the same
+    """
+
+    number: int
+    view: ViewState
+    plan: PlanState
+    result: Result
+    requests: list[RequestFacts] = []
+    first_tokens: dict[int, float] = {}
+    belief: BeliefState | None = None
+    shapes: Shapes | None = None
