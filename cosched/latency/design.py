@@ -123,11 +123,10 @@ class _Designer:
             limits.max_running - limits.num_beside,
             limits.kv_tokens // max(scale, _KV_PER_REQUEST),
         )
-        drawn = np.clip(
-            self._rng.exponential(scale, most), 2, min(4 * scale, limits.max_context // 2)
-        )
-        inside = np.cumsum(drawn) <= _POOL_SHARE * limits.kv_tokens
-        # The first is always there: at most a quarter of the memory, by the choice of scales.
+        memory = int(_POOL_SHARE * limits.kv_tokens)
+        longest = min(4 * scale, limits.max_context // 2, memory)
+        drawn = np.clip(self._rng.exponential(scale, most), 2, longest)
+        inside = np.cumsum(drawn) <= memory
         return tuple(int(x) for x in drawn[: max(int(inside.sum()), 1)])
 
     def round(self) -> Round:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cosched.errors import ConfigError
@@ -25,6 +25,12 @@ GPU = Limits(max_tokens=8192, max_running=256, kv_tokens=400_000, max_context=13
     ),
     num_batches=st.integers(1, 80),
     seed=st.integers(0, 3),
+)
+@example(
+    # One context alone was longer than the pool's share of the memory.
+    limits=Limits(max_tokens=16, max_running=3, kv_tokens=512, max_context=514, mixed=False),
+    num_batches=4,
+    seed=0,
 )
 def test_no_round_is_beyond_what_the_engine_can_run(limits, num_batches, seed):
     rounds = design_rounds(limits, num_batches=num_batches, seed=seed)
