@@ -20,10 +20,9 @@ import cosched.bootstrap  # isort: skip  # noqa: F401  # before anything of SGLa
 
 import argparse
 import asyncio
-import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,9 +37,10 @@ from cosched.benchmark.suite import ALL_SCENARIOS, SuiteResult, run_suite
 from cosched.benchmark.tuned import TUNED
 from cosched.benchmark.yardstick import run_yardstick, yardstick_page
 from cosched.demo_model import ensure_demo_model
-from cosched.errors import ConfigError, CoschedError
+from cosched.errors import ConfigError
 from cosched.metrics.records import write_records
 from cosched.metrics.table import print_table
+from cosched.simulation.command import run_command
 from cosched.simulation.find import find
 from cosched.simulation.machine import Machine
 from cosched.simulation.options import (
@@ -52,7 +52,6 @@ from cosched.simulation.options import (
 from cosched.simulation.run import WorkloadSpec, load_requests, summarize_run
 from cosched.simulation.scenario import SCENARIOS, scenario
 from cosched.simulation.store import ResultStore
-from cosched.simulation.versions import versions
 
 __all__ = ["main"]
 
@@ -226,16 +225,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Exits with 2 and one sentence when the arguments are wrong."""
-    arguments = build_parser().parse_args(argv)
-    execute: Callable[[argparse.Namespace], Mapping[str, Any]] = arguments.execute
-    try:
-        result = execute(arguments)
-    except CoschedError as error:
-        print(f"cosched: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-    print(json.dumps({"versions": versions(), **result}, sort_keys=True, allow_nan=False))
+    run_command(build_parser().parse_args(argv))
 
 
 def _run(arguments: argparse.Namespace) -> dict[str, Any]:

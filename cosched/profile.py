@@ -18,11 +18,10 @@ import cosched.bootstrap  # isort: skip  # first: makes SGLang importable
 
 import argparse
 import contextlib
-import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,13 +34,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from cosched.config import ENV_VAR, Config
 from cosched.core.files import write_whole
 from cosched.engine.arguments import bind_cpu_threads, check_arguments, engine_arguments
-from cosched.errors import ConfigError, CoschedError
+from cosched.errors import ConfigError
 from cosched.latency.compare import KINDS, Comparison, compare_predictors
 from cosched.latency.design import design_rounds
 from cosched.latency.graphs import GraphSizes
 from cosched.latency.predictor import fit_predictor
 from cosched.latency.profile_file import EngineIdentity, MeasuredPoint, Profile
 from cosched.metrics.goals import Goal, parse_goal
+from cosched.simulation.command import run_command
 from cosched.simulation.options import (
     add_config_options,
     add_machine_options,
@@ -195,15 +195,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.command != "measure" and rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     arguments.rest = rest
-    execute: Callable[[argparse.Namespace], Mapping[str, Any]] = arguments.execute
-    try:
-        result = execute(arguments)
-    except CoschedError as error:
-        print(f"cosched: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-    print(json.dumps({"versions": versions(), **result}, sort_keys=True, allow_nan=False))
+    run_command(arguments)
 
 
 def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
