@@ -7,7 +7,7 @@ Assumptions  the predictor knows how long a batch takes before it runs; prefill 
 Good         keeps the token gap whatever the batch is made of; needs no tuned chunk size; fills
              idle hours with large chunks.
 Bad          only as good as the predictor; spends slack that a burst a moment later would want.
-Parameters   TTFT and TPOT targets [s], per request or the server's; `Budgets` below. With
+Parameters   TTFT and TPOT targets [s], per request or the server's; `Budgets` in `base`. With
              `latency_budget_s` the budget of an iteration is fixed, as the SLO-aware profiler finds
              it (HyGen §4.2); without, it follows from the deadlines.
 
@@ -39,7 +39,7 @@ import math
 import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from cosched.core.plan import Plan
@@ -50,33 +50,17 @@ from cosched.latency.predictor import Predictor
 from cosched.policy.base import PolicySettings
 from cosched.policy.two_phase import two_phase_plan
 
-__all__ = ["Budgets", "HygenPolicy"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Budgets:
-    """How the time of an iteration follows from the targets.
-
-    aim         share of the TPOT target that offline work may use up; the rest is for what the
-                predictor gets wrong
-    burst       most iteration time with offline work in it beside online requests [TPOT targets]
-    idle_share  most iteration time without online requests [TTFT targets]
-    """
-
-    aim: float = 0.995
-    burst: float = 1.5
-    idle_share: float = 0.3
+__all__ = ["HygenPolicy"]
 
 
 class HygenPolicy:
     """Two phases over a budget of predicted time. See the module's docstring and `two_phase`."""
 
-    def __init__(self, settings: PolicySettings, budgets: Budgets | None = None) -> None:
+    def __init__(self, settings: PolicySettings) -> None:
         self._settings = settings
-        self._budgets = budgets or Budgets()
 
     def plan(self, view: View) -> Plan:
-        ledger = _ledger(view, self._settings, self._budgets)
+        ledger = _ledger(view, self._settings)
         return replace(two_phase_plan(view, ledger), limits=ledger.limits())
 
 
@@ -188,7 +172,8 @@ _TILES = (64, 128, 256)
 """Tokens that GEMM kernels work on at a time."""
 
 
-def _ledger(view: View, settings: PolicySettings, budgets: Budgets) -> _Ledger:
+def _ledger(view: View, settings: PolicySettings) -> _Ledger:
+    budgets = settings.budgets
     slacks = _decode_slacks(view, settings.slo, budgets.aim)
     totals = BatchTotals()
     totals.add_decodes(slacks.contexts)
