@@ -23,6 +23,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import msgspec
 from sortedcontainers import SortedKeyList
 
 from cosched.errors import ConfigError
@@ -39,8 +40,7 @@ _DEADLINE_TOLERANCE = 0.1
 """Deadlines this part of the margin apart count as one: prefix order decides between them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolConfig:
+class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the pool orders what waits.
 
     utility_ratio      part of the picks that follow prefix order, 0 to 1; the others go to the

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
+
+import msgspec
 
 from cosched.core.caps import EngineCaps
 from cosched.core.plan import Plan
@@ -15,8 +17,7 @@ from cosched.latency.predictor import Predictor
 __all__ = ["Budgets", "Policy", "PolicySettings"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Budgets:
+class Budgets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the time of an iteration follows from the targets.
 
     aim         share of the TPOT target that offline work may use up; the rest is for what the
@@ -55,7 +56,7 @@ class PolicySettings:
     slo: Slo
     predictor: Predictor
     latency_budget_s: float | None = None
-    budgets: Budgets = Budgets()
+    budgets: Budgets = field(default_factory=Budgets)
     offline_rate: float | None = None
 
 

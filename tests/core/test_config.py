@@ -37,6 +37,7 @@ def test_what_is_written_reads_back():
         ('{"latency_budget_ms": 0}', "latency_budget_ms must be a positive"),
         ('{"budgets": {"aim": 1.5}}', "aim 1.5 is not above 0 and up to 1"),
         ('{"budgets": {"ami": 1}}', "unknown field `ami`"),
+        ('{"pool": {"patient": 1}}', "unknown field `patient`"),
         ('{"pool": {"patience": -1}}', "patience -1 is below 0"),
         ("{", "COSCHED_CONFIG: .*truncated"),
         ("/no/such/file", "neither a JSON object nor a readable file: '/no/such/file'"),
