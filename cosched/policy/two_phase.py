@@ -11,6 +11,7 @@ alike, a head that none has computed yet is computed by one of them and the othe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Protocol
 
 from cosched.core.budget import IterationBudget
@@ -133,9 +134,11 @@ class _Draft:
                 if num_tokens > 0:
                     self._budget.charge_continuation(request, num_tokens)
                     self._take(request, num_tokens, num_cached)
-        if self._held:
-            return  # what runs comes before what waits
         order = iter(self._view.offline)
+        if self._held:  # what runs comes before what waits
+            for request in islice(order, 1):
+                self._skipped[request.rid] = SkipReason.LATENCY_BUDGET
+            return
         if isinstance(order, SharingOrder):
             for request in (*self._view.running, *self._view.unfinished):
                 if request.num_output_tokens == 0:

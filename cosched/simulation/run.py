@@ -38,6 +38,7 @@ __all__ = [
     "cost_model_of",
     "engine_flags",
     "execute",
+    "execute_requests",
     "identity_of",
 ]
 
@@ -156,9 +157,23 @@ def execute(
     `on_progress` gets the virtual time now and then [s]; `decision_log` is a file to write every
     decision to. ConfigError when the scenario leaves its decisions to SGLang.
     """
+    online, offline = load_requests(spec)
+    return execute_requests(
+        spec, online, offline, on_progress=on_progress, decision_log=decision_log
+    )
+
+
+def execute_requests(
+    spec: RunSpec,
+    online: Sequence[TraceRequest],
+    offline: Sequence[TraceRequest],
+    *,
+    on_progress: Callable[[float], None] | None = None,
+    decision_log: Path | None = None,
+) -> RunResult:
+    """The same with requests of one's own in place of the specification's workloads."""
     import cosched.bootstrap  # noqa: F401  # before anything of SGLang's
 
-    online, offline = load_requests(spec)
     config = config_of(spec, decision_log)
     identity = identity_of(spec)
     if config.latency_model is not None and policy_entry(config.policy).timed:

@@ -151,6 +151,19 @@ def test_decodes_that_do_not_fit_sit_out_youngest_first_and_nothing_new_begins()
     assert seconds_of(plan, view) <= TPOT_S + 1e-9
 
 
+def test_who_waits_behind_held_decodes_is_told_why():
+    running = [decoding(offline(f"d{i}", 100), 2) for i in range(12)]
+    view = FakeView(
+        caps=CAPS,
+        running=(running_online(num_tokens=2), *running),
+        offline=[offline("next", 90), offline("later", 90)],
+        total_kv=999_999,
+    )
+    plan = plan_of(view, predictor=Linear(token_s=0.01))
+    assert plan.hold and plan.skipped["next"] is SkipReason.LATENCY_BUDGET
+    assert "later" not in plan.skipped
+
+
 def test_without_partial_decode_all_running_requests_decode():
     view = FakeView(
         caps=replace(CAPS, partial_decode=False),
