@@ -88,6 +88,21 @@ _ENTRIES = (
         timed=True,
         server_flags={"enable_mixed_chunk": True},
     ),
+    PolicyEntry(
+        name="echo-bs",
+        summary="Echo's base: online first, then offline in the order of arrival; no SLO awareness",
+        source="Echo §7.1 (BS)",
+        make=lambda settings: SarathiPolicy(),
+        server_flags={"enable_mixed_chunk": True},
+    ),
+    PolicyEntry(
+        name="echo-bs+e",
+        summary="echo-bs in a budget of predicted time, from the tightest online deadline",
+        source="Echo §7.1 (BS+E)",
+        make=HygenPolicy,
+        timed=True,
+        server_flags={"enable_mixed_chunk": True},
+    ),
 )
 
 
