@@ -148,6 +148,14 @@ class _Ledger:
         trial.add_decodes(contexts)
         return trial
 
+    def seconds(self) -> float:
+        """Predicted time of what is in [s]."""
+        return self._predictor.predict_s(self._totals)
+
+    def seconds_with(self, num_tokens: int, num_cached: int) -> float:
+        """The same with one more prefill [s]."""
+        return self._seconds(self._totals, num_tokens, num_cached)
+
     def offline_decodes(self, contexts: Sequence[int]) -> int:
         if self._predict_s(contexts) <= self._offline_s:
             return len(contexts)

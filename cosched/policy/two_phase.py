@@ -10,7 +10,7 @@ alike, a head that none has computed yet is computed by one of them and the othe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from cosched.core.budget import IterationBudget
@@ -18,7 +18,7 @@ from cosched.core.plan import Plan, Preemption, SkipReason
 from cosched.core.request import Request, RequestClass
 from cosched.core.view import Match, SharingOrder, View
 
-__all__ = ["TimeLedger", "Unlimited", "two_phase_plan"]
+__all__ = ["TimeLedger", "TwoPhaseDraft", "Unlimited", "two_phase_plan"]
 
 
 class TimeLedger(Protocol):
@@ -69,13 +69,17 @@ def two_phase_plan(view: View, time: TimeLedger, *, most_offline: int | None = N
     time          holds the decodes of the running online requests already
     most_offline  most offline requests that may be admitted from the pool; None: any number
     """
-    return _Draft(view, time, most_offline).build()
+    return TwoPhaseDraft(view, time, most_offline).build()
 
 
-class _Draft:
-    """A plan under construction: the ledgers and what was decided so far."""
+class TwoPhaseDraft:
+    """A plan under construction: the ledgers and what was decided so far.
 
-    def __init__(self, view: View, time: TimeLedger, most_offline: int | None) -> None:
+    Who admits offline requests by another rule overrides `_admit_offline`; who continues or stops
+    others, `_decode_order` and `_victims`.
+    """
+
+    def __init__(self, view: View, time: TimeLedger, most_offline: int | None = None) -> None:
         self._view = view
         self._time = time
         self._most_offline = most_offline
@@ -110,11 +114,11 @@ class _Draft:
         return all(self._admit_online(request) for request in self._view.online)
 
     def _offline_decodes(self) -> None:
-        """Running offline requests decode, oldest first, while they fit; the others sit out."""
+        """Running offline requests decode while they fit; the others sit out."""
         if not self._view.caps.partial_decode:
             return
         running = [r for r in self._running_offline() if not self._is_stopped(r)]
-        running.sort(key=lambda r: r.arrival_seq)
+        running.sort(key=self._decode_order)
         contexts = [r.num_computed_tokens + 1 for r in running]
         num_fitting = self._time.offline_decodes(contexts)
         self._time.add_decodes(contexts[:num_fitting])
@@ -122,6 +126,10 @@ class _Draft:
             self._held.add(request.rid)
             self._budget.refund_hold()
             self._skipped[request.rid] = SkipReason.LATENCY_BUDGET
+
+    def _decode_order(self, request: Request) -> tuple[int, ...]:
+        """Oldest first."""
+        return (request.arrival_seq,)
 
     def _offline_prefills(self) -> None:
         for request in self._view.unfinished:
@@ -140,6 +148,10 @@ class _Draft:
             for request in (*self._view.running, *self._view.unfinished):
                 if request.num_output_tokens == 0:
                     self._follow(order, request, request.num_prefix_tokens)
+        self._admit_offline(order)
+
+    def _admit_offline(self, order: Iterator[Request]) -> None:
+        """In the pool's order, until one does not fit."""
         num_admitted = 0
         for request in order:
             if num_admitted == self._most_offline:
