@@ -42,11 +42,11 @@ from cosched.core.request import Request
 from cosched.core.view import BucketedOrder, Match, View
 from cosched.policy.base import PolicySettings
 from cosched.policy.hygen import Budgets, _Ledger, _ledger
-from cosched.policy.two_phase import TwoPhaseDraft
+from cosched.policy.two_phase import LEAST_CHUNK, TwoPhaseDraft
 
 __all__ = ["CANDIDATES_PER_BUCKET", "EchoPolicy"]
 
-CANDIDATES_PER_BUCKET = 4
+CANDIDATES_PER_BUCKET = 2
 
 
 class EchoPolicy:
@@ -92,7 +92,7 @@ class _EchoDraft(TwoPhaseDraft):
         assert isinstance(order, BucketedOrder), "the pool is kept in buckets"
         known: dict[str, _Candidate | None] = {}
         benefit = self._benefit()
-        while self._budget.slots > 0:
+        while self._budget.slots > 0 and self._has_time():
             fitting = self._fitting(order, known)
             if not fitting:
                 return
@@ -106,6 +106,10 @@ class _EchoDraft(TwoPhaseDraft):
             benefit += self._prefill[rid] + best.match.cached
             order.take(best.request)
             self._follow(order, best.request, best.match.cached)
+
+    def _has_time(self) -> bool:
+        """Looking at candidates is the dearest part of a plan: only where one could be admitted."""
+        return not self._runs_anything() or self._ledger.offline_tokens(0, LEAST_CHUNK) > 0
 
     def _benefit(self) -> int:
         """Of what is in already: running requests that decode, and prefills."""

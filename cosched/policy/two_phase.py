@@ -18,7 +18,7 @@ from cosched.core.plan import Plan, Preemption, SkipReason
 from cosched.core.request import Request, RequestClass
 from cosched.core.view import Match, SharingOrder, View
 
-__all__ = ["TimeLedger", "TwoPhaseDraft", "Unlimited", "two_phase_plan"]
+__all__ = ["LEAST_CHUNK", "TimeLedger", "TwoPhaseDraft", "Unlimited", "two_phase_plan"]
 
 
 class TimeLedger(Protocol):
@@ -179,7 +179,7 @@ class TwoPhaseDraft:
         forward of its own, however short it is."""
         remaining = _num_tokens(request) - num_cached
         num_tokens = self._time.offline_tokens(num_cached, remaining)
-        if num_tokens >= min(remaining, _LEAST_CHUNK):
+        if num_tokens >= min(remaining, LEAST_CHUNK):
             return num_tokens
         # Work that waits for an idle engine: were it left out, nothing would ever correct a belief
         # that is too slow.
@@ -295,7 +295,8 @@ class TwoPhaseDraft:
             self._held.discard(oldest.rid)
 
 
-_LEAST_CHUNK = 16
+LEAST_CHUNK = 16
+"""Prompt tokens that are worth a forward of their own, where a prompt does not end in fewer."""
 
 _LEAST_PROGRESS = 64
 """Prompt tokens that an iteration without any other work computes, however long that may take."""
