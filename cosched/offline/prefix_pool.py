@@ -380,7 +380,7 @@ class PoolOrder(Iterator[P]):
                 front.cursor = place.next
                 if place.item.rid not in self._yielded:
                     front.places.append(place)
-        return [[place.item for place in front.places] for front in self._fronts]
+        return [[place.item for place in front.places[:per_bucket]] for front in self._fronts]
 
     def _is_gone(self, place: Place[P]) -> bool:
         return place.item.rid in self._yielded or self._skipped_node(place) is not None
