@@ -8,7 +8,7 @@ Assumptions  the predictor knows how long a batch takes before it runs; waiting 
 Good         what is cached is used while it is: a cached head is worth its tokens and costs no
              time. Of several heads in the cache all are used, not only that of the last admission.
 Bad          looks one iteration ahead; knows neither age nor deadline of an offline request.
-Parameters   as HyGen's `Budgets`; `CANDIDATES_PER_BUCKET`; the number of buckets is the pool's.
+Parameters   `Budgets`, as HyGen; `CANDIDATES_PER_BUCKET`; the number of buckets is the pool's.
 
 Of an iteration (Eq. 1, 2, 4)
 
@@ -41,7 +41,7 @@ from cosched.core.plan import Plan, SkipReason
 from cosched.core.request import Request
 from cosched.core.view import BucketedOrder, Match, View
 from cosched.policy.base import PolicySettings
-from cosched.policy.hygen import Budgets, _Ledger, _ledger
+from cosched.policy.hygen import _Ledger, _ledger
 from cosched.policy.two_phase import LEAST_CHUNK, TwoPhaseDraft
 
 __all__ = ["CANDIDATES_PER_BUCKET", "EchoPolicy"]
@@ -53,12 +53,11 @@ class EchoPolicy:
     """Two phases over a budget of predicted time, offline admissions by score. See the module's
     docstring and `two_phase`."""
 
-    def __init__(self, settings: PolicySettings, budgets: Budgets | None = None) -> None:
+    def __init__(self, settings: PolicySettings) -> None:
         self._settings = settings
-        self._budgets = budgets or Budgets()
 
     def plan(self, view: View) -> Plan:
-        ledger = _ledger(view, self._settings, self._budgets)
+        ledger = _ledger(view, self._settings)
         return replace(_EchoDraft(view, ledger).build(), limits=ledger.limits())
 
 

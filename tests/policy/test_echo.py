@@ -15,9 +15,8 @@ from cosched.core.view import Match
 from cosched.latency.features import BatchTotals
 from cosched.latency.predictor_base import Predictor
 from cosched.offline.prefix_pool import PoolConfig, PrefixPool
-from cosched.policy.base import PolicySettings
+from cosched.policy.base import Budgets, PolicySettings
 from cosched.policy.echo import EchoPolicy
-from cosched.policy.hygen import Budgets
 from tests.factories import FakeView, decoding, make_caps, offline, online, prefilled
 
 TTFT_S, TPOT_S = 1.0, 0.05
@@ -49,9 +48,12 @@ CAPS = make_caps(partial_decode=True, max_chunk_tokens=8192, max_prefill_tokens=
 
 def plan_of(view, *, predictor=None):
     settings = PolicySettings(
-        caps=view.caps, slo=Slo(ttft_s=TTFT_S, tpot_s=TPOT_S), predictor=predictor or Linear()
+        caps=view.caps,
+        slo=Slo(ttft_s=TTFT_S, tpot_s=TPOT_S),
+        predictor=predictor or Linear(),
+        budgets=Budgets(aim=1.0, burst=2.0, idle_share=0.3),
     )
-    plan = EchoPolicy(settings, Budgets(aim=1.0, burst=2.0, idle_share=0.3)).plan(view)
+    plan = EchoPolicy(settings).plan(view)
     validate(plan, view)
     return plan
 
