@@ -187,7 +187,7 @@ class PrefixPool(Generic[P]):
         return PoolOrder(self)
 
     def in_bucket(self, index: int) -> Iterator[P]:
-        """Depth-first order of one bucket, lazily, for Echo's candidates. Valid until a change."""
+        """Depth-first order of one bucket, lazily. Valid until a change."""
         return (place.item for place in self._buckets.trees[index])
 
     def future_references(self, token_ids: Sequence[int], *, prefix_key: Hashable) -> list[Shared]:

@@ -92,10 +92,11 @@ class _EchoDraft(TwoPhaseDraft):
         known: dict[str, _Candidate | None] = {}
         benefit = self._benefit()
         while self._budget.slots > 0 and self._has_time():
-            fitting = self._fitting(order, known)
+            seconds = self._ledger.seconds()
+            fitting = self._fitting(order, known, seconds)
             if not fitting:
                 return
-            best = self._best(fitting, benefit)
+            best = self._best(fitting, benefit, seconds)
             rid = best.request.rid
             # What was admitted since it was looked at may leave it less.
             at_most = self._offline_tokens(best.request, best.match.cached)
@@ -116,20 +117,21 @@ class _EchoDraft(TwoPhaseDraft):
         return len(self._view.running) - num_idle + sum(self._prefill.values())
 
     def _fitting(
-        self, order: BucketedOrder, known: dict[str, _Candidate | None]
+        self, order: BucketedOrder, known: dict[str, _Candidate | None], seconds: float
     ) -> list[_Candidate]:
-        """The candidates that may be admitted. known: rid -> those looked at; None: refused."""
+        """The candidates that may be admitted. known: rid -> those looked at, None: refused;
+        seconds: of the iteration without them."""
         fitting = []
         for bucket, requests in enumerate(order.candidates(CANDIDATES_PER_BUCKET)):
             for request in requests:
                 if request.rid not in known:
-                    known[request.rid] = self._look_at(request, bucket)
+                    known[request.rid] = self._look_at(request, bucket, seconds)
                 candidate = known[request.rid]
                 if candidate is not None:
                     fitting.append(candidate)
         return fitting
 
-    def _look_at(self, request: Request, bucket: int) -> _Candidate | None:
+    def _look_at(self, request: Request, bucket: int, seconds: float) -> _Candidate | None:
         match = self._view.match(request)
         at_most = self._offline_tokens(request, match.cached)
         reason = (
@@ -147,12 +149,11 @@ class _EchoDraft(TwoPhaseDraft):
             match=match,
             num_new=num_new,
             need=self._budget.headroom + self._budget.shortfall(request, match),
-            seconds=self._ledger.seconds_with(num_new, match.cached) - self._ledger.seconds(),
+            seconds=self._ledger.seconds_with(num_new, match.cached) - seconds,
         )
 
-    def _best(self, fitting: list[_Candidate], benefit: int) -> _Candidate:
+    def _best(self, fitting: list[_Candidate], benefit: int, seconds: float) -> _Candidate:
         """Of equals the first: prefix order, the bucket that has the turn before the others."""
-        seconds = self._ledger.seconds()
         heads: dict[int, int] = {}
         for candidate in fitting:
             bucket = candidate.bucket
