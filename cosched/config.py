@@ -44,7 +44,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     policy             name of the policy (`cosched.policy.registry.POLICIES`)
     slo                targets of online requests
-    pool               order of the offline pool, for policies that keep it in prefix order
+    pool               order of the offline pool, for policies that keep it in prefix order; absent:
+                       the policy's own (`PolicyEntry.pool`)
     latency_budget_ms  most predicted milliseconds of an iteration; absent: derived from the SLO
     budgets            how it is derived
     offline_rate       most offline requests admitted per second, for hygen-throttled; absent: any
@@ -60,7 +61,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     policy: str = "hygen"
     slo: SloConfig = SloConfig()
-    pool: PoolConfig = PoolConfig()
+    pool: PoolConfig | None = None
     latency_budget_ms: float | None = None
     budgets: Budgets = Budgets()
     offline_rate: float | None = None

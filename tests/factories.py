@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cosched.core.caps import EngineCaps
@@ -26,6 +26,9 @@ class FakeRequest:
     max_new_tokens: int = 10
     num_computed_tokens: int = 0
     num_prefix_tokens: int = 0
+    token_ids: Sequence[int] = ()
+    """For views whose offline requests wait in a real pool."""
+    prefix_key: Hashable = None
 
 
 def online(rid: str, num_prompt_tokens: int = 100, **fields) -> FakeRequest:

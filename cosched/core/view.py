@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 from cosched.core.caps import EngineCaps
 from cosched.core.request import Request
 
-__all__ = ["Backlog", "KvState", "Match", "SharingOrder", "View"]
+__all__ = ["Backlog", "BucketedOrder", "KvState", "Match", "SharingOrder", "View"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +68,21 @@ class SharingOrder(Protocol):
         ...
 
 
+@runtime_checkable
+class BucketedOrder(SharingOrder, Protocol):
+    """The same in buckets of similar length: few candidates instead of one order (Echo §6)."""
+
+    def candidates(self, per_bucket: int) -> Sequence[Sequence[Any]]:
+        """Of each bucket the first `per_bucket` requests in prefix order that are neither taken nor
+        left out. O(buckets * per_bucket), and O(1) for each taken or left out since the last call.
+        """
+        ...
+
+    def take(self, request: Any) -> None:
+        """It is admitted: no candidate any more."""
+        ...
+
+
 class View(Protocol):
     """Valid during one call of `plan`; nothing reached through it may be changed.
 
@@ -111,7 +126,8 @@ class View(Protocol):
 
     @property
     def offline(self) -> Iterable[Request]:
-        """Waiting offline requests, in the pool's order. Its iterator may be a `SharingOrder`."""
+        """Waiting offline requests, in the pool's order. Its iterator may be a `SharingOrder`
+        or a `BucketedOrder`."""
         ...
 
     @property

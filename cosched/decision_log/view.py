@@ -12,7 +12,7 @@ from cosched.core.plan import Plan, Preemption
 from cosched.core.request import Request, RequestClass, Slo
 from cosched.core.view import KvState, Match
 from cosched.decision_log.read import Entry
-from cosched.engine.decision_records import RequestFacts, RequestRow
+from cosched.engine.decision_records import RequestFacts, RequestRow, ViewState
 
 __all__ = ["NotRecordedError", "RecordedView", "recorded_plan"]
 
@@ -67,11 +67,16 @@ class _Looked:
 
 
 class _RecordedOrder(Iterator[Request]):
-    """Implements `cosched.core.view.SharingOrder` for who skips what was skipped."""
+    """Implements `cosched.core.view.BucketedOrder` for who takes and skips what was."""
 
-    def __init__(self, looked_at: _Looked, skips: Sequence[tuple[int, int, int]]) -> None:
+    def __init__(self, looked_at: _Looked, state: ViewState) -> None:
         self._requests = iter(looked_at)
-        self._skips = deque(skips)
+        self._by_seq = {request.arrival_seq: request for request in looked_at.requests}
+        self._skips = deque(state.skips)
+        self._candidates = deque(state.candidates)
+        self._takes = deque(state.takes)
+        self._num_answers = 0
+        self._given: set[int] = set()
         self._num_given = 0
 
     def __next__(self) -> Request:
@@ -85,6 +90,21 @@ class _RecordedOrder(Iterator[Request]):
         skip = (self._num_given, request.arrival_seq, num_tokens)
         if not self._skips or self._skips.popleft() != skip:
             raise NotRecordedError("the order of offline requests when others are skipped")
+
+    def candidates(self, per_bucket: int) -> list[list[Request]]:
+        if (self._takes and self._takes[0][0] == self._num_answers) or not self._candidates:
+            raise NotRecordedError("the candidates when fewer are taken")
+        recorded_per_bucket, buckets = self._candidates.popleft()
+        if recorded_per_bucket != per_bucket:
+            raise NotRecordedError(f"{per_bucket} candidates per bucket")
+        self._num_answers += 1
+        self._given.update(seq for bucket in buckets for seq in bucket)
+        self._num_given = len(self._given)
+        return [[self._by_seq[seq] for seq in bucket] for bucket in buckets]
+
+    def take(self, request: Request) -> None:
+        if not self._takes or self._takes.popleft() != (self._num_answers, request.arrival_seq):
+            raise NotRecordedError("the candidates when others are taken")
 
 
 class RecordedView:
@@ -109,7 +129,7 @@ class RecordedView:
         )
         self.offline: Iterable[Request] = looked_at
         if state.offline_is_sharing:
-            self.offline = _RecordedOrder(looked_at, state.skips)
+            self.offline = _RecordedOrder(looked_at, state)
         self.backlog = state.backlog
 
     def match(self, request: Request) -> Match:

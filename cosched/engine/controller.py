@@ -26,7 +26,7 @@ from cosched.engine.waiting import WaitingQueue, WaitingSummary
 from cosched.latency.calibration import Calibrator
 from cosched.latency.predictor import FittedPredictor
 from cosched.latency.profile_file import Profile
-from cosched.offline.pool import ArrivalQueue
+from cosched.offline.pool import ArrivalQueue, OfflinePool
 from cosched.offline.prefix_pool import PrefixPool
 from cosched.policy.base import Policy, PolicySettings
 from cosched.policy.registry import PolicyEntry
@@ -96,8 +96,11 @@ class Controller:
         self.counters = Counters()
         self.split: SplitBatch | None = None
         """Of the iteration that is being made ready, when some running requests sit it out."""
+        pool: OfflinePool[TrackedRequest] = ArrivalQueue()
+        if entry.pool is not None:
+            pool = PrefixPool(config.pool or entry.pool)
         self.waiting = WaitingQueue(
-            pool=PrefixPool(config.pool) if entry.prefix_order else ArrivalQueue(),
+            pool=pool,
             clock=clock,
             on_arrival=None if self.timekeeper is None else self.timekeeper.on_arrival,
         )

@@ -78,6 +78,9 @@ class ViewState(msgspec.Struct, kw_only=True, omit_defaults=True):
     *_is_all             it saw that there are no more
     offline_is_sharing   the pool's order was a `cosched.core.view.SharingOrder`
     skips                (requests given out before, seq, num_tokens): the calls of `skip_sharing`
+    candidates           (per_bucket, seqs of each bucket): the calls of
+                         `cosched.core.view.BucketedOrder.candidates`; `offline` holds the requests
+    takes                (calls of `candidates` before, seq): the calls of `take`
     matches              seq -> (cached, evictable) of the requests it asked about
     prefixes             seq -> num_prefix_tokens of those that run and have no output yet; of
                          others it says nothing any more
@@ -97,6 +100,8 @@ class ViewState(msgspec.Struct, kw_only=True, omit_defaults=True):
     offline_is_all: bool = False
     offline_is_sharing: bool = False
     skips: list[tuple[int, int, int]] = []
+    candidates: list[tuple[int, list[list[int]]]] = []
+    takes: list[tuple[int, int]] = []
     prefixes: dict[int, int] = {}
     matches: dict[int, tuple[int, int]] = {}
     reserves: dict[int, int] = {}

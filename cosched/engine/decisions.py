@@ -17,7 +17,7 @@ import msgspec
 
 from cosched.core.plan import Plan, SkipReason
 from cosched.core.request import Request, Slo
-from cosched.core.view import Backlog, KvState, Match, SharingOrder, View
+from cosched.core.view import Backlog, BucketedOrder, KvState, Match, SharingOrder, View
 from cosched.engine.decision_records import (
     BeliefState,
     Decision,
@@ -50,9 +50,14 @@ class _Noted:
         self.is_all = False
         self.is_sharing = False
         self.skips: list[tuple[int, int, int]] = []
+        self.candidates: list[tuple[int, list[list[int]]]] = []
+        self.takes: list[tuple[int, int]] = []
 
     def __iter__(self) -> Iterator[Request]:
         order = iter(self._requests)
+        if isinstance(order, BucketedOrder):
+            self.is_sharing = True
+            return _NotedBuckets(self, order)
         if isinstance(order, SharingOrder):
             self.is_sharing = True
             return _NotedOrder(self, order)
@@ -85,6 +90,28 @@ class _NotedOrder(Iterator[Request]):
     def skip_sharing(self, request: Request, num_tokens: int) -> None:
         self._noted.skips.append((len(self._noted.seen), request.arrival_seq, num_tokens))
         self._order.skip_sharing(request, num_tokens)
+
+
+class _NotedBuckets(_NotedOrder):
+    """Implements `BucketedOrder` on another one."""
+
+    def __init__(self, noted: _Noted, order: Any) -> None:
+        super().__init__(noted, order)
+        self._known: set[int] = set()
+
+    def candidates(self, per_bucket: int) -> Sequence[Sequence[Request]]:
+        buckets: Sequence[Sequence[Request]] = self._order.candidates(per_bucket)
+        for request in chain.from_iterable(buckets):
+            if request.arrival_seq not in self._known:
+                self._known.add(request.arrival_seq)
+                self._noted.seen.append(request)
+        seqs = [[request.arrival_seq for request in bucket] for bucket in buckets]
+        self._noted.candidates.append((per_bucket, seqs))
+        return buckets
+
+    def take(self, request: Request) -> None:
+        self._noted.takes.append((len(self._noted.candidates), request.arrival_seq))
+        self._order.take(request)
 
 
 class RecordingView:
@@ -157,6 +184,8 @@ class RecordingView:
             offline_is_all=self.offline.is_all,
             offline_is_sharing=self.offline.is_sharing,
             skips=self.offline.skips,
+            candidates=self.offline.candidates,
+            takes=self.offline.takes,
             prefixes={
                 seq: request.num_prefix_tokens
                 for request, (seq, num_output_tokens, _) in zip(

@@ -81,7 +81,9 @@ def largest_prefill(
         trial.max_prefill_context = context if context > longest else longest
         return predict_s(trial)
 
-    return bisect_right(range(1, limit_tokens + 1), limit_s, key=seconds)
+    if limit_tokens <= 0 or seconds(limit_tokens) <= limit_s:  # most prompts fit whole
+        return max(limit_tokens, 0)
+    return bisect_right(range(1, limit_tokens), limit_s, key=seconds)
 
 
 def relative_fit(features: FloatArray, seconds: FloatArray) -> tuple[float, ...]:

@@ -187,7 +187,7 @@ class PrefixPool(Generic[P]):
         return PoolOrder(self)
 
     def in_bucket(self, index: int) -> Iterator[P]:
-        """Depth-first order of one bucket, lazily, for Echo's candidates. Valid until a change."""
+        """Depth-first order of one bucket, lazily. Valid until a change."""
         return (place.item for place in self._buckets.trees[index])
 
     def future_references(self, token_ids: Sequence[int], *, prefix_key: Hashable) -> list[Shared]:
@@ -332,6 +332,7 @@ class PoolOrder(Iterator[P]):
         self._last: Place[P] | None = None
         self._yielded: set[str] = set()
         self._skipped: set[Node[P]] = set()
+        self._fronts: list[_Front[P]] | None = None
 
     def __next__(self) -> P:
         head = self._depth_first()
@@ -355,6 +356,34 @@ class PoolOrder(Iterator[P]):
             node = tree.find(request.token_ids, key=request.prefix_key, num_tokens=num_tokens)
             if node is not None:
                 self._skipped.add(node)
+
+    def take(self, request: P) -> None:
+        """It is admitted out of this order: neither yielded nor a candidate any more."""
+        self._yielded.add(request.rid)
+
+    def candidates(self, per_bucket: int) -> list[list[P]]:
+        """Of each bucket the first `per_bucket` in its depth-first order that are neither yielded,
+        taken nor left out; the bucket that has the turn comes first. Nobody is urgent or due here.
+
+        O(buckets x per_bucket), and O(1) for each that has gone since the last call.
+        """
+        if self._fronts is None:
+            self._fronts = [_Front(tree.head) for tree in self._pool._buckets.in_turn()]
+        for front in self._fronts:
+            front.places = [place for place in front.places if not self._is_gone(place)]
+            while len(front.places) < per_bucket and (place := front.cursor) is not None:
+                node = self._skipped_node(place)
+                if node is not None:
+                    assert node.last is not None
+                    front.cursor = node.last.next
+                    continue
+                front.cursor = place.next
+                if place.item.rid not in self._yielded:
+                    front.places.append(place)
+        return [[place.item for place in front.places[:per_bucket]] for front in self._fronts]
+
+    def _is_gone(self, place: Place[P]) -> bool:
+        return place.item.rid in self._yielded or self._skipped_node(place) is not None
 
     def _depth_first(self) -> P | None:
         """Head of what is left of the depth-first order."""
@@ -430,6 +459,16 @@ class PoolOrder(Iterator[P]):
         if not self._skipped:
             return None
         return next((node for node in place.enclosing() if node in self._skipped), None)
+
+
+class _Front(Generic[P]):
+    """The first places of a bucket, and where its depth-first order goes on behind them."""
+
+    __slots__ = ("cursor", "places")
+
+    def __init__(self, cursor: Place[P] | None) -> None:
+        self.cursor = cursor
+        self.places: list[Place[P]] = []
 
 
 def _sharing_ratio(num_tokens: int, num_distinct_tokens: int) -> float:

@@ -11,20 +11,7 @@ Parameters   TTFT and TPOT targets [s], per request or the server's; `Budgets` i
              `latency_budget_s` the budget of an iteration is fixed, as the SLO-aware profiler finds
              it (HyGen §4.2); without, it follows from the deadlines.
 
-The budget of an iteration (Echo §5.2: the tightest online deadline in it)
-
-    slack of a running request   first token + TPOT * (tokens it will have) - start of the iteration
-    slack of a prefill           arrival + TTFT - start of the iteration
-    online phase                 the least slack of the running online requests, at least TPOT
-    offline phase                the least slack of all online requests, at most `burst` * TPOT;
-                                 of the running ones for targets that are `aim` times theirs
-    nothing online               `idle_share` * TTFT
-
-TPOT counts from the first token that came, not from the TTFT target as in Echo: what is promised to
-a user is the mean gap, and a first token that came early does not allow longer gaps. A request that
-ran ahead of its deadlines lends its slack to a large online chunk; one that is late does not stop
-online prefills, only offline work. `idle_share` keeps room for an online request that arrives while
-an iteration runs and another is already launched behind it.
+The budget is that of `cosched.policy.deadlines`.
 
 Deviations from the paper
 * Algorithm 1 subtracts a time per request; the predicted time of the whole batch is used instead,
@@ -35,19 +22,12 @@ Deviations from the paper
 
 from __future__ import annotations
 
-import math
-import sys
-from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from cosched.core.plan import Plan
-from cosched.core.request import Request, RequestClass, Slo
 from cosched.core.view import View
-from cosched.latency.features import BatchTotals
-from cosched.latency.predictor import Predictor
 from cosched.policy.base import PolicySettings
+from cosched.policy.deadlines import deadline_ledger
 from cosched.policy.two_phase import two_phase_plan
 
 __all__ = ["HygenPolicy"]
@@ -60,217 +40,5 @@ class HygenPolicy:
         self._settings = settings
 
     def plan(self, view: View) -> Plan:
-        ledger = _ledger(view, self._settings)
+        ledger = deadline_ledger(view, self._settings)
         return replace(two_phase_plan(view, ledger), limits=ledger.limits())
-
-
-class _Ledger:
-    """The predicted time of a growing batch, held against a limit per phase [s].
-
-    totals           the decodes of the running online requests
-    offline_decodes  contexts of the offline requests that will decode beside them, if they fit
-    cuts_online      online prompts may be cut where a tile of tokens ends
-    """
-
-    def __init__(
-        self,
-        predictor: Predictor,
-        totals: BatchTotals,
-        *,
-        online_s: float,
-        offline_s: float,
-        offline_decodes: Sequence[int],
-        cuts_online: bool,
-    ) -> None:
-        self._predictor = predictor
-        self._totals = totals
-        self._online_s = online_s
-        self._offline_s = offline_s
-        self._offline_decodes = offline_decodes
-        self._cuts_online = cuts_online
-        self._most_tokens: int | None = None
-
-    def limits(self) -> Mapping[str, float]:
-        limits = {"online": self._online_s, "offline": self._offline_s}
-        return {phase: limit_s for phase, limit_s in limits.items() if limit_s < math.inf}
-
-    def online_tokens(self, num_cached: int, limit: int) -> int:
-        most = self._predictor.max_prefill(self._totals, num_cached, self._online_s, limit)
-        if most == 0 or not self._cuts_online:
-            return most
-        totals = self._with_decodes(self._offline_decodes)
-        in_batch = totals.num_new + totals.num_decodes
-        tile = _TILES[-1]
-        to_full = -(-(in_batch + most) // tile) * tile - in_batch
-        if self._seconds(totals, to_full, num_cached) <= self._offline_s:
-            return most  # offline work fills the tile
-        return self._worthwhile(totals, most, num_cached)
-
-    def offline_tokens(self, num_cached: int, limit: int) -> int:
-        totals = self._totals
-        in_batch = totals.num_new + totals.num_decodes
-        if self._most_tokens is None:
-            most = self._predictor.max_prefill(totals, num_cached, self._offline_s, _MANY)
-            if most == _MANY:
-                self._most_tokens = sys.maxsize
-            else:
-                self._most_tokens = in_batch + self._worthwhile(totals, most, num_cached)
-        left = self._most_tokens - in_batch
-        if left <= 0:
-            return 0
-        limit = min(limit, left)
-        return self._predictor.max_prefill(totals, num_cached, self._offline_s, limit)
-
-    def _worthwhile(self, totals: BatchTotals, most: int, num_cached: int) -> int:
-        """Of the sizes of a prefill up to `most` the one with the best surplus.
-
-        Kernels work on tiles of tokens, so the first token beyond a full tile may cost as much as a
-        whole one. The surplus is tokens at the price that many of them have, less the time of the
-        iteration. What is not spent is slack, with which a later iteration affords the next full
-        tile.
-        """
-        if most == 0:
-            return 0
-        in_batch = totals.num_new + totals.num_decodes
-        alone_s = self._predictor.predict_s(totals)
-        token_s = (self._seconds(totals, _MANY, num_cached) - alone_s) / _MANY
-        sizes = {most} | {(in_batch + most) // tile * tile - in_batch for tile in _TILES}
-        fitting = [n for n in sizes if n > 0]
-        return max(fitting, key=lambda n: n * token_s - self._seconds(totals, n, num_cached))
-
-    def _seconds(self, totals: BatchTotals, num_tokens: int, num_cached: int) -> float:
-        trial = totals.copy()
-        trial.add_prefill(num_tokens, num_cached)
-        return self._predictor.predict_s(trial)
-
-    def _with_decodes(self, contexts: Sequence[int]) -> BatchTotals:
-        trial = self._totals.copy()
-        trial.add_decodes(contexts)
-        return trial
-
-    def offline_decodes(self, contexts: Sequence[int]) -> int:
-        if self._predict_s(contexts) <= self._offline_s:
-            return len(contexts)
-        return bisect_right(
-            range(1, len(contexts)), self._offline_s, key=lambda n: self._predict_s(contexts[:n])
-        )
-
-    def _predict_s(self, contexts: Sequence[int]) -> float:
-        return self._predictor.predict_s(self._with_decodes(contexts))
-
-    def add_prefill(self, num_tokens: int, num_cached: int) -> None:
-        self._totals.add_prefill(num_tokens, num_cached)
-
-    def add_decodes(self, contexts: Sequence[int]) -> None:
-        self._totals.add_decodes(contexts)
-
-
-_MANY = 2048
-"""Tokens over which the steps of tiles even out."""
-
-_TILES = (64, 128, 256)
-"""Tokens that GEMM kernels work on at a time."""
-
-
-def _ledger(view: View, settings: PolicySettings) -> _Ledger:
-    budgets = settings.budgets
-    slacks = _decode_slacks(view, settings.slo, budgets.aim)
-    totals = BatchTotals()
-    totals.add_decodes(slacks.contexts)
-    prefill_slack_s = _prefill_slack_s(view, settings.slo)
-    is_idle = not slacks.contexts and math.isinf(prefill_slack_s)
-    idle_s = budgets.idle_share * _target(None, settings.slo.ttft_s)
-    if settings.latency_budget_s is not None:
-        online_s = settings.latency_budget_s
-        offline_s = idle_s if is_idle else online_s
-    else:
-        # Slow decodes alone must not keep a prefill from starting.
-        alone_s = settings.predictor.predict_s(totals)
-        online_s = max(slacks.least_s, slacks.tpot_s, _LEAST_GROWTH * alone_s)
-        burst_s = budgets.burst * slacks.tpot_s
-        offline_s = idle_s if is_idle else min(slacks.aimed_s, prefill_slack_s, burst_s)
-    running_offline = (r for r in view.running if r.request_class is RequestClass.OFFLINE)
-    return _Ledger(
-        settings.predictor,
-        totals,
-        online_s=online_s,
-        offline_s=offline_s,
-        offline_decodes=[r.num_computed_tokens + 1 for r in running_offline],
-        cuts_online=_may_cut_online(view, prefill_slack_s, settings.slo),
-    )
-
-
-def _may_cut_online(view: View, prefill_slack_s: float, default: Slo) -> bool:
-    """Whether first tokens have time enough for their prompts to be cut where a tile ends, and
-    offline work waits for what that leaves."""
-    if math.isinf(prefill_slack_s):
-        return False
-    if prefill_slack_s < _RELAXED_SHARE * _target(None, default.ttft_s):
-        return False
-    return next(iter(view.offline), None) is not None
-
-
-_LEAST_GROWTH = 1.5
-
-_RELAXED_SHARE = 0.5
-"""Of the TTFT target: with less left than this, an online prompt is not cut for a tile's sake."""
-
-
-class _DecodeSlacks(NamedTuple):
-    """Of the running online requests.
-
-    contexts  tokens that each attends to in its next decode
-    least_s   how long the iteration may take for all their next tokens to be in time [s]
-    aimed_s   the same for targets that are `aim` times theirs [s]
-    tpot_s    the least TPOT target, the server's among them [s]
-    """
-
-    contexts: list[int]
-    least_s: float
-    aimed_s: float
-    tpot_s: float
-
-
-def _decode_slacks(view: View, default: Slo, aim: float) -> _DecodeSlacks:
-    start_s = view.start_s
-    default_tpot_s = least_tpot_s = _target(default.tpot_s, None)
-    least_s = aimed_s = math.inf
-    contexts = []
-    for request in view.running:
-        if request.request_class is not RequestClass.ONLINE:
-            continue
-        num_computed = request.num_computed_tokens
-        contexts.append(num_computed + 1)
-        tpot_s = _target(request.slo.tpot_s, default_tpot_s)
-        least_tpot_s = min(least_tpot_s, tpot_s)
-        first_s = request.first_token_s
-        since_first_s = 0.0 if first_s is None else start_s - first_s
-        allowed_s = tpot_s * (num_computed - request.num_prompt_tokens + 1)
-        least_s = min(least_s, allowed_s - since_first_s)
-        aimed_s = min(aimed_s, aim * allowed_s - since_first_s)
-    return _DecodeSlacks(contexts, least_s, aimed_s, least_tpot_s)
-
-
-def _prefill_slack_s(view: View, default: Slo) -> float:
-    """The least time left to the first token of an online request without one; of those that
-    cannot make it any more, none counts. inf: there is none."""
-    least_s = math.inf
-    for request in _online_prefills(view):
-        slack_s = request.arrival_s + _target(request.slo.ttft_s, default.ttft_s) - view.start_s
-        if 0 < slack_s < least_s:
-            least_s = slack_s
-    return least_s
-
-
-def _online_prefills(view: View) -> Iterable[Request]:
-    for request in view.unfinished:
-        if request.request_class is RequestClass.ONLINE:
-            yield request
-    yield from view.online
-
-
-def _target(own_s: float | None, default_s: float | None) -> float:
-    """A request's own target, or the server's."""
-    target_s = default_s if own_s is None else own_s
-    assert target_s is not None, "the server's targets are always set"
-    return target_s

@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from cosched.errors import ConfigError, choices
+from cosched.offline.prefix_pool import PoolConfig
 from cosched.policy.base import Policy, PolicySettings
+from cosched.policy.echo import EchoPolicy
 from cosched.policy.hygen import HygenPolicy
 from cosched.policy.sarathi import SarathiPolicy
 
@@ -20,7 +22,7 @@ class PolicyEntry:
     summary       one line for ``--help``
     source        where it comes from
     make          builds it for an engine; None: the engine's own scheduler decides
-    prefix_order  the pool is kept in prefix order instead of the order of arrival
+    pool          how it orders what waits offline, unless the configuration says; None: by arrival
     timed         its plans depend on time: the latency predictor is kept up to date, and all ranks
                   go by one clock
     server_flags  SGLang server arguments it needs, by field name
@@ -30,7 +32,7 @@ class PolicyEntry:
     summary: str
     source: str
     make: Callable[[PolicySettings], Policy] | None = None
-    prefix_order: bool = False
+    pool: PoolConfig | None = None
     timed: bool = False
     server_flags: Mapping[str, object] = field(default_factory=dict)
 
@@ -76,7 +78,7 @@ _ENTRIES = (
         summary="online first, then offline in prefix order, in a budget of predicted time",
         source="HyGen §4, Algorithms 1 and 3",
         make=HygenPolicy,
-        prefix_order=True,
+        pool=PoolConfig(),
         timed=True,
         server_flags={"enable_mixed_chunk": True},
     ),
@@ -85,6 +87,30 @@ _ENTRIES = (
         summary="hygen with the pool in the order of arrival",
         source="HyGen §5 (ablation: without prefix sharing maximization)",
         make=HygenPolicy,
+        timed=True,
+        server_flags={"enable_mixed_chunk": True},
+    ),
+    PolicyEntry(
+        name="echo-bs",
+        summary="Echo's base: online first, then offline in the order of arrival; no SLO awareness",
+        source="Echo §7.1 (BS)",
+        make=lambda settings: SarathiPolicy(),
+        server_flags={"enable_mixed_chunk": True},
+    ),
+    PolicyEntry(
+        name="echo-bs+e",
+        summary="echo-bs in a budget of predicted time, from the tightest online deadline",
+        source="Echo §7.1 (BS+E)",
+        make=HygenPolicy,
+        timed=True,
+        server_flags={"enable_mixed_chunk": True},
+    ),
+    PolicyEntry(
+        name="echo-bs+e+s",
+        summary="echo-bs+e that admits offline requests by benefit per predicted second",
+        source="Echo §7.1 (BS+E+S)",
+        make=EchoPolicy,
+        pool=PoolConfig(num_buckets=4),
         timed=True,
         server_flags={"enable_mixed_chunk": True},
     ),

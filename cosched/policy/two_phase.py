@@ -10,7 +10,7 @@ alike, a head that none has computed yet is computed by one of them and the othe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Protocol
 
@@ -19,7 +19,7 @@ from cosched.core.plan import Plan, Preemption, SkipReason
 from cosched.core.request import Request, RequestClass
 from cosched.core.view import Match, SharingOrder, View
 
-__all__ = ["TimeLedger", "Unlimited", "two_phase_plan"]
+__all__ = ["LEAST_CHUNK", "TimeLedger", "TwoPhaseDraft", "Unlimited", "two_phase_plan"]
 
 
 class TimeLedger(Protocol):
@@ -70,13 +70,17 @@ def two_phase_plan(view: View, time: TimeLedger, *, most_offline: int | None = N
     time          holds the decodes of the running online requests already
     most_offline  most offline requests that may be admitted from the pool; None: any number
     """
-    return _Draft(view, time, most_offline).build()
+    return TwoPhaseDraft(view, time, most_offline).build()
 
 
-class _Draft:
-    """A plan under construction: the ledgers and what was decided so far."""
+class TwoPhaseDraft:
+    """A plan under construction: the ledgers and what was decided so far.
 
-    def __init__(self, view: View, time: TimeLedger, most_offline: int | None) -> None:
+    Who admits offline requests by another rule overrides `_admit_offline`; who continues or stops
+    others, `_decode_order` and `_victims`.
+    """
+
+    def __init__(self, view: View, time: TimeLedger, most_offline: int | None = None) -> None:
         self._view = view
         self._time = time
         self._most_offline = most_offline
@@ -111,11 +115,11 @@ class _Draft:
         return all(self._admit_online(request) for request in self._view.online)
 
     def _offline_decodes(self) -> None:
-        """Running offline requests decode, oldest first, while they fit; the others sit out."""
+        """Running offline requests decode while they fit; the others sit out."""
         if not self._view.caps.partial_decode:
             return
         running = [r for r in self._running_offline() if not self._is_stopped(r)]
-        running.sort(key=lambda r: r.arrival_seq)
+        running.sort(key=self._decode_order)
         contexts = [r.num_computed_tokens + 1 for r in running]
         num_fitting = self._time.offline_decodes(contexts)
         self._time.add_decodes(contexts[:num_fitting])
@@ -123,6 +127,10 @@ class _Draft:
             self._held.add(request.rid)
             self._budget.refund_hold()
             self._skipped[request.rid] = SkipReason.LATENCY_BUDGET
+
+    def _decode_order(self, request: Request) -> tuple[int, ...]:
+        """Oldest first."""
+        return (request.arrival_seq,)
 
     def _offline_prefills(self) -> None:
         for request in self._view.unfinished:
@@ -143,6 +151,10 @@ class _Draft:
             for request in (*self._view.running, *self._view.unfinished):
                 if request.num_output_tokens == 0:
                     self._follow(order, request, request.num_prefix_tokens)
+        self._admit_offline(order)
+
+    def _admit_offline(self, order: Iterator[Request]) -> None:
+        """In the pool's order, until one does not fit."""
         num_admitted = 0
         for request in order:
             if num_admitted == self._most_offline:
@@ -170,7 +182,7 @@ class _Draft:
         forward of its own, however short it is."""
         remaining = _num_tokens(request) - num_cached
         num_tokens = self._time.offline_tokens(num_cached, remaining)
-        if num_tokens >= min(remaining, _LEAST_CHUNK):
+        if num_tokens >= min(remaining, LEAST_CHUNK):
             return num_tokens
         # Work that waits for an idle engine: were it left out, nothing would ever correct a belief
         # that is too slow.
@@ -286,7 +298,8 @@ class _Draft:
             self._held.discard(oldest.rid)
 
 
-_LEAST_CHUNK = 16
+LEAST_CHUNK = 16
+"""Prompt tokens that are worth a forward of their own, where a prompt does not end in fewer."""
 
 _LEAST_PROGRESS = 64
 """Prompt tokens that an iteration without any other work computes, however long that may take."""

@@ -92,7 +92,7 @@ def _all() -> Mapping[str, Scenario]:
             index[policy.name] = Scenario(
                 name=policy.name, summary=policy.summary, policy=policy.name
             )
-        if policy.prefix_order:
+        if policy.pool is not None:
             alone = f"offline-{policy.name}"
             index[alone] = Scenario(
                 name=alone,

@@ -20,6 +20,7 @@ from cosched.engine.decisions import RecordingView
 from cosched.engine.parts import NUM_PARTS, parts_of
 from cosched.errors import ConfigError
 from cosched.metrics.records import record_line
+from cosched.offline.prefix_pool import PoolConfig, PrefixPool
 from cosched.policy.sarathi import SarathiPolicy
 from cosched.simulate import main as simulate
 from cosched.simulation.machine import Machine
@@ -110,6 +111,22 @@ def test_an_order_that_passes_over_requests_that_begin_alike_is_followed(tmp_pat
     assert planned_again(tmp_path / "log").num_equal == len(decisions) > 50
     assert any(d.view.skips for d in decisions) and any(d.view.prefixes for d in decisions)
     assert logged.to_dict() == execute(spec).to_dict()
+
+
+def test_candidates_of_buckets_are_followed(tmp_path):
+    spec = replace(
+        spec_of("echo-bs+e+s", overlap=True),
+        offline=WorkloadSpec(name="mmlu-like", num_requests=300),
+        duration_s=2.0,
+    )
+    logged = execute(spec, decision_log=tmp_path / "log")
+    decisions = read(tmp_path / "log")
+    assert planned_again(tmp_path / "log").num_equal == len(decisions) > 50
+    assert any(d.view.takes and d.view.skips for d in decisions)
+    assert any(len(buckets) > 1 for d in decisions for _, buckets in d.view.candidates)
+    assert logged.to_dict() == execute(spec).to_dict()
+    asked = planned_again(tmp_path / "log", policy="hygen")
+    assert asked.num_unanswered and asked.num_equal + asked.num_unanswered <= asked.num_plans
 
 
 def test_a_rate_of_admission_is_followed(tmp_path):
@@ -285,6 +302,34 @@ class TestWhatIsRecorded:
             order.skip_sharing(next(order), 65)
         with pytest.raises(NotRecordedError, match="when fewer are skipped"):
             list(RecordedView(entry).offline)
+
+    def test_who_takes_others_than_were_taken_is_told_so(self, tmp_path):
+        class Taker:
+            def plan(self, view):
+                order = iter(view.offline)
+                for rids in (["a", "b"], ["b", "c"]):
+                    ((*requests,),) = order.candidates(2)
+                    assert [r.rid for r in requests] == rids
+                    order.take(requests[0])
+                return EMPTY_PLAN
+
+        pool = PrefixPool(PoolConfig())
+        for rid in "abcd":
+            pool.add(offline(rid, 9, token_ids=[ord(rid)] * 9))
+        recorder = Recorder(tmp_path / "log", policy=Taker())
+        recorder.run(FakeView(offline=pool))
+        entry = next(iter(read_log(recorder.path, report=pytest.fail)))
+        assert [entry.facts[row[0]].rid for row in entry.decision.view.offline] == ["a", "b", "c"]
+        Taker().plan(RecordedView(entry))
+        order = iter(RecordedView(entry).offline)
+        with pytest.raises(NotRecordedError, match="3 candidates per bucket"):
+            order.candidates(3)
+        order = iter(RecordedView(entry).offline)
+        ((_, b),) = order.candidates(2)
+        with pytest.raises(NotRecordedError, match="when fewer are taken"):
+            order.candidates(2)
+        with pytest.raises(NotRecordedError, match="when others are taken"):
+            order.take(b)
 
     def test_targets_times_and_lengths_come_back(self, tmp_path):
         running = decoding(online("r", 40, first_token_s=0.125, max_new_tokens=7), 3)

@@ -520,3 +520,33 @@ def test_wrong_values_are_named(values):
     (name,) = values
     with pytest.raises(ConfigError, match=name):
         PoolConfig(**values)
+
+
+@given(
+    tokens=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), max_size=20),
+    steps=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 19), st.integers(0, 9))),
+)
+def test_candidates_are_the_first_of_each_bucket_that_are_neither_taken_nor_left_out(tokens, steps):
+    pool = filled(PoolConfig(bucket_boundaries=(4, 7)), [prefixed(ids) for ids in tokens])
+    order = iter(pool)
+    buckets = [[*pool.in_bucket(index)] for index in range(3)]
+    start = pool._buckets._turn
+    buckets = buckets[start:] + buckets[:start]
+    gone = set()
+    for per_bucket, pick, num_shared in steps:
+        expected = [[r for r in bucket if r.rid not in gone] for bucket in buckets]
+        candidates = order.candidates(per_bucket)
+        assert candidates == [bucket[:per_bucket] for bucket in expected]
+        shown = [request for bucket in candidates for request in bucket]
+        if not shown:
+            break
+        taken = shown[pick % len(shown)]
+        order.take(taken)
+        gone.add(taken.rid)
+        if 0 < num_shared <= len(taken.token_ids):
+            order.skip_sharing(taken, num_shared)
+            head = taken.token_ids[:num_shared]
+            gone |= {
+                r.rid for bucket in buckets for r in bucket if r.token_ids[:num_shared] == head
+            }
+    assert {request.rid for request in order}.isdisjoint(gone)
