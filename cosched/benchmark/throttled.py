@@ -69,6 +69,6 @@ def sweep_rates(
         store=store,
         on_run=note,
     )
-    rates = {f"{probe.value:g} {answer.unit}": probe for probe in answer.probes}
+    rates = {SEARCHES[SEARCH].say(probe.value): probe for probe in answer.probes}
     best = max(rates, key=lambda name: (rates[name].value == answer.value, rates[name].reached))
     return {name: tried[name] for name in rates}, best

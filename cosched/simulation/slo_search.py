@@ -46,6 +46,9 @@ class Search:
     low: float
     high: float
 
+    def say(self, value: float) -> str:
+        return f"{value:g} {self.unit}"
+
 
 SEARCHES: Mapping[str, Search] = {
     "budget": Search(
@@ -141,7 +144,7 @@ def find_largest(
                 is_good=all(met),
                 offline_tokens_per_s=result.summary.offline.tokens_per_s,
             )
-            on_run(f"{_rounded(value):g} {wanted.unit}", result)
+            on_run(wanted.say(probes[value].value), result)
         return [probes[value].is_good for value in values]
 
     value = largest_good(probe, low, high, tolerance=tolerance, num_at_once=num_jobs)

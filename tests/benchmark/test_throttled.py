@@ -62,7 +62,7 @@ def test_the_largest_good_rate_is_shown_else_the_one_nearest_to_the_goal(
         for rate, attainment in zip((1.0, 2.0, 4.0), reached, strict=True):
             on_run(f"{rate:g} req/s", rate)
             probes.append(SimpleNamespace(value=rate, reached=(attainment,)))
-        return SimpleNamespace(probes=probes, unit="req/s", value=value)
+        return SimpleNamespace(probes=probes, value=value)
 
     monkeypatch.setattr(throttled, "find_largest", found)
     heard = []
