@@ -95,6 +95,7 @@ def sweep_tolerances(
     specs = [replace(base, scenario=scenario(name)) for name in names]
     fixed = {}
     found = []
+    shown: set[str] = set()
     with progress_of_runs("runs", total=None, quiet=quiet) as on_run:
         for index, result in execute_all(specs, num_jobs=num_jobs, store=store):
             fixed[names[index]] = result
@@ -107,7 +108,10 @@ def sweep_tolerances(
 
                 def note(name: str, result: RunResult, runs: dict[str, RunResult] = runs) -> None:
                     runs[name] = result
-                    on_run(f"{result.spec.scenario.name} {name}", result)
+                    title = f"{result.spec.scenario.name} {name}"
+                    if title not in shown:  # searches share runs
+                        shown.add(title)
+                        on_run(title, result)
 
                 answer = find_largest(
                     search,
