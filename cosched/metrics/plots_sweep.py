@@ -20,7 +20,7 @@ class Panel:
     """One of the pictures side by side.
 
     lines       name -> points; the same name has the same colour in every panel
-    references  name -> points of a dashed grey line
+    references  name -> points of a dashed grey line, named where it ends
     """
 
     title: str
@@ -38,7 +38,17 @@ def plot_panels(rows: Sequence[Sequence[Panel]], path: Path) -> Path:
     for panel, axes in zip((p for row in rows for p in row), grid.flat, strict=True):
         tidy(axes, title=panel.title, x=panel.x, y=panel.y)
         for name, points in panel.references.items():
-            axes.plot(*zip(*points, strict=True), color="#888888", lw=1.0, ls="--", label=name)
+            axes.plot(*zip(*points, strict=True), color="#888888", lw=1.0, ls="--")
+            axes.annotate(
+                name,
+                points[-1],
+                xytext=(0, 2),
+                textcoords="offset points",
+                ha="right",
+                va="bottom",
+                fontsize=8.5,
+                color="#666666",
+            )
         for name, points in panel.lines.items():
             colour, line, marker = STYLES[names.index(name) % len(STYLES)]
             drawn = [(x, y) for x, y in points if y is not None]
