@@ -15,6 +15,7 @@ import msgspec
 from cosched.core.request import Slo
 from cosched.errors import ConfigError
 from cosched.offline.prefix_pool import PoolConfig
+from cosched.policy.base import Budgets
 from cosched.policy.registry import policy_entry
 
 __all__ = ["ENV_VAR", "Config", "SloConfig", "load_config", "parse_config"]
@@ -45,6 +46,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     slo                targets of online requests
     pool               order of the offline pool, for policies that keep it in prefix order
     latency_budget_ms  most predicted milliseconds of an iteration; absent: derived from the SLO
+    budgets            how it is derived
     offline_rate       most offline requests admitted per second, for hygen-throttled; absent: any
                        number
     latency_model      file that ``cosched.profile`` wrote; absent: calibrated while running
@@ -54,14 +56,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     decision_log       file to write every decision to (docs/decision_log.md)
     decision_log_mb    most that its parts take in all [MB]; the oldest part goes first
 
-    latency_budget_ms and latency_model are read by policies with a latency budget; those with a
-    token budget ignore them.
+    latency_budget_ms, budgets and latency_model are read by policies with a latency budget; those
+    with a token budget ignore them.
     """
 
-    policy: str = "sarathi"
+    policy: str = "hygen"
     slo: SloConfig = SloConfig()
     pool: PoolConfig = PoolConfig()
     latency_budget_ms: float | None = None
+    budgets: Budgets = Budgets()
     offline_rate: float | None = None
     latency_model: str | None = None
     predictor_error: float = 0.0

@@ -11,6 +11,7 @@ from cosched.engine.decision_records import Header
 from cosched.engine.decisions import DecisionLog
 from cosched.engine.observe import StepResult
 from cosched.latency.calibration import Calibrator
+from cosched.policy.base import Budgets
 from cosched.policy.sarathi import SarathiPolicy
 from tests.factories import FakeRequest, FakeView, make_caps
 
@@ -58,6 +59,7 @@ class Recorder:
                 caps=make_caps(partial_decode=True),
                 slo=Slo(ttft_s=1.0, tpot_s=0.05),
                 latency_budget_s=None,
+                budgets=Budgets(),
                 offline_rate=None,
                 versions={"cosched": "0"},
             ),

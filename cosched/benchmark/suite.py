@@ -24,7 +24,7 @@ from cosched.simulation.store import ResultStore
 
 __all__ = ["ALL_SCENARIOS", "OFFLINE_ONLY", "Row", "SuiteResult", "run_suite"]
 
-OFFLINE_ONLY = ("offline-fcfs", "offline-lpm", "offline-dfs-weight")
+OFFLINE_ONLY = tuple(name for name, entry in SCENARIOS.items() if not entry.has_online)
 
 _BASELINES = ("s0", *OFFLINE_ONLY, "s1", "priority", TUNED, "cap", "aimd")
 

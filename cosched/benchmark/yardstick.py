@@ -142,6 +142,6 @@ def _what(spec: RunSpec) -> str:
         "time; only the forward pass is modelled (docs/architecture.md).\n\n"
         "A run ends with its window, or when its offline set is done. *s0 in that window* is what "
         "online requests alone reach in the same time. *Offline tok/s* counts the prompts whose "
-        "first token came out and all output tokens; the *ceiling* is the best of the three "
+        "first token came out and all output tokens; the *ceiling* is the best of the "
         "offline-only runs. Definitions: docs/metrics.md.\n"
     )

@@ -63,6 +63,7 @@ class _Planner:
                 slo=header.slo,
                 predictor=self._believed,
                 latency_budget_s=header.latency_budget_s,
+                budgets=header.budgets,
                 offline_rate=header.offline_rate,
             )
         )

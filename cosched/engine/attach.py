@@ -51,6 +51,7 @@ def attach(scheduler: Any, config: Config) -> None:
                 caps=controller.caps,
                 slo=config.slo.targets(),
                 latency_budget_s=config.latency_budget_s,
+                budgets=config.budgets,
                 offline_rate=config.offline_rate,
                 versions={name: version(name) for name in ("cosched", "sglang")},
             ),

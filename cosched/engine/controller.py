@@ -81,6 +81,7 @@ class Controller:
                 slo=config.slo.targets(),
                 predictor=self.predictor,
                 latency_budget_s=config.latency_budget_s,
+                budgets=config.budgets,
                 offline_rate=config.offline_rate,
             )
         )

@@ -15,6 +15,7 @@ from cosched.core.caps import EngineCaps
 from cosched.core.plan import PreemptMode, SkipReason
 from cosched.core.request import RequestClass, Slo
 from cosched.core.view import Backlog, KvState
+from cosched.policy.base import Budgets
 
 __all__ = [
     "FORMAT",
@@ -44,13 +45,14 @@ class Header(msgspec.Struct, kw_only=True, tag_field="kind", tag="header"):
     """First line of each part.
 
     part  number of the part, from 0
-    caps, slo, latency_budget_s, offline_rate  what the policy was built with
+    caps, slo, latency_budget_s, budgets, offline_rate  what the policy was built with
     """
 
     policy: str
     caps: EngineCaps
     slo: Slo
     latency_budget_s: float | None
+    budgets: Budgets
     offline_rate: float | None
     versions: dict[str, str]
     format: int = FORMAT

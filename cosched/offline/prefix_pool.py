@@ -5,7 +5,9 @@ What is next, in this order:
 1. *Urgent* requests: those due within `PoolConfig.deadline_margin_s`, earliest first. While the
    head of the depth-first order is one of them and not much later than the earliest, it goes
    before it: a job whose requests are all urgent is still served in prefix order.
-2. *Due* requests: the oldest, when `UtilityMix` says that it is their turn.
+2. *Due* requests: the oldest, when `UtilityMix` says that it is their turn. While the head of the
+   depth-first order has much in common with the last admission that a due one has not, the due one
+   is put off, but not for long: else a head in use would be left, and computed again later.
 3. The depth-first order of the bucket that has the turn, then that of the other buckets.
 
 The depth-first order goes on where the last admission was made: when a request was admitted out of
@@ -17,10 +19,11 @@ before another, except where one of these cuts in.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import msgspec
 from sortedcontainers import SortedKeyList
 
 from cosched.errors import ConfigError
@@ -37,19 +40,23 @@ _DEADLINE_TOLERANCE = 0.1
 """Deadlines this part of the margin apart count as one: prefix order decides between them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolConfig:
+class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the pool orders what waits.
 
     utility_ratio      part of the picks that follow prefix order, 0 to 1; the others go to the
                        oldest request (HyGen §4.3, App. A.2; the paper names no value). 1: requests
                        that share nothing may starve. 0: first come, first served. To the millionth.
+    patience           admissions in a row that may put a due request off, so that a shared head
+                       that is in use is not left (own addition). 0: HyGen's rule
+    least_shared       tokens in common that are worth putting a due request off [tokens]
     num_buckets        length buckets, learned (Echo §6; the paper names no value). 1: HyGen's tree.
     bucket_boundaries  prompt lengths [tokens] at which buckets begin, instead of learned ones
     deadline_margin_s  how long before its deadline a request is urgent [s] (own addition)
     """
 
     utility_ratio: float = 0.99
+    patience: int = 256
+    least_shared: int = 64
     num_buckets: int = 1
     bucket_boundaries: tuple[int, ...] | None = None
     deadline_margin_s: float = 600.0
@@ -57,8 +64,10 @@ class PoolConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.utility_ratio <= 1:
             raise ConfigError(f"utility_ratio {self.utility_ratio} is not between 0 and 1")
-        if self.num_buckets < 1:
-            raise ConfigError(f"num_buckets {self.num_buckets} is below 1")
+        for name, least in (("patience", 0), ("least_shared", 1), ("num_buckets", 1)):
+            value = getattr(self, name)
+            if value < least:
+                raise ConfigError(f"{name} {value} is below {least}")
         if self.deadline_margin_s < 0:
             raise ConfigError(f"deadline_margin_s {self.deadline_margin_s} is negative")
         rising = self.bucket_boundaries or ()
@@ -106,7 +115,8 @@ class PrefixPool(Generic[P]):
     `add`, `remove` and `abort` are O(depth + log n + tokens compared), `get` is O(1). Iterating
     costs O(1) per request, changes nothing, and is a forecast: were each request admitted as it is
     yielded, the next would follow, except that admissions out of order lead the depth-first order
-    only once they are made. Taking some and leaving others is fine: only `remove` counts as a pick.
+    only once they are made, and a due request that goes in prefix order counts only then. Taking
+    some and leaving others is fine: only `remove` counts as a pick.
     """
 
     def __init__(self, config: PoolConfig) -> None:
@@ -115,7 +125,8 @@ class PrefixPool(Generic[P]):
         self._places: dict[str, Place[P]] = {}
         self._by_age: SortedKeyList[Place[P], int] = SortedKeyList(key=_arrival_seq)
         self._deadlines: Deadlines[P] = Deadlines()
-        self._mix = UtilityMix(config.utility_ratio)
+        self._mix = UtilityMix(config.utility_ratio, patience=config.patience)
+        self._last: tuple[P, bytes] | None = None  # the last admission and its token ids
         self._buckets: LengthBuckets[P] = LengthBuckets(
             boundaries=config.bucket_boundaries, num_buckets=config.num_buckets
         )
@@ -143,11 +154,15 @@ class PrefixPool(Generic[P]):
         request = self._places[rid].item
         urgent = self._is_urgent(request)
         due = not urgent and self._is_due(request)
-        if not urgent:
+        if not urgent and not due and self._puts_off(request):
+            self._mix.put_off()
+        elif not urgent:
             self._mix.count(due=due)
         if not urgent and not due:
             self._buckets.take_turn(request)
-        self._buckets.tree_of(request).admit(self._places[rid])
+        place = self._places[rid]
+        self._last = (request, place.packed())
+        self._buckets.tree_of(request).admit(place)
         self._forget(request)
         return request
 
@@ -266,9 +281,40 @@ class PrefixPool(Generic[P]):
         due_s = due_time_s(request)
         return due_s is not None and due_s <= self.now_s + self.config.deadline_margin_s
 
+    def _shared_with_last(self, place: Place[P]) -> int:
+        """Tokens that it has in common with the last admission, in one bucket."""
+        if self._last is None:
+            return 0
+        last, packed = self._last
+        tree = self._buckets.tree_of(last)
+        if tree is not self._buckets.tree_of(place.item):
+            return 0
+        return tree.shared_len(packed, place, key=last.prefix_key)
+
     def _is_due(self, request: P) -> bool:
-        count = min(self._mix.num_due, len(self))
-        return count > 0 and request.arrival_seq <= _arrival_seq(self._by_age[count - 1])
+        """Whether admitting it pays off debt. While due requests can be put off, that is only so
+        for the oldest of all: others that are due happen to be in prefix order."""
+        num_paying = self._mix.num_due
+        if self._mix.is_patient:
+            num_paying = min(num_paying, 1)
+        num_paying = min(num_paying, len(self))
+        return (
+            num_paying > 0 and request.arrival_seq <= self._by_age[num_paying - 1].item.arrival_seq
+        )
+
+    def _puts_off(self, request: P) -> bool:
+        if not self._mix.num_due or not self._mix.is_patient:
+            return False
+        oldest = self._by_age[0]
+        in_use = self._shared_with_last(self._places[request.rid])
+        return self._leaves(in_use, oldest, self._shared_with_last)
+
+    def _leaves(
+        self, in_use: int, stale: Place[P], shared_with_last: Callable[[Place[P]], int]
+    ) -> bool:
+        """Whether going on with a stale request leaves a head of which `in_use` tokens are used."""
+        least = self.config.least_shared
+        return in_use >= least and in_use - shared_with_last(stale) >= least
 
 
 class PoolOrder(Iterator[P]):
@@ -278,10 +324,12 @@ class PoolOrder(Iterator[P]):
         self._pool = pool
         self._mix = pool._mix.fork()
         self._oldest = (place.item for place in pool._by_age)
+        self._stale: P | None = None
         self._urgent = pool._deadlines.until(pool.now_s + pool.config.deadline_margin_s)
         self._most_urgent: P | None = None
         self._trees = pool._buckets.in_turn()
         self._cursor: Place[P] | None = None
+        self._last: Place[P] | None = None
         self._yielded: set[str] = set()
         self._skipped: set[Node[P]] = set()
 
@@ -293,6 +341,7 @@ class PoolOrder(Iterator[P]):
         if request is None:
             request = self._pick_mixed(head)
         self._yielded.add(request.rid)
+        self._last = self._pool._places[request.rid]
         return request
 
     def skip_sharing(self, request: P, num_tokens: int) -> None:
@@ -336,11 +385,33 @@ class PoolOrder(Iterator[P]):
         return head if self._is_as_urgent(head, urgent) else urgent
 
     def _pick_mixed(self, head: P) -> P:
-        stale = self._next_of(self._oldest) if self._mix.num_due else None
-        if stale is not None and self._is_skipped(stale):
-            stale = None
+        stale = self._next_stale() if self._mix.num_due else None
+        if stale is not None and self._mix.is_patient and self._leaves_head(head, stale):
+            self._mix.put_off()
+            return head
         self._mix.count(due=stale is not None)
         return head if stale is None else stale
+
+    def _next_stale(self) -> P | None:
+        if self._stale is None or self._stale.rid in self._yielded:
+            self._stale = self._next_of(self._oldest)
+        if self._stale is not None and self._is_skipped(self._stale):
+            self._stale = None
+        return self._stale
+
+    def _leaves_head(self, head: P, stale: P) -> bool:
+        pool = self._pool
+        in_use = self._shared_with_last(pool._places[head.rid])
+        return pool._leaves(in_use, pool._places[stale.rid], self._shared_with_last)
+
+    def _shared_with_last(self, place: Place[P]) -> int:
+        last = self._last
+        if last is None:
+            return self._pool._shared_with_last(place)
+        in_one_bucket = self._pool._buckets.index_of(last.item) == self._pool._buckets.index_of(
+            place.item
+        )
+        return last.shared_len(place) if in_one_bucket else 0
 
     def _is_as_urgent(self, head: P, urgent: P) -> bool:
         head_due_s, due_s = due_time_s(head), due_time_s(urgent)

@@ -58,6 +58,10 @@ class Place(Generic[T]):
             yield node
             node = node.parent
 
+    def packed(self) -> bytes:
+        """Its token ids, 4 bytes each."""
+        return b"".join(reversed([node.segment for node in self.enclosing()]))
+
     def shared_len(self, other: Place[T]) -> int:
         """Tokens of the longest common prefix with another place of its tree. O(depth)."""
         above = set(self.enclosing())
@@ -240,6 +244,17 @@ class RadixTree(Generic[T]):
         assert 0 < num_tokens <= len(token_ids), f"{num_tokens=} {len(token_ids)=}"
         data = _packed(token_ids[:num_tokens])
         return next((node for node, end in self._walk(data, key) if end == len(data)), None)
+
+    def shared_len(self, packed: bytes, place: Place[T], *, key: Hashable) -> int:
+        """Tokens of the longest common prefix of a place and packed token ids of this prefix key.
+        O(depth + tokens compared)."""
+        above = set(place.enclosing())
+        num_bytes = 0
+        for node, end in self._walk(packed, key):
+            if node not in above:
+                break
+            num_bytes = end
+        return num_bytes // _TOKEN_BYTES
 
     def check_integrity(self) -> None:
         """Assert every invariant, in time proportional to the tree and its depth: for tests."""

@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
+
+import msgspec
 
 from cosched.core.caps import EngineCaps
 from cosched.core.plan import Plan
 from cosched.core.request import Slo
 from cosched.core.view import View
+from cosched.errors import ConfigError
 from cosched.latency.predictor import Predictor
 
-__all__ = ["Policy", "PolicySettings"]
+__all__ = ["Budgets", "Policy", "PolicySettings"]
+
+
+class Budgets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the time of an iteration follows from the targets.
+
+    aim         share of the TPOT target that offline work may use up; the rest is for what the
+                predictor gets wrong
+    burst       most iteration time with offline work in it beside online requests [TPOT targets]
+    idle_share  most iteration time without online requests [TTFT targets]
+    """
+
+    aim: float = 0.995
+    burst: float = 1.5
+    idle_share: float = 0.3
+
+    def __post_init__(self) -> None:
+        for name, most in (("aim", 1.0), ("burst", 100.0), ("idle_share", 1.0)):
+            value = getattr(self, name)
+            if not 0 < value <= most:
+                raise ConfigError(f"{name} {value} is not above 0 and up to {most:g}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +48,7 @@ class PolicySettings:
                       between two plans; a policy only asks it
     latency_budget_s  most predicted time of an iteration that serves online requests [s]; None: it
                       follows from their deadlines
+    budgets           how it follows
     offline_rate      most offline requests admitted per second [1/s]; None: any number
     """
 
@@ -32,6 +56,7 @@ class PolicySettings:
     slo: Slo
     predictor: Predictor
     latency_budget_s: float | None = None
+    budgets: Budgets = field(default_factory=Budgets)
     offline_rate: float | None = None
 
 

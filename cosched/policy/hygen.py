@@ -7,7 +7,7 @@ Assumptions  the predictor knows how long a batch takes before it runs; prefill 
 Good         keeps the token gap whatever the batch is made of; needs no tuned chunk size; fills
              idle hours with large chunks.
 Bad          only as good as the predictor; spends slack that a burst a moment later would want.
-Parameters   TTFT and TPOT targets [s], per request or the server's; `Budgets` below. With
+Parameters   TTFT and TPOT targets [s], per request or the server's; `Budgets` in `base`. With
              `latency_budget_s` the budget of an iteration is fixed, as the SLO-aware profiler finds
              it (HyGen §4.2); without, it follows from the deadlines.
 
@@ -16,7 +16,8 @@ The budget of an iteration (Echo §5.2: the tightest online deadline in it)
     slack of a running request   first token + TPOT * (tokens it will have) - start of the iteration
     slack of a prefill           arrival + TTFT - start of the iteration
     online phase                 the least slack of the running online requests, at least TPOT
-    offline phase                the least slack of all online requests, at most `burst` * TPOT
+    offline phase                the least slack of all online requests, at most `burst` * TPOT;
+                                 of the running ones for targets that are `aim` times theirs
     nothing online               `idle_share` * TTFT
 
 TPOT counts from the first token that came, not from the TTFT target as in Echo: what is promised to
@@ -38,7 +39,7 @@ import math
 import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from cosched.core.plan import Plan
@@ -49,46 +50,44 @@ from cosched.latency.predictor import Predictor
 from cosched.policy.base import PolicySettings
 from cosched.policy.two_phase import two_phase_plan
 
-__all__ = ["Budgets", "HygenPolicy"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Budgets:
-    """How the time of an iteration follows from the targets.
-
-    aim         share of the TPOT target that offline work may use up; the rest is for what the
-                predictor gets wrong
-    burst       most iteration time with offline work in it beside online requests [TPOT targets]
-    idle_share  most iteration time without online requests [TTFT targets]
-    """
-
-    aim: float = 0.985
-    burst: float = 1.5
-    idle_share: float = 0.3
+__all__ = ["HygenPolicy"]
 
 
 class HygenPolicy:
     """Two phases over a budget of predicted time. See the module's docstring and `two_phase`."""
 
-    def __init__(self, settings: PolicySettings, budgets: Budgets | None = None) -> None:
+    def __init__(self, settings: PolicySettings) -> None:
         self._settings = settings
-        self._budgets = budgets or Budgets()
 
     def plan(self, view: View) -> Plan:
-        ledger = _ledger(view, self._settings, self._budgets)
+        ledger = _ledger(view, self._settings)
         return replace(two_phase_plan(view, ledger), limits=ledger.limits())
 
 
 class _Ledger:
-    """The predicted time of a growing batch, held against a limit per phase [s]."""
+    """The predicted time of a growing batch, held against a limit per phase [s].
+
+    totals           the decodes of the running online requests
+    offline_decodes  contexts of the offline requests that will decode beside them, if they fit
+    cuts_online      online prompts may be cut where a tile of tokens ends
+    """
 
     def __init__(
-        self, predictor: Predictor, totals: BatchTotals, *, online_s: float, offline_s: float
+        self,
+        predictor: Predictor,
+        totals: BatchTotals,
+        *,
+        online_s: float,
+        offline_s: float,
+        offline_decodes: Sequence[int],
+        cuts_online: bool,
     ) -> None:
         self._predictor = predictor
         self._totals = totals
         self._online_s = online_s
         self._offline_s = offline_s
+        self._offline_decodes = offline_decodes
+        self._cuts_online = cuts_online
         self._most_tokens: int | None = None
 
     def limits(self) -> Mapping[str, float]:
@@ -96,39 +95,58 @@ class _Ledger:
         return {phase: limit_s for phase, limit_s in limits.items() if limit_s < math.inf}
 
     def online_tokens(self, num_cached: int, limit: int) -> int:
-        return self._predictor.max_prefill(self._totals, num_cached, self._online_s, limit)
+        most = self._predictor.max_prefill(self._totals, num_cached, self._online_s, limit)
+        if most == 0 or not self._cuts_online:
+            return most
+        totals = self._with_decodes(self._offline_decodes)
+        in_batch = totals.num_new + totals.num_decodes
+        tile = _TILES[-1]
+        to_full = -(-(in_batch + most) // tile) * tile - in_batch
+        if self._seconds(totals, to_full, num_cached) <= self._offline_s:
+            return most  # offline work fills the tile
+        return self._worthwhile(totals, most, num_cached)
 
     def offline_tokens(self, num_cached: int, limit: int) -> int:
+        totals = self._totals
+        in_batch = totals.num_new + totals.num_decodes
         if self._most_tokens is None:
-            self._most_tokens = self._worthwhile_tokens(num_cached)
-        left = self._most_tokens - self._totals.num_new - self._totals.num_decodes
+            most = self._predictor.max_prefill(totals, num_cached, self._offline_s, _MANY)
+            if most == _MANY:
+                self._most_tokens = sys.maxsize
+            else:
+                self._most_tokens = in_batch + self._worthwhile(totals, most, num_cached)
+        left = self._most_tokens - in_batch
         if left <= 0:
             return 0
         limit = min(limit, left)
-        return self._predictor.max_prefill(self._totals, num_cached, self._offline_s, limit)
+        return self._predictor.max_prefill(totals, num_cached, self._offline_s, limit)
 
-    def _worthwhile_tokens(self, num_cached: int) -> int:
-        """Tokens in all up to which the iteration is worth filling with offline prefill.
+    def _worthwhile(self, totals: BatchTotals, most: int, num_cached: int) -> int:
+        """Of the sizes of a prefill up to `most` the one with the best surplus.
 
         Kernels work on tiles of tokens, so the first token beyond a full tile may cost as much as a
-        whole one. Of the sizes that fit the one with the best surplus is taken: tokens at the price
-        that many of them have, less the time of the iteration. What is not spent is slack, with
-        which a later iteration affords the next full tile.
+        whole one. The surplus is tokens at the price that many of them have, less the time of the
+        iteration. What is not spent is slack, with which a later iteration affords the next full
+        tile.
         """
-        in_batch = self._totals.num_new + self._totals.num_decodes
-        most = self._predictor.max_prefill(self._totals, num_cached, self._offline_s, _MANY)
-        if most in (0, _MANY):
-            return in_batch if most == 0 else sys.maxsize
-
-        def seconds(num_tokens: int) -> float:
-            trial = self._totals.copy()
-            trial.add_prefill(num_tokens, num_cached)
-            return self._predictor.predict_s(trial)
-
-        token_s = (seconds(_MANY) - self._predictor.predict_s(self._totals)) / _MANY
+        if most == 0:
+            return 0
+        in_batch = totals.num_new + totals.num_decodes
+        alone_s = self._predictor.predict_s(totals)
+        token_s = (self._seconds(totals, _MANY, num_cached) - alone_s) / _MANY
         sizes = {most} | {(in_batch + most) // tile * tile - in_batch for tile in _TILES}
         fitting = [n for n in sizes if n > 0]
-        return in_batch + max(fitting, key=lambda n: n * token_s - seconds(n))
+        return max(fitting, key=lambda n: n * token_s - self._seconds(totals, n, num_cached))
+
+    def _seconds(self, totals: BatchTotals, num_tokens: int, num_cached: int) -> float:
+        trial = totals.copy()
+        trial.add_prefill(num_tokens, num_cached)
+        return self._predictor.predict_s(trial)
+
+    def _with_decodes(self, contexts: Sequence[int]) -> BatchTotals:
+        trial = self._totals.copy()
+        trial.add_decodes(contexts)
+        return trial
 
     def offline_decodes(self, contexts: Sequence[int]) -> int:
         if self._predict_s(contexts) <= self._offline_s:
@@ -138,9 +156,7 @@ class _Ledger:
         )
 
     def _predict_s(self, contexts: Sequence[int]) -> float:
-        trial = self._totals.copy()
-        trial.add_decodes(contexts)
-        return self._predictor.predict_s(trial)
+        return self._predictor.predict_s(self._with_decodes(contexts))
 
     def add_prefill(self, num_tokens: int, num_cached: int) -> None:
         self._totals.add_prefill(num_tokens, num_cached)
@@ -156,7 +172,8 @@ _TILES = (64, 128, 256)
 """Tokens that GEMM kernels work on at a time."""
 
 
-def _ledger(view: View, settings: PolicySettings, budgets: Budgets) -> _Ledger:
+def _ledger(view: View, settings: PolicySettings) -> _Ledger:
+    budgets = settings.budgets
     slacks = _decode_slacks(view, settings.slo, budgets.aim)
     totals = BatchTotals()
     totals.add_decodes(slacks.contexts)
@@ -172,10 +189,31 @@ def _ledger(view: View, settings: PolicySettings, budgets: Budgets) -> _Ledger:
         online_s = max(slacks.least_s, slacks.tpot_s, _LEAST_GROWTH * alone_s)
         burst_s = budgets.burst * slacks.tpot_s
         offline_s = idle_s if is_idle else min(slacks.aimed_s, prefill_slack_s, burst_s)
-    return _Ledger(settings.predictor, totals, online_s=online_s, offline_s=offline_s)
+    running_offline = (r for r in view.running if r.request_class is RequestClass.OFFLINE)
+    return _Ledger(
+        settings.predictor,
+        totals,
+        online_s=online_s,
+        offline_s=offline_s,
+        offline_decodes=[r.num_computed_tokens + 1 for r in running_offline],
+        cuts_online=_may_cut_online(view, prefill_slack_s, settings.slo),
+    )
+
+
+def _may_cut_online(view: View, prefill_slack_s: float, default: Slo) -> bool:
+    """Whether first tokens have time enough for their prompts to be cut where a tile ends, and
+    offline work waits for what that leaves."""
+    if math.isinf(prefill_slack_s):
+        return False
+    if prefill_slack_s < _RELAXED_SHARE * _target(None, default.ttft_s):
+        return False
+    return next(iter(view.offline), None) is not None
 
 
 _LEAST_GROWTH = 1.5
+
+_RELAXED_SHARE = 0.5
+"""Of the TTFT target: with less left than this, an online prompt is not cut for a tile's sake."""
 
 
 class _DecodeSlacks(NamedTuple):

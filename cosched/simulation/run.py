@@ -254,6 +254,9 @@ def load_requests(spec: RunSpec) -> tuple[list[TraceRequest], list[TraceRequest]
             num_requests=spec.offline.num_requests,
         )
         offline.extend(workload.requests)
+        if spec.scenario.depth_first:
+            vocab_size = model_spec(spec.machine.model).vocab
+            offline.sort(key=lambda request: request.prompt(vocab_size=vocab_size).tobytes())
     return online, offline
 
 

@@ -31,6 +31,8 @@ class Scenario:
 
     policy           cosched policy that schedules; ``sglang`` is stock
     schedule_policy  ``--schedule-policy`` where stock schedules; None: the machine's
+    depth_first      the offline set is sent sorted by its prompts: what a scheduler would do that
+                     knew all prompts from the start
     """
 
     name: str
@@ -40,6 +42,7 @@ class Scenario:
     has_offline: bool = True
     client: OfflineClient = OfflineClient.ALL
     schedule_policy: str | None = None
+    depth_first: bool = False
 
 
 def _offline_only(schedule_policy: str) -> Scenario:
@@ -57,6 +60,14 @@ _BASELINES = (
     _offline_only("fcfs"),
     _offline_only("lpm"),
     _offline_only("dfs-weight"),
+    Scenario(
+        name="offline-sorted",
+        summary="offline requests alone, sent in depth-first order of their prompts; stock fcfs",
+        policy="sglang",
+        has_online=False,
+        schedule_policy="fcfs",
+        depth_first=True,
+    ),
     Scenario(name="s1", summary="both, uncontrolled: stock, classes ignored", policy="sglang"),
     Scenario(
         name="cap",
@@ -80,6 +91,14 @@ def _all() -> Mapping[str, Scenario]:
         if policy.name not in index and policy.name != "sglang":
             index[policy.name] = Scenario(
                 name=policy.name, summary=policy.summary, policy=policy.name
+            )
+        if policy.prefix_order:
+            alone = f"offline-{policy.name}"
+            index[alone] = Scenario(
+                name=alone,
+                summary=f"offline requests alone, {policy.name}",
+                policy=policy.name,
+                has_online=False,
             )
     return index
 

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from fractions import Fraction
 
 from cosched.offline.prefix_pool import PoolConfig
-from tests.offline.prefixes import NaiveTree, PrefixedRequest
+from tests.offline.prefixes import NaiveTree, PrefixedRequest, shared_len
 
 
 class NaivePool:
@@ -19,6 +19,10 @@ class NaivePool:
         self.turn = 0
         self.share = 1 - Fraction(str(config.utility_ratio))
         self.debt = self.share
+        self.num_put_off = 0
+        self.patience = config.patience if config.utility_ratio else 0
+        self.least_shared = config.least_shared
+        self.last: PrefixedRequest | None = None
         self.waiting: list[PrefixedRequest] = []
         self.seen: set[str] = set()
         self.now_s = 0.0
@@ -46,9 +50,20 @@ class NaivePool:
 
     def remove(self, request, *, admitted):
         bucket = self.bucket_of(request)
+        last = self.last
+        if admitted:
+            self.last = request
         if admitted and not self.is_urgent(request):
-            due = request in self.oldest()[: int(self.debt)]
-            self.debt += self.share - due
+            oldest = self.oldest()
+            num_paying = int(self.debt)
+            if self.num_put_off < self.patience:
+                num_paying = min(num_paying, 1)
+            due = request in oldest[:num_paying]
+            if not due and self.puts_off(self.debt, self.num_put_off, last, request, oldest[0]):
+                self.num_put_off += 1
+            else:
+                self.debt += self.share - due
+                self.num_put_off = 0 if due else self.num_put_off
             if not due:
                 self.turn = bucket
         self.waiting.remove(request)
@@ -57,23 +72,39 @@ class NaivePool:
             self.trees[bucket].lead(request)
         if not self.waiting:
             self.debt = self.share
+            self.num_put_off = 0
+
+    def shared(self, one, two):
+        if one is None or self.bucket_of(one) != self.bucket_of(two):
+            return 0
+        return max(shared_len(one, two), 0)
+
+    def puts_off(self, debt, num_put_off, last, head, stale):
+        in_use = self.shared(last, head)
+        left = in_use - min(in_use, self.shared(last, stale))
+        return debt >= 1 and num_put_off < self.patience and left >= self.least_shared
 
     def order(self):
         trees = self.trees[self.turn :] + self.trees[: self.turn]
         left = [request for tree in trees for request in tree.order]
-        debt = self.debt
+        debt, num_put_off, last = self.debt, self.num_put_off, self.last
         while left:
             pick = head = left[0]
+            oldest = min(left, key=lambda request: request.arrival_seq)
             urgent = [request for request in left if self.is_urgent(request)]
             if urgent:
                 first = min(urgent, key=lambda r: (self.due_s(r), r.arrival_seq))
                 latest_s = self.due_s(first) + 0.1 * self.margin_s
                 if not self.is_urgent(head) or self.due_s(head) > latest_s:
                     pick = first
+            elif self.puts_off(debt, num_put_off, last, head, oldest):
+                num_put_off += 1
             elif debt >= 1:
-                pick = min(left, key=lambda request: request.arrival_seq)
+                pick = oldest
                 debt += self.share - 1
+                num_put_off = 0
             else:
                 debt += self.share
             left.remove(pick)
+            last = pick
             yield pick

@@ -12,8 +12,8 @@ from cosched.core.validate import validate
 from cosched.core.view import Backlog, Match
 from cosched.latency.features import BatchTotals
 from cosched.latency.predictor_base import Predictor
-from cosched.policy.base import PolicySettings
-from cosched.policy.hygen import Budgets, HygenPolicy
+from cosched.policy.base import Budgets, PolicySettings
+from cosched.policy.hygen import HygenPolicy
 from cosched.policy.sarathi import SarathiPolicy
 from tests.factories import FakeView, decoding, make_caps, offline, online, prefilled
 
@@ -49,8 +49,9 @@ def plan_of(view, *, predictor=None, latency_budget_s=None, budgets=BUDGETS):
         slo=Slo(ttft_s=TTFT_S, tpot_s=TPOT_S),
         predictor=predictor or Linear(),
         latency_budget_s=latency_budget_s,
+        budgets=budgets,
     )
-    plan = HygenPolicy(settings, budgets).plan(view)
+    plan = HygenPolicy(settings).plan(view)
     validate(plan, view)
     return plan
 
@@ -206,6 +207,28 @@ def test_a_tile_is_not_begun_for_a_few_tokens():
     )
     plan = plan_of(view, predictor=Stairs())
     assert -(plan.num_prefill_tokens + 1) % 256 < 16, "less than that is no chunk"
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "has_offline", "is_cut"),
+    [(0.1, True, True), (0.1, False, False), (0.7, True, False)],
+)
+def test_an_online_prompt_is_cut_where_a_tile_ends_when_there_is_time_and_other_work(
+    waited_s, has_offline, is_cut
+):
+    # The online decode has no slack, so offline work cannot fill the second tile.
+    decodes = [decoding(offline(f"d{i}", 100), 2) for i in range(9)]
+    view = FakeView(
+        caps=CAPS,
+        running=(running_online(num_tokens=2, first_token_s=0.5), *decodes),
+        online=[online("late", 300, arrival_s=1.0 - waited_s)],
+        offline=[offline(f"o{i}", 90) for i in range(9)] if has_offline else [],
+        now_s=1.0,
+        start_s=1.0,
+        total_kv=99_999,
+    )
+    num_tokens = plan_of(view, predictor=Stairs()).prefill["late"]
+    assert num_tokens == (256 - 10 if is_cut else 300)
 
 
 class Order:
