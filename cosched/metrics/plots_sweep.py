@@ -55,7 +55,7 @@ def plot_panels(rows: Sequence[Sequence[Panel]], path: Path) -> Path:
             if drawn:
                 x, y = zip(*drawn, strict=True)
                 axes.plot(x, y, color=colour, ls=line, marker=marker, ms=4, lw=1.6, label=name)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.08 * axes.dataLim.ymax if axes.dataLim.ymax > 0 else 1)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     first = grid.flat[0]
     legend_above(first, bbox_to_anchor=(0.0, 1.12), loc="lower left")
