@@ -3,6 +3,8 @@
     python -m cosched.bench run --online azure-like --online-rate 2.5 --offline documents
     python -m cosched.bench yardstick --data-dir DIR
     python -m cosched.bench knee --online azure-like --online-rate 2.5
+    python -m cosched.bench tolerance --online azure-like --online-rate 2 --offline documents
+    python -m cosched.bench robustness --online azure-like --online-rate 2 --offline documents
     python -m cosched.bench live --base-url http://127.0.0.1:30000 --online azure-like ...
     python -m cosched.bench fidelity
     python -m cosched.bench compare a.json b.json
@@ -10,8 +12,9 @@
 `run` takes scenarios side by side on one workload in virtual time: online alone (s0), offline
 alone under stock orders, both uncontrolled (s1), gateways with a static cap and with AIMD, stock
 priority scheduling at its defaults and at its best, and cosched's policies. `knee` finds the
-highest online rate that still meets the SLO, to state a load as a share of it. Every command prints
-a table and, as its last line, one JSON object.
+highest online rate that still meets the SLO, to state a load as a share of it. `tolerance` finds
+what offline work a given growth of an online latency buys, `robustness` what a wrong predictor
+costs. Every command prints a table and, as its last line, one JSON object.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import argparse
 import asyncio
 import os
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +37,21 @@ from cosched.benchmark.compare import compare_files
 from cosched.benchmark.fidelity import FidelityCase, run_fidelity
 from cosched.benchmark.live import LiveTarget, run_live
 from cosched.benchmark.report import markdown_table, write_plots
+from cosched.benchmark.robustness import (
+    ERRORS,
+    plot_robustness,
+    print_robustness,
+    rows_of,
+    run_robustness,
+)
 from cosched.benchmark.suite import ALL_SCENARIOS, SuiteResult, run_suite
+from cosched.benchmark.tolerance import (
+    METRICS,
+    TOLERANCES,
+    plot_tolerances,
+    print_tolerances,
+    sweep_tolerances,
+)
 from cosched.benchmark.tuned import TUNED
 from cosched.benchmark.yardstick import run_yardstick, yardstick_page
 from cosched.demo_model import ensure_demo_model
@@ -49,7 +67,7 @@ from cosched.simulation.options import (
     add_workload_options,
     run_spec_of,
 )
-from cosched.simulation.run import WorkloadSpec, load_requests, summarize_run
+from cosched.simulation.run import RunSpec, WorkloadSpec, load_requests, summarize_run
 from cosched.simulation.scenario import SCENARIOS, scenario
 from cosched.simulation.store import ResultStore
 
@@ -67,6 +85,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_run(commands)
     _add_yardstick(commands)
     _add_knee(commands)
+    _add_tolerance(commands)
+    _add_robustness(commands)
     _add_live(commands)
     _add_fidelity(commands)
     _add_compare(commands)
@@ -130,6 +150,71 @@ def _add_knee(commands: Any) -> None:
     parser.add_argument("--attainment", type=float, default=0.99, metavar="SHARE")
     parser.add_argument("--share", type=float, default=0.88, help="load to state (default: 0.88)")
     parser.set_defaults(execute=_knee)
+
+
+def _add_tolerance(commands: Any) -> None:
+    parser = commands.add_parser(
+        "tolerance",
+        help="offline work for a tolerance of the online latency: hygen and hygen-throttled",
+        description="For each metric and tolerance the largest latency budget of hygen and the "
+        "largest offline rate of hygen-throttled that keep the metric within the tolerance above "
+        "the online requests alone (HyGen's Fig. 3 and 4).",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--metrics",
+        type=_names,
+        default=METRICS,
+        metavar="A,B,…",
+        help=f"as in the goals of `cosched.profile slo` (default: {','.join(METRICS)})",
+    )
+    parser.add_argument(
+        "--tolerances",
+        type=_shares,
+        default=TOLERANCES,
+        metavar="%,%,…",
+        help=f"growth allowed (default: {','.join(f'{100 * t:g}' for t in TOLERANCES)})",
+    )
+    parser.add_argument(
+        "--precision",
+        type=float,
+        default=0.05,
+        metavar="SHARE",
+        help="relative, of the values found (default: %(default)s)",
+    )
+    _add_sweep(parser)
+    parser.set_defaults(execute=_tolerance)
+
+
+def _add_robustness(commands: Any) -> None:
+    parser = commands.add_parser(
+        "robustness",
+        help="policies with an ever worse predictor",
+        description="Every prediction of a plan is multiplied by a random factor of mean 1 "
+        "(docs/predictors.md); errors are its standard deviations.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--scenarios", type=_names, default=("hygen",), metavar="A,B,…", help="default: hygen"
+    )
+    parser.add_argument(
+        "--errors",
+        type=_shares,
+        default=ERRORS,
+        metavar="%,%,…",
+        help=f"default: {','.join(f'{100 * error:g}' for error in ERRORS)}",
+    )
+    _add_sweep(parser)
+    parser.set_defaults(execute=_robustness)
+
+
+def _add_sweep(parser: argparse.ArgumentParser) -> None:
+    add_workload_options(parser)
+    add_machine_options(parser)
+    add_config_options(parser)
+    _add_common(parser)
+    _add_results(parser)
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the picture there")
 
 
 def _add_live(commands: Any) -> None:
@@ -219,6 +304,11 @@ def _store(arguments: argparse.Namespace) -> ResultStore | None:
     return None if arguments.results is None else ResultStore(arguments.results)
 
 
+def _shares(text: str) -> tuple[float, ...]:
+    """Percentages as shares."""
+    return tuple(float(part) / 100 for part in text.split(","))
+
+
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
@@ -285,6 +375,47 @@ def _knee(arguments: argparse.Namespace) -> dict[str, Any]:
     if load is not None:
         print(f"{arguments.share:.0%} of it: {load:.3g} req/s")
     return {**answer.to_dict(), "share": arguments.share, "load": load}
+
+
+def _both_classes(arguments: argparse.Namespace) -> RunSpec:
+    base = run_spec_of(arguments, scenario("s1"))
+    if base.online is None or base.offline is None:
+        raise ConfigError("the sweep needs both classes: name --online and --offline")
+    return base
+
+
+def _tolerance(arguments: argparse.Namespace) -> dict[str, Any]:
+    base = _both_classes(arguments)
+    with tempfile.TemporaryDirectory(prefix="cosched-results-") as folder:
+        sweep = sweep_tolerances(
+            base,
+            arguments.metrics,
+            arguments.tolerances,
+            precision=arguments.precision,
+            num_jobs=arguments.jobs,
+            quiet=arguments.quiet,
+            store=_store(arguments) or ResultStore(Path(folder)),
+        )
+    print_tolerances(sweep)
+    if arguments.plot is not None:
+        plot_tolerances(sweep, arguments.plot)
+    return {"spec": base.describe(), **sweep.to_dict()}
+
+
+def _robustness(arguments: argparse.Namespace) -> dict[str, Any]:
+    base = _both_classes(arguments)
+    robustness = run_robustness(
+        base,
+        arguments.scenarios,
+        arguments.errors,
+        num_jobs=arguments.jobs,
+        quiet=arguments.quiet,
+        store=_store(arguments),
+    )
+    print_robustness(robustness)
+    if arguments.plot is not None:
+        plot_robustness(robustness, arguments.plot)
+    return {"spec": base.describe(), "rows": rows_of(robustness)}
 
 
 def _live(arguments: argparse.Namespace) -> dict[str, Any]:

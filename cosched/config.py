@@ -51,6 +51,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     offline_rate       most offline requests admitted per second, for hygen-throttled; absent: any
                        number
     latency_model      file that ``cosched.profile`` wrote; absent: calibrated while running
+    predictor_error    for experiments: standard deviation of a random factor on all predictions of
+                       a plan, 0 to 1 (docs/predictors.md)
     iteration_log      file to write the shape and time of every iteration to, one JSON line each
     decision_log       file to write every decision to (docs/decision_log.md)
     decision_log_mb    most that its parts take in all [MB]; the oldest part goes first
@@ -66,6 +68,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     budgets: Budgets = Budgets()
     offline_rate: float | None = None
     latency_model: str | None = None
+    predictor_error: float = 0.0
     iteration_log: str | None = None
     decision_log: str | None = None
     decision_log_mb: float = 256.0
@@ -78,6 +81,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"{name} must be a positive number, not {value}")
+        if not 0 <= self.predictor_error <= 1:
+            raise ValueError(f"predictor_error must be in [0, 1], not {self.predictor_error}")
 
     @property
     def latency_budget_s(self) -> float | None:

@@ -151,7 +151,7 @@ def _add_slo(commands: Any) -> None:
         + "\n\nGoals: STATISTIC_METRIC<=LIMIT with mean, p50, p90, p95 or p99 of ttft, tpot, tbt "
         "or e2e\nof the online requests; the limit in ms or s, or as +5% above the online requests "
         "alone\nunder stock scheduling; and attainment>=99% of the targets --slo-ttft and "
-        "--slo-tpot.",
+        "--slo-tpot, or\nattainment>=-1%, at most 1 point below the online requests alone.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -384,7 +384,7 @@ def _slo(arguments: argparse.Namespace) -> dict[str, Any]:
             high=arguments.high,
             tolerance=arguments.tolerance,
             num_jobs=arguments.jobs,
-            on_run=lambda what: bar.update(task, advance=1, description=f"simulated {what}"),
+            on_run=lambda what, _: bar.update(task, advance=1, description=f"simulated {what}"),
         )
     _show(answer, goals)
     if arguments.write is not None and answer.value is not None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+from cosched.benchmark.progress import progress_of_runs
+from cosched.benchmark.throttled import (
+    CEILING,
+    THROTTLED,
+    highest_rate,
+    needs_a_rate,
+    sweep_rates,
+)
 from cosched.benchmark.tuned import TUNED, choose_tuned, other_order, tuned_candidates
 from cosched.errors import ConfigError, choices
 from cosched.metrics.summary import Summary
@@ -67,11 +72,12 @@ class Row:
 class SuiteResult:
     """All scenarios on one workload, in the order asked for.
 
-    sweep  every stock setting tried for ``priority-tuned``, by name
+    sweeps  every setting tried for ``priority-tuned`` and ``hygen-throttled``, by scenario and by
+            setting
     """
 
     rows: Mapping[str, Row]
-    sweep: Mapping[str, Row]
+    sweeps: Mapping[str, Mapping[str, Row]]
 
 
 def run_suite(
@@ -86,19 +92,23 @@ def run_suite(
     """Run scenarios that differ from `base` in the scenario alone.
 
     ``priority-tuned`` is a sweep over stock settings, of which the best is shown
-    (`cosched.benchmark.tuned`). ConfigError names an unknown scenario.
+    (`cosched.benchmark.tuned`); so is ``hygen-throttled`` over rates, unless `base` gives one
+    (`cosched.benchmark.throttled`). ConfigError names an unknown scenario.
     """
     known = {*SCENARIOS, TUNED}
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ConfigError(f"unknown scenario {unknown[0]!r}; choose from {choices(known)}")
-    specs = {name: _spec(base, name) for name in names if name != TUNED}
+    is_searched = THROTTLED in names and needs_a_rate(base)
+    swept = {TUNED, THROTTLED} if is_searched else {TUNED}
+    specs = {name: _spec(base, name) for name in names if name not in swept}
     candidates = tuned_candidates(base) if TUNED in names else {}
+    ceilings = {CEILING: _spec(base, CEILING)} if is_searched else {}
 
     def execute(runs: Mapping[str, RunSpec]) -> dict[str, RunResult]:
         return _execute(runs, num_jobs=num_jobs, quiet=quiet, label=label, store=store)
 
-    results = execute({**specs, **candidates})
+    results = execute({**specs, **candidates, **ceilings})
     ceiling = max(
         (_offline_rate(results[name]) for name in OFFLINE_ONLY if name in results), default=None
     )
@@ -118,14 +128,28 @@ def run_suite(
         return Row(name=name, result=result, summary=summary, baseline=baseline)
 
     rows = {name: row(name, results[name]) for name in specs}
-    sweep = {name: row(name, results[name]) for name in candidates}
-    if sweep:
+    sweeps: dict[str, dict[str, Row]] = {}
+    if candidates:
+        sweep = {name: row(name, results[name]) for name in candidates}
         more = other_order(candidates[_best(sweep)])
         for name, result in execute(more).items():
             sweep[name] = row(name, result)
         best = _best(sweep)
         rows[TUNED] = replace(sweep[best], name=f"{TUNED} ({best})")
-    return SuiteResult(rows={name: rows[name] for name in names}, sweep=sweep)
+        sweeps[TUNED] = sweep
+    if is_searched:
+        with progress_of_runs(f"{label} {THROTTLED}", total=None, quiet=quiet) as on_run:
+            tried, best = sweep_rates(
+                base,
+                highest=highest_rate(results[CEILING]),
+                num_jobs=num_jobs,
+                store=store,
+                on_run=on_run,
+            )
+        sweep = {name: row(name, result) for name, result in tried.items()}
+        rows[THROTTLED] = replace(sweep[best], name=f"{THROTTLED} ({best})")
+        sweeps[THROTTLED] = sweep
+    return SuiteResult(rows={name: rows[name] for name in names}, sweeps=sweeps)
 
 
 def _best(sweep: Mapping[str, Row]) -> str:
@@ -155,22 +179,8 @@ def _execute(
 ) -> dict[str, RunResult]:
     names = list(specs)
     results: dict[str, RunResult] = {}
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        disable=quiet or not sys.stderr.isatty(),
-    )
-    with bar:
-        task = bar.add_task(label or "runs", total=len(names))
+    with progress_of_runs(label, total=len(names), quiet=quiet) as on_run:
         for index, result in execute_all([specs[n] for n in names], num_jobs=num_jobs, store=store):
             results[names[index]] = result
-            bar.update(task, advance=1)
-            if bar.disable and not quiet:
-                print(
-                    f"{label} {names[index]}: {result.end_s:.0f} s in {result.wall_s:.0f} s",
-                    file=sys.stderr,
-                    flush=True,
-                )
+            on_run(names[index], result)
     return results

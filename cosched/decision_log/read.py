@@ -122,6 +122,7 @@ class _PartReader:
                 drift=state.drift,
                 margin=state.margin,
                 seen=state.seen,
+                error=state.error,
             )
 
 

@@ -26,6 +26,7 @@ from cosched.engine.waiting import WaitingQueue, WaitingSummary
 from cosched.latency.calibration import Calibrator
 from cosched.latency.predictor import FittedPredictor
 from cosched.latency.profile_file import Profile
+from cosched.latency.wrong import error_factor
 from cosched.offline.pool import ArrivalQueue, OfflinePool
 from cosched.offline.prefix_pool import PrefixPool
 from cosched.policy.base import Policy, PolicySettings
@@ -123,6 +124,7 @@ class Controller:
         started_s = time.perf_counter()
         moment = self._moment()
         self.waiting.advance(moment.now_s)
+        self.predictor.error = error_factor(self.config.predictor_error, self.counters.num_plans)
         view: View = SchedulerView(
             self.scheduler,
             running_batch=running_batch,

@@ -108,7 +108,7 @@ class ViewState(msgspec.Struct, kw_only=True, omit_defaults=True):
     gains: dict[int, int] = {}
 
 
-class BeliefState(msgspec.Struct, kw_only=True, frozen=True):
+class BeliefState(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     """`cosched.latency.calibration.Belief` without its shapes."""
 
     scales: tuple[float, float]
@@ -116,6 +116,7 @@ class BeliefState(msgspec.Struct, kw_only=True, frozen=True):
     drift: float
     margin: float
     seen: tuple[int, int, int, int] | None
+    error: float = 1.0
 
 
 class PlanState(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -385,6 +385,7 @@ def _belief_state(belief: Belief) -> BeliefState:
         drift=belief.drift,
         margin=belief.margin,
         seen=belief.seen,
+        error=belief.error,
     )
 
 

@@ -95,6 +95,7 @@ class Belief(NamedTuple):
     scales  of the two phases
     seen    the largest iteration seen: new tokens, twice the attention pairs, decodes, tokens of
             their contexts; None: the shapes are trusted at every size
+    error   factor by which predictions are wrong on purpose
     """
 
     shapes: tuple[Predictor | None, Predictor | None]
@@ -103,13 +104,14 @@ class Belief(NamedTuple):
     drift: float
     margin: float
     seen: tuple[int, int, int, int] | None
+    error: float
 
 
 class Calibrator(Predictor):
     """A predictor that learns from the iterations it is shown.
 
         belief = shape * scale of the phase * drift * growth
-        prediction = belief * (1 + margin)
+        prediction = belief * (1 + margin) * error
 
     There are two phases: iterations with a prefill, and decode-only ones.
 
@@ -133,6 +135,8 @@ class Calibrator(Predictor):
     margin  The second largest excess of the last `MARGIN_WINDOW` iterations over the belief, or
             that of the very last one (at most twice the time): a change of the machine is answered
             at the next iteration, and one disturbed iteration forgotten after the next.
+    error   1, unless an experiment sets it (`cosched.latency.wrong`). Nothing is learned about it:
+            what is observed is compared with the belief.
 
     Deterministic; all state is numbers. Nothing is learned until `observe` is called.
     """
@@ -159,6 +163,8 @@ class Calibrator(Predictor):
         """How many times longer iterations take now than the scaled shapes say."""
         self.margin = 0.0
         """Share by which predictions are longer than the belief."""
+        self.error = 1.0
+        """Factor by which predictions are wrong on purpose."""
 
     @property
     def name(self) -> str:
@@ -170,7 +176,7 @@ class Calibrator(Predictor):
         self._graphs = graphs
 
     def predict_s(self, totals: BatchTotals) -> float:
-        return self.belief_s(totals) * (1 + self.margin)
+        return self.belief_s(totals) * (1 + self.margin) * self.error
 
     def belief_s(self, totals: BatchTotals) -> float:
         """The prediction without the margin [s]."""
@@ -191,6 +197,7 @@ class Calibrator(Predictor):
             drift=self.drift,
             margin=self.margin,
             seen=None if seen is None else (seen.new, seen.pairs, seen.decodes, seen.context),
+            error=self.error,
         )
 
     def believe(self, belief: Belief) -> None:
@@ -202,6 +209,7 @@ class Calibrator(Predictor):
             phase.use(shape)
             phase.scale = scale
         self._cold_scale, self.drift, self.margin = belief.cold_scale, belief.drift, belief.margin
+        self.error = belief.error
         self._seen = None
         if belief.seen is not None:
             self._seen = _Seen()

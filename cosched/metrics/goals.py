@@ -3,6 +3,7 @@
 p99_ttft<=1000ms    mean, p50, p90, p95 or p99 of ttft, tpot, tbt or e2e; in ms or s
 p99_tbt<=+5%        at most so much above the same run without offline requests (HyGen §5.1)
 attainment>=99%     share of the online requests that meet their own targets
+attainment>=-1%     at most so many points below the same run without offline requests
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ METRICS = ("ttft", "tpot", "tbt", "e2e")
 _LATENCY = re.compile(
     rf"({'|'.join(STATISTICS)})_({'|'.join(METRICS)})<=(\+?)(\d+(?:\.\d+)?)(ms|s|%)"
 )
-_ATTAINMENT = re.compile(r"attainment>=(\d+(?:\.\d+)?)%")
+_ATTAINMENT = re.compile(r"attainment>=(-?)(\d+(?:\.\d+)?)%")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +38,9 @@ class Goal:
     text         as it was written, without blanks
     statistic    one of `STATISTICS`; None: an attainment
     metric       one of `METRICS`, or ``attainment``
-    limit        most seconds, least share (0-1), or most growth over the baseline (0-1)
-    is_relative  the limit is a growth
+    limit        most seconds or least share (0-1); relative: most growth over the baseline, or
+                 most points below it (both 0-1)
+    is_relative  to what online requests alone reach
     """
 
     text: str
@@ -72,7 +74,11 @@ class Goal:
         reached. None: there is none."""
         if not self.is_relative:
             return self.limit
-        return None if baseline is None else (1 + self.limit) * baseline
+        if baseline is None:
+            return None
+        if self.statistic is None:
+            return baseline - self.limit
+        return (1 + self.limit) * baseline
 
     def is_met(self, value: float | None, bound: float | None) -> bool:
         if value is None or bound is None:
@@ -89,9 +95,16 @@ def parse_goal(text: str) -> Goal:
     """ConfigError saying what a goal looks like."""
     written = "".join(text.split())
     attainment = _ATTAINMENT.fullmatch(written)
-    if attainment and 0 < float(attainment[1]) <= 100:
-        limit = float(attainment[1]) / 100
-        return Goal(text=written, statistic=None, metric="attainment", limit=limit)
+    if attainment:
+        is_relative, limit = bool(attainment[1]), float(attainment[2]) / 100
+        if limit <= 1 and (is_relative or limit > 0):
+            return Goal(
+                text=written,
+                statistic=None,
+                metric="attainment",
+                limit=limit,
+                is_relative=is_relative,
+            )
     latency = _LATENCY.fullmatch(written)
     if latency:
         statistic, metric, plus, number, unit = latency.groups()
@@ -107,7 +120,7 @@ def parse_goal(text: str) -> Goal:
     raise ConfigError(
         f"{text!r} is no goal; write STATISTIC_METRIC<=LIMIT with a statistic of "
         f"{', '.join(STATISTICS)}, a metric of {', '.join(METRICS)} and a limit such as 1000ms, "
-        "1.5s or +5% (above online requests alone), or attainment>=99%"
+        "1.5s or +5% (above online requests alone), or attainment>=99% or >=-1% (below them)"
     )
 
 

@@ -26,6 +26,7 @@ from cosched.metrics.summary import Summary
 from cosched.metrics.window import Window, last_event_s
 
 __all__ = [
+    "STYLES",
     "Run",
     "attainment_curve",
     "plot_attainment",
@@ -37,7 +38,7 @@ __all__ = [
 
 _NO_SLO = Slo()
 _SCALES = (1 / 8, 8.0)
-_STYLES = tuple(
+STYLES = tuple(
     (colour, line, marker)
     for line, marker in (("-", "o"), ("--", "s"), (":", "^"))
     for colour in ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#555555")
@@ -308,7 +309,7 @@ def _log_if_wide(axes: Any) -> None:
 
 
 def _cycle(count: int) -> list[tuple[str, str, str]]:
-    return [_STYLES[index % len(_STYLES)] for index in range(count)]
+    return [STYLES[index % len(STYLES)] for index in range(count)]
 
 
 def _legend_beside(axes: Any, count: int) -> None:

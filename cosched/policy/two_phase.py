@@ -177,6 +177,15 @@ class TwoPhaseDraft:
         if num_shared <= _num_tokens(request):
             order.skip_sharing(request, num_shared)
 
+    def _online_tokens(self, request: Request, num_cached: int) -> int:
+        """Prompt tokens of an online prefill that the time allows; some in any case where nothing
+        else runs, or a fixed budget below the shortest iteration would stop everything."""
+        remaining = _num_tokens(request) - num_cached
+        num_tokens = self._time.online_tokens(num_cached, remaining)
+        if num_tokens or self._runs_anything():
+            return num_tokens
+        return min(remaining, _LEAST_PROGRESS)
+
     def _offline_tokens(self, request: Request, num_cached: int) -> int:
         """Prompt tokens of an offline prefill that the time allows; no crumbs: a chunk costs a
         forward of its own, however short it is."""
@@ -210,7 +219,7 @@ class TwoPhaseDraft:
 
     def _continue_online(self, request: Request) -> None:
         num_cached = request.num_computed_tokens
-        at_most = self._time.online_tokens(num_cached, _num_tokens(request) - num_cached)
+        at_most = self._online_tokens(request, num_cached)
         for victim in self._victims():
             if self._budget.continuation(request, at_most=at_most) > 0:
                 break
@@ -224,8 +233,7 @@ class TwoPhaseDraft:
     def _admit_online(self, request: Request) -> bool:
         """Admit it, stopping offline work when that makes it fit."""
         match = self._view.match(request)
-        remaining = _num_tokens(request) - match.cached
-        at_most = self._time.online_tokens(match.cached, remaining)
+        at_most = self._online_tokens(request, match.cached)
         if not self._admit(request, match, at_most):
             if at_most > 0:
                 for victim in self._victims_for(request, match, at_most):

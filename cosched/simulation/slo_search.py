@@ -20,6 +20,7 @@ from cosched.simulation.find import search
 from cosched.simulation.parallel import execute_all
 from cosched.simulation.run import RunResult, RunSpec, config_of
 from cosched.simulation.scenario import scenario
+from cosched.simulation.store import ResultStore
 
 __all__ = ["SEARCHES", "Probe", "Search", "SloAnswer", "find_largest", "largest_good"]
 
@@ -44,6 +45,9 @@ class Search:
     policy: str
     low: float
     high: float
+
+    def say(self, value: float) -> str:
+        return f"{value:g} {self.unit}"
 
 
 SEARCHES: Mapping[str, Search] = {
@@ -108,10 +112,11 @@ def find_largest(
     high: float | None = None,
     tolerance: float = 0.05,
     num_jobs: int = 1,
-    on_run: Callable[[str], None] = lambda what: None,
+    store: ResultStore | None = None,
+    on_run: Callable[[str, RunResult], None] = lambda what, result: None,
 ) -> SloAnswer:
     """Search. `spec` names the policy; `tolerance` is relative; `num_jobs` values are tried at a
-    time; `on_run` hears of each run that is done."""
+    time; `on_run` gets each run that is done, and what it is. What `store` has is not run again."""
     wanted = SEARCHES[name]
     low, high = wanted.low if low is None else low, wanted.high if high is None else high
     _check(spec, goals, low=low, high=high, tolerance=tolerance)
@@ -119,8 +124,8 @@ def find_largest(
     baseline = None
     if any(goal.is_relative for goal in goals):
         alone = replace(spec, scenario=scenario("s0"), config=())
-        [(_, result)] = execute_all([alone], num_jobs=1)
-        on_run("online requests alone")
+        [(_, result)] = execute_all([alone], num_jobs=1, store=store)
+        on_run("online requests alone", result)
         baseline = _reached(goals, result)
     bounds = tuple(
         goal.bound(None if baseline is None else baseline[i]) for i, goal in enumerate(goals)
@@ -129,7 +134,7 @@ def find_largest(
 
     def probe(values: list[float]) -> list[bool]:
         specs = [_at(spec, wanted.key, value) for value in values]
-        for index, result in execute_all(specs, num_jobs=num_jobs):
+        for index, result in execute_all(specs, num_jobs=num_jobs, store=store):
             value = values[index]
             reached = _reached(goals, result)
             met = [g.is_met(r, b) for g, r, b in zip(goals, reached, bounds, strict=True)]
@@ -139,7 +144,7 @@ def find_largest(
                 is_good=all(met),
                 offline_tokens_per_s=result.summary.offline.tokens_per_s,
             )
-            on_run(f"{_rounded(value):g} {wanted.unit}")
+            on_run(wanted.say(probes[value].value), result)
         return [probes[value].is_good for value in values]
 
     value = largest_good(probe, low, high, tolerance=tolerance, num_at_once=num_jobs)

@@ -35,6 +35,7 @@ def test_what_is_written_reads_back():
         ('{"slo": {"ttft_ms": -1}}', "ttft_ms must be a positive number of milliseconds, not -1"),
         ('{"slo": {"ttft": 1}}', "unknown field `ttft`"),
         ('{"latency_budget_ms": 0}', "latency_budget_ms must be a positive"),
+        ('{"predictor_error": 1.5}', r"predictor_error must be in \[0, 1\], not 1.5"),
         ('{"budgets": {"aim": 1.5}}', "aim 1.5 is not above 0 and up to 1"),
         ('{"budgets": {"ami": 1}}', "unknown field `ami`"),
         ('{"pool": {"patient": 1}}', "unknown field `patient`"),

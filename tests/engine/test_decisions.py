@@ -129,6 +129,18 @@ def test_candidates_of_buckets_are_followed(tmp_path):
     assert asked.num_unanswered and asked.num_equal + asked.num_unanswered <= asked.num_plans
 
 
+def test_wrong_predictions_are_followed(tmp_path):
+    spec = spec_of("hygen", overlap=True)
+    wrong = replace(spec, config=(("predictor_error", 0.2),))
+    result = execute(wrong, decision_log=tmp_path / "log")
+    replanned = planned_again(tmp_path / "log")
+    assert replanned.num_equal == replanned.num_plans > 100
+    assert result.to_dict() == execute(wrong).to_dict(), "equal specifications, equal errors"
+    assert result.summary != execute(spec).summary
+    errors = {d.belief.error for d in read(tmp_path / "log") if d.belief}
+    assert len(errors) > 100 and min(errors) < 0.8 and max(errors) > 1.2
+
+
 def test_a_rate_of_admission_is_followed(tmp_path):
     spec = replace(spec_of("hygen-throttled", overlap=False), config=(("offline_rate", 4.0),))
     execute(spec, decision_log=tmp_path / "log")

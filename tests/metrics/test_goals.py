@@ -50,6 +50,8 @@ def test_every_goal_that_can_be_written_is_read(statistic, metric, number, unit,
         "attainment>=0.99",
         "attainment>=0%",
         "attainment>=101%",
+        "attainment>=-101%",
+        "attainment>=+1%",
     ],
 )
 def test_anything_else_is_refused_with_the_form(text):
@@ -62,6 +64,10 @@ def test_a_relative_goal_is_bound_to_what_online_requests_alone_reach():
     assert goal.bound(0.1) == pytest.approx(0.105)
     assert goal.bound(None) is None
     assert parse_goal("p99_tbt<=80ms").bound(None) == 0.08
+    points = parse_goal("attainment>=-1%")
+    assert points.bound(0.95) == pytest.approx(0.94)
+    assert points.bound(None) is None
+    assert points.is_met(0.945, 0.94) and not points.is_met(0.93, 0.94)
 
 
 @given(st.floats(0, 10), st.floats(0.001, 10))

@@ -64,6 +64,17 @@ def seconds_of(plan, view):
     return Linear().predict_s(totals)
 
 
+@pytest.mark.parametrize("rest", [[], [offline("off", 500)]])
+def test_a_budget_below_the_shortest_iteration_slows_but_does_not_stop(rest):
+    view = FakeView(online=[online("on", 500)], offline=rest, caps=CAPS)
+    plan = plan_of(view, latency_budget_s=0.001)
+    assert list(plan.prefill) == ["on"] and 0 < plan.prefill["on"] < 100
+    begun = FakeView(unfinished=[prefilled(online("on", 500), 64)], offline=rest, caps=CAPS)
+    assert list(plan_of(begun, latency_budget_s=0.001).prefill) == ["on"]
+    busy = FakeView(running=[running_online("run")], online=[online("on", 500)], caps=CAPS)
+    assert not plan_of(busy, latency_budget_s=0.001).prefill
+
+
 def running_online(rid="on", *, num_tokens=2, first_token_s=0.0, **fields):
     return replace(
         decoding(online(rid, 100, max_new_tokens=200, **fields), num_tokens),

@@ -81,7 +81,7 @@ def test_a_search_without_a_goal_is_refused():
 
 
 def test_a_real_search_meets_its_goals_and_the_next_value_does_not(monkeypatch):
-    def in_this_process(specs, *, num_jobs):
+    def in_this_process(specs, *, num_jobs, store):
         yield from enumerate(map(execute, specs))
 
     monkeypatch.setattr(slo_search, "execute_all", in_this_process)
@@ -89,7 +89,13 @@ def test_a_real_search_meets_its_goals_and_the_next_value_does_not(monkeypatch):
     goals = [parse_goal("p99_tbt<=25ms"), parse_goal("p99_ttft<=2s"), parse_goal("mean_tbt<=+900%")]
     ran = []
     answer = find_largest(
-        "budget", SPEC, goals, low=10.0, high=200.0, tolerance=0.3, on_run=ran.append
+        "budget",
+        SPEC,
+        goals,
+        low=10.0,
+        high=200.0,
+        tolerance=0.3,
+        on_run=lambda what, _: ran.append(what),
     )
     assert answer.value is not None
     assert ran[0] == "online requests alone" and len(ran) == len(answer.probes) + 1

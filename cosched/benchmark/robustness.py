@@ -1,0 +1,133 @@
+"""A policy against an ever worse predictor (HyGen §5.4, impact of predictor accuracy)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cosched.benchmark.progress import progress_of_runs
+from cosched.errors import ConfigError
+from cosched.metrics.plots_sweep import Panel, plot_panels
+from cosched.metrics.summary import Summary
+from cosched.policy.registry import POLICIES, policy_entry
+from cosched.simulation.parallel import execute_all
+from cosched.simulation.run import RunSpec
+from cosched.simulation.scenario import scenario
+from cosched.simulation.store import ResultStore
+
+__all__ = [
+    "ERRORS",
+    "Robustness",
+    "plot_robustness",
+    "print_robustness",
+    "rows_of",
+    "run_robustness",
+]
+
+ERRORS = (0.0, 0.05, 0.1, 0.2, 0.5)
+"""Standard deviations of the factor on a plan's predictions (`cosched.latency.wrong`)."""
+
+Robustness = Mapping[str, Mapping[float, Summary]]
+"""policy -> error -> what the run came to. `s0` is there too, at error 0."""
+
+
+def run_robustness(
+    base: RunSpec,
+    policies: Sequence[str],
+    errors: Sequence[float],
+    *,
+    num_jobs: int,
+    quiet: bool,
+    store: ResultStore | None,
+) -> Robustness:
+    """Run every policy with every error. ConfigError where a policy does not predict."""
+    for name in policies:
+        if not policy_entry(name).timed:
+            timed = ", ".join(entry.name for entry in POLICIES.values() if entry.timed)
+            raise ConfigError(f"policy {name!r} predicts nothing; choose from {timed}")
+    runs = {("s0", 0.0): replace(base, scenario=scenario("s0"))}
+    for name in policies:
+        for error in errors:
+            config = dict(base.config) | ({"predictor_error": error} if error else {})
+            runs[name, error] = replace(
+                base, scenario=scenario(name), config=tuple(sorted(config.items()))
+            )
+    summaries: dict[str, dict[float, Summary]] = {name: {} for name in ("s0", *policies)}
+    keys = list(runs)
+    with progress_of_runs("runs", total=len(keys), quiet=quiet) as on_run:
+        for index, result in execute_all(list(runs.values()), num_jobs=num_jobs, store=store):
+            name, error = keys[index]
+            summaries[name][error] = result.summary
+            on_run(f"{name} {error:.0%}", result)
+    return {name: dict(sorted(by_error.items())) for name, by_error in summaries.items()}
+
+
+_COLUMNS = (
+    ("both met %", "attainment", 100.0, ".1f"),
+    ("TTFT p99 ms", "p99_ttft_s", 1e3, ".0f"),
+    ("TPOT p99 ms", "p99_tpot_s", 1e3, ".1f"),
+    ("TBT p99 ms", "p99_tbt_s", 1e3, ".1f"),
+    ("offline tok/s", "offline_tokens_per_s", 1.0, ",.0f"),
+)
+
+
+def _row_of(summary: Summary) -> dict[str, float | None]:
+    online = summary.online
+    return {
+        "attainment": online.attainment.joint.ratio,
+        "p99_ttft_s": online.ttft_s.p99,
+        "p99_tpot_s": online.tpot_s.p99,
+        "p99_tbt_s": online.tbt_s.p99,
+        "offline_tokens_per_s": summary.offline.tokens_per_s,
+    }
+
+
+def rows_of(robustness: Robustness) -> list[dict[str, Any]]:
+    """One row per policy and error."""
+    return [
+        {"policy": name, "predictor_error": error, **_row_of(summary)}
+        for name, by_error in robustness.items()
+        for error, summary in by_error.items()
+    ]
+
+
+def print_robustness(robustness: Robustness) -> None:
+    print("| policy | error % | " + " | ".join(title for title, *_ in _COLUMNS) + " |")
+    print("|---" * (len(_COLUMNS) + 2) + "|")
+    for row in rows_of(robustness):
+        cells = [
+            "-" if row[key] is None else format(scale * row[key], form)
+            for _, key, scale, form in _COLUMNS
+        ]
+        print(f"| {row['policy']} | {row['predictor_error']:.0%} | " + " | ".join(cells) + " |")
+
+
+def plot_robustness(robustness: Robustness, path: Path) -> Path:
+    """Attainment and offline throughput against the error."""
+    alone = robustness["s0"][0.0].online.attainment.joint.ratio
+    policies = {name: by_error for name, by_error in robustness.items() if name != "s0"}
+    most = 100 * max((error for by_error in policies.values() for error in by_error), default=0.0)
+
+    def lines(key: str, scale: float) -> dict[str, list[tuple[float, float | None]]]:
+        return {
+            name: [
+                (100 * error, None if (y := _row_of(summary)[key]) is None else scale * y)
+                for error, summary in by_error.items()
+            ]
+            for name, by_error in policies.items()
+        }
+
+    x = "standard deviation of the error of a prediction [%]"
+    met = Panel(
+        title="Online requests that meet their SLOs",
+        x=x,
+        y="attainment [%]",
+        lines=lines("attainment", 100),
+        references={} if alone is None else {"s0": [(0, 100 * alone), (most, 100 * alone)]},
+    )
+    served = Panel(
+        title="Offline work", x=x, y="offline tokens/s", lines=lines("offline_tokens_per_s", 1)
+    )
+    return plot_panels([[met, served]], path)
