@@ -39,8 +39,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 from bench_pool import prompts, sglang_array
+
 from cosched.config import ENV_VAR
 from cosched.core.request import RequestClass, Slo
 from cosched.demo.report import versions
