@@ -50,6 +50,7 @@ from cosched.simulation.run import CostSpec, RunSpec, config_of, cost_model_of, 
 from cosched.simulation.scenario import Scenario
 
 GOAL_PLAN_P99_MS = 1.0
+CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
 DEFAULT_THRESHOLDS = (700, 10, 10)
 """Of Python's garbage collector, which SGLang leaves as they are."""
 
@@ -112,7 +113,8 @@ class Traffic:
 class Stopwatch:
     """Puts itself around methods of objects; one row of seconds per iteration while it is on."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self.is_on = False
         self.rows: dict[str, list[float]] = {}
         self.collections: dict[int, list[float]] = {0: [], 1: [], 2: []}
@@ -124,11 +126,11 @@ class Stopwatch:
         original: Callable[..., Any] = getattr(target, method)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            began_s = time.perf_counter()
+            began = self._clock()
             try:
                 return original(*args, **kwargs)
             finally:
-                self._now[name] = self._now.get(name, 0.0) + time.perf_counter() - began_s
+                self._now[name] = self._now.get(name, 0.0) + self._clock() - began
 
         setattr(target, method, timed)
 
@@ -140,9 +142,9 @@ class Stopwatch:
 
     def _on_gc(self, phase: str, info: dict[str, int]) -> None:
         if phase == "start":
-            self._gc_began_s = time.perf_counter()
+            self._gc_began_s = self._clock()
         elif self.is_on:
-            self.collections[info["generation"]].append(time.perf_counter() - self._gc_began_s)
+            self.collections[info["generation"]].append(self._clock() - self._gc_began_s)
 
 
 def measure(scenario: Scenario, num_iterations: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -160,7 +162,7 @@ def measure(scenario: Scenario, num_iterations: int, options: argparse.Namespace
     from cosched.engine.virtual import VirtualEngine
     from cosched.simulation.run import identity_of
 
-    watch = Stopwatch()
+    watch = Stopwatch(CLOCKS[options.clock])
     with (
         tempfile.TemporaryDirectory(prefix="cosched-model-") as folder,
         VirtualEngine(
@@ -295,6 +297,12 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument(
         "--most-warm-up", type=int, default=2000, help="iterations after which timing begins anyway"
+    )
+    parser.add_argument(
+        "--clock",
+        choices=CLOCKS,
+        default="wall",
+        help="cpu leaves out when other processes had the core (wall)",
     )
     parser.add_argument("--cost-model", default="kernel-table", help="of the virtual A100")
     parser.add_argument("--latency-model", metavar="FILE", help="profile to begin with (none)")

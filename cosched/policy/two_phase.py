@@ -11,6 +11,7 @@ alike, a head that none has computed yet is computed by one of them and the othe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Protocol
 
 from cosched.core.budget import IterationBudget
@@ -113,8 +114,7 @@ class _Draft:
         """Running offline requests decode, oldest first, while they fit; the others sit out."""
         if not self._view.caps.partial_decode:
             return
-        running = [r for r in self._running_offline() if not self._is_stopped(r)]
-        running.sort(key=lambda r: r.arrival_seq)
+        running = sorted(self._running_offline(), key=_ARRIVAL)
         contexts = [r.num_computed_tokens + 1 for r in running]
         num_fitting = self._time.offline_decodes(contexts)
         self._time.add_decodes(contexts[:num_fitting])
@@ -237,8 +237,7 @@ class _Draft:
 
     def _victims(self) -> list[Request]:
         """Offline requests that may be stopped: an unfinished prefill, then the youngest."""
-        running = [r for r in self._running_offline() if not self._is_stopped(r)]
-        running.sort(key=lambda r: -r.arrival_seq)
+        running = sorted(self._running_offline(), key=_ARRIVAL, reverse=True)
         return [
             r
             for r in self._view.unfinished
@@ -246,7 +245,13 @@ class _Draft:
         ] + running
 
     def _running_offline(self) -> list[Request]:
-        return [r for r in self._view.running if r.request_class is RequestClass.OFFLINE]
+        """Those that are not stopped."""
+        stopped = self._preempted
+        return [
+            r
+            for r in self._view.running
+            if r.request_class is RequestClass.OFFLINE and r.rid not in stopped
+        ]
 
     def _is_stopped(self, request: Request) -> bool:
         return request.rid in self._preempted
@@ -282,6 +287,8 @@ class _Draft:
             oldest = min(running, key=lambda r: r.arrival_seq)
             self._held.discard(oldest.rid)
 
+
+_ARRIVAL = attrgetter("arrival_seq")
 
 _LEAST_CHUNK = 16
 
