@@ -85,6 +85,8 @@ def schedule_prefill(
     scheduler = controller.scheduler
     _admit_ready_grammars(scheduler)
     if not controller.waiting and scheduler.chunked_req is None and running_batch.is_empty():
+        if controller.exporter is not None:
+            controller.exporter.idle()
         return None, running_batch
     if any([req.finished_reason is not None for req in running_batch.reqs]):
         running_batch.filter_batch()
