@@ -18,7 +18,8 @@ requests a second come beside them. Once --running requests run (nearly), --iter
 Stock SGLang runs on the same requests under each of its --schedule-policy named by --stock, and
 under priority scheduling. A policy per process, one after the other. Python's garbage collector is
 as in a server: what was there after the start is frozen, thresholds are the default ones; full
-collections are in the figures where they fall into a plan, and are counted beside them.
+collections are in the figures where they fall into a plan, and are counted beside them, as is the
+longest one while requests came in.
 """
 
 from __future__ import annotations
@@ -118,6 +119,7 @@ class Stopwatch:
         self.is_on = False
         self.rows: dict[str, list[float]] = {}
         self.collections: dict[int, list[float]] = {0: [], 1: [], 2: []}
+        self.longest_before_s = 0.0
         self._now: dict[str, float] = {}
         self._gc_began_s = 0.0
         gc.callbacks.append(self._on_gc)
@@ -143,8 +145,12 @@ class Stopwatch:
     def _on_gc(self, phase: str, info: dict[str, int]) -> None:
         if phase == "start":
             self._gc_began_s = self._clock()
-        elif self.is_on:
-            self.collections[info["generation"]].append(self._clock() - self._gc_began_s)
+            return
+        seconds = self._clock() - self._gc_began_s
+        if self.is_on:
+            self.collections[info["generation"]].append(seconds)
+        else:
+            self.longest_before_s = max(self.longest_before_s, seconds)
 
 
 def measure(scenario: Scenario, num_iterations: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -179,12 +185,12 @@ def measure(scenario: Scenario, num_iterations: int, options: argparse.Namespace
             watch.around(controller, "plan", "plan")
             watch.around(controller.predictor, "observe", "learn")
         rows_held = scheduler.req_to_token_pool
-        first = 0
+        first, longest_s = 0, 0.0
         num_running: list[int] = []
         num_waiting: list[int] = []
 
         def is_over() -> bool:
-            nonlocal first
+            nonlocal first, longest_s
             num_done = len(engine.iterations)
             watch.next_iteration()
             if num_done == 0:
@@ -192,6 +198,7 @@ def measure(scenario: Scenario, num_iterations: int, options: argparse.Namespace
                 return False
             running = rows_held.size - rows_held.available_size()
             if not watch.is_on:
+                longest_s = watch.longest_before_s
                 watch.is_on = running >= FULL * options.running or num_done >= options.most_warm_up
                 first = num_done
                 return False
@@ -221,7 +228,8 @@ def measure(scenario: Scenario, num_iterations: int, options: argparse.Namespace
                 "max_ms": round(max(pauses, default=0.0) * 1e3, 2),
             }
             for generation, pauses in watch.collections.items()
-        },
+        }
+        | {"longest_while_filling_ms": round(longest_s * 1e3, 1)},
     }
 
 
@@ -266,7 +274,8 @@ def print_table(results: dict[str, Any]) -> None:
         print(
             f"{name:<16}{result['mean_running']:.0f} running, {result['mean_waiting']:,} waiting,"
             f" iterations of {result['mean_iteration_ms']:.1f} ms; full collections:"
-            f" {full['collections']}, longest {full['max_ms']:.0f} ms"
+            f" {full['collections']}, longest {full['max_ms']:.0f} ms, while filling"
+            f" {result['garbage']['longest_while_filling_ms']:.0f} ms"
         )
 
 

@@ -50,10 +50,10 @@ LEAST_ALIKE = 4
 LEAST_OBSERVATIONS = 32
 """Observations of a phase before its first fit, and between two."""
 
-FIT_WORK = 80_000
+FIT_WORK = 40_000
 STEP_WORK = 3_000
 """A fit goes on by so much work with each observation (`Steps`; a step is at least so much): a
-quarter of a millisecond or so, and some ten observations for the fit."""
+tenth of a millisecond or two, and some thirty observations for the fit."""
 
 REFIT_GROWTH = 0.5
 REFIT_MOST = 1024
