@@ -93,7 +93,7 @@ def test_the_state_tells_of_the_pool_and_of_planning(make_engine):
     assert pool["num_tokens"] == sum(bucket["num_tokens"] for bucket in pool["buckets"])
     assert 0 < pool["expected_hit_ratio"] < pool["sharing_ratio"] < 0.75
     assert pool["oldest_age_s"] > 0
-    assert 0 < after["p50_planning_us"] <= after["p99_planning_us"]
+    assert 0 < after["planning_us"]["p50"] <= after["planning_us"]["p99"]
     assert after["pool"]["num_requests"] == after["num_running_offline"] == 0
 
 
