@@ -3,10 +3,13 @@
 
     .venv/bin/python scripts/bbh_batch.py write --data DIR -o bbh.jsonl
     .venv/bin/python scripts/bbh_batch.py run --data DIR --out out/bbh
+    .venv/bin/python scripts/bbh_batch.py run --data DIR --out out/bbh --policy hygen --rate 0 \\
+        --lines 300 --kv-tokens 12000 --concurrency 300
 
 ``write`` makes the input of ``python -m cosched.run_batch``. ``run`` also serves a demo model,
-sends the job beside a light stream of online requests, and checks that every line was answered
-once.
+sends the job beside a light stream of online requests (none with ``--rate 0``), and checks that
+every line was answered once. ``--lines`` takes so many lines by chance, in mixed order: with a KV
+pool that does not hold all tasks' heads, what is computed then depends on the order of the pool.
 
 DIR (default: $COSCHED_DATA) holds ``tasks/*.json`` and ``cot-prompts/*.txt`` of
 https://github.com/suzgunmirac/BIG-Bench-Hard, by themselves or in ``prompts/bbh``. The project
@@ -19,6 +22,7 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import signal
 import sys
 import time
@@ -37,15 +41,14 @@ from cosched.demo.workload import WorkloadSpec, make_chat_trace
 from cosched.demo_model import SIZES, ensure_demo_model
 from cosched.errors import ConfigError, CoschedError
 from cosched.jobs.server import free_port
+from cosched.policy.registry import POLICIES
 
-POLICY = "sarathi"
 DTYPE = "bfloat16"
 LONGEST_S = 4 * 3600.0  # the online trace is made for so long
 SERVER_FLAGS = (
     *("--dtype", DTYPE),
     *("--chunked-prefill-size", "512"),
     *("--max-running-requests", "16"),
-    *("--max-total-tokens", "100000"),
     *("--mem-fraction-static", "0.2"),
     "--enable-cache-report",  # answers then say how many prompt tokens were in the prefix cache
 )
@@ -76,15 +79,15 @@ def lines(data: Path, *, max_tokens: int) -> Iterator[dict[str, Any]]:
             }
 
 
-def write(data: Path, path: Path, *, max_tokens: int) -> int:
+def write(path: Path, options: argparse.Namespace) -> int:
     """How many lines were written."""
-    count = 0
+    chosen = list(lines(options.data, max_tokens=options.max_tokens))
+    if options.lines is not None:
+        chosen = random.Random(options.seed).sample(chosen, options.lines)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
-        for line in lines(data, max_tokens=max_tokens):
-            file.write(json.dumps(line) + "\n")
-            count += 1
-    return count
+        file.writelines(json.dumps(line) + "\n" for line in chosen)
+    return len(chosen)
 
 
 def checked(job: Path, answers: Path) -> dict[str, int]:
@@ -119,17 +122,19 @@ def stop_on_signals() -> None:
 
 
 async def serve_and_answer(
-    server: ServerSpec, online: WorkloadSpec, *, job: Path, answers: Path, concurrency: int
+    server: ServerSpec, online: WorkloadSpec | None, options: argparse.Namespace, *, job: Path
 ) -> tuple[list[OnlineRecord], float]:
     """Run the job beside the online requests: their records, and the job's seconds."""
     stop_on_signals()
-    requests = make_chat_trace(online)  # takes seconds: before the window's clock runs
+    # Takes seconds: before the window's clock runs.
+    requests = make_chat_trace(online) if online is not None else ()
     port = server.port or free_port()
-    command = server.command(POLICY, port=port)
+    command = server.command(options.policy, port=port)
+    answers = options.out / "answers.jsonl"
     log = answers.with_name("server.log")
     async with serving(command, port=port, log_path=log, concurrency=1) as client:
         run_batch = [sys.executable, "-m", "cosched.run_batch", "-i", str(job), "-o", str(answers)]
-        run_batch += ["--base-url", client.base_url, "--concurrency", str(concurrency)]
+        run_batch += ["--base-url", client.base_url, "--concurrency", str(options.concurrency)]
         run_batch += ["--overwrite", "--progress-every", "30"]
         began_s = time.monotonic()
         process = await asyncio.create_subprocess_exec(*run_batch)
@@ -150,19 +155,26 @@ async def serve_and_answer(
     return traffic.records, seconds
 
 
+def server_flags(options: argparse.Namespace) -> tuple[str, ...]:
+    pool = ("--max-total-tokens", str(options.kv_tokens))
+    return (*SERVER_FLAGS, *pool, "--schedule-policy", options.schedule_policy)
+
+
 def run(options: argparse.Namespace) -> int:
     job, answers = options.out / "bbh.jsonl", options.out / "answers.jsonl"
-    write(options.data, job, max_tokens=options.max_tokens)
+    write(job, options)
     leave_a_core_free()
     server = ServerSpec(
         model_path=str(ensure_demo_model(size=options.size, dtype=DTYPE)),
-        flags=SERVER_FLAGS,
+        flags=server_flags(options),
         port=options.port,
     )
-    online = WorkloadSpec(seconds=LONGEST_S, rate_per_s=options.rate, bursts=(), seed=options.seed)
-    records, seconds = asyncio.run(
-        serve_and_answer(server, online, job=job, answers=answers, concurrency=options.concurrency)
-    )
+    online = None
+    if options.rate:
+        online = WorkloadSpec(
+            seconds=LONGEST_S, rate_per_s=options.rate, bursts=(), seed=options.seed
+        )
+    records, seconds = asyncio.run(serve_and_answer(server, online, options, job=job))
     counts = checked(job, answers)
     summary = summarize_online(records)
     report(options, counts=counts, summary=summary, seconds=seconds)
@@ -176,7 +188,9 @@ def report(
     hit_rate = counts["cached_tokens"] / max(1, counts["prompt_tokens"])
     print(f"{counts['lines']} lines, {counts['answers']} answers in {seconds:.0f} s")
     print(f"duplicates: {counts['duplicates']}, missing: {counts['missing']}")
+    tokens_per_s = (counts["prompt_tokens"] + counts["completion_tokens"]) / seconds
     print(f"prompt tokens: {counts['prompt_tokens']:,}, of them cached: {hit_rate:.1%}")
+    print(f"tokens/s of prompt and reply: {tokens_per_s:,.0f}")
     print(f"online: {summary.num_requests} requests, {summary.num_failed} failed")
     for name, value in (("TTFT", summary.ttft_ms), ("TPOT", summary.tpot_ms)):
         if value is not None:
@@ -188,14 +202,14 @@ def report(
             for name, value in vars(options).items()
             if name not in ("data", "action")
         },
-        "policy": POLICY,
-        "server_flags": SERVER_FLAGS,
+        "server_flags": server_flags(options),
         "seed": options.seed,
         "versions": versions(),
         "results": {
             **counts,
             "seconds": round(seconds, 1),
             "lines_per_s": round(counts["answers"] / seconds, 2),
+            "tokens_per_s": round(tokens_per_s),
             "cached_ratio": round(hit_rate, 4),
             "online": asdict(summary),
             "load_average": os.getloadavg()[0],
@@ -215,12 +229,16 @@ def parse() -> argparse.Namespace:
     for action in (writing, running):
         action.add_argument("--data", type=Path, default=data, required=data is None)
         action.add_argument("--max-tokens", type=int, default=8, help="of a reply (default: 8)")
+        action.add_argument("--lines", type=int, help="so many, in mixed order (all, in order)")
+        action.add_argument("--seed", type=int, default=0, help="of lines and online requests (0)")
     writing.add_argument("-o", "--output", type=Path, required=True)
     running.add_argument("--out", type=Path, default=Path("out/bbh"), help="folder of the results")
     running.add_argument("--size", choices=sorted(SIZES), default="tiny", help="default: tiny")
     running.add_argument("--rate", type=float, default=0.5, help="online requests/s (0.5)")
     running.add_argument("--concurrency", type=int, default=64, help="offline requests (64)")
-    running.add_argument("--seed", type=int, default=0, help="of the online requests (0)")
+    running.add_argument("--policy", choices=sorted(POLICIES), default="sarathi")
+    running.add_argument("--schedule-policy", default="fcfs", help="where stock schedules (fcfs)")
+    running.add_argument("--kv-tokens", type=int, default=100_000, help="KV pool (100,000)")
     running.add_argument("--port", type=int, help="default: one that is free")
     return parser.parse_args()
 
@@ -230,7 +248,7 @@ def main() -> int:
     try:
         if options.action == "run":
             return run(options)
-        count = write(options.data, options.output, max_tokens=options.max_tokens)
+        count = write(options.output, options)
         print(f"{options.output}: {count} lines")
     except asyncio.CancelledError:
         print("bbh_batch: interrupted", file=sys.stderr)

@@ -6,9 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from cosched.demo_model import ensure_demo_model
 from tests.serving import Server, start_server
+
+# How long an example takes says nothing on a machine that others use too.
+settings.register_profile("cosched", deadline=None)
+settings.load_profile("cosched")
 
 
 def pytest_collection_modifyitems(items):

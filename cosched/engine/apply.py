@@ -85,8 +85,10 @@ def schedule_prefill(
     scheduler = controller.scheduler
     _admit_ready_grammars(scheduler)
     if not controller.waiting and scheduler.chunked_req is None and running_batch.is_empty():
+        if controller.exporter is not None:
+            controller.exporter.idle()
         return None, running_batch
-    if any(req.finished() for req in running_batch.reqs):
+    if any([req.finished_reason is not None for req in running_batch.reqs]):
         running_batch.filter_batch()
     plan = controller.plan(running_batch)
     if plan.preempt and _drain_in_flight(scheduler):

@@ -13,6 +13,7 @@ from cosched.engine.clock import Clock, WallClock
 from cosched.engine.controller import Controller
 from cosched.engine.decision_records import Header
 from cosched.engine.decisions import DecisionLog
+from cosched.engine.exporter import MetricsExporter
 from cosched.engine.observe import IterationLogFile, IterationObserver
 from cosched.errors import ConfigError
 from cosched.latency.graphs import GraphSizes
@@ -43,6 +44,9 @@ def attach(scheduler: Any, config: Config) -> None:
     scheduler.cosched = controller = Controller(
         scheduler, entry=entry, config=config, clock=clock, observer=observer
     )
+    metrics = scheduler.metrics_collector_context
+    if metrics.current_scheduler_metrics_enabled:
+        controller.export_to(MetricsExporter(controller, metrics.collector.labels))
     if config.decision_log is not None and get_parallel().tp_rank == 0:
         controller.decisions = DecisionLog(
             _log_path(config.decision_log),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from cosched.core.validate import validate
 from cosched.core.view import View
 from cosched.engine.clock import Clock
 from cosched.engine.decisions import DecisionLog
+from cosched.engine.exporter import MetricsExporter
 from cosched.engine.identity import identity_of
 from cosched.engine.observe import IterationObserver
 from cosched.engine.partial import SplitBatch
@@ -33,6 +35,9 @@ from cosched.policy.base import Policy, PolicySettings
 from cosched.policy.registry import PolicyEntry
 
 __all__ = ["Controller", "Counters"]
+
+PLANNING_WINDOW = 1000
+"""Latest plans whose percentiles ``/get_server_info`` shows."""
 
 
 @dataclass(slots=True)
@@ -94,7 +99,9 @@ class Controller:
                 ranks=scheduler.tp_cpu_group if get_parallel().tp_size > 1 else None,
             )
         self.decisions: DecisionLog | None = None
+        self.exporter: MetricsExporter | None = None
         self.counters = Counters()
+        self._planning_s: deque[float] = deque(maxlen=PLANNING_WINDOW)
         self.split: SplitBatch | None = None
         """Of the iteration that is being made ready, when some running requests sit it out."""
         pool: OfflinePool[TrackedRequest] = ArrivalQueue()
@@ -140,6 +147,9 @@ class Controller:
         planning_s = time.perf_counter() - started_s
         self.counters.num_plans += 1
         self.counters.planning_s += planning_s
+        self._planning_s.append(planning_s)
+        if self.exporter is not None:
+            self.exporter.planned(planning_s)
         if self.decisions is not None:
             self.decisions.planned(plan, planning_s)
         return plan
@@ -157,6 +167,12 @@ class Controller:
         if self.timekeeper is not None:
             self.timekeeper.on_result(batch)
 
+    def export_to(self, exporter: MetricsExporter) -> None:
+        """Report to Prometheus from now on."""
+        self.exporter = exporter
+        if self.timekeeper is not None:
+            self.timekeeper.on_measured = exporter.measured
+
     def count_prefill(self, req: Any, num_tokens: int) -> None:
         """Count prompt tokens that the engine admitted."""
         tracked = TrackedRequest.of(req)
@@ -167,15 +183,15 @@ class Controller:
 
     def state(self) -> dict[str, Any]:
         """What ``/get_server_info`` shows."""
-        running = [TrackedRequest.of(req) for req in self.scheduler.running_batch.reqs]
-        num_offline = sum(
-            1 for r in running if r is not None and r.request_class is RequestClass.OFFLINE
-        )
+        running = self._running()
+        num_offline = sum(1 for r in running if r.request_class is RequestClass.OFFLINE)
         counters = self.counters
+        planning_s = sorted(self._planning_s) or [0.0]
+        pool = self.waiting.offline
         return {
             "policy": self.config.policy,
             "num_waiting_online": len(self.waiting.online),
-            "num_waiting_offline": len(self.waiting.offline),
+            "num_waiting_offline": len(pool),
             "num_waiting_tokens": self.waiting.num_tokens,
             "num_running_online": len(running) - num_offline,
             "num_running_offline": num_offline,
@@ -185,10 +201,27 @@ class Controller:
             "busy_s": round(self.observer.busy_s, 6),
             "num_plans": counters.num_plans,
             "num_replans": counters.num_replans,
-            "mean_planning_us": round(counters.planning_s / max(counters.num_plans, 1) * 1e6, 1),
+            "planning_us": {
+                "mean": _us(counters.planning_s / max(counters.num_plans, 1)),
+                "p50": _us(planning_s[len(planning_s) // 2]),
+                "p99": _us(planning_s[len(planning_s) * 99 // 100]),
+            },
             "online_prefill_tokens": counters.online_prefill_tokens,
             "offline_prefill_tokens": counters.offline_prefill_tokens,
+            "pool": asdict(pool.stats()) if isinstance(pool, PrefixPool) else None,
         }
+
+    def _running(self) -> list[TrackedRequest]:
+        """Requests under way. Those that decode beside a prefill are in its batch, and among the
+        running ones again only after it."""
+        scheduler = self.scheduler
+        batches = [batch for batch in (scheduler.running_batch, scheduler.last_batch) if batch]
+        reqs = {req.rid: req for batch in batches for req in batch.reqs if not req.finished()}
+        return [tracked for req in reqs.values() if (tracked := TrackedRequest.of(req)) is not None]
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 1)
 
 
 def _belief(scheduler: Any, entry: PolicyEntry, config: Config) -> FittedPredictor | None:

@@ -8,6 +8,7 @@ those are is the same on every rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +55,9 @@ class Timekeeper:
         self._steps: list[StepResult] = []
         self._arrivals: list[TrackedRequest] = []
         self._first_tokens: list[tuple[TrackedRequest, int]] = []
+        self.on_measured: Callable[[StepResult, float], None] | None = None
+        """Gets every iteration that is done and the time predicted for it [s], not learnt from it
+        yet."""
         observer.add_listener(self._steps.append)
 
     def on_arrival(self, tracked: TrackedRequest) -> None:
@@ -112,6 +116,8 @@ class Timekeeper:
     def _learn(self, steps: list[StepResult]) -> None:
         for step in steps:
             if step.duration_s > 0:
+                if self.on_measured is not None:
+                    self.on_measured(step, self._predict_s(step.shape))
                 self._predictor.observe(step.shape, step.duration_s)
 
     def _predict_s(self, shape: BatchShape) -> float:

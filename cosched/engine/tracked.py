@@ -10,21 +10,21 @@ from cosched.core.wire import class_of_priority, slo_of_params
 
 __all__ = ["TrackedRequest"]
 
-_ATTRIBUTE = "cosched"
-
 
 class TrackedRequest:
     """Implements `cosched.core.request.Request` by reading the live `Req`: nothing to keep in step.
 
-    What a preemption must not change (class, arrival) is fixed when the request first comes; the
-    object hangs on the `Req`, so it goes when that goes.
+    What never changes (class, arrival, prompt, limit) is fixed when the request first comes; the
+    object hangs on the `Req` as `req.cosched`, so it goes when that goes.
     """
 
     __slots__ = (
         "arrival_s",
         "arrival_seq",
         "first_token_s",
+        "max_new_tokens",
         "num_preemptions",
+        "num_prompt_tokens",
         "num_queued_tokens",
         "req",
         "request_class",
@@ -37,31 +37,25 @@ class TrackedRequest:
         self.rid: str = req.rid
         self.request_class: RequestClass = class_of_priority(req.priority)
         self.slo: Slo = slo_of_params(getattr(req.sampling_params, "custom_params", None))
+        self.num_prompt_tokens: int = len(req.origin_input_ids)
+        self.max_new_tokens = int(req.sampling_params.max_new_tokens)
         self.arrival_s = arrival_s
         self.arrival_seq = arrival_seq
         self.first_token_s: float | None = None
         self.num_preemptions = 0
         self.num_queued_tokens = 0
         """Its length when it was last queued: what the queue's total was raised by."""
-        setattr(req, _ATTRIBUTE, self)
+        req.cosched = self
 
     @classmethod
     def of(cls, req: Any) -> TrackedRequest | None:
         """What is known of a `Req`; None when cosched has not seen it."""
-        tracked: TrackedRequest | None = getattr(req, _ATTRIBUTE, None)
+        tracked: TrackedRequest | None = getattr(req, "cosched", None)
         return tracked
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.req.origin_input_ids)
 
     @property
     def num_output_tokens(self) -> int:
         return len(self.req.output_ids)
-
-    @property
-    def max_new_tokens(self) -> int:
-        return int(self.req.sampling_params.max_new_tokens)
 
     @property
     def num_prefix_tokens(self) -> int:
@@ -80,7 +74,7 @@ class TrackedRequest:
 
     @property
     def num_computed_tokens(self) -> int:
-        return int(self.req.kv.kv_committed_len)
+        return self.req.kv.kv_committed_len  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
         return f"TrackedRequest({self.rid!r}, {self.request_class.value}, seq={self.arrival_seq})"

@@ -74,12 +74,12 @@ class SchedulerView:
     @cached_property
     def running(self) -> Sequence[TrackedRequest]:
         # A finished request stays in the batch until the batch is next filtered.
-        return [_tracked(req) for req in self._batch.reqs if not req.finished()]
+        return [req.cosched for req in self._batch.reqs if req.finished_reason is None]
 
     @cached_property
     def unfinished(self) -> Sequence[TrackedRequest]:
         req = self._scheduler.chunked_req
-        return () if req is None else (_tracked(req),)
+        return () if req is None else (req.cosched,)
 
     @property
     def online(self) -> Iterable[TrackedRequest]:
@@ -100,7 +100,7 @@ class SchedulerView:
             total=scheduler.max_total_num_tokens,
             free=scheduler.token_to_kv_pool_allocator.available_size(),
             evictable=scheduler.tree_cache.evictable_size(),
-            reserved=sum(map(self.reserve_of, self.running)),
+            reserved=self._reserve(self.running),
         )
 
     @cached_property
@@ -111,12 +111,17 @@ class SchedulerView:
         return slots
 
     def reserve_of(self, request: Request) -> int:
-        """SGLang's rule: a share of the output still to come, learnt from past iterations."""
         if request in self.unfinished:
             return 0
-        remaining = request.max_new_tokens - request.num_output_tokens
+        assert isinstance(request, TrackedRequest), f"{type(request)=}"
+        return self._reserve((request,))
+
+    def _reserve(self, requests: Sequence[TrackedRequest]) -> int:
+        """SGLang's rule: a share of the output still to come, learnt from past iterations."""
         ratio: float = self._scheduler.new_token_ratio_tracker.current
-        return int(min(remaining, self.caps.max_reserved_tokens) * ratio) + 1
+        most = self.caps.max_reserved_tokens
+        remaining = [r.max_new_tokens - len(r.req.output_ids) for r in requests]
+        return sum([int((n if n < most else most) * ratio) for n in remaining]) + len(remaining)
 
     def match(self, request: Request) -> Match:
         req = _req(request)
@@ -138,12 +143,6 @@ class SchedulerView:
         shared: int = tree.evictable_size() - before
         req.lock_receipt = tree.inc_lock_ref(req.last_node).to_dec_params()
         return own + shared
-
-
-def _tracked(req: Any) -> TrackedRequest:
-    tracked = TrackedRequest.of(req)
-    assert tracked is not None, f"not tracked: {req.rid=}"
-    return tracked
 
 
 def _req(request: Request) -> Any:

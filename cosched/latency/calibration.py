@@ -15,6 +15,7 @@ from cosched.latency.features import BatchTotals, TotalsTable
 from cosched.latency.fit_cosched import fit_phases
 from cosched.latency.graphs import GraphSizes
 from cosched.latency.predictor_base import Predictor
+from cosched.latency.steps import Steps
 
 __all__ = ["Belief", "Calibrator", "ColdStart"]
 
@@ -48,6 +49,11 @@ LEAST_ALIKE = 4
 
 LEAST_OBSERVATIONS = 32
 """Observations of a phase before its first fit, and between two."""
+
+FIT_WORK = 40_000
+STEP_WORK = 3_000
+"""A fit goes on by so much work with each observation (`Steps`; a step is at least so much): a
+tenth of a millisecond or two, and some thirty observations for the fit."""
 
 REFIT_GROWTH = 0.5
 REFIT_MOST = 1024
@@ -118,9 +124,10 @@ class Calibrator(Predictor):
     shape   Of a phase: the predictor it was given, or one fitted to its own observations
             (`fit_phases`): first after `LEAST_OBSERVATIONS` of the phase, again whenever their
             number has grown by half, at the latest every `REFIT_MOST` of them, and at once when its
-            scale is off by more than `JUMP`. Until then the phase is cold: `ColdStart`,
-            never faster, and slower by the second largest ratio of measured to believed time of the
-            last cold iterations.
+            scale is off by more than `JUMP`. A fit is made little by little while later
+            observations come (`FIT_WORK`). Until then the phase is cold: `ColdStart`, never faster,
+            and slower by the second largest ratio of measured to believed time of the last cold
+            iterations.
     scale   Median ratio of measured time to shape in the phase, drift taken out: what a shape gets
             wrong for the whole phase.
     drift   How much longer iterations take than others like them (`_cell`) took before, in the
@@ -157,6 +164,7 @@ class Calibrator(Predictor):
         self._undecided: deque[tuple[BatchTotals, float]] = deque()
         self._kept: dict[tuple[int, ...], deque[tuple[BatchTotals, float]]] = {}
         self._num_follow = 0
+        self._fit: Steps[None] | None = None
         self.num_observed = 0
         self.num_fits = 0
         self.drift = 1.0
@@ -235,10 +243,7 @@ class Calibrator(Predictor):
         return decode.shape.predict_s(alone) * decode.scale + rest * self._cold_scale
 
     def observe(self, batch: BatchShape, seconds: float) -> None:
-        """Learn from an iteration that is done. ConfigError when it has no work or no time.
-
-        Most calls only update sums and medians; one that fits takes some milliseconds.
-        """
+        """Learn from an iteration that is done. ConfigError when it has no work or no time."""
         totals = BatchTotals.of(batch)
         if not (totals.num_new or totals.num_decodes) or not 0 < seconds < math.inf:
             raise ConfigError(f"cannot learn from an iteration of {seconds} s with {totals}")
@@ -258,6 +263,7 @@ class Calibrator(Predictor):
         if self._seen is not None:
             self._seen.add(totals)
         self._keep(totals, seconds)
+        self._go_on_fitting()
 
     def _observe_cold(self, totals: BatchTotals, seconds: float) -> None:
         self._cold_ratios.append(seconds / _COLD_START.predict_s(totals))
@@ -300,18 +306,27 @@ class Calibrator(Predictor):
         cell.append((totals, seconds / self.drift))
         phase = self._prefill if totals.num_new else self._decode
         phase.num_kept += 1
-        if self._seen is not None and phase.is_due():
-            self._fit(phase)
+        if self._seen is not None and self._fit is None and phase.is_due():
+            phase.num_fitted = phase.num_kept
+            self._fit = self._fitting()
 
-    def _fit(self, due: _Phase) -> None:
+    def _go_on_fitting(self) -> None:
+        work = 0
+        while self._fit is not None and work < FIT_WORK:
+            try:
+                work += STEP_WORK + next(self._fit)
+            except StopIteration:
+                self._fit = None
+
+    def _fitting(self) -> Steps[None]:
         """Fit all phases that have enough observations."""
-        due.num_fitted = due.num_kept
+        phases = [p for p in (self._decode, self._prefill) if p.num_kept >= LEAST_OBSERVATIONS]
         kept = [pair for cell in self._kept.values() for pair in cell]
-        table = TotalsTable.of([totals for totals, _ in kept])
-        shape = fit_phases(table, np.array([seconds for _, seconds in kept]), self._graphs)
-        for phase in (self._decode, self._prefill):
-            if phase.num_kept >= LEAST_OBSERVATIONS:
-                phase.use(shape)
+        table = yield from TotalsTable.of([totals for totals, _ in kept])
+        seconds = np.array([seconds for _, seconds in kept])
+        shape = yield from fit_phases(table, seconds, self._graphs)
+        for phase in phases:
+            phase.use(shape)
         again = [o._replace(excess=o.seconds / shape.predict_s(o.totals)) for o in self._recent]
         self._recent = deque(again, maxlen=MARGIN_WINDOW)
         self.num_fits += 1

@@ -10,6 +10,7 @@ import numpy as np
 
 from cosched.core.batch import BatchShape
 from cosched.latency.interp import FloatArray
+from cosched.latency.steps import Steps
 
 __all__ = ["QUERY_TILE", "BatchTotals", "TotalsTable", "totals_table"]
 
@@ -134,6 +135,9 @@ class BatchTotals:
         return f"BatchTotals({known})"
 
 
+_ROWS_PER_STEP = 128
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TotalsTable:
     """`BatchTotals` of many batches, one array per field: what a fit reads. The names are those of
@@ -151,11 +155,14 @@ class TotalsTable:
     max_decode_context: FloatArray
 
     @classmethod
-    def of(cls, totals: Sequence[BatchTotals]) -> TotalsTable:
-        names = [field.name for field in fields(cls)]
-        return cls(
-            **{name: np.array([getattr(t, name) for t in totals], dtype=float) for name in names}
-        )
+    def of(cls, totals: Sequence[BatchTotals]) -> Steps[TotalsTable]:
+        columns = {field.name: np.empty(len(totals)) for field in fields(cls)}
+        for start in range(0, len(totals), _ROWS_PER_STEP):
+            yield 64 * _ROWS_PER_STEP * len(columns)
+            part = totals[start : start + _ROWS_PER_STEP]
+            for name, column in columns.items():
+                column[start : start + len(part)] = [getattr(t, name) for t in part]
+        return cls(**columns)
 
     def __len__(self) -> int:
         return len(self.num_new)

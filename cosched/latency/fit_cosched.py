@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,7 @@ import numpy.typing as npt
 from cosched.latency.features import TotalsTable
 from cosched.latency.graphs import GraphSizes
 from cosched.latency.interp import FloatArray
-from cosched.latency.nnls import nnls_normal
+from cosched.latency.nnls import SOLVE_WORK, nnls_normal_steps
 from cosched.latency.predictor_base import check_points
 from cosched.latency.predictor_cosched import (
     CONTEXTS,
@@ -25,6 +26,7 @@ from cosched.latency.predictor_cosched import (
     TokenCurve,
     surface_corners,
 )
+from cosched.latency.steps import Steps, finish
 
 __all__ = ["fit_cosched", "fit_phases"]
 
@@ -58,6 +60,9 @@ what an A100 takes for an 8B model."""
 
 LEAST_POINTS = 16
 
+ROW_WORK = 20
+"""Entries of arrays touched for each batch where its part of several columns is worked out."""
+
 _Indices = npt.NDArray[np.int64]
 
 
@@ -71,12 +76,12 @@ def fit_cosched(
     num_prefills = int(np.count_nonzero(table.num_new))
     for kind, num in (("decode-only", len(table) - num_prefills), ("prefill", num_prefills)):
         check_points(kind, num, least=LEAST_POINTS, predictor="cosched")
-    return fit_phases(table, seconds, graphs)
+    return finish(fit_phases(table, seconds, graphs))
 
 
 def fit_phases(
     table: TotalsTable, seconds: FloatArray, graphs: GraphSizes | None
-) -> CoschedPredictor:
+) -> Steps[CoschedPredictor]:
     """`fit_cosched` from however few batches. A phase without any is taken from the other: the
     levels are those of as many tokens there, and decodes read their contexts at one rate."""
     with_prefill = table.num_new > 0
@@ -92,18 +97,22 @@ def fit_phases(
         decode_attention=1.0,
     )
     if not with_prefill.all():
-        decode, surface, imbalance = _fit_decode(
+        yield ROW_WORK * len(table)
+        decode, surface, imbalance = yield from _fit_decode(
             table.rows(~with_prefill), seconds[~with_prefill], graphs
         )
     if with_prefill.any():
+        yield ROW_WORK * len(table)
         part = table.rows(with_prefill)
         attention = _decode_attention(part, surface, imbalance)
-        prefill, costs = _fit_prefill(part, attention, seconds[with_prefill], graphs)
+        yield ROW_WORK * len(part)
+        prefill, costs = yield from _fit_prefill(part, attention, seconds[with_prefill], graphs)
     if decode is None:
         surface = surface * costs.decode_attention
         costs = replace(costs, decode_attention=1.0)
     levels = prefill or decode
     assert levels is not None, f"{len(table)=}"
+    yield 16 * (levels.sizes[-1] + (decode or levels).sizes[-1])
     return CoschedPredictor(
         prefill=levels,
         decode=decode or levels,
@@ -135,18 +144,22 @@ class _Rows:
             total += value * x[index]
         return total
 
-    def normal(self, weights: FloatArray, target: FloatArray) -> tuple[FloatArray, FloatArray]:
+    def normal(
+        self, weights: FloatArray, target: FloatArray
+    ) -> Steps[tuple[FloatArray, FloatArray]]:
         """(X' W X, X' W target), W the squares of `weights`."""
         n = self.num_columns
         squares = weights * weights
         equal, ordered = np.zeros(n * n), np.zeros(n * n)
         moments = np.zeros(n)
         for k, (index, value) in enumerate(zip(self.indices, self.values, strict=True)):
+            yield 8 * len(value) + 2 * n * n
             weighted = value * squares
             moments += np.bincount(index, weighted * target, minlength=n)
             row = index * n
             equal += np.bincount(row + index, weighted * value, minlength=n * n)
             for other in range(k):
+                yield 4 * len(value) + n * n
                 products = weighted * self.values[other]
                 ordered += np.bincount(row + self.indices[other], products, minlength=n * n)
         half = ordered.reshape(n, n)
@@ -160,40 +173,44 @@ class _Layout:
     coarse      (columns, coarse costs): what each column is in the coarse model
     cumulative  (columns, increments): columns as sums of increments that cannot be negative
     typical     (batches, columns): a batch for each column that few measured ones may speak of
-    guesses     (batches, columns), and what each is guessed to take [s]
+    guesses     (batches, columns): batches guessed to take `LEAST_SHARE` of the shortest one
     """
 
     coarse: FloatArray
     cumulative: FloatArray
     typical: FloatArray
     guesses: FloatArray
-    guesses_s: FloatArray
 
 
-def _fit(rows: _Rows, seconds: FloatArray, layout: _Layout) -> FloatArray:
+def _fit(rows: _Rows, seconds: FloatArray, layout: _Layout) -> Steps[FloatArray]:
     """Fine columns: least squares of relative errors, near the coarse model where data are rare."""
+    yield ROW_WORK * len(seconds)
     some = np.random.default_rng(0).permutation(len(seconds))[:COARSE_POINTS]
-    gram, moments = rows.some(some).normal(1 / seconds[some], seconds[some])
+    gram, moments = yield from rows.some(some).normal(1 / seconds[some], seconds[some])
     least = seconds.min()
-    guesses, guesses_s = layout.guesses / least, layout.guesses_s / least
+    guesses = layout.guesses / least
     gram += guesses.T @ guesses
-    moments += guesses.T @ guesses_s
+    moments += LEAST_SHARE * guesses.sum(axis=0)
     coarse = layout.coarse
-    prior = coarse @ nnls_normal(coarse.T @ gram @ coarse, coarse.T @ moments)
+    costs = yield from nnls_normal_steps(coarse.T @ gram @ coarse, coarse.T @ moments)
+    prior = coarse @ costs
     # Errors relative to a prediction rather than to the measured time: dividing by a noisy time
     # would weigh times that came out short more, and predict too little.
     predicted = np.maximum(rows.times(prior), LEAST_SHARE * least)
     errors = np.abs(seconds / predicted - 1)
     spread = 1.4826 * float(np.median(errors))
     kept = errors <= max(OUTLIER_LEAST, OUTLIER_DEVIATIONS * spread)
-    gram, moments = rows.normal(kept / predicted, seconds)
+    gram, moments = yield from rows.normal(kept / predicted, seconds)
     # One batch for each level and corner, whose time is what the coarse model says.
     times = np.maximum(layout.typical @ prior, LEAST_SHARE * least)
     batches = layout.typical / times[:, None]
+    yield SOLVE_WORK * gram.size
     gram += PRIOR_WEIGHT * batches.T @ batches
     moments += PRIOR_WEIGHT * batches.T @ (batches @ prior)
     up = layout.cumulative
-    return up @ nnls_normal(up.T @ gram @ up, up.T @ moments)
+    increments = yield from nnls_normal_steps(up.T @ gram @ up, up.T @ moments)
+    fine: FloatArray = up @ increments
+    return fine
 
 
 def _level_rows(tokens: FloatArray, curve: TokenCurve) -> tuple[list[_Indices], list[FloatArray]]:
@@ -218,7 +235,7 @@ def _with_levels(curve: TokenCurve, levels: FloatArray, seconds: FloatArray) -> 
 
 def _fit_decode(
     table: TotalsTable, seconds: FloatArray, graphs: GraphSizes | None
-) -> tuple[TokenCurve, FloatArray, float]:
+) -> Steps[tuple[TokenCurve, FloatArray, float]]:
     """(levels, surface, imbalance) from decode-only batches. Columns: levels, surface row by row,
     imbalance."""
     curve = TokenCurve.empty(graphs.decode if graphs else ())
@@ -232,7 +249,7 @@ def _fit_decode(
         [*values, *corner_values, num * table.max_decode_context],
         last + 1,
     )
-    columns = _fit(rows, seconds, _decode_layout(curve, float(seconds.min())))
+    columns = yield from _fit(rows, seconds, _decode_layout(curve))
     surface = columns[first:last].reshape(len(DECODES), len(CONTEXTS))
     return _with_levels(curve, columns[:first], seconds), surface, float(columns[last])
 
@@ -251,7 +268,8 @@ def _corner_rows(num: FloatArray, mean: FloatArray) -> tuple[list[_Indices], lis
     return indices, values
 
 
-def _decode_layout(curve: TokenCurve, least_s: float) -> _Layout:
+@lru_cache(maxsize=2)
+def _decode_layout(curve: TokenCurve) -> _Layout:
     """Coarse: levels, a cost per decode, per token of context, and the imbalance."""
     num_levels, num_corners = len(curve.sizes), len(DECODES) * len(CONTEXTS)
     levels, level_sums = _level_layout(curve.sizes)
@@ -282,7 +300,6 @@ def _decode_layout(curve: TokenCurve, least_s: float) -> _Layout:
         cumulative=cumulative,
         typical=typical,
         guesses=typical[:1],
-        guesses_s=np.array([LEAST_SHARE * least_s]),
     )
 
 
@@ -298,7 +315,7 @@ def _decode_attention(table: TotalsTable, surface: FloatArray, imbalance: float)
 
 def _fit_prefill(
     table: TotalsTable, attention: FloatArray, seconds: FloatArray, graphs: GraphSizes | None
-) -> tuple[TokenCurve, PrefillCosts]:
+) -> Steps[tuple[TokenCurve, PrefillCosts]]:
     """Levels and costs from batches with a prefill. Columns: levels, then `PrefillCosts`."""
     curve = TokenCurve.empty(graphs.prefill if graphs else ())
     sizes = curve.sizes
@@ -334,8 +351,7 @@ def _fit_prefill(
         cumulative=cumulative,
         typical=typical,
         guesses=guesses,
-        guesses_s=np.array([share_s, share_s]),
     )
-    columns = _fit(rows, seconds, layout)
+    columns = yield from _fit(rows, seconds, layout)
     found = dict(zip(PrefillCosts.names(), columns[num_levels:].tolist(), strict=True))
     return _with_levels(curve, columns[:num_levels], seconds), PrefillCosts(**found)

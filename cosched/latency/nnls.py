@@ -5,8 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from cosched.latency.interp import FloatArray
+from cosched.latency.steps import Steps, finish
 
-__all__ = ["nnls", "nnls_normal"]
+__all__ = ["SOLVE_WORK", "nnls", "nnls_normal", "nnls_normal_steps"]
+
+SOLVE_WORK = 30
+"""Entries of arrays that one could touch in the time that solving takes, for each of the
+matrix."""
 
 
 def nnls(matrix: FloatArray, target: FloatArray) -> FloatArray:
@@ -54,6 +59,11 @@ def nnls_normal(gram: FloatArray, moments: FloatArray) -> FloatArray:
     with every column in use (Bro and de Jong 1997), as most of them stay. Squaring the matrix costs
     half the digits: differences between columns below 1e-7 of their size are lost.
     """
+    return finish(nnls_normal_steps(gram, moments))
+
+
+def nnls_normal_steps(gram: FloatArray, moments: FloatArray) -> Steps[FloatArray]:
+    """`nnls_normal`, a system of equations at a time."""
     scale = np.sqrt(np.diag(gram))
     used = scale > 0
     scale = np.where(used, scale, 1.0)
@@ -66,6 +76,7 @@ def nnls_normal(gram: FloatArray, moments: FloatArray) -> FloatArray:
     tolerance = 1e-9 * max(1e-300, float(np.abs(b).max(initial=0.0)))
     for _ in range(10 * len(b)):
         while passive.any():
+            yield SOLVE_WORK * a.size
             trial = np.zeros(len(b))
             trial[passive] = np.linalg.solve(a[np.ix_(passive, passive)], b[passive])
             negative = passive & (trial <= 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -88,7 +89,7 @@ class TokenCurve:
 
     def table(self) -> list[float]:
         """Seconds for 0, 1, ..., sizes[-1] tokens."""
-        low, high, share = self.locate(np.arange(self.sizes[-1] + 1.0))
+        low, high, share = _every_size(self.sizes, self.num_graphs)
         levels = np.array(self.seconds)
         between = levels[low] + share * (levels[high] - levels[low])
         # Rounding may not make it fall.
@@ -97,11 +98,23 @@ class TokenCurve:
 
     def locate(self, tokens: FloatArray) -> tuple[Any, Any, FloatArray]:
         """(i, j, w): a number of tokens costs level i moved by w (0-1) towards level j."""
-        sizes = np.array(self.sizes, dtype=np.float64)
-        high = np.minimum(np.searchsorted(sizes, tokens), len(sizes) - 1)
-        low = np.where(high < self.num_graphs, high, np.maximum(high - 1, 0))
-        width = np.maximum(sizes[high] - sizes[low], 1.0)
-        return low, high, np.clip((tokens - sizes[low]) / width, 0.0, 1.0)
+        return _locate(self.sizes, self.num_graphs, tokens)
+
+
+def _locate(
+    sizes: tuple[int, ...], num_graphs: int, tokens: FloatArray
+) -> tuple[Any, Any, FloatArray]:
+    at = np.array(sizes, dtype=np.float64)
+    high = np.minimum(np.searchsorted(at, tokens), len(at) - 1)
+    low = np.where(high < num_graphs, high, np.maximum(high - 1, 0))
+    width = np.maximum(at[high] - at[low], 1.0)
+    return low, high, np.clip((tokens - at[low]) / width, 0.0, 1.0)
+
+
+@lru_cache(maxsize=4)
+def _every_size(sizes: tuple[int, ...], num_graphs: int) -> tuple[Any, Any, FloatArray]:
+    """Where 0, 1, ..., sizes[-1] tokens lie: the same at every fit."""
+    return _locate(sizes, num_graphs, np.arange(sizes[-1] + 1.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -219,13 +219,19 @@ def _decode_slacks(view: View, default: Slo, aim: float) -> _DecodeSlacks:
             continue
         num_computed = request.num_computed_tokens
         contexts.append(num_computed + 1)
-        tpot_s = _target(request.slo.tpot_s, default_tpot_s)
-        least_tpot_s = min(least_tpot_s, tpot_s)
+        tpot_s = request.slo.tpot_s
+        if tpot_s is None:
+            tpot_s = default_tpot_s
+        elif tpot_s < least_tpot_s:
+            least_tpot_s = tpot_s
         first_s = request.first_token_s
         since_first_s = 0.0 if first_s is None else start_s - first_s
         allowed_s = tpot_s * (num_computed - request.num_prompt_tokens + 1)
-        least_s = min(least_s, allowed_s - since_first_s)
-        aimed_s = min(aimed_s, aim * allowed_s - since_first_s)
+        slack_s, aimed_slack_s = allowed_s - since_first_s, aim * allowed_s - since_first_s
+        if slack_s < least_s:
+            least_s = slack_s
+        if aimed_slack_s < aimed_s:
+            aimed_s = aimed_slack_s
     return _DecodeSlacks(contexts, least_s, aimed_s, least_tpot_s)
 
 

@@ -36,6 +36,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from cosched.core.plan import Plan, SkipReason
 from cosched.core.request import Request
@@ -83,6 +84,9 @@ class _Candidate:
 
 
 class _EchoDraft(TwoPhaseDraft):
+    # A token is a token: those with the shortest contexts give most of them per second.
+    _decode_order = attrgetter("num_computed_tokens", "arrival_seq")
+
     def __init__(self, view: View, ledger: DeadlineLedger) -> None:
         super().__init__(view, ledger)
         self._ledger = ledger
@@ -167,10 +171,6 @@ class _EchoDraft(TwoPhaseDraft):
             return (benefit + candidate.benefit - punishment) / (seconds + candidate.seconds)
 
         return max(fitting, key=score)
-
-    def _decode_order(self, request: Request) -> tuple[int, ...]:
-        """A token is a token: those with the shortest contexts give most of them per second."""
-        return (request.num_computed_tokens, request.arrival_seq)
 
     def _victims(self) -> list[Request]:
         """Of the youngest few first the one that loses least: what it would compute again."""

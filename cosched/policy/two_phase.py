@@ -10,9 +10,10 @@ alike, a head that none has computed yet is computed by one of them and the othe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Protocol
+from operator import attrgetter
+from typing import Any, Protocol
 
 from cosched.core.budget import IterationBudget
 from cosched.core.plan import Plan, Preemption, SkipReason
@@ -80,6 +81,9 @@ class TwoPhaseDraft:
     others, `_decode_order` and `_victims`.
     """
 
+    _decode_order: Callable[[Request], Any] = attrgetter("arrival_seq")
+    """Sort key: who decodes where not all fit."""
+
     def __init__(self, view: View, time: TimeLedger, most_offline: int | None = None) -> None:
         self._view = view
         self._time = time
@@ -118,8 +122,7 @@ class TwoPhaseDraft:
         """Running offline requests decode while they fit; the others sit out."""
         if not self._view.caps.partial_decode:
             return
-        running = [r for r in self._running_offline() if not self._is_stopped(r)]
-        running.sort(key=self._decode_order)
+        running = sorted(self._running_offline(), key=self._decode_order)
         contexts = [r.num_computed_tokens + 1 for r in running]
         num_fitting = self._time.offline_decodes(contexts)
         self._time.add_decodes(contexts[:num_fitting])
@@ -127,10 +130,6 @@ class TwoPhaseDraft:
             self._held.add(request.rid)
             self._budget.refund_hold()
             self._skipped[request.rid] = SkipReason.LATENCY_BUDGET
-
-    def _decode_order(self, request: Request) -> tuple[int, ...]:
-        """Oldest first."""
-        return (request.arrival_seq,)
 
     def _offline_prefills(self) -> None:
         for request in self._view.unfinished:
@@ -260,8 +259,7 @@ class TwoPhaseDraft:
 
     def _victims(self) -> list[Request]:
         """Offline requests that may be stopped: an unfinished prefill, then the youngest."""
-        running = [r for r in self._running_offline() if not self._is_stopped(r)]
-        running.sort(key=lambda r: -r.arrival_seq)
+        running = sorted(self._running_offline(), key=_ARRIVAL, reverse=True)
         return [
             r
             for r in self._view.unfinished
@@ -269,7 +267,13 @@ class TwoPhaseDraft:
         ] + running
 
     def _running_offline(self) -> list[Request]:
-        return [r for r in self._view.running if r.request_class is RequestClass.OFFLINE]
+        """Those that are not stopped."""
+        stopped = self._preempted
+        return [
+            r
+            for r in self._view.running
+            if r.request_class is RequestClass.OFFLINE and r.rid not in stopped
+        ]
 
     def _is_stopped(self, request: Request) -> bool:
         return request.rid in self._preempted
@@ -305,6 +309,8 @@ class TwoPhaseDraft:
             oldest = min(running, key=lambda r: r.arrival_seq)
             self._held.discard(oldest.rid)
 
+
+_ARRIVAL = attrgetter("arrival_seq")
 
 LEAST_CHUNK = 16
 """Prompt tokens that are worth a forward of their own, where a prompt does not end in fewer."""

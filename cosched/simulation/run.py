@@ -133,7 +133,7 @@ class RunResult:
         """Plain data for JSON; without host times equal runs give equal bytes."""
         cosched = dict(self.cosched) if self.cosched else None
         if cosched and not with_host:
-            cosched.pop("mean_planning_us", None)
+            cosched.pop("planning_us", None)
         result = {
             "spec": self.spec.describe(),
             "cost_model": self.cost_model,

@@ -70,3 +70,44 @@ def test_shared_heads_are_computed_once_in_prefix_order_only(make_engine):
     # Six heads of 150 tokens and thirty ends of 10; the cache holds four heads.
     assert in_order < 1.6 * (6 * 150 + 30 * 10)
     assert as_they_came > 1.5 * in_order
+
+
+def test_the_state_tells_of_the_pool_and_of_planning(make_engine):
+    engine = make_engine(policy="hygen", max_running_requests=2)
+    for i in range(8):
+        tokens = prompt(1, 30) + prompt(60 + i, 10)
+        engine.submit(f"r{i}", tokens, max_new_tokens=20, priority=OFFLINE)
+    states = []
+
+    def act(iteration):
+        if iteration >= 10 and not states:
+            states.append(engine.scheduler.cosched.state())
+
+    engine.run_until_idle(on_iteration=act, max_iterations=8000)
+    states.append(engine.scheduler.cosched.state())
+    (during, after) = states
+    waiting, running = during["num_waiting_offline"], during["num_running_offline"]
+    assert waiting + running == 8 and running > 0
+    pool = during["pool"]
+    assert pool["num_requests"] == waiting
+    assert pool["num_tokens"] == sum(bucket["num_tokens"] for bucket in pool["buckets"])
+    assert 0 < pool["expected_hit_ratio"] < pool["sharing_ratio"] < 0.75
+    assert pool["oldest_age_s"] > 0
+    assert 0 < after["planning_us"]["p50"] <= after["planning_us"]["p99"]
+    assert after["pool"]["num_requests"] == after["num_running_offline"] == 0
+
+
+def test_running_requests_are_counted_in_mixed_iterations_too(make_engine):
+    engine = make_engine(policy="hygen-fcfs", chunked_prefill_size=16)
+    engine.submit("a", prompt(1, 10), max_new_tokens=60)
+    counts = set()
+
+    def act(iteration):
+        if iteration == 5:
+            engine.submit("long", prompt(2, 200), max_new_tokens=2)
+        scheduler = engine.scheduler
+        if scheduler.chunked_req is not None:
+            counts.add(scheduler.cosched.state()["num_running_online"])
+
+    engine.run_until_idle(on_iteration=act)
+    assert counts == {2}

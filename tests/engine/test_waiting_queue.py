@@ -25,6 +25,7 @@ def make_req(rid, priority, length=10):
         rid=rid,
         priority=priority,
         seqlen=length,
+        origin_input_ids=[7] * length,
         sampling_params=SimpleNamespace(custom_params=None, max_new_tokens=5),
     )
 

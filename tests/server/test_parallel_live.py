@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.serving import start_server
 
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.server
         ("--tp", "2"),
         ("--dp-size", "2"),
         # Its plans depend on measured times, which the ranks must agree on.
-        ("--tp", "2", "--cosched-policy", "hygen"),
+        ("--tp", "2", "--cosched-policy", "hygen", "--enable-metrics"),
     ],
 )
 def test_two_ranks_serve_both_classes(tiny_model, flags):
@@ -42,6 +43,38 @@ def test_two_ranks_serve_both_classes(tiny_model, flags):
         assert sum(c["offline_prefill_tokens"] for c in counted) > 0
         assert sum(c["online_prefill_tokens"] for c in counted) > 0
         assert all(c["num_waiting_offline"] == 0 for c in counted)
+        if "--enable-metrics" in flags:
+            check_metrics(server.url, counted[0])
+
+
+def check_metrics(url, state):
+    """What Prometheus scrapes from a server that has answered everything."""
+    text = httpx.get(f"{url}/metrics", timeout=30).text
+    samples = [
+        sample
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name.startswith("cosched:")
+    ]
+    assert {sample.labels["tp_rank"] for sample in samples} == {"0"}
+    values = {}
+    for sample in samples:
+        own = {k: sample.labels[k] for k in ("request_class", "le") if k in sample.labels}
+        values[(sample.name, *own.values())] = sample.value
+    for kind in ("waiting", "running"):
+        for request_class in ("online", "offline"):
+            assert values[(f"cosched:{kind}_requests", request_class)] == 0
+    assert values[("cosched:planning_seconds_count",)] >= state["num_plans"]
+    assert values[("cosched:planning_seconds_bucket", "+Inf")] > 0
+    assert values[("cosched:preemptions_total",)] >= 0
+    predicted = values[("cosched:iteration_predicted_seconds_total",)]
+    measured = values[("cosched:iteration_measured_seconds_total",)]
+    assert predicted > 0 and measured > 0
+    assert values[("cosched:prediction_error_ratio_count",)] > 0
+    assert values[("cosched:pool_requests",)] == values[("cosched:pool_tokens",)] == 0
+    assert values[("cosched:pool_oldest_age_seconds",)] == 0
+    assert 0 <= values[("cosched:pool_expected_hit_ratio",)] <= 1
+    assert 0 <= values[("cosched:pool_sharing_ratio",)] <= 1
 
 
 def test_an_embedding_model_serves_both_classes(tiny_model):
