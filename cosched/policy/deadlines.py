@@ -36,9 +36,9 @@ __all__ = ["DeadlineLedger", "deadline_ledger"]
 class DeadlineLedger:
     """The predicted time of a growing batch, held against a limit per phase [s].
 
-    totals           the decodes of the running online requests
-    offline_decodes  contexts of the offline requests that will decode beside them, if they fit
-    cuts_online      online prompts may be cut where a tile of tokens ends
+    totals         the decodes of the running online requests
+    beside_online  contexts of the offline requests that will decode beside them, if they fit: then
+                   online prompts may be cut where a tile of tokens ends. None: they may not
     """
 
     def __init__(
@@ -48,15 +48,13 @@ class DeadlineLedger:
         *,
         online_s: float,
         offline_s: float,
-        offline_decodes: Sequence[int],
-        cuts_online: bool,
+        beside_online: Sequence[int] | None,
     ) -> None:
         self._predictor = predictor
         self._totals = totals
         self._online_s = online_s
         self._offline_s = offline_s
-        self._offline_decodes = offline_decodes
-        self._cuts_online = cuts_online
+        self._beside_online = beside_online
         self._most_tokens: int | None = None
 
     def limits(self) -> Mapping[str, float]:
@@ -65,9 +63,9 @@ class DeadlineLedger:
 
     def online_tokens(self, num_cached: int, limit: int) -> int:
         most = self._predictor.max_prefill(self._totals, num_cached, self._online_s, limit)
-        if most == 0 or not self._cuts_online:
+        if most == 0 or self._beside_online is None:
             return most
-        totals = self._with_decodes(self._offline_decodes)
+        totals = self._with_decodes(self._beside_online)
         in_batch = totals.num_new + totals.num_decodes
         tile = _TILES[-1]
         to_full = -(-(in_batch + most) // tile) * tile - in_batch
@@ -167,15 +165,19 @@ def deadline_ledger(view: View, settings: PolicySettings) -> DeadlineLedger:
         online_s = max(slacks.least_s, slacks.tpot_s, _LEAST_GROWTH * alone_s)
         burst_s = budgets.burst * slacks.tpot_s
         offline_s = idle_s if is_idle else min(slacks.aimed_s, prefill_slack_s, burst_s)
-    running_offline = (r for r in view.running if r.request_class is RequestClass.OFFLINE)
+    cuts_online = _may_cut_online(view, prefill_slack_s, settings.slo)
     return DeadlineLedger(
         settings.predictor,
         totals,
         online_s=online_s,
         offline_s=offline_s,
-        offline_decodes=[r.num_computed_tokens + 1 for r in running_offline],
-        cuts_online=_may_cut_online(view, prefill_slack_s, settings.slo),
+        beside_online=_offline_contexts(view) if cuts_online else None,
     )
+
+
+def _offline_contexts(view: View) -> list[int]:
+    running = (r for r in view.running if r.request_class is RequestClass.OFFLINE)
+    return [request.num_computed_tokens + 1 for request in running]
 
 
 def _may_cut_online(view: View, prefill_slack_s: float, default: Slo) -> bool:
