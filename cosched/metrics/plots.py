@@ -167,6 +167,26 @@ def _latency_panel(
     axis.limit(axes, window)
 
 
+def hit_rate_curve(
+    records: Sequence[RequestRecord], request_class: RequestClass, *, window: Window
+) -> tuple[Floats, Floats]:
+    """(times [s], share of prompt tokens that were cached), by admission."""
+    rows = [
+        (time, r.num_cached_tokens, r.num_prompt_tokens)
+        for r in records
+        if r.request_class is request_class and r.num_cached_tokens is not None
+        for time in (r.first_s if r.admitted_s is None else r.admitted_s,)
+        if time is not None
+    ]
+    table = np.array(rows, dtype=np.float64).reshape(-1, 3)
+    bins = Bins(window, num_events=len(rows))
+    prompt = table[:, 2]
+    share = np.divide(table[:, 1], prompt, out=np.zeros(len(prompt)), where=prompt > 0)
+    rate = bins.mean(table[:, 0], share, prompt)
+    known = np.isfinite(rate)
+    return bins.centres[known], rate[known]
+
+
 def plot_hit_rate(records: Sequence[RequestRecord], path: Path, *, window: Window) -> Path:
     """Share of prompt tokens served from the prefix cache, by admission (Echo Fig. 9)."""
     figure = new_figure()
@@ -175,26 +195,10 @@ def plot_hit_rate(records: Sequence[RequestRecord], path: Path, *, window: Windo
         figure.subplots(), title="Prefix cache", x=axis.label, y="hit rate [% of prompt tokens]"
     )
     for request_class, colour in COLOURS.items():
-        rows = [
-            (time, r.num_cached_tokens, r.num_prompt_tokens)
-            for r in records
-            if r.request_class is request_class and r.num_cached_tokens is not None
-            for time in (r.first_s if r.admitted_s is None else r.admitted_s,)
-            if time is not None
-        ]
-        table = np.array(rows, dtype=np.float64).reshape(-1, 3)
-        bins = Bins(window, num_events=len(rows))
-        prompt = table[:, 2]
-        share = np.divide(table[:, 1], prompt, out=np.zeros(len(prompt)), where=prompt > 0)
-        rate = bins.mean(table[:, 0], share, prompt)
-        known = np.isfinite(rate)
-        if known.any():
+        times_s, rate = hit_rate_curve(records, request_class, window=window)
+        if len(times_s):
             axes.plot(
-                bins.centres[known] / axis.seconds,
-                100 * rate[known],
-                color=colour,
-                lw=1.6,
-                label=request_class.value,
+                times_s / axis.seconds, 100 * rate, color=colour, lw=1.6, label=request_class.value
             )
     axes.set_ylim(0, 100)
     axis.limit(axes, window)

@@ -14,12 +14,14 @@ from cosched.core.request import RequestClass, Slo
 from cosched.metrics.figure import (
     COLOURS,
     TARGET_COLOUR,
+    TimeAxis,
     label_rate,
     legend_above,
     new_figure,
     save,
     tidy,
 )
+from cosched.metrics.plots import hit_rate_curve
 from cosched.metrics.records import Floats, IterationLog, RequestRecord
 from cosched.metrics.slo import needed_scale, with_defaults
 from cosched.metrics.summary import Summary
@@ -55,14 +57,16 @@ class Run:
 
     def online(self) -> list[RequestRecord]:
         """The online requests of the window."""
-        window = self.window
-        if window is None:
-            window = Window.covering(self.records, IterationLog())
+        window = self.whole_window()
         return [
             r
             for r in self.records
             if r.request_class is RequestClass.ONLINE and r.arrival_s in window
         ]
+
+    def whole_window(self) -> Window:
+        """Its window, or else one that covers all records."""
+        return self.window or Window.covering(self.records, IterationLog())
 
     @property
     def until_s(self) -> float:
@@ -89,8 +93,31 @@ def write_comparison_plots(
         written += [
             plot_cdfs(runs, folder / "latency_cdf.png", default_slo=default_slo),
             plot_attainment(runs, folder / "attainment.png", default_slo=default_slo),
+            plot_hit_rates(runs, folder / "hit_rates.png"),
         ]
     return written
+
+
+def plot_hit_rates(runs: Mapping[str, Run], path: Path) -> Path:
+    """Share of offline prompt tokens that were cached, by admission, over time (Echo Fig. 9)."""
+    figure = new_figure(width=7.5, height=4.0)
+    windows = {name: run.whole_window() for name, run in runs.items()}
+    longest = max(windows.values(), key=lambda window: window.end_s)
+    axis = TimeAxis.of(longest)
+    axes = tidy(
+        figure.subplots(),
+        title="Offline prompt tokens from the prefix cache",
+        x=axis.label,
+        y="hit rate [%]",
+    )
+    for (name, run), (colour, line, _) in zip(runs.items(), _cycle(len(runs)), strict=True):
+        times_s, rate = hit_rate_curve(run.records, RequestClass.OFFLINE, window=windows[name])
+        if len(times_s):
+            axes.plot(times_s / axis.seconds, 100 * rate, color=colour, ls=line, lw=1.6, label=name)
+    axes.set_ylim(0, 100)
+    axis.limit(axes, longest)
+    _legend_beside(axes, len(runs))
+    return save(figure, path)
 
 
 def attainment_curve(run: Run, *, default_slo: Slo = _NO_SLO) -> tuple[Floats, Floats]:

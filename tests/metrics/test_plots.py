@@ -75,7 +75,7 @@ def test_the_pictures_of_several_runs(tmp_path):
         for name, run in runs.items()
     }
     written = write_comparison_plots(tmp_path, summaries=summaries, runs=runs)
-    assert len(written) == 4
+    assert len(written) == 5
     assert all(is_png(path) for path in written)
 
 
@@ -85,7 +85,7 @@ def test_nothing_to_draw_is_no_error(tmp_path):
     write_comparison_plots(tmp_path, summaries={}, runs={})
     nothing = {"nothing": Run(records=[])}
     write_comparison_plots(tmp_path, summaries={"nothing": summarize([])}, runs=nothing)
-    assert len(list(tmp_path.iterdir())) == 7
+    assert len(list(tmp_path.iterdir())) == 8
 
 
 @given(st.lists(requests(), max_size=8))
