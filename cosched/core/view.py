@@ -74,7 +74,9 @@ class BucketedOrder(SharingOrder, Protocol):
 
     def candidates(self, per_bucket: int) -> Sequence[Sequence[Any]]:
         """Of each bucket the first `per_bucket` requests in prefix order that are neither taken nor
-        left out. O(buckets * per_bucket), and O(1) for each taken or left out since the last call.
+        left out; one alone where its deadline or its age gives it the turn.
+
+        O(buckets * per_bucket), and O(1) for each taken or left out since the last call.
         """
         ...
 

@@ -358,15 +358,22 @@ class PoolOrder(Iterator[P]):
                 self._skipped.add(node)
 
     def take(self, request: P) -> None:
-        """It is admitted out of this order: neither yielded nor a candidate any more."""
+        """It is admitted: neither yielded nor a candidate any more."""
+        if request is not self._most_urgent:
+            self._mix.count(due=request is self._stale)
         self._yielded.add(request.rid)
+        self._last = self._pool._places[request.rid]
 
     def candidates(self, per_bucket: int) -> list[list[P]]:
         """Of each bucket the first `per_bucket` in its depth-first order that are neither yielded,
-        taken nor left out; the bucket that has the turn comes first. Nobody is urgent or due here.
+        taken nor left out; the bucket that has the turn comes first. One that is urgent or due is
+        the only candidate.
 
         O(buckets x per_bucket), and O(1) for each that has gone since the last call.
         """
+        first = self._urgent_or_due()
+        if first is not None:
+            return [[first]]
         if self._fronts is None:
             self._fronts = [_Front(tree.head) for tree in self._pool._buckets.in_turn()]
         for front in self._fronts:
@@ -381,6 +388,18 @@ class PoolOrder(Iterator[P]):
                 if place.item.rid not in self._yielded:
                     front.places.append(place)
         return [[place.item for place in front.places[:per_bucket]] for front in self._fronts]
+
+    def _urgent_or_due(self) -> P | None:
+        head = self._depth_first()
+        if head is None:
+            return None
+        urgent = self._pick_urgent(head)
+        if urgent is not None:
+            return urgent
+        stale = self._next_stale() if self._mix.num_due else None
+        if stale is not None and self._is_put_off(stale, head):
+            return None
+        return stale
 
     def _is_gone(self, place: Place[P]) -> bool:
         return place.item.rid in self._yielded or self._skipped_node(place) is not None
@@ -415,7 +434,7 @@ class PoolOrder(Iterator[P]):
 
     def _pick_mixed(self, head: P) -> P:
         stale = self._next_stale() if self._mix.num_due else None
-        if stale is not None and self._mix.is_patient and self._leaves_head(head, stale):
+        if stale is not None and self._is_put_off(stale, head):
             self._mix.put_off()
             return head
         self._mix.count(due=stale is not None)
@@ -428,7 +447,9 @@ class PoolOrder(Iterator[P]):
             self._stale = None
         return self._stale
 
-    def _leaves_head(self, head: P, stale: P) -> bool:
+    def _is_put_off(self, stale: P, head: P) -> bool:
+        if not self._mix.is_patient:
+            return False
         pool = self._pool
         in_use = self._shared_with_last(pool._places[head.rid])
         return pool._leaves(in_use, pool._places[stale.rid], self._shared_with_last)

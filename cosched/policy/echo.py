@@ -7,7 +7,8 @@ Assumptions  the predictor knows how long a batch takes before it runs; waiting 
              a head also stand beside each other in the pool.
 Good         what is cached is used while it is: a cached head is worth its tokens and costs no
              time. Of several heads in the cache all are used, not only that of the last admission.
-Bad          looks one iteration ahead; knows neither age nor deadline of an offline request.
+Bad          looks one iteration ahead; what is short and shares nothing waits until its age or
+             its deadline makes the pool name it as the only candidate (own addition).
 Parameters   `Budgets`, as HyGen; `CANDIDATES_PER_BUCKET`; the number of buckets is the pool's.
 
 Of an iteration (Eq. 1, 2, 4)

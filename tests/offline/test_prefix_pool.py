@@ -522,6 +522,26 @@ def test_wrong_values_are_named(values):
         PoolConfig(**values)
 
 
+def test_one_that_is_urgent_or_due_is_the_only_candidate():
+    old = prefixed([9, 9])
+    crowd = [prefixed([1, n]) for n in range(20)]
+    hurried = with_deadline([5], 10.0)
+    config = PoolConfig(utility_ratio=0.75, deadline_margin_s=4.0, bucket_boundaries=(2,))
+    pool = filled(config, [old, *crowd, hurried])
+    pool.promote([1], prefix_key=None)
+    assert len(iter(pool).candidates(2)) == 2
+    pool.advance(7.0)
+    order = iter(pool)
+    assert order.candidates(2) == [[hurried]]
+    order.take(hurried)
+    assert old not in [r for bucket in order.candidates(2) for r in bucket]
+    for request in crowd[:3]:
+        order.take(request)
+    assert order.candidates(2) == [[old]]
+    order.take(old)
+    assert [len(bucket) for bucket in order.candidates(2)] == [0, 2]
+
+
 @given(
     tokens=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), max_size=20),
     steps=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 19), st.integers(0, 9))),
