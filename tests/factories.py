@@ -99,6 +99,10 @@ class FakeView:
         )
 
     @property
+    def num_offline(self) -> int:
+        return sum(1 for _ in self.offline)
+
+    @property
     def free_slots(self) -> int:
         return self.caps.max_running_requests - len(self.running) - len(self.unfinished)
 

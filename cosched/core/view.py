@@ -133,6 +133,11 @@ class View(Protocol):
         ...
 
     @property
+    def num_offline(self) -> int:
+        """How many offline requests wait."""
+        ...
+
+    @property
     def backlog(self) -> Backlog: ...
 
     def match(self, request: Request) -> Match:

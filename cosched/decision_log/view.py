@@ -130,6 +130,7 @@ class RecordedView:
         self.offline: Iterable[Request] = looked_at
         if state.offline_is_sharing:
             self.offline = _RecordedOrder(looked_at, state)
+        self.num_offline = state.num_offline
         self.backlog = state.backlog
 
     def match(self, request: Request) -> Match:

@@ -91,6 +91,7 @@ class ViewState(msgspec.Struct, kw_only=True, omit_defaults=True):
     start_s: float
     kv: KvState
     free_slots: int
+    num_offline: int
     backlog: Backlog
     running: list[RequestRow] = []
     unfinished: list[RequestRow] = []

@@ -133,6 +133,10 @@ class RecordingView:
         return self._view.kv
 
     @property
+    def num_offline(self) -> int:
+        return self._view.num_offline
+
+    @property
     def backlog(self) -> Backlog:
         return self._view.backlog
 
@@ -175,6 +179,7 @@ class RecordingView:
             start_s=self.start_s,
             kv=self.kv,
             free_slots=self.free_slots,
+            num_offline=self.num_offline,
             backlog=self.backlog,
             running=running,
             unfinished=unfinished,

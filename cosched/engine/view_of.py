@@ -90,6 +90,10 @@ class SchedulerView:
         return self._waiting.offline
 
     @property
+    def num_offline(self) -> int:
+        return len(self._waiting.offline)
+
+    @property
     def backlog(self) -> Backlog:
         return self._waiting.backlog
 

@@ -187,7 +187,7 @@ def _may_cut_online(view: View, prefill_slack_s: float, default: Slo) -> bool:
         return False
     if prefill_slack_s < _RELAXED_SHARE * _target(None, default.ttft_s):
         return False
-    return next(iter(view.offline), None) is not None
+    return view.num_offline > 0
 
 
 _LEAST_GROWTH = 1.5
