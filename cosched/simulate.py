@@ -1,7 +1,7 @@
 """Run SGLang's scheduler through a trace in virtual time, on a GPU that need not be there.
 
     python -m cosched.simulate --online azure-like --online-rate 2.5 --offline documents \\
-        --policy sarathi --duration 600
+        --policy hygen --duration 600
 
 The scheduler is the production one, stock or with a cosched policy; only the model's forward pass
 is replaced by a cost model, and the clock is virtual. The last line of the output is one JSON
@@ -21,6 +21,7 @@ from typing import Any
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from cosched.config import Config
 from cosched.errors import ConfigError, CoschedError
 from cosched.metrics.plots import write_run_plots
 from cosched.metrics.records import write_records
@@ -51,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--policy",
         choices=sorted(POLICIES),
-        default="sarathi",
+        default=Config().policy,
         help="who schedules; sglang and priority are stock (default: %(default)s)",
     )
     add_workload_options(parser)
