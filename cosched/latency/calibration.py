@@ -15,7 +15,7 @@ from cosched.latency.features import BatchTotals, TotalsTable
 from cosched.latency.fit_cosched import fit_phases
 from cosched.latency.graphs import GraphSizes
 from cosched.latency.predictor_base import Predictor
-from cosched.latency.steps import Steps
+from cosched.latency.steps import Steps, finish
 
 __all__ = ["Belief", "Calibrator", "ColdStart"]
 
@@ -124,10 +124,10 @@ class Calibrator(Predictor):
     shape   Of a phase: the predictor it was given, or one fitted to its own observations
             (`fit_phases`): first after `LEAST_OBSERVATIONS` of the phase, again whenever their
             number has grown by half, at the latest every `REFIT_MOST` of them, and at once when its
-            scale is off by more than `JUMP`. A fit is made little by little while later
-            observations come (`FIT_WORK`). Until then the phase is cold: `ColdStart`, never faster,
-            and slower by the second largest ratio of measured to believed time of the last cold
-            iterations.
+            scale is off by more than `JUMP`. The first fit is made at once, later ones little by
+            little while more observations come (`FIT_WORK`). Until then the phase is cold:
+            `ColdStart`, never faster, and slower by the second largest ratio of measured to
+            believed time of the last cold iterations.
     scale   Median ratio of measured time to shape in the phase, drift taken out: what a shape gets
             wrong for the whole phase.
     drift   How much longer iterations take than others like them (`_cell`) took before, in the
@@ -306,7 +306,13 @@ class Calibrator(Predictor):
         cell.append((totals, seconds / self.drift))
         phase = self._prefill if totals.num_new else self._decode
         phase.num_kept += 1
-        if self._seen is not None and self._fit is None and phase.is_due():
+        if self._seen is None or not phase.is_due():
+            return
+        if phase.shape is None:
+            phase.num_fitted = phase.num_kept
+            finish(self._fitting())
+            self._fit = None
+        elif self._fit is None:
             phase.num_fitted = phase.num_kept
             self._fit = self._fitting()
 
