@@ -104,29 +104,35 @@ def measure(args: argparse.Namespace, ratio: float, patience: int) -> dict[str, 
         },
         "num_alone": len(alone),
         "num_alone_waiting": sum(r.first_token_s is None for r in alone),
-        "most_of_bound": most_of_bound(list(records.values()), ratio, patience),
+        "most_of_bound": most_of_bound(
+            result.records,
+            ratio,
+            patience,
+            unseen_s=2 * max(row.duration_s for row in result.iterations),
+        ),
     }
 
 
-def most_of_bound(records: Sequence[RequestRecord], ratio: float, patience: int) -> float | None:
-    """Of the share of its bound that each request was passed over, the largest; None: no bound."""
+def most_of_bound(
+    records: Sequence[RequestRecord], ratio: float, patience: int, *, unseen_s: float
+) -> float | None:
+    """Of the share of its bound that each request was passed over, the largest; None: no bound.
+
+    unseen_s  how long after its arrival a plan may be launched that was made without it [s]
+    """
     mix = UtilityMix(ratio, patience=patience)
     if mix.max_passed_over(0) is None:
         return None
     admitted = sorted(r.admitted_s for r in records if r.admitted_s is not None)
     by_age = sorted(records, key=lambda r: r.arrival_s)
+    gone_s = np.array([np.inf if r.admitted_s is None else r.admitted_s for r in by_age])
     most = 0.0
-    arrived = np.array([r.arrival_s for r in by_age])
-    gone = np.array([np.inf if r.admitted_s is None else r.admitted_s for r in by_age])
     for index, record in enumerate(by_age):
         # Those admitted in the same iteration may have gone before or after: not counted.
-        until = np.inf if record.admitted_s is None else record.admitted_s
-        passed = np.searchsorted(admitted, until) - np.searchsorted(
-            admitted, record.arrival_s, side="right"
-        )
-        older = int((gone[:index] > record.arrival_s).sum())
-        bound = mix.max_passed_over(older)
-        assert bound is not None and arrived[index] == record.arrival_s
+        first = np.searchsorted(admitted, record.arrival_s + unseen_s, side="right")
+        passed = np.searchsorted(admitted, gone_s[index]) - first
+        bound = mix.max_passed_over(int((gone_s[:index] > record.arrival_s).sum()))
+        assert bound is not None
         most = max(most, float(passed) / max(bound, 1))
     return most
 
