@@ -20,21 +20,26 @@ __all__ = ["Budgets", "Policy", "PolicySettings"]
 class Budgets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the time of an iteration follows from the targets.
 
-    aim         share of the TPOT target that offline work may use up; the rest is for what the
-                predictor gets wrong
-    burst       most iteration time with offline work in it beside online requests [TPOT targets]
-    idle_share  most iteration time without online requests [TTFT targets]
+    aim            share of the TPOT target that offline work may use up; the rest is for what the
+                   predictor gets wrong
+    burst          most iteration time with offline work in it beside online requests [TPOT targets]
+    idle_share     most iteration time without online requests [TTFT targets]
+    crowded_share  share of the KV memory that online requests may hold before iterations with
+                   offline work get shorter
     """
 
     aim: float = 0.995
     burst: float = 1.5
     idle_share: float = 0.3
+    crowded_share: float = 0.2
 
     def __post_init__(self) -> None:
         for name, most in (("aim", 1.0), ("burst", 100.0), ("idle_share", 1.0)):
             value = getattr(self, name)
             if not 0 < value <= most:
                 raise ConfigError(f"{name} {value} is not above 0 and up to {most:g}")
+        if not 0 <= self.crowded_share < 1:
+            raise ConfigError(f"crowded_share {self.crowded_share} is not from 0 to below 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,13 +7,17 @@ The budget of an iteration (Echo §5.2: the tightest online deadline in it)
     online phase                 the least slack of the running online requests, at least TPOT
     offline phase                the least slack of all online requests, at most `burst` * TPOT;
                                  of the running ones for targets that are `aim` times theirs
+    online memory crowded        offline phase at most TPOT * (1 - s) / (1 - `crowded_share`); s: the
+                                 share of the KV memory that online requests hold or want
     nothing online               `idle_share` * TTFT
 
 TPOT counts from the first token that came, not from the TTFT target as in Echo: what is promised to
 a user is the mean gap, and a first token that came early does not allow longer gaps. A request that
 ran ahead of its deadlines lends its slack to a large online chunk; one that is late does not stop
 online prefills, only offline work. `idle_share` keeps room for an online request that arrives while
-an iteration runs and another is already launched behind it.
+an iteration runs and another is already launched behind it. Where online requests fill the memory
+their decodes are sped up at the expense of offline work: a request that decodes slowly holds its KV
+for longer, and those that come next wait for room.
 """
 
 from __future__ import annotations
@@ -164,7 +168,10 @@ def deadline_ledger(view: View, settings: PolicySettings) -> DeadlineLedger:
         alone_s = settings.predictor.predict_s(totals)
         online_s = max(slacks.least_s, slacks.tpot_s, _LEAST_GROWTH * alone_s)
         burst_s = budgets.burst * slacks.tpot_s
-        offline_s = idle_s if is_idle else min(slacks.aimed_s, prefill_slack_s, burst_s)
+        uncrowded_s = slacks.tpot_s * _room(view, slacks.contexts, budgets.crowded_share)
+        offline_s = min(slacks.aimed_s, prefill_slack_s, burst_s, uncrowded_s)
+        if is_idle:
+            offline_s = idle_s
     cuts_online = _may_cut_online(view, prefill_slack_s, settings.slo)
     return DeadlineLedger(
         settings.predictor,
@@ -173,6 +180,16 @@ def deadline_ledger(view: View, settings: PolicySettings) -> DeadlineLedger:
         offline_s=offline_s,
         beside_online=_offline_contexts(view) if cuts_online else None,
     )
+
+
+def _room(view: View, online_contexts: Sequence[int], crowded_share: float) -> float:
+    """How much of the KV memory online requests leave, by what they may hold before it is crowded:
+    1 at `crowded_share`, 0 when they fill it. inf: it is not crowded."""
+    prompts = sum(request.num_prompt_tokens for request in _online_prefills(view))
+    held_share = (sum(online_contexts) + prompts) / view.kv.total
+    if held_share <= crowded_share:
+        return math.inf
+    return max(1 - held_share, 0.0) / (1 - crowded_share)
 
 
 def _offline_contexts(view: View) -> list[int]:

@@ -138,6 +138,16 @@ def test_time_counts_from_when_the_iteration_can_begin():
     assert seconds_of(plan_of(later), later) < seconds_of(plan_of(view), view)
 
 
+@pytest.mark.parametrize(
+    ("total_kv", "limit_s"), [(1000, 0.06), (202, 0.05 * 0.5 / 0.8), (101, 0.0)]
+)
+def test_the_fuller_online_requests_make_the_memory_the_shorter_iterations_get(total_kv, limit_s):
+    # A token ahead of its deadlines: with room the slack is 0.06.
+    running = running_online(num_tokens=3, first_token_s=0.0)
+    view = FakeView(caps=CAPS, running=(running,), total_kv=total_kv, now_s=0.09, start_s=0.09)
+    assert plan_of(view).limits["offline"] == pytest.approx(limit_s, rel=0.02, abs=2e-3)
+
+
 def test_a_request_of_its_own_target_tightens_the_budget():
     strict = running_online("strict", num_tokens=1, slo=Slo(tpot_s=0.02))
     view = FakeView(
