@@ -7,8 +7,8 @@ The budget of an iteration (Echo §5.2: the tightest online deadline in it)
     online phase                 the least slack of the running online requests, at least TPOT
     offline phase                the least slack of all online requests, at most `burst` * TPOT;
                                  of the running ones for targets that are `aim` times theirs
-    online memory crowded        offline phase at most TPOT * (1 - s) / (1 - `crowded_share`); s: the
-                                 share of the KV memory that online requests hold or want
+    online memory crowded        offline phase at most TPOT * (1 - s) / (1 - `crowded_share`); s:
+                                 the share of the KV memory that online requests hold or want
     nothing online               `idle_share` * TTFT
 
 TPOT counts from the first token that came, not from the TTFT target as in Echo: what is promised to
