@@ -89,6 +89,7 @@ class TwoPhaseDraft:
         self._time = time
         self._most_offline = most_offline
         self._budget = IterationBudget(view)
+        self._offline = [r for r in view.running if r.request_class is RequestClass.OFFLINE]
         self._prefill: dict[str, int] = {}
         self._preempted: dict[str, Preemption] = {}
         self._held: set[str] = set()
@@ -219,10 +220,11 @@ class TwoPhaseDraft:
     def _continue_online(self, request: Request) -> None:
         num_cached = request.num_computed_tokens
         at_most = self._online_tokens(request, num_cached)
-        for victim in self._victims():
-            if self._budget.continuation(request, at_most=at_most) > 0:
-                break
-            self._preempt(victim)
+        if self._budget.continuation(request, at_most=at_most) <= 0:
+            for victim in self._victims():
+                self._preempt(victim)
+                if self._budget.continuation(request, at_most=at_most) > 0:
+                    break
         # The engine never drops an online prefill halfway: it goes on even where memory is short.
         num_tokens = self._budget.chunk(request, num_cached, at_most=at_most)
         if num_tokens > 0:
@@ -269,11 +271,9 @@ class TwoPhaseDraft:
     def _running_offline(self) -> list[Request]:
         """Those that are not stopped."""
         stopped = self._preempted
-        return [
-            r
-            for r in self._view.running
-            if r.request_class is RequestClass.OFFLINE and r.rid not in stopped
-        ]
+        if not stopped:
+            return self._offline
+        return [r for r in self._offline if r.rid not in stopped]
 
     def _is_stopped(self, request: Request) -> bool:
         return request.rid in self._preempted
