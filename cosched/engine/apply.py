@@ -16,7 +16,6 @@ from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang.srt.mem_cache.common import release_kv_cache
 
 from cosched.core.plan import Plan, PreemptMode
-from cosched.core.request import RequestClass
 from cosched.engine.controller import Controller
 from cosched.engine.partial import split
 from cosched.engine.tracked import TrackedRequest
@@ -91,8 +90,6 @@ def schedule_prefill(
         return None, running_batch
     if any([req.finished_reason is not None for req in running_batch.reqs]):
         running_batch.filter_batch()
-    if _lacks_slot(controller, running_batch) and _drain_in_flight(scheduler):
-        running_batch.filter_batch()
     plan = controller.plan(running_batch)
     if plan.preempt and _drain_in_flight(scheduler):
         running_batch.filter_batch()
@@ -125,16 +122,6 @@ def _admit_ready_grammars(scheduler: Any) -> None:
     if scheduler.grammar_manager.has_waiting_grammars():
         for req in scheduler.grammar_manager.get_ready_grammar_requests():
             scheduler._add_request_to_queue(req)
-
-
-def _lacks_slot(controller: Controller, running_batch: Any) -> bool:
-    """Whether an online request waits for the slot of an offline one: the plan is going to stop the
-    latter, and would have to be made again once its tokens are known."""
-    if not len(controller.waiting.online):
-        return False
-    reqs = running_batch.reqs
-    slots = controller.scheduler.get_num_allocatable_reqs(len(reqs), running_batch=running_batch)
-    return slots <= 0 and any(req.cosched.request_class is RequestClass.OFFLINE for req in reqs)
 
 
 def _drain_in_flight(scheduler: Any) -> bool:
