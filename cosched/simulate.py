@@ -13,7 +13,6 @@ from __future__ import annotations
 import cosched.bootstrap  # isort: skip  # noqa: F401  # before anything of SGLang's
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,12 +21,13 @@ from typing import Any
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cosched.config import Config
-from cosched.errors import ConfigError, CoschedError
+from cosched.errors import ConfigError
 from cosched.metrics.plots import write_run_plots
 from cosched.metrics.records import write_records
 from cosched.metrics.table import print_table
 from cosched.metrics.window import Window
 from cosched.policy.registry import POLICIES
+from cosched.simulation.command import run_command
 from cosched.simulation.find import QUESTIONS, find
 from cosched.simulation.options import (
     add_config_options,
@@ -37,7 +37,6 @@ from cosched.simulation.options import (
 )
 from cosched.simulation.run import RunResult, RunSpec, execute
 from cosched.simulation.scenario import Scenario
-from cosched.simulation.versions import versions
 
 __all__ = ["main"]
 
@@ -93,12 +92,16 @@ def build_parser() -> argparse.ArgumentParser:
     capacity.add_argument(
         "--jobs", type=int, default=2, help="simulations at a time (default: %(default)s)"
     )
+    parser.set_defaults(execute=_execute)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Exits with 2 and one sentence when the arguments are wrong."""
-    arguments = build_parser().parse_args(argv)
+    run_command(build_parser().parse_args(argv))
+
+
+def _execute(arguments: argparse.Namespace) -> dict[str, Any]:
     scenario = Scenario(
         name=arguments.policy,
         summary=POLICIES[arguments.policy].summary,
@@ -106,15 +109,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         has_online=arguments.online is not None,
         has_offline=arguments.offline is not None,
     )
-    try:
-        spec = run_spec_of(arguments, scenario)
-        if arguments.find and arguments.decision_log:
-            raise ConfigError("--decision-log records one run; --find makes many")
-        result = _find(arguments, spec) if arguments.find else _run(arguments, spec)
-    except CoschedError as error:
-        print(f"cosched: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    print(json.dumps({"versions": versions(), **result}, sort_keys=True, allow_nan=False))
+    spec = run_spec_of(arguments, scenario)
+    if arguments.find and arguments.decision_log:
+        raise ConfigError("--decision-log records one run; --find makes many")
+    return _find(arguments, spec) if arguments.find else _run(arguments, spec)
 
 
 def _run(arguments: argparse.Namespace, spec: RunSpec) -> dict[str, Any]:

@@ -50,10 +50,8 @@ def run_robustness(
     runs = {("s0", 0.0): replace(base, scenario=scenario("s0"))}
     for name in policies:
         for error in errors:
-            config = dict(base.config) | ({"predictor_error": error} if error else {})
-            runs[name, error] = replace(
-                base, scenario=scenario(name), config=tuple(sorted(config.items()))
-            )
+            spec = base.configured(predictor_error=error) if error else base
+            runs[name, error] = replace(spec, scenario=scenario(name))
     summaries: dict[str, dict[float, Summary]] = {name: {} for name in ("s0", *policies)}
     keys = list(runs)
     with progress_of_runs("runs", total=len(keys), quiet=quiet) as on_run:

@@ -13,7 +13,7 @@ from cosched.errors import ConfigError
 from cosched.latency.calibration import Calibrator
 from cosched.latency.features import BatchTotals
 from cosched.latency.predictor import Predictor
-from cosched.policy.base import Policy, PolicySettings
+from cosched.policy.base import Policy
 from cosched.policy.registry import policy_entry
 
 __all__ = ["Replanned", "replan"]
@@ -57,16 +57,7 @@ class _Planner:
         if make is None:
             raise ConfigError(f"policy {policy!r} leaves all decisions to SGLang")
         self._believed = _Believed()
-        self._policy: Policy = make(
-            PolicySettings(
-                caps=header.caps,
-                slo=header.slo,
-                predictor=self._believed,
-                latency_budget_s=header.latency_budget_s,
-                budgets=header.budgets,
-                offline_rate=header.offline_rate,
-            )
-        )
+        self._policy: Policy = make(header.settings(self._believed))
         self.replanned = Replanned(policy=policy)
 
     def add(self, entry: Entry) -> None:

@@ -50,13 +50,9 @@ def attach(scheduler: Any, config: Config) -> None:
     if config.decision_log is not None and get_parallel().tp_rank == 0:
         controller.decisions = DecisionLog(
             _log_path(config.decision_log),
-            header=Header(
-                policy=config.policy,
-                caps=controller.caps,
-                slo=config.slo.targets(),
-                latency_budget_s=config.latency_budget_s,
-                budgets=config.budgets,
-                offline_rate=config.offline_rate,
+            header=Header.of(
+                config.policy,
+                controller.settings,
                 versions={name: version(name) for name in ("cosched", "sglang")},
             ),
             predictor=controller.predictor if entry.timed else None,

@@ -80,16 +80,15 @@ class Controller:
             _belief(scheduler, entry, config), graphs=graph_sizes_of(scheduler)
         )
         assert entry.make is not None, f"{entry.name} plans nothing"
-        self.policy: Policy = entry.make(
-            PolicySettings(
-                caps=self.caps,
-                slo=config.slo.targets(),
-                predictor=self.predictor,
-                latency_budget_s=config.latency_budget_s,
-                budgets=config.budgets,
-                offline_rate=config.offline_rate,
-            )
+        self.settings = PolicySettings(
+            caps=self.caps,
+            slo=config.slo.targets(),
+            predictor=self.predictor,
+            latency_budget_s=config.latency_budget_s,
+            budgets=config.budgets,
+            offline_rate=config.offline_rate,
         )
+        self.policy: Policy = entry.make(self.settings)
         self.timekeeper = None
         if entry.timed:
             self.timekeeper = Timekeeper(

@@ -15,7 +15,8 @@ from cosched.core.caps import EngineCaps
 from cosched.core.plan import PreemptMode, SkipReason
 from cosched.core.request import RequestClass, Slo
 from cosched.core.view import Backlog, KvState
-from cosched.policy.base import Budgets
+from cosched.latency.predictor import Predictor
+from cosched.policy.base import Budgets, PolicySettings
 
 __all__ = [
     "FORMAT",
@@ -57,6 +58,29 @@ class Header(msgspec.Struct, kw_only=True, tag_field="kind", tag="header"):
     versions: dict[str, str]
     format: int = FORMAT
     part: int = 0
+
+    @classmethod
+    def of(cls, policy: str, settings: PolicySettings, *, versions: dict[str, str]) -> Header:
+        return cls(
+            policy=policy,
+            caps=settings.caps,
+            slo=settings.slo,
+            latency_budget_s=settings.latency_budget_s,
+            budgets=settings.budgets,
+            offline_rate=settings.offline_rate,
+            versions=versions,
+        )
+
+    def settings(self, predictor: Predictor) -> PolicySettings:
+        """What the policy was built with, but for the predictor."""
+        return PolicySettings(
+            caps=self.caps,
+            slo=self.slo,
+            predictor=predictor,
+            latency_budget_s=self.latency_budget_s,
+            budgets=self.budgets,
+            offline_rate=self.offline_rate,
+        )
 
 
 class RequestFacts(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):

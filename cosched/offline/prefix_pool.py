@@ -396,10 +396,8 @@ class PoolOrder(Iterator[P]):
         urgent = self._pick_urgent(head)
         if urgent is not None:
             return urgent
-        stale = self._next_stale() if self._mix.num_due else None
-        if stale is not None and self._is_put_off(stale, head):
-            return None
-        return stale
+        stale = self._next_due()
+        return None if stale is None or self._is_put_off(stale, head) else stale
 
     def _is_gone(self, place: Place[P]) -> bool:
         return place.item.rid in self._yielded or self._skipped_node(place) is not None
@@ -433,14 +431,16 @@ class PoolOrder(Iterator[P]):
         return head if self._is_as_urgent(head, urgent) else urgent
 
     def _pick_mixed(self, head: P) -> P:
-        stale = self._next_stale() if self._mix.num_due else None
+        stale = self._next_due()
         if stale is not None and self._is_put_off(stale, head):
             self._mix.put_off()
             return head
         self._mix.count(due=stale is not None)
         return head if stale is None else stale
 
-    def _next_stale(self) -> P | None:
+    def _next_due(self) -> P | None:
+        if not self._mix.num_due:
+            return None
         if self._stale is None or self._stale.rid in self._yielded:
             self._stale = self._next_of(self._oldest)
         if self._stale is not None and self._is_skipped(self._stale):

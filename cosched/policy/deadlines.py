@@ -158,11 +158,8 @@ def deadline_ledger(view: View, settings: PolicySettings) -> DeadlineLedger:
     totals = BatchTotals()
     totals.add_decodes(slacks.contexts)
     prefill_slack_s = _prefill_slack_s(view, settings.slo)
-    is_idle = not slacks.contexts and math.isinf(prefill_slack_s)
-    idle_s = budgets.idle_share * _target(None, settings.slo.ttft_s)
     if settings.latency_budget_s is not None:
-        online_s = settings.latency_budget_s
-        offline_s = idle_s if is_idle else online_s
+        online_s = offline_s = settings.latency_budget_s
     else:
         # Slow decodes alone must not keep a prefill from starting.
         alone_s = settings.predictor.predict_s(totals)
@@ -170,8 +167,8 @@ def deadline_ledger(view: View, settings: PolicySettings) -> DeadlineLedger:
         burst_s = budgets.burst * slacks.tpot_s
         uncrowded_s = slacks.tpot_s * _room(view, slacks.contexts, budgets.crowded_share)
         offline_s = min(slacks.aimed_s, prefill_slack_s, burst_s, uncrowded_s)
-        if is_idle:
-            offline_s = idle_s
+    if not slacks.contexts and math.isinf(prefill_slack_s):
+        offline_s = budgets.idle_share * _target(None, settings.slo.ttft_s)
     cuts_online = _may_cut_online(view, prefill_slack_s, settings.slo)
     return DeadlineLedger(
         settings.predictor,

@@ -45,6 +45,8 @@ class PolicyEntry:
         return arguments
 
 
+_MIXED_CHUNK = {"enable_mixed_chunk": True}
+
 _ENTRIES = (
     PolicyEntry(
         name="sglang",
@@ -63,7 +65,7 @@ _ENTRIES = (
         summary="Sarathi++: online first, then offline, in a fixed token budget",
         source="HyGen §5.1 (baseline)",
         make=lambda settings: SarathiPolicy(),
-        server_flags={"enable_mixed_chunk": True},
+        server_flags=_MIXED_CHUNK,
     ),
     PolicyEntry(
         name="hygen-throttled",
@@ -71,7 +73,7 @@ _ENTRIES = (
         source="HyGen §5.1 (baseline HyGen*)",
         make=lambda settings: SarathiPolicy(offline_rate=settings.offline_rate),
         timed=True,
-        server_flags={"enable_mixed_chunk": True},
+        server_flags=_MIXED_CHUNK,
     ),
     PolicyEntry(
         name="hygen",
@@ -80,7 +82,7 @@ _ENTRIES = (
         make=HygenPolicy,
         pool=PoolConfig(),
         timed=True,
-        server_flags={"enable_mixed_chunk": True},
+        server_flags=_MIXED_CHUNK,
     ),
     PolicyEntry(
         name="hygen-fcfs",
@@ -88,14 +90,14 @@ _ENTRIES = (
         source="HyGen §5 (ablation: without prefix sharing maximization)",
         make=HygenPolicy,
         timed=True,
-        server_flags={"enable_mixed_chunk": True},
+        server_flags=_MIXED_CHUNK,
     ),
     PolicyEntry(
         name="echo-bs",
         summary="Echo's base: online first, then offline in the order of arrival; no SLO awareness",
         source="Echo §7.1 (BS)",
         make=lambda settings: SarathiPolicy(),
-        server_flags={"enable_mixed_chunk": True},
+        server_flags=_MIXED_CHUNK,
     ),
     PolicyEntry(
         name="echo-bs+e",
@@ -103,7 +105,7 @@ _ENTRIES = (
         source="Echo §7.1 (BS+E)",
         make=HygenPolicy,
         timed=True,
-        server_flags={"enable_mixed_chunk": True},
+        server_flags=_MIXED_CHUNK,
     ),
     PolicyEntry(
         name="echo-bs+e+s",
@@ -112,7 +114,7 @@ _ENTRIES = (
         make=EchoPolicy,
         pool=PoolConfig(num_buckets=4),
         timed=True,
-        server_flags={"enable_mixed_chunk": True},
+        server_flags=_MIXED_CHUNK,
     ),
 )
 

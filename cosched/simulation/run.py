@@ -6,7 +6,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,10 @@ class RunSpec:
         """When the run ends at the latest [s]."""
         peak_s = self.online.peak_window_s if self.online is not None else None
         return self.duration_s if peak_s is None else min(peak_s, self.duration_s)
+
+    def configured(self, **keys: Any) -> RunSpec:
+        """The same with these keys of `config` set."""
+        return replace(self, config=tuple(sorted((dict(self.config) | keys).items())))
 
     def describe(self) -> dict[str, Any]:
         """For the result's JSON: no paths, so that it is the same on every machine."""

@@ -214,8 +214,7 @@ def _check(
 
 
 def _at(spec: RunSpec, key: str, value: float) -> RunSpec:
-    config = dict(spec.config) | {key: _rounded(value)}
-    return replace(spec, config=tuple(sorted(config.items())))
+    return spec.configured(**{key: _rounded(value)})
 
 
 def _rounded(value: float) -> float:
