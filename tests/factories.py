@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from cosched.core.caps import EngineCaps
 from cosched.core.request import Request, RequestClass, Slo
-from cosched.core.view import Backlog, KvState, Match
+from cosched.core.view import Backlog, Decodes, KvState, Match
 
 _seq = itertools.count()
 
@@ -105,6 +105,9 @@ class FakeView:
     @property
     def free_slots(self) -> int:
         return self.caps.max_running_requests - len(self.running) - len(self.unfinished)
+
+    def running_of(self, request_class: RequestClass) -> Decodes:
+        return Decodes.of([r for r in self.running if r.request_class is request_class])
 
     def match(self, request: Request) -> Match:
         return self.cached.get(request.rid, Match(cached=0, evictable=0))

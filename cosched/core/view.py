@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from cosched.core.caps import EngineCaps
-from cosched.core.request import Request
+from cosched.core.request import Request, RequestClass
 
-__all__ = ["Backlog", "BucketedOrder", "KvState", "Match", "SharingOrder", "View"]
+__all__ = ["Backlog", "BucketedOrder", "Decodes", "KvState", "Match", "SharingOrder", "View"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +56,19 @@ class Backlog:
 
     since_s: float
     num_admitted: int
+
+
+class Decodes(NamedTuple):
+    """Running requests and, for each, the tokens that it attends to in its next decode, the new one
+    included: all of them at once cost a fraction of a look at each."""
+
+    requests: Sequence[Request]
+    contexts: Sequence[int]
+
+    @classmethod
+    def of(cls, requests: Sequence[Request]) -> Decodes:
+        """Of requests that are not all of a class. O(requests)."""
+        return cls(requests, [r.num_computed_tokens + 1 for r in requests])
 
 
 @runtime_checkable
@@ -114,6 +127,10 @@ class View(Protocol):
     @property
     def running(self) -> Sequence[Request]:
         """Requests past their prefill: each decodes one token per iteration."""
+        ...
+
+    def running_of(self, request_class: RequestClass) -> Decodes:
+        """Those of `running` that are of one class, in its order."""
         ...
 
     @property

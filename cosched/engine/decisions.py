@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from cosched.core.plan import Plan, SkipReason
-from cosched.core.request import Request, Slo
-from cosched.core.view import Backlog, BucketedOrder, KvState, Match, SharingOrder, View
+from cosched.core.request import Request, RequestClass, Slo
+from cosched.core.view import Backlog, BucketedOrder, Decodes, KvState, Match, SharingOrder, View
 from cosched.engine.decision_records import (
     BeliefState,
     Decision,
@@ -147,6 +147,9 @@ class RecordingView:
     @property
     def running(self) -> Sequence[Request]:
         return self._view.running
+
+    def running_of(self, request_class: RequestClass) -> Decodes:
+        return self._view.running_of(request_class)
 
     @property
     def unfinished(self) -> Sequence[Request]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from sglang.srt.runtime_context import get_exec
 
 from cosched.core.caps import EngineCaps
-from cosched.core.request import Request
-from cosched.core.view import Backlog, KvState, Match
+from cosched.core.request import Request, RequestClass
+from cosched.core.view import Backlog, Decodes, KvState, Match
 from cosched.engine.partial import can_split
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.waiting import WaitingQueue
@@ -47,6 +47,9 @@ def graph_sizes_of(scheduler: Any) -> GraphSizes | None:
     return graphs if graphs.prefill or graphs.decode else None
 
 
+_OFFLINE = RequestClass.OFFLINE
+
+
 class SchedulerView:
     """Implements `cosched.core.view.View` on a scheduler between two iterations.
 
@@ -72,9 +75,33 @@ class SchedulerView:
         self.start_s = start_s
 
     @cached_property
+    def _running(self) -> _Running:
+        """One pass over the running batch."""
+        running = _Running([], [], [], [], [], [])
+        everyone, online, online_contexts, offline, offline_contexts, remaining = running
+        for req in self._batch.reqs:
+            if req.finished_reason is not None:
+                continue  # stays in the batch until that is next filtered
+            tracked = req.cosched
+            everyone.append(tracked)
+            remaining.append(tracked.max_new_tokens - len(req.output_ids))
+            if tracked.request_class is _OFFLINE:
+                offline.append(tracked)
+                offline_contexts.append(req.kv.kv_committed_len + 1)
+            else:
+                online.append(tracked)
+                online_contexts.append(req.kv.kv_committed_len + 1)
+        return running
+
+    @property
     def running(self) -> Sequence[TrackedRequest]:
-        # A finished request stays in the batch until the batch is next filtered.
-        return [req.cosched for req in self._batch.reqs if req.finished_reason is None]
+        return self._running.everyone
+
+    def running_of(self, request_class: RequestClass) -> Decodes:
+        running = self._running
+        if request_class is _OFFLINE:
+            return Decodes(running.offline, running.offline_contexts)
+        return Decodes(running.online, running.online_contexts)
 
     @cached_property
     def unfinished(self) -> Sequence[TrackedRequest]:
@@ -104,7 +131,7 @@ class SchedulerView:
             total=scheduler.max_total_num_tokens,
             free=scheduler.token_to_kv_pool_allocator.available_size(),
             evictable=scheduler.tree_cache.evictable_size(),
-            reserved=self._reserve(self.running),
+            reserved=self._reserve(self._running.remaining),
         )
 
     @cached_property
@@ -118,13 +145,12 @@ class SchedulerView:
         if request in self.unfinished:
             return 0
         assert isinstance(request, TrackedRequest), f"{type(request)=}"
-        return self._reserve((request,))
+        return self._reserve((request.max_new_tokens - request.num_output_tokens,))
 
-    def _reserve(self, requests: Sequence[TrackedRequest]) -> int:
+    def _reserve(self, remaining: Sequence[int]) -> int:
         """SGLang's rule: a share of the output still to come, learnt from past iterations."""
         ratio: float = self._scheduler.new_token_ratio_tracker.current
         most = self.caps.max_reserved_tokens
-        remaining = [r.max_new_tokens - len(r.req.output_ids) for r in requests]
         return sum([int((n if n < most else most) * ratio) for n in remaining]) + len(remaining)
 
     def match(self, request: Request) -> Match:
@@ -147,6 +173,17 @@ class SchedulerView:
         shared: int = tree.evictable_size() - before
         req.lock_receipt = tree.inc_lock_ref(req.last_node).to_dec_params()
         return own + shared
+
+
+class _Running(NamedTuple):
+    """What a plan reads of all running requests; remaining: output still to come of each."""
+
+    everyone: list[TrackedRequest]
+    online: list[TrackedRequest]
+    online_contexts: list[int]
+    offline: list[TrackedRequest]
+    offline_contexts: list[int]
+    remaining: list[int]
 
 
 def _req(request: Request) -> Any:

@@ -162,7 +162,7 @@ class Calibrator(Predictor):
         self._recent: deque[_Observation] = deque(maxlen=MARGIN_WINDOW)
         self._drifts: deque[float] = deque(maxlen=DRIFT_WINDOW)
         self._undecided: deque[tuple[BatchTotals, float]] = deque()
-        self._kept: dict[tuple[int, ...], deque[tuple[BatchTotals, float]]] = {}
+        self._kept: dict[tuple[int, ...], deque[_Kept]] = {}
         self._num_follow = 0
         self._fit: Steps[None] | None = None
         self.num_observed = 0
@@ -276,7 +276,7 @@ class Calibrator(Predictor):
         alike = self._kept.get(_cell(totals), ())
         if len(alike) < LEAST_ALIKE:
             return
-        before = sorted(seconds / shape.predict_s(other) for other, seconds in alike)
+        before = sorted([kept.seconds / kept.shape_s(shape) for kept in alike])
         self._drifts.append(ratio / before[len(before) // 2])
         if len(self._drifts) < DRIFT_WINDOW:
             return
@@ -303,7 +303,7 @@ class Calibrator(Predictor):
             return
         totals, seconds = self._undecided.popleft()
         cell = self._kept.setdefault(_cell(totals), deque(maxlen=CELL_SIZE))
-        cell.append((totals, seconds / self.drift))
+        cell.append(_Kept(totals, seconds / self.drift))
         phase = self._prefill if totals.num_new else self._decode
         phase.num_kept += 1
         if self._seen is None or not phase.is_due():
@@ -327,9 +327,9 @@ class Calibrator(Predictor):
     def _fitting(self) -> Steps[None]:
         """Fit all phases that have enough observations."""
         phases = [p for p in (self._decode, self._prefill) if p.num_kept >= LEAST_OBSERVATIONS]
-        kept = [pair for cell in self._kept.values() for pair in cell]
-        table = yield from TotalsTable.of([totals for totals, _ in kept])
-        seconds = np.array([seconds for _, seconds in kept])
+        observations = [kept for cell in self._kept.values() for kept in cell]
+        table = yield from TotalsTable.of([kept.totals for kept in observations])
+        seconds = np.array([kept.seconds for kept in observations])
         shape = yield from fit_phases(table, seconds, self._graphs)
         for phase in phases:
             phase.use(shape)
@@ -356,6 +356,28 @@ class _Observation(NamedTuple):
     totals: BatchTotals
     seconds: float
     excess: float
+
+
+class _Kept:
+    """An observation kept for fitting and for comparison.
+
+    seconds  measured time, drift taken out
+    """
+
+    __slots__ = ("_shape", "_shape_s", "seconds", "totals")
+
+    def __init__(self, totals: BatchTotals, seconds: float) -> None:
+        self.totals = totals
+        self.seconds = seconds
+        self._shape: Predictor | None = None
+        self._shape_s = 0.0
+
+    def shape_s(self, shape: Predictor) -> float:
+        """What a shape says of it [s]; asked once per shape, as every new observation is compared
+        with all like it."""
+        if shape is not self._shape:
+            self._shape, self._shape_s = shape, shape.predict_s(self.totals)
+        return self._shape_s
 
 
 class _Phase:

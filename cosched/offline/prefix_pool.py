@@ -349,11 +349,21 @@ class PoolOrder(Iterator[P]):
         """Leave out all that share the first `num_tokens` tokens with a request, waiting or not:
         it prefills them now, and the others shall find them cached later.
 
-        O(buckets x (depth + tokens compared)); passing over them is O(1) for the depth-first order,
-        and costs at most one look per request yielded for the others.
+        O(depth) in the bucket of one that waits, O(depth + tokens compared) in the others; passing
+        over them is O(1) for the depth-first order, and costs at most one look per request yielded
+        for the others.
         """
-        for tree in self._pool._buckets.trees:
-            node = tree.find(request.token_ids, key=request.prefix_key, num_tokens=num_tokens)
+        pool = self._pool
+        place = pool._places.get(request.rid)
+        own = None if place is None else pool._buckets.tree_of(request)
+        token_ids: Sequence[int] | None = None
+        for tree in pool._buckets.trees:
+            node: Node[P] | None
+            if place is not None and tree is own:
+                node = place.node_at(num_tokens)
+            else:
+                token_ids = request.token_ids if token_ids is None else token_ids
+                node = tree.find(token_ids, key=request.prefix_key, num_tokens=num_tokens)
             if node is not None:
                 self._skipped.add(node)
 

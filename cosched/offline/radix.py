@@ -58,6 +58,15 @@ class Place(Generic[T]):
             yield node
             node = node.parent
 
+    def node_at(self, num_tokens: int) -> Node[T]:
+        """The node of all that share its first `num_tokens` tokens. O(depth)."""
+        assert 0 < num_tokens <= self.num_tokens, f"{num_tokens=} {self.num_tokens=}"
+        node, end = self._node, self.num_tokens
+        while node.parent is not None and end - _num_segment_tokens(node) >= num_tokens:
+            end -= _num_segment_tokens(node)
+            node = node.parent
+        return node
+
     def packed(self) -> bytes:
         """Its token ids, 4 bytes each."""
         return b"".join(reversed([node.segment for node in self.enclosing()]))

@@ -92,6 +92,11 @@ class DeadlineLedger:
         limit = min(limit, left)
         return self._predictor.max_prefill(totals, num_cached, self._offline_s, limit)
 
+    def has_offline_time(self) -> bool:
+        if self._most_tokens is None:
+            return self.seconds_with(1, 0) <= self._offline_s
+        return self._totals.num_new + self._totals.num_decodes < self._most_tokens
+
     def _worthwhile(self, totals: BatchTotals, most: int, num_cached: int) -> int:
         """Of the sizes of a prefill up to `most` the one with the best surplus.
 
@@ -175,7 +180,7 @@ def deadline_ledger(view: View, settings: PolicySettings) -> DeadlineLedger:
         totals,
         online_s=online_s,
         offline_s=offline_s,
-        beside_online=_offline_contexts(view) if cuts_online else None,
+        beside_online=view.running_of(RequestClass.OFFLINE).contexts if cuts_online else None,
     )
 
 
@@ -187,11 +192,6 @@ def _room(view: View, online_contexts: Sequence[int], crowded_share: float) -> f
     if held_share <= crowded_share:
         return math.inf
     return max(1 - held_share, 0.0) / (1 - crowded_share)
-
-
-def _offline_contexts(view: View) -> list[int]:
-    running = (r for r in view.running if r.request_class is RequestClass.OFFLINE)
-    return [request.num_computed_tokens + 1 for request in running]
 
 
 def _may_cut_online(view: View, prefill_slack_s: float, default: Slo) -> bool:
@@ -219,7 +219,7 @@ class _DecodeSlacks(NamedTuple):
     tpot_s    the least TPOT target, the server's among them [s]
     """
 
-    contexts: list[int]
+    contexts: Sequence[int]
     least_s: float
     aimed_s: float
     tpot_s: float
@@ -229,12 +229,8 @@ def _decode_slacks(view: View, default: Slo, aim: float) -> _DecodeSlacks:
     start_s = view.start_s
     default_tpot_s = least_tpot_s = _target(default.tpot_s, None)
     least_s = aimed_s = math.inf
-    contexts = []
-    for request in view.running:
-        if request.request_class is not RequestClass.ONLINE:
-            continue
-        num_computed = request.num_computed_tokens
-        contexts.append(num_computed + 1)
+    requests, contexts = view.running_of(RequestClass.ONLINE)
+    for request, context in zip(requests, contexts, strict=True):
         tpot_s = request.slo.tpot_s
         if tpot_s is None:
             tpot_s = default_tpot_s
@@ -242,7 +238,7 @@ def _decode_slacks(view: View, default: Slo, aim: float) -> _DecodeSlacks:
             least_tpot_s = tpot_s
         first_s = request.first_token_s
         since_first_s = 0.0 if first_s is None else start_s - first_s
-        allowed_s = tpot_s * (num_computed - request.num_prompt_tokens + 1)
+        allowed_s = tpot_s * (context - request.num_prompt_tokens)
         slack_s, aimed_slack_s = allowed_s - since_first_s, aim * allowed_s - since_first_s
         if slack_s < least_s:
             least_s = slack_s

@@ -44,7 +44,7 @@ from cosched.core.request import Request
 from cosched.core.view import BucketedOrder, Match, View
 from cosched.policy.base import PolicySettings
 from cosched.policy.deadlines import DeadlineLedger, deadline_ledger
-from cosched.policy.two_phase import LEAST_CHUNK, TwoPhaseDraft
+from cosched.policy.two_phase import TwoPhaseDraft
 
 __all__ = ["CANDIDATES_PER_BUCKET", "EchoPolicy"]
 
@@ -110,11 +110,7 @@ class _EchoDraft(TwoPhaseDraft):
                 continue
             benefit += self._prefill[rid] + best.match.cached
             order.take(best.request)
-            self._follow(order, best.request, best.match.cached)
-
-    def _has_time(self) -> bool:
-        """Looking at candidates is the dearest part of a plan: only where one could be admitted."""
-        return not self._runs_anything() or self._ledger.offline_tokens(0, LEAST_CHUNK) > 0
+            self._follow(best.request, best.match.cached)
 
     def _benefit(self) -> int:
         """Of what is in already: running requests that decode, and prefills."""

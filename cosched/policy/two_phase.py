@@ -18,9 +18,9 @@ from typing import Any, Protocol
 from cosched.core.budget import IterationBudget
 from cosched.core.plan import Plan, Preemption, SkipReason
 from cosched.core.request import Request, RequestClass
-from cosched.core.view import Match, SharingOrder, View
+from cosched.core.view import Decodes, Match, SharingOrder, View
 
-__all__ = ["LEAST_CHUNK", "TimeLedger", "TwoPhaseDraft", "Unlimited", "two_phase_plan"]
+__all__ = ["TimeLedger", "TwoPhaseDraft", "Unlimited", "two_phase_plan"]
 
 
 class TimeLedger(Protocol):
@@ -35,6 +35,10 @@ class TimeLedger(Protocol):
 
     def offline_tokens(self, num_cached: int, limit: int) -> int:
         """The same for an offline prefill."""
+        ...
+
+    def has_offline_time(self) -> bool:
+        """False: not one token of any offline prefill fits."""
         ...
 
     def offline_decodes(self, contexts: Sequence[int]) -> int:
@@ -54,6 +58,9 @@ class Unlimited:
         return limit
 
     offline_tokens = online_tokens
+
+    def has_offline_time(self) -> bool:
+        return True
 
     def offline_decodes(self, contexts: Sequence[int]) -> int:
         return len(contexts)
@@ -89,11 +96,12 @@ class TwoPhaseDraft:
         self._time = time
         self._most_offline = most_offline
         self._budget = IterationBudget(view)
-        self._offline = [r for r in view.running if r.request_class is RequestClass.OFFLINE]
+        self._offline = view.running_of(RequestClass.OFFLINE)
         self._prefill: dict[str, int] = {}
         self._preempted: dict[str, Preemption] = {}
         self._held: set[str] = set()
         self._skipped: dict[str, SkipReason] = {}
+        self._sharing: SharingOrder | None = None
 
     def build(self) -> Plan:
         self._make_room_for_decodes()
@@ -123,9 +131,11 @@ class TwoPhaseDraft:
         """Running offline requests decode while they fit; the others sit out."""
         if not self._view.caps.partial_decode:
             return
-        running = sorted(self._running_offline(), key=self._decode_order)
-        contexts = [r.num_computed_tokens + 1 for r in running]
+        running, contexts = self._running_offline()
         num_fitting = self._time.offline_decodes(contexts)
+        if num_fitting < len(running):
+            running, contexts = Decodes.of(sorted(running, key=self._decode_order))
+            num_fitting = self._time.offline_decodes(contexts)
         self._time.add_decodes(contexts[:num_fitting])
         for request in running[num_fitting:]:
             self._held.add(request.rid)
@@ -148,9 +158,10 @@ class TwoPhaseDraft:
                 self._skipped[request.rid] = SkipReason.LATENCY_BUDGET
             return
         if isinstance(order, SharingOrder):
+            self._sharing = order
             for request in (*self._view.running, *self._view.unfinished):
                 if request.num_output_tokens == 0:
-                    self._follow(order, request, request.num_prefix_tokens)
+                    self._follow(request, request.num_prefix_tokens)
         self._admit_offline(order)
 
     def _admit_offline(self, order: Iterator[Request]) -> None:
@@ -163,19 +174,25 @@ class TwoPhaseDraft:
             if self._budget.slots <= 0:
                 self._skipped[request.rid] = SkipReason.REQUEST_SLOTS
                 break
+            if not self._has_time():
+                self._skipped[request.rid] = SkipReason.LATENCY_BUDGET
+                break
             match = self._view.match(request)
             if not self._admit(request, match, self._offline_tokens(request, match.cached)):
                 break
             num_admitted += 1
-            if isinstance(order, SharingOrder):
-                self._follow(order, request, match.cached)
+            self._follow(request, match.cached)
 
-    def _follow(self, order: SharingOrder, request: Request, num_cached: int) -> None:
+    def _has_time(self) -> bool:
+        """Looking into the cache is the dearest part of a plan: only where it could matter."""
+        return self._time.has_offline_time() or not self._runs_anything()
+
+    def _follow(self, request: Request, num_cached: int) -> None:
         """Who shares what this request computes now waits until it is in the tree, unless it is
         next to nothing."""
         num_shared = num_cached + _LEAST_SHARED
-        if num_shared <= _num_tokens(request):
-            order.skip_sharing(request, num_shared)
+        if self._sharing is not None and num_shared <= _num_tokens(request):
+            self._sharing.skip_sharing(request, num_shared)
 
     def _online_tokens(self, request: Request, num_cached: int) -> int:
         """Prompt tokens of an online prefill that the time allows; some in any case where nothing
@@ -191,7 +208,7 @@ class TwoPhaseDraft:
         forward of its own, however short it is."""
         remaining = _num_tokens(request) - num_cached
         num_tokens = self._time.offline_tokens(num_cached, remaining)
-        if num_tokens >= min(remaining, LEAST_CHUNK):
+        if num_tokens >= min(remaining, _LEAST_CHUNK):
             return num_tokens
         # Work that waits for an idle engine: were it left out, nothing would ever correct a belief
         # that is too slow.
@@ -261,19 +278,19 @@ class TwoPhaseDraft:
 
     def _victims(self) -> list[Request]:
         """Offline requests that may be stopped: an unfinished prefill, then the youngest."""
-        running = sorted(self._running_offline(), key=_ARRIVAL, reverse=True)
+        running = sorted(self._running_offline().requests, key=_ARRIVAL, reverse=True)
         return [
             r
             for r in self._view.unfinished
             if r.request_class is RequestClass.OFFLINE and not self._is_stopped(r)
         ] + running
 
-    def _running_offline(self) -> list[Request]:
+    def _running_offline(self) -> Decodes:
         """Those that are not stopped."""
         stopped = self._preempted
         if not stopped:
             return self._offline
-        return [r for r in self._offline if r.rid not in stopped]
+        return Decodes.of([r for r in self._offline.requests if r.rid not in stopped])
 
     def _is_stopped(self, request: Request) -> bool:
         return request.rid in self._preempted
@@ -312,7 +329,7 @@ class TwoPhaseDraft:
 
 _ARRIVAL = attrgetter("arrival_seq")
 
-LEAST_CHUNK = 16
+_LEAST_CHUNK = 16
 """Prompt tokens that are worth a forward of their own, where a prompt does not end in fewer."""
 
 _LEAST_PROGRESS = 64
