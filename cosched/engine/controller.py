@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from cosched.engine.observe import IterationObserver
 from cosched.engine.partial import SplitBatch
 from cosched.engine.timekeeper import Moment, Timekeeper
 from cosched.engine.tracked import TrackedRequest
-from cosched.engine.view_of import SchedulerView, caps_of, graph_sizes_of
+from cosched.engine.view_of import SchedulerView, caps_of, graph_sizes_of, num_cached
 from cosched.engine.waiting import WaitingQueue, WaitingSummary
 from cosched.latency.calibration import Calibrator
 from cosched.latency.predictor import FittedPredictor
@@ -105,7 +106,9 @@ class Controller:
         """Of the iteration that is being made ready, when some running requests sit it out."""
         pool: OfflinePool[TrackedRequest] = ArrivalQueue()
         if entry.pool is not None:
-            pool = PrefixPool(config.pool or entry.pool)
+            pool = PrefixPool(
+                config.pool or entry.pool, num_cached=partial(num_cached, scheduler.tree_cache)
+            )
         self.waiting = WaitingQueue(
             pool=pool,
             clock=clock,

@@ -68,9 +68,9 @@ class TrackedRequest:
 
     @property
     def prefix_key(self) -> Hashable:
-        """Requests share nothing unless these are equal. SGLang has the LoRA adapter and the cache
-        salt in its extra key."""
-        return self.req.extra_key  # type: ignore[no-any-return]
+        """Requests share nothing unless these are equal. SGLang has the LoRA adapter in its extra
+        key."""
+        return self.req.extra_key, self.req.cache_salt
 
     @property
     def num_computed_tokens(self) -> int:

@@ -7,6 +7,8 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.runtime_context import get_exec
 
 from cosched.core.caps import EngineCaps
@@ -17,7 +19,7 @@ from cosched.engine.tracked import TrackedRequest
 from cosched.engine.waiting import WaitingQueue
 from cosched.latency.graphs import GraphSizes
 
-__all__ = ["SchedulerView", "caps_of", "graph_sizes_of"]
+__all__ = ["SchedulerView", "caps_of", "graph_sizes_of", "num_cached"]
 
 
 def caps_of(scheduler: Any) -> EngineCaps:
@@ -45,6 +47,15 @@ def graph_sizes_of(scheduler: Any) -> GraphSizes | None:
 
     graphs = GraphSizes(prefill=sizes(config.prefill), decode=sizes(config.decode))
     return graphs if graphs.prefill or graphs.decode else None
+
+
+def num_cached(tree_cache: Any, request: TrackedRequest) -> int:
+    """Tokens at the head of a waiting request whose KV is in the radix tree."""
+    req = request.req
+    key = RadixKey(
+        token_ids=req.origin_input_ids, extra_key=req.extra_key, cache_salt=req.cache_salt
+    )
+    return len(tree_cache.match_prefix(MatchPrefixParams(key=key)).device_indices)
 
 
 _OFFLINE = RequestClass.OFFLINE

@@ -80,7 +80,9 @@ class WaitingQueue:
         """Take out a request that is admitted. KeyError when it does not wait."""
         tracked = self._take(rid)
         self._queue_of(tracked).remove(rid)
-        if tracked.request_class is RequestClass.OFFLINE and not tracked.num_preemptions:
+        if tracked.request_class is RequestClass.ONLINE:
+            self.offline.promote(tracked)
+        elif not tracked.num_preemptions:
             backlog = self.backlog
             self.backlog = replace(backlog, num_admitted=backlog.num_admitted + 1)
         return tracked

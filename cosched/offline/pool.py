@@ -45,6 +45,10 @@ class OfflinePool(Protocol[R]):
         """Take out a request that will not run. KeyError when it is not in the pool."""
         ...
 
+    def promote(self, request: PrefixRequest) -> None:
+        """Say that the KV of a request that is not in the pool is, or will soon be, cached."""
+        ...
+
     def advance(self, now_s: float) -> None:
         """Say what time it is, before planning."""
         ...
@@ -88,6 +92,9 @@ class ArrivalQueue(Generic[R]):
         return self._by_rid.get(rid)
 
     abort = remove
+
+    def promote(self, request: PrefixRequest) -> None:
+        """The order of arrival does not depend on the cache."""
 
     def advance(self, now_s: float) -> None:
         """The order of arrival does not depend on the time."""

@@ -13,7 +13,8 @@ What is next, in this order:
 The depth-first order goes on where the last admission was made: when a request was admitted out of
 order, those that share most with it lead the order from then on. So a stale or an urgent request
 brings its siblings with it while their common head is cached, and a subtree once begun is finished
-before another, except where one of these cuts in.
+before another, except where one of these cuts in. What the cache holds from online requests or
+earlier jobs comes right behind the head in use, before it is evicted.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from cosched.errors import ConfigError
 from cosched.offline.buckets import LengthBuckets
 from cosched.offline.freshness import Deadlines, UtilityMix, due_time_s
 from cosched.offline.pool import PrefixRequest
-from cosched.offline.radix import Node, Place, Shared
+from cosched.offline.radix import Node, Place, RadixTree, Shared
 
 __all__ = ["BucketStats", "PoolConfig", "PoolOrder", "PoolStats", "PrefixPool"]
 
@@ -119,8 +120,11 @@ class PrefixPool(Generic[P]):
     some and leaving others is fine: only `remove` counts as a pick.
     """
 
-    def __init__(self, config: PoolConfig) -> None:
+    def __init__(self, config: PoolConfig, *, num_cached: Callable[[P], int] | None = None) -> None:
+        """num_cached: tokens of a new request that are in the cache now, asked once per head that
+        two requests share; None: the cache is unknown."""
         self.config = config
+        self._num_cached = num_cached
         self.now_s = 0.0
         self._places: dict[str, Place[P]] = {}
         self._by_age: SortedKeyList[Place[P], int] = SortedKeyList(key=_arrival_seq)
@@ -148,6 +152,8 @@ class PrefixPool(Generic[P]):
         self._buckets.insert(place, front=came_back)
         if came_back:
             self._buckets.take_turn(request)
+        elif self._num_cached is not None:
+            self._promote_if_cached(place, self._num_cached)
 
     def remove(self, rid: str) -> P:
         """Take out a request that was admitted. KeyError when it is not in the pool."""
@@ -217,18 +223,19 @@ class PrefixPool(Generic[P]):
             )
         return result[::-1]
 
-    def promote(self, token_ids: Sequence[int], *, prefix_key: Hashable) -> None:
-        """Let those that share most with these tokens lead in each bucket: their KV is cached."""
+    def promote(self, request: PrefixRequest) -> None:
+        """Say that the KV of a request that is not in the pool is, or will soon be, in the cache:
+        those that share `PoolConfig.least_shared` tokens or more with it come next in each bucket,
+        behind a head that is in use. O(buckets x (depth + tokens compared)).
+        """
+        least = self.config.least_shared
+        token_ids, key = request.token_ids, request.prefix_key
         for tree in self._buckets.trees:
-            tree.promote(token_ids, key=prefix_key)
-
-    def shared_len(self, rid: str, other_rid: str) -> int:
-        """Tokens of the longest common prefix of two waiting requests of one bucket. O(depth)."""
-        return self._places[rid].shared_len(self._places[other_rid])
-
-    def shared_with_previous(self, rid: str) -> int:
-        """Tokens at its head that the one before it in its bucket has too. O(depth)."""
-        return self._places[rid].shared_with_previous()
+            # Most share nothing: that shows at the first tokens.
+            if len(tree) and tree.nearest(token_ids[:least], key=key)[1] == least:
+                node, _ = tree.nearest(token_ids, key=key)
+                assert node is not None
+                self._promote_node(tree, node)
 
     def max_passed_over(self, num_older: int) -> int | None:
         """The fairness bound, see `UtilityMix.max_passed_over`: urgent requests come on top."""
@@ -269,6 +276,20 @@ class PrefixPool(Generic[P]):
             (place.item for place in in_trees if due_time_s(place.item) is not None),
             key=lambda request: (due_time_s(request), request.arrival_seq),
         )
+
+    def _promote_if_cached(self, place: Place[P], num_cached: Callable[[P], int]) -> None:
+        """Where a second request shows that a head is shared: ask whether the cache has it."""
+        least = self.config.least_shared
+        node = place.innermost_shared()
+        if node.num_requests != 2 or node.num_segment_tokens < least:
+            return
+        if num_cached(place.item) >= node.prefix_len - node.num_segment_tokens + least:
+            self._promote_node(self._buckets.tree_of(place.item), node)
+
+    def _promote_node(self, tree: RadixTree[P], node: Node[P]) -> None:
+        assert tree.head is not None
+        in_use = self._shared_with_last(tree.head)
+        tree.promote(node, behind_head=in_use >= self.config.least_shared)
 
     def _forget(self, request: P) -> None:
         self._by_age.remove(self._places.pop(request.rid))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -62,8 +62,8 @@ class Place(Generic[T]):
         """The node of all that share its first `num_tokens` tokens. O(depth)."""
         assert 0 < num_tokens <= self.num_tokens, f"{num_tokens=} {self.num_tokens=}"
         node, end = self._node, self.num_tokens
-        while node.parent is not None and end - _num_segment_tokens(node) >= num_tokens:
-            end -= _num_segment_tokens(node)
+        while node.parent is not None and end - node.num_segment_tokens >= num_tokens:
+            end -= node.num_segment_tokens
             node = node.parent
         return node
 
@@ -74,11 +74,15 @@ class Place(Generic[T]):
     def shared_len(self, other: Place[T]) -> int:
         """Tokens of the longest common prefix with another place of its tree. O(depth)."""
         above = set(self.enclosing())
-        return sum(_num_segment_tokens(node) for node in other.enclosing() if node in above)
+        return sum(node.num_segment_tokens for node in other.enclosing() if node in above)
 
-    def shared_with_previous(self) -> int:
-        """Tokens at its head that the one before it in depth-first order has too. O(depth)."""
-        return 0 if self._prev is None else self.shared_len(self._prev)
+    def innermost_shared(self) -> Node[T]:
+        """The innermost node that it is under and another is too; the top when it is alone there.
+        O(depth)."""
+        node = self._node
+        while node.num_requests == 1 and node.parent is not None:
+            node = node.parent
+        return node
 
 
 class Node(Generic[T]):
@@ -89,6 +93,7 @@ class Node(Generic[T]):
     segment       token ids, 4 bytes each; empty at the top and at the root of each prefix key
     num_requests  items in it
     num_tokens    sum of their whole lengths [tokens]
+    prefix_len    tokens from the root to here, O(depth)
     first, last   ends of its run of the depth-first order; None only at the top of an empty tree
     """
 
@@ -122,6 +127,15 @@ class Node(Generic[T]):
     @property
     def num_children(self) -> int:
         return len(self._children)
+
+    @property
+    def num_segment_tokens(self) -> int:
+        return len(self.segment) // _TOKEN_BYTES
+
+    @property
+    def prefix_len(self) -> int:
+        above = 0 if self.parent is None else self.parent.prefix_len
+        return above + self.num_segment_tokens
 
     def child(self, key: Hashable) -> Node[T] | None:
         children = self._children
@@ -226,11 +240,29 @@ class RadixTree(Generic[T]):
         if not in_order:
             self._lead_node(node)
 
-    def promote(self, token_ids: Sequence[int], *, key: Hashable) -> None:
-        """Let those that share most with these tokens lead the order, as their KV is cached."""
-        steps = list(self._walk(_packed(token_ids), key))
-        if steps:
-            self._lead_node(steps[-1][0])
+    def nearest(self, token_ids: Sequence[int], *, key: Hashable) -> tuple[Node[T] | None, int]:
+        """The node of those that share most with these tokens, and how many they share; None when
+        they share nothing. O(depth + tokens compared). Valid until the tree changes."""
+        node, num_bytes = None, 0
+        for node, num_bytes in self._walk(_packed(token_ids), key):  # noqa: B007
+            pass
+        return node, num_bytes // _TOKEN_BYTES
+
+    def promote(self, node: Node[T], *, behind_head: bool = False) -> None:
+        """Let all under a node lead the order.
+
+        With `behind_head` what is begun stays first: where the way to the node parts from the way
+        to the head of the order, the node's branch comes right behind the head's. Nothing moves
+        when the head is under the node itself. O(depth).
+        """
+        head = self._top.first
+        if head is None or node.first is head:
+            return
+        if not behind_head:
+            self._lead_node(node)
+            return
+        assert node.first is not None and node.last is not None and node.parent is not None
+        self._lead(node.parent, node.first, node.last, behind=head)
 
     def path(self, token_ids: Sequence[int], *, key: Hashable) -> list[Shared]:
         """Who shares the heads of these tokens: one entry per node, prefixes getting longer.
@@ -292,7 +324,7 @@ class RadixTree(Generic[T]):
                 assert child.parent is node and node.child(child.key) is child
                 assert bool(child.segment) == (node is not self._top)
                 assert not child.segment or child.key == _token_at(child.segment, 0)
-        assert self.num_distinct_tokens == sum(map(_num_segment_tokens, held))
+        assert self.num_distinct_tokens == sum(node.num_segment_tokens for node in held)
 
     def _grow(self, data: bytes, key: Hashable) -> Node[T]:
         """The node whose path is exactly these tokens, made where there is none."""
@@ -306,7 +338,7 @@ class RadixTree(Generic[T]):
             if child is None:
                 child = Node(_token_at(data, end), data[end:])
                 node._adopt(child)
-                self.num_distinct_tokens += _num_segment_tokens(child)
+                self.num_distinct_tokens += child.num_segment_tokens
             else:
                 num_bytes = _common_bytes(child.segment, data, end)
                 if num_bytes < len(child.segment):
@@ -363,7 +395,7 @@ class RadixTree(Generic[T]):
     def _prune(self, node: Node[T]) -> Node[T]:
         """Drop empty nodes upwards, and join a node with its only child."""
         while not node.num_requests and node.parent is not None:
-            self.num_distinct_tokens -= _num_segment_tokens(node)
+            self.num_distinct_tokens -= node.num_segment_tokens
             node.parent._disown(node)
             node = node.parent
         if not node.segment or node.num_children != 1:
@@ -395,15 +427,26 @@ class RadixTree(Generic[T]):
             assert node.first is not None and node.last is not None
             self._lead(node.parent, node.first, node.last)
 
-    def _lead(self, node: Node[T] | None, first: Place[T], last: Place[T]) -> None:
+    def _lead(
+        self,
+        node: Node[T] | None,
+        first: Place[T],
+        last: Place[T],
+        *,
+        behind: Place[T] | None = None,
+    ) -> None:
         """Move a run to the front of its node, the node's run to the front of its parent, and so
-        on to the top."""
+        on to the top, or to the first node that begins with `behind`: there behind its branch."""
         if self._top.first is first:
             return  # what leads the whole order leads at every level
         known_first, known_last = first, last  # what the levels above still know the run by
         while node is not None:
             node_first, node_last = node.first, node.last
             assert node_first is not None and node_last is not None
+            if node_first is behind:
+                is_at_end = node_last is known_last
+                self._move_behind(node, first, last, is_at_end=is_at_end)
+                return
             if node_first is not known_first:
                 before = first._prev
                 assert before is not None
@@ -414,6 +457,37 @@ class RadixTree(Generic[T]):
             node.first, node.last = first, last
             known_first, known_last = node_first, node_last
             node = node.parent
+
+    def _move_behind(
+        self, node: Node[T], first: Place[T], last: Place[T], *, is_at_end: bool
+    ) -> None:
+        """Move a run of a node to right behind the branch that the node's first place is in.
+
+        is_at_end  whether the run ends the node's, which knows it by another end maybe
+        """
+        old_last = node.last
+        branch_end = self._branch_end(node)
+        target = branch_end._next
+        assert target is not None
+        if target is not first:
+            new_last = first._prev
+            _move_run(first, last, target)
+        else:
+            new_last = last
+        if not is_at_end:
+            return
+        above: Node[T] | None = node
+        while above is not None and above.last is old_last:
+            above.last = new_last
+            above = above.parent
+
+    def _branch_end(self, node: Node[T]) -> Place[T]:
+        """The last place of the branch of a node that begins it: of its first child in the order,
+        or the first place itself if that ends at the node."""
+        child = self._child_of_first(node)
+        end = node.first if child is None else child.last
+        assert end is not None
+        return end
 
     def _walk(self, data: bytes, key: Hashable) -> Iterator[tuple[Node[T], int]]:
         """Down along these tokens: (node, bytes matched so far), the last node maybe in part."""
@@ -436,10 +510,6 @@ def _packed(token_ids: Sequence[int]) -> bytes:
 def _token_at(data: bytes, start: int) -> int:
     token: int = _unpack_token(data, start)[0]
     return token
-
-
-def _num_segment_tokens(node: Node[Any]) -> int:
-    return len(node.segment) // _TOKEN_BYTES
 
 
 def _common_bytes(segment: bytes, data: bytes, start: int) -> int:

@@ -111,3 +111,57 @@ def test_running_requests_are_counted_in_mixed_iterations_too(make_engine):
 
     engine.run_until_idle(on_iteration=act)
     assert counts == {2}
+
+
+def served(engine, act=lambda iteration: None):
+    """Who was answered, in this order."""
+    order = []
+
+    def note(iteration):
+        act(iteration)
+        order.extend(rid for rid in engine.replies if rid not in order)
+
+    engine.run_until_idle(on_iteration=note, max_iterations=8000)
+    return [*order, *(rid for rid in engine.replies if rid not in order)]
+
+
+def test_requests_of_another_cache_salt_or_extra_key_share_nothing(make_engine):
+    engine = make_engine(policy="hygen", max_running_requests=1)
+    names = ["salt", "key", "plain"]
+    fields = {"salt": {"cache_salt": "s"}, "key": {"extra_key": "s"}, "plain": {}}
+    for i in range(4):
+        for name in names:
+            tokens = prompt(1, 150) + prompt(60 + i, 10)
+            engine.submit(f"{name}{i}", tokens, max_new_tokens=1, priority=OFFLINE, **fields[name])
+    assert served(engine) == [f"{name}{i}" for name in names for i in range(4)]
+    assert engine.scheduler.cosched.counters.offline_prefill_tokens == 3 * (150 + 4 * 10)
+
+
+def test_what_an_earlier_job_left_in_the_cache_is_used_first(make_engine):
+    engine = make_engine(policy="hygen", max_running_requests=1)
+    engine.submit("early", prompt(3, 150), max_new_tokens=1, priority=OFFLINE)
+    engine.run_until_idle(max_iterations=8000)
+    for i in range(3):
+        for head in (1, 2, 3):
+            tokens = prompt(head, 150) + prompt(60 + i, 10)
+            engine.submit(f"{head}/{i}", tokens, max_new_tokens=1, priority=OFFLINE)
+    expected = [f"{head}/{i}" for head in (3, 1, 2) for i in range(3)]
+    assert served(engine)[1:] == expected
+
+
+def test_the_head_of_an_online_request_comes_next(make_engine):
+    engine = make_engine(policy="hygen", max_running_requests=2, max_total_tokens=600)
+    for i in range(3):
+        for head in (1, 2, 3, 4):
+            tokens = prompt(head, 150) + prompt(60 + i, 10)
+            engine.submit(f"{head}/{i}", tokens, max_new_tokens=4, priority=OFFLINE)
+
+    def act(iteration):
+        if iteration == 1:
+            engine.submit("chat", prompt(4, 150) + prompt(90, 10), max_new_tokens=4)
+
+    heads = [rid.split("/")[0] for rid in served(engine, act) if rid != "chat"]
+    assert heads.index("4") == 3, "behind the head in use, before those not begun"
+    counters = engine.scheduler.cosched.counters
+    # The online request computes the head of the last three.
+    assert counters.offline_prefill_tokens == 3 * 150 + 12 * 10

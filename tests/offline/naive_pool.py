@@ -6,13 +6,14 @@ from bisect import bisect_right
 from fractions import Fraction
 
 from cosched.offline.prefix_pool import PoolConfig
-from tests.offline.prefixes import NaiveTree, PrefixedRequest, shared_len
+from tests.offline.prefixes import NaiveTree, PrefixedRequest, prefixed, shared_len
 
 
 class NaivePool:
     """Fixed boundaries only."""
 
-    def __init__(self, config: PoolConfig) -> None:
+    def __init__(self, config: PoolConfig, *, num_cached=None) -> None:
+        self.num_cached = num_cached
         self.margin_s = config.deadline_margin_s
         self.boundaries = config.bucket_boundaries or ()
         self.trees = [NaiveTree() for _ in range(len(self.boundaries) + 1)]
@@ -47,6 +48,32 @@ class NaivePool:
         self.trees[self.bucket_of(request)].insert(request, front=came_back)
         if came_back:
             self.turn = self.bucket_of(request)
+        elif self.num_cached is not None:
+            self.promote_if_cached(request)
+
+    def promote_if_cached(self, request):
+        """Two share a head that they share with nobody else, and it is in the cache."""
+        tree = self.trees[self.bucket_of(request)]
+        others = [other for other in tree.order if other is not request]
+        most = max((shared_len(request, other) for other in others), default=0)
+        if most <= 0 or len(tree.sharing(request, most)) != 2:
+            return
+        above = max((n for other in others if (n := shared_len(request, other)) < most), default=0)
+        end = max(above, 0) + self.least_shared
+        if most >= end and self.num_cached(request) >= end:
+            head = prefixed(request.token_ids[:most], prefix_key=request.prefix_key)
+            self.promote_in(tree, head)
+
+    def promote(self, probe):
+        for tree in self.trees:
+            if tree.sharing(probe, self.least_shared):
+                self.promote_in(tree, probe)
+
+    def promote_in(self, tree, probe):
+        if self.shared(self.last, tree.order[0]) >= self.least_shared:
+            tree.lead_behind_head(probe)
+        else:
+            tree.lead(probe)
 
     def remove(self, request, *, admitted):
         bucket = self.bucket_of(request)

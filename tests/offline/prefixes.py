@@ -69,6 +69,19 @@ class NaiveTree:
         """Those that share more come first; otherwise the order stays."""
         self.order.sort(key=lambda other: -shared_len(request, other))
 
+    def lead_behind_head(self, request: PrefixedRequest) -> None:
+        """Those that share more with the request than with the head come right behind the head's
+        branch where the two part; in there those first that share more."""
+        head = self.order[0]
+        parting = shared_len(request, head)
+        moved = [other for other in self.order if shared_len(request, other) > parting]
+        moved.sort(key=lambda other: -shared_len(request, other))
+        rest = [other for other in self.order if other not in moved]
+        branch = [other for other in rest if other is head or shared_len(head, other) > parting]
+        if moved:
+            end = 1 if len(head.token_ids) == parting else len(branch)
+            self.order = [*rest[:end], *moved, *rest[end:]]
+
     def num_distinct_tokens(self) -> int:
         return len(
             {

@@ -28,6 +28,7 @@ CONFIGS = {
     "patient buckets": PoolConfig(
         utility_ratio=0.8, patience=4, least_shared=1, bucket_boundaries=(3, 6)
     ),
+    "cached": PoolConfig(utility_ratio=0.9, patience=4, least_shared=2),
     "buckets": PoolConfig(utility_ratio=0.9, bucket_boundaries=(3, 6), deadline_margin_s=20.0),
 }
 
@@ -55,14 +56,21 @@ def random_request(rng, **fields):
 @pytest.mark.parametrize("seed", range(2))
 def test_pool_orders_as_sorting_everything_anew_would(name, seed):
     rng = random.Random(seed)
-    pool, model = PrefixPool(CONFIGS[name]), NaivePool(CONFIGS[name])
+    cached = []
+
+    def num_cached(request):
+        return max((shared_len(request, other) for other in cached), default=0)
+
+    known = num_cached if "cached" in name or "buckets" in name else None
+    pool = PrefixPool(CONFIGS[name], num_cached=known)
+    model = NaivePool(CONFIGS[name], num_cached=known)
     stopped = []
     for step in range(1500):
         model.now_s += rng.random()
         pool.advance(model.now_s)
         busy = step % 150 >= 90
         weights = [1 if busy or len(pool) > 25 else 3, 1, 0.3, 0.5]
-        verb = rng.choices(["add", "plan", "abort", "return"], weights)[0]
+        verb = rng.choices(["add", "plan", "abort", "return", "online"], [*weights, 0.5])[0]
         if verb == "add":
             request = random_request(rng, arrival_s=model.now_s)
             pool.add(request)
@@ -72,6 +80,11 @@ def test_pool_orders_as_sorting_everything_anew_would(name, seed):
             grown = replace(request, token_ids=request.token_ids + array("q", [rng.randrange(2)]))
             pool.add(grown)
             model.add(grown)
+        elif verb == "online":
+            probe = random_request(rng)
+            pool.promote(probe)
+            model.promote(probe)
+            cached = [*cached[-3:], probe]
         elif verb == "abort" and model.waiting:
             request = rng.choice(model.waiting)
             assert pool.abort(request.rid) is request
@@ -192,7 +205,7 @@ def test_the_bound_is_met_exactly_by_the_worst_case(ratio, bound, patience):
     later = [prefixed([1, 1, n]) for n in range(bound + 2)]
     config = PoolConfig(utility_ratio=ratio, patience=patience, least_shared=2)
     pool = filled(config, [alone, *later])
-    pool.promote([1, 1], prefix_key=None)
+    pool.promote(prefixed([1, 1]))
     assert pool.max_passed_over(0) == bound
     assert list(drain(pool)).index(alone) == bound
 
@@ -204,8 +217,10 @@ def test_without_freshness_there_is_no_bound():
 def test_a_due_request_stays_first_until_it_is_taken_and_does_not_hold_up_the_next():
     stuck, second = prefixed([5]), prefixed([6])
     crowd = [prefixed([1, n]) for n in range(40)]
-    pool = filled(PoolConfig(utility_ratio=0.5), [stuck, second, *crowd])
-    pool.promote([1], prefix_key=None)
+    pool = filled(
+        PoolConfig(utility_ratio=0.5, patience=0, least_shared=1), [stuck, second, *crowd]
+    )
+    pool.promote(prefixed([1]))
     taken = []
     for _ in range(12):
         request = next(request for request in pool if request is not stuck)
@@ -221,17 +236,45 @@ def test_a_due_request_waits_for_a_head_in_use_and_goes_when_another_would_be_be
     old = [prefixed([3000 + n], arrival_seq=-3 + n) for n in range(3)]
     config = PoolConfig(utility_ratio=0.9, patience=100, least_shared=30)
     pool = filled(config, [*old, *crowd])
-    pool.promote(crowd[0].token_ids, prefix_key=None)
+    pool.promote(crowd[0])
     served = [request.rid.split("/")[0] for request in drain(pool)]
     runs = [document for document, _ in itertools.groupby(served)]
     assert len(runs) == 4 + len(old), "a document was left and begun again"
     assert served.index(old[0].rid) == 30
 
 
+def test_a_cached_head_comes_behind_the_one_in_use():
+    first, second, third = ([[n] * 4 + [q] for q in range(3)] for n in (1, 2, 3))
+    requests = [prefixed(ids) for ids in (*first, *second, *third)]
+    pool = filled(PoolConfig(utility_ratio=1.0, least_shared=4), requests)
+    pool.promote(prefixed([3, 3, 3, 3, 9]))
+    assert list(pool) == [*requests[6:], *requests[:6]], "nothing is in use yet"
+    pool.remove(requests[6].rid)
+    pool.promote(prefixed([2, 2, 2, 2, 9]))
+    assert list(pool) == [*requests[7:], *requests[3:6], *requests[:3]]
+    pool.promote(prefixed([1, 1, 1]))
+    assert list(pool)[2] is requests[3], "too little is shared"
+
+
+def test_the_cache_is_asked_once_per_shared_head():
+    asked = []
+
+    def num_cached(request):
+        asked.append(request)
+        return 4 if request.token_ids[0] == 3 else 0
+
+    requests = [prefixed([n] * 4 + [q]) for q in range(5) for n in (1, 2, 3)]
+    pool = PrefixPool(PoolConfig(utility_ratio=1.0, least_shared=4), num_cached=num_cached)
+    for request in [*requests, *(prefixed([n, 0, 0, 0, 0]) for n in range(4, 9))]:
+        pool.add(request)
+    assert asked == requests[3:6]
+    assert [request.token_ids[0] for request in pool][:5] == [3] * 5
+
+
 def test_aborts_are_no_picks():
     requests = [prefixed([9]), *(prefixed([1, n]) for n in range(50))]
-    pool = filled(PoolConfig(utility_ratio=0.9), requests)
-    pool.promote([1], prefix_key=None)
+    pool = filled(PoolConfig(utility_ratio=0.9, patience=0, least_shared=1), requests)
+    pool.promote(prefixed([1]))
     for request in requests[1:31]:
         pool.abort(request.rid)
     assert next(iter(pool)) is requests[31]
@@ -292,8 +335,9 @@ def test_the_most_urgent_goes_before_those_that_are_much_less_so():
 def test_urgent_admissions_leave_the_turn_of_the_oldest_alone():
     old, crowd = prefixed([9]), [prefixed([1, n]) for n in range(20)]
     urgent = [with_deadline([2, n], 1.0) for n in range(30)]
-    pool = filled(PoolConfig(utility_ratio=0.9, patience=0), [old, *urgent, *crowd])
-    pool.promote([1], prefix_key=None)
+    config = PoolConfig(utility_ratio=0.9, patience=0, least_shared=1)
+    pool = filled(config, [old, *urgent, *crowd])
+    pool.promote(prefixed([1]))
     served = list(drain(pool))
     assert served[:30] == urgent
     assert served[30 + pool.max_passed_over(0)] is old
@@ -526,9 +570,15 @@ def test_one_that_is_urgent_or_due_is_the_only_candidate():
     old = prefixed([9, 9])
     crowd = [prefixed([1, n]) for n in range(20)]
     hurried = with_deadline([5], 10.0)
-    config = PoolConfig(utility_ratio=0.75, deadline_margin_s=4.0, bucket_boundaries=(2,))
+    config = PoolConfig(
+        utility_ratio=0.75,
+        patience=0,
+        least_shared=1,
+        deadline_margin_s=4.0,
+        bucket_boundaries=(2,),
+    )
     pool = filled(config, [old, *crowd, hurried])
-    pool.promote([1], prefix_key=None)
+    pool.promote(prefixed([1]))
     assert len(iter(pool).candidates(2)) == 2
     pool.advance(7.0)
     order = iter(pool)

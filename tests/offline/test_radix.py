@@ -37,9 +37,17 @@ class Pair:
         self.model.remove(request)
         self.model.lead(request)
 
-    def promote(self, probe):
-        self.tree.promote(probe.token_ids, key=probe.prefix_key)
-        if any(shared_len(probe, other) > 0 for other in self.model.order):
+    def promote(self, probe, *, behind_head=False):
+        node, num_shared = self.tree.nearest(probe.token_ids, key=probe.prefix_key)
+        most = max((shared_len(probe, other) for other in self.model.order), default=0)
+        assert num_shared == max(most, 0)
+        assert (node is None) == (most <= 0)
+        if node is None:
+            return
+        self.tree.promote(node, behind_head=behind_head)
+        if behind_head:
+            self.model.lead_behind_head(probe)
+        else:
             self.model.lead(probe)
 
     def check(self):
@@ -66,8 +74,8 @@ def test_tree_keeps_the_order_and_counts_of_a_sorted_list(seed, vocabulary, long
         # The pool swells and drains in turn: both ends have bugs of their own.
         draining = step % 400 >= 200
         verb = rng.choices(
-            ["insert", "return", "admit head", "admit", "abort", "promote"],
-            [1, 0.3, 1, 1, 1, 0.5] if draining else [4, 1, 1, 0.5, 0.5, 0.5],
+            ["insert", "return", "admit head", "admit", "abort", "promote", "promote behind"],
+            [1, 0.3, 1, 1, 1, 0.5, 1] if draining else [4, 1, 1, 0.5, 0.5, 0.5, 1],
         )[0]
         request = rng.choice(pair.model.order) if pair.model.order else None
         fresh = random_request(rng, vocabulary=vocabulary, longest=longest)
@@ -75,6 +83,8 @@ def test_tree_keeps_the_order_and_counts_of_a_sorted_list(seed, vocabulary, long
             pair.insert(fresh, front=verb == "return")
         elif verb == "promote":
             pair.promote(fresh)
+        elif verb == "promote behind":
+            pair.promote(fresh, behind_head=True)
         elif request is not None and verb == "admit head":
             pair.admit(pair.model.order[0])
         elif request is not None and verb == "admit":
@@ -109,9 +119,17 @@ def test_questions_are_answered_as_by_looking_at_every_request(seed):
                 assert node.num_requests == len(sharing)
                 assert node.first.item is sharing[0] and node.last.item is sharing[-1]
         order = list(pair.tree)
-        for before, place in zip([None, *order], order, strict=False):
-            shared = max(0, shared_len(before.item, place.item)) if before else 0
-            assert place.shared_with_previous() == shared
+        for place in order:
+            others = [other.item for other in order if other is not place]
+            most = max((shared_len(place.item, other) for other in others), default=-1)
+            node = place.innermost_shared()
+            assert node.prefix_len == max(most, 0)
+            assert most < 0 or node.num_requests > 1
+            if len(place.item.token_ids):
+                num_tokens = rng.randrange(1, len(place.item.token_ids) + 1)
+                assert place.node_at(num_tokens) is pair.tree.find(
+                    place.item.token_ids, key=place.item.prefix_key, num_tokens=num_tokens
+                )
             assert (place.next is None) == (place is order[-1])
         one, other = (rng.choice(order) for _ in range(2)) if order else (None, None)
         if one is not None:
