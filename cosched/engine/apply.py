@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
@@ -92,9 +93,7 @@ def schedule_prefill(
         running_batch.filter_batch()
     plan = controller.plan(running_batch)
     if plan.preempt and _drain_in_flight(scheduler):
-        running_batch.filter_batch()
-        controller.counters.num_replans += 1
-        plan = controller.plan(running_batch)
+        plan = _after_draining(controller, plan, running_batch)
     _preempt(controller, plan, running_batch)
     controller.split = split(running_batch, plan.hold) if plan.hold else None
     if controller.split is not None:
@@ -137,6 +136,25 @@ def _drain_in_flight(scheduler: Any) -> bool:
         scheduler.process_batch_result(*scheduler.result_queue.popleft())
     scheduler.last_batch = None
     return True
+
+
+def _after_draining(controller: Controller, plan: Plan, running_batch: Any) -> Plan:
+    """What is left of a plan now that all results are known.
+
+    Requests that ended leave more room than it reckoned with, so it still fits; it is made anew
+    only where that may spare a running request that it stops.
+    """
+    num_running = len(running_batch.reqs)
+    running_batch.filter_batch()
+    if len(running_batch.reqs) == num_running:
+        return plan
+    unfinished = controller.scheduler.chunked_req
+    stops_running = any(unfinished is None or p.rid != unfinished.rid for p in plan.preempt)
+    if stops_running or not plan.prefill:
+        controller.counters.num_replans += 1
+        return controller.plan(running_batch)
+    left = {req.rid for req in running_batch.reqs}
+    return replace(plan, hold=plan.hold & left)
 
 
 def _preempt(controller: Controller, plan: Plan, running_batch: Any) -> None:

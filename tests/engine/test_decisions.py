@@ -94,8 +94,14 @@ def test_every_recorded_plan_is_made_again(recorded, policy, overlap):
     assert len(decisions) > 100
     assert sum(len(decision.plan.preempted) for decision in decisions) >= 2
     dropped = [d for d in decisions if d.result.outcome is Outcome.REPLANNED]
-    assert bool(dropped) == overlap, "only with overlap are plans dropped"
+    assert overlap or not dropped, "only with overlap are plans dropped"
+    for decision in dropped:
+        running = {seq for seq, _, _ in decision.view.running}
+        stops_running = any(seq in running for seq, _ in decision.plan.preempted)
+        assert stops_running or not decision.plan.prefill, "only where it may spare a running one"
     if policy == "hygen":
+        assert bool(dropped) == overlap
+        assert any(d.plan.preempted and d not in dropped for d in decisions)
         assert any(d.plan.held for d in decisions)
         assert any(d.shapes and d.shapes[0] for d in decisions), "a fitted predictor is in the log"
 
