@@ -77,7 +77,7 @@ class DeadlineLedger:
             return most  # offline work fills the tile
         return self._worthwhile(totals, most, num_cached)
 
-    def offline_tokens(self, num_cached: int, limit: int) -> int:
+    def offline_tokens(self, num_cached: int, limit: int, *, is_last: bool = False) -> int:
         totals = self._totals
         in_batch = totals.num_new + totals.num_decodes
         if self._most_tokens is None:
@@ -90,7 +90,8 @@ class DeadlineLedger:
         if left <= 0:
             return 0
         limit = min(limit, left)
-        return self._predictor.max_prefill(totals, num_cached, self._offline_s, limit)
+        most = self._predictor.max_prefill(totals, num_cached, self._offline_s, limit)
+        return self._worthwhile(totals, most, num_cached) if is_last else most
 
     def has_offline_time(self) -> bool:
         if self._most_tokens is None:

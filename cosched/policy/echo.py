@@ -104,7 +104,7 @@ class _EchoDraft(TwoPhaseDraft):
             best = self._best(fitting, benefit, seconds)
             rid = best.request.rid
             # What was admitted since it was looked at may leave it less.
-            at_most = self._offline_tokens(best.request, best.match.cached)
+            at_most = self._admission_tokens(best.request, best.match.cached)
             if not self._admit(best.request, best.match, at_most):
                 known[rid] = None
                 continue
@@ -134,7 +134,7 @@ class _EchoDraft(TwoPhaseDraft):
 
     def _look_at(self, request: Request, bucket: int, seconds: float) -> _Candidate | None:
         match = self._view.match(request)
-        at_most = self._offline_tokens(request, match.cached)
+        at_most = self._admission_tokens(request, match.cached)
         reason = (
             SkipReason.LATENCY_BUDGET
             if at_most <= 0

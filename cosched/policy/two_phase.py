@@ -33,8 +33,9 @@ class TimeLedger(Protocol):
         """Most prompt tokens, up to `limit`, of an online prefill that fit beside what is in."""
         ...
 
-    def offline_tokens(self, num_cached: int, limit: int) -> int:
-        """The same for an offline prefill."""
+    def offline_tokens(self, num_cached: int, limit: int, *, is_last: bool = False) -> int:
+        """The same for an offline prefill; maybe fewer where that serves the iterations to come.
+        is_last: none joins the batch after it."""
         ...
 
     def has_offline_time(self) -> bool:
@@ -57,7 +58,8 @@ class Unlimited:
     def online_tokens(self, num_cached: int, limit: int) -> int:
         return limit
 
-    offline_tokens = online_tokens
+    def offline_tokens(self, num_cached: int, limit: int, *, is_last: bool = False) -> int:
+        return limit
 
     def has_offline_time(self) -> bool:
         return True
@@ -178,7 +180,7 @@ class TwoPhaseDraft:
                 self._skipped[request.rid] = SkipReason.LATENCY_BUDGET
                 break
             match = self._view.match(request)
-            if not self._admit(request, match, self._offline_tokens(request, match.cached)):
+            if not self._admit(request, match, self._admission_tokens(request, match.cached)):
                 break
             num_admitted += 1
             self._follow(request, match.cached)
@@ -203,16 +205,21 @@ class TwoPhaseDraft:
             return num_tokens
         return min(remaining, _LEAST_PROGRESS)
 
-    def _offline_tokens(self, request: Request, num_cached: int) -> int:
+    def _offline_tokens(self, request: Request, num_cached: int, *, is_last: bool = False) -> int:
         """Prompt tokens of an offline prefill that the time allows; no crumbs: a chunk costs a
         forward of its own, however short it is."""
         remaining = _num_tokens(request) - num_cached
-        num_tokens = self._time.offline_tokens(num_cached, remaining)
+        num_tokens = self._time.offline_tokens(num_cached, remaining, is_last=is_last)
         if num_tokens >= min(remaining, _LEAST_CHUNK):
             return num_tokens
         # Work that waits for an idle engine: were it left out, nothing would ever correct a belief
         # that is too slow.
         return 0 if self._runs_anything() else min(remaining, _LEAST_PROGRESS)
+
+    def _admission_tokens(self, request: Request, num_cached: int) -> int:
+        """The same for one that is admitted; the last that finds a slot may stay unfinished."""
+        is_last = self._budget.slots == 1 and self._budget.unfinished > 0
+        return self._offline_tokens(request, num_cached, is_last=is_last)
 
     def _runs_anything(self) -> bool:
         return bool(self._prefill) or any(

@@ -232,6 +232,20 @@ def test_a_tile_is_not_begun_for_a_few_tokens():
     assert -(plan.num_prefill_tokens + 1) % 256 < 16, "less than that is no chunk"
 
 
+@pytest.mark.parametrize("num_slots", [2, 3, 4, 5, 6])
+def test_the_last_prompt_that_finds_a_slot_is_cut_where_a_tile_ends(num_slots):
+    view = FakeView(
+        caps=replace(CAPS, max_running_requests=num_slots),
+        offline=[offline(f"o{i}", 90) for i in range(20)],
+        total_kv=99_999,
+    )
+    plan = plan_of(view, predictor=Stairs())
+    assert len(plan.prefill) == num_slots
+    beyond = 90 * num_slots % 256
+    # Two prompts do not fill a tile; three reach 14 tokens into the second, six 28 into the third.
+    assert plan.num_prefill_tokens == 90 * num_slots - (beyond if num_slots in (3, 6) else 0)
+
+
 @pytest.mark.parametrize(
     ("waited_s", "has_offline", "is_cut"),
     [(0.1, True, True), (0.1, False, False), (0.7, True, False)],
