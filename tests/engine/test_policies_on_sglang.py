@@ -1,0 +1,74 @@
+"""The policies that predict times, on a real in-process SGLang scheduler and with times that are
+really measured."""
+
+import random
+
+import pytest
+
+from tests.engine.conftest import assert_drained, kv_tokens, prompt
+
+OFFLINE = -1
+
+
+def ask_all(engine, *, seed):
+    """Two classes with shared heads, arriving over some iterations; returns all output tokens."""
+    rng = random.Random(seed)
+    requests = [
+        (prompt(i % 3, 80) + prompt(50 + i, rng.randint(1, 120)), OFFLINE if i % 3 else 0)
+        for i in range(24)
+    ]
+
+    def act(iteration):
+        engine.scheduler.invariant_checker.self_check_during_busy()
+        held, total = kv_tokens(engine.scheduler)
+        assert held <= total
+        for i in range(2 * iteration, min(2 * iteration + 2, len(requests))):
+            tokens, priority = requests[i]
+            engine.submit(f"r{i}", tokens, max_new_tokens=8, priority=priority)
+
+    engine.run_until_idle(on_iteration=act, max_iterations=8000)
+    assert_drained(engine)
+    return {rid: reply.output_ids for rid, reply in engine.replies.items()}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_is_answered_does_not_depend_on_the_policy(make_engine, overlap):
+    answers = ask_all(make_engine(policy="sarathi", overlap=overlap), seed=1)
+    assert len(answers) == 24 and all(len(tokens) == 8 for tokens in answers.values())
+    for policy in ("hygen", "echo-bs", "echo-bs+e", "echo-bs+e+s"):
+        assert ask_all(make_engine(policy=policy, overlap=overlap), seed=1) == answers
+
+
+def test_every_iteration_is_learnt_from(make_engine):
+    engine = make_engine(policy="hygen")
+    ask_all(engine, seed=1)
+    num_iterations = engine.scheduler.cosched_observer.num_iterations
+    # What ended after the last plan is learned at the next one.
+    assert num_iterations - 2 <= engine.scheduler.cosched.predictor.num_observed <= num_iterations
+
+
+@pytest.mark.parametrize(
+    ("ordered", "unordered"), [("hygen", "hygen-fcfs"), ("echo-bs+e+s", "echo-bs+e")]
+)
+def test_shared_heads_are_computed_once_in_prefix_order_only(make_engine, ordered, unordered):
+    def computed(policy):
+        engine = make_engine(policy=policy, max_total_tokens=700, max_running_requests=3)
+        for i in range(30):
+            tokens = prompt(i % 6, 150) + prompt(60 + i, 10)
+            engine.submit(f"r{i}", tokens, max_new_tokens=2, priority=OFFLINE)
+        engine.run_until_idle(max_iterations=8000)
+        assert len(engine.replies) == 30
+        return engine.scheduler.cosched.counters.offline_prefill_tokens
+
+    in_order, as_they_came = computed(ordered), computed(unordered)
+    # Six heads of 150 tokens and thirty ends of 10; the cache holds four heads.
+    assert in_order < 1.6 * (6 * 150 + 30 * 10)
+    assert as_they_came > 1.5 * in_order
+
+
+def test_the_pool_of_echo_has_length_buckets(make_engine):
+    def config(engine):
+        return engine.scheduler.cosched.waiting.offline.config
+
+    assert config(make_engine(policy="echo-bs+e+s")).num_buckets == 4
+    assert config(make_engine(policy="hygen")).num_buckets == 1
