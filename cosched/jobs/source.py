@@ -79,17 +79,20 @@ def read_source(path: str) -> Source:
 
 
 def raw_lines(file: BinaryIO, *, max_line_bytes: int) -> Iterator[RawLine]:
-    """Lines of `file`, numbered from 1. Holds at most `max_line_bytes` of one line in memory."""
+    """Lines of `file`, numbered from 1. Holds little more than `max_line_bytes` (newline and byte
+    order mark do not count) of one line in memory."""
     number = 0
-    while data := file.readline(max_line_bytes + 1):
+    while data := file.readline(max_line_bytes + 1 + (0 if number else len(_BOM))):
         number += 1
+        is_whole = data.endswith(b"\n")
         if number == 1:
             data = data.removeprefix(_BOM)
-        if len(data) > max_line_bytes and not data.endswith(b"\n"):
-            _skip_rest(file)
-            yield RawLine(number=number, data=None)
-        else:
+        if len(data) - is_whole <= max_line_bytes:
             yield RawLine(number=number, data=data)
+            continue
+        if not is_whole:
+            _skip_rest(file)
+        yield RawLine(number=number, data=None)
 
 
 def _skip_rest(file: BinaryIO) -> None:

@@ -26,6 +26,9 @@ def entry(**changes):
     return {key: value for key, value in (good | changes).items() if value is not ...}
 
 
+BOM = b"\xef\xbb\xbf"
+
+
 def numbered(data, limit=LIMIT):
     return [(line.number, line.data) for line in raw_lines(io.BytesIO(data), max_line_bytes=limit)]
 
@@ -125,6 +128,13 @@ def test_a_line_of_exactly_the_limit_is_read():
     assert numbered(b"123456", limit=5) == [(1, None)]
 
 
+def test_a_byte_order_mark_does_not_count():
+    assert numbered(BOM + b"12345\nabc\n", limit=5) == [(1, b"12345\n"), (2, b"abc\n")]
+    assert numbered(BOM + b"123456789\nabc\n", limit=5) == [(1, None), (2, b"abc\n")]
+    assert numbered(b"12345678\nabc\n", limit=5) == [(1, None), (2, b"abc\n")]
+    assert numbered(BOM, limit=1) == [(1, b"")]
+
+
 def test_a_long_line_is_passed_over_without_being_held():
     class Endless(io.RawIOBase):
         left = 200 << 20
@@ -146,13 +156,16 @@ def test_a_long_line_is_passed_over_without_being_held():
     assert peak < 8 << 20
 
 
-@given(st.lists(st.binary(max_size=12)), st.integers(1, 8))
+@given(
+    st.lists(st.binary(max_size=12) | st.binary(max_size=12).map(lambda b: BOM + b)),
+    st.integers(1, 8),
+)
 def test_no_limit_changes_the_numbering(parts, limit):
     data = b"\n".join(parts)
     whole, limited = numbered(data), numbered(data, limit=limit)
     assert [number for number, _ in limited] == [number for number, _ in whole]
     for (_, line), (_, cut) in zip(whole, limited, strict=True):
-        assert cut == (line if len(line.rstrip(b"\n")) <= limit or len(line) <= limit else None)
+        assert cut == (line if len(line.removesuffix(b"\n")) <= limit else None)
 
 
 @given(st.binary())
