@@ -18,8 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -30,6 +29,7 @@ from rich.table import Table
 from cosched.core.request import RequestClass, Slo
 from cosched.offline.prefix_pool import PrefixPool
 from cosched.simulation.machine import Machine
+from cosched.simulation.parallel import call_all
 from cosched.simulation.run import CostSpec, RunSpec, execute_requests
 from cosched.simulation.scenario import scenario
 from cosched.simulation.versions import versions
@@ -102,13 +102,10 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (%(default)s)")
     args = parser.parse_args()
     cases = [(rate, promotes) for rate in args.rates for promotes in (False, True)]
-    # SGLang keeps process-wide state: one run per process.
-    with ProcessPoolExecutor(
-        args.jobs, mp_context=get_context("spawn"), max_tasks_per_child=1
-    ) as pool:
-        runs = [pool.submit(measure, args, rate, promotes) for rate, promotes in cases]
-        progress = track(runs, description="runs", console=Console(file=sys.stderr))
-        rows = [run.result() for run in progress]
+    calls = [(args, *case) for case in cases]
+    runs = call_all(measure, calls, num_jobs=args.jobs)
+    done = track(runs, description="runs", total=len(calls), console=Console(file=sys.stderr))
+    rows = [row for _, row in sorted(done, key=itemgetter(0))]
     table = Table(box=None)
     for name in ("online req/s", "next when cached", "both met %", "online hit %", "offline hit %",
                  "offline tokens/s"):  # fmt: skip

@@ -20,8 +20,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from cosched.metrics.records import RequestRecord
 from cosched.offline.freshness import UtilityMix
 from cosched.offline.prefix_pool import PoolConfig
 from cosched.simulation.machine import Machine
+from cosched.simulation.parallel import call_all
 from cosched.simulation.run import CostSpec, RunSpec, execute_requests
 from cosched.simulation.scenario import scenario
 from cosched.simulation.versions import versions
@@ -176,14 +176,10 @@ def main() -> None:
     parser.add_argument("--write", type=Path, metavar="PNG", help="draw it into this file")
     args = parser.parse_args()
     cases = [(ratio, patience) for patience in (0, args.patience) for ratio in RATIOS]
-    rows = []
-    # SGLang keeps process-wide state: one run per process.
-    with ProcessPoolExecutor(
-        args.jobs, mp_context=get_context("spawn"), max_tasks_per_child=1
-    ) as pool:
-        runs = [pool.submit(measure, args, ratio, patience) for ratio, patience in cases]
-        for run in track(runs, description="runs", console=Console(file=sys.stderr)):
-            rows.append(run.result())
+    calls = [(args, *case) for case in cases]
+    runs = call_all(measure, calls, num_jobs=args.jobs)
+    done = track(runs, description="runs", total=len(calls), console=Console(file=sys.stderr))
+    rows = [row for _, row in sorted(done, key=itemgetter(0))]
     table = Table(box=None)
     for name in ("utility ratio", "patience", "tokens/s", "hit %", "p99 wait alone s",
                  "p99 wait others s", "alone still waiting", "most of bound %"):  # fmt: skip

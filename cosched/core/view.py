@@ -67,7 +67,7 @@ class Decodes(NamedTuple):
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> Decodes:
-        """Of requests that are not all of a class. O(requests)."""
+        """Of any running requests, looking at each. O(requests)."""
         return cls(requests, [r.num_computed_tokens + 1 for r in requests])
 
 

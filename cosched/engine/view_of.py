@@ -6,9 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
-from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, match_prefix_for_req
 from sglang.srt.runtime_context import get_exec
 
 from cosched.core.caps import EngineCaps
@@ -52,13 +50,7 @@ def graph_sizes_of(scheduler: Any) -> GraphSizes | None:
 def num_cached(tree_cache: Any, request: TrackedRequest) -> int:
     """Tokens at the head of a waiting request whose KV is in the radix tree."""
     req = request.req
-    key = RadixKey(
-        token_ids=req.origin_input_ids, extra_key=req.extra_key, cache_salt=req.cache_salt
-    )
-    return len(tree_cache.match_prefix(MatchPrefixParams(key=key)).device_indices)
-
-
-_OFFLINE = RequestClass.OFFLINE
+    return len(match_prefix_for_req(tree_cache, req, req.origin_input_ids).device_indices)
 
 
 class SchedulerView:
@@ -88,31 +80,28 @@ class SchedulerView:
     @cached_property
     def _running(self) -> _Running:
         """One pass over the running batch."""
-        running = _Running([], [], [], [], [], [])
-        everyone, online, online_contexts, offline, offline_contexts, remaining = running
+        everyone: list[TrackedRequest] = []
+        remaining: list[int] = []
+        decodes: dict[RequestClass, tuple[list[TrackedRequest], list[int]]]
+        decodes = {request_class: ([], []) for request_class in RequestClass}
         for req in self._batch.reqs:
             if req.finished_reason is not None:
                 continue  # stays in the batch until that is next filtered
             tracked = req.cosched
             everyone.append(tracked)
             remaining.append(tracked.max_new_tokens - len(req.output_ids))
-            if tracked.request_class is _OFFLINE:
-                offline.append(tracked)
-                offline_contexts.append(req.kv.kv_committed_len + 1)
-            else:
-                online.append(tracked)
-                online_contexts.append(req.kv.kv_committed_len + 1)
-        return running
+            requests, contexts = decodes[tracked.request_class]
+            requests.append(tracked)
+            contexts.append(req.kv.kv_committed_len + 1)
+        by_class = {request_class: Decodes(*lists) for request_class, lists in decodes.items()}
+        return _Running(everyone, by_class, remaining)
 
     @property
     def running(self) -> Sequence[TrackedRequest]:
         return self._running.everyone
 
     def running_of(self, request_class: RequestClass) -> Decodes:
-        running = self._running
-        if request_class is _OFFLINE:
-            return Decodes(running.offline, running.offline_contexts)
-        return Decodes(running.online, running.online_contexts)
+        return self._running.by_class[request_class]
 
     @cached_property
     def unfinished(self) -> Sequence[TrackedRequest]:
@@ -190,10 +179,7 @@ class _Running(NamedTuple):
     """What a plan reads of all running requests; remaining: output still to come of each."""
 
     everyone: list[TrackedRequest]
-    online: list[TrackedRequest]
-    online_contexts: list[int]
-    offline: list[TrackedRequest]
-    offline_contexts: list[int]
+    by_class: dict[RequestClass, Decodes]
     remaining: list[int]
 
 

@@ -228,6 +228,8 @@ class PrefixPool(Generic[P]):
         those that share `PoolConfig.least_shared` tokens or more with it come next in each bucket,
         behind a head that is in use. O(buckets x (depth + tokens compared)).
         """
+        if not self._places:
+            return
         least = self.config.least_shared
         token_ids, key = request.token_ids, request.prefix_key
         for tree in self._buckets.trees:
@@ -374,19 +376,16 @@ class PoolOrder(Iterator[P]):
         over them is O(1) for the depth-first order, and costs at most one look per request yielded
         for the others.
         """
-        pool = self._pool
-        place = pool._places.get(request.rid)
-        own = None if place is None else pool._buckets.tree_of(request)
-        token_ids: Sequence[int] | None = None
-        for tree in pool._buckets.trees:
-            node: Node[P] | None
-            if place is not None and tree is own:
-                node = place.node_at(num_tokens)
-            else:
-                token_ids = request.token_ids if token_ids is None else token_ids
-                node = tree.find(token_ids, key=request.prefix_key, num_tokens=num_tokens)
-            if node is not None:
-                self._skipped.add(node)
+        buckets = self._pool._buckets
+        others = buckets.trees
+        place = self._pool._places.get(request.rid)
+        if place is not None:
+            self._skipped.add(place.node_at(num_tokens))
+            others = [tree for tree in others if tree is not buckets.tree_of(request)]
+        if others:
+            token_ids, key = request.token_ids, request.prefix_key
+            nodes = [tree.find(token_ids, key=key, num_tokens=num_tokens) for tree in others]
+            self._skipped.update(node for node in nodes if node is not None)
 
     def take(self, request: P) -> None:
         """It is admitted: neither yielded nor a candidate any more."""

@@ -255,14 +255,7 @@ class RadixTree(Generic[T]):
         to the head of the order, the node's branch comes right behind the head's. Nothing moves
         when the head is under the node itself. O(depth).
         """
-        head = self._top.first
-        if head is None or node.first is head:
-            return
-        if not behind_head:
-            self._lead_node(node)
-            return
-        assert node.first is not None and node.last is not None and node.parent is not None
-        self._lead(node.parent, node.first, node.last, behind=head)
+        self._lead_node(node, behind=self._top.first if behind_head else None)
 
     def path(self, token_ids: Sequence[int], *, key: Hashable) -> list[Shared]:
         """Who shares the heads of these tokens: one entry per node, prefixes getting longer.
@@ -422,10 +415,10 @@ class RadixTree(Generic[T]):
             child = above
         return child
 
-    def _lead_node(self, node: Node[T]) -> None:
+    def _lead_node(self, node: Node[T], *, behind: Place[T] | None = None) -> None:
         if node.parent is not None:
             assert node.first is not None and node.last is not None
-            self._lead(node.parent, node.first, node.last)
+            self._lead(node.parent, node.first, node.last, behind=behind)
 
     def _lead(
         self,
@@ -465,29 +458,22 @@ class RadixTree(Generic[T]):
 
         is_at_end  whether the run ends the node's, which knows it by another end maybe
         """
-        old_last = node.last
-        branch_end = self._branch_end(node)
+        child = self._child_of_first(node)
+        branch_end = node.first if child is None else child.last
+        assert branch_end is not None
         target = branch_end._next
         assert target is not None
+        old_last, new_last = node.last, last
         if target is not first:
+            assert first._prev is not None
             new_last = first._prev
             _move_run(first, last, target)
-        else:
-            new_last = last
         if not is_at_end:
             return
         above: Node[T] | None = node
         while above is not None and above.last is old_last:
             above.last = new_last
             above = above.parent
-
-    def _branch_end(self, node: Node[T]) -> Place[T]:
-        """The last place of the branch of a node that begins it: of its first child in the order,
-        or the first place itself if that ends at the node."""
-        child = self._child_of_first(node)
-        end = node.first if child is None else child.last
-        assert end is not None
-        return end
 
     def _walk(self, data: bytes, key: Hashable) -> Iterator[tuple[Node[T], int]]:
         """Down along these tokens: (node, bytes matched so far), the last node maybe in part."""

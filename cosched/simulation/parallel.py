@@ -1,25 +1,46 @@
-"""Many runs at a time, each in a process of its own."""
+"""Many runs at a time, each in a process of its own.
+
+SGLang keeps process-wide state, and memory that a run of many long prompts took is given back.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from typing import Any, TypeVar
 
 from cosched.simulation.run import RunResult, RunSpec, execute
 from cosched.simulation.store import ResultStore
 
-__all__ = ["execute_all"]
+__all__ = ["call_all", "execute_all"]
+
+R = TypeVar("R")
+
+
+def call_all(
+    function: Callable[..., R], arguments: Sequence[tuple[Any, ...]], *, num_jobs: int
+) -> Iterator[tuple[int, R]]:
+    """Call a function with each of these arguments, at most `num_jobs` at a time, each in a fresh
+    process; yields (index, result) as they end. An error in a call is raised here."""
+    if not arguments:
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_jobs, mp_context=context, max_tasks_per_child=1) as pool:
+        futures = {pool.submit(function, *some): index for index, some in enumerate(arguments)}
+        try:
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        finally:
+            for future in futures:
+                future.cancel()
 
 
 def execute_all(
     specs: Sequence[RunSpec], *, num_jobs: int, store: ResultStore | None = None
 ) -> Iterator[tuple[int, RunResult]]:
     """Run them, at most `num_jobs` at a time; yields (index, result) as they end. What `store` has
-    is not run again, and what is run is put there.
-
-    Each run gets a fresh process: SGLang keeps process-wide state, and memory that a run of many
-    long prompts took is given back. An error in a run is raised here.
+    is not run again, and what is run is put there. An error in a run is raised here.
     """
     left = dict(enumerate(specs))
     if store is not None:
@@ -28,17 +49,9 @@ def execute_all(
             if result is not None:
                 del left[index]
                 yield index, result
-    if not left:
-        return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_jobs, mp_context=context, max_tasks_per_child=1) as pool:
-        futures = {pool.submit(execute, spec): index for index, spec in left.items()}
-        try:
-            for future in as_completed(futures):
-                result = future.result()
-                if store is not None:
-                    store.put(result)
-                yield futures[future], result
-        finally:
-            for future in futures:
-                future.cancel()
+    indices = list(left)
+    calls = call_all(execute, [(spec,) for spec in left.values()], num_jobs=num_jobs)
+    for number, result in calls:
+        if store is not None:
+            store.put(result)
+        yield indices[number], result
