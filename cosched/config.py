@@ -51,6 +51,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     offline_rate       most offline requests admitted per second, for hygen-throttled; absent: any
                        number
     latency_model      file that ``cosched.profile`` wrote; absent: calibrated while running
+    strict             an error of cosched's own ends the server instead of being planned around;
+                       for tests and simulations
     predictor_error    for experiments: standard deviation of a random factor on all predictions of
                        a plan, 0 to 1 (docs/predictors.md)
     iteration_log      file to write the shape and time of every iteration to, one JSON line each
@@ -68,6 +70,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     budgets: Budgets = Budgets()
     offline_rate: float | None = None
     latency_model: str | None = None
+    strict: bool = False
     predictor_error: float = 0.0
     iteration_log: str | None = None
     decision_log: str | None = None

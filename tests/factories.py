@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cosched.core.caps import EngineCaps
-from cosched.core.request import Request, RequestClass, Slo
-from cosched.core.view import Backlog, Decodes, KvState, Match
+from cosched.core.request import PLAIN, Request, RequestClass, Slo, Traits
+from cosched.core.view import Backlog, BatchRules, Decodes, KvState, Match
 
 _seq = itertools.count()
 
@@ -18,6 +18,7 @@ class FakeRequest:
     rid: str
     request_class: RequestClass = RequestClass.ONLINE
     slo: Slo = field(default_factory=Slo)
+    traits: Traits = PLAIN
     arrival_s: float = 0.0
     first_token_s: float | None = None
     arrival_seq: int = field(default_factory=lambda: next(_seq))
@@ -84,6 +85,8 @@ class FakeView:
     online: Iterable[FakeRequest] = ()
     offline: Iterable[FakeRequest] = ()
     cached: Mapping[str, Match] = field(default_factory=dict)
+    decodes_due: bool = False
+    barred: Collection[str] = ()
     now_s: float = 0.0
     start_s: float = 0.0
     backlog: Backlog = field(default_factory=lambda: Backlog(since_s=0.0, num_admitted=0))
@@ -96,7 +99,27 @@ class FakeView:
             free=self.total_kv - held - self.evictable_kv,
             evictable=self.evictable_kv,
             reserved=sum(map(self.reserve_of, self.running)),
+            next_step=sum(
+                self.caps.page_size * r.traits.num_rows
+                for r in self.running
+                if not r.num_computed_tokens % self.caps.page_size
+            ),
         )
+
+    @property
+    def rules(self) -> BatchRules:
+        return BatchRules(
+            mixed=self.caps.mixed_batches
+            and all(r.traits.can_mix for r in (*self.running, *self.unfinished)),
+            partial=self.caps.partial_decode,
+            decodes_due=self.decodes_due,
+        )
+
+    def is_waiting(self, rid: str) -> bool:
+        return any(r.rid == rid for r in (*self.online, *self.offline))
+
+    def is_barred(self, request: Request) -> bool:
+        return request.rid in self.barred
 
     @property
     def num_offline(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from cosched.core.plan import SkipReason
 from cosched.core.request import Request
 from cosched.core.view import Match, View
@@ -10,15 +12,27 @@ __all__ = ["IterationBudget"]
 
 
 class IterationBudget:
-    """What is left of the token, memory, slot and chunk limits while a plan grows.
+    """What is left of the token, memory, slot, adapter and chunk limits while a plan grows.
 
-    The memory rule is the engine's own (SGLang's `PrefillAdder`): a request is admitted when its
-    uncached prompt, the output it may still generate (at most `EngineCaps.max_reserved_tokens`)
-    and one page of rounding are below the headroom. It then holds its chunk; the output stays
-    reserved once its prefill is complete.
+    Two memory rules hold at once. One is the engine's own (SGLang's `PrefillAdder`): a request is
+    admitted when its uncached prompt, the output it may still generate (at most
+    `EngineCaps.max_reserved_tokens`) and one page of rounding are below the headroom. It then holds
+    its chunk; the output stays reserved once its prefill is complete. The other is what the
+    iteration takes at once: its chunks in whole pages beside the next step of all that decodes,
+    which the engine does not check where both share a batch.
     """
 
-    __slots__ = ("_caps", "_num_admitted", "_view", "headroom", "slots", "tokens", "unfinished")
+    __slots__ = (
+        "_adapters",
+        "_caps",
+        "_num_admitted",
+        "_view",
+        "available",
+        "headroom",
+        "slots",
+        "tokens",
+        "unfinished",
+    )
 
     def __init__(self, view: View) -> None:
         caps = view.caps
@@ -34,17 +48,24 @@ class IterationBudget:
         self.tokens = limit - num_mixed
         """Prefill tokens left."""
         self.headroom = kv.headroom - num_mixed
-        """KV tokens left for new work; may be negative."""
+        """KV tokens left for new work and for what it will generate; may be negative."""
+        self.available = kv.free + kv.evictable - kv.next_step
+        """KV tokens that chunks of this iteration may take beside the decodes; may be negative."""
         self.slots = view.free_slots
         """Requests that may still be admitted."""
         self.unfinished = caps.max_unfinished_prefills
         """Requests whose prefill may still end unfinished."""
+        self._adapters: Counter[str | None] | None = None
+        if caps.max_adapters is not None:
+            self._adapters = Counter(r.traits.adapter for r in (*view.running, *view.unfinished))
 
     def fork(self) -> IterationBudget:
         """A copy to try things on."""
         other = object.__new__(IterationBudget)
         for name in self.__slots__:
             setattr(other, name, getattr(self, name))
+        if self._adapters is not None:
+            other._adapters = self._adapters.copy()
         return other
 
     def refusal(
@@ -52,51 +73,84 @@ class IterationBudget:
     ) -> SkipReason | None:
         """Why a waiting request cannot be admitted now with up to `at_most` prompt tokens (None:
         any number), or None. Hard limits only."""
-        if self.slots <= 0:
+        if self.slots < request.traits.num_rows:
             return SkipReason.REQUEST_SLOTS
+        if not self._has_adapter(request):
+            return SkipReason.ADAPTERS
         if self.shortfall(request, match) > 0:
             return SkipReason.MEMORY_BUDGET
         if self.tokens <= 0:
             return SkipReason.TOKEN_BUDGET
-        if self.chunk(request, match.cached, at_most=at_most) <= 0:
+        if self.chunk(request, match.cached, at_most=at_most, num_loaded=match.host) <= 0:
+            if self._room(match.host) <= 0:
+                return SkipReason.MEMORY_BUDGET
             return (
                 SkipReason.UNFINISHED_PREFILL if self.unfinished <= 0 else SkipReason.TOKEN_BUDGET
             )
         return None
 
+    def _has_adapter(self, request: Request) -> bool:
+        adapters = self._adapters
+        if adapters is None or adapters[request.traits.adapter] > 0:
+            return True
+        assert self._caps.max_adapters is not None
+        return sum(1 for count in adapters.values() if count > 0) < self._caps.max_adapters
+
+    def _room(self, num_loaded: int = 0) -> int:
+        """KV tokens that one more chunk may take now: the engine may need a page more for it."""
+        return self.available - self._caps.page_size - num_loaded
+
     def shortfall(self, request: Request, match: Match) -> int:
         """KV tokens missing to admit a waiting request; <= 0 when it fits."""
         caps = self._caps
-        num_uncached = _num_tokens(request) - match.cached
+        num_uncached = _num_tokens(request) - match.cached + match.host
         need = num_uncached + self._reserve(request) + caps.page_size + match.evictable
         return need + 1 - self.headroom  # the engine asks for strictly less than the headroom
 
-    def chunk(self, request: Request, num_cached: int, *, at_most: int | None = None) -> int:
-        """Prompt tokens of this request that fit the token budget, no more than `at_most`: all that
-        remain, or a chunk that ends on a page boundary when a prefill may stay unfinished, or 0."""
+    def chunk(
+        self,
+        request: Request,
+        num_cached: int,
+        *,
+        at_most: int | None = None,
+        num_loaded: int = 0,
+    ) -> int:
+        """Prompt tokens of this request that fit the token budget and the memory that is available
+        at once, no more than `at_most`: all that remain, or a chunk of whole units
+        (`EngineCaps.chunk_unit`) when a prefill may stay unfinished, or 0.
+
+        num_loaded: tokens of its cached head that must be loaded from the host
+        """
         remaining = _num_tokens(request) - num_cached
-        tokens = self.tokens if at_most is None else min(self.tokens, at_most)
-        if self._caps.ceil_to_page(remaining) <= self.tokens and (
+        room = self._room(num_loaded)
+        tokens = min(self.tokens, room)
+        if self._caps.ceil_to_page(remaining) <= tokens and (
             at_most is None or remaining <= at_most
         ):
             return remaining
         if self._caps.max_chunk_tokens is None:
-            if at_most is not None and remaining > at_most:
+            if (at_most is not None and remaining > at_most) or remaining > room:
                 return 0
             # Without chunked prefill the engine runs the first prompt whole, whatever its length.
             limit = self._caps.max_prefill_tokens
             return remaining if self.tokens >= limit - len(self._view.running) else 0
         if self.unfinished <= 0:
             return 0
-        page = self._caps.page_size
-        end = (num_cached + tokens) // page * page
-        return max(end - num_cached, 0)
+        if at_most is not None:
+            tokens = min(tokens, at_most)
+        page, unit = self._caps.page_size, self._caps.chunk_unit
+        if unit == page:
+            return max((num_cached + tokens) // page * page - num_cached, 0)
+        return max(tokens // unit * unit, 0)
 
     def charge_admission(self, request: Request, match: Match, num_tokens: int) -> None:
         """Spend what admitting `num_tokens` of a waiting request takes."""
         self._num_admitted += 1
-        self.slots -= 1
-        self.headroom -= match.evictable
+        self.slots -= request.traits.num_rows
+        self.headroom -= match.evictable + match.host
+        self.available -= match.evictable + match.host
+        if self._adapters is not None:
+            self._adapters[request.traits.adapter] += 1
         self._charge_prefill(request, match.cached, num_tokens)
 
     def continuation(self, request: Request, *, at_most: int | None = None) -> int:
@@ -121,23 +175,33 @@ class IterationBudget:
 
     def refund_preemption(self, request: Request) -> None:
         """Give back what stopping a running request or an unfinished prefill frees."""
-        self.slots += 1
-        self.headroom += self._view.preemption_gain(request) + self._view.reserve_of(request)
-        if self._caps.mixed_batches and all(r.rid != request.rid for r in self._view.unfinished):
-            self.tokens += 1
-            self.headroom += 1
+        gain = self._view.preemption_gain(request)
+        self.slots += request.traits.num_rows
+        self.headroom += gain + self._view.reserve_of(request)
+        self.available += gain
+        if self._adapters is not None:
+            self._adapters[request.traits.adapter] -= 1
+        if all(r.rid != request.rid for r in self._view.unfinished):
+            self.refund_hold(request)
 
-    def refund_hold(self) -> None:
+    def refund_hold(self, request: Request) -> None:
         """Give back what the decode of a running request that sits out would have taken."""
+        self.available += self.step_of(request)
         if self._caps.mixed_batches:
             self.tokens += 1
             self.headroom += 1
+
+    def step_of(self, request: Request) -> int:
+        """KV tokens that the next decode of a running request takes."""
+        page = self._caps.page_size
+        return 0 if request.num_computed_tokens % page else page * request.traits.num_rows
 
     def _charge_prefill(self, request: Request, num_cached: int, num_tokens: int) -> None:
         assert num_tokens > 0, f"{num_tokens=} {request.rid=}"
         caps = self._caps
         self.tokens -= caps.ceil_to_page(num_tokens)
         self.headroom -= caps.ceil_to_page(num_tokens) + caps.page_size
+        self.available -= caps.ceil_to_page(num_tokens) + caps.page_size
         if num_cached + num_tokens < _num_tokens(request):
             assert self.unfinished > 0, f"second unfinished prefill {request.rid=}"
             self.unfinished -= 1

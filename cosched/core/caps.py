@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 __all__ = ["EngineCaps"]
@@ -18,6 +19,10 @@ class EngineCaps:
     max_prefill_tokens      most prefill tokens in one iteration (``--max-prefill-tokens``)
     max_unfinished_prefills most requests whose prefill may end the iteration unfinished
     max_reserved_tokens     most output tokens reserved for one request at admission
+    chunk_align             a chunk that leaves its prefill unfinished has a multiple of so many
+                            tokens (deterministic inference); 1: any number of whole pages
+    max_adapters            most LoRA adapters in one batch, the model's own weights counted as one;
+                            None: no LoRA
     mixed_batches           prefill and decode may share an iteration (``--enable-mixed-chunk``)
     partial_decode          a running request may sit out an iteration
     overlap                 results of the last iteration may still be unknown while planning
@@ -29,6 +34,8 @@ class EngineCaps:
     max_prefill_tokens: int
     max_unfinished_prefills: int = 1
     max_reserved_tokens: int = 4096
+    chunk_align: int = 1
+    max_adapters: int | None = None
     mixed_batches: bool = True
     partial_decode: bool = False
     overlap: bool = False
@@ -39,6 +46,12 @@ class EngineCaps:
         assert self.max_chunk_tokens is None or self.max_chunk_tokens >= self.page_size, (
             f"{self.max_chunk_tokens=} {self.page_size=}"
         )
+
+    @property
+    def chunk_unit(self) -> int:
+        """A chunk that leaves its prefill unfinished is a multiple of so many tokens, where it
+        begins on a page boundary."""
+        return math.lcm(self.page_size, self.chunk_align)
 
     def ceil_to_page(self, num_tokens: int) -> int:
         """KV tokens that `num_tokens` occupy when they start on a page boundary."""

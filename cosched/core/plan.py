@@ -31,6 +31,8 @@ class SkipReason(Enum):
     UNFINISHED_PREFILL = "unfinished_prefill"
     LATENCY_BUDGET = "latency_budget"
     RATE_LIMIT = "rate_limit"
+    ADAPTERS = "adapters"
+    DECODES_DUE = "decodes_due"
     ENGINE_REFUSED = "engine_refused"
 
 
@@ -45,10 +47,11 @@ class Plan:
     """One iteration.
 
     prefill    rid -> new prompt tokens to compute, in the order they are admitted. Requests that
-               wait and the unfinished prefill may stand here
+               wait and the unfinished prefill may stand here; where others do, the unfinished one
+               must, or be stopped
     hold       running requests that sit out this iteration with their KV kept. The others decode
-               one token each, unless the engine runs no mixed batches and `prefill` is not empty:
-               then nobody decodes
+               one token each, unless the batch cannot be mixed and `prefill` is not empty: then
+               nobody decodes
     preempt    running requests or unfinished prefills to stop before anything is admitted
     skipped    rid -> why a request that was looked at does not run; for the decision log
     limits     phase -> most time it was given [s], where the policy limits it; for the decision log

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-__all__ = ["Request", "RequestClass", "Slo"]
+__all__ = ["PLAIN", "Request", "RequestClass", "Slo", "Traits"]
 
 
 class RequestClass(Enum):
@@ -33,6 +33,25 @@ class Slo:
     deadline_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """What the engine can and cannot do with a request; fixed when it comes.
+
+    can_stop  it may be preempted: stopping it frees its row and its KV, and it can resume
+    can_mix   its prefill may share an iteration with decodes, and its decodes with a prefill
+    num_rows  request slots that it takes once it decodes (beams have one each)
+    adapter   LoRA adapter it needs; None: the model's own weights
+    """
+
+    can_stop: bool = True
+    can_mix: bool = True
+    num_rows: int = 1
+    adapter: str | None = None
+
+
+PLAIN = Traits()
+
+
 class Request(Protocol):
     """Read-only window on one request; the engine keeps it up to date.
 
@@ -48,6 +67,9 @@ class Request(Protocol):
 
     @property
     def slo(self) -> Slo: ...
+
+    @property
+    def traits(self) -> Traits: ...
 
     @property
     def arrival_s(self) -> float:

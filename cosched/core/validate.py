@@ -13,14 +13,19 @@ def validate(plan: Plan, view: View) -> None:
     """PlanError names the limit a plan breaks. O(requests named in the plan)."""
     if not (plan.prefill or plan.preempt or plan.hold or view.unfinished):
         return
-    caps = view.caps
     stopped = {preemption.rid for preemption in plan.preempt}
     if len(stopped) != len(plan.preempt):
         raise PlanError(f"a request is preempted twice: {[p.rid for p in plan.preempt]}")
     unfinished = {request.rid for request in view.unfinished}
-    for rid in unfinished:
+    for rid in unfinished if plan.prefill else ():
         if rid not in plan.prefill and rid not in stopped:
-            raise PlanError(f"unfinished prefill {rid} is neither continued nor preempted")
+            raise PlanError(
+                f"unfinished prefill {rid} is neither continued nor preempted while others are "
+                "prefilled"
+            )
+    for request in (*view.unfinished, *view.running):
+        if request.rid in stopped and not request.traits.can_stop:
+            raise PlanError(f"preempted, but it cannot be: {request.rid}")
     if stopped & plan.prefill.keys():
         raise PlanError(f"preempted and prefilled at once: {sorted(stopped & plan.prefill.keys())}")
     if stopped:
@@ -30,9 +35,11 @@ def validate(plan: Plan, view: View) -> None:
     for rid, num_tokens in plan.prefill.items():
         if num_tokens <= 0:
             raise PlanError(f"prefill of {rid} is {num_tokens} tokens; it must be at least 1")
+        if rid not in unfinished and not view.is_waiting(rid):
+            raise PlanError(f"prefilled, but it neither waits nor is unfinished: {rid}")
     if plan.hold:
-        if not caps.partial_decode:
-            raise PlanError(f"held, but the engine has no partial decode: {sorted(plan.hold)}")
+        if not view.rules.partial:
+            raise PlanError(f"held, but the batch cannot be divided now: {sorted(plan.hold)}")
         running = {request.rid for request in view.running}
         absent = set(plan.hold) - (running - stopped)
         if absent:

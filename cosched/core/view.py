@@ -9,7 +9,31 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from cosched.core.caps import EngineCaps
 from cosched.core.request import Request, RequestClass
 
-__all__ = ["Backlog", "BucketedOrder", "Decodes", "KvState", "Match", "SharingOrder", "View"]
+__all__ = [
+    "Backlog",
+    "BatchRules",
+    "BucketedOrder",
+    "Decodes",
+    "KvState",
+    "Match",
+    "SharingOrder",
+    "View",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRules:
+    """What the next batch may be, with the requests that run now; narrower than `EngineCaps`.
+
+    mixed        prefill and the decodes of all that runs may share it
+    partial      running requests may sit it out
+    decodes_due  the iteration before this one left out running requests without being told to: it
+                 prefilled and could not mix. They come first now
+    """
+
+    mixed: bool = True
+    partial: bool = False
+    decodes_due: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,12 +44,15 @@ class KvState:
     free       not allocated
     evictable  in the radix tree and used by no running request
     reserved   kept for the output still to come of the running requests, online and offline
+    next_step  what the next decode of all running requests takes: a token each, or a page of those
+               that begin one
     """
 
     total: int
     free: int
     evictable: int
     reserved: int
+    next_step: int = 0
 
     @property
     def headroom(self) -> int:
@@ -40,10 +67,12 @@ class Match:
     cached     matched tokens
     evictable  those of them that no running request holds: admitting the request takes them out
                of `KvState.evictable`
+    host       those of them that are in host memory only: admitting it takes as many free tokens
     """
 
     cached: int
     evictable: int
+    host: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +146,9 @@ class View(Protocol):
     def caps(self) -> EngineCaps: ...
 
     @property
+    def rules(self) -> BatchRules: ...
+
+    @property
     def kv(self) -> KvState: ...
 
     @property
@@ -136,6 +168,13 @@ class View(Protocol):
     @property
     def unfinished(self) -> Sequence[Request]:
         """Requests in the middle of their prefill, at most `EngineCaps.max_unfinished_prefills`."""
+        ...
+
+    def is_waiting(self, rid: str) -> bool: ...
+
+    def is_barred(self, request: Request) -> bool:
+        """The engine refused this waiting request a moment ago for a reason that no plan knows (an
+        adapter that cannot be loaded now, say); it is asked again later."""
         ...
 
     @property
@@ -158,7 +197,8 @@ class View(Protocol):
     def backlog(self) -> Backlog: ...
 
     def match(self, request: Request) -> Match:
-        """What of a waiting request is cached now. O(depth). Changes no budget."""
+        """What of a waiting request is cached now. O(depth). Changes nothing: neither budgets nor
+        what the cache will evict next."""
         ...
 
     def reserve_of(self, request: Request) -> int:

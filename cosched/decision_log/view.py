@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from cosched.core.caps import EngineCaps
 from cosched.core.plan import Plan, Preemption
-from cosched.core.request import Request, RequestClass, Slo
-from cosched.core.view import Decodes, KvState, Match
+from cosched.core.request import PLAIN, Request, RequestClass, Slo, Traits
+from cosched.core.view import BatchRules, Decodes, KvState, Match
 from cosched.decision_log.read import Entry
 from cosched.engine.decision_records import RequestFacts, RequestRow, ViewState
 
@@ -31,6 +31,7 @@ class _RecordedRequest:
     rid: str
     request_class: RequestClass
     slo: Slo
+    traits: Traits
     arrival_s: float
     arrival_seq: int
     first_token_s: float | None
@@ -118,15 +119,18 @@ class RecordedView:
         self.now_s = state.now_s
         self.start_s = state.start_s
         self.kv: KvState = state.kv
+        self.rules = state.rules or BatchRules(
+            mixed=self.caps.mixed_batches, partial=self.caps.partial_decode
+        )
         self.free_slots = state.free_slots
         self.running: Sequence[Request] = self._requests(state.running)
         self.unfinished: Sequence[Request] = self._requests(state.unfinished)
+        self._online = self._requests(state.online)
+        self._offline = self._requests(state.offline)
         self.online: Iterable[Request] = _Looked(
-            requests=self._requests(state.online), is_all=state.online_is_all, name="online"
+            requests=self._online, is_all=state.online_is_all, name="online"
         )
-        looked_at = _Looked(
-            requests=self._requests(state.offline), is_all=state.offline_is_all, name="offline"
-        )
+        looked_at = _Looked(requests=self._offline, is_all=state.offline_is_all, name="offline")
         self.offline: Iterable[Request] = looked_at
         if state.offline_is_sharing:
             self.offline = _RecordedOrder(looked_at, state)
@@ -136,9 +140,15 @@ class RecordedView:
     def running_of(self, request_class: RequestClass) -> Decodes:
         return Decodes.of([r for r in self.running if r.request_class is request_class])
 
+    def is_waiting(self, rid: str) -> bool:
+        return any(r.rid == rid for r in (*self._online, *self._offline))
+
+    def is_barred(self, request: Request) -> bool:
+        return request.arrival_seq in self._state.barred
+
     def match(self, request: Request) -> Match:
-        cached, evictable = _answer(self._state.matches, request, "what is cached")
-        return Match(cached=cached, evictable=evictable)
+        cached, evictable, *host = _answer(self._state.matches, request, "what is cached")
+        return Match(cached=cached, evictable=evictable, host=host[0] if host else 0)
 
     def reserve_of(self, request: Request) -> int:
         return _answer(self._state.reserves, request, "the reserve")
@@ -183,6 +193,7 @@ def _request(
         rid=facts.rid,
         request_class=facts.request_class,
         slo=facts.slo or Slo(),
+        traits=facts.traits or PLAIN,
         arrival_s=facts.arrival_s,
         arrival_seq=seq,
         first_token_s=first_token_s,

@@ -9,7 +9,7 @@ its own.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import replace
 from typing import Any
 
@@ -19,9 +19,10 @@ from sglang.srt.mem_cache.common import release_kv_cache
 from cosched.core.plan import Plan, PreemptMode
 from cosched.engine.controller import Controller
 from cosched.engine.partial import split
+from cosched.engine.penalties import count_resumed
 from cosched.engine.tracked import TrackedRequest
 
-__all__ = ["PlannedPrefillAdder", "rejoin_held", "schedule_prefill"]
+__all__ = ["PlannedPrefillAdder", "held_adapters", "rejoin_held", "schedule_prefill"]
 
 # The scheduler builds its adder from fixed arguments, so the plan reaches it past them. A scheduler
 # process has one thread that schedules.
@@ -87,7 +88,8 @@ def schedule_prefill(
     _admit_ready_grammars(scheduler)
     if not controller.waiting and scheduler.chunked_req is None and running_batch.is_empty():
         if controller.exporter is not None:
-            controller.exporter.idle()
+            with controller.guard.watching("metrics"):
+                controller.exporter.idle()
         return None, running_batch
     if any([req.finished_reason is not None for req in running_batch.reqs]):
         running_batch.filter_batch()
@@ -98,9 +100,21 @@ def schedule_prefill(
     controller.split = split(running_batch, plan.hold) if plan.hold else None
     if controller.split is not None:
         running_batch = controller.split.active
+    controller.decodes_due = False
     if not plan.prefill:
         return None, running_batch
-    return _build_batch(original, controller, plan, running_batch, prefill_delayer_single_pass)
+    batch, running_batch = _build_batch(
+        original, controller, plan, running_batch, prefill_delayer_single_pass
+    )
+    if batch is not None:
+        controller.decodes_due = not batch.decoding_reqs and not running_batch.is_empty()
+        count_resumed(batch)
+    return batch, running_batch
+
+
+def held_adapters(controller: Controller) -> Set[str | None]:
+    """LoRA adapters of the requests that sit out the iteration that is being made ready."""
+    return frozenset() if controller.split is None else controller.split.adapters
 
 
 def rejoin_held(controller: Controller, next_batch: Any) -> Any:
@@ -111,8 +125,7 @@ def rejoin_held(controller: Controller, next_batch: Any) -> Any:
     if controller.split is not None:
         next_batch.running_batch = controller.split.rejoin(next_batch.batch_to_run)
         controller.split = None
-    if controller.decisions is not None:
-        controller.decisions.launched(next_batch.batch_to_run)
+    controller.on_launch(next_batch.batch_to_run)
     return next_batch
 
 
@@ -226,11 +239,13 @@ def _build_batch(
     for req in candidates:
         if req.rid not in refused:
             waiting.remove_rid(req.rid)
+            req.cosched.num_refusals = 0
     for req in left:
-        if req not in waiting:
+        if req in waiting:
+            controller.bar(req.cosched)
+        else:
             waiting.append(req)
-    controller.counters.num_engine_refusals += len(refused)
     for rid, num_tokens in plan.prefill.items():
-        if rid not in refused:
+        if rid not in refused and rid in planned:
             controller.count_prefill(planned[rid], num_tokens)
     return batch, running_batch

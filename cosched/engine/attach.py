@@ -14,6 +14,7 @@ from cosched.engine.controller import Controller
 from cosched.engine.decision_records import Header
 from cosched.engine.decisions import DecisionLog
 from cosched.engine.exporter import MetricsExporter
+from cosched.engine.guard import Guard
 from cosched.engine.observe import IterationLogFile, IterationObserver
 from cosched.errors import ConfigError
 from cosched.latency.graphs import GraphSizes
@@ -26,7 +27,8 @@ def attach(scheduler: Any, config: Config) -> None:
     """Give it an observer (``cosched_observer``) and, unless SGLang's own scheduling stays, a
     controller (``cosched``). ConfigError when the policy cannot serve its model."""
     clock = WallClock()
-    observer = IterationObserver(scheduler, clock=clock)
+    guard = Guard(is_strict=config.strict)
+    observer = IterationObserver(scheduler, clock=clock, guard=guard)
     scheduler.cosched_observer = observer
     if config.iteration_log is not None and get_parallel().tp_rank == 0:
         observer.add_listener(IterationLogFile(_log_path(config.iteration_log)))
@@ -42,7 +44,7 @@ def attach(scheduler: Any, config: Config) -> None:
         # Nothing decodes, and SGLang's mixed batches assume a model that generates.
         scheduler.is_mixed_chunk = False
     scheduler.cosched = controller = Controller(
-        scheduler, entry=entry, config=config, clock=clock, observer=observer
+        scheduler, entry=entry, config=config, clock=clock, observer=observer, guard=guard
     )
     metrics = scheduler.metrics_collector_context
     if metrics.current_scheduler_metrics_enabled:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -13,15 +15,16 @@ from sglang.srt.runtime_context import get_parallel
 
 from cosched.config import Config
 from cosched.core.plan import Plan
-from cosched.core.request import RequestClass
-from cosched.core.validate import validate
+from cosched.core.request import Request, RequestClass
 from cosched.core.view import View
 from cosched.engine.clock import Clock
 from cosched.engine.decisions import DecisionLog
 from cosched.engine.exporter import MetricsExporter
+from cosched.engine.guard import Guard
 from cosched.engine.identity import identity_of
 from cosched.engine.observe import IterationObserver
 from cosched.engine.partial import SplitBatch
+from cosched.engine.ranks import Ranks
 from cosched.engine.timekeeper import Moment, Timekeeper
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.view_of import SchedulerView, caps_of, graph_sizes_of, num_cached
@@ -37,6 +40,9 @@ from cosched.policy.registry import PolicyEntry
 
 __all__ = ["Controller", "Counters"]
 
+MOST_BARRED_PLANS = 64
+"""Plans for which a request stands back that the engine refuses again and again."""
+
 PLANNING_WINDOW = 1000
 """Latest plans whose percentiles ``/get_server_info`` shows."""
 
@@ -45,11 +51,13 @@ PLANNING_WINDOW = 1000
 class Counters:
     """Totals since the start.
 
-    planning_s  host time spent in views and policies [s]
+    num_safe_plans  plans made by the safe rule, because the policy failed (`cosched.engine.guard`)
+    planning_s      host time spent in views and policies [s]
     """
 
     num_plans: int = 0
     num_replans: int = 0
+    num_safe_plans: int = 0
     planning_s: float = 0.0
     num_preemptions: int = 0
     num_engine_refusals: int = 0
@@ -71,6 +79,7 @@ class Controller:
         config: Config,
         clock: Clock,
         observer: IterationObserver,
+        guard: Guard,
     ) -> None:
         self.scheduler = scheduler
         self.config = config
@@ -90,13 +99,16 @@ class Controller:
             offline_rate=config.offline_rate,
         )
         self.policy: Policy = entry.make(self.settings)
-        self.timekeeper = None
-        if entry.timed:
+        self.guard = guard
+        self.ranks: Ranks | None = None
+        if get_parallel().tp_size > 1:
+            self.ranks = Ranks(scheduler.tp_cpu_group, is_source=get_parallel().tp_rank == 0)
+        self.is_source = self.ranks is None or self.ranks.is_source
+        """This rank plans; the others do as it says."""
+        self.timekeeper: Timekeeper | None = None
+        if self.is_source:
             self.timekeeper = Timekeeper(
-                clock=clock,
-                observer=observer,
-                predictor=self.predictor,
-                ranks=scheduler.tp_cpu_group if get_parallel().tp_size > 1 else None,
+                clock=clock, observer=observer, predictor=self.predictor if entry.timed else None
             )
         self.decisions: DecisionLog | None = None
         self.exporter: MetricsExporter | None = None
@@ -104,16 +116,14 @@ class Controller:
         self._planning_s: deque[float] = deque(maxlen=PLANNING_WINDOW)
         self.split: SplitBatch | None = None
         """Of the iteration that is being made ready, when some running requests sit it out."""
+        self.decodes_due = False
+        """See `BatchRules`."""
         pool: OfflinePool[TrackedRequest] = ArrivalQueue()
-        if entry.pool is not None:
+        if entry.pool is not None and self.is_source:
             pool = PrefixPool(
                 config.pool or entry.pool, num_cached=partial(num_cached, scheduler.tree_cache)
             )
-        self.waiting = WaitingQueue(
-            pool=pool,
-            clock=clock,
-            on_arrival=None if self.timekeeper is None else self.timekeeper.on_arrival,
-        )
+        self.waiting = WaitingQueue(pool=pool, clock=clock, guard=guard)
         for req in scheduler.waiting_queue:
             self.waiting.append(req)
         scheduler.waiting_queue = self.waiting
@@ -129,9 +139,20 @@ class Controller:
             self.timekeeper.clock = clock
 
     def plan(self, running_batch: Any) -> Plan:
-        """The next iteration, checked against the engine's limits."""
+        """The next iteration, checked against the engine's limits; the same on every rank."""
+        plan = self._plan(running_batch) if self.is_source else None
+        if self.ranks is not None:
+            return self.ranks.share(plan)
+        assert plan is not None
+        return plan
+
+    def _plan(self, running_batch: Any) -> Plan:
         started_s = time.perf_counter()
-        moment = self._moment()
+        now_s = self.clock.now_s()
+        moment = Moment(now_s, now_s)
+        with self.guard.watching("timekeeper"):
+            assert self.timekeeper is not None, "this rank plans"
+            moment = self.timekeeper.moment()
         self.waiting.advance(moment.now_s)
         self.predictor.error = error_factor(self.config.predictor_error, self.counters.num_plans)
         view: View = SchedulerView(
@@ -141,33 +162,73 @@ class Controller:
             caps=self.caps,
             now_s=moment.now_s,
             start_s=moment.start_s,
+            decodes_due=self.decodes_due,
+            is_barred=self._is_barred,
         )
-        if self.decisions is not None:
-            view = self.decisions.watch(view)
-        plan = self.policy.plan(view)
-        validate(plan, view)
+        watched = self._watched(view)
+        plan = self.guard.plan(self.policy, self.config.policy, watched)
+        if plan is None:
+            if self.guard.has_given_up and isinstance(self.waiting.offline, PrefixPool):
+                self.waiting.use_arrival_order()
+            watched = self._watched(view)
+            plan = self.guard.safe_plan(watched)
+            self.counters.num_safe_plans += 1
         planning_s = time.perf_counter() - started_s
         self.counters.num_plans += 1
         self.counters.planning_s += planning_s
         self._planning_s.append(planning_s)
         if self.exporter is not None:
-            self.exporter.planned(planning_s)
-        if self.decisions is not None:
-            self.decisions.planned(plan, planning_s)
+            with self.guard.watching("metrics"):
+                self.exporter.planned(planning_s)
+        with self._logging() as log:
+            if log is not None:
+                log.planned(plan, planning_s)
         return plan
 
-    def _moment(self) -> Moment:
-        if self.timekeeper is not None:
-            return self.timekeeper.moment()
-        now_s = self.clock.now_s()
-        return Moment(now_s, now_s)
+    def _watched(self, view: View) -> View:
+        with self._logging() as log:
+            if log is not None:
+                return log.watch(view)
+        return view
+
+    @contextlib.contextmanager
+    def _logging(self) -> Iterator[DecisionLog | None]:
+        """The decision log, if there is one. Where it fails it ends: its records follow each
+        other."""
+        try:
+            yield self.decisions
+        except Exception as error:
+            if self.guard.is_strict:
+                raise
+            self.decisions = None
+            self.guard.note("decision_log", error)
+
+    def on_launch(self, batch: Any | None) -> None:
+        """An iteration's batch is ready to run; None: there is nothing to run."""
+        with self._logging() as log:
+            if log is not None:
+                log.launched(batch)
 
     def on_result(self, batch: Any) -> None:
         """The tokens of an iteration have come out."""
-        if self.decisions is not None:
-            self.decisions.finished(batch)
+        with self._logging() as log:
+            if log is not None:
+                log.finished(batch)
         if self.timekeeper is not None:
-            self.timekeeper.on_result(batch)
+            with self.guard.watching("timekeeper"):
+                self.timekeeper.on_result(batch)
+
+    def bar(self, tracked: TrackedRequest) -> None:
+        """The engine did not admit a request that the plan admits: it stands back for a while, for
+        twice as many plans each time."""
+        self.counters.num_engine_refusals += 1
+        tracked.num_refusals += 1
+        plans = min(2**tracked.num_refusals, MOST_BARRED_PLANS)
+        tracked.barred_until = self.counters.num_plans + plans
+
+    def _is_barred(self, request: Request) -> bool:
+        assert isinstance(request, TrackedRequest), f"{type(request)=}"
+        return request.barred_until > self.counters.num_plans
 
     def export_to(self, exporter: MetricsExporter) -> None:
         """Report to Prometheus from now on."""
@@ -203,6 +264,9 @@ class Controller:
             "busy_s": round(self.observer.busy_s, 6),
             "num_plans": counters.num_plans,
             "num_replans": counters.num_replans,
+            "num_safe_plans": counters.num_safe_plans,
+            "policy_given_up": self.guard.has_given_up,
+            "failures": dict(self.guard.failures),
             "planning_us": {
                 "mean": _us(counters.planning_s / max(counters.num_plans, 1)),
                 "p50": _us(planning_s[len(planning_s) // 2]),

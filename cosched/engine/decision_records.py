@@ -13,8 +13,8 @@ import msgspec
 
 from cosched.core.caps import EngineCaps
 from cosched.core.plan import PreemptMode, SkipReason
-from cosched.core.request import RequestClass, Slo
-from cosched.core.view import Backlog, KvState
+from cosched.core.request import RequestClass, Slo, Traits
+from cosched.core.view import Backlog, BatchRules, KvState
 from cosched.latency.predictor import Predictor
 from cosched.policy.base import Budgets, PolicySettings
 
@@ -84,7 +84,8 @@ class Header(msgspec.Struct, kw_only=True, tag_field="kind", tag="header"):
 
 
 class RequestFacts(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
-    """What never changes of a request. slo: None where it has no targets of its own."""
+    """What never changes of a request. slo: None where it has no targets of its own; traits: None
+    where there is nothing special about it."""
 
     seq: int
     rid: str
@@ -93,6 +94,7 @@ class RequestFacts(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True
     num_prompt_tokens: int
     max_new_tokens: int
     slo: Slo | None = None
+    traits: Traits | None = None
 
 
 class ViewState(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -105,7 +107,8 @@ class ViewState(msgspec.Struct, kw_only=True, omit_defaults=True):
     candidates           (per_bucket, seqs of each bucket): the calls of
                          `cosched.core.view.BucketedOrder.candidates`; `offline` holds the requests
     takes                (calls of `candidates` before, seq): the calls of `take`
-    matches              seq -> (cached, evictable) of the requests it asked about
+    matches              seq -> [cached, evictable, host] of the requests it asked about
+    barred               those it asked about that the engine had refused a moment ago
     prefixes             seq -> num_prefix_tokens of those that run and have no output yet; of
                          others it says nothing any more
     reserves, gains      seq -> `View.reserve_of`, `View.preemption_gain`, where it asked
@@ -117,6 +120,7 @@ class ViewState(msgspec.Struct, kw_only=True, omit_defaults=True):
     free_slots: int
     num_offline: int
     backlog: Backlog
+    rules: BatchRules | None = None
     running: list[RequestRow] = []
     unfinished: list[RequestRow] = []
     online: list[RequestRow] = []
@@ -128,7 +132,8 @@ class ViewState(msgspec.Struct, kw_only=True, omit_defaults=True):
     candidates: list[tuple[int, list[list[int]]]] = []
     takes: list[tuple[int, int]] = []
     prefixes: dict[int, int] = {}
-    matches: dict[int, tuple[int, int]] = {}
+    matches: dict[int, list[int]] = {}
+    barred: list[int] = []
     reserves: dict[int, int] = {}
     gains: dict[int, int] = {}
 

@@ -16,8 +16,17 @@ from typing import Any
 import msgspec
 
 from cosched.core.plan import Plan, SkipReason
-from cosched.core.request import Request, RequestClass, Slo
-from cosched.core.view import Backlog, BucketedOrder, Decodes, KvState, Match, SharingOrder, View
+from cosched.core.request import PLAIN, Request, RequestClass, Slo
+from cosched.core.view import (
+    Backlog,
+    BatchRules,
+    BucketedOrder,
+    Decodes,
+    KvState,
+    Match,
+    SharingOrder,
+    View,
+)
 from cosched.engine.decision_records import (
     BeliefState,
     Decision,
@@ -124,13 +133,27 @@ class RecordingView:
         self.caps = view.caps
         self.online = _Noted(view.online)
         self.offline = _Noted(view.offline)
-        self.matches: dict[int, tuple[int, int]] = {}
+        self.matches: dict[int, list[int]] = {}
+        self.barred: list[int] = []
         self.reserves: dict[int, int] = {}
         self.gains: dict[int, int] = {}
 
     @property
     def kv(self) -> KvState:
         return self._view.kv
+
+    @property
+    def rules(self) -> BatchRules:
+        return self._view.rules
+
+    def is_waiting(self, rid: str) -> bool:
+        return self._view.is_waiting(rid)
+
+    def is_barred(self, request: Request) -> bool:
+        is_barred = self._view.is_barred(request)
+        if is_barred:
+            self.barred.append(request.arrival_seq)
+        return is_barred
 
     @property
     def num_offline(self) -> int:
@@ -157,7 +180,8 @@ class RecordingView:
 
     def match(self, request: Request) -> Match:
         match = self._view.match(request)
-        self.matches[request.arrival_seq] = (match.cached, match.evictable)
+        host = [match.host] if match.host else []
+        self.matches[request.arrival_seq] = [match.cached, match.evictable, *host]
         return match
 
     def reserve_of(self, request: Request) -> int:
@@ -184,6 +208,7 @@ class RecordingView:
             free_slots=self.free_slots,
             num_offline=self.num_offline,
             backlog=self.backlog,
+            rules=self.rules,
             running=running,
             unfinished=unfinished,
             online=_rows(self.online.seen),
@@ -202,6 +227,7 @@ class RecordingView:
                 if not num_output_tokens
             },
             matches=self.matches,
+            barred=self.barred,
             reserves=self.reserves,
             gains=self.gains,
         )
@@ -369,6 +395,7 @@ def _facts(request: Request) -> RequestFacts:
         num_prompt_tokens=request.num_prompt_tokens,
         max_new_tokens=request.max_new_tokens,
         slo=None if request.slo == Slo() else request.slo,
+        traits=None if request.traits == PLAIN else request.traits,
     )
 
 

@@ -15,8 +15,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+import torch
+
 from cosched.core.batch import BatchShape
 from cosched.engine.clock import Clock
+from cosched.engine.guard import Guard
 from cosched.engine.shape import shape_of
 
 __all__ = ["IterationLogFile", "IterationObserver", "StepResult"]
@@ -53,10 +56,13 @@ class IterationObserver:
     `launch` and `finish` stand around SGLang's `run_batch` and before `process_batch_result`.
     """
 
-    def __init__(self, scheduler: Any, *, clock: Clock) -> None:
+    def __init__(self, scheduler: Any, *, clock: Clock, guard: Guard) -> None:
+        """guard: what fails here is left out; the batch runs all the same."""
         self._scheduler = scheduler
+        self._guard = guard
         self._clock = clock
         self._is_synchronous = scheduler.device == "cpu"
+        self._is_virtual = False
         self._listeners: list[Callable[[StepResult], None]] = []
         self._in_flight: deque[_Launched] = deque()
         self._last_done_s = 0.0
@@ -74,6 +80,7 @@ class IterationObserver:
         """Time is virtual: an iteration is done when the clock says so, not when the call ends."""
         self._clock = clock
         self._is_synchronous = False
+        self._is_virtual = True
 
     def add_listener(self, listener: Callable[[StepResult], None]) -> None:
         self._listeners.append(listener)
@@ -85,7 +92,9 @@ class IterationObserver:
         """Run the batch through `run` and remember when it was launched."""
         if batch.forward_mode.is_idle() or batch.forward_mode.is_prebuilt():
             return run()
-        shape = shape_of(batch)
+        shape = BatchShape()
+        with self._guard.watching("timing"):
+            shape = shape_of(batch)
         follows = not self._scheduler._sched_idled and self.num_iterations > 0
         start_s = self._clock.now_s()
         result = run()
@@ -114,6 +123,9 @@ class IterationObserver:
             event = getattr(result, "copy_done", None)
             if event is not None:
                 event.synchronize()
+            elif not self._is_virtual:
+                # Without the overlap scheduler nothing has waited for the device yet.
+                torch.get_device_module(self._scheduler.device).current_stream().synchronize()
             done_s = self._clock.now_s()
         on_device_s = max(launched.start_s, self._last_done_s)
         begun_s = self._last_done_s if launched.follows else on_device_s
@@ -122,7 +134,8 @@ class IterationObserver:
         step = StepResult(launched.shape, begun_s, done_s - begun_s)
         self.num_iterations += 1
         for listener in self._listeners:
-            listener(step)
+            with self._guard.watching("timing"):
+                listener(step)
 
 
 class IterationLogFile:

@@ -15,6 +15,8 @@ import copy
 from collections.abc import Set
 from typing import Any
 
+from cosched.engine.penalties import copy_for_part, copy_rows
+
 __all__ = ["SplitBatch", "can_hold", "can_split", "split"]
 
 
@@ -32,11 +34,9 @@ def can_split(scheduler: Any) -> bool:
 
 
 def can_hold(running_batch: Any) -> bool:
-    """Whether the requests that run now can be divided. Penalties (repetition, frequency) count
-    their tokens per batch, not per request."""
-    return not running_batch.sampling_info.penalizer_orchestrator.is_required and all(
-        req.beam_group is None for req in running_batch.reqs
-    )
+    """Whether the requests that run now can be divided: beams have rows of their own behind those
+    of the requests."""
+    return all([req.beam_group is None for req in running_batch.reqs])
 
 
 class SplitBatch:
@@ -68,21 +68,31 @@ class SplitBatch:
             whole.filter_batch(keep_indices=keep)
         if decodes:
             _lengthen(whole, [0 if req in self._held else 1 for req in whole.reqs])
+            rows = {req: row for row, req in enumerate(whole.reqs)}
+            copy_rows(
+                self.active.sampling_info.penalizer_orchestrator,
+                whole.sampling_info.penalizer_orchestrator,
+                [rows[req] for req in self.active.reqs],
+            )
         return whole
+
+    @property
+    def adapters(self) -> Set[str | None]:
+        """LoRA adapters of the held requests: they stay in use."""
+        return {req.lora_id for req in self._held}
 
 
 def split(running_batch: Any, held: Set[str]) -> SplitBatch | None:
-    """Divide a running batch. None when nothing is to be held or the requests cannot be divided;
-    a request that is about to end is never held."""
+    """Divide a running batch that `can_hold`. None when nothing is left to hold: a request that is
+    about to end is never held."""
     held = {req.rid for req in running_batch.reqs if req.rid in held and req.to_finish is None}
-    if not held or not can_hold(running_batch):
-        return None
-    return SplitBatch(running_batch, held)
+    return SplitBatch(running_batch, held) if held else None
 
 
 def _part(batch: Any, indices: list[int]) -> Any:
     part = copy.copy(batch)
-    part.sampling_info = copy.copy(batch.sampling_info)
+    part.sampling_info = info = copy.copy(batch.sampling_info)
+    info.penalizer_orchestrator = copy_for_part(info.penalizer_orchestrator, part)
     part.filter_batch(keep_indices=indices)
     return part
 

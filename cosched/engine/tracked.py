@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
-from cosched.core.request import RequestClass, Slo
+from cosched.core.request import PLAIN, RequestClass, Slo, Traits
 from cosched.core.wire import class_of_priority, slo_of_params
 
 __all__ = ["TrackedRequest"]
@@ -21,15 +21,20 @@ class TrackedRequest:
     __slots__ = (
         "arrival_s",
         "arrival_seq",
+        "barred_until",
         "first_token_s",
+        "has_penalties",
         "max_new_tokens",
+        "num_penalized",
         "num_preemptions",
         "num_prompt_tokens",
         "num_queued_tokens",
+        "num_refusals",
         "req",
         "request_class",
         "rid",
         "slo",
+        "traits",
     )
 
     def __init__(self, req: Any, *, arrival_s: float, arrival_seq: int) -> None:
@@ -42,7 +47,15 @@ class TrackedRequest:
         self.arrival_s = arrival_s
         self.arrival_seq = arrival_seq
         self.first_token_s: float | None = None
+        self.traits: Traits = _traits_of(req)
         self.num_preemptions = 0
+        self.num_penalized = 0
+        """Generated tokens that its penalties have counted (`cosched.engine.penalties`)."""
+        self.num_refusals = 0
+        """Times in a row that the engine did not admit it although the plan did."""
+        self.barred_until = 0
+        """Number of the plan that may admit it again after that."""
+        self.has_penalties = _has_penalties(req.sampling_params)
         self.num_queued_tokens = 0
         """Its length when it was last queued: what the queue's total was raised by."""
         req.cosched = self
@@ -78,3 +91,29 @@ class TrackedRequest:
 
     def __repr__(self) -> str:
         return f"TrackedRequest({self.rid!r}, {self.request_class.value}, seq={self.arrival_seq})"
+
+
+def _traits_of(req: Any) -> Traits:
+    beams = req.beam_group
+    streams_session = req.session is not None and req.session.streaming
+    has_embeds = req.input_embeds is not None
+    traits = Traits(
+        # Beams share rows that only the whole group can give back, a streaming session keeps its
+        # row and its KV, and from embeddings the engine would generate everything anew.
+        can_stop=beams is None and not streams_session and not has_embeds,
+        # SGLang mixes no batch in which one of these is (`_get_new_batch_prefill_raw`).
+        can_mix=beams is None and not req.return_logprob and not has_embeds,
+        num_rows=1 if beams is None else int(beams.beam_width),
+        adapter=req.lora_id,
+    )
+    return PLAIN if traits == PLAIN else traits
+
+
+def _has_penalties(params: Any) -> bool:
+    """Whether what it may generate depends on what it has generated, by SGLang's penalizers."""
+    return bool(
+        params.frequency_penalty
+        or params.presence_penalty
+        or params.repetition_penalty != 1.0
+        or params.min_new_tokens
+    )

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, match_prefix_for_req
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.runtime_context import get_exec
 
 from cosched.core.caps import EngineCaps
-from cosched.core.request import Request, RequestClass
-from cosched.core.view import Backlog, Decodes, KvState, Match
-from cosched.engine.partial import can_split
+from cosched.core.request import PLAIN, Request, RequestClass
+from cosched.core.view import Backlog, BatchRules, Decodes, KvState, Match
+from cosched.engine.partial import can_hold, can_split
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.waiting import WaitingQueue
 from cosched.latency.graphs import GraphSizes
@@ -28,6 +30,8 @@ def caps_of(scheduler: Any) -> EngineCaps:
         max_chunk_tokens=scheduler.chunked_prefill_size,
         max_prefill_tokens=scheduler.max_prefill_tokens,
         max_reserved_tokens=CLIP_MAX_NEW_TOKENS,
+        chunk_align=scheduler.truncation_align_size or 1,
+        max_adapters=scheduler.max_loras_per_batch if scheduler.enable_lora else None,
         mixed_batches=bool(scheduler.is_mixed_chunk),
         partial_decode=can_split(scheduler),
         overlap=bool(scheduler.enable_overlap),
@@ -48,9 +52,22 @@ def graph_sizes_of(scheduler: Any) -> GraphSizes | None:
 
 
 def num_cached(tree_cache: Any, request: TrackedRequest) -> int:
-    """Tokens at the head of a waiting request whose KV is in the radix tree."""
-    req = request.req
-    return len(match_prefix_for_req(tree_cache, req, req.origin_input_ids).device_indices)
+    """Tokens at the head of a waiting request whose KV is in the radix tree; changes nothing in
+    it."""
+    num_tokens, *_ = tree_cache.tree_core.match_full_device_prefix(_key(request.req))
+    return int(num_tokens)
+
+
+def _key(req: Any) -> Any:
+    """What admission will look up (`Req.init_next_round_input`): all tokens but those that must be
+    computed in any case."""
+    token_ids = req.origin_input_ids + req.output_ids if req.output_ids else req.origin_input_ids
+    if req.positional_embed_overrides is not None:
+        token_ids = token_ids[:0]
+    limit = req._compute_max_prefix_len(len(token_ids))
+    return RadixKey(
+        token_ids=token_ids, extra_key=req.extra_key, limit=limit, cache_salt=req.cache_salt
+    )
 
 
 class SchedulerView:
@@ -69,6 +86,8 @@ class SchedulerView:
         caps: EngineCaps,
         now_s: float,
         start_s: float,
+        decodes_due: bool,
+        is_barred: Callable[[Request], bool],
     ) -> None:
         self._scheduler = scheduler
         self._batch = running_batch
@@ -76,12 +95,17 @@ class SchedulerView:
         self.caps = caps
         self.now_s = now_s
         self.start_s = start_s
+        self.is_barred = is_barred
+        self._decodes_due = decodes_due
 
     @cached_property
     def _running(self) -> _Running:
         """One pass over the running batch."""
         everyone: list[TrackedRequest] = []
         remaining: list[int] = []
+        next_step = 0
+        mixes = True
+        page = self.caps.page_size
         decodes: dict[RequestClass, tuple[list[TrackedRequest], list[int]]]
         decodes = {request_class: ([], []) for request_class in RequestClass}
         for req in self._batch.reqs:
@@ -92,9 +116,16 @@ class SchedulerView:
             remaining.append(tracked.max_new_tokens - len(req.output_ids))
             requests, contexts = decodes[tracked.request_class]
             requests.append(tracked)
-            contexts.append(req.kv.kv_committed_len + 1)
+            num_computed = req.kv.kv_committed_len
+            contexts.append(num_computed + 1)
+            traits = tracked.traits
+            if traits is not PLAIN:
+                mixes = mixes and traits.can_mix
+                remaining[-1] *= traits.num_rows
+            if not num_computed % page:
+                next_step += page * traits.num_rows
         by_class = {request_class: Decodes(*lists) for request_class, lists in decodes.items()}
-        return _Running(everyone, by_class, remaining)
+        return _Running(everyone, by_class, remaining, next_step, mixes)
 
     @property
     def running(self) -> Sequence[TrackedRequest]:
@@ -107,6 +138,20 @@ class SchedulerView:
     def unfinished(self) -> Sequence[TrackedRequest]:
         req = self._scheduler.chunked_req
         return () if req is None else (req.cosched,)
+
+    @cached_property
+    def rules(self) -> BatchRules:
+        caps = self.caps
+        return BatchRules(
+            mixed=caps.mixed_batches
+            and self._running.mixes
+            and all(request.traits.can_mix for request in self.unfinished),
+            partial=caps.partial_decode and can_hold(self._batch),
+            decodes_due=self._decodes_due,
+        )
+
+    def is_waiting(self, rid: str) -> bool:
+        return self._waiting.get(rid) is not None
 
     @property
     def online(self) -> Iterable[TrackedRequest]:
@@ -132,6 +177,7 @@ class SchedulerView:
             free=scheduler.token_to_kv_pool_allocator.available_size(),
             evictable=scheduler.tree_cache.evictable_size(),
             reserved=self._reserve(self._running.remaining),
+            next_step=self._running.next_step,
         )
 
     @cached_property
@@ -145,7 +191,8 @@ class SchedulerView:
         if request in self.unfinished:
             return 0
         assert isinstance(request, TrackedRequest), f"{type(request)=}"
-        return self._reserve((request.max_new_tokens - request.num_output_tokens,))
+        remaining = request.max_new_tokens - request.num_output_tokens
+        return self._reserve((remaining * request.traits.num_rows,))
 
     def _reserve(self, remaining: Sequence[int]) -> int:
         """SGLang's rule: a share of the output still to come, learnt from past iterations."""
@@ -154,14 +201,28 @@ class SchedulerView:
         return sum([int((n if n < most else most) * ratio) for n in remaining]) + len(remaining)
 
     def match(self, request: Request) -> Match:
-        req = _req(request)
         tree = self._scheduler.tree_cache
-        req.init_next_round_input(tree)
-        before = tree.evictable_size()
-        lock = tree.inc_lock_ref(req.last_node)
-        held = before - tree.evictable_size()
-        tree.dec_lock_ref(req.last_node, lock.to_dec_params())
-        return Match(cached=len(req.prefix_indices), evictable=held)
+        key = _key(_req(request))
+        if self._scheduler.enable_hierarchical_cache:
+            # Only the whole search knows what is on the host. It touches what it finds.
+            found = tree.match_prefix(MatchPrefixParams(key=key))
+            host = int(found.host_hit_length)
+            num_device = len(found.device_indices)
+            held = self._evictable_at(found.last_device_node)
+            return Match(cached=num_device + host, evictable=held, host=host)
+        num_tokens, node, num_pinned = tree.tree_core.match_full_device_prefix(key)
+        # A lock takes the whole of the last node; admission splits it where the match ends.
+        held = max(self._evictable_at(node) - (num_pinned - num_tokens), 0)
+        return Match(cached=num_tokens, evictable=held)
+
+    def _evictable_at(self, node: Any) -> int:
+        """Tokens from a node of the tree up to the root that nobody holds."""
+        tree = self._scheduler.tree_cache
+        before: int = tree.evictable_size()
+        lock = tree.inc_lock_ref(node)
+        held: int = before - tree.evictable_size()
+        tree.dec_lock_ref(node, lock.to_dec_params())
+        return held
 
     def preemption_gain(self, request: Request) -> int:
         """Measured by releasing the request's lock on the tree for a moment."""
@@ -176,11 +237,18 @@ class SchedulerView:
 
 
 class _Running(NamedTuple):
-    """What a plan reads of all running requests; remaining: output still to come of each."""
+    """What a plan reads of all running requests.
+
+    remaining  output still to come of each
+    next_step  KV tokens that their next decodes take
+    mixes      all of them may decode beside a prefill
+    """
 
     everyone: list[TrackedRequest]
     by_class: dict[RequestClass, Decodes]
     remaining: list[int]
+    next_step: int
+    mixes: bool
 
 
 def _req(request: Request) -> Any:

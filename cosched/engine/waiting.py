@@ -6,8 +6,9 @@ all of that sees every waiting request, online and offline, without a patch of i
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from cosched.core.request import RequestClass
 from cosched.core.view import Backlog
 from cosched.core.wire import class_of_priority
 from cosched.engine.clock import Clock
+from cosched.engine.guard import Guard
 from cosched.engine.tracked import TrackedRequest
 from cosched.offline.pool import ArrivalQueue, OfflinePool
 
@@ -42,9 +44,10 @@ class WaitingQueue:
         *,
         pool: OfflinePool[TrackedRequest],
         clock: Clock,
-        on_arrival: Callable[[TrackedRequest], None] | None = None,
+        guard: Guard | None = None,
     ) -> None:
-        """`on_arrival` gets each request that comes for the first time."""
+        """guard: where the pool fails it gives way to the order of arrival; None: errors are
+        raised."""
         self.online: ArrivalQueue[TrackedRequest] = ArrivalQueue()
         self.offline = pool
         self.clock = clock
@@ -52,13 +55,14 @@ class WaitingQueue:
         """Prompt and generated tokens of all that wait."""
         self.backlog = Backlog(since_s=0.0, num_admitted=0)
         self._has_new_backlog = False
-        self._on_arrival = on_arrival
+        self._guard = guard or Guard(is_strict=True)
         self._all: ArrivalQueue[TrackedRequest] = ArrivalQueue()
         self._seq = itertools.count()
 
     def advance(self, now_s: float) -> None:
-        """Say what time it is, before planning: the same on every rank."""
-        self.offline.advance(now_s)
+        """Say what time it is, before planning."""
+        with self._pool() as pool:
+            pool.advance(now_s)
         if self._has_new_backlog:
             self._has_new_backlog = False
             self.backlog = Backlog(since_s=now_s, num_admitted=0)
@@ -67,22 +71,27 @@ class WaitingQueue:
         tracked = TrackedRequest.of(req)
         if tracked is None:
             tracked = TrackedRequest(req, arrival_s=self.clock.now_s(), arrival_seq=next(self._seq))
-            if self._on_arrival is not None:
-                self._on_arrival(tracked)
         self._all.add(tracked)
-        if tracked.request_class is RequestClass.OFFLINE and not len(self.offline):
-            self._has_new_backlog = True
-        self._queue_of(tracked).add(tracked)
+        if tracked.request_class is RequestClass.ONLINE:
+            self.online.add(tracked)
+        else:
+            with self._pool() as pool:
+                self._has_new_backlog = self._has_new_backlog or not len(pool)
+                pool.add(tracked)
         tracked.num_queued_tokens = req.seqlen
         self.num_tokens += tracked.num_queued_tokens
 
     def remove_rid(self, rid: str) -> TrackedRequest:
         """Take out a request that is admitted. KeyError when it does not wait."""
         tracked = self._take(rid)
-        self._queue_of(tracked).remove(rid)
         if tracked.request_class is RequestClass.ONLINE:
-            self.offline.promote(tracked)
-        elif not tracked.num_preemptions:
+            self.online.remove(rid)
+            with self._pool() as pool:
+                pool.promote(tracked)
+            return tracked
+        with self._pool() as pool:
+            pool.remove(rid)
+        if not tracked.num_preemptions:
             backlog = self.backlog
             self.backlog = replace(backlog, num_admitted=backlog.num_admitted + 1)
         return tracked
@@ -90,8 +99,30 @@ class WaitingQueue:
     def abort_rid(self, rid: str) -> TrackedRequest:
         """Take out a request that will not run. KeyError when it does not wait."""
         tracked = self._take(rid)
-        self._queue_of(tracked).abort(rid)
+        if tracked.request_class is RequestClass.ONLINE:
+            self.online.abort(rid)
+        else:
+            with self._pool() as pool:
+                pool.abort(rid)
         return tracked
+
+    def use_arrival_order(self) -> None:
+        """Put all waiting offline requests into a plain queue: the pool has failed."""
+        queue: ArrivalQueue[TrackedRequest] = ArrivalQueue()
+        for tracked in self._all:
+            if tracked.request_class is RequestClass.OFFLINE:
+                queue.add(tracked)
+        self.offline = queue
+
+    @contextlib.contextmanager
+    def _pool(self) -> Iterator[OfflinePool[TrackedRequest]]:
+        try:
+            yield self.offline
+        except Exception as error:
+            if self._guard.is_strict:
+                raise
+            self._guard.note("pool", error)
+            self.use_arrival_order()
 
     def _take(self, rid: str) -> TrackedRequest:
         tracked = self._all.remove(rid)
@@ -119,9 +150,6 @@ class WaitingQueue:
     def __contains__(self, req: Any) -> bool:
         tracked = TrackedRequest.of(req)
         return tracked is not None and self.get(tracked.rid) is tracked
-
-    def _queue_of(self, tracked: TrackedRequest) -> OfflinePool[TrackedRequest]:
-        return self.online if tracked.request_class is RequestClass.ONLINE else self.offline
 
 
 class WaitingSummary:

@@ -4,9 +4,12 @@ The budget of an iteration (Echo §5.2: the tightest online deadline in it)
 
     slack of a running request   first token + TPOT * (tokens it will have) - start of the iteration
     slack of a prefill           arrival + TTFT - start of the iteration
-    online phase                 the least slack of the running online requests, at least TPOT
-    offline phase                the least slack of all online requests, at most `burst` * TPOT;
-                                 of the running ones for targets that are `aim` times theirs
+    laxity of a prefill          its slack less the time that it and those before it still take
+    online phase                 the least slack of the running online requests, at least TPOT;
+                                 more where prefills would be late at that pace and need not be
+    offline phase                the least slack of the running online requests, for targets that
+                                 are `aim` times theirs, and the least laxity of the prefills; at
+                                 most `burst` * TPOT
     online memory crowded        offline phase at most TPOT * (1 - s) / (1 - `crowded_share`); s:
                                  the share of the KV memory that online requests hold or want
     nothing online               `idle_share` * TTFT
@@ -15,9 +18,11 @@ TPOT counts from the first token that came, not from the TTFT target as in Echo:
 a user is the mean gap, and a first token that came early does not allow longer gaps. A request that
 ran ahead of its deadlines lends its slack to a large online chunk; one that is late does not stop
 online prefills, only offline work. `idle_share` keeps room for an online request that arrives while
-an iteration runs and another is already launched behind it. Where online requests fill the memory
-their decodes are sped up at the expense of offline work: a request that decodes slowly holds its KV
-for longer, and those that come next wait for room.
+an iteration runs and another is already launched behind it. A prefill that must do without offline
+work and without the pace of the decodes to be in time gets both: a mean gap recovers, a first token
+does not. A TPOT target below the time of the shortest iteration there is counts as none. Where
+online requests fill the memory their decodes are sped up at the expense of offline work: a request
+that decodes slowly holds its KV for longer, and those that come next wait for room.
 """
 
 from __future__ import annotations
@@ -160,24 +165,25 @@ _TILES = (64, 128, 256)
 def deadline_ledger(view: View, settings: PolicySettings) -> DeadlineLedger:
     """For the next iteration; the decodes of the running online requests are in it."""
     budgets = settings.budgets
-    slacks = _decode_slacks(view, settings.slo, budgets.aim)
+    predictor = settings.predictor
+    slacks = _decode_slacks(view, settings.slo, budgets.aim, predictor)
     totals = BatchTotals()
     totals.add_decodes(slacks.contexts)
-    prefill_slack_s = _prefill_slack_s(view, settings.slo)
+    alone_s = predictor.predict_s(totals)
+    prefills = _prefill_slacks(view, settings.slo, predictor, totals, alone_s)
     if settings.latency_budget_s is not None:
         online_s = offline_s = settings.latency_budget_s
     else:
         # Slow decodes alone must not keep a prefill from starting.
-        alone_s = settings.predictor.predict_s(totals)
-        online_s = max(slacks.least_s, slacks.tpot_s, _LEAST_GROWTH * alone_s)
+        online_s = max(slacks.least_s, slacks.tpot_s, _LEAST_GROWTH * alone_s, prefills.iteration_s)
         burst_s = budgets.burst * slacks.tpot_s
         uncrowded_s = slacks.tpot_s * _room(view, slacks.contexts, budgets.crowded_share)
-        offline_s = min(slacks.aimed_s, prefill_slack_s, burst_s, uncrowded_s)
-    if not slacks.contexts and math.isinf(prefill_slack_s):
+        offline_s = min(slacks.aimed_s, prefills.laxity_s, burst_s, uncrowded_s)
+    if not slacks.contexts and math.isinf(prefills.least_s):
         offline_s = budgets.idle_share * _target(None, settings.slo.ttft_s)
-    cuts_online = _may_cut_online(view, prefill_slack_s, settings.slo)
+    cuts_online = _may_cut_online(view, prefills.least_s, settings.slo)
     return DeadlineLedger(
-        settings.predictor,
+        predictor,
         totals,
         online_s=online_s,
         offline_s=offline_s,
@@ -226,8 +232,9 @@ class _DecodeSlacks(NamedTuple):
     tpot_s: float
 
 
-def _decode_slacks(view: View, default: Slo, aim: float) -> _DecodeSlacks:
+def _decode_slacks(view: View, default: Slo, aim: float, predictor: Predictor) -> _DecodeSlacks:
     start_s = view.start_s
+    shortest_s: float | None = None
     default_tpot_s = least_tpot_s = _target(default.tpot_s, None)
     least_s = aimed_s = math.inf
     requests, contexts = view.running_of(RequestClass.ONLINE)
@@ -236,7 +243,12 @@ def _decode_slacks(view: View, default: Slo, aim: float) -> _DecodeSlacks:
         if tpot_s is None:
             tpot_s = default_tpot_s
         elif tpot_s < least_tpot_s:
-            least_tpot_s = tpot_s
+            if shortest_s is None:
+                shortest_s = _shortest_s(predictor)
+            if tpot_s < shortest_s:
+                tpot_s = default_tpot_s
+            else:
+                least_tpot_s = tpot_s
         first_s = request.first_token_s
         since_first_s = 0.0 if first_s is None else start_s - first_s
         allowed_s = tpot_s * (context - request.num_prompt_tokens)
@@ -248,15 +260,67 @@ def _decode_slacks(view: View, default: Slo, aim: float) -> _DecodeSlacks:
     return _DecodeSlacks(contexts, least_s, aimed_s, least_tpot_s)
 
 
-def _prefill_slack_s(view: View, default: Slo) -> float:
-    """The least time left to the first token of an online request without one; of those that
-    cannot make it any more, none counts. inf: there is none."""
-    least_s = math.inf
-    for request in _online_prefills(view):
+def _shortest_s(predictor: Predictor) -> float:
+    """The shortest iteration that decodes anything: no target below it can be met [s]."""
+    totals = BatchTotals()
+    totals.add_decodes((1,))
+    return predictor.predict_s(totals)
+
+
+class _PrefillSlacks(NamedTuple):
+    """Of the online requests without a first token; of those that cannot make it any more, none
+    counts. inf: there is none.
+
+    least_s      the least time left to a first token [s]
+    laxity_s     the least of it that is left when they are computed one after the other [s]
+    iteration_s  how long iterations must be for all of them to be in time beside the decodes of the
+                 online requests; 0: any length will do [s]
+    """
+
+    least_s: float
+    laxity_s: float
+    iteration_s: float
+
+
+def _prefill_slacks(
+    view: View, default: Slo, predictor: Predictor, totals: BatchTotals, alone_s: float
+) -> _PrefillSlacks:
+    """totals, alone_s: the decodes of the running online requests and their predicted time [s]."""
+    least_s = laxity_s = math.inf
+    iteration_s = work_s = 0.0
+    for index, request in enumerate(_online_prefills(view)):
         slack_s = request.arrival_s + _target(request.slo.ttft_s, default.ttft_s) - view.start_s
-        if 0 < slack_s < least_s:
-            least_s = slack_s
-    return least_s
+        if index < _MOST_LOOKED_AT:
+            work_s += _prefill_s(request, view, predictor, totals, alone_s)
+        if slack_s <= 0:
+            continue
+        least_s = min(least_s, slack_s)
+        left_s = slack_s - work_s
+        if left_s <= alone_s:
+            # Late as far as one knows; but that belief may be wrong.
+            laxity_s = min(laxity_s, slack_s)
+            continue
+        laxity_s = min(laxity_s, left_s)
+        # In iterations of L the share (L - alone) / L of the time is the prefill's.
+        iteration_s = max(iteration_s, min(slack_s * alone_s / left_s, work_s + alone_s))
+    return _PrefillSlacks(least_s, laxity_s, iteration_s)
+
+
+_MOST_LOOKED_AT = 16
+"""Waiting online requests whose prompts are looked up in the cache for how long they take."""
+
+
+def _prefill_s(
+    request: Request, view: View, predictor: Predictor, totals: BatchTotals, alone_s: float
+) -> float:
+    """By how much all that is left of a prefill lengthens an iteration [s]."""
+    num_cached = request.num_computed_tokens or view.match(request).cached
+    num_new = request.num_prompt_tokens + request.num_output_tokens - num_cached
+    if num_new <= 0:
+        return 0.0
+    trial = totals.copy()
+    trial.add_prefill(num_new, num_cached)
+    return max(predictor.predict_s(trial) - alone_s, 0.0)
 
 
 def _online_prefills(view: View) -> Iterable[Request]:

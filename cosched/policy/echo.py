@@ -122,14 +122,21 @@ class _EchoDraft(TwoPhaseDraft):
     ) -> list[_Candidate]:
         """The candidates that may be admitted. known: rid -> those looked at, None: refused;
         seconds: of the iteration without them."""
-        fitting = []
-        for bucket, requests in enumerate(order.candidates(CANDIDATES_PER_BUCKET)):
-            for request in requests:
-                if request.rid not in known:
-                    known[request.rid] = self._look_at(request, bucket, seconds)
-                candidate = known[request.rid]
-                if candidate is not None:
-                    fitting.append(candidate)
+        fitting: list[_Candidate] = []
+        goes_on = True
+        while goes_on and not fitting:
+            goes_on = False
+            for bucket, requests in enumerate(order.candidates(CANDIDATES_PER_BUCKET)):
+                for request in requests:
+                    if request.rid not in known:
+                        if self._must_wait(request):
+                            order.take(request)  # those behind it have the turn
+                            goes_on = True
+                            continue
+                        known[request.rid] = self._look_at(request, bucket, seconds)
+                    candidate = known[request.rid]
+                    if candidate is not None:
+                        fitting.append(candidate)
         return fitting
 
     def _look_at(self, request: Request, bucket: int, seconds: float) -> _Candidate | None:
@@ -143,7 +150,7 @@ class _EchoDraft(TwoPhaseDraft):
         if reason is not None:
             self._skipped[request.rid] = reason
             return None
-        num_new = self._budget.chunk(request, match.cached, at_most=at_most)
+        num_new = self._budget.chunk(request, match.cached, at_most=at_most, num_loaded=match.host)
         return _Candidate(
             request=request,
             bucket=bucket,

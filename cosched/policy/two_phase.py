@@ -107,13 +107,14 @@ class TwoPhaseDraft:
 
     def build(self) -> Plan:
         self._make_room_for_decodes()
-        is_online_served = self._online_phase()
-        self._offline_decodes()
-        if is_online_served:
-            self._offline_prefills()
-        for request in self._view.unfinished:
-            if request.rid not in self._prefill and request.rid not in self._preempted:
-                self._preempt(request)
+        if self._is_turn_of_decodes():
+            self._offline_decodes()
+        else:
+            is_online_served = self._online_phase()
+            self._offline_decodes()
+            if is_online_served:
+                self._offline_prefills()
+            self._stop_what_does_not_go_on()
         self._keep_one_running()
         return Plan(
             prefill=self._prefill,
@@ -122,16 +123,34 @@ class TwoPhaseDraft:
             skipped=self._skipped,
         )
 
+    def _is_turn_of_decodes(self) -> bool:
+        """Where prefill and decode cannot share a batch they take turns. An unfinished prefill then
+        stays as it is."""
+        rules = self._view.rules
+        return rules.decodes_due and not rules.mixed and self._decodes_any()
+
+    def _decodes_any(self) -> bool:
+        return any(not self._is_stopped(r) for r in self._view.running)
+
+    def _stop_what_does_not_go_on(self) -> None:
+        """The engine goes on with an unfinished prefill wherever it prefills anything."""
+        for request in self._view.unfinished:
+            if request.rid not in self._prefill and not self._is_stopped(request):
+                if request.traits.can_stop:
+                    self._preempt(request)
+                else:
+                    self._prefill.clear()
+
     def _online_phase(self) -> bool:
         """Admit online requests. False: one still waits, so no offline prefill may start."""
         for request in self._view.unfinished:
-            if request.request_class is RequestClass.ONLINE:
+            if request.request_class is RequestClass.ONLINE or not request.traits.can_stop:
                 self._continue_online(request)
         return all(self._admit_online(request) for request in self._view.online)
 
     def _offline_decodes(self) -> None:
         """Running offline requests decode while they fit; the others sit out."""
-        if not self._view.caps.partial_decode:
+        if not self._view.rules.partial:
             return
         running, contexts = self._running_offline()
         num_fitting = self._time.offline_decodes(contexts)
@@ -141,12 +160,13 @@ class TwoPhaseDraft:
         self._time.add_decodes(contexts[:num_fitting])
         for request in running[num_fitting:]:
             self._held.add(request.rid)
-            self._budget.refund_hold()
+            self._budget.refund_hold(request)
             self._skipped[request.rid] = SkipReason.LATENCY_BUDGET
 
     def _offline_prefills(self) -> None:
         for request in self._view.unfinished:
-            if request.request_class is RequestClass.OFFLINE and not self._is_stopped(request):
+            is_offline = request.request_class is RequestClass.OFFLINE
+            if is_offline and request.traits.can_stop and not self._is_stopped(request):
                 num_cached = request.num_computed_tokens
                 num_tokens = self._budget.continuation(
                     request, at_most=self._offline_tokens(request, num_cached)
@@ -170,6 +190,8 @@ class TwoPhaseDraft:
         """In the pool's order, until one does not fit."""
         num_admitted = 0
         for request in order:
+            if self._must_wait(request):
+                continue
             if num_admitted == self._most_offline:
                 self._skipped[request.rid] = SkipReason.RATE_LIMIT
                 break
@@ -184,6 +206,21 @@ class TwoPhaseDraft:
                 break
             num_admitted += 1
             self._follow(request, match.cached)
+
+    def _must_wait(self, request: Request) -> bool:
+        """Whether a waiting request cannot be admitted whatever room there is; others can."""
+        if self._view.is_barred(request):
+            self._skipped[request.rid] = SkipReason.ENGINE_REFUSED
+            return True
+        if (
+            self._view.rules.decodes_due
+            and not request.traits.can_mix
+            and self._view.caps.mixed_batches
+            and self._decodes_any()
+        ):
+            self._skipped[request.rid] = SkipReason.DECODES_DUE
+            return True
+        return False
 
     def _has_time(self) -> bool:
         """Looking into the cache is the dearest part of a plan: only where it could matter."""
@@ -201,20 +238,24 @@ class TwoPhaseDraft:
         else runs, or a fixed budget below the shortest iteration would stop everything."""
         remaining = _num_tokens(request) - num_cached
         num_tokens = self._time.online_tokens(num_cached, remaining)
-        if num_tokens or self._runs_anything():
-            return num_tokens
-        return min(remaining, _LEAST_PROGRESS)
+        if num_tokens:
+            # Where chunks come in large units only, one too long is better than none.
+            return max(num_tokens, min(remaining, self._view.caps.chunk_unit))
+        return 0 if self._runs_anything() else min(remaining, self._least_progress())
+
+    def _least_progress(self) -> int:
+        return max(_LEAST_PROGRESS, self._view.caps.chunk_unit)
 
     def _offline_tokens(self, request: Request, num_cached: int, *, is_last: bool = False) -> int:
         """Prompt tokens of an offline prefill that the time allows; no crumbs: a chunk costs a
         forward of its own, however short it is."""
         remaining = _num_tokens(request) - num_cached
         num_tokens = self._time.offline_tokens(num_cached, remaining, is_last=is_last)
-        if num_tokens >= min(remaining, _LEAST_CHUNK):
+        if num_tokens >= min(remaining, max(_LEAST_CHUNK, self._view.caps.chunk_unit)):
             return num_tokens
         # Work that waits for an idle engine: were it left out, nothing would ever correct a belief
         # that is too slow.
-        return 0 if self._runs_anything() else min(remaining, _LEAST_PROGRESS)
+        return 0 if self._runs_anything() else min(remaining, self._least_progress())
 
     def _admission_tokens(self, request: Request, num_cached: int) -> int:
         """The same for one that is admitted; the last that finds a slot may stay unfinished."""
@@ -228,18 +269,12 @@ class TwoPhaseDraft:
 
     def _make_room_for_decodes(self) -> None:
         """Stop offline requests until every remaining one can write its next token."""
-        kv = self._view.kv
-        page = self._view.caps.page_size
-        available = kv.free + kv.evictable
-        if available >= len(self._view.running) * page:
+        if self._budget.available >= 0:
             return
-        need = sum(page for r in self._view.running if r.num_computed_tokens % page == 0)
         for victim in self._victims():
-            if need <= available:
-                break
-            available += self._view.preemption_gain(victim)
-            need -= page if victim.num_computed_tokens % page == 0 else 0
             self._preempt(victim)
+            if self._budget.available >= 0:
+                break
 
     def _continue_online(self, request: Request) -> None:
         num_cached = request.num_computed_tokens
@@ -249,14 +284,18 @@ class TwoPhaseDraft:
                 self._preempt(victim)
                 if self._budget.continuation(request, at_most=at_most) > 0:
                     break
-        # The engine never drops an online prefill halfway: it goes on even where memory is short.
+        # An online prefill is not dropped halfway for what may be generated one day: it goes on as
+        # long as there is memory for the chunk itself.
         num_tokens = self._budget.chunk(request, num_cached, at_most=at_most)
         if num_tokens > 0:
             self._budget.charge_continuation(request, num_tokens)
             self._take(request, num_tokens, num_cached)
 
     def _admit_online(self, request: Request) -> bool:
-        """Admit it, stopping offline work when that makes it fit."""
+        """Admit it, stopping offline work when that makes it fit. False: it keeps its place, and
+        none is admitted before it."""
+        if self._must_wait(request):
+            return True
         match = self._view.match(request)
         at_most = self._online_tokens(request, match.cached)
         if not self._admit(request, match, at_most):
@@ -285,11 +324,14 @@ class TwoPhaseDraft:
 
     def _victims(self) -> list[Request]:
         """Offline requests that may be stopped: an unfinished prefill, then the youngest."""
-        running = sorted(self._running_offline().requests, key=_ARRIVAL, reverse=True)
+        running = [r for r in self._running_offline().requests if r.traits.can_stop]
+        running.sort(key=_ARRIVAL, reverse=True)
         return [
             r
             for r in self._view.unfinished
-            if r.request_class is RequestClass.OFFLINE and not self._is_stopped(r)
+            if r.request_class is RequestClass.OFFLINE
+            and r.traits.can_stop
+            and not self._is_stopped(r)
         ] + running
 
     def _running_offline(self) -> Decodes:
@@ -310,7 +352,9 @@ class TwoPhaseDraft:
         if reason is not None:
             self._skipped[request.rid] = reason
             return False
-        num_tokens = self._budget.chunk(request, match.cached, at_most=at_most)
+        num_tokens = self._budget.chunk(
+            request, match.cached, at_most=at_most, num_loaded=match.host
+        )
         self._budget.charge_admission(request, match, num_tokens)
         self._take(request, num_tokens, match.cached)
         self._skipped.pop(request.rid, None)

@@ -314,6 +314,7 @@ def config_of(spec: RunSpec, decision_log: Path | None = None) -> Config:
     keys = {
         "decision_log": decision_log and str(decision_log),
         "policy": spec.scenario.policy,
+        "strict": True,
         "slo": msgspec.to_builtins(_slo_config(spec.slo)),
         **dict(spec.config),
     }

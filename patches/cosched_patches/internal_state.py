@@ -13,7 +13,11 @@ def _hook() -> Any:
     def add_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
         controller = getattr(scheduler, "cosched", None)
         if controller is not None:
-            result.internal_state["cosched"] = controller.state()
+            try:
+                result.internal_state["cosched"] = controller.state()
+            except Exception as error:
+                result.internal_state["cosched"] = {"error": repr(error)}
+                controller.guard.note("state", error)
         return result
 
     return add_state

@@ -12,6 +12,7 @@ __all__ = ["SEAM"]
 def _hook() -> Any:
     from cosched.core.request import RequestClass
     from cosched.core.wire import class_of_priority
+    from cosched.engine.guard import note_or_raise
     from cosched.engine.waiting import online_requests
 
     def limit_online_only(original: Any, scheduler: Any, recv_req: Any) -> bool:
@@ -21,11 +22,14 @@ def _hook() -> Any:
             return False
         # Stock code counts, and under priority scheduling may abort one of, what it sees here.
         waiting = scheduler.waiting_queue
-        online = online_requests(waiting)
-        scheduler.waiting_queue = list(online)
         try:
+            online = online_requests(waiting)
+            scheduler.waiting_queue = list(online)
             turned_away: bool = original(scheduler, recv_req)
             left = {id(req) for req in scheduler.waiting_queue}
+        except Exception as error:
+            note_or_raise(scheduler, "queue_limit", error)
+            return False
         finally:
             scheduler.waiting_queue = waiting
         for req in online:

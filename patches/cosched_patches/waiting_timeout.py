@@ -12,15 +12,19 @@ __all__ = ["SEAM"]
 def _hook() -> Any:
     from sglang.srt.environ import envs
 
+    from cosched.engine.guard import note_or_raise
     from cosched.engine.waiting import online_requests
 
     def online_only(original: Any, scheduler: Any) -> Any:
         waiting = scheduler.waiting_queue
         if envs.SGLANG_REQ_WAITING_TIMEOUT.get() <= 0:
             return original(scheduler)
-        scheduler.waiting_queue = online_requests(waiting)
         try:
+            scheduler.waiting_queue = online_requests(waiting)
             return original(scheduler)
+        except Exception as error:
+            note_or_raise(scheduler, "waiting_timeout", error)
+            return []
         finally:
             scheduler.waiting_queue = waiting
 

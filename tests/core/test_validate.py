@@ -19,7 +19,7 @@ RUNNING = decoding(online("r"))
         (Plan(prefill={"u": 5}, preempt=(Preemption(rid="u"),)), "preempted and prefilled"),
         (Plan(preempt=(Preemption(rid="u"), Preemption(rid="u"))), "twice"),
         (Plan(prefill={"u": 5}, preempt=(Preemption(rid="nobody"),)), "not running"),
-        (Plan(prefill={"u": 5}, hold=frozenset({"r"})), "no partial decode"),
+        (Plan(prefill={"u": 5}, hold=frozenset({"r"})), "cannot be divided"),
     ],
 )
 def test_broken_plans_are_refused_with_the_reason(plan, message):

@@ -30,7 +30,7 @@ def make_engine(tiny_model, monkeypatch):
         for engine in engines:
             engine.close()
         engines.clear()
-        monkeypatch.setenv(ENV_VAR, json.dumps({"policy": policy}))
+        monkeypatch.setenv(ENV_VAR, json.dumps({"policy": policy, "strict": True}))
         chosen = FLAGS | {"--" + k.replace("_", "-"): str(v) for k, v in flags.items()}
         arguments = ["--model-path", str(tiny_model), *switches]
         arguments += [text for pair in chosen.items() for text in pair]

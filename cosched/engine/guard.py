@@ -1,0 +1,154 @@
+"""What happens when something of cosched's own fails in a server: the iteration goes on.
+
+A policy that raises, or a plan that the engine cannot run, costs one iteration's quality, not the
+server: that iteration is planned by the safe rule (`cosched.policy.safe`). After several failures
+in a row the safe rule stays until the server is restarted. What only watches (timing, metrics, the
+decision log) is left out where it fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from cosched.core.plan import EMPTY_PLAN, Plan
+from cosched.core.validate import validate
+from cosched.core.view import View
+from cosched.policy.base import Policy
+from cosched.policy.safe import SafePolicy
+
+__all__ = ["MOST_FAILURES", "Guard", "note_or_raise"]
+
+MOST_FAILURES = 5
+"""Failed plans in a row after which the policy is not asked again."""
+
+_LOGGED_SHARE = 100
+"""Of the failures after the first of a place, one in so many is logged."""
+
+_log = logging.getLogger("cosched")
+
+
+class Guard:
+    """Counts failures and plans where the policy cannot.
+
+    is_strict  nothing is mended, every error is raised: for tests and simulations, whose results
+               must not depend on it
+    """
+
+    def __init__(self, *, is_strict: bool = False) -> None:
+        self.is_strict = is_strict
+        self.failures: Counter[str] = Counter()
+        """Failures since the start, by place; `plan` is the policy."""
+        self._num_in_a_row = 0
+        self._safe = SafePolicy()
+
+    @property
+    def has_given_up(self) -> bool:
+        """The policy is not asked any more."""
+        return self._num_in_a_row >= MOST_FAILURES
+
+    def plan(self, policy: Policy, name: str, view: View) -> Plan | None:
+        """What the policy plans, if the engine can run it. None: it failed, or was given up."""
+        if self.has_given_up:
+            return None
+        try:
+            plan = policy.plan(view)
+            validate(plan, view)
+        except Exception as error:
+            if self.is_strict:
+                raise
+            self._num_in_a_row += 1
+            self._report(name, error, view)
+            return None
+        self._num_in_a_row = 0
+        return plan
+
+    def safe_plan(self, view: View) -> Plan:
+        """The safe rule; where that fails too, running requests decode and nothing is admitted."""
+        try:
+            plan = self._safe.plan(view)
+            validate(plan, view)
+        except Exception as error:
+            self.note("safe_plan", error)
+            return EMPTY_PLAN
+        return plan
+
+    @contextlib.contextmanager
+    def watching(self, place: str) -> Iterator[None]:
+        """Around what may fail without consequence."""
+        try:
+            yield
+        except Exception as error:
+            if self.is_strict:
+                raise
+            self.note(place, error)
+
+    def note(self, place: str, error: Exception) -> None:
+        """Count a failure; say so in the log, the first time with its traceback."""
+        num = self._count(place)
+        if num % _LOGGED_SHARE == 1:
+            _log.error(
+                "cosched: %s failed (%d times since the start) and was left out: %r",
+                place,
+                num,
+                error,
+                exc_info=error if num == 1 else None,
+            )
+
+    def _count(self, place: str) -> int:
+        self.failures[place] += 1
+        return self.failures[place]
+
+    def _report(self, name: str, error: Exception, view: View) -> None:
+        num = self._count("plan")
+        if num % _LOGGED_SHARE != 1 and not self.has_given_up:
+            return
+        what = "it is not asked again until the server is restarted" if self.has_given_up else ""
+        _log.error(
+            "cosched: policy %r failed (%d times since the start, %d in a row): %r; this iteration "
+            "is planned by the safe rule%s. Decision record: %s",
+            name,
+            num,
+            self._num_in_a_row,
+            error,
+            f", and {what}" if what else "",
+            _record(view),
+            exc_info=error if num == 1 else None,
+        )
+
+
+def _record(view: View) -> str:
+    """What the failed plan was made from, on one line."""
+
+    def rows(requests: Any) -> list[list[object]]:
+        return [
+            [r.rid, r.request_class.value, r.num_prompt_tokens, r.num_output_tokens]
+            for r in requests
+        ]
+
+    try:
+        kv = view.kv
+        record: dict[str, object] = {
+            "now_s": view.now_s,
+            "start_s": view.start_s,
+            "kv": {name: getattr(kv, name) for name in kv.__slots__},
+            "free_slots": view.free_slots,
+            "num_offline": view.num_offline,
+            "running": rows(view.running),
+            "unfinished": rows(view.unfinished),
+        }
+    except Exception as error:
+        record = {"unreadable": repr(error)}
+    return json.dumps(record, separators=(",", ":"))
+
+
+def note_or_raise(scheduler: Any, place: str, error: Exception) -> None:
+    """For a hook that can do without what failed; under stock policies nothing is mended."""
+    controller = getattr(scheduler, "cosched", None)
+    if controller is None or controller.guard.is_strict:
+        raise error
+    controller.guard.note(place, error)

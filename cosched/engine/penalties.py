@@ -1,0 +1,99 @@
+"""Penalties (frequency, presence, repetition, least length) through holds and preemptions.
+
+SGLang counts the tokens that a penalty depends on per batch: a row for each request, to which every
+decode adds the request's latest token. That misses tokens where a request sits out an iteration or
+where results were waited for, and begins anew when a request is resumed. Here each token is counted
+once, whenever it becomes known; `TrackedRequest.num_penalized` says how many are.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from sglang.srt.sampling.penaltylib.frequency_penalty import BatchedFrequencyPenalizer
+from sglang.srt.sampling.penaltylib.min_new_tokens import BatchedMinNewTokensPenalizer
+from sglang.srt.sampling.penaltylib.presence_penalty import BatchedPresencePenalizer
+from sglang.srt.sampling.penaltylib.repetition_penalty import BatchedRepetitionPenalizer
+
+__all__ = ["copy_for_part", "copy_rows", "count_outputs", "count_resumed"]
+
+
+def count_outputs(batch: Any) -> bool:
+    """Count what the requests of a batch have generated and is not counted yet. False: some of them
+    are not cosched's, and nothing was done."""
+    rows: list[int] = []
+    tokens: list[int] = []
+    for row, req in enumerate(batch.reqs):
+        tracked = getattr(req, "cosched", None)
+        if tracked is None:
+            return False
+        if not tracked.has_penalties:
+            continue
+        num_known = len(req.output_ids)
+        num_new = num_known - tracked.num_penalized
+        if num_new > 0:
+            rows += [row] * num_new
+            tokens += req.output_ids[-num_new:]
+            tracked.num_penalized = num_known
+    if rows:
+        _count(batch.sampling_info.penalizer_orchestrator, rows, tokens)
+    return True
+
+
+def count_resumed(batch: Any) -> None:
+    """The same for a new prefill batch, in which what resumes has fresh rows."""
+    if not batch.sampling_info.penalizer_orchestrator.is_required:
+        return
+    num_mixed = len(batch.decoding_reqs or ())
+    for req in batch.reqs[: len(batch.reqs) - num_mixed]:
+        req.cosched.num_penalized = 0
+    count_outputs(batch)
+
+
+def _count(orchestrator: Any, rows: Sequence[int], tokens: Sequence[int]) -> None:
+    """Count `tokens[i]` in row `rows[i]`."""
+    device = orchestrator.device
+    row = torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
+    token = torch.tensor(tokens, dtype=torch.int64).to(device, non_blocking=True)
+    penalizers = orchestrator.penalizers
+    if (p := penalizers.get(BatchedFrequencyPenalizer)) is not None and p.is_prepared():
+        p.cumulated_frequency_penalties.index_put_(
+            (row, token), p.frequency_penalties[row, 0], accumulate=True
+        )
+    if (p := penalizers.get(BatchedPresencePenalizer)) is not None and p.is_prepared():
+        p.cumulated_presence_penalties[row, token] = p.presence_penalties[row, 0]
+    if (p := penalizers.get(BatchedRepetitionPenalizer)) is not None and p.is_prepared():
+        p.cumulated_repetition_penalties[row, token] = p.repetition_penalties[row, 0]
+    if (p := penalizers.get(BatchedMinNewTokensPenalizer)) is not None and p.is_prepared():
+        ones = torch.ones_like(row, dtype=p.len_output_tokens.dtype)
+        p.len_output_tokens[:, 0].index_add_(0, row, ones)
+
+
+def copy_for_part(orchestrator: Any, part: Any) -> Any:
+    """A copy for a part of its batch: filtering or counting in it leaves the original as it is."""
+    other = copy.copy(orchestrator)
+    other.batch = part
+    other.penalizers = {}
+    for kind, penalizer in orchestrator.penalizers.items():
+        twin = copy.copy(penalizer)
+        twin._orchestrator_ref = weakref.ref(other)
+        other.penalizers[kind] = twin
+    return other
+
+
+def copy_rows(source: Any, target: Any, rows: Sequence[int]) -> None:
+    """Put the rows of a part back: its row i is `rows[i]` of the whole."""
+    if not (source.is_required and target.is_required):
+        return
+    index = torch.tensor(rows, dtype=torch.int64).to(target.device, non_blocking=True)
+    for kind, penalizer in source.penalizers.items():
+        if not penalizer.is_prepared():
+            continue
+        twin = target.penalizers[kind]
+        for name, value in vars(penalizer).items():
+            if isinstance(value, torch.Tensor):
+                getattr(twin, name).index_copy_(0, index, value)

@@ -1,0 +1,89 @@
+"""One plan for all ranks of a replica.
+
+With tensor parallelism each rank runs a scheduler of its own, and all must do the same. Rank 0
+plans and sends its plan; what a plan depends on (clocks, a predictor that learns by floating-point
+sums, failures) need not be equal elsewhere. What the plan is applied to is: SGLang gives every rank
+the same requests in the same order, and results are equal.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import torch
+
+from cosched.core.plan import Plan, Preemption, PreemptMode
+
+__all__ = ["Ranks"]
+
+_BUFFER_BYTES = 8192
+_HEADER_BYTES = 8
+
+
+class _Message(msgspec.Struct, array_like=True, frozen=True):
+    """What applying a plan needs of it."""
+
+    prefill: list[tuple[str, int]] = []
+    hold: list[str] = []
+    preempt: list[tuple[str, PreemptMode]] = []
+
+
+class Ranks:
+    """The ranks that schedule together. `share` is called by all of them, as often."""
+
+    def __init__(self, group: Any, *, is_source: bool) -> None:
+        """group: a process group on the CPU; is_source: this rank plans."""
+        self.is_source = is_source
+        self._group = group
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(_Message)
+        self._buffer = torch.zeros(_BUFFER_BYTES, dtype=torch.uint8)
+
+    def share(self, plan: Plan | None) -> Plan:
+        """Rank 0's plan; the others give None. One message of 8 KB, and a second one for what does
+        not fit."""
+        message = b"" if plan is None else self._encode(plan)
+        buffer = self._buffer
+        if self.is_source:
+            head = len(message).to_bytes(_HEADER_BYTES, "little") + message[: self._most]
+            buffer[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        self._broadcast(buffer)
+        num_bytes = int.from_bytes(buffer[:_HEADER_BYTES].numpy().tobytes(), "little")
+        if num_bytes > self._most:
+            rest = torch.zeros(num_bytes - self._most, dtype=torch.uint8)
+            if self.is_source:
+                rest[:] = torch.frombuffer(bytearray(message[self._most :]), dtype=torch.uint8)
+            self._broadcast(rest)
+        if plan is not None:
+            return plan
+        end = _HEADER_BYTES + min(num_bytes, self._most)
+        message = buffer[_HEADER_BYTES:end].numpy().tobytes()
+        if num_bytes > self._most:
+            message += rest.numpy().tobytes()
+        return _plan_of(self._decoder.decode(message))
+
+    @property
+    def _most(self) -> int:
+        return _BUFFER_BYTES - _HEADER_BYTES
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        source = torch.distributed.get_global_rank(self._group, 0)
+        torch.distributed.broadcast(tensor, src=source, group=self._group)
+
+    def _encode(self, plan: Plan) -> bytes:
+        return self._encoder.encode(
+            _Message(
+                list(plan.prefill.items()),
+                sorted(plan.hold),
+                [(p.rid, p.mode) for p in plan.preempt],
+            )
+        )
+
+
+def _plan_of(message: _Message) -> Plan:
+    return Plan(
+        prefill=dict(message.prefill),
+        hold=frozenset(message.hold),
+        preempt=tuple(Preemption(rid=rid, mode=mode) for rid, mode in message.preempt),
+    )

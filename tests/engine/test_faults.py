@@ -1,0 +1,183 @@
+"""Whatever of cosched's own fails, the scheduler goes on: faults are put in at each place."""
+
+import logging
+
+import pytest
+
+from cosched.core.plan import Plan
+from cosched.engine.guard import MOST_FAILURES
+from tests.engine.conftest import assert_drained, prompt
+
+OFFLINE = -1
+
+
+def fail(*args, **kwargs):
+    raise ZeroDivisionError("on purpose")
+
+
+def unguarded(engine):
+    """As a server runs: errors are planned around."""
+    controller = engine.scheduler.cosched
+    controller.guard.is_strict = False
+    return controller
+
+
+def submit_some(engine, count=6):
+    for i in range(count):
+        priority = OFFLINE if i % 2 else 0
+        engine.submit(f"r{i}", prompt(i, 40 + 30 * i), max_new_tokens=12, priority=priority)
+
+
+def answers(engine, **options):
+    engine.run_until_idle(max_iterations=4000, **options)
+    assert_drained(engine)
+    return {rid: reply.output_ids for rid, reply in engine.replies.items()}
+
+
+@pytest.fixture
+def expected(make_engine):
+    engine = make_engine()
+    submit_some(engine)
+    return answers(engine)
+
+
+class FailsSometimes:
+    def __init__(self, inner, fails):
+        self._inner = inner
+        self._fails = fails
+        self.num_calls = 0
+
+    def plan(self, view):
+        self.num_calls += 1
+        return self._fails(self.num_calls) or self._inner.plan(view)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("policy", ["sarathi", "hygen", "echo-bs+e+s"])
+def test_a_policy_that_fails_now_and_then_costs_nobody_a_token(
+    make_engine, expected, policy, overlap, caplog
+):
+    engine = make_engine(policy=policy, overlap=overlap)
+    controller = unguarded(engine)
+    controller.policy = FailsSometimes(
+        controller.policy, lambda n: fail() if n % 3 == 0 and n < 60 else None
+    )
+    submit_some(engine)
+    with caplog.at_level(logging.ERROR, "cosched"):
+        assert answers(engine) == expected
+    state = controller.state()
+    assert state["failures"]["plan"] == state["num_safe_plans"] > 1
+    assert not state["policy_given_up"]
+    (line,) = [r.getMessage() for r in caplog.records if "Decision record" in r.getMessage()]
+    assert "ZeroDivisionError" in line and '"running":[' in line
+
+
+def test_a_policy_that_always_fails_is_not_asked_for_ever(make_engine, expected, caplog):
+    engine = make_engine()
+    controller = unguarded(engine)
+    controller.policy = FailsSometimes(controller.policy, lambda n: fail())
+    submit_some(engine)
+    with caplog.at_level(logging.ERROR, "cosched"):
+        assert answers(engine) == expected
+    assert controller.policy.num_calls == MOST_FAILURES
+    assert controller.state()["policy_given_up"]
+    assert "until the server is restarted" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(prefill={"nobody": 5}),
+        Plan(prefill={"r0": 0}),
+        Plan(hold=frozenset({"nobody"})),
+    ],
+    ids=["unknown request", "no tokens", "held, not running"],
+)
+def test_a_plan_that_the_engine_cannot_run_is_not_applied(make_engine, expected, plan):
+    engine = make_engine()
+    controller = unguarded(engine)
+    controller.policy = FailsSometimes(
+        controller.policy, lambda n: plan if n % 4 == 1 and n < 40 else None
+    )
+    submit_some(engine)
+    assert answers(engine) == expected
+    assert controller.guard.failures["plan"] > 1
+
+
+def test_where_even_the_safe_rule_fails_what_runs_goes_on(make_engine, monkeypatch):
+    engine = make_engine()
+    controller = unguarded(engine)
+    submit_some(engine)
+    failing = []
+
+    def act(iteration):
+        if iteration == 6:
+            failing.append(controller.policy)
+            controller.policy = FailsSometimes(controller.policy, lambda n: fail())
+            monkeypatch.setattr(controller.guard._safe, "plan", fail)
+        if iteration == 9:
+            controller.policy = failing[0]
+
+    answers(engine, on_iteration=act)
+    assert controller.guard.failures["safe_plan"] == 3
+
+
+WATCHERS = {
+    "timekeeper": lambda c, m: m.setattr(c.timekeeper, "moment", fail),
+    "first tokens": lambda c, m: m.setattr(c.timekeeper, "on_result", fail),
+    "predictor": lambda c, m: m.setattr(c.predictor, "observe", fail),
+    "prediction": lambda c, m: m.setattr(c.predictor, "predict_s", fail),
+    "launch": lambda c, m: m.setattr("cosched.engine.observe.shape_of", fail),
+    "listener": lambda c, m: c.observer.add_listener(fail),
+    "pool": lambda c, m: m.setattr(c.waiting.offline, "advance", fail),
+    "pool order": lambda c, m: m.setattr(type(c.waiting.offline), "__iter__", fail),
+    "pool arrival": lambda c, m: m.setattr(c.waiting.offline, "add", fail),
+    "pool admission": lambda c, m: m.setattr(c.waiting.offline, "remove", fail),
+    "pool promotion": lambda c, m: m.setattr(c.waiting.offline, "promote", fail),
+}
+
+
+@pytest.mark.parametrize("place", WATCHERS)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_what_only_watches_or_orders_may_fail(make_engine, expected, monkeypatch, place, overlap):
+    engine = make_engine(policy="hygen", overlap=overlap)
+    controller = unguarded(engine)
+    submit_some(engine, count=3)
+    engine.run(lambda: len(engine.replies) > 0)
+    with monkeypatch.context() as patched:
+        WATCHERS[place](controller, patched)
+        for i in range(3, 6):
+            priority = OFFLINE if i % 2 else 0
+            engine.submit(f"r{i}", prompt(i, 40 + 30 * i), max_new_tokens=12, priority=priority)
+        assert answers(engine) == expected
+    assert controller.guard.failures, f"{place} did not fail"
+    assert controller.state()["failures"]
+
+
+def test_a_server_whose_state_cannot_be_read_says_so(make_engine, monkeypatch):
+    from sglang.srt.managers.io_struct import GetInternalStateReq
+
+    engine = make_engine()
+    controller = unguarded(engine)
+    monkeypatch.setattr(controller, "state", fail)
+    state = engine.scheduler.get_internal_state(GetInternalStateReq()).internal_state
+    assert state["cosched"] == {"error": "ZeroDivisionError('on purpose')"}
+
+
+@pytest.mark.parametrize("seam", ["_abort_on_queued_limit", "_poll_timeout_aborts"])
+def test_seams_about_limits_fall_back_to_none(make_engine, monkeypatch, seam, expected):
+    engine = make_engine(max_queued_requests=3)
+    controller = unguarded(engine)
+    monkeypatch.setenv("SGLANG_REQ_WAITING_TIMEOUT", "100")
+    monkeypatch.setattr("cosched.engine.waiting.WaitingQueue.__iter__", fail, raising=False)
+    monkeypatch.setattr(type(controller.waiting), "online", property(fail), raising=False)
+    scheduler = engine.scheduler
+    if seam == "_poll_timeout_aborts":
+        assert list(scheduler._poll_timeout_aborts()) == []
+    else:
+
+        class Received:
+            priority = 0
+
+        assert scheduler._abort_on_queued_limit(Received()) is False
+    assert controller.guard.failures

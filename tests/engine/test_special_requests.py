@@ -1,0 +1,272 @@
+"""Requests that the engine treats in a way of its own: penalties, adapters, logprobs, beams,
+alignment, large pages. None of them may end, hang or starve the scheduler."""
+
+import random
+
+import pytest
+
+from tests.engine.adapters import SWITCHES, load_adapters, without_pinning
+from tests.engine.conftest import assert_drained, prompt
+from tests.engine.test_partial_decode import hold_at_random
+
+OFFLINE = -1
+
+
+def submit_with_penalties(engine, rid, index, tokens, *, count, priority):
+    engine.submit(rid, tokens, max_new_tokens=count, priority=priority)
+    params = engine._inbox[-1].sampling_params
+    match index % 5:
+        case 0:
+            params.frequency_penalty = 1.5
+        case 1:
+            params.presence_penalty = 1.0
+        case 2:
+            params.repetition_penalty = 1.4
+        case 3:
+            params.frequency_penalty, params.repetition_penalty = 0.7, 1.2
+
+
+def penalized_answers(engine, *, max_iterations=3000, when=lambda iteration: None):
+    rng = random.Random(5)
+    for i in range(10):
+        tokens = prompt(i, rng.randint(10, 90))
+        priority = OFFLINE if i % 2 else 0
+        submit_with_penalties(engine, f"r{i}", i, tokens, count=24, priority=priority)
+    engine.run_until_idle(max_iterations=max_iterations, on_iteration=when)
+    assert_drained(engine)
+    return {rid: reply.output_ids for rid, reply in engine.replies.items()}
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_penalties_count_the_same_tokens_when_requests_sit_out(make_engine, mixed):
+    expected = penalized_answers(make_engine(mixed=mixed))
+    plain = make_engine(mixed=mixed)
+    for i in range(10):
+        plain.submit(f"r{i}", prompt(i, 30), max_new_tokens=24)
+    engine = make_engine(mixed=mixed)
+    policy = hold_at_random(engine, seed=2)
+    assert penalized_answers(engine) == expected
+    assert policy.num_held > 20
+
+
+def test_penalties_survive_a_preemption(make_engine):
+    expected = penalized_answers(make_engine(max_total_tokens=2000))
+    engine = make_engine(max_total_tokens=420)
+    assert penalized_answers(engine) == expected
+    assert engine.scheduler.cosched.counters.num_preemptions > 0
+
+
+def test_penalties_and_holds_with_overlap_end_well(make_engine):
+    """Under overlap a penalty lags by the token in flight, so answers may differ from those of a
+    run without holds; each token counts once all the same."""
+    engine = make_engine(overlap=True)
+    policy = hold_at_random(engine, seed=3)
+    counted = {}
+
+    def note(iteration):
+        for req in engine.scheduler.running_batch.reqs:
+            counted[req.rid] = (req.cosched.num_penalized, len(req.output_ids))
+
+    answers = penalized_answers(engine, when=note)
+    assert policy.num_held > 20
+    assert all(len(output) == 24 for output in answers.values())
+    # r4 and r9 have no penalty, so nothing of theirs is counted.
+    assert all(
+        known - num <= 2 if int(rid[1:]) % 5 != 4 else num == 0
+        for rid, (num, known) in counted.items()
+    )
+
+
+def test_a_penalty_that_joins_while_another_request_is_held_ends_nothing(make_engine):
+    engine = make_engine(policy="hygen", overlap=True, max_total_tokens=20000)
+    policy = hold_at_random(engine, seed=1)
+    for i in range(6):
+        engine.submit(f"off{i}", prompt(100 + i, 60), max_new_tokens=60, priority=OFFLINE)
+
+    def act(iteration):
+        if iteration > 8 and iteration % 4 == 0 and iteration < 60:
+            rid = f"on{iteration}"
+            submit_with_penalties(
+                engine, rid, iteration // 4, prompt(iteration, 40), count=10, priority=0
+            )
+
+    engine.run_until_idle(on_iteration=act, max_iterations=8000)
+    assert policy.num_held > 20
+    assert_drained(engine)
+
+
+@pytest.fixture
+def lora_engine(make_engine, monkeypatch, tmp_path):
+    """An engine with adapters A, B and C of which two fit at once, counting the model itself."""
+    without_pinning(monkeypatch)
+
+    def make(**flags):
+        engine = make_engine(
+            switches=SWITCHES, max_loras_per_batch=2, max_total_tokens=4000, **flags
+        )
+        return engine, load_adapters(engine, tmp_path, "ABC")
+
+    return make
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_adapters_of_held_requests_stay_in_use(lora_engine, overlap):
+    engine, ids = lora_engine(overlap=overlap)
+    hold_at_random(engine, seed=4)
+    for i in range(15):
+        priority = OFFLINE if i % 2 else 0
+        engine.submit(
+            f"r{i}", prompt(i, 40), max_new_tokens=20, priority=priority, lora_id=ids["ABC"[i % 3]]
+        )
+    engine.run_until_idle(max_iterations=4000)
+    assert all(len(reply.output_ids) == 20 for reply in engine.replies.values())
+    assert_drained(engine)
+    assert engine.scheduler.cosched.counters.num_engine_refusals == 0
+
+
+def test_an_online_request_takes_the_place_of_an_adapter_that_offline_work_uses(lora_engine):
+    engine, ids = lora_engine(max_running_requests=8)
+    for i in range(4):
+        lora_id = ids["AB"[i % 2]]
+        engine.submit(
+            f"off{i}", prompt(i, 40), max_new_tokens=60, priority=OFFLINE, lora_id=lora_id
+        )
+    ended = {}
+
+    def act(iteration):
+        if iteration == 15:
+            engine.submit("on", prompt(9, 40), max_new_tokens=3, priority=0, lora_id=ids["C"])
+        for rid, reply in engine.replies.items():
+            if reply.finish_reason:
+                ended.setdefault(rid, iteration)
+
+    engine.run_until_idle(on_iteration=act, max_iterations=2000)
+    assert ended["on"] < min(ended[f"off{i}"] for i in range(4))
+    assert all(len(reply.output_ids) in (3, 60) for reply in engine.replies.values())
+
+
+def test_a_request_that_the_engine_keeps_refusing_stops_nobody_for_it(make_engine):
+    engine = make_engine(max_total_tokens=20000, max_running_requests=4)
+    scheduler = engine.scheduler
+    scheduler.enable_lora = True
+    scheduler.lora_drainer = None
+    scheduler.can_schedule_lora_req = lambda req, loras: req.rid != "blocked"
+    for i in range(12):
+        engine.submit(f"off{i}", prompt(100 + i, 60), max_new_tokens=60, priority=OFFLINE)
+
+    def act(iteration):
+        if iteration == 20:
+            engine.submit("blocked", prompt(3, 50), max_new_tokens=5, priority=0)
+        if iteration == 200:
+            scheduler.enable_lora = False
+
+    engine.run_until_idle(on_iteration=act, max_iterations=2000)
+    counters = scheduler.cosched.counters
+    # Twice as long each time, up to 64 plans: 2 + 4 + ... + 64 + 64 cover the 180 iterations.
+    assert 1 <= counters.num_engine_refusals <= 10
+    assert counters.num_preemptions <= counters.num_engine_refusals
+    assert len(engine.replies["blocked"].output_ids) == 5
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("policy", ["sarathi", "hygen", "echo-bs+e+s"])
+def test_decodes_go_on_beside_prefills_that_cannot_be_mixed_with_them(make_engine, policy, overlap):
+    """With logprobs SGLang decodes and prefills in turns, if it is left to."""
+    engine = make_engine(
+        policy=policy, overlap=overlap, max_total_tokens=40000, max_running_requests=64
+    )
+    engine.submit("online", prompt(1, 20), max_new_tokens=20, priority=0, return_logprob=True)
+    for i in range(30):
+        engine.submit(f"off{i}", prompt(100 + i, 300), max_new_tokens=30, priority=OFFLINE)
+    ended = []
+
+    def act(iteration):
+        reply = engine.replies.get("online")
+        if reply is not None and reply.finish_reason and not ended:
+            ended.append(iteration)
+
+    engine.run_until_idle(on_iteration=act, max_iterations=6000)
+    assert ended[0] <= 60
+    assert_drained(engine)
+
+
+@pytest.mark.parametrize("policy", ["sarathi", "hygen", "echo-bs+e+s"])
+@pytest.mark.parametrize("priority", [0, OFFLINE])
+def test_prompts_are_cut_where_the_engine_aligns_them(make_engine, policy, priority):
+    """Deterministic inference cuts at multiples of some thousand tokens only."""
+    engine = make_engine(policy=policy, max_total_tokens=20000, chunked_prefill_size=1024)
+    engine.scheduler.truncation_align_size = 512
+    from cosched.engine.view_of import caps_of
+
+    controller = engine.scheduler.cosched
+    controller.caps = caps_of(engine.scheduler)
+    for i in range(3):
+        engine.submit(f"r{i}", prompt(i, 1500), max_new_tokens=4, priority=priority)
+    engine.run_until_idle(max_iterations=500)
+    assert all(len(reply.output_ids) == 4 for reply in engine.replies.values())
+    assert controller.counters.num_engine_refusals == 0
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_beams_are_never_stopped_or_held(make_engine, overlap):
+    engine = make_engine(policy="sarathi", overlap=overlap, max_running_requests=6)
+    hold_at_random_where_possible(engine)
+    engine.submit("beam", prompt(1, 100), max_new_tokens=60, priority=OFFLINE, stream=False)
+    params = engine._inbox[-1].sampling_params
+    params.beam_width, params.n = 3, 1
+    engine.submit("off", prompt(2, 100), max_new_tokens=60, priority=OFFLINE)
+
+    def act(iteration):
+        if iteration == 10:
+            for i in range(4):
+                engine.submit(f"on{i}", prompt(10 + i, 60), max_new_tokens=20, priority=0)
+
+    engine.run_until_idle(on_iteration=act, max_iterations=600)
+    assert engine.replies["beam"].finish_reason == "length"
+    assert_drained(engine)
+
+
+def hold_at_random_where_possible(engine):
+    from dataclasses import replace
+
+    controller = engine.scheduler.cosched
+    inner = controller.policy
+    rng = random.Random(1)
+
+    class Policy:
+        def plan(self, view):
+            plan = inner.plan(view)
+            if not view.rules.partial:
+                return plan
+            stopped = {p.rid for p in plan.preempt}
+            running = [r.rid for r in view.running if r.rid not in stopped]
+            return replace(plan, hold=frozenset(running[1:] if rng.random() < 0.5 else ()))
+
+    controller.policy = Policy()
+
+
+@pytest.mark.parametrize("policy", ["sarathi", "hygen"])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_decodes_find_their_pages_beside_prefills(make_engine, policy, seed):
+    """With large pages a decode may open one; SGLang's mixed batches check nothing."""
+    page = 64
+    engine = make_engine(
+        policy=policy,
+        overlap=True,
+        page_size=page,
+        max_total_tokens=page * 96,
+        max_running_requests=24,
+        chunked_prefill_size=page * 16,
+        schedule_conservativeness=1.0 if seed == 1 else 0.3,
+    )
+    rng = random.Random(seed)
+    for i in range(30):
+        engine.submit(f"off{i}", prompt(100 + i, page * 2), max_new_tokens=212, priority=OFFLINE)
+
+    def act(iteration):
+        if iteration % 7 == 3 and iteration < 210:
+            tokens = prompt(300 + iteration, rng.randint(page, page * 10))
+            engine.submit(f"on{iteration}", tokens, max_new_tokens=30, priority=0)
+
+    engine.run_until_idle(on_iteration=act, max_iterations=8000)
+    assert_drained(engine)
