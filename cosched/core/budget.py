@@ -25,7 +25,9 @@ class IterationBudget:
     __slots__ = (
         "_adapters",
         "_caps",
+        "_most_tokens",
         "_num_admitted",
+        "_num_prefills",
         "_view",
         "available",
         "headroom",
@@ -45,6 +47,8 @@ class IterationBudget:
         self._caps = caps
         self._view = view
         self._num_admitted = 0
+        self._num_prefills = 0
+        self._most_tokens = limit
         self.tokens = limit - num_mixed
         """Prefill tokens left."""
         self.headroom = kv.headroom - num_mixed
@@ -79,7 +83,7 @@ class IterationBudget:
             return SkipReason.ADAPTERS
         if self.shortfall(request, match) > 0:
             return SkipReason.MEMORY_BUDGET
-        if self.tokens <= 0:
+        if self.tokens <= 0 and request.traits.can_cut:
             return SkipReason.TOKEN_BUDGET
         if self.chunk(request, match.cached, at_most=at_most, num_loaded=match.host) <= 0:
             if self._room(match.host) <= 0:
@@ -123,6 +127,10 @@ class IterationBudget:
         """
         remaining = _num_tokens(request) - num_cached
         room = self._room(num_loaded)
+        if not request.traits.can_cut:
+            # The first one may take what decodes beside it are counted for: they find their place.
+            limit = self.tokens if self._num_prefills else self._most_tokens
+            return remaining if self._caps.ceil_to_page(remaining) <= min(limit, room) else 0
         tokens = min(self.tokens, room)
         if self._caps.ceil_to_page(remaining) <= tokens and (
             at_most is None or remaining <= at_most
@@ -199,6 +207,7 @@ class IterationBudget:
     def _charge_prefill(self, request: Request, num_cached: int, num_tokens: int) -> None:
         assert num_tokens > 0, f"{num_tokens=} {request.rid=}"
         caps = self._caps
+        self._num_prefills += 1
         self.tokens -= caps.ceil_to_page(num_tokens)
         self.headroom -= caps.ceil_to_page(num_tokens) + caps.page_size
         self.available -= caps.ceil_to_page(num_tokens) + caps.page_size

@@ -125,7 +125,7 @@ class IterationObserver:
                 event.synchronize()
             elif not self._is_virtual:
                 # Without the overlap scheduler nothing has waited for the device yet.
-                torch.get_device_module(self._scheduler.device).current_stream().synchronize()
+                _wait_for(self._scheduler.device)
             done_s = self._clock.now_s()
         on_device_s = max(launched.start_s, self._last_done_s)
         begun_s = self._last_done_s if launched.follows else on_device_s
@@ -136,6 +136,10 @@ class IterationObserver:
         for listener in self._listeners:
             with self._guard.watching("timing"):
                 listener(step)
+
+
+def _wait_for(device: str) -> None:
+    torch.get_device_module(device).current_stream().synchronize()
 
 
 class IterationLogFile:

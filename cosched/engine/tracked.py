@@ -103,6 +103,8 @@ def _traits_of(req: Any) -> Traits:
         can_stop=beams is None and not streams_session and not has_embeds,
         # SGLang mixes no batch in which one of these is (`_get_new_batch_prefill_raw`).
         can_mix=beams is None and not req.return_logprob and not has_embeds,
+        # Nothing of it goes into the tree, where SGLang finds earlier chunks.
+        can_cut=not req.skip_radix_cache_insert,
         num_rows=1 if beams is None else int(beams.beam_width),
         adapter=req.lora_id,
     )

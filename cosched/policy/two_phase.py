@@ -238,10 +238,18 @@ class TwoPhaseDraft:
         else runs, or a fixed budget below the shortest iteration would stop everything."""
         remaining = _num_tokens(request) - num_cached
         num_tokens = self._time.online_tokens(num_cached, remaining)
+        if num_tokens and not request.traits.can_cut:
+            return remaining
         if num_tokens:
             # Where chunks come in large units only, one too long is better than none.
             return max(num_tokens, min(remaining, self._view.caps.chunk_unit))
-        return 0 if self._runs_anything() else min(remaining, self._least_progress())
+        return 0 if self._runs_anything() else self._least(request, remaining)
+
+    def _least(self, request: Request, remaining: int) -> int:
+        """What an idle engine computes of a prompt whatever time says."""
+        if not request.traits.can_cut:
+            return remaining
+        return min(remaining, self._least_progress())
 
     def _least_progress(self) -> int:
         return max(_LEAST_PROGRESS, self._view.caps.chunk_unit)
@@ -251,11 +259,12 @@ class TwoPhaseDraft:
         forward of its own, however short it is."""
         remaining = _num_tokens(request) - num_cached
         num_tokens = self._time.offline_tokens(num_cached, remaining, is_last=is_last)
-        if num_tokens >= min(remaining, max(_LEAST_CHUNK, self._view.caps.chunk_unit)):
+        least = max(_LEAST_CHUNK, self._view.caps.chunk_unit)
+        if num_tokens >= (min(remaining, least) if request.traits.can_cut else remaining):
             return num_tokens
         # Work that waits for an idle engine: were it left out, nothing would ever correct a belief
         # that is too slow.
-        return 0 if self._runs_anything() else min(remaining, self._least_progress())
+        return 0 if self._runs_anything() else self._least(request, remaining)
 
     def _admission_tokens(self, request: Request, num_cached: int) -> int:
         """The same for one that is admitted; the last that finds a slot may stay unfinished."""

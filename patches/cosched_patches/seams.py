@@ -5,6 +5,7 @@ from __future__ import annotations
 from cosched_patches import (
     batch_launch,
     batch_result,
+    beam_prompt,
     decode_retraction,
     generate_request,
     http_json,
@@ -28,6 +29,7 @@ SEAMS: tuple[Seam, ...] = (
     http_json.SEAM,
     generate_request.SEAM,
     scheduler_init.SEAM,
+    beam_prompt.SEAM,
     queue_limit.SEAM,
     waiting_timeout.SEAM,
     prefill_batch.SEAM,

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
+from cosched.engine.guard import Guard
 from cosched.engine.observe import IterationObserver
 
 
@@ -41,7 +42,9 @@ class Loop:
     def __init__(self, *, device):
         self.clock = ByHand()
         self.scheduler = SimpleNamespace(device=device, _sched_idled=True)
-        self.observer = IterationObserver(self.scheduler, clock=self.clock)
+        self.observer = IterationObserver(
+            self.scheduler, clock=self.clock, guard=Guard(is_strict=True)
+        )
         self.steps = []
         self.observer.add_listener(self.steps.append)
 
@@ -56,7 +59,8 @@ class Loop:
     def finish(self, *, at_s=None):
         if at_s is not None:
             self.clock.time_s = at_s
-        self.observer.finish(BATCH, SimpleNamespace(copy_done=None))
+        done = SimpleNamespace(synchronize=lambda: None)
+        self.observer.finish(BATCH, SimpleNamespace(copy_done=done))
 
 
 def test_host_time_between_iterations_counts_unless_the_scheduler_was_idle():
@@ -88,3 +92,20 @@ def test_with_overlap_an_iteration_begins_when_the_one_before_it_ends():
     loop.finish(at_s=3.0)
     assert [(s.start_s, s.duration_s) for s in loop.steps] == [(0.0, 1.0), (1.0, 2.0)]
     assert loop.observer.busy_s == pytest.approx(3.0)
+
+
+def test_without_overlap_the_device_is_waited_for(monkeypatch):
+    """Nothing has waited for it then, and the clock would be read before it is done."""
+    loop = Loop(device="cuda")
+    waited = []
+
+    def wait_for(device):
+        waited.append(device)
+        loop.clock.time_s += 2.0
+
+    monkeypatch.setattr("cosched.engine.observe._wait_for", wait_for)
+    loop.launch()
+    loop.observer.finish(BATCH, SimpleNamespace(copy_done=None))
+    assert waited == ["cuda"]
+    (step,) = loop.steps
+    assert step.duration_s == 2.0

@@ -40,9 +40,6 @@ def penalized_answers(engine, *, max_iterations=3000, when=lambda iteration: Non
 @pytest.mark.parametrize("mixed", [True, False])
 def test_penalties_count_the_same_tokens_when_requests_sit_out(make_engine, mixed):
     expected = penalized_answers(make_engine(mixed=mixed))
-    plain = make_engine(mixed=mixed)
-    for i in range(10):
-        plain.submit(f"r{i}", prompt(i, 30), max_new_tokens=24)
     engine = make_engine(mixed=mixed)
     policy = hold_at_random(engine, seed=2)
     assert penalized_answers(engine) == expected
@@ -50,10 +47,26 @@ def test_penalties_count_the_same_tokens_when_requests_sit_out(make_engine, mixe
 
 
 def test_penalties_survive_a_preemption(make_engine):
-    expected = penalized_answers(make_engine(max_total_tokens=2000))
-    engine = make_engine(max_total_tokens=420)
-    assert penalized_answers(engine) == expected
-    assert engine.scheduler.cosched.counters.num_preemptions > 0
+    def run(engine):
+        for i in range(4):
+            submit_with_penalties(engine, f"off{i}", i, prompt(i, 60), count=40, priority=OFFLINE)
+
+        def act(iteration):
+            if iteration in (10, 20):
+                for i in range(2):
+                    rid = f"on{iteration}-{i}"
+                    submit_with_penalties(
+                        engine, rid, i, prompt(iteration + i, 60), count=8, priority=0
+                    )
+
+        engine.run_until_idle(max_iterations=3000, on_iteration=act)
+        assert_drained(engine)
+        return {rid: reply.output_ids for rid, reply in engine.replies.items()}
+
+    expected = run(make_engine(max_running_requests=8))
+    engine = make_engine(max_running_requests=4)
+    assert run(engine) == expected
+    assert engine.scheduler.cosched.counters.num_preemptions > 1
 
 
 def test_penalties_and_holds_with_overlap_end_well(make_engine):
@@ -175,7 +188,8 @@ def test_decodes_go_on_beside_prefills_that_cannot_be_mixed_with_them(make_engin
     engine = make_engine(
         policy=policy, overlap=overlap, max_total_tokens=40000, max_running_requests=64
     )
-    engine.submit("online", prompt(1, 20), max_new_tokens=20, priority=0, return_logprob=True)
+    engine.submit("online", prompt(1, 20), max_new_tokens=20, priority=0)
+    engine._inbox[-1].return_logprob = True
     for i in range(30):
         engine.submit(f"off{i}", prompt(100 + i, 300), max_new_tokens=30, priority=OFFLINE)
     ended = []
@@ -211,7 +225,7 @@ def test_prompts_are_cut_where_the_engine_aligns_them(make_engine, policy, prior
 def test_beams_are_never_stopped_or_held(make_engine, overlap):
     engine = make_engine(policy="sarathi", overlap=overlap, max_running_requests=6)
     hold_at_random_where_possible(engine)
-    engine.submit("beam", prompt(1, 100), max_new_tokens=60, priority=OFFLINE, stream=False)
+    engine.submit("beam", prompt(1, 60), max_new_tokens=60, priority=OFFLINE, stream=False)
     params = engine._inbox[-1].sampling_params
     params.beam_width, params.n = 3, 1
     engine.submit("off", prompt(2, 100), max_new_tokens=60, priority=OFFLINE)
@@ -269,4 +283,19 @@ def test_decodes_find_their_pages_beside_prefills(make_engine, policy, seed):
             engine.submit(f"on{iteration}", tokens, max_new_tokens=30, priority=0)
 
     engine.run_until_idle(on_iteration=act, max_iterations=8000)
+    assert_drained(engine)
+
+
+def test_beams_with_a_prompt_that_does_not_fit_one_iteration_are_refused(make_engine):
+    engine = make_engine(chunked_prefill_size=64)
+    for rid, length in (("long", 65), ("fits", 64)):
+        engine.submit(rid, prompt(1, length), max_new_tokens=5, stream=False)
+        params = engine._inbox[-1].sampling_params
+        params.beam_width, params.n = 2, 1
+    engine.submit("plain", prompt(2, 200), max_new_tokens=5)
+    engine.run_until_idle(max_iterations=300)
+    assert engine.replies["long"].finish_reason == "abort"
+    assert "more than 64 tokens" in engine.replies["long"].message
+    assert engine.replies["fits"].finish_reason == "length"
+    assert len(engine.replies["plain"].output_ids) == 5
     assert_drained(engine)

@@ -26,7 +26,19 @@ def make_req(rid, priority, length=10):
         priority=priority,
         seqlen=length,
         origin_input_ids=[7] * length,
-        sampling_params=SimpleNamespace(custom_params=None, max_new_tokens=5),
+        sampling_params=SimpleNamespace(
+            custom_params=None,
+            max_new_tokens=5,
+            frequency_penalty=0.0,
+            presence_penalty=0.0,
+            repetition_penalty=1.0,
+            min_new_tokens=0,
+        ),
+        beam_group=None,
+        session=None,
+        input_embeds=None,
+        return_logprob=False,
+        lora_id=None,
     )
 
 

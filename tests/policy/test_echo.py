@@ -256,8 +256,9 @@ def test_every_plan_keeps_the_limits_and_online_comes_first(view, token_s, longe
         budget.refund_preemption(
             next(r for r in (*view.running, *view.unfinished) if r.rid == preemption.rid)
         )
-    for _ in plan.hold:
-        budget.refund_hold()
+    for request in view.running:
+        if request.rid in plan.hold:
+            budget.refund_hold(request)
     known = {r.rid: r for r in (*view.online, *view.unfinished, *view.offline)}
     for rid, num_tokens in plan.prefill.items():
         request = known[rid]
