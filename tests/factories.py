@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from cosched.core.caps import EngineCaps
 from cosched.core.request import Request, RequestClass, Slo
-from cosched.core.view import Backlog, Decodes, KvState, Match
+from cosched.core.view import Backlog, Decodes, KvState, Match, OfflineLimits
 
 _seq = itertools.count()
 
@@ -87,6 +87,7 @@ class FakeView:
     now_s: float = 0.0
     start_s: float = 0.0
     backlog: Backlog = field(default_factory=lambda: Backlog(since_s=0.0, num_admitted=0))
+    offline_limits: OfflineLimits = OfflineLimits()
 
     @property
     def kv(self) -> KvState:

@@ -31,6 +31,7 @@ class SkipReason(Enum):
     UNFINISHED_PREFILL = "unfinished_prefill"
     LATENCY_BUDGET = "latency_budget"
     RATE_LIMIT = "rate_limit"
+    OPERATOR_LIMIT = "operator_limit"
     ENGINE_REFUSED = "engine_refused"
 
 

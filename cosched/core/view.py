@@ -9,7 +9,16 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from cosched.core.caps import EngineCaps
 from cosched.core.request import Request, RequestClass
 
-__all__ = ["Backlog", "BucketedOrder", "Decodes", "KvState", "Match", "SharingOrder", "View"]
+__all__ = [
+    "Backlog",
+    "BucketedOrder",
+    "Decodes",
+    "KvState",
+    "Match",
+    "OfflineLimits",
+    "SharingOrder",
+    "View",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +65,25 @@ class Backlog:
 
     since_s: float
     num_admitted: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfflineLimits:
+    """What the operator lets offline work do, changed while the server runs.
+
+    paused        none is admitted
+    max_running   most that run at once, unfinished prefills included; None: any number
+    stop_running  those that run beyond that are stopped with their KV kept; else they may end
+    """
+
+    paused: bool = False
+    max_running: int | None = None
+    stop_running: bool = False
+
+    @property
+    def most_running(self) -> int | None:
+        """None: any number."""
+        return 0 if self.paused else self.max_running
 
 
 class Decodes(NamedTuple):
@@ -156,6 +184,9 @@ class View(Protocol):
 
     @property
     def backlog(self) -> Backlog: ...
+
+    @property
+    def offline_limits(self) -> OfflineLimits: ...
 
     def match(self, request: Request) -> Match:
         """What of a waiting request is cached now. O(depth). Changes no budget."""

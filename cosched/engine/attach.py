@@ -15,6 +15,7 @@ from cosched.engine.decision_records import Header
 from cosched.engine.decisions import DecisionLog
 from cosched.engine.exporter import MetricsExporter
 from cosched.engine.observe import IterationLogFile, IterationObserver
+from cosched.engine.offline_gate import OfflineGate
 from cosched.errors import ConfigError
 from cosched.latency.graphs import GraphSizes
 from cosched.policy.registry import policy_entry
@@ -31,6 +32,7 @@ def attach(scheduler: Any, config: Config) -> None:
     if config.iteration_log is not None and get_parallel().tp_rank == 0:
         observer.add_listener(IterationLogFile(_log_path(config.iteration_log)))
     entry = policy_entry(config.policy)
+    scheduler.cosched_offline = OfflineGate(scheduler, max_waiting=config.max_offline_waiting)
     if entry.make is None:
         return
     if scheduler.is_hybrid_swa or scheduler.is_hybrid_ssm:

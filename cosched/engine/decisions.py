@@ -17,7 +17,16 @@ import msgspec
 
 from cosched.core.plan import Plan, SkipReason
 from cosched.core.request import Request, RequestClass, Slo
-from cosched.core.view import Backlog, BucketedOrder, Decodes, KvState, Match, SharingOrder, View
+from cosched.core.view import (
+    Backlog,
+    BucketedOrder,
+    Decodes,
+    KvState,
+    Match,
+    OfflineLimits,
+    SharingOrder,
+    View,
+)
 from cosched.engine.decision_records import (
     BeliefState,
     Decision,
@@ -141,6 +150,10 @@ class RecordingView:
         return self._view.backlog
 
     @property
+    def offline_limits(self) -> OfflineLimits:
+        return self._view.offline_limits
+
+    @property
     def free_slots(self) -> int:
         return self._view.free_slots
 
@@ -177,6 +190,7 @@ class RecordingView:
     def state(self) -> ViewState:
         """What was read. Valid while nothing of the plan has been applied."""
         running, unfinished = _rows(self.running), _rows(self.unfinished)
+        limits = self.offline_limits
         return ViewState(
             now_s=self.now_s,
             start_s=self.start_s,
@@ -184,6 +198,7 @@ class RecordingView:
             free_slots=self.free_slots,
             num_offline=self.num_offline,
             backlog=self.backlog,
+            offline_limits=None if limits == OfflineLimits() else limits,
             running=running,
             unfinished=unfinished,
             online=_rows(self.online.seen),

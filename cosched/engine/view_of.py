@@ -11,7 +11,7 @@ from sglang.srt.runtime_context import get_exec
 
 from cosched.core.caps import EngineCaps
 from cosched.core.request import Request, RequestClass
-from cosched.core.view import Backlog, Decodes, KvState, Match
+from cosched.core.view import Backlog, Decodes, KvState, Match, OfflineLimits
 from cosched.engine.partial import can_split
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.waiting import WaitingQueue
@@ -123,6 +123,10 @@ class SchedulerView:
     @property
     def backlog(self) -> Backlog:
         return self._waiting.backlog
+
+    @property
+    def offline_limits(self) -> OfflineLimits:
+        return self._waiting.offline_limits
 
     @cached_property
     def kv(self) -> KvState:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cosched.core.request import RequestClass
-from cosched.core.view import Backlog
+from cosched.core.view import Backlog, OfflineLimits
 from cosched.core.wire import class_of_priority
 from cosched.engine.clock import Clock
 from cosched.engine.tracked import TrackedRequest
@@ -51,6 +51,8 @@ class WaitingQueue:
         self.num_tokens = 0
         """Prompt and generated tokens of all that wait."""
         self.backlog = Backlog(since_s=0.0, num_admitted=0)
+        self.offline_limits = OfflineLimits()
+        """What the operator allows."""
         self._has_new_backlog = False
         self._on_arrival = on_arrival
         self._all: ArrivalQueue[TrackedRequest] = ArrivalQueue()
@@ -62,6 +64,13 @@ class WaitingQueue:
         if self._has_new_backlog:
             self._has_new_backlog = False
             self.backlog = Backlog(since_s=now_s, num_admitted=0)
+
+    @property
+    def may_admit(self) -> bool:
+        """Whether anyone waits who is not kept waiting by the operator alone."""
+        if len(self.online):
+            return True
+        return len(self.offline) > 0 and self.offline_limits.most_running != 0
 
     def append(self, req: Any) -> None:
         tracked = TrackedRequest.of(req)

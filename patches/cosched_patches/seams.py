@@ -9,12 +9,14 @@ from cosched_patches import (
     generate_request,
     http_json,
     http_processes,
+    idle,
     internal_state,
     next_batch,
     prefill_adder,
     prefill_batch,
     queue_limit,
     scheduler_init,
+    set_state,
     waiting_timeout,
 )
 from cosched_patches.seam import Seam
@@ -35,4 +37,6 @@ SEAMS: tuple[Seam, ...] = (
     batch_launch.SEAM,
     batch_result.SEAM,
     internal_state.SEAM,
+    set_state.SEAM,
+    idle.SEAM,
 )
