@@ -56,8 +56,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     iteration_log      file to write the shape and time of every iteration to, one JSON line each
     decision_log       file to write every decision to (docs/decision_log.md)
     decision_log_mb    most that its parts take in all [MB]; the oldest part goes first
-    max_offline_waiting  most offline requests that wait; those beyond are answered with 429; absent:
-                       any number
+    max_offline_waiting  most offline requests that wait; those beyond are answered with HTTP 429;
+                       absent: any number
     drain_s            after SIGTERM, most seconds that online requests under way may take
 
     latency_budget_ms, budgets and latency_model are read by policies with a latency budget; those

@@ -87,7 +87,7 @@ class FakeView:
     now_s: float = 0.0
     start_s: float = 0.0
     backlog: Backlog = field(default_factory=lambda: Backlog(since_s=0.0, num_admitted=0))
-    offline_limits: OfflineLimits = OfflineLimits()
+    offline_limits: OfflineLimits = field(default_factory=OfflineLimits)
 
     @property
     def kv(self) -> KvState:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from sglang.srt.runtime_context import get_parallel
 
 from cosched.config import Config
+from cosched.engine.arguments import check_arguments
 from cosched.engine.clock import Clock, WallClock
 from cosched.engine.controller import Controller
 from cosched.engine.decision_records import Header
@@ -16,16 +18,24 @@ from cosched.engine.decisions import DecisionLog
 from cosched.engine.exporter import MetricsExporter
 from cosched.engine.observe import IterationLogFile, IterationObserver
 from cosched.engine.offline_gate import OfflineGate
+from cosched.engine.startup import describe
 from cosched.errors import ConfigError
 from cosched.latency.graphs import GraphSizes
 from cosched.policy.registry import policy_entry
 
 __all__ = ["attach", "use_virtual_device"]
 
+logger = logging.getLogger(__name__)
+
 
 def attach(scheduler: Any, config: Config) -> None:
-    """Give it an observer (``cosched_observer``) and, unless SGLang's own scheduling stays, a
-    controller (``cosched``). ConfigError when the policy cannot serve its model."""
+    """Give it an observer (``cosched_observer``), a gate for offline work (``cosched_offline``)
+    and, unless SGLang's own scheduling stays, a controller (``cosched``).
+
+    ConfigError when the policy cannot serve its model or go with its arguments, whichever way the
+    scheduler was made.
+    """
+    check_arguments(scheduler.server_args, config)
     clock = WallClock()
     observer = IterationObserver(scheduler, clock=clock)
     scheduler.cosched_observer = observer
@@ -43,6 +53,8 @@ def attach(scheduler: Any, config: Config) -> None:
     if not scheduler.is_generation:
         # Nothing decodes, and SGLang's mixed batches assume a model that generates.
         scheduler.is_mixed_chunk = False
+    if get_parallel().tp_rank == 0:
+        logger.info("cosched: %s", describe(config, scheduler.server_args))
     scheduler.cosched = controller = Controller(
         scheduler, entry=entry, config=config, clock=clock, observer=observer
     )

@@ -6,18 +6,24 @@ from cosched_patches import (
     batch_launch,
     batch_result,
     decode_retraction,
+    detokenizer_processes,
     generate_request,
     http_json,
     http_processes,
+    http_routes,
     idle,
     internal_state,
     next_batch,
     prefill_adder,
     prefill_batch,
     queue_limit,
+    refusal_status,
     scheduler_init,
+    scheduler_processes,
     set_state,
+    sigterm,
     waiting_timeout,
+    warmup,
 )
 from cosched_patches.seam import Seam
 
@@ -25,8 +31,13 @@ __all__ = ["SEAMS"]
 
 SEAMS: tuple[Seam, ...] = (
     http_processes.SEAM,
+    scheduler_processes.SEAM,
+    detokenizer_processes.SEAM,
+    http_routes.SEAM,
+    warmup.SEAM,
     http_json.SEAM,
     generate_request.SEAM,
+    refusal_status.SEAM,
     scheduler_init.SEAM,
     queue_limit.SEAM,
     waiting_timeout.SEAM,
@@ -39,4 +50,5 @@ SEAMS: tuple[Seam, ...] = (
     internal_state.SEAM,
     set_state.SEAM,
     idle.SEAM,
+    sigterm.SEAM,
 )
