@@ -10,9 +10,8 @@ from typing import Any
 from sglang.srt.runtime_context import get_parallel
 
 from cosched.config import Config
-from cosched.engine.arguments import check_arguments
 from cosched.engine.clock import Clock, WallClock
-from cosched.engine.controller import Controller
+from cosched.engine.controller import Controller, Log
 from cosched.engine.decision_records import Header
 from cosched.engine.decisions import DecisionLog
 from cosched.engine.exporter import MetricsExporter
@@ -32,15 +31,15 @@ def attach(scheduler: Any, config: Config) -> None:
     """Give it an observer (``cosched_observer``), a gate for offline work (``cosched_offline``)
     and, unless SGLang's own scheduling stays, a controller (``cosched``).
 
-    ConfigError when the policy cannot serve its model or go with its arguments, whichever way the
-    scheduler was made.
+    ConfigError when the policy cannot serve its model.
     """
-    check_arguments(scheduler.server_args, config)
     clock = WallClock()
     observer = IterationObserver(scheduler, clock=clock)
     scheduler.cosched_observer = observer
+    logs: dict[str, Log] = {}
     if config.iteration_log is not None and get_parallel().tp_rank == 0:
-        observer.add_listener(IterationLogFile(_log_path(config.iteration_log)))
+        logs["iteration"] = iteration_log = IterationLogFile(_log_path(config.iteration_log))
+        observer.add_listener(iteration_log)
     entry = policy_entry(config.policy)
     scheduler.cosched_offline = OfflineGate(scheduler, max_waiting=config.max_offline_waiting)
     if entry.make is None:
@@ -58,11 +57,12 @@ def attach(scheduler: Any, config: Config) -> None:
     scheduler.cosched = controller = Controller(
         scheduler, entry=entry, config=config, clock=clock, observer=observer
     )
+    controller.logs = logs
     metrics = scheduler.metrics_collector_context
     if metrics.current_scheduler_metrics_enabled:
         controller.export_to(MetricsExporter(controller, metrics.collector.labels))
     if config.decision_log is not None and get_parallel().tp_rank == 0:
-        controller.decisions = DecisionLog(
+        logs["decision"] = controller.decisions = DecisionLog(
             _log_path(config.decision_log),
             header=Header.of(
                 config.policy,

@@ -21,11 +21,14 @@ class TrackedRequest:
     __slots__ = (
         "arrival_s",
         "arrival_seq",
+        "first_reported_s",
         "first_token_s",
+        "is_reported",
         "max_new_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "num_queued_tokens",
+        "num_reported_tokens",
         "req",
         "request_class",
         "rid",
@@ -45,6 +48,10 @@ class TrackedRequest:
         self.num_preemptions = 0
         self.num_queued_tokens = 0
         """Its length when it was last queued: what the queue's total was raised by."""
+        # What `cosched.engine.service` has counted of it.
+        self.num_reported_tokens = 0
+        self.first_reported_s = 0.0
+        self.is_reported = False
         req.cosched = self
 
     @classmethod

@@ -13,7 +13,7 @@ def _hook() -> Any:
     def add_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
         controller = getattr(scheduler, "cosched", None)
         if controller is not None:
-            result.internal_state["cosched"] = controller.state()
+            result.internal_state["cosched"] = controller.state().to_dict()
         return result
 
     return add_state

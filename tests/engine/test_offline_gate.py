@@ -31,7 +31,7 @@ def submit_offline(engine, count, *, tokens=30, length=40):
 
 
 def running_offline(engine):
-    return engine.scheduler.cosched.state()["num_running_offline"]
+    return engine.scheduler.cosched.state().num_running_offline
 
 
 @pytest.mark.parametrize(
