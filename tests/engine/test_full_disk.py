@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+from unittest import mock
 
 import pytest
 
@@ -11,16 +11,22 @@ from tests.engine.conftest import assert_drained, prompt
 
 
 @pytest.mark.parametrize("log", ["iteration_log", "decision_log"])
-def test_the_log_is_switched_off_with_one_warning(make_engine, caplog, log):
-    caplog.set_level(logging.WARNING)
-    engine = make_engine(policy="hygen", overlap=True, config={log: "/dev/full"})
-    for i in range(4):
-        engine.submit(f"r{i}", prompt(i, 50), max_new_tokens=20, priority=-i)
-    engine.run_until_idle(max_iterations=500)
+def test_the_log_is_switched_off_with_one_warning(make_engine, log):
+    from cosched.engine import decisions, observe
+
+    # SGLang replaces logging's handlers.
+    with (
+        mock.patch.object(decisions.logger, "warning") as of_decisions,
+        mock.patch.object(observe.logger, "warning") as of_iterations,
+    ):
+        engine = make_engine(policy="hygen", overlap=True, config={log: "/dev/full"})
+        for i in range(4):
+            engine.submit(f"r{i}", prompt(i, 50), max_new_tokens=20, priority=-i)
+        engine.run_until_idle(max_iterations=500)
     assert all(len(engine.replies[f"r{i}"].output_ids) == 20 for i in range(4))
     assert_drained(engine)
-    warnings = [r.getMessage() for r in caplog.records if "is switched off" in r.getMessage()]
-    assert warnings == [
+    calls = [*of_decisions.call_args_list, *of_iterations.call_args_list]
+    assert [call.args[0] % call.args[1:] for call in calls] == [
         f"cosched: the {log.replace('_', ' ')} '/dev/full' is switched off until the next start: "
         "No space left on device"
     ]

@@ -11,14 +11,19 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import httpx
 import pytest
 
 from cosched.engine.exporter import METRICS, Kind
-from tests.serving import ROOT, SOURCE_ROOTS, TEST_FLAGS, start_server
+from tests.serving import ROOT, SOURCE_ROOTS, TEST_FLAGS
+from tests.serving import start_server as start_any_server
 
 pytestmark = pytest.mark.server
+
+# Several servers start here, on cores that others use too.
+start_server = partial(start_any_server, ready_timeout_s=400)
 
 FLEX = {"service_tier": "flex"}
 DRAIN_S = 15
@@ -115,7 +120,7 @@ def test_sigterm_lets_chats_finish_and_a_batch_go(tiny_model, tmp_path, whole_gr
     if whole_group:
         return
     with start_server(tiny_model, port=port) as server:
-        subprocess.run([*job, server.url], env=environment(), check=True, timeout=200)
+        subprocess.run([*job, server.url], env=environment(), check=True, timeout=400)
     assert len(out.read_text().splitlines()) == 60
     assert not (tmp_path / "out.jsonl.errors.jsonl").exists()
 
@@ -259,7 +264,7 @@ def launch(*flags, module="cosched.launch_server", env=None):
         env=environment() | (env or {}),
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=400,
         check=False,
     )
     return ended.returncode, ended.stdout + ended.stderr
