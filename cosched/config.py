@@ -58,6 +58,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     iteration_log      file to write the shape and time of every iteration to, one JSON line each
     decision_log       file to write every decision to (docs/decision_log.md)
     decision_log_mb    most that its parts take in all [MB]; the oldest part goes first
+    max_offline_waiting  most offline requests that wait; those beyond are answered with HTTP 429;
+                       absent: any number
+    drain_s            after SIGTERM, most seconds that online requests under way may take
 
     latency_budget_ms, budgets and latency_model are read by policies with a latency budget; those
     with a token budget ignore them.
@@ -75,11 +78,22 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     iteration_log: str | None = None
     decision_log: str | None = None
     decision_log_mb: float = 256.0
+    max_offline_waiting: int | None = None
+    drain_s: float = 30.0
 
     def __post_init__(self) -> None:
         entry = policy_entry(self.policy)
         if self.decision_log is not None and entry.make is None:
             raise ValueError(f"decision_log: policy {self.policy!r} leaves all decisions to SGLang")
+        if self.max_offline_waiting is not None:
+            if entry.make is None:
+                raise ValueError(f"max_offline_waiting: policy {self.policy!r} keeps no pool")
+            if self.max_offline_waiting < 1:
+                raise ValueError(
+                    f"max_offline_waiting must be at least 1, not {self.max_offline_waiting}"
+                )
+        if not 0 <= self.drain_s < float("inf"):
+            raise ValueError(f"drain_s must be 0 or more seconds, not {self.drain_s}")
         for name in ("latency_budget_ms", "offline_rate", "decision_log_mb"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):

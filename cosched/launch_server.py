@@ -12,7 +12,9 @@ import cosched.bootstrap  # isort: skip  # noqa: F401  # first: prepares this pr
 
 import argparse
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,13 @@ from typing import Any
 import msgspec
 
 from cosched.config import ENV_VAR, Config, SloConfig, load_config
-from cosched.engine.arguments import bind_cpu_threads, check_arguments, engine_arguments
+from cosched.engine.arguments import (
+    bind_cpu_threads,
+    check_arguments,
+    check_files,
+    check_ports,
+    engine_arguments,
+)
 from cosched.errors import ConfigError, CoschedError
 from cosched.latency.profile_file import Profile
 from cosched.policy.registry import POLICIES, policy_entry
@@ -28,18 +36,44 @@ from cosched.policy.registry import POLICIES, policy_entry
 __all__ = ["main"]
 
 
+_USAGE = """python -m cosched.launch_server --model-path MODEL
+                                       [cosched flags] [SGLang flags]"""
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Flags in one column and their text in another, whatever the flag's length; descriptions keep
+    their lines."""
+
+    def __init__(self, prog: str) -> None:
+        width = max(shutil.get_terminal_size().columns - 2, 60)
+        super().__init__(prog, max_help_position=26, width=width)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n".join(indent + line for line in text.splitlines())
+
+
 def build_parser() -> argparse.ArgumentParser:
     """cosched's own flags. SGLang's are parsed by SGLang."""
     parser = argparse.ArgumentParser(
-        prog="python -m cosched.launch_server", add_help=False, allow_abbrev=False
+        prog="python -m cosched.launch_server",
+        usage=_USAGE,
+        description=(__doc__ or "").split("\n\n")[0],
+        formatter_class=_HelpFormatter,
+        add_help=False,
+        allow_abbrev=False,
     )
     defaults = Config()
-    names = "\n".join(f"  {entry.name:<10}{entry.summary}" for entry in POLICIES.values())
-    group = parser.add_argument_group("cosched", f"Policies:\n{names}")
+    group = parser.add_argument_group(
+        "cosched",
+        "SGLang's flags follow below and work as ever. --cosched-policy says how\n"
+        "online and offline requests share the engine:\n\n" + _policies(),
+    )
+    group.add_argument("-h", "--help", action="store_true", help="show this and SGLang's flags")
     group.add_argument(
         "--cosched-policy",
+        metavar="NAME",
         choices=sorted(POLICIES),
-        help=f"how online and offline requests share the engine (default: {defaults.policy})",
+        help=f"one of the above (default: {defaults.policy})",
     )
     group.add_argument(
         "--cosched-slo-ttft-ms",
@@ -56,16 +90,25 @@ def build_parser() -> argparse.ArgumentParser:
         f"(default: {defaults.slo.tpot_ms:g})",
     )
     group.add_argument(
-        "--cosched-iteration-log",
-        metavar="FILE",
-        help="write the shape and time of every iteration there, one JSON line each",
-    )
-    group.add_argument(
         "--cosched-latency-model",
         "--latency-model",
         metavar="FILE",
         help="profile of this engine that `python -m cosched.profile measure` wrote, for policies "
         "that predict; without one they learn while they run",
+    )
+    group.add_argument(
+        "--cosched-max-offline-waiting",
+        type=int,
+        metavar="N",
+        help="most offline requests that wait; those beyond are answered with HTTP 429 and "
+        "Retry-After (default: any number)",
+    )
+    group.add_argument(
+        "--cosched-drain-s",
+        type=float,
+        metavar="S",
+        help="after SIGTERM, most seconds that online requests under way may take; offline ones "
+        f"are let go at once [s] (default: {defaults.drain_s:g})",
     )
     group.add_argument(
         "--cosched-decision-log",
@@ -74,18 +117,41 @@ def build_parser() -> argparse.ArgumentParser:
         help="write every decision there, for `python -m cosched.explain`",
     )
     group.add_argument(
+        "--cosched-iteration-log",
+        metavar="FILE",
+        help="write the shape and time of every iteration there, one JSON line each",
+    )
+    group.add_argument(
         "--cosched-no-mixed-chunk",
         action="store_true",
         help="do not add --enable-mixed-chunk: prefill and decode then take turns",
     )
-    group.add_argument("-h", "--help", action="store_true", help="show this and SGLang's flags")
     return parser
+
+
+def _policies() -> str:
+    """Names and summaries in two columns, for a terminal of 80."""
+    column = max(map(len, POLICIES)) + 2
+    return "\n".join(
+        textwrap.fill(f"{entry.name:<{column}}{entry.summary}", 74, subsequent_indent=" " * column)
+        for entry in POLICIES.values()
+    )
+
+
+_PLAIN_FLAGS = {
+    "cosched_policy": "policy",
+    "cosched_latency_model": "latency_model",
+    "cosched_max_offline_waiting": "max_offline_waiting",
+    "cosched_drain_s": "drain_s",
+    "cosched_decision_log": "decision_log",
+    "cosched_iteration_log": "iteration_log",
+}
+"""Flag -> the key of the configuration that it sets."""
 
 
 def config_from(flags: argparse.Namespace) -> Config:
     """The configuration: flags over ``COSCHED_CONFIG`` over defaults. ConfigError if one is bad."""
     base = load_config() or Config()
-    policy = base.policy if flags.cosched_policy is None else flags.cosched_policy
     ttft_ms, tpot_ms = flags.cosched_slo_ttft_ms, flags.cosched_slo_tpot_ms
     try:
         slo = SloConfig(
@@ -94,22 +160,13 @@ def config_from(flags: argparse.Namespace) -> Config:
         )
     except ValueError as error:
         raise ConfigError(f"--cosched-slo: {error}") from None
-    log = base.iteration_log if flags.cosched_iteration_log is None else flags.cosched_iteration_log
-    model = (
-        base.latency_model if flags.cosched_latency_model is None else flags.cosched_latency_model
-    )
-    decisions = (
-        base.decision_log if flags.cosched_decision_log is None else flags.cosched_decision_log
-    )
+    given = {
+        key: value
+        for flag, key in _PLAIN_FLAGS.items()
+        if (value := getattr(flags, flag)) is not None
+    }
     try:
-        return msgspec.structs.replace(
-            base,
-            policy=policy,
-            slo=slo,
-            iteration_log=log,
-            latency_model=model,
-            decision_log=decisions,
-        )
+        return msgspec.structs.replace(base, slo=slo, **given)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
@@ -117,10 +174,19 @@ def config_from(flags: argparse.Namespace) -> Config:
 def _print_help(parser: argparse.ArgumentParser) -> None:
     from sglang.srt.server_args import ServerArgs
 
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.description = (__doc__ or "").split("\n\n")[0]
-    ServerArgs.add_cli_args(parser)
     parser.print_help()
+    engine = argparse.ArgumentParser(
+        usage=argparse.SUPPRESS, formatter_class=_HelpFormatter, add_help=False
+    )
+    engine._optionals.title = "SGLang"
+    ServerArgs.add_cli_args(engine)
+    for action in engine._actions:
+        # Written out after the flag, twenty names would be one line of 200 characters.
+        if action.choices is not None and len(names := ", ".join(map(str, action.choices))) > 30:
+            action.metavar = "NAME"
+            action.help = f"{action.help or ''} Choices: {names}.".lstrip()
+    print()
+    engine.print_help()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -132,6 +198,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     try:
         config = config_from(flags)
+        check_files(config)
         arguments = engine_arguments(rest, config, mixed_chunk=not flags.cosched_no_mixed_chunk)
         os.environ[ENV_VAR] = config.to_json()
         bind_cpu_threads(arguments, os.environ)
@@ -147,12 +214,16 @@ def _serve(arguments: list[str], config: Config) -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
+    from cosched.engine.shutdown import end_on_sigterm
+
     load_plugins()
     _check_plugin_active()
     server_args = prepare_server_args(arguments)
     check_arguments(server_args, config)
+    check_ports(server_args)
     check_latency_model(server_args, config)
     try:
+        end_on_sigterm()
         run_server(server_args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
@@ -167,7 +238,6 @@ def check_latency_model(server_args: Any, config: Config) -> None:
 
     from cosched.engine.identity import identity_of
 
-    server_args.resolve_once()
     expected = identity_of(server_args, ModelConfig.from_server_args(server_args))
     Profile.predictor_for(Path(config.latency_model), expected)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from cosched.core.caps import EngineCaps
 from cosched.core.request import PLAIN, Request, RequestClass, Slo, Traits
-from cosched.core.view import Backlog, BatchRules, Decodes, KvState, Match
+from cosched.core.view import Backlog, BatchRules, Decodes, KvState, Match, OfflineLimits
 
 _seq = itertools.count()
 
@@ -90,6 +90,7 @@ class FakeView:
     now_s: float = 0.0
     start_s: float = 0.0
     backlog: Backlog = field(default_factory=lambda: Backlog(since_s=0.0, num_admitted=0))
+    offline_limits: OfflineLimits = field(default_factory=OfflineLimits)
 
     @property
     def kv(self) -> KvState:

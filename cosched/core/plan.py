@@ -33,6 +33,7 @@ class SkipReason(Enum):
     RATE_LIMIT = "rate_limit"
     ADAPTERS = "adapters"
     DECODES_DUE = "decodes_due"
+    OPERATOR_LIMIT = "operator_limit"
     ENGINE_REFUSED = "engine_refused"
 
 

@@ -16,6 +16,7 @@ __all__ = [
     "Decodes",
     "KvState",
     "Match",
+    "OfflineLimits",
     "SharingOrder",
     "View",
 ]
@@ -85,6 +86,25 @@ class Backlog:
 
     since_s: float
     num_admitted: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfflineLimits:
+    """What the operator lets offline work do, changed while the server runs.
+
+    paused        none is admitted
+    max_running   most that run at once, unfinished prefills included; None: any number
+    stop_running  those that run beyond that are stopped with their KV kept; else they may end
+    """
+
+    paused: bool = False
+    max_running: int | None = None
+    stop_running: bool = False
+
+    @property
+    def most_running(self) -> int | None:
+        """None: any number."""
+        return 0 if self.paused else self.max_running
 
 
 class Decodes(NamedTuple):
@@ -195,6 +215,9 @@ class View(Protocol):
 
     @property
     def backlog(self) -> Backlog: ...
+
+    @property
+    def offline_limits(self) -> OfflineLimits: ...
 
     def match(self, request: Request) -> Match:
         """What of a waiting request is cached now. O(depth). Changes nothing: neither budgets nor

@@ -10,7 +10,7 @@ from typing import TypeVar
 from cosched.core.caps import EngineCaps
 from cosched.core.plan import Plan, Preemption
 from cosched.core.request import PLAIN, Request, RequestClass, Slo, Traits
-from cosched.core.view import BatchRules, Decodes, KvState, Match
+from cosched.core.view import BatchRules, Decodes, KvState, Match, OfflineLimits
 from cosched.decision_log.read import Entry
 from cosched.engine.decision_records import RequestFacts, RequestRow, ViewState
 
@@ -136,6 +136,7 @@ class RecordedView:
             self.offline = _RecordedOrder(looked_at, state)
         self.num_offline = state.num_offline
         self.backlog = state.backlog
+        self.offline_limits = state.offline_limits or OfflineLimits()
 
     def running_of(self, request_class: RequestClass) -> Decodes:
         return Decodes.of([r for r in self.running if r.request_class is request_class])

@@ -86,7 +86,8 @@ def schedule_prefill(
     """
     scheduler = controller.scheduler
     _admit_ready_grammars(scheduler)
-    if not controller.waiting and scheduler.chunked_req is None and running_batch.is_empty():
+    nothing_runs = scheduler.chunked_req is None and running_batch.is_empty()
+    if nothing_runs and not controller.waiting.may_admit:
         if controller.exporter is not None:
             with controller.guard.watching("metrics"):
                 controller.exporter.idle()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import MutableMapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import cosched.bootstrap
@@ -11,7 +13,13 @@ from cosched.config import Config
 from cosched.errors import ConfigError
 from cosched.policy.registry import policy_entry
 
-__all__ = ["bind_cpu_threads", "check_arguments", "engine_arguments"]
+__all__ = [
+    "bind_cpu_threads",
+    "check_arguments",
+    "check_files",
+    "check_ports",
+    "engine_arguments",
+]
 
 _CPU_BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
 
@@ -93,14 +101,82 @@ _REFUSED: tuple[tuple[str, Any, str], ...] = (
 
 
 def check_arguments(server_args: Any, config: Config) -> None:
-    """ConfigError, one sentence, when the arguments cannot go with a planning policy."""
+    """ConfigError, one sentence, when the arguments cannot go with a planning policy.
+
+    Looks at what SGLang has made of them: a model or another flag may decide what was not given.
+    """
     if policy_entry(config.policy).make is None:
         return
+    resolved = _resolved(server_args)
     for name, expected, why in _REFUSED:
-        value = getattr(server_args, name, expected)
+        value = getattr(resolved, name)
         if value != expected and not (expected in (False, None) and not value):
             flag = "--" + name.replace("_", "-")
             raise ConfigError(
                 f"{flag} {value} cannot go with --cosched-policy {config.policy}: {why}; "
                 f"drop the flag or use --cosched-policy sglang"
             )
+
+
+def check_ports(server_args: Any) -> None:
+    """ConfigError when a port that the server will listen on is taken, or is none."""
+    resolved = _resolved(server_args)
+    _check_port("--port", resolved.host or "127.0.0.1", resolved.port)
+    for name in ("nccl_port", "grpc_port"):
+        port = getattr(resolved, name)
+        if port is not None:
+            _check_port("--" + name.replace("_", "-"), "127.0.0.1", port)
+
+
+def _resolved(server_args: Any) -> Any:
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    server_args.resolve_once()
+    return resolving_view(server_args)
+
+
+def _check_port(flag: str, host: str, port: int) -> None:
+    if not 0 < port < 65536:
+        raise ConfigError(f"{flag} must be from 1 to 65535, not {port}")
+    try:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"--host {host!r} is no address here: {error.strerror}") from None
+    for family, kind, protocol, _, address in addresses:
+        with socket.socket(family, kind, protocol) as probe:
+            # As the server does: ports of connections that have just ended are free.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(address)
+            except OSError as error:
+                reason = error.strerror
+                raise ConfigError(f"cannot listen on {flag} {port} of {host}: {reason}") from None
+
+
+def check_files(config: Config) -> None:
+    """ConfigError when a file that the server will read or write cannot be."""
+    for flag, path in (
+        ("--decision-log", config.decision_log),
+        ("--cosched-iteration-log", config.iteration_log),
+    ):
+        if path is not None:
+            _check_writable(flag, Path(path))
+    if config.latency_model is not None:
+        try:
+            with open(config.latency_model, "rb"):
+                pass
+        except OSError as error:
+            raise ConfigError(
+                f"cannot read --latency-model {config.latency_model!r}: {error.strerror}"
+            ) from None
+
+
+def _check_writable(flag: str, path: Path) -> None:
+    existed = path.exists()
+    try:
+        with path.open("ab"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"cannot write {flag} {str(path)!r}: {error.strerror}") from None
+    if not existed:
+        path.unlink()

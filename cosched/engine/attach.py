@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -10,29 +11,39 @@ from sglang.srt.runtime_context import get_parallel
 
 from cosched.config import Config
 from cosched.engine.clock import Clock, WallClock
-from cosched.engine.controller import Controller
+from cosched.engine.controller import Controller, Log
 from cosched.engine.decision_records import Header
 from cosched.engine.decisions import DecisionLog
 from cosched.engine.exporter import MetricsExporter
 from cosched.engine.guard import Guard
 from cosched.engine.observe import IterationLogFile, IterationObserver
+from cosched.engine.offline_gate import OfflineGate
+from cosched.engine.startup import describe
 from cosched.errors import ConfigError
 from cosched.latency.graphs import GraphSizes
 from cosched.policy.registry import policy_entry
 
 __all__ = ["attach", "use_virtual_device"]
 
+logger = logging.getLogger(__name__)
+
 
 def attach(scheduler: Any, config: Config) -> None:
-    """Give it an observer (``cosched_observer``) and, unless SGLang's own scheduling stays, a
-    controller (``cosched``). ConfigError when the policy cannot serve its model."""
+    """Give it an observer (``cosched_observer``), a gate for offline work (``cosched_offline``)
+    and, unless SGLang's own scheduling stays, a controller (``cosched``).
+
+    ConfigError when the policy cannot serve its model.
+    """
     clock = WallClock()
     guard = Guard(is_strict=config.strict)
     observer = IterationObserver(scheduler, clock=clock, guard=guard)
     scheduler.cosched_observer = observer
+    logs: dict[str, Log] = {}
     if config.iteration_log is not None and get_parallel().tp_rank == 0:
-        observer.add_listener(IterationLogFile(_log_path(config.iteration_log)))
+        logs["iteration"] = iteration_log = IterationLogFile(_log_path(config.iteration_log))
+        observer.add_listener(iteration_log)
     entry = policy_entry(config.policy)
+    scheduler.cosched_offline = OfflineGate(scheduler, max_waiting=config.max_offline_waiting)
     if entry.make is None:
         return
     if scheduler.is_hybrid_swa or scheduler.is_hybrid_ssm:
@@ -43,14 +54,17 @@ def attach(scheduler: Any, config: Config) -> None:
     if not scheduler.is_generation:
         # Nothing decodes, and SGLang's mixed batches assume a model that generates.
         scheduler.is_mixed_chunk = False
+    if get_parallel().tp_rank == 0:
+        logger.info("cosched: %s", describe(config, scheduler.server_args))
     scheduler.cosched = controller = Controller(
         scheduler, entry=entry, config=config, clock=clock, observer=observer, guard=guard
     )
+    controller.logs = logs
     metrics = scheduler.metrics_collector_context
     if metrics.current_scheduler_metrics_enabled:
         controller.export_to(MetricsExporter(controller, metrics.collector.labels))
     if config.decision_log is not None and get_parallel().tp_rank == 0:
-        controller.decisions = DecisionLog(
+        logs["decision"] = controller.decisions = DecisionLog(
             _log_path(config.decision_log),
             header=Header.of(
                 config.policy,

@@ -6,10 +6,10 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from sglang.srt.runtime_context import get_parallel
 
@@ -25,6 +25,8 @@ from cosched.engine.identity import identity_of
 from cosched.engine.observe import IterationObserver
 from cosched.engine.partial import SplitBatch
 from cosched.engine.ranks import Ranks
+from cosched.engine.service import ServiceRecord
+from cosched.engine.state import PlanningTimes, ReplicaState
 from cosched.engine.timekeeper import Moment, Timekeeper
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.view_of import SchedulerView, caps_of, graph_sizes_of, num_cached
@@ -38,7 +40,7 @@ from cosched.offline.prefix_pool import PrefixPool
 from cosched.policy.base import Policy, PolicySettings
 from cosched.policy.registry import PolicyEntry
 
-__all__ = ["Controller", "Counters"]
+__all__ = ["Controller", "Counters", "Log"]
 
 MOST_BARRED_PLANS = 64
 """Plans for which a request stands back that the engine refuses again and again."""
@@ -63,6 +65,15 @@ class Counters:
     num_engine_refusals: int = 0
     online_prefill_tokens: int = 0
     offline_prefill_tokens: int = 0
+
+
+class Log(Protocol):
+    """A file that lines are written to."""
+
+    @property
+    def is_off(self) -> bool:
+        """It was given up, because a line could not be written."""
+        ...
 
 
 class Controller:
@@ -112,6 +123,9 @@ class Controller:
             )
         self.decisions: DecisionLog | None = None
         self.exporter: MetricsExporter | None = None
+        self.service = ServiceRecord(slo=self.settings.slo)
+        self.logs: dict[str, Log] = {}
+        """Those that are written, by name."""
         self.counters = Counters()
         self._planning_s: deque[float] = deque(maxlen=PLANNING_WINDOW)
         self.split: SplitBatch | None = None
@@ -217,6 +231,8 @@ class Controller:
         if self.timekeeper is not None:
             with self.guard.watching("timekeeper"):
                 self.timekeeper.on_result(batch)
+        with self.guard.watching("metrics"):
+            self.service.on_batch(batch, self.clock.now_s())
 
     def bar(self, tracked: TrackedRequest) -> None:
         """The engine did not admit a request that the plan admits: it stands back for a while, for
@@ -244,38 +260,48 @@ class Controller:
         else:
             self.counters.online_prefill_tokens += num_tokens
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> ReplicaState:
         """What ``/get_server_info`` shows."""
         running = self._running()
         num_offline = sum(1 for r in running if r.request_class is RequestClass.OFFLINE)
         counters = self.counters
         planning_s = sorted(self._planning_s) or [0.0]
         pool = self.waiting.offline
-        return {
-            "policy": self.config.policy,
-            "num_waiting_online": len(self.waiting.online),
-            "num_waiting_offline": len(pool),
-            "num_waiting_tokens": self.waiting.num_tokens,
-            "num_running_online": len(running) - num_offline,
-            "num_running_offline": num_offline,
-            "num_preemptions": counters.num_preemptions,
-            "num_engine_refusals": counters.num_engine_refusals,
-            "num_iterations": self.observer.num_iterations,
-            "busy_s": round(self.observer.busy_s, 6),
-            "num_plans": counters.num_plans,
-            "num_replans": counters.num_replans,
-            "num_safe_plans": counters.num_safe_plans,
-            "policy_given_up": self.guard.has_given_up,
-            "failures": dict(self.guard.failures),
-            "planning_us": {
-                "mean": _us(counters.planning_s / max(counters.num_plans, 1)),
-                "p50": _us(planning_s[len(planning_s) // 2]),
-                "p99": _us(planning_s[len(planning_s) * 99 // 100]),
+        output_tokens = self.service.output_tokens
+        return ReplicaState(
+            policy=self.config.policy,
+            num_waiting_online=len(self.waiting.online),
+            num_waiting_offline=len(pool),
+            num_waiting_tokens=self.waiting.num_tokens,
+            num_running_online=len(running) - num_offline,
+            num_running_offline=num_offline,
+            num_preemptions=counters.num_preemptions,
+            num_engine_refusals=counters.num_engine_refusals,
+            num_turned_away=self.scheduler.cosched_offline.num_turned_away,
+            num_iterations=self.observer.num_iterations,
+            busy_s=round(self.observer.busy_s, 6),
+            num_plans=counters.num_plans,
+            num_replans=counters.num_replans,
+            num_safe_plans=counters.num_safe_plans,
+            policy_given_up=self.guard.has_given_up,
+            failures=dict(self.guard.failures),
+            planning_us=PlanningTimes(
+                mean=_us(counters.planning_s / max(counters.num_plans, 1)),
+                p50=_us(planning_s[len(planning_s) // 2]),
+                p99=_us(planning_s[len(planning_s) * 99 // 100]),
+            ),
+            online_prefill_tokens=counters.online_prefill_tokens,
+            offline_prefill_tokens=counters.offline_prefill_tokens,
+            online_output_tokens=output_tokens[RequestClass.ONLINE],
+            offline_output_tokens=output_tokens[RequestClass.OFFLINE],
+            attainment={
+                target: (met, missed)
+                for (_, target), (met, missed) in self.service.attainment.items()
             },
-            "online_prefill_tokens": counters.online_prefill_tokens,
-            "offline_prefill_tokens": counters.offline_prefill_tokens,
-            "pool": asdict(pool.stats()) if isinstance(pool, PrefixPool) else None,
-        }
+            offline_limits=self.waiting.offline_limits,
+            pool=pool.stats() if isinstance(pool, PrefixPool) else None,
+            logs_off=tuple(name for name, log in self.logs.items() if log.is_off),
+        )
 
     def _running(self) -> list[TrackedRequest]:
         """Requests under way. Those that decode beside a prefill are in its batch, and among the

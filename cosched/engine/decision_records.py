@@ -14,7 +14,7 @@ import msgspec
 from cosched.core.caps import EngineCaps
 from cosched.core.plan import PreemptMode, SkipReason
 from cosched.core.request import RequestClass, Slo, Traits
-from cosched.core.view import Backlog, BatchRules, KvState
+from cosched.core.view import Backlog, BatchRules, KvState, OfflineLimits
 from cosched.latency.predictor import Predictor
 from cosched.policy.base import Budgets, PolicySettings
 
@@ -112,6 +112,7 @@ class ViewState(msgspec.Struct, kw_only=True, omit_defaults=True):
     prefixes             seq -> num_prefix_tokens of those that run and have no output yet; of
                          others it says nothing any more
     reserves, gains      seq -> `View.reserve_of`, `View.preemption_gain`, where it asked
+    offline_limits       None: the operator sets none
     """
 
     now_s: float
@@ -136,6 +137,7 @@ class ViewState(msgspec.Struct, kw_only=True, omit_defaults=True):
     barred: list[int] = []
     reserves: dict[int, int] = {}
     gains: dict[int, int] = {}
+    offline_limits: OfflineLimits | None = None
 
 
 class BeliefState(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):

@@ -6,6 +6,7 @@ at, so the log holds what the decision could depend on and not the 100,000 reque
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from cosched.core.view import (
     Decodes,
     KvState,
     Match,
+    OfflineLimits,
     SharingOrder,
     View,
 )
@@ -40,13 +42,16 @@ from cosched.engine.decision_records import (
     ViewState,
 )
 from cosched.engine.observe import StepResult
-from cosched.engine.parts import PartWriter
+from cosched.engine.parts import PartWriter, switched_off
 from cosched.engine.shape import shape_of
 from cosched.engine.tracked import TrackedRequest
+from cosched.errors import ConfigError
 from cosched.latency.calibration import Belief, Calibrator
 from cosched.latency.features import BatchTotals
 
 __all__ = ["DecisionLog", "RecordingView"]
+
+logger = logging.getLogger(__name__)
 
 
 class _Noted:
@@ -164,6 +169,10 @@ class RecordingView:
         return self._view.backlog
 
     @property
+    def offline_limits(self) -> OfflineLimits:
+        return self._view.offline_limits
+
+    @property
     def free_slots(self) -> int:
         return self._view.free_slots
 
@@ -201,6 +210,7 @@ class RecordingView:
     def state(self) -> ViewState:
         """What was read. Valid while nothing of the plan has been applied."""
         running, unfinished = _rows(self.running), _rows(self.unfinished)
+        limits = self.offline_limits
         return ViewState(
             now_s=self.now_s,
             start_s=self.start_s,
@@ -209,6 +219,7 @@ class RecordingView:
             num_offline=self.num_offline,
             backlog=self.backlog,
             rules=self.rules,
+            offline_limits=None if limits == OfflineLimits() else limits,
             running=running,
             unfinished=unfinished,
             online=_rows(self.online.seen),
@@ -264,7 +275,10 @@ class DecisionLog:
         self._predictor = predictor
         self._header = header
         self._encode = msgspec.json.Encoder().encode
+        self._path = path
         self._parts = PartWriter(path, max_bytes=max_bytes)
+        self.is_off = False
+        """A line could not be written: nothing more is."""
         self._num_plans = 0
         self._view: RecordingView | None = None
         self._planned: _Open | None = None
@@ -276,16 +290,27 @@ class DecisionLog:
         """seq -> when its first token came out, of the requests that this part describes."""
         self._belief: Belief | None = None
         """The last one in this part."""
-        self._start_part()
+        try:
+            number = self._parts.start()
+        except OSError as error:
+            raise ConfigError(f"cannot write the log {str(path)!r}: {error.strerror}") from None
+        try:
+            self._begin_part(number)
+        except OSError as error:
+            self._switch_off(error)
 
     def watch(self, view: View) -> View:
         """A view for the policy that notes what it reads."""
+        if self.is_off:
+            return view
         self._view = RecordingView(view)
         return self._view
 
     def planned(self, plan: Plan, planning_s: float) -> None:
         """The policy has answered; nothing has been applied yet."""
         view, self._view = self._view, None
+        if self.is_off:
+            return
         assert view is not None, "watch comes first"
         if self._planned is not None:
             self._planned.decision.result.outcome = Outcome.REPLANNED
@@ -315,6 +340,8 @@ class DecisionLog:
             ]
         if batch is None:
             self._close(planned)
+            return
+        if self.is_off:
             return
         shape = shape_of(batch)
         result.outcome = Outcome.RAN
@@ -350,12 +377,24 @@ class DecisionLog:
 
     def _close(self, plan: _Open) -> None:
         plan.is_over = True
-        while self._open and self._open[0].is_over:
-            self._write(self._open.popleft())
+        try:
+            while self._open and self._open[0].is_over:
+                self._write(self._open.popleft())
+        except OSError as error:
+            self._switch_off(error)
+
+    def _switch_off(self, error: OSError) -> None:
+        """A log that cannot be written must not end the server."""
+        self.is_off = True
+        self._parts.close()
+        self._planned = self._ended = None
+        for kept in (self._open, self._in_flight, self._finished, self._known):
+            kept.clear()
+        logger.warning("cosched: %s", switched_off("decision log", self._path, error))
 
     def _write(self, ended: _Open) -> None:
         if self._parts.is_full:
-            self._start_part()
+            self._begin_part(self._parts.start())
         decision = ended.decision
         known = self._known
         for request, first_token_s in ended.requests:
@@ -374,8 +413,8 @@ class DecisionLog:
             self._belief = belief
         self._parts.write(self._encode(decision))
 
-    def _start_part(self) -> None:
-        self._header.part = self._parts.start()
+    def _begin_part(self, number: int) -> None:
+        self._header.part = number
         self._parts.write(self._encode(self._header))
         # A part can be read alone.
         self._known.clear()

@@ -1,120 +1,238 @@
 """What cosched does, as Prometheus metrics beside SGLang's own (``--enable-metrics``).
 
 Counted in the scheduler process and written to the files that SGLang's ``/metrics`` reads
-(prometheus_client's multiprocess mode). Names, formulas and units: docs/metrics.md.
+(prometheus_client's multiprocess mode). Formulas and units: docs/metrics.md. Labels take few
+values: two classes, a handful of targets, logs and length buckets.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from enum import Enum
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from cosched.core.request import RequestClass
 from cosched.engine.observe import StepResult
+from cosched.engine.service import TARGETS
+from cosched.engine.state import ReplicaState
 
 if TYPE_CHECKING:
     from cosched.engine.controller import Controller
 
-__all__ = ["MetricsExporter"]
+__all__ = ["LOGS", "METRICS", "Kind", "Metric", "MetricsExporter"]
 
 REFRESH_S = 1.0
 """Host time between two updates of what is a level and not a count."""
 
-PLANNING_BUCKETS_S = (1e-4, 2e-4, 3e-4, 5e-4, 7.5e-4, 1e-3, 1.5e-3, 2e-3, 3e-3, 5e-3, 1e-2, 0.1)
-ERROR_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
+LOGS = ("decision", "iteration")
+
+_PLANNING_S = (1e-4, 2e-4, 3e-4, 5e-4, 7.5e-4, 1e-3, 1.5e-3, 2e-3, 3e-3, 5e-3, 1e-2, 0.1)
+_ERROR = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
+_TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 30, 60, 600, 3600)
+_TPOT_S = (0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 10)
+_E2E_S = (0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400)
+
+
+class Kind(Enum):
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+class Metric(NamedTuple):
+    """A metric as it is declared to Prometheus, without the prefix ``cosched:``."""
+
+    name: str
+    kind: Kind
+    text: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+    @property
+    def shown_name(self) -> str:
+        """As it stands in ``/metrics``, where a histogram's lines add ``_bucket`` and others."""
+        return f"cosched:{self.name}" + ("_total" if self.kind is Kind.COUNTER else "")
+
+
+_CLASS = ("request_class",)
+_TARGET = ("request_class", "target")
+_BUCKET = ("min_prompt_tokens",)
+
+METRICS = (
+    Metric("ttft_seconds", Kind.HISTOGRAM, "Arrival to first token.", _CLASS, _TTFT_S),
+    Metric(
+        "tpot_seconds", Kind.HISTOGRAM, "Time per output token after the first.", _CLASS, _TPOT_S
+    ),
+    Metric("e2e_seconds", Kind.HISTOGRAM, "Arrival to last token.", _CLASS, _E2E_S),
+    Metric("slo_met", Kind.COUNTER, "Requests that met a target.", _TARGET),
+    Metric("slo_missed", Kind.COUNTER, "Requests that missed a target.", _TARGET),
+    Metric("prefill_tokens", Kind.COUNTER, "Prompt tokens computed.", _CLASS),
+    Metric("output_tokens", Kind.COUNTER, "Tokens generated.", _CLASS),
+    Metric("waiting_requests", Kind.GAUGE, "Requests that wait.", _CLASS),
+    Metric("running_requests", Kind.GAUGE, "Requests that run.", _CLASS),
+    Metric("preemptions", Kind.COUNTER, "Requests stopped by a plan."),
+    Metric("engine_refusals", Kind.COUNTER, "Admissions of a plan that the engine refused."),
+    Metric("offline_turned_away", Kind.COUNTER, "Offline requests answered with 429."),
+    Metric("offline_paused", Kind.GAUGE, "1 while the operator pauses offline work."),
+    Metric("offline_max_running", Kind.GAUGE, "The operator's limit; +Inf without one."),
+    Metric("log_switched_off", Kind.GAUGE, "1 after a line could not be written.", ("log",)),
+    Metric(
+        "planning_seconds",
+        Kind.HISTOGRAM,
+        "Host time of a view, its plan and the check.",
+        buckets=_PLANNING_S,
+    ),
+    Metric("iteration_predicted_seconds", Kind.COUNTER, "Predicted time of iterations."),
+    Metric("iteration_measured_seconds", Kind.COUNTER, "Measured time of the same."),
+    Metric(
+        "prediction_error_ratio",
+        Kind.HISTOGRAM,
+        "Predicted against measured time of an iteration, as a share of the measured.",
+        buckets=_ERROR,
+    ),
+    Metric("pool_requests", Kind.GAUGE, "Offline requests that wait, by prompt length.", _BUCKET),
+    Metric("pool_tokens", Kind.GAUGE, "Their prompts and output [tokens].", _BUCKET),
+    Metric("pool_oldest_age_seconds", Kind.GAUGE, "Since the oldest of them arrived."),
+    Metric(
+        "pool_sharing_ratio", Kind.GAUGE, "Part of their tokens that another one computes for them."
+    ),
+    Metric(
+        "pool_expected_hit_ratio",
+        Kind.GAUGE,
+        "Hit rate to expect of serving them in the pool's order.",
+    ),
+)
 
 
 class MetricsExporter:
-    """Counts as things happen; levels once in `REFRESH_S`, and when the scheduler becomes idle."""
+    """Counts as things happen; levels once in `REFRESH_S`, and when the scheduler becomes idle.
 
-    def __init__(self, controller: Controller, labels: Mapping[str, Any]) -> None:
-        """labels: those of SGLang's own metrics of this scheduler."""
-        # SGLang says where the files are before anything may import prometheus_client.
-        from prometheus_client import Counter, Gauge, Histogram
+    Implements `cosched.engine.service.ServiceListener`.
+    """
 
+    def __init__(
+        self, controller: Controller, labels: Mapping[str, Any], *, registry: Any = None
+    ) -> None:
+        """labels: those of SGLang's own metrics of this scheduler; registry: prometheus_client's,
+        None: its default."""
         self._controller = controller
         self._labels = dict(labels)
         self._refresh_at_s = 0.0
         self._is_idle = False
-        self._num_preemptions = 0
+        self._last: ReplicaState | None = None
+        self._metrics = {
+            metric.name: _declare(metric, tuple(self._labels), registry) for metric in METRICS
+        }
+        # Every request needs these: found once.
+        self._of = cache(self._find)
+        for request_class, targets in TARGETS.items():
+            for target in targets:  # a counter that has never counted is 0, not absent
+                for name in ("slo_met", "slo_missed"):
+                    self._of(name, request_class=request_class.value, target=target)
+            for name in ("ttft_seconds", "tpot_seconds", "e2e_seconds", "output_tokens"):
+                self._of(name, request_class=request_class.value)
+        for log in LOGS:
+            self._of("log_switched_off", log=log).set(0)
+        controller.service.listener = self
 
-        def gauge(name: str, text: str, *more: str) -> Any:
-            names = [*self._labels, *more]
-            return Gauge(f"cosched:{name}", text, names, multiprocess_mode="mostrecent")
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Any:
-            metric = Histogram(f"cosched:{name}", text, [*self._labels], buckets=buckets)
-            return metric.labels(**self._labels)
-
-        def counter(name: str, text: str) -> Any:
-            return Counter(f"cosched:{name}", text, [*self._labels]).labels(**self._labels)
-
-        self._planning = histogram(
-            "planning_seconds", "Host time of a view, its plan and the check.", PLANNING_BUCKETS_S
-        )
-        self._error = histogram(
-            "prediction_error_ratio",
-            "Predicted against measured time of an iteration, as a share of the measured.",
-            ERROR_BUCKETS,
-        )
-        self._predicted = counter("iteration_predicted_seconds", "Predicted time of iterations.")
-        self._measured = counter("iteration_measured_seconds", "Measured time of the same.")
-        self._preemptions = counter("preemptions", "Requests stopped by a plan.")
-        self._waiting = gauge("waiting_requests", "Requests that wait.", "request_class")
-        self._running = gauge("running_requests", "Requests that run.", "request_class")
-        self._pool_requests = gauge(
-            "pool_requests", "Offline requests that wait, by prompt length.", "min_prompt_tokens"
-        )
-        self._pool_tokens = gauge(
-            "pool_tokens", "Their prompts and output [tokens].", "min_prompt_tokens"
-        )
-        self._oldest_age = gauge("pool_oldest_age_seconds", "Since the oldest of them arrived.")
-        self._sharing = gauge(
-            "pool_sharing_ratio", "Part of their tokens that another one computes for them."
-        )
-        self._expected_hit = gauge(
-            "pool_expected_hit_ratio", "Hit rate to expect of serving them in the pool's order."
-        )
+    def _find(self, name: str, **more: Any) -> Any:
+        labels = {**self._labels, **more}
+        metric = self._metrics[name]
+        return metric.labels(**labels) if labels else metric
 
     def planned(self, planning_s: float) -> None:
         """A plan was made."""
-        self._planning.observe(planning_s)
+        self._of("planning_seconds").observe(planning_s)
         self._is_idle = False
         if time.monotonic() >= self._refresh_at_s:
             self._refresh()
 
     def idle(self) -> None:
         """There is nothing to plan; called again and again for as long as that is so."""
-        if not self._is_idle:
+        if not self._is_idle or time.monotonic() >= self._refresh_at_s:
             self._is_idle = True
             self._refresh()
 
     def measured(self, step: StepResult, predicted_s: float) -> None:
         """An iteration is done whose time the policy's predictor knew nothing of."""
-        self._predicted.inc(predicted_s)
-        self._measured.inc(step.duration_s)
-        self._error.observe(abs(predicted_s / step.duration_s - 1))
+        self._of("iteration_predicted_seconds").inc(predicted_s)
+        self._of("iteration_measured_seconds").inc(step.duration_s)
+        self._of("prediction_error_ratio").observe(abs(predicted_s / step.duration_s - 1))
+
+    def first_token(self, request_class: RequestClass, ttft_s: float) -> None:
+        self._of("ttft_seconds", request_class=request_class.value).observe(ttft_s)
+
+    def finished(self, request_class: RequestClass, e2e_s: float, tpot_s: float | None) -> None:
+        self._of("e2e_seconds", request_class=request_class.value).observe(e2e_s)
+        if tpot_s is not None:
+            self._of("tpot_seconds", request_class=request_class.value).observe(tpot_s)
+
+    def judged(self, request_class: RequestClass, target: str, is_met: bool) -> None:
+        name = "slo_met" if is_met else "slo_missed"
+        self._of(name, request_class=request_class.value, target=target).inc()
 
     def _refresh(self) -> None:
         self._refresh_at_s = time.monotonic() + REFRESH_S
-        controller, labels = self._controller, self._labels
-        state = controller.state()
-        for request_class in ("online", "offline"):
-            for metric, kind in ((self._waiting, "waiting"), (self._running, "running")):
-                count = state[f"num_{kind}_{request_class}"]
-                metric.labels(**labels, request_class=request_class).set(count)
-        num_preemptions = controller.counters.num_preemptions
-        self._preemptions.inc(num_preemptions - self._num_preemptions)
-        self._num_preemptions = num_preemptions
-        pool = state["pool"]
+        state = self._controller.state()
+        before, self._last = self._last, state
+        for name, field, more in _COUNTED:
+            count = getattr(state, field) - (0 if before is None else getattr(before, field))
+            self._of(name, **more).inc(count)
+        for name, field, more in _LEVELS:
+            self._of(name, **more).set(getattr(state, field))
+        limits = state.offline_limits
+        self._of("offline_paused").set(limits.paused)
+        most = limits.max_running
+        self._of("offline_max_running").set(math.inf if most is None else most)
+        for log in state.logs_off:
+            self._of("log_switched_off", log=log).set(1)
+        pool = state.pool
         if pool is None:
             return
-        for bucket in pool["buckets"]:
-            length = bucket["min_prompt_tokens"]
-            self._pool_requests.labels(**labels, min_prompt_tokens=length).set(
-                bucket["num_requests"]
-            )
-            self._pool_tokens.labels(**labels, min_prompt_tokens=length).set(bucket["num_tokens"])
-        self._oldest_age.labels(**labels).set(pool["oldest_age_s"] or 0.0)
-        self._sharing.labels(**labels).set(pool["sharing_ratio"])
-        self._expected_hit.labels(**labels).set(pool["expected_hit_ratio"])
+        for bucket in pool.buckets:
+            length = bucket.min_prompt_tokens
+            self._of("pool_requests", min_prompt_tokens=length).set(bucket.num_requests)
+            self._of("pool_tokens", min_prompt_tokens=length).set(bucket.num_tokens)
+        self._of("pool_oldest_age_seconds").set(pool.oldest_age_s or 0.0)
+        self._of("pool_sharing_ratio").set(pool.sharing_ratio)
+        self._of("pool_expected_hit_ratio").set(pool.expected_hit_ratio)
+
+
+_ONLINE, _OFFLINE = ({"request_class": name.value} for name in RequestClass)
+_COUNTED: tuple[tuple[str, str, dict[str, str]], ...] = (
+    ("preemptions", "num_preemptions", {}),
+    ("engine_refusals", "num_engine_refusals", {}),
+    ("offline_turned_away", "num_turned_away", {}),
+    ("prefill_tokens", "online_prefill_tokens", _ONLINE),
+    ("prefill_tokens", "offline_prefill_tokens", _OFFLINE),
+    ("output_tokens", "online_output_tokens", _ONLINE),
+    ("output_tokens", "offline_output_tokens", _OFFLINE),
+)
+"""Counter, the field of the state that it follows, labels."""
+
+_LEVELS: tuple[tuple[str, str, dict[str, str]], ...] = (
+    ("waiting_requests", "num_waiting_online", _ONLINE),
+    ("waiting_requests", "num_waiting_offline", _OFFLINE),
+    ("running_requests", "num_running_online", _ONLINE),
+    ("running_requests", "num_running_offline", _OFFLINE),
+)
+
+
+def _declare(metric: Metric, labels: tuple[str, ...], registry: Any) -> Any:
+    # SGLang says where the files are before anything may import prometheus_client.
+    from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+
+    options: dict[str, Any] = {
+        "name": f"cosched:{metric.name}",
+        "documentation": metric.text,
+        "labelnames": (*labels, *metric.labels),
+        "registry": REGISTRY if registry is None else registry,
+    }
+    if metric.kind is Kind.COUNTER:
+        return Counter(**options)
+    if metric.kind is Kind.GAUGE:
+        return Gauge(**options, multiprocess_mode="mostrecent")
+    return Histogram(**options, buckets=metric.buckets)

@@ -10,19 +10,24 @@ device's own event tells when it was done.
 from __future__ import annotations
 
 import json
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from cosched.core.batch import BatchShape
 from cosched.engine.clock import Clock
 from cosched.engine.guard import Guard
+from cosched.engine.parts import LineFile, switched_off
 from cosched.engine.shape import shape_of
+from cosched.errors import ConfigError
 
 __all__ = ["IterationLogFile", "IterationObserver", "StepResult"]
+
+logger = logging.getLogger(__name__)
 
 
 class StepResult(NamedTuple):
@@ -143,20 +148,35 @@ def _wait_for(device: str) -> None:
 
 
 class IterationLogFile:
-    """Writes one JSON line per iteration: ``{"start_s", "seconds", "prefills", "decodes"}``."""
+    """Writes one JSON line per iteration: ``{"start_s", "seconds", "prefills", "decodes"}``.
+
+    A line that cannot be written switches it off for good.
+    """
 
     def __init__(self, path: Path) -> None:
-        # Line by line: a server mostly ends by a signal, and what it ran last is of interest.
-        self._file: IO[str] = path.open("w", encoding="utf-8", buffering=1)
+        """ConfigError when the file cannot be written."""
+        self._path = path
+        self.is_off = False
+        try:
+            self._file = LineFile(path)
+        except OSError as error:
+            raise ConfigError(f"cannot write the log {str(path)!r}: {error.strerror}") from None
 
     def __call__(self, step: StepResult) -> None:
+        if self.is_off:
+            return
         entry = {
             "start_s": round(step.start_s, 6),
             "seconds": round(step.duration_s, 7),
             "prefills": _pairs(step.shape.prefills),
             "decodes": list(step.shape.decodes),
         }
-        self._file.write(json.dumps(entry, separators=(",", ":")) + "\n")
+        try:
+            self._file.write(json.dumps(entry, separators=(",", ":")).encode())
+        except OSError as error:
+            self.is_off = True
+            self._file.close()
+            logger.warning("cosched: %s", switched_off("iteration log", self._path, error))
 
 
 def _pairs(prefills: Sequence[tuple[int, int]]) -> list[list[int]]:

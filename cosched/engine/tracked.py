@@ -22,14 +22,17 @@ class TrackedRequest:
         "arrival_s",
         "arrival_seq",
         "barred_until",
+        "first_reported_s",
         "first_token_s",
         "has_penalties",
+        "is_reported",
         "max_new_tokens",
         "num_penalized",
         "num_preemptions",
         "num_prompt_tokens",
         "num_queued_tokens",
         "num_refusals",
+        "num_reported_tokens",
         "req",
         "request_class",
         "rid",
@@ -58,6 +61,10 @@ class TrackedRequest:
         self.has_penalties = _has_penalties(req.sampling_params)
         self.num_queued_tokens = 0
         """Its length when it was last queued: what the queue's total was raised by."""
+        # What `cosched.engine.service` has counted of it.
+        self.num_reported_tokens = 0
+        self.first_reported_s = 0.0
+        self.is_reported = False
         req.cosched = self
 
     @classmethod

@@ -13,7 +13,7 @@ from sglang.srt.runtime_context import get_exec
 
 from cosched.core.caps import EngineCaps
 from cosched.core.request import PLAIN, Request, RequestClass
-from cosched.core.view import Backlog, BatchRules, Decodes, KvState, Match
+from cosched.core.view import Backlog, BatchRules, Decodes, KvState, Match, OfflineLimits
 from cosched.engine.partial import can_hold, can_split
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.waiting import WaitingQueue
@@ -168,6 +168,10 @@ class SchedulerView:
     @property
     def backlog(self) -> Backlog:
         return self._waiting.backlog
+
+    @property
+    def offline_limits(self) -> OfflineLimits:
+        return self._waiting.offline_limits
 
     @cached_property
     def kv(self) -> KvState:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cosched.core.request import RequestClass
-from cosched.core.view import Backlog
+from cosched.core.view import Backlog, OfflineLimits
 from cosched.core.wire import class_of_priority
 from cosched.engine.clock import Clock
 from cosched.engine.guard import Guard
@@ -54,6 +54,8 @@ class WaitingQueue:
         self.num_tokens = 0
         """Prompt and generated tokens of all that wait."""
         self.backlog = Backlog(since_s=0.0, num_admitted=0)
+        self.offline_limits = OfflineLimits()
+        """What the operator allows."""
         self._has_new_backlog = False
         self._guard = guard or Guard(is_strict=True)
         self._all: ArrivalQueue[TrackedRequest] = ArrivalQueue()
@@ -66,6 +68,13 @@ class WaitingQueue:
         if self._has_new_backlog:
             self._has_new_backlog = False
             self.backlog = Backlog(since_s=now_s, num_admitted=0)
+
+    @property
+    def may_admit(self) -> bool:
+        """Whether anyone waits who is not kept waiting by the operator alone."""
+        if len(self.online):
+            return True
+        return len(self.offline) > 0 and self.offline_limits.most_running != 0
 
     def append(self, req: Any) -> None:
         tracked = TrackedRequest.of(req)

@@ -96,7 +96,8 @@ class _EchoDraft(TwoPhaseDraft):
         assert isinstance(order, BucketedOrder), "the pool is kept in buckets"
         known: dict[str, _Candidate | None] = {}
         benefit = self._benefit()
-        while self._budget.slots > 0 and self._has_time():
+        room = self._offline_room()
+        while room != 0 and self._budget.slots > 0 and self._has_time():
             seconds = self._ledger.seconds()
             fitting = self._fitting(order, known, seconds)
             if not fitting:
@@ -111,6 +112,7 @@ class _EchoDraft(TwoPhaseDraft):
             benefit += self._prefill[rid] + best.match.cached
             order.take(best.request)
             self._follow(best.request, best.match.cached)
+            room = None if room is None else room - 1
 
     def _benefit(self) -> int:
         """Of what is in already: running requests that decode, and prefills."""

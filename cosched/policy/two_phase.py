@@ -106,6 +106,7 @@ class TwoPhaseDraft:
         self._sharing: SharingOrder | None = None
 
     def build(self) -> Plan:
+        self._stop_beyond_limit()
         self._make_room_for_decodes()
         if self._is_turn_of_decodes():
             self._offline_decodes()
@@ -186,12 +187,38 @@ class TwoPhaseDraft:
                     self._follow(request, request.num_prefix_tokens)
         self._admit_offline(order)
 
+    def _stop_beyond_limit(self) -> None:
+        """Stop what runs offline beyond the operator's limit, where that is wanted."""
+        limits = self._view.offline_limits
+        if limits.stop_running and limits.most_running is not None:
+            num_beyond = self._num_running_offline() - limits.most_running
+            for victim in self._victims()[: max(num_beyond, 0)]:
+                self._preempt(victim)
+
+    def _offline_room(self) -> int | None:
+        """Offline requests that may be admitted by the operator's limit; None: any number."""
+        most = self._view.offline_limits.most_running
+        return None if most is None else max(most - self._num_running_offline(), 0)
+
+    def _num_running_offline(self) -> int:
+        """Those that are not stopped, unfinished prefills included."""
+        unfinished = [
+            r
+            for r in self._view.unfinished
+            if r.request_class is RequestClass.OFFLINE and not self._is_stopped(r)
+        ]
+        return len(self._running_offline().requests) + len(unfinished)
+
     def _admit_offline(self, order: Iterator[Request]) -> None:
         """In the pool's order, until one does not fit."""
         num_admitted = 0
+        room = self._offline_room()
         for request in order:
             if self._must_wait(request):
                 continue
+            if num_admitted == room:
+                self._skipped[request.rid] = SkipReason.OPERATOR_LIMIT
+                break
             if num_admitted == self._most_offline:
                 self._skipped[request.rid] = SkipReason.RATE_LIMIT
                 break

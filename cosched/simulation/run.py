@@ -224,7 +224,7 @@ def execute_requests(
             end_s=end_s,
             wall_s=wall_s,
             cost_model=cost_model.describe(),
-            cosched=controller.state() if controller is not None else None,
+            cosched=controller.state().to_dict() if controller is not None else None,
         )
 
 

@@ -1,7 +1,8 @@
-"""A server whose HTTP side cosched cannot see does not start."""
+"""A server that cosched cannot serve, or whose HTTP side it cannot see, does not start."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from cosched_patches.seam import Seam
@@ -13,9 +14,11 @@ def _hook() -> Any:
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.environ import envs
 
+    from cosched.config import load_config
+    from cosched.engine.arguments import check_arguments
     from cosched.errors import ConfigError
 
-    def refuse(server_args: Any, *_: Any, **__: Any) -> None:
+    def check(server_args: Any) -> None:
         num_processes = resolving_view(server_args).tokenizer_worker_num
         reason = "would take offline requests for online ones; leave it out"
         if num_processes > 1:
@@ -27,6 +30,18 @@ def _hook() -> Any:
             raise ConfigError(
                 f"SGLANG_RUST_SERVER cannot go with cosched: it has no hooks and {reason}"
             )
+
+        config = load_config()
+        if config is not None:
+            check_arguments(server_args, config)
+
+    def refuse(server_args: Any, *_: Any, **__: Any) -> None:
+        try:
+            check(server_args)
+        except ConfigError as error:
+            # Whichever program called: one sentence, no traceback, no process started.
+            print(f"cosched: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
 
     return refuse
 
@@ -45,6 +60,7 @@ SEAM = Seam(
     hook=_hook,
     why=(
         "SGLang's HTTP workers (``--tokenizer-worker-num`` above 1) load no plugins and its Rust "
-        "front end has no hooks: ``service_tier`` and headers would be ignored without a word."
+        "front end has no hooks: ``service_tier`` and headers would be ignored without a word. "
+        "Arguments that the policy cannot go with are refused here too, before a process starts."
     ),
 )

@@ -14,7 +14,7 @@ def _hook() -> Any:
         controller = getattr(scheduler, "cosched", None)
         if controller is not None:
             try:
-                result.internal_state["cosched"] = controller.state()
+                result.internal_state["cosched"] = controller.state().to_dict()
             except Exception as error:
                 result.internal_state["cosched"] = {"error": repr(error)}
                 controller.guard.note("state", error)

@@ -1,4 +1,4 @@
-"""A full queue turns online requests away, never offline ones."""
+"""A full queue turns online requests away; offline ones only the operator's own limit."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ def _hook() -> Any:
     from cosched.engine.waiting import online_requests
 
     def limit_online_only(original: Any, scheduler: Any, recv_req: Any) -> bool:
-        if scheduler.max_queued_requests is None:
-            return False
         if class_of_priority(recv_req.priority) is RequestClass.OFFLINE:
+            gate = getattr(scheduler, "cosched_offline", None)
+            return gate is not None and gate.turns_away(recv_req)
+        if scheduler.max_queued_requests is None:
             return False
         # Stock code counts, and under priority scheduling may abort one of, what it sees here.
         waiting = scheduler.waiting_queue
@@ -47,7 +48,9 @@ SEAM = Seam(
     hook=_hook,
     why=(
         "``--max-queued-requests`` protects online latency. Stock counts offline requests against "
-        "it and answers them with 503, and aborts waiting ones for requests of higher priority."
+        "it and answers them with 503, and aborts waiting ones for requests of higher priority. "
+        "Offline requests have ``--cosched-max-offline-waiting``, and a server that is shutting "
+        "down takes none."
     ),
     upstream="sgl-project/sglang#8743",
 )

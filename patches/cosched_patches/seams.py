@@ -7,9 +7,12 @@ from cosched_patches import (
     batch_result,
     beam_prompt,
     decode_retraction,
+    detokenizer_processes,
     generate_request,
     http_json,
     http_processes,
+    http_routes,
+    idle,
     internal_state,
     lora_admission,
     next_batch,
@@ -17,8 +20,13 @@ from cosched_patches import (
     prefill_adder,
     prefill_batch,
     queue_limit,
+    refusal_status,
     scheduler_init,
+    scheduler_processes,
+    set_state,
+    sigterm,
     waiting_timeout,
+    warmup,
 )
 from cosched_patches.seam import Seam
 
@@ -26,8 +34,13 @@ __all__ = ["SEAMS"]
 
 SEAMS: tuple[Seam, ...] = (
     http_processes.SEAM,
+    scheduler_processes.SEAM,
+    detokenizer_processes.SEAM,
+    http_routes.SEAM,
+    warmup.SEAM,
     http_json.SEAM,
     generate_request.SEAM,
+    refusal_status.SEAM,
     scheduler_init.SEAM,
     beam_prompt.SEAM,
     queue_limit.SEAM,
@@ -41,4 +54,7 @@ SEAMS: tuple[Seam, ...] = (
     batch_launch.SEAM,
     batch_result.SEAM,
     internal_state.SEAM,
+    set_state.SEAM,
+    idle.SEAM,
+    sigterm.SEAM,
 )

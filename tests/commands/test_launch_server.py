@@ -1,5 +1,7 @@
 """The command line of the server, without starting one."""
 
+import os
+import socket
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -10,6 +12,7 @@ from cosched import bootstrap, launch_server
 from cosched.config import ENV_VAR, Config
 from cosched.engine import arguments as engine_side
 from cosched.errors import ConfigError
+from cosched.policy.registry import POLICIES
 
 
 def flags_of(*argv):
@@ -76,15 +79,17 @@ def test_nothing_is_added_on_a_gpu_but_what_the_policy_needs(monkeypatch):
         ("disable_radix_cache", True),
     ],
 )
-def test_flags_that_cannot_go_together_are_refused_in_one_sentence(name, value):
-    arguments = SimpleNamespace(disaggregation_mode="null", pp_size=1)
-    setattr(arguments, name, value)
+def test_flags_that_cannot_go_together_are_refused_in_one_sentence(monkeypatch, name, value):
+    resolved = SimpleNamespace(**{flag: good for flag, good, _ in engine_side._REFUSED})
+    monkeypatch.setattr(engine_side, "_resolved", lambda server_args: resolved)
+    launch_server.check_arguments(None, Config(policy="sarathi"))
+    setattr(resolved, name, value)
     with pytest.raises(ConfigError) as error:
-        launch_server.check_arguments(arguments, Config(policy="sarathi"))
+        launch_server.check_arguments(None, Config(policy="sarathi"))
     message = str(error.value)
     assert "--" + name.replace("_", "-") in message and "sarathi" in message
     assert "\n" not in message
-    launch_server.check_arguments(arguments, Config(policy="sglang"))
+    launch_server.check_arguments(None, Config(policy="sglang"))
 
 
 def test_every_refused_flag_is_a_server_argument_of_sglang():
@@ -112,15 +117,27 @@ def test_cpu_ranks_share_the_cores(monkeypatch, argv, expected):
     assert environ.get("SGLANG_CPU_OMP_THREADS_BIND") == expected
 
 
-def test_help_shows_our_flags_with_units_and_sglangs_too():
+def test_help_shows_our_flags_first_and_fits_a_terminal():
     shown = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "cosched.launch_server", "--help"],
         capture_output=True,
         text=True,
         check=True,
+        env=os.environ | {"COLUMNS": "80"},
     ).stdout
-    for text in ("--cosched-policy", "sarathi", "--cosched-slo-ttft-ms MS", "[ms]", "--model-path"):
-        assert text in shown
+    ours, engines = shown.split("\nSGLang:\n")
+    for text in ("--cosched-policy", "sarathi", "--cosched-slo-ttft-ms MS", "[ms]"):
+        assert text in ours
+    assert "--model-path" in engines and "--cosched" not in engines
+    lines = ours.splitlines()
+    assert max(map(len, lines)) <= 80
+    # Names and summaries do not run into each other.
+    for entry in POLICIES.values():
+        line = next(line for line in lines if line.split()[:1] == [entry.name])
+        assert line.startswith(f"  {entry.name}  ")
+    # Choices are not one long line; only flags whose own names are long are wider.
+    assert all(line.lstrip().startswith("--") for line in engines.splitlines() if len(line) > 80)
+    assert max(map(len, engines.splitlines())) < 150
 
 
 def test_a_wrong_flag_ends_with_one_sentence_and_status_2():
@@ -135,3 +152,72 @@ def test_a_wrong_flag_ends_with_one_sentence_and_status_2():
     )
     assert ended.returncode == 2
     assert ended.stderr.strip().splitlines()[-1].startswith("cosched: --cosched-slo: ttft_ms must")
+
+
+class TestEarlyChecks:
+    """What is wrong is said in one sentence before a model is loaded."""
+
+    def refusal(self, *flags):
+        ended = subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", "cosched.launch_server", *flags],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ended.returncode == 2, ended.stderr
+        return ended.stderr.strip().splitlines()[-1]
+
+    def test_a_log_without_a_folder(self, tmp_path):
+        path = str(tmp_path / "absent" / "log")
+        said = self.refusal("--decision-log", path, "--model-path", "x")
+        assert said == f"cosched: cannot write --decision-log '{path}': No such file or directory"
+
+    @pytest.mark.parametrize(
+        ("key", "flag"),
+        [("decision_log", "--decision-log"), ("iteration_log", "--cosched-iteration-log")],
+    )
+    def test_a_log_that_cannot_be_a_file(self, tmp_path, key, flag):
+        with pytest.raises(ConfigError, match=rf"cannot write {flag} .*: Is a directory"):
+            engine_side.check_files(Config(**{key: str(tmp_path)}))
+
+    def test_what_is_fine_is_left_as_it_is(self, tmp_path):
+        (tmp_path / "old").write_text("kept")
+        engine_side.check_files(
+            Config(decision_log=str(tmp_path / "new"), iteration_log=str(tmp_path / "old"))
+        )
+        assert [path.name for path in tmp_path.iterdir()] == ["old"]
+        assert (tmp_path / "old").read_text() == "kept"
+
+    def test_a_latency_model_that_is_not_there(self):
+        with pytest.raises(ConfigError, match="cannot read --latency-model 'absent': No such file"):
+            engine_side.check_files(Config(latency_model="absent"))
+
+    def test_ports(self):
+        with socket.socket() as other:
+            other.bind(("127.0.0.1", 0))
+            other.listen()
+            port = other.getsockname()[1]
+            with pytest.raises(ConfigError, match=f"--nccl-port {port} of 127.0.0.1: Address"):
+                engine_side._check_port("--nccl-port", "127.0.0.1", port)
+        engine_side._check_port("--port", "127.0.0.1", port)
+        engine_side._check_port("--port", "0.0.0.0", port)
+        with pytest.raises(ConfigError, match="--port must be from 1 to 65535, not 70000"):
+            engine_side._check_port("--port", "127.0.0.1", 70000)
+        with pytest.raises(ConfigError, match=r"--host 'no\.such\.host\.invalid' is no address"):
+            engine_side._check_port("--port", "no.such.host.invalid", port)
+
+    @pytest.mark.parametrize(
+        ("flags", "message"),
+        [
+            (["--cosched-drain-s", "-1"], "drain_s must be 0 or more"),
+            (["--cosched-drain-s", "nan"], "drain_s must be 0 or more"),
+            (["--cosched-max-offline-waiting", "0"], "max_offline_waiting must be at least 1"),
+            (
+                ["--cosched-max-offline-waiting", "5", "--cosched-policy", "priority"],
+                "policy 'priority' keeps no pool",
+            ),
+        ],
+    )
+    def test_nonsense(self, flags, message):
+        with pytest.raises(ConfigError, match=message):
+            launch_server.config_from(flags_of(*flags)[0])

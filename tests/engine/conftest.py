@@ -21,16 +21,18 @@ FLAGS = {
 
 @pytest.fixture
 def make_engine(tiny_model, monkeypatch):
-    """`make_engine(policy=..., overlap=..., mixed=..., **{flag: value})` -> LocalEngine."""
+    """`make_engine(policy=..., overlap=..., config={...}, **{flag: value})` -> LocalEngine."""
     from cosched.engine.local import LocalEngine
 
     engines = []
 
-    def make(*, policy="sarathi", overlap=False, mixed=True, switches=(), **flags):
+    def make(*, policy="sarathi", overlap=False, mixed=True, switches=(), config=None, **flags):
         for engine in engines:
             engine.close()
         engines.clear()
-        monkeypatch.setenv(ENV_VAR, json.dumps({"policy": policy, "strict": True}))
+        monkeypatch.setenv(
+            ENV_VAR, json.dumps({"policy": policy, "strict": True, **(config or {})})
+        )
         chosen = FLAGS | {"--" + k.replace("_", "-"): str(v) for k, v in flags.items()}
         arguments = ["--model-path", str(tiny_model), *switches]
         arguments += [text for pair in chosen.items() for text in pair]

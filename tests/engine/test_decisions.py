@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -472,13 +473,31 @@ class TestParts:
             assert RecordedView(entry).running[0].first_token_s == 0.25
 
     def test_a_new_log_does_not_mix_with_an_older_one(self, tmp_path):
-        self.fill(tmp_path / "log")
         (tmp_path / "log-book").write_text("mine")
+        old = [part.read_bytes() for part in self.fill(tmp_path / "log")]
         recorder = Recorder(tmp_path / "log")
         recorder.run(FakeView())
         assert parts_of(tmp_path / "log") == [tmp_path / "log"]
         assert [d.number for d in read(tmp_path / "log")] == [0]
+        kept = [part.read_bytes() for part in sorted(tmp_path.glob("log-0*"))]
+        assert len(kept) == NUM_PARTS and kept == old
+        assert read(sorted(tmp_path.glob("log-0*"))[-1])[-1].number == 399
         assert (tmp_path / "log-book").read_text() == "mine"
+
+    def test_restarts_keep_within_the_size(self, tmp_path):
+        for _ in range(3):
+            self.fill(tmp_path / "log", num=150)
+        assert sum(part.stat().st_size for part in tmp_path.iterdir()) < 54_000
+        for _ in range(100):  # a server that does not get up
+            Recorder(tmp_path / "log", max_bytes=40_000).run(FakeView())
+        assert len(list(tmp_path.iterdir())) < 70
+        assert sum(part.stat().st_size for part in tmp_path.iterdir()) < 54_000
+
+    def test_a_device_is_written_as_it_is(self):
+        recorder = Recorder(Path("/dev/null"), max_bytes=100)
+        for _ in range(5):
+            recorder.run(FakeView())
+        assert Path("/dev/null").is_char_device() and not list(Path("/dev").glob("null-0*"))
 
     def test_a_folder_that_is_not_there_is_one_sentence(self, tmp_path):
         with pytest.raises(ConfigError, match=r"cannot write the log .*absent"):

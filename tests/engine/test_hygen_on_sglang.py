@@ -33,7 +33,7 @@ def test_the_state_tells_of_the_pool_and_of_planning(make_engine):
 
     engine.run_until_idle(on_iteration=act, max_iterations=8000)
     states.append(engine.scheduler.cosched.state())
-    (during, after) = states
+    (during, after) = (state.to_dict() for state in states)
     waiting, running = during["num_waiting_offline"], during["num_running_offline"]
     assert waiting + running == 8 and running > 0
     pool = during["pool"]
@@ -55,7 +55,7 @@ def test_running_requests_are_counted_in_mixed_iterations_too(make_engine):
             engine.submit("long", prompt(2, 200), max_new_tokens=2)
         scheduler = engine.scheduler
         if scheduler.chunked_req is not None:
-            counts.add(scheduler.cosched.state()["num_running_online"])
+            counts.add(scheduler.cosched.state().num_running_online)
 
     engine.run_until_idle(on_iteration=act)
     assert counts == {2}

@@ -1,10 +1,12 @@
-"""docs/metrics.md names every key of the JSON, and no other."""
+"""docs/metrics.md names every key of the JSON and every metric of a server, and no other."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import cosched.bootstrap  # noqa: F401  # before sglang
+from cosched.engine.exporter import METRICS, Kind
 from cosched.metrics.slo import Attainment
 from cosched.metrics.stats import Distribution
 from cosched.metrics.summary import Comparison, KvShare, summarize
@@ -29,3 +31,16 @@ def test_the_table_of_keys_is_complete():
     real = set(keys(summarize([]).to_dict()))
     real |= {f"comparison.{name}" for name in Comparison.__dataclass_fields__}
     assert set(documented) == real
+
+
+def test_the_table_of_prometheus_metrics_is_complete():
+    table = DOCS.read_text().split("## Of a running server", 1)[1].split("\n## ", 1)[0]
+    rows = re.findall(r"^\|[^|]*\| `(cosched:[^`{]+)(\{[^`]*\})?`( \(histogram\))? \|", table, re.M)
+    documented = {
+        name: (tuple(filter(None, labels.strip("{}").split(","))), bool(histogram))
+        for name, labels, histogram in rows
+    }
+    assert len(documented) == len(rows)
+    assert documented == {
+        metric.shown_name: (metric.labels, metric.kind is Kind.HISTOGRAM) for metric in METRICS
+    }

@@ -1,0 +1,132 @@
+"""cosched's HTTP routes for operators, and the answers of a server that takes no more requests."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import msgspec
+from fastapi import HTTPException, Request
+from fastapi.responses import Response
+from sglang.srt.entrypoints import http_server
+from sglang.srt.managers.io_struct import SetInternalStateReq
+from sglang.srt.utils.auth import AuthLevel, auth_level
+
+from cosched.config import Config
+from cosched.core.view import OfflineLimits
+from cosched.engine.offline_gate import limits_to_message
+from cosched.policy.registry import policy_entry
+
+__all__ = ["RETRY_AFTER_S", "OfflineOrder", "add_routes", "limits_of"]
+
+RETRY_AFTER_S = 5
+"""What a client that was turned away is told to wait [s]."""
+
+_SHUTTING_DOWN = "the server is shutting down"
+_ALLOWED_WHILE_ENDING = ("/abort_request",)
+
+_Message = MutableMapping[str, Any]
+_Receive = Callable[[], Awaitable[_Message]]
+_Send = Callable[[_Message], Awaitable[None]]
+_App = Callable[[_Message, _Receive, _Send], Awaitable[None]]
+
+
+class OfflineOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of ``POST /cosched/offline``: all limits, so that sending it twice changes nothing.
+
+    The fields are those of `cosched.core.view.OfflineLimits`.
+    """
+
+    paused: bool = False
+    max_running: int | None = None
+    stop_running: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_running is not None and self.max_running < 0:
+            raise ValueError(f"max_running must be 0 or more, or null, not {self.max_running}")
+
+
+def limits_of(body: bytes) -> OfflineLimits:
+    """RequestError's kin: HTTP 400 with what is wrong."""
+    try:
+        order = msgspec.json.decode(body, type=OfflineOrder)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise HTTPException(status_code=400, detail=f"/cosched/offline: {error}") from None
+    return OfflineLimits(**msgspec.structs.asdict(order))
+
+
+def add_routes(app: Any, config: Config) -> None:
+    """Give SGLang's application cosched's routes; before it starts."""
+
+    async def show() -> Response:
+        return _json(await _state(config))
+
+    async def set_offline(request: Request) -> Response:
+        limits = limits_of(await request.body())
+        if policy_entry(config.policy).make is None:
+            raise HTTPException(
+                status_code=400,
+                detail=f"policy {config.policy!r} leaves scheduling to SGLang: nothing to limit",
+            )
+        message = SetInternalStateReq(server_args=limits_to_message(limits))
+        await _manager().set_internal_state(message)
+        return _json(await _state(config))
+
+    protect = auth_level(AuthLevel.ADMIN_OPTIONAL)  # as SGLang's own routes for operators
+    app.add_api_route("/cosched", protect(show), methods=["GET"])
+    app.add_api_route("/cosched/offline", protect(set_offline), methods=["POST"])
+    app.add_middleware(_TurnAway)
+
+
+async def _state(config: Config) -> dict[str, Any]:
+    manager = _manager()
+    states = await manager.get_internal_state()
+    return {
+        "policy": config.policy,
+        "slo": msgspec.structs.asdict(config.slo),
+        "shutting_down": bool(manager.gracefully_exit),
+        "replicas": [state.get("cosched") for state in states],
+    }
+
+
+class _TurnAway:
+    """ASGI middleware: 503 for what comes while the server ends, and ``Retry-After`` on every
+    answer that says "not now"."""
+
+    def __init__(self, app: _App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if _manager().gracefully_exit and _is_new_request(scope):
+            answer = _json({"error": {"message": _SHUTTING_DOWN, "code": 503}}, status=503)
+            answer.headers["connection"] = "close"
+            await answer(scope, receive, _with_retry_after(send))
+            return
+        await self._app(scope, receive, _with_retry_after(send))
+
+
+def _with_retry_after(send: _Send) -> _Send:
+    async def marked(message: _Message) -> None:
+        if message["type"] == "http.response.start" and message["status"] in (429, 503):
+            headers = list(message.get("headers", ()))
+            if all(name.lower() != b"retry-after" for name, _ in headers):
+                headers.append((b"retry-after", str(RETRY_AFTER_S).encode()))
+            message = {**message, "headers": headers}
+        await send(message)
+
+    return marked
+
+
+def _is_new_request(scope: _Message) -> bool:
+    return scope["method"] == "POST" and scope["path"] not in _ALLOWED_WHILE_ENDING
+
+
+def _manager() -> Any:
+    return http_server._global_state.tokenizer_manager
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status_code=status, media_type="application/json")

@@ -1,0 +1,154 @@
+"""What the operator lets offline work do on one scheduler, changed while it runs.
+
+The operator's wishes come as numbers by SGLang's own message for changing a scheduler's state,
+which reaches every rank of a replica in the same iteration; so all ranks plan with the same limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.managers.scheduler import _make_abort_req
+
+from cosched.core.request import RequestClass
+from cosched.core.view import OfflineLimits
+from cosched.core.wire import class_of_priority
+from cosched.engine.tracked import TrackedRequest
+from cosched.engine.waiting import WaitingQueue
+
+__all__ = [
+    "LET_GO",
+    "LET_GO_MESSAGE",
+    "OfflineGate",
+    "is_for_gate",
+    "limits_from_message",
+    "limits_to_message",
+]
+
+_PAUSED = "cosched_offline_paused"
+_MAX_RUNNING = "cosched_offline_max_running"
+_STOP_RUNNING = "cosched_offline_stop_running"
+LET_GO = "cosched_offline_let_go"
+"""Key of the message with which all offline work is let go, for good."""
+
+_ANY_NUMBER = -1  # the message holds numbers only
+
+LET_GO_MESSAGE = "the server is shutting down; send this offline request again when it is back"
+
+
+def limits_to_message(limits: OfflineLimits) -> dict[str, int]:
+    """The limits as SGLang's `SetInternalStateReq` can hold them."""
+    return {
+        _PAUSED: int(limits.paused),
+        _MAX_RUNNING: _ANY_NUMBER if limits.max_running is None else limits.max_running,
+        _STOP_RUNNING: int(limits.stop_running),
+    }
+
+
+def limits_from_message(message: Mapping[str, float]) -> OfflineLimits:
+    """The inverse."""
+    max_running = int(message[_MAX_RUNNING])
+    return OfflineLimits(
+        paused=bool(message[_PAUSED]),
+        max_running=None if max_running == _ANY_NUMBER else max_running,
+        stop_running=bool(message[_STOP_RUNNING]),
+    )
+
+
+def is_for_gate(message: Mapping[str, float]) -> bool:
+    """Whether a `SetInternalStateReq` holds this and not a setting of SGLang's."""
+    keys = set(message)
+    return keys == {LET_GO} or keys == {_PAUSED, _MAX_RUNNING, _STOP_RUNNING}
+
+
+class OfflineGate:
+    """Stands where requests are queued, and holds the limits that plans are made with.
+
+    Under SGLang's own scheduling there are no limits, but offline work can be let go all the same.
+    """
+
+    def __init__(self, scheduler: Any, *, max_waiting: int | None) -> None:
+        """max_waiting  most offline requests that wait; None: any number"""
+        self._scheduler = scheduler
+        self._max_waiting = max_waiting
+        self.is_draining = False
+        """All offline work is let go, and what still comes is turned away."""
+        self.num_turned_away = 0
+
+    @property
+    def _waiting(self) -> WaitingQueue | None:
+        waiting = self._scheduler.waiting_queue
+        return waiting if isinstance(waiting, WaitingQueue) else None
+
+    @property
+    def limits(self) -> OfflineLimits:
+        waiting = self._waiting
+        return OfflineLimits() if waiting is None else waiting.offline_limits
+
+    def set(self, message: Mapping[str, float]) -> bool:
+        """Do what a message says. False: SGLang schedules here, so there is nothing to limit."""
+        if LET_GO in message:
+            self.let_go()
+            return True
+        waiting = self._waiting
+        if waiting is None:
+            return False
+        if not self.is_draining:
+            waiting.offline_limits = limits_from_message(message)
+        return True
+
+    def turns_away(self, req: Any) -> bool:
+        """Whether an offline request that is about to be queued is answered instead, because all
+        offline work is let go or because the pool is full. What was in it before may go back."""
+        if self.is_draining:
+            self._answer(req, HTTPStatus.SERVICE_UNAVAILABLE, LET_GO_MESSAGE)
+            return True
+        waiting = self._waiting
+        if waiting is None or self._max_waiting is None or TrackedRequest.of(req) is not None:
+            return False
+        if len(waiting.offline) < self._max_waiting:
+            return False
+        self._answer(
+            req,
+            HTTPStatus.TOO_MANY_REQUESTS,
+            f"{self._max_waiting} offline requests wait already (--cosched-max-offline-waiting); "
+            "send this one again later",
+        )
+        self.num_turned_away += 1
+        return True
+
+    def let_go(self) -> None:
+        """End all offline work with an error that clients retry, HTTP 503.
+
+        What waits is answered now; what runs is stopped by the next plan and answered when it goes
+        back to the queue.
+        """
+        self.is_draining = True
+        scheduler = self._scheduler
+        for req in [req for req in scheduler.waiting_queue if _is_offline(req)]:
+            scheduler.waiting_queue.remove(req)
+            scheduler._release_aborted_request(req)
+            scheduler.beam_coordinator.retire_group(req)
+            self._answer(req, HTTPStatus.SERVICE_UNAVAILABLE, LET_GO_MESSAGE)
+        waiting = self._waiting
+        if waiting is not None:
+            waiting.offline_limits = OfflineLimits(paused=True, stop_running=True)
+            return
+        unfinished = scheduler.chunked_req
+        if unfinished is not None and _is_offline(unfinished):
+            scheduler._pending_chunked_abort_req = unfinished
+        for req in scheduler.collect_inflight_reqs():
+            if _is_offline(req) and not req.finished():
+                req.to_finish = FINISH_ABORT(LET_GO_MESSAGE, HTTPStatus.SERVICE_UNAVAILABLE)
+
+    def _answer(self, req: Any, status: HTTPStatus, message: str) -> None:
+        reason = {"type": "abort", "status_code": status, "message": message}
+        answer = _make_abort_req(req, finished_reason=reason)
+        self._scheduler.ipc_channels.send_to_tokenizer.send_output(answer, req)
+
+
+def _is_offline(req: Any) -> bool:
+    return class_of_priority(req.priority) is RequestClass.OFFLINE

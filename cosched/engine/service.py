@@ -1,0 +1,112 @@
+"""How requests are served, by class: first tokens, time per token, ends, targets met and missed.
+
+Times are the scheduler's: from the arrival of a request in its process to the moment its tokens are
+known there. Tokenizing, detokenizing and HTTP come on top for the client.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from cosched.core.request import RequestClass, Slo
+from cosched.engine.tracked import TrackedRequest
+
+__all__ = ["ALL_TARGETS", "TARGETS", "ServiceListener", "ServiceRecord"]
+
+ALL_TARGETS = "all"
+TARGETS: Mapping[RequestClass, tuple[str, ...]] = {
+    RequestClass.ONLINE: ("ttft", "tpot", ALL_TARGETS),
+    RequestClass.OFFLINE: ("deadline",),
+}
+"""What can be met or missed. ``all``: TTFT and TPOT of the same request."""
+
+
+class ServiceListener(Protocol):
+    """Gets what happens, as it happens."""
+
+    def first_token(self, request_class: RequestClass, ttft_s: float) -> None: ...
+
+    def finished(self, request_class: RequestClass, e2e_s: float, tpot_s: float | None) -> None:
+        """tpot_s: None for a reply of one token."""
+        ...
+
+    def judged(self, request_class: RequestClass, target: str, is_met: bool) -> None: ...
+
+
+class ServiceRecord:
+    """Counts since the start. Requests that are aborted are in no count but that of their tokens
+    and, where they had one, of their first token."""
+
+    def __init__(self, *, slo: Slo) -> None:
+        """slo: targets of online requests that name none."""
+        self._slo = slo
+        self.listener: ServiceListener | None = None
+        self.output_tokens: Counter[RequestClass] = Counter()
+        self.attainment: dict[tuple[RequestClass, str], list[int]] = {
+            (request_class, target): [0, 0]
+            for request_class, targets in TARGETS.items()
+            for target in targets
+        }
+        """(class, target) -> [met, missed]"""
+
+    def on_batch(self, batch: Any, now_s: float) -> None:
+        """The tokens of an iteration are known. O(its requests)."""
+        for req in batch.reqs:
+            tracked = TrackedRequest.of(req)
+            if tracked is None or tracked.is_reported:
+                continue
+            num_tokens = len(req.output_ids)
+            num_new = num_tokens - tracked.num_reported_tokens
+            if num_new:
+                if not tracked.num_reported_tokens:
+                    self._first_token(tracked, now_s)
+                tracked.num_reported_tokens = num_tokens
+                self.output_tokens[tracked.request_class] += num_new
+            if req.finished_reason is not None:
+                tracked.is_reported = True
+                if req.finished_reason.to_json()["type"] != "abort":
+                    self._finished(tracked, now_s)
+
+    def _first_token(self, tracked: TrackedRequest, now_s: float) -> None:
+        tracked.first_reported_s = now_s
+        ttft_s = now_s - tracked.arrival_s
+        if self.listener is not None:
+            self.listener.first_token(tracked.request_class, ttft_s)
+        if tracked.request_class is RequestClass.ONLINE:
+            self._judge(tracked, "ttft", ttft_s, _target(tracked.slo.ttft_s, self._slo.ttft_s))
+
+    def _finished(self, tracked: TrackedRequest, now_s: float) -> None:
+        num_gaps = tracked.num_reported_tokens - 1
+        first_s = tracked.first_reported_s
+        tpot_s = None if num_gaps < 1 else (now_s - first_s) / num_gaps
+        e2e_s = now_s - tracked.arrival_s
+        if self.listener is not None:
+            self.listener.finished(tracked.request_class, e2e_s, tpot_s)
+        slo = tracked.slo
+        if tracked.request_class is RequestClass.OFFLINE:
+            self._judge(tracked, "deadline", e2e_s, slo.deadline_s)
+        elif tracked.num_reported_tokens:
+            most_ttft_s = _target(slo.ttft_s, self._slo.ttft_s)
+            most_tpot_s = _target(slo.tpot_s, self._slo.tpot_s)
+            # As docs/metrics.md has it: a reply of one token meets any TPOT.
+            self._judge(tracked, "tpot", tpot_s or 0.0, most_tpot_s)
+            if most_ttft_s is not None and most_tpot_s is not None:
+                is_late = first_s - tracked.arrival_s > most_ttft_s
+                is_slow = (tpot_s or 0.0) > most_tpot_s
+                self._judge(tracked, ALL_TARGETS, float(is_late or is_slow), 0.0)
+
+    def _judge(
+        self, tracked: TrackedRequest, target: str, value: float, most: float | None
+    ) -> None:
+        if most is None:
+            return
+        is_met = value <= most
+        self.attainment[tracked.request_class, target][0 if is_met else 1] += 1
+        if self.listener is not None:
+            self.listener.judged(tracked.request_class, target, is_met)
+
+
+def _target(own: float | None, servers: float | None) -> float | None:
+    return servers if own is None else own

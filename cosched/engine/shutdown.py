@@ -1,0 +1,144 @@
+"""The end of a server: chats under way finish, offline work is let go, within a stated time.
+
+On the first SIGTERM or SIGINT new requests are answered with 503, all offline work is ended with an
+error that clients retry, and online requests may finish for `drain_s` seconds; what is left then is
+aborted, and the processes end. A second signal ends everything at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from http import HTTPStatus
+from typing import Any
+
+from sglang.srt.managers.io_struct import AbortReq, SetInternalStateReq
+from sglang.srt.utils import kill_process_tree
+
+from cosched.engine.offline_gate import LET_GO
+
+__all__ = ["END_S", "drain", "end_on_sigterm", "signals_left_to_parent"]
+
+logger = logging.getLogger(__name__)
+
+END_S = 20.0
+"""Most seconds between the end of draining and the end of the process. SGLang gives its schedulers
+15 to release their memory."""
+
+_POLL_S = 0.05
+_ABORT_S = 2.0
+_ABORT_MESSAGE = "the server is shutting down (--cosched-drain-s is over)"
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+async def drain(end: Callable[[Any], Awaitable[None]], manager: Any, *, drain_s: float) -> None:
+    """Takes the place of SGLang's `sigterm_watchdog`, which is `end`: waits for a signal, then for
+    requests under way, and lets SGLang end the processes."""
+    if manager._server_stop_hook is None:
+        await end(manager)  # no server: signals are the embedding program's
+        return
+    _handle_signals(manager)
+    while not manager.gracefully_exit:
+        await asyncio.sleep(_POLL_S)
+    deadline_s = time.monotonic() + drain_s
+    _end_at_last(drain_s + _ABORT_S + END_S)
+    logger.warning(
+        "cosched: shutting down: %d requests under way; online ones may take %g s, offline ones "
+        "are let go; once more to stop without waiting",
+        len(manager.rid_to_state),
+        drain_s,
+    )
+    await _let_go(manager, within_s=drain_s)
+    await _until_answered(manager, deadline_s)
+    if manager.rid_to_state:
+        logger.warning(
+            "cosched: aborting %d requests after %g s", len(manager.rid_to_state), drain_s
+        )
+        # The state without an answer by then is given up: SGLang would wait for it without end.
+        manager._dispatch_to_scheduler(
+            AbortReq(
+                abort_all=True,
+                abort_message=_ABORT_MESSAGE,
+                finished_reason={
+                    "type": "abort",
+                    "status_code": HTTPStatus.SERVICE_UNAVAILABLE,
+                    "message": _ABORT_MESSAGE,
+                },
+            )
+        )
+        await _until_answered(manager, time.monotonic() + _ABORT_S)
+        manager.rid_to_state.clear()
+    await end(manager)
+
+
+def _handle_signals(manager: Any) -> None:
+    if threading.current_thread() is not threading.main_thread():
+        return
+    loop = asyncio.get_running_loop()
+
+    def on_signal(number: int) -> None:
+        if manager.gracefully_exit:
+            logger.warning("cosched: stopping at once")
+            _end_at_once(128 + number)
+        manager.gracefully_exit = True
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, on_signal, number)
+
+
+async def _let_go(manager: Any, *, within_s: float) -> None:
+    """Whether or not the scheduler answers, the server ends in time."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(max(within_s, _POLL_S)):
+            await manager.set_internal_state(SetInternalStateReq(server_args={LET_GO: 1}))
+
+
+async def _until_answered(manager: Any, deadline_s: float) -> None:
+    while manager.rid_to_state and time.monotonic() < deadline_s:
+        await asyncio.sleep(_POLL_S)
+
+
+def _end_at_once(code: int) -> None:
+    kill_process_tree(os.getpid(), include_parent=False)
+    os._exit(code)
+
+
+def _end_at_last(seconds: float) -> None:
+    """Whatever hangs, the process is gone by then."""
+    timer = threading.Timer(seconds, _end_at_once, args=(1,))
+    timer.daemon = True
+    timer.start()
+
+
+def end_on_sigterm() -> None:
+    """While the model loads, SIGTERM ends this process through its ``finally`` blocks, which end
+    its children; by default it would leave them behind."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, stop)
+
+
+@contextlib.contextmanager
+def signals_left_to_parent() -> Iterator[None]:
+    """Processes started in this block ignore SIGTERM and SIGINT.
+
+    Ctrl-C and many supervisors send them to all processes of a server; schedulers and detokenizer
+    must outlive the chats. SGLang ends them by other means, and they end with their parent.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,84 @@
+"""What a server says of itself when it starts and when it is ready."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from importlib.metadata import version
+from typing import Any
+
+import psutil
+from sglang.srt.arg_groups.overrides import resolving_view
+
+from cosched.config import Config
+from cosched.offline.prefix_pool import PoolConfig
+from cosched.policy.registry import policy_entry
+
+__all__ = ["describe", "log_ready", "wait_until_listening"]
+
+logger = logging.getLogger(__name__)
+
+_LISTEN_S = 30.0
+
+
+def describe(config: Config, server_args: Any) -> str:
+    """One line: what schedules here, and by which settings."""
+    entry = policy_entry(config.policy)
+    facts = [f"cosched {version('cosched')} on SGLang {version('sglang')}"]
+    if entry.make is None:
+        facts.append(f"policy {entry.name}: SGLang schedules, cosched reads classes only")
+        return "; ".join(facts)
+    facts.append(f"policy {entry.name}")
+    facts.append(f"targets TTFT {config.slo.ttft_ms:g} ms, TPOT {config.slo.tpot_ms:g} ms")
+    if entry.timed:
+        budget = config.latency_budget_ms
+        facts.append(
+            "latency budget " + ("from the targets" if budget is None else f"{budget:g} ms")
+        )
+        model = config.latency_model
+        facts.append(f"latency model {'learnt while running' if model is None else model}")
+    mixed = resolving_view(server_args).enable_mixed_chunk
+    facts.append(f"mixed chunks {'on' if mixed else 'off'}")
+    facts.append(f"offline pool in {_pool_order(config.pool or entry.pool)}")
+    return "; ".join(facts)
+
+
+def _pool_order(pool: PoolConfig | None) -> str:
+    return "order of arrival" if pool is None else "prefix order"
+
+
+def wait_until_listening(server_args: Any) -> bool:
+    """Whether this process listens on the server's port; waits until it does. SGLang asks the port
+    as soon as it is about to be opened."""
+    port = resolving_view(server_args).port
+    process = psutil.Process()
+    deadline_s = time.monotonic() + _LISTEN_S
+    while time.monotonic() < deadline_s:
+        if any(
+            connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+            for connection in process.net_connections(kind="tcp")
+        ):
+            return True
+        time.sleep(0.05)
+    logger.error("cosched: this server cannot listen on port %d; another one may have it", port)
+    return False
+
+
+def log_ready(server_args: Any, config: Config) -> None:
+    """Log what serves, and two requests to try."""
+    url = server_args.url()
+    logger.info("cosched: ready on %s: %s", url, describe(config, server_args))
+    body = {
+        "model": resolving_view(server_args).served_model_name,
+        "max_tokens": 64,
+        "messages": [{"role": "user", "content": "Hello!"}],
+    }
+    for what, more in (("online", {"stream": True}), ("offline", {"service_tier": "flex"})):
+        logger.info(
+            "cosched: try %s: curl %s/v1/chat/completions -H 'Content-Type: application/json' "
+            "-d '%s'",
+            what,
+            url,
+            json.dumps({**body, **more}),
+        )

@@ -1,0 +1,63 @@
+"""What a replica says of itself: ``GET /cosched``, ``/get_server_info`` and Prometheus."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from cosched.core.view import OfflineLimits
+from cosched.offline.prefix_pool import PoolStats
+
+__all__ = ["PlanningTimes", "ReplicaState"]
+
+
+class PlanningTimes(msgspec.Struct, kw_only=True, frozen=True):
+    """Host time of views, plans and checks [µs]; the percentiles are of the latest plans."""
+
+    mean: float
+    p50: float
+    p99: float
+
+
+class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
+    """The state of one scheduler. docs/metrics.md describes each field.
+
+    num_safe_plans   plans made by the safe rule, because the policy failed
+    policy_given_up  it failed too often in a row, and the safe rule stays until a restart
+    failures         what failed and was left out (`cosched.engine.guard`) -> how often
+    attainment       target -> (requests that met it, requests that missed it)
+    pool             None: offline requests wait in the order of arrival
+    logs_off         logs that were switched off because a line could not be written
+    """
+
+    policy: str
+    num_waiting_online: int
+    num_waiting_offline: int
+    num_waiting_tokens: int
+    num_running_online: int
+    num_running_offline: int
+    num_preemptions: int
+    num_engine_refusals: int
+    num_turned_away: int
+    num_iterations: int
+    busy_s: float
+    num_plans: int
+    num_replans: int
+    num_safe_plans: int
+    policy_given_up: bool
+    failures: dict[str, int]
+    planning_us: PlanningTimes
+    online_prefill_tokens: int
+    offline_prefill_tokens: int
+    online_output_tokens: int
+    offline_output_tokens: int
+    attainment: dict[str, tuple[int, int]]
+    offline_limits: OfflineLimits
+    pool: PoolStats | None
+    logs_off: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON and SGLang's messages."""
+        result: dict[str, Any] = msgspec.to_builtins(self)
+        return result

@@ -1,0 +1,28 @@
+"""The detokenizer leaves SIGTERM and SIGINT to its parent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cosched_patches.seam import Seam
+
+__all__ = ["SEAM"]
+
+
+def _hook() -> Any:
+    def start(original: Any, *args: Any, **kwargs: Any) -> Any:
+        from cosched.engine.shutdown import signals_left_to_parent
+
+        with signals_left_to_parent():
+            return original(*args, **kwargs)
+
+    return start
+
+
+SEAM = Seam(
+    target="sglang.srt.entrypoints.engine.Engine._launch_detokenizer_subprocesses",
+    kind="around",
+    signature=("server_args", "port_args", "run_detokenizer_process_func"),
+    hook=_hook,
+    why="As for the schedulers: the text of the last chats comes through it.",
+)

@@ -1,0 +1,121 @@
+"""What Prometheus is told, on a real scheduler."""
+
+from __future__ import annotations
+
+import pytest
+
+import cosched.bootstrap  # noqa: F401  # before sglang
+from tests.engine.conftest import assert_drained, prompt
+
+
+@pytest.fixture
+def export(make_engine):
+    """`export(**engine)` -> (engine, `value(name, **labels)`)."""
+    from prometheus_client import CollectorRegistry
+
+    from cosched.engine.exporter import MetricsExporter
+
+    def start(**options):
+        engine = make_engine(**options)
+        registry = CollectorRegistry()
+        controller = engine.scheduler.cosched
+        controller.export_to(MetricsExporter(controller, {"tp_rank": "0"}, registry=registry))
+
+        def value(name, **labels):
+            return registry.get_sample_value(f"cosched:{name}", {"tp_rank": "0", **labels})
+
+        return engine, value
+
+    return start
+
+
+ONLINE, OFFLINE = {"request_class": "online"}, {"request_class": "offline"}
+
+
+@pytest.mark.parametrize("policy", ["sarathi", "hygen"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_both_classes_are_counted(export, policy, overlap):
+    engine, value = export(policy=policy, overlap=overlap, max_running_requests=4)
+    for i in range(5):
+        engine.submit(f"on{i}", prompt(i, 50), max_new_tokens=1 + 3 * i, priority=0)
+        engine.submit(f"off{i}", prompt(50 + i, 100), max_new_tokens=10, priority=-1)
+    engine.run_until_idle(max_iterations=3000)
+    assert value("ttft_seconds_count", **ONLINE) == value("e2e_seconds_count", **ONLINE) == 5
+    assert value("tpot_seconds_count", **ONLINE) == 4, "one reply has one token"
+    assert value("tpot_seconds_count", **OFFLINE) == value("e2e_seconds_count", **OFFLINE) == 5
+    assert value("e2e_seconds_sum", **OFFLINE) > value("ttft_seconds_sum", **OFFLINE) > 0
+    assert value("output_tokens_total", **ONLINE) == sum(1 + 3 * i for i in range(5))
+    assert value("output_tokens_total", **OFFLINE) == 50
+    assert value("prefill_tokens_total", **OFFLINE) >= 5
+    for kind in ("waiting_requests", "running_requests"):
+        assert value(kind, **ONLINE) == value(kind, **OFFLINE) == 0
+    counters = engine.scheduler.cosched.counters
+    assert value("preemptions_total") == counters.num_preemptions
+    assert value("engine_refusals_total") == counters.num_engine_refusals == 0
+    assert value("offline_paused") == 0 and value("offline_max_running") == float("inf")
+    assert_drained(engine)
+
+
+def test_targets_met_and_missed(export):
+    engine, value = export(policy="hygen", config={"slo": {"ttft_ms": 1e7, "tpot_ms": 1e7}})
+
+    def submit(rid, priority, **targets):
+        custom = {"cosched": targets} if targets else None
+        engine.submit(
+            rid, prompt(len(rid), 30), max_new_tokens=5, priority=priority, custom_params=custom
+        )
+
+    submit("patient", 0)
+    submit("a", 0, ttft_slo_ms=1e-6)
+    submit("bc", 0, tpot_slo_ms=1e-6)
+    submit("offline", -1)
+    submit("by then", -1, deadline_s=1e6)
+    submit("at once", -1, deadline_s=1e-6)
+    engine.run_until_idle(max_iterations=500)
+
+    def judged(request_class, target):
+        labels = {"request_class": request_class, "target": target}
+        return [value(f"slo_{verdict}_total", **labels) for verdict in ("met", "missed")]
+
+    assert judged("online", "ttft") == [2, 1]
+    assert judged("online", "tpot") == [2, 1]
+    assert judged("online", "all") == [1, 2]
+    assert judged("offline", "deadline") == [1, 1]
+    state = engine.scheduler.cosched.state()
+    assert state.attainment == {"ttft": (2, 1), "tpot": (2, 1), "all": (1, 2), "deadline": (1, 1)}
+
+
+def test_what_is_aborted_is_no_served_request(export):
+    engine, value = export(policy="hygen")
+    engine.submit("gone", prompt(1, 30), max_new_tokens=100, priority=0)
+    engine.run_until_idle(
+        on_iteration=lambda n: engine.abort("gone") if n == 10 else None, max_iterations=300
+    )
+    assert value("ttft_seconds_count", **ONLINE) == 1
+    assert value("e2e_seconds_count", **ONLINE) == value("tpot_seconds_count", **ONLINE) == 0
+    assert 0 < value("output_tokens_total", **ONLINE) < 100
+
+
+def test_levels_say_what_the_operator_did(export):
+    from cosched.core.view import OfflineLimits
+    from cosched.engine.offline_gate import limits_to_message
+
+    engine, value = export(policy="hygen", config={"max_offline_waiting": 2})
+    gate = engine.scheduler.cosched_offline
+    assert gate.set(limits_to_message(OfflineLimits(paused=True, max_running=3)))
+    for i in range(5):
+        engine.submit(f"off{i}", prompt(i, 30), max_new_tokens=5, priority=-1)
+    engine.submit("on", prompt(9, 30), max_new_tokens=5, priority=0)
+    engine.run_until_idle(max_iterations=300)
+    assert value("offline_paused") == 1 and value("offline_max_running") == 3
+    assert value("waiting_requests", **OFFLINE) == 2
+    assert value("offline_turned_away_total") == 3
+
+
+def test_a_log_that_is_off_is_seen(export):
+    engine, value = export(policy="hygen", config={"iteration_log": "/dev/full"})
+    assert value("log_switched_off", log="iteration") == 0
+    engine.submit("on", prompt(9, 30), max_new_tokens=5, priority=0)
+    engine.run_until_idle(max_iterations=300)
+    assert value("log_switched_off", log="iteration") == 1
+    assert value("log_switched_off", log="decision") == 0

@@ -1,0 +1,293 @@
+"""The operator's side of a real server: its end, its limits, its metrics, its early checks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import httpx
+import pytest
+
+from cosched.engine.exporter import METRICS, Kind
+from tests.serving import ROOT, SOURCE_ROOTS, TEST_FLAGS
+from tests.serving import start_server as start_any_server
+
+pytestmark = pytest.mark.server
+
+# Several servers start here, on cores that others use too.
+start_server = partial(start_any_server, ready_timeout_s=400)
+
+FLEX = {"service_tier": "flex"}
+DRAIN_S = 15
+WITHIN_S = DRAIN_S + 25  # plus the end of the processes
+
+
+def completion(url, prompt, *, tokens=4, **more):
+    body = {"model": "default", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
+    return httpx.post(f"{url}/v1/completions", json=body | more, timeout=120)
+
+
+def stream(url, started, *, tokens):
+    """The usage of a streamed chat; sets `started` once some of it has come."""
+    body = {
+        "model": "default",
+        "messages": [{"role": "user", "content": "hello"}],
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    usage, reasons = None, set()
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=120) as answer:
+        for number, line in enumerate(answer.iter_lines()):
+            if number == 10:
+                started.set()
+            if line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                usage = event.get("usage") or usage
+                reasons |= {choice["finish_reason"] for choice in event.get("choices", ())}
+    return usage, reasons - {None}
+
+
+def has_ended(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def wait_for_end(pid, within_s):
+    deadline_s = time.monotonic() + within_s
+    while not has_ended(pid):
+        assert time.monotonic() < deadline_s, f"still there after {within_s} s"
+        time.sleep(0.05)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.parametrize("whole_group", [False, True], ids=["process", "group"])
+def test_sigterm_lets_chats_finish_and_a_batch_go(tiny_model, tmp_path, whole_group):
+    """A supervisor that signals the whole group must not take the schedulers from the chats."""
+    lines = [
+        {
+            "custom_id": f"r{i}",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"model": "m", "prompt": f"{i}", "max_tokens": 300, "ignore_eos": True},
+        }
+        for i in range(60)
+    ]
+    batch, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    batch.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    job = [sys.executable, "-m", "cosched.run_batch", "-i", str(batch), "-o", str(out)]
+    job += ["--concurrency", "40", "--base-url"]
+    flags = ("--cosched-drain-s", str(DRAIN_S))
+    with start_server(tiny_model, *flags) as server, ThreadPoolExecutor() as pool:
+        running = subprocess.Popen([*job, server.url], env=environment())
+        try:
+            while running_offline(server.url) == 0:
+                assert running.poll() is None
+                time.sleep(0.1)
+            started = threading.Event()
+            chat = pool.submit(stream, server.url, started, tokens=200)
+            assert started.wait(60)
+            (os.killpg if whole_group else os.kill)(server.pid, signal.SIGTERM)
+            time.sleep(0.2)
+            refused = completion(server.url, "new")
+            assert refused.status_code == 503 and refused.headers["retry-after"].isdecimal()
+            assert httpx.get(f"{server.url}/health", timeout=30).status_code == 503
+            usage, reasons = chat.result()
+            assert usage["completion_tokens"] == 200 and reasons == {"length"}
+            assert wait_for_end(server.pid, WITHIN_S) == 0
+            assert running.poll() is None, "the job waits for the server to come back"
+        finally:
+            running.terminate()
+            running.wait(30)
+        log = server.log()
+        assert "online ones may take 15 s, offline ones are let go" in log
+        assert "Traceback" not in log
+        port = server.port
+    answered = len(out.read_text().splitlines())
+    assert answered < 60
+    if whole_group:
+        return
+    with start_server(tiny_model, port=port) as server:
+        subprocess.run([*job, server.url], env=environment(), check=True, timeout=400)
+    assert len(out.read_text().splitlines()) == 60
+    assert not (tmp_path / "out.jsonl.errors.jsonl").exists()
+
+
+def test_chats_are_aborted_after_the_bound(tiny_model):
+    with (
+        start_server(tiny_model, "--cosched-drain-s", "1") as server,
+        ThreadPoolExecutor() as pool,
+    ):
+        started = threading.Event()
+        streamed = pool.submit(stream, server.url, started, tokens=15_000)
+        whole = pool.submit(completion, server.url, "hello", tokens=15_000)
+        assert started.wait(60)
+        os.kill(server.pid, signal.SIGTERM)
+        assert whole.result().status_code == 503
+        assert "length" not in streamed.result()[1]
+        assert wait_for_end(server.pid, 30) == 0
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_it_at_once(tiny_model, second):
+    with start_server(tiny_model) as server, ThreadPoolExecutor() as pool:
+        started = threading.Event()
+        chat = pool.submit(stream, server.url, started, tokens=15_000)
+        assert started.wait(60)
+        os.kill(server.pid, signal.SIGINT)
+        time.sleep(1)
+        assert not has_ended(server.pid)
+        os.kill(server.pid, second)
+        assert wait_for_end(server.pid, 10) == 128 + second
+        with pytest.raises(httpx.TransportError):
+            chat.result()
+
+
+def running_offline(url):
+    state = httpx.get(f"{url}/cosched", timeout=30).json()
+    return sum(replica["num_running_offline"] for replica in state["replicas"])
+
+
+def environment():
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SOURCE_ROOTS))}
+
+
+@pytest.fixture(scope="module")
+def guarded(tiny_model):
+    """With metrics, an admin key and a small pool."""
+    flags = ["--enable-metrics", "--admin-api-key", "secret", "--cosched-max-offline-waiting", "3"]
+    with start_server(tiny_model, *flags) as running:
+        yield running
+
+
+def order(server, key="secret", **body):
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    return httpx.post(f"{server.url}/cosched/offline", json=body, headers=headers, timeout=30)
+
+
+def show(server):
+    headers = {"authorization": "Bearer secret"}
+    return httpx.get(f"{server.url}/cosched", headers=headers, timeout=30).json()
+
+
+def metric(server, name, **labels):
+    """The sum of the samples of a metric that have these labels; None: there is none."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    text = httpx.get(f"{server.url}/metrics", timeout=30).text
+    values = [
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    ]
+    return sum(values) if values else None
+
+
+def test_only_the_admin_may_look_and_order(guarded):
+    assert order(guarded, key=None, paused=True).status_code == 401
+    assert order(guarded, key="wrong", paused=True).status_code == 401
+    assert httpx.get(f"{guarded.url}/cosched").status_code == 401
+    assert order(guarded, paused=False).status_code == 200
+    wrong = order(guarded, max_running=-1)
+    assert wrong.status_code == 400 and "max_running must be 0 or more" in wrong.text
+    unknown = order(guarded, pausd=True)
+    assert unknown.status_code == 400 and "pausd" in unknown.text
+
+
+def test_a_paused_pool_waits_and_a_full_one_answers_429(guarded):
+    assert order(guarded, paused=True).json()["replicas"][0]["offline_limits"]["paused"]
+    with ThreadPoolExecutor() as pool:
+        waiting = [pool.submit(completion, guarded.url, f"o{i}", **FLEX) for i in range(3)]
+        while show(guarded)["replicas"][0]["num_waiting_offline"] < 3:
+            time.sleep(0.05)
+        for more in ({}, {"stream": True}):
+            refused = completion(guarded.url, "one too many", **FLEX, **more)
+            assert refused.status_code == 429, refused.text
+            assert refused.headers["retry-after"].isdecimal()
+        assert completion(guarded.url, "chat").status_code == 200
+        assert httpx.get(f"{guarded.url}/health_generate", timeout=30).status_code == 200
+        flush = {"headers": {"authorization": "Bearer secret"}, "timeout": 30}
+        assert httpx.post(f"{guarded.url}/flush_cache", **flush).status_code == 200
+        assert not any(future.done() for future in waiting)
+        assert order(guarded).status_code == 200
+        assert [future.result().status_code for future in waiting] == [200] * 3
+
+
+def test_prometheus_has_every_metric_and_counts_both_classes(guarded):
+    order(guarded)
+    labels = {"online": {"request_class": "online"}, "offline": {"request_class": "offline"}}
+    before = {name: metric(guarded, "cosched:e2e_seconds_count", **labels[name]) for name in labels}
+    for i in range(3):
+        assert completion(guarded.url, f"chat {i}", tokens=8).status_code == 200
+        assert completion(guarded.url, f"job {i}", tokens=8, **FLEX).status_code == 200
+    time.sleep(1.5)  # levels are refreshed once a second
+    for name, own in labels.items():
+        assert metric(guarded, "cosched:e2e_seconds_count", **own) == (before[name] or 0) + 3
+        assert metric(guarded, "cosched:ttft_seconds_count", **own) >= 3
+        assert metric(guarded, "cosched:tpot_seconds_count", **own) >= 3
+        assert metric(guarded, "cosched:output_tokens_total", **own) >= 24
+    judged = metric(guarded, "cosched:slo_met_total", target="all")
+    assert judged + metric(guarded, "cosched:slo_missed_total", target="all") >= 3
+    text = httpx.get(f"{guarded.url}/metrics", timeout=30).text
+    for each in METRICS:
+        suffix = "_count" if each.kind is Kind.HISTOGRAM else ""
+        assert f"\n{each.shown_name}{suffix}{{" in text, each.shown_name
+    assert len([line for line in text.splitlines() if line.startswith("cosched:")]) < 400
+
+
+def test_the_log_says_what_runs_at_the_start_and_when_ready(guarded):
+    lines = [line for line in guarded.log().splitlines() if "policy hygen; targets TTFT" in line]
+    assert len(lines) == 2
+    after = guarded.log().split("ready to roll!", 1)[1]
+    assert f"cosched: ready on {guarded.url}" in after
+    assert f"cosched: try offline: curl {guarded.url}/v1/chat/completions" in after
+
+
+def launch(*flags, module="cosched.launch_server", env=None):
+    """A start that shall fail: (exit code, everything printed)."""
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", module, *flags],
+        cwd=ROOT,
+        env=environment() | (env or {}),
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+def test_a_port_in_use_is_said_before_the_model_is_loaded(tiny_model):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        flags = ["--model-path", str(tiny_model), "--port", str(port), *TEST_FLAGS]
+        code, text = launch(*flags)
+    assert code == 2
+    last = text.strip().splitlines()[-1]
+    assert last == f"cosched: cannot listen on --port {port} of 127.0.0.1: Address already in use"
+    assert "ready to roll" not in text and "Load weight" not in text
+
+
+def test_sglangs_own_entry_point_refuses_too(tiny_model):
+    flags = ["--model-path", str(tiny_model), *TEST_FLAGS, "--disable-radix-cache"]
+    code, text = launch(
+        *flags, module="tests.plain_sglang", env={"COSCHED_CONFIG": '{"policy": "hygen"}'}
+    )
+    assert code != 0
+    assert "--disable-radix-cache True cannot go with --cosched-policy hygen: stopped" in text
+    assert "ready to roll" not in text and "Load weight" not in text
