@@ -87,6 +87,7 @@ class Soak:
         self._num_idle_ticks = 0
         self._last_seen: tuple[int, int] = (-1, -1)
         self._moments: dict[str, int] = {}
+        self._last_moments: dict[str, str] = {}
         self._next_episode()
 
     def run(self) -> None:
@@ -107,8 +108,8 @@ class Soak:
             self.counts["iterations"] = self.engine.num_launched
             return False
         self._num_idle += 1
-        if self._num_idle < _IDLE_ITERATIONS or self.engine._launched:
-            return False
+        if self._num_idle < _IDLE_ITERATIONS:
+            return False  # one alone means nothing: results may be on the way
         return not self._pass_time()
 
     def _pass_time(self) -> bool:
@@ -236,13 +237,15 @@ class Soak:
             ask = self.asks.get(rid)
             if ask is None:
                 continue
-            self.counts[f"seen {moment}"] += rid not in self._moments
+            if moment != self._last_moments.get(rid):
+                self.counts[f"became {moment}"] += 1
             if ask.abort is None or moment != ask.abort[0]:
                 continue
             since = self._moments.get(rid, 0)
             self._moments[rid] = since + 1
             if since == ask.abort[1]:
                 self._abort(ask, moment)
+        self._last_moments = self.checks.moments
         held = self.engine.held()
         self.counts["iterations with held"] += bool(held)
 

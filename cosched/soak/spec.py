@@ -11,7 +11,7 @@ from cosched.policy.registry import policy_entry
 
 __all__ = ["EPISODES_PER_HOUR", "FEATURES", "MATRIX", "SoakSpec"]
 
-EPISODES_PER_HOUR = 12
+EPISODES_PER_HOUR = 6
 """Stretches of traffic; the rest of the hour is idle."""
 
 FEATURES: Mapping[str, str] = {
@@ -65,7 +65,7 @@ class SoakSpec:
     slots: int = 8
     chunk: int = 128
     ttft_ms: float = 150.0
-    tpot_ms: float = 9.0
+    tpot_ms: float = 6.5
     without: tuple[str, ...] = ()
     episodes: tuple[int, ...] | None = None
     requests: tuple[str, ...] | None = None

@@ -109,7 +109,7 @@ class Traffic:
     def episode(self, index: int) -> list[Client]:
         """The clients of one stretch of traffic."""
         rng = self._rng("episode", index)
-        seconds = rng.choice((0.5, 3.0, 20.0))
+        seconds = rng.choice((0.1, 1.0, 5.0))
         kinds: dict[str, tuple[float, Callable[[str, Random], Client]]] = {
             "": (3, self._single),
             "chat": (3, self._chat),

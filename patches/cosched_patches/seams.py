@@ -14,6 +14,7 @@ from cosched_patches import (
     prefill_adder,
     prefill_batch,
     queue_limit,
+    request_abort,
     scheduler_init,
     waiting_timeout,
 )
@@ -28,6 +29,7 @@ SEAMS: tuple[Seam, ...] = (
     scheduler_init.SEAM,
     queue_limit.SEAM,
     waiting_timeout.SEAM,
+    request_abort.SEAM,
     prefill_batch.SEAM,
     prefill_adder.SEAM,
     next_batch.SEAM,
