@@ -86,7 +86,7 @@ class WaitingQueue:
         self._queue_of(tracked).remove(rid)
         if tracked.request_class is RequestClass.ONLINE:
             self.offline.promote(tracked)
-        elif not tracked.num_preemptions:
+        elif not tracked.req.retraction_count:  # of cosched's preemptions and SGLang's own
             backlog = self.backlog
             self.backlog = replace(backlog, num_admitted=backlog.num_admitted + 1)
         return tracked

@@ -17,8 +17,9 @@ from sglang.srt.lora.lora_registry import LoRARef
 from cosched.demo_model import SIZES
 from cosched.soak.traffic import ADAPTERS
 
-__all__ = ["FLAGS", "load_adapters", "make_adapters", "without_pinned_memory"]
+__all__ = ["FLAGS", "MAX_PER_BATCH", "load_adapters", "make_adapters", "without_pinned_memory"]
 
+MAX_PER_BATCH = 2
 _RANK = 4
 _MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -26,7 +27,7 @@ FLAGS = (
     "--enable-lora",
     *("--max-lora-rank", str(_RANK)),
     *("--lora-target-modules", *_MODULES),
-    *("--max-loras-per-batch", "2"),
+    *("--max-loras-per-batch", str(MAX_PER_BATCH)),
     *("--lora-backend", "torch_native"),
 )
 

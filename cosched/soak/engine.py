@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from array import array
@@ -11,6 +12,7 @@ from random import Random
 from typing import Any
 from unittest import mock
 
+import torch
 from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import (
     AbortReq,
@@ -25,6 +27,7 @@ from sglang.srt.managers.io_struct import (
     SessionParams,
     TokenizedGenerateReqInput,
 )
+from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from cosched.config import ENV_VAR
@@ -203,9 +206,18 @@ class SoakEngine:
             case _:
                 raise AssertionError(command.name)
 
+    def _check_adapters(self, batch: Any) -> None:
+        """SGLang's worker asserts it, but only where the model runs."""
+        used = {req.lora_id for req in batch.reqs}
+        most = adapters.MAX_PER_BATCH
+        assert not self.lora_ids or len(used) <= most, f"{len(used)} adapters in a batch of {most}"
+
     def _take_over(self) -> None:
         scheduler = self.scheduler
         use_virtual_device(scheduler, self.clock, None)
+        if not self.spec.compute:
+            # A guard against forwards that still use a batch: these are over at once.
+            scheduler._forward_isolation = lambda batch, *, overlap: contextlib.nullcontext()
         # Reports to a server that is not there.
         scheduler.load_snapshot_writer = None
         forward = scheduler.model_worker.forward_batch_generation
@@ -214,7 +226,8 @@ class SoakEngine:
             shape = shape_of(batch)
             self._gpu_free_s = max(self.clock.now_s(), self._gpu_free_s) + self._times(shape)
             self.num_launched += 1
-            result = forward(batch, **options)
+            self._check_adapters(batch)
+            result = forward(batch, **options) if self.spec.compute else _made_up(batch)
             self._launched[id(result)] = result, self._gpu_free_s
             return result
 
@@ -236,6 +249,16 @@ class SoakEngine:
                 return self.last_plan
 
             self.controller.plan = noted_plan
+
+
+def _made_up(batch: Any) -> GenerationBatchResult:
+    """Next tokens that depend on prompt and length alone."""
+    lengths = batch.seq_lens_cpu.tolist()
+    tokens = [
+        10 + (req.origin_input_ids[-1] + 7919 * length) % 2000
+        for req, length in zip(batch.reqs, lengths, strict=True)
+    ]
+    return GenerationBatchResult(next_token_ids=torch.tensor(tokens, dtype=torch.int64))
 
 
 def _flags(spec: SoakSpec) -> list[str]:

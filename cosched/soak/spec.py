@@ -40,6 +40,9 @@ FEATURES: Mapping[str, str] = {
 }
 """Kinds of traffic that can be left out. Leaving one out changes nothing in the others."""
 
+NEEDS_MODEL = frozenset({"beam", "grammar", "logprobs"})
+"""Features that need a model's probabilities."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoakSpec:
@@ -49,6 +52,8 @@ class SoakSpec:
     kv_tokens         capacity of the KV pool, whole pages; None: 2,048 or 40 pages
     slots, chunk      ``--max-running-requests``, ``--chunked-prefill-size``
     ttft_ms, tpot_ms  targets of online requests; an iteration takes 4 ms and more
+    compute           the tiny model runs; else tokens are made up: ten times as fast, without KV
+                      contents, adapters' weights and `NEEDS_MODEL`
     without           features left out
     episodes          only these; None: all of the hours
     requests          only these rids; None: all
@@ -66,6 +71,7 @@ class SoakSpec:
     chunk: int = 128
     ttft_ms: float = 150.0
     tpot_ms: float = 6.5
+    compute: bool = True
     without: tuple[str, ...] = ()
     episodes: tuple[int, ...] | None = None
     requests: tuple[str, ...] | None = None
@@ -81,7 +87,7 @@ class SoakSpec:
 
     def has(self, feature: str) -> bool:
         assert feature in FEATURES, feature
-        return feature not in self.without
+        return feature not in self.without and (self.compute or feature not in NEEDS_MODEL)
 
     @property
     def capacity(self) -> int:
