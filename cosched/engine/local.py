@@ -80,7 +80,7 @@ class LocalEngine:
     """
 
     def __init__(self, flags: Sequence[str], *, tokenizer: bool = False) -> None:
-        """tokenizer: the scheduler loads the model's, which grammars and ``min_new_tokens`` need."""
+        """tokenizer: load the model's, which grammars and ``min_new_tokens`` need."""
         load_plugins()
         without = [] if tokenizer else ["--skip-tokenizer-init"]
         server_args = prepare_server_args([*flags, *without])

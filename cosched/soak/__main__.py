@@ -14,7 +14,6 @@ from __future__ import annotations
 import cosched.bootstrap  # isort: skip  # noqa: F401  # before sglang
 
 import argparse
-import multiprocessing
 import shlex
 import sys
 from collections.abc import Sequence
@@ -35,8 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m cosched.soak",
         description="Random traffic on SGLang's own scheduler in virtual time, with checks.",
-        epilog="features: "
-        + "; ".join(f"{name}: {summary}" for name, summary in FEATURES.items()),
+        epilog="features: " + "; ".join(f"{name}: {summary}" for name, summary in FEATURES.items()),
     )
     parser.add_argument("--seed", type=int, default=default.seed)
     parser.add_argument(
@@ -91,7 +89,11 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    run_command(build_parser().parse_args(argv))
+    """Exits with 1 when a soak failed, with 2 and one sentence when the arguments are wrong."""
+    arguments = build_parser().parse_args(argv)
+    run_command(arguments)
+    if arguments.has_failed:
+        raise SystemExit(1)
 
 
 def _execute(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -125,13 +127,8 @@ def _execute(arguments: argparse.Namespace) -> dict[str, Any]:
             result["narrowed"] = _described(narrowed)
         results.append(result)
     num_failed = sum(1 for result in results if result["failure"])
-    if num_failed:
-        _exit_with_failure(arguments)
+    arguments.has_failed = num_failed > 0
     return {"runs": results, "failed": num_failed}
-
-
-def _exit_with_failure(arguments: argparse.Namespace) -> None:
-    arguments.exit_code = 1
 
 
 def _with_progress(spec: SoakSpec, arguments: argparse.Namespace) -> Outcome:
@@ -170,5 +167,4 @@ def _described(outcome: Outcome) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    multiprocessing.freeze_support()
     main()

@@ -230,9 +230,7 @@ class Checks:
         if not isinstance(queue, WaitingQueue):
             return
         if len(queue.online) + len(queue.offline) != len(queue) or len(queue) != len(waiting):
-            raise SoakFailure(
-                "queues", f"{len(queue.online)=} {len(queue.offline)=} {len(queue)=}"
-            )
+            raise SoakFailure("queues", f"{len(queue.online)=} {len(queue.offline)=} {len(queue)=}")
         tokens = sum(req.cosched.num_queued_tokens for req in waiting.values())
         if queue.num_tokens != tokens:
             raise SoakFailure("queues", f"{queue.num_tokens=}, in truth {tokens}")

@@ -96,9 +96,7 @@ class SoakEngine:
         self.last_plan: Any = None
         self._gpu_free_s = 0.0
         self._launched: dict[int, tuple[Any, float]] = {}
-        self._times = IterationTimes(
-            Random(f"{spec.seed}/hiccups"), hiccups=spec.has("hiccups")
-        )
+        self._times = IterationTimes(Random(f"{spec.seed}/hiccups"), hiccups=spec.has("hiccups"))
         config = {
             "policy": spec.policy,
             "slo": {"ttft_ms": spec.ttft_ms, "tpot_ms": spec.tpot_ms},

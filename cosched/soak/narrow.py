@@ -89,4 +89,3 @@ def _fewer_requests(best: Outcome, fails: Callable[[SoakSpec], Outcome | None]) 
                 break
             size = max(size // 2, 1)
     return best
-

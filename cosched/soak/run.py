@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
-from typing import Any
-
 
 from cosched.engine.virtual import _quiet_host
 from cosched.soak.adapters import make_adapters, without_pinned_memory
@@ -76,9 +74,7 @@ class Soak:
         self.outputs: dict[str, tuple[Ask, list[int], str]] = {}
         self._on_progress = on_progress
         self._traffic = Traffic(spec)
-        self._episodes = iter(
-            range(spec.num_episodes) if spec.episodes is None else spec.episodes
-        )
+        self._episodes = iter(range(spec.num_episodes) if spec.episodes is None else spec.episodes)
         self._events: list[tuple[float, int, Client | None]] = []
         self._order = itertools.count()
         self._waiting: list[_Waiting] = []
@@ -227,8 +223,7 @@ class Soak:
             if not waiting.missing:
                 self._waiting.remove(waiting)
                 outputs = {
-                    rid: self.outputs[rid][1] if rid in self.outputs else []
-                    for rid in waiting.rids
+                    rid: self.outputs[rid][1] if rid in self.outputs else [] for rid in waiting.rids
                 }
                 self._go_on(waiting.client, outputs)
 
@@ -307,10 +302,7 @@ def _compare(spec: SoakSpec, folders: dict[str, Path], soak: Soak, num_compared:
             reply = engine.replies[ask.rid].output_ids
             wanted = reply[: len(output)] if reason == "abort" else reply
             if output != wanted:
-                at = next((i for i, (a, b) in enumerate(zip(output, wanted)) if a != b), -1)
-                raise SoakFailure(
-                    "output", f"{ask.rid} differs from an undisturbed run at token {at}: {ask}"
-                )
+                raise SoakFailure("output", f"{ask.rid}: {output}, undisturbed {wanted}; {ask}")
     return len(chosen)
 
 

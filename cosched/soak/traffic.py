@@ -138,9 +138,7 @@ class Traffic:
         """A burst of requests of one class that have little in common."""
         offline = rng.random() < 0.4
         burst = rng.choice((1, 1, 3, 15))
-        yield Send(
-            [self._ask(f"{key}-{i:03d}", self._prompt(rng), offline) for i in range(burst)]
-        )
+        yield Send([self._ask(f"{key}-{i:03d}", self._prompt(rng), offline) for i in range(burst)])
 
     def _chat(self, key: str, rng: Random) -> Client:
         history = self._prompt(rng)
