@@ -97,7 +97,7 @@ class SoakEngine:
         self._gpu_free_s = 0.0
         self._launched: dict[int, tuple[Any, float]] = {}
         self._times = IterationTimes(Random(f"{spec.seed}/hiccups"), hiccups=spec.has("hiccups"))
-        config = {
+        config: dict[str, Any] = {
             "policy": spec.policy,
             "slo": {"ttft_ms": spec.ttft_ms, "tpot_ms": spec.tpot_ms},
         }
