@@ -64,9 +64,7 @@ def test_the_cache_can_be_flushed_while_paused_requests_wait(make_engine, overla
 def test_what_the_engine_retracts_leads_the_pool_with_its_prompt_cached(make_engine, monkeypatch):
     """The pool takes a request that comes back for one whose KV is cached. SGLang's own retraction
     keeps of it what the tree had: the prompt."""
-    engine = make_engine(
-        policy="hygen", max_total_tokens=400, schedule_conservativeness=0.01, mixed=False
-    )
+    engine = make_engine(policy="hygen")
     scheduler = engine.scheduler
     requeue = scheduler._add_request_to_queue
     seen = []
@@ -77,16 +75,24 @@ def test_what_the_engine_retracts_leads_the_pool_with_its_prompt_cached(make_eng
         num_preemptions = scheduler.cosched.counters.num_preemptions
         by_engine = num_preemptions == preempted[0]
         preempted[0] = num_preemptions
-        if is_retracted and by_engine and req.output_ids:
+        if req.retraction_count and by_engine and req.output_ids:
             seen.append((num_cached(scheduler.tree_cache, req.cosched), len(req.origin_input_ids)))
             assert next(iter(scheduler.cosched.waiting.offline)).rid == req.rid
 
     monkeypatch.setattr(scheduler, "_add_request_to_queue", noted)
     for index in range(8):
         engine.submit(f"r{index}", prompt(index, 20), max_new_tokens=80, priority=OFFLINE)
-    engine.run_until_idle()
+
+    def act(iteration):
+        if iteration == 20:
+            engine.send(PauseGenerationReqInput(mode="retract"))
+        if iteration == 22:
+            engine.send(ContinueGenerationReqInput(torch_empty_cache=False))
+
+    engine.run_until_idle(on_iteration=act)
     assert seen, "nothing was retracted"
     for cached, num_prompt in seen:
         assert cached >= num_prompt - 1
-    assert scheduler.cosched.waiting.backlog.num_admitted == 8
+    # A backlog of its own, of which nothing was admitted for the first time.
+    assert scheduler.cosched.waiting.backlog.num_admitted == 0
     assert_drained(engine)
