@@ -54,7 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--compute",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="run the tiny model; without it ten times as fast, and outputs are made up",
+        help="run the tiny model; without it faster, and outputs are made up",
     )
     parser.add_argument(
         "--without", type=_names, default=(), metavar="FEATURE,...", help="leave these out"

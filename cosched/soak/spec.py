@@ -52,7 +52,7 @@ class SoakSpec:
     kv_tokens         capacity of the KV pool, whole pages; None: 2,048 or 40 pages
     slots, chunk      ``--max-running-requests``, ``--chunked-prefill-size``
     ttft_ms, tpot_ms  targets of online requests; an iteration takes 4 ms and more
-    compute           the tiny model runs; else tokens are made up: ten times as fast, without KV
+    compute           the tiny model runs; else tokens are made up: faster, without KV
                       contents, adapters' weights and `NEEDS_MODEL`
     without           features left out
     episodes          only these; None: all of the hours
