@@ -79,9 +79,11 @@ class LocalEngine:
     `close` the last one first (it is a context manager).
     """
 
-    def __init__(self, flags: Sequence[str]) -> None:
+    def __init__(self, flags: Sequence[str], *, tokenizer: bool = False) -> None:
+        """tokenizer: load the model's, which grammars and ``min_new_tokens`` need."""
         load_plugins()
-        server_args = prepare_server_args([*flags, "--skip-tokenizer-init"])
+        without = [] if tokenizer else ["--skip-tokenizer-init"]
+        server_args = prepare_server_args([*flags, *without])
         server_args.resolve_once()
         publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
         # A scheduler's watchdog thread never ends, keeps the scheduler alive, and kills the parent

@@ -10,7 +10,10 @@ import contextlib
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
+
+from sortedcontainers import SortedList
 
 from cosched.core.request import RequestClass
 from cosched.core.view import Backlog, OfflineLimits
@@ -35,8 +38,7 @@ class WaitingQueue:
     """A list of `Req` in the order of arrival, as far as SGLang uses one.
 
     `append` accepts new requests and those that go back (preempted, retracted, paused): the latter
-    keep class, arrival time and place. Positions are O(log n): SGLang aborts by position, and may
-    abort everything.
+    keep class, arrival time and place. Positions and ids are looked up in O(log n).
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class WaitingQueue:
         self._has_new_backlog = False
         self._guard = guard or Guard(is_strict=True)
         self._all: ArrivalQueue[TrackedRequest] = ArrivalQueue()
+        self._rids: SortedList[str] = SortedList()
         self._seq = itertools.count()
 
     def advance(self, now_s: float) -> None:
@@ -81,6 +84,7 @@ class WaitingQueue:
         if tracked is None:
             tracked = TrackedRequest(req, arrival_s=self.clock.now_s(), arrival_seq=next(self._seq))
         self._all.add(tracked)
+        self._rids.add(tracked.rid)
         if tracked.request_class is RequestClass.ONLINE:
             self.online.add(tracked)
         else:
@@ -100,7 +104,7 @@ class WaitingQueue:
             return tracked
         with self._pool() as pool:
             pool.remove(rid)
-        if not tracked.num_preemptions:
+        if not tracked.req.retraction_count:  # by cosched's preemptions and SGLang's own
             backlog = self.backlog
             self.backlog = replace(backlog, num_admitted=backlog.num_admitted + 1)
         return tracked
@@ -135,11 +139,20 @@ class WaitingQueue:
 
     def _take(self, rid: str) -> TrackedRequest:
         tracked = self._all.remove(rid)
+        self._rids.remove(rid)
         self.num_tokens -= tracked.num_queued_tokens
         return tracked
 
     def get(self, rid: str) -> TrackedRequest | None:
         return self._all.get(rid)
+
+    def beginning_with(self, prefix: str) -> list[Any]:
+        """Requests whose ids begin so, in the order of arrival. O(log n) and what is found."""
+        rids = itertools.takewhile(
+            lambda rid: rid.startswith(prefix), self._rids.irange(minimum=prefix)
+        )
+        found = [tracked for rid in rids if (tracked := self.get(rid)) is not None]
+        return [tracked.req for tracked in sorted(found, key=attrgetter("arrival_seq"))]
 
     def remove(self, req: Any) -> None:
         self.abort_rid(req.rid)
@@ -154,7 +167,7 @@ class WaitingQueue:
         return len(self._all)
 
     def __iter__(self) -> Iterator[Any]:
-        return (tracked.req for tracked in self._all)
+        return map(attrgetter("req"), self._all)
 
     def __contains__(self, req: Any) -> bool:
         tracked = TrackedRequest.of(req)

@@ -142,7 +142,8 @@ class PrefixPool(Generic[P]):
 
     def add(self, request: P) -> None:
         """Put a request in. One that was in the pool before (its `arrival_seq` is not the newest)
-        was stopped and has its KV cached: it leads the depth-first order."""
+        was stopped: it leads the depth-first order, since of its KV at least the prompt's was
+        cached when it was stopped (all of it, unless the engine itself retracted it)."""
         assert request.rid not in self._places, f"already in the pool: {request.rid=}"
         came_back = request.arrival_seq <= self._newest_seq
         self._newest_seq = max(self._newest_seq, request.arrival_seq)

@@ -1,4 +1,4 @@
-"""The waiting timeout is for online requests; offline ones may wait for hours."""
+"""Timeouts are for online requests; offline ones may wait, and be under way, for hours."""
 
 from __future__ import annotations
 
@@ -12,21 +12,34 @@ __all__ = ["SEAM"]
 def _hook() -> Any:
     from sglang.srt.environ import envs
 
+    from cosched.core.request import RequestClass
+    from cosched.core.wire import class_of_priority
     from cosched.engine.guard import note_or_raise
     from cosched.engine.waiting import online_requests
 
     def online_only(original: Any, scheduler: Any) -> Any:
-        waiting = scheduler.waiting_queue
-        if envs.SGLANG_REQ_WAITING_TIMEOUT.get() <= 0:
+        timeouts = (envs.SGLANG_REQ_WAITING_TIMEOUT, envs.SGLANG_REQ_RUNNING_TIMEOUT)
+        if not any(timeout.get() > 0 for timeout in timeouts):
             return original(scheduler)
+        waiting = scheduler.waiting_queue
         try:
             scheduler.waiting_queue = online_requests(waiting)
-            return original(scheduler)
+            aborts = original(scheduler)
         except Exception as error:
             note_or_raise(scheduler, "waiting_timeout", error)
             return []
         finally:
             scheduler.waiting_queue = waiting
+        # Under way since it was first admitted, however often it was stopped or held since.
+        batches = (scheduler.running_batch, scheduler.last_batch)
+        offline = {
+            req.rid
+            for batch in batches
+            if batch is not None
+            for req in batch.reqs
+            if class_of_priority(req.priority) is RequestClass.OFFLINE
+        }
+        return [abort for abort in aborts if abort.rid not in offline]
 
     return online_only
 
@@ -36,5 +49,8 @@ SEAM = Seam(
     kind="around",
     signature=("self",),
     hook=_hook,
-    why="``SGLANG_REQ_WAITING_TIMEOUT`` would answer patient offline requests with 503.",
+    why=(
+        "``SGLANG_REQ_WAITING_TIMEOUT`` and ``SGLANG_REQ_RUNNING_TIMEOUT`` would answer patient "
+        "offline requests with 503; the latter counts from the first admission on."
+    ),
 )

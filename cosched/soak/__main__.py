@@ -1,0 +1,170 @@
+"""The command: run a soak or many, and narrow down what fails.
+
+::
+
+    python -m cosched.soak --hours 10 --seed 0 --policy hygen --page-size 16
+    python -m cosched.soak --matrix --hours 1
+
+Prints what happened and, last, one JSON object. Exits with 1 when something failed; the command
+that reproduces it, as little of it as is needed, is printed and in the JSON.
+"""
+
+from __future__ import annotations
+
+import cosched.bootstrap  # isort: skip  # noqa: F401  # before sglang
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from cosched.policy.registry import POLICIES
+from cosched.simulation.command import run_command
+from cosched.soak.narrow import in_child, narrow
+from cosched.soak.run import Outcome
+from cosched.soak.spec import FEATURES, MATRIX, SoakSpec
+
+
+def build_parser() -> argparse.ArgumentParser:
+    default = SoakSpec()
+    parser = argparse.ArgumentParser(
+        prog="python -m cosched.soak",
+        description="Random traffic on SGLang's own scheduler in virtual time, with checks.",
+        epilog="features: " + "; ".join(f"{name}: {summary}" for name, summary in FEATURES.items()),
+    )
+    parser.add_argument("--seed", type=int, default=default.seed)
+    parser.add_argument(
+        "--hours", type=float, default=default.hours, help="virtual hours (default: %(default)s)"
+    )
+    parser.add_argument("--policy", choices=sorted(POLICIES), default=default.policy)
+    parser.add_argument("--page-size", type=int, default=default.page_size)
+    parser.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--mixed", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--conservativeness", type=float, default=default.conservativeness)
+    parser.add_argument("--kv-tokens", type=int, help="default: 2048, or 40 pages if that is more")
+    parser.add_argument("--slots", type=int, default=default.slots)
+    parser.add_argument("--chunk", type=int, default=default.chunk)
+    parser.add_argument("--ttft-ms", type=float, default=default.ttft_ms)
+    parser.add_argument("--tpot-ms", type=float, default=default.tpot_ms)
+    parser.add_argument(
+        "--compute",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="run the tiny model; without it faster, and outputs are made up",
+    )
+    parser.add_argument(
+        "--without", type=_names, default=(), metavar="FEATURE,...", help="leave these out"
+    )
+    parser.add_argument(
+        "--only", type=_names, metavar="FEATURE,...", help="leave out all but these"
+    )
+    parser.add_argument(
+        "--episodes", type=_numbers, metavar="N,...", help="only these stretches of traffic"
+    )
+    parser.add_argument("--requests", type=_names, metavar="RID,...", help="only these requests")
+    parser.add_argument(
+        "--matrix", action="store_true", help="all policies, page sizes and switches"
+    )
+    parser.add_argument(
+        "--narrow",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="on a failure: find the features and requests that it takes",
+    )
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.set_defaults(execute=_execute)
+    return parser
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, text.split(",")))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, _names(text)))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Exits with 1 when a soak failed, with 2 and one sentence when the arguments are wrong."""
+    arguments = build_parser().parse_args(argv)
+    run_command(arguments)
+    if arguments.has_failed:
+        raise SystemExit(1)
+
+
+def _execute(arguments: argparse.Namespace) -> dict[str, Any]:
+    names = SoakSpec.__dataclass_fields__.keys() & vars(arguments).keys()
+    spec = SoakSpec(**{name: getattr(arguments, name) for name in names})
+    if arguments.only is not None:
+        left_out = tuple(sorted(FEATURES.keys() - set(arguments.only)))
+        spec = replace(spec, without=left_out)
+    specs: Sequence[SoakSpec] = (spec,)
+    if arguments.matrix:
+        specs = [
+            replace(
+                entry,
+                seed=spec.seed,
+                hours=spec.hours,
+                compute=spec.compute,
+                without=spec.without,
+                episodes=spec.episodes,
+                requests=spec.requests,
+            )
+            for entry in MATRIX
+        ]
+    results = []
+    for one in specs:
+        outcome = _with_progress(one, arguments)
+        _report(outcome)
+        result = _described(outcome)
+        if outcome.failure is not None and arguments.narrow:
+            narrowed = narrow(outcome)
+            _report(narrowed)
+            result["narrowed"] = _described(narrowed)
+        results.append(result)
+    num_failed = sum(1 for result in results if result["failure"])
+    arguments.has_failed = num_failed > 0
+    return {"runs": results, "failed": num_failed}
+
+
+def _with_progress(spec: SoakSpec, arguments: argparse.Namespace) -> Outcome:
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:.0f}/{task.total:.0f} s of virtual time"),
+        TimeRemainingColumn(),
+        disable=arguments.quiet or not sys.stderr.isatty(),
+    )
+    with bar:
+        task = bar.add_task(spec.policy, total=spec.hours * 3600)
+        return in_child(spec, on_progress=lambda now_s: bar.update(task, completed=now_s))
+
+
+def _command(spec: SoakSpec) -> str:
+    return shlex.join(["scripts/soak", *spec.arguments()])
+
+
+def _report(outcome: Outcome) -> None:
+    print(_command(outcome.spec))
+    print(
+        f"  {outcome.virtual_s / 3600:.2f} h of virtual time in {outcome.wall_s:.0f} s; "
+        + ", ".join(f"{name} {count}" for name, count in outcome.counts.items())
+    )
+    if outcome.failure is not None:
+        print(outcome.trace)
+        print(f"  FAILED in episode {outcome.episode} ({outcome.signature}): {outcome.failure}")
+    sys.stdout.flush()
+
+
+def _described(outcome: Outcome) -> dict[str, Any]:
+    described = asdict(outcome) | {"spec": outcome.spec.describe()}
+    del described["trace"], described["rids"]
+    return described | {"command": _command(outcome.spec)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Offline requests that wait, stop and resume: timeouts, pauses, flushes, SGLang's retractions."""
+
+import pytest
+from sglang.srt.environ import envs
+from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+
+from cosched.engine.view_of import num_cached
+from tests.engine.conftest import assert_drained, prompt
+
+OFFLINE = -100
+
+
+def outputs(engine):
+    return {rid: reply.output_ids for rid, reply in engine.replies.items()}
+
+
+@pytest.mark.parametrize("policy", ["sglang", "sarathi", "hygen"])
+def test_the_running_timeout_spares_offline_requests(make_engine, policy):
+    engine = make_engine(policy=policy)
+    engine.submit("on", prompt(1, 50), max_new_tokens=30)
+    engine.submit("off", prompt(2, 50), max_new_tokens=30, priority=OFFLINE)
+    with envs.SGLANG_REQ_RUNNING_TIMEOUT.override(1e-9):
+
+        def act(iteration):
+            for request in engine.scheduler._poll_timeout_aborts():
+                engine.send(request)
+
+        engine.run_until_idle(on_iteration=act)
+    assert engine.replies["on"].finish_reason == "abort"
+    assert engine.replies["off"].finish_reason == "length"
+    assert_drained(engine)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_cache_can_be_flushed_while_paused_requests_wait(make_engine, overlap):
+    """`flush_cache` wants an idle scheduler; paused by retraction, it does not mind a queue."""
+
+    def run(disturbed):
+        engine = make_engine(policy="hygen", overlap=overlap, max_running_requests=2)
+        scheduler = engine.scheduler
+        flushed = []
+        for index in range(6):
+            engine.submit(f"r{index}", prompt(index, 60), max_new_tokens=10, priority=OFFLINE)
+
+        def act(iteration):
+            if not disturbed:
+                return
+            if iteration == 8:
+                assert scheduler.flush_cache() is False  # requests run
+                engine.send(PauseGenerationReqInput(mode="retract"))
+            if iteration == 10:
+                assert len(scheduler.waiting_queue) and scheduler._engine_paused
+                flushed.append(scheduler.flush_cache())
+                engine.send(ContinueGenerationReqInput(torch_empty_cache=False))
+
+        engine.run_until_idle(on_iteration=act)
+        assert_drained(engine)
+        assert flushed == ([True] if disturbed else [])
+        return outputs(engine)
+
+    assert run(disturbed=True) == run(disturbed=False)
+
+
+def test_what_the_engine_retracts_leads_the_pool_with_its_prompt_cached(make_engine, monkeypatch):
+    """The pool takes a request that comes back for one whose KV is cached. SGLang's own retraction
+    keeps of it what the tree had: the prompt."""
+    engine = make_engine(policy="hygen")
+    scheduler = engine.scheduler
+    requeue = scheduler._add_request_to_queue
+    seen = []
+    preempted = [0]
+
+    def noted(req, is_retracted=False):
+        requeue(req, is_retracted=is_retracted)
+        num_preemptions = scheduler.cosched.counters.num_preemptions
+        by_engine = num_preemptions == preempted[0]
+        preempted[0] = num_preemptions
+        if req.retraction_count and by_engine and req.output_ids:
+            seen.append((num_cached(scheduler.tree_cache, req.cosched), len(req.origin_input_ids)))
+            assert next(iter(scheduler.cosched.waiting.offline)).rid == req.rid
+
+    monkeypatch.setattr(scheduler, "_add_request_to_queue", noted)
+    for index in range(8):
+        engine.submit(f"r{index}", prompt(index, 20), max_new_tokens=80, priority=OFFLINE)
+
+    def act(iteration):
+        if iteration == 20:
+            engine.send(PauseGenerationReqInput(mode="retract"))
+        if iteration == 22:
+            engine.send(ContinueGenerationReqInput(torch_empty_cache=False))
+
+    engine.run_until_idle(on_iteration=act)
+    assert seen, "nothing was retracted"
+    for cached, num_prompt in seen:
+        assert cached >= num_prompt - 1
+    # A backlog of its own, of which nothing was admitted for the first time.
+    assert scheduler.cosched.waiting.backlog.num_admitted == 0
+    assert_drained(engine)
