@@ -12,7 +12,9 @@ from pathlib import Path
 
 import msgspec
 
+from cosched.claims import Claims
 from cosched.core.request import Slo
+from cosched.core.wire import Bounds
 from cosched.errors import ConfigError
 from cosched.offline.prefix_pool import PoolConfig
 from cosched.policy.base import Budgets
@@ -44,6 +46,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     policy             name of the policy (`cosched.policy.registry.POLICIES`)
     slo                targets of online requests
+    claims             who may claim what (`cosched.claims.Claims`)
     pool               order of the offline pool, for policies that keep it in prefix order; absent:
                        the policy's own (`PolicyEntry.pool`)
     latency_budget_ms  most predicted milliseconds of an iteration; absent: derived from the SLO
@@ -68,6 +71,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     policy: str = "hygen"
     slo: SloConfig = SloConfig()
+    claims: Claims = Claims()
     pool: PoolConfig | None = None
     latency_budget_ms: float | None = None
     budgets: Budgets = Budgets()
@@ -100,6 +104,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 raise ValueError(f"{name} must be a positive number, not {value}")
         if not 0 <= self.predictor_error <= 1:
             raise ValueError(f"predictor_error must be in [0, 1], not {self.predictor_error}")
+        self.target_bounds()
+
+    def target_bounds(self) -> Bounds:
+        """Within what the targets of requests are taken at their word."""
+        return self.claims.bounds(self.slo.targets())
 
     @property
     def latency_budget_s(self) -> float | None:

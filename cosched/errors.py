@@ -5,6 +5,7 @@
     CoschedError
     ├── ConfigError        a configuration value is wrong: names the value, the limit, the choices
     ├── RequestError       one request is wrong: names the field; becomes HTTP 400
+    ├── LimitError         an API key has too much under way; becomes HTTP 429
     ├── SeamError          SGLang is not the version the patches were written for
     └── PlanError          a policy returned a plan the engine cannot run (a bug in the policy)
 
@@ -18,6 +19,7 @@ from collections.abc import Iterable
 __all__ = [
     "ConfigError",
     "CoschedError",
+    "LimitError",
     "PlanError",
     "RequestError",
     "SeamError",
@@ -39,6 +41,14 @@ class RequestError(CoschedError):
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
         self.field = field
+
+
+class LimitError(CoschedError):
+    """An API key has as much under way as it may. `retry_after_s`: when to try again."""
+
+    def __init__(self, message: str, *, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class SeamError(CoschedError):

@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from cosched.claims import read_claims
 from cosched.config import ENV_VAR, Config, SloConfig, load_config
 from cosched.engine.arguments import (
     bind_cpu_threads,
@@ -88,6 +89,11 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="MS",
         help="TPOT target of online requests that name none [ms] "
         f"(default: {defaults.slo.tpot_ms:g})",
+    )
+    group.add_argument(
+        "--cosched-claims",
+        metavar="JSON|FILE",
+        help="who may claim which class and targets, by API key too (docs/wire.md)",
     )
     group.add_argument(
         "--cosched-latency-model",
@@ -165,8 +171,11 @@ def config_from(flags: argparse.Namespace) -> Config:
         for flag, key in _PLAIN_FLAGS.items()
         if (value := getattr(flags, flag)) is not None
     }
+    claims = base.claims
+    if flags.cosched_claims is not None:
+        claims = read_claims(flags.cosched_claims, source="--cosched-claims")
     try:
-        return msgspec.structs.replace(base, slo=slo, **given)
+        return msgspec.structs.replace(base, slo=slo, claims=claims, **given)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 

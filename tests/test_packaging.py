@@ -22,6 +22,7 @@ LAYERS = (
     ("core", "demo_model"),
     ("offline", "latency", "kv", "length", "metrics", "cosched_traces"),
     ("policy",),
+    ("claims",),
     ("config",),
     ("engine", "jobs"),
     ("cosched_patches",),

@@ -3,7 +3,7 @@
 ==============================  ============================================================
 where                           meaning
 ==============================  ============================================================
-``service_tier: "flex"``        offline (OpenAI endpoints); the other tiers leave it to the rest
+``service_tier: "flex"``        offline (every endpoint); the other tiers leave it to the rest
 ``priority`` (integer)          ``< 0`` offline, ``>= 0`` or absent online (every endpoint)
 ``x-smg-priority: bulk``        offline; the header's other values leave it to the rest
 ``x-slo-ttft-ms``               TTFT target of this request
@@ -14,12 +14,15 @@ where                           meaning
 Inside SGLang the class travels as the request's ``priority`` and the targets as
 ``sampling_params.custom_params["cosched"]``. One sign of offline is enough: a gateway that marks a
 tenant ``bulk`` is not overruled by the body. The body's targets win over the headers'.
+
+Each row is a sign (`SIGNS`), and an operator may have a sign ignored. Targets are held within
+`Bounds`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from reprlib import repr as shown
 from typing import Any
@@ -28,16 +31,22 @@ from cosched.core.request import RequestClass, Slo
 from cosched.errors import RequestError, choices
 
 __all__ = [
+    "ANTHROPIC_SERVICE_TIERS",
     "GATEWAY_HEADER",
     "GATEWAY_PRIORITIES",
+    "GRANTED_TIERS",
     "OFFLINE_PRIORITY",
     "PARAMS_KEY",
     "SERVICE_TIERS",
+    "SIGNS",
     "SLO_FIELDS",
     "SLO_HEADERS",
+    "Bounds",
     "Wish",
     "check_sampling_params",
     "class_of_priority",
+    "map_targets",
+    "num_prompts",
     "params_of_slo",
     "parse_http",
     "parse_priority",
@@ -60,23 +69,38 @@ SLO_FIELDS: Mapping[str, tuple[str, float]] = {
 }
 """Key in ``custom_params["cosched"]`` -> (field of `Slo`, seconds per unit)."""
 
+FLEX = "flex"
 
-SERVICE_TIERS: Mapping[str, RequestClass] = {
-    "auto": RequestClass.ONLINE,
-    "default": RequestClass.ONLINE,
-    "flex": RequestClass.OFFLINE,
-    "priority": RequestClass.ONLINE,
-    "scale": RequestClass.ONLINE,
+SERVICE_TIERS: Mapping[str, RequestClass | None] = {
+    "auto": None,
+    "default": None,
+    FLEX: RequestClass.OFFLINE,
+    "priority": None,
+    "scale": None,
 }
-"""OpenAI's values of ``service_tier``."""
+"""OpenAI's values of ``service_tier`` and the class they ask for; None: they say nothing."""
 
-GATEWAY_PRIORITIES: Mapping[str, RequestClass] = {
+ANTHROPIC_SERVICE_TIERS: Mapping[str, RequestClass | None] = {
+    "auto": None,
+    FLEX: RequestClass.OFFLINE,
+    "standard_only": None,
+}
+"""Anthropic's values, and ``flex``."""
+
+GRANTED_TIERS: Mapping[RequestClass, str] = {
+    RequestClass.ONLINE: "default",
+    RequestClass.OFFLINE: FLEX,
+}
+"""What ``service_tier`` is in a reply."""
+
+GATEWAY_PRIORITIES: Mapping[str, RequestClass | None] = {
     "bulk": RequestClass.OFFLINE,
-    "default": RequestClass.ONLINE,
-    "interactive": RequestClass.ONLINE,
-    "system": RequestClass.ONLINE,
+    "default": None,
+    "interactive": None,
+    "system": None,
 }
-"""The classes of the SGLang model gateway, in its header ``x-smg-priority``."""
+"""The classes of the SGLang model gateway, in its header ``x-smg-priority``; None: they say
+nothing."""
 
 GATEWAY_HEADER = "x-smg-priority"
 
@@ -85,6 +109,41 @@ SLO_HEADERS: Mapping[str, str] = {
     "x-slo-tpot-ms": "tpot_slo_ms",
 }
 """Header -> key in ``custom_params["cosched"]``."""
+
+SIGNS: Mapping[str, str] = {
+    "service_tier": "the body's service_tier",
+    "priority": "the body's priority",
+    "class_header": GATEWAY_HEADER,
+    "target_headers": ", ".join(SLO_HEADERS),
+    "body_targets": f'custom_params["{PARAMS_KEY}"]',
+}
+"""What may say something about class and targets; an operator may have each ignored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """Within what targets are taken at their word. A tighter one is raised to the floor, a looser
+    one lowered to the ceiling; None: there is no such bound."""
+
+    floors: Slo = field(default_factory=Slo)
+    ceilings: Slo = field(default_factory=Slo)
+
+    @property
+    def is_bounding(self) -> bool:
+        return self.floors != Slo() or self.ceilings != Slo()
+
+    def clamp(self, slo: Slo) -> Slo:
+        """The targets that are granted. One that is not named stays unnamed."""
+        names = (name for name, _ in SLO_FIELDS.values())
+        return Slo(**{name: self._clamp(name, getattr(slo, name)) for name in names})
+
+    def _clamp(self, name: str, value: float | None) -> float | None:
+        if value is None:
+            return None
+        floor, ceiling = getattr(self.floors, name), getattr(self.ceilings, name)
+        if floor is not None and value < floor:
+            return float(floor)
+        return float(ceiling) if ceiling is not None and value > ceiling else value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,40 +154,54 @@ class Wish:
     priority  the body's, or None
     slo       targets from the headers and, over them, from the body's ``custom_params``; under the
               keys of ``custom_params["cosched"]``
+    only      the one class that its API key may have, None: any
     """
 
     offline: bool = False
     priority: int | None = None
     slo: Mapping[str, Any] = field(default_factory=dict)
+    only: RequestClass | None = None
+
+    @property
+    def request_class(self) -> RequestClass:
+        return class_of_priority(priority_for(self, None))
 
 
 def class_of_priority(priority: int | None) -> RequestClass:
     return RequestClass.OFFLINE if priority is not None and priority < 0 else RequestClass.ONLINE
 
 
-def parse_http(body: Any, headers: Mapping[str, str], *, has_service_tier: bool) -> Wish:
+def parse_http(
+    body: Any,
+    headers: Mapping[str, str],
+    *,
+    tiers: Mapping[str, RequestClass | None] = SERVICE_TIERS,
+    ignored: Set[str] = frozenset(),
+) -> Wish:
     """The wish of a request whose JSON body is `body` (None without one). Mutates nothing.
 
-    headers           looked up by lower-case name
-    has_service_tier  whether the endpoint is one of OpenAI's; elsewhere the field has another
-                      meaning, or none
+    headers  looked up by lower-case name
+    tiers    what ``service_tier`` may be on this endpoint
+    ignored  `SIGNS` that are not read
 
     RequestError names the field, key or header that is wrong.
     """
-    gateway = headers.get(GATEWAY_HEADER)
-    offline = gateway is not None and _is_offline(
-        gateway.strip().lower(), GATEWAY_PRIORITIES, field=GATEWAY_HEADER
-    )
-    slo: dict[str, Any] = {
-        key: parse_positive(_number(text, field=header), field=header)
-        for header, key in SLO_HEADERS.items()
-        if (text := headers.get(header)) is not None
-    }
+    offline = False
+    gateway = None if "class_header" in ignored else headers.get(GATEWAY_HEADER)
+    if gateway is not None:
+        offline = _is_offline(gateway.strip().lower(), GATEWAY_PRIORITIES, field=GATEWAY_HEADER)
+    slo: dict[str, Any] = {}
+    if "target_headers" not in ignored:
+        slo = {
+            key: parse_positive(_number(text, field=header), field=header)
+            for header, key in SLO_HEADERS.items()
+            if (text := headers.get(header)) is not None
+        }
     if not isinstance(body, Mapping):
         return Wish(offline=offline, slo=slo)
-    priority = parse_priority(body.get("priority"))
-    tier = body.get("service_tier") if has_service_tier else None
-    if tier is not None and _is_offline(tier, SERVICE_TIERS, field="service_tier"):
+    priority = None if "priority" in ignored else parse_priority(body.get("priority"))
+    tier = None if "service_tier" in ignored else body.get("service_tier")
+    if tier is not None and _is_offline(tier, tiers, field="service_tier"):
         if priority is not None and class_of_priority(priority) is RequestClass.ONLINE:
             raise RequestError(
                 "service_tier",
@@ -136,8 +209,9 @@ def parse_http(body: Any, headers: Mapping[str, str], *, has_service_tier: bool)
                 "leave one out, or give a priority below 0",
             )
         offline = True
-    slo |= _cosched_params(body.get("custom_params"), field="custom_params")
-    check_sampling_params(body.get("sampling_params"))
+    if "body_targets" not in ignored:
+        slo |= _cosched_params(body.get("custom_params"), field="custom_params")
+        check_sampling_params(body.get("sampling_params"))
     return Wish(offline=offline, priority=priority, slo=slo)
 
 
@@ -155,9 +229,13 @@ def priority_for(wish: Wish, priority: int | None) -> int | None:
     the body's, unless the endpoint drops it or one of SGLang's own headers overrides it."""
     if priority is None:
         priority = wish.priority
-    if wish.offline and class_of_priority(priority) is RequestClass.ONLINE:
-        return OFFLINE_PRIORITY
-    return priority
+    found = class_of_priority(priority)
+    wanted = RequestClass.OFFLINE if wish.offline else found
+    if wish.only is not None:
+        wanted = wish.only
+    if wanted is found:
+        return priority
+    return OFFLINE_PRIORITY if wanted is RequestClass.OFFLINE else None
 
 
 def parse_slo(params: Any, *, field: str = "custom_params.cosched") -> Slo:
@@ -203,12 +281,41 @@ def with_slo(sampling_params: Any, slo: Mapping[str, Any]) -> Any:
     Mutates nothing."""
     if not slo:
         return sampling_params
+    return map_targets(sampling_params, lambda own: {**slo, **own})
+
+
+def map_targets(
+    sampling_params: Any, granted: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+) -> Any:
+    """Checked sampling parameters with the targets that `granted` makes of their own. Mutates
+    nothing."""
     if isinstance(sampling_params, list):
-        return [with_slo(params, slo) for params in sampling_params]
+        return [map_targets(params, granted) for params in sampling_params]
     params = sampling_params or {}
     custom = params.get("custom_params") or {}
-    targets = {**slo, **(custom.get(PARAMS_KEY) or {})}
-    return {**params, "custom_params": {**custom, PARAMS_KEY: targets}}
+    own = custom.get(PARAMS_KEY) or {}
+    targets = granted(own)
+    if targets == own:
+        return sampling_params
+    others = {key: value for key, value in custom.items() if key != PARAMS_KEY}
+    return {**params, "custom_params": {**others, PARAMS_KEY: targets} if targets else others}
+
+
+def num_prompts(body: Any) -> int:
+    """How many sequences a request body asks for: prompts times samples of each. A rough reading
+    of what SGLang has not checked yet; at least 1."""
+    if not isinstance(body, Mapping):
+        return 1
+    params = body.get("sampling_params")
+    nested = params.get("n") if isinstance(params, Mapping) else None
+    samples = max((n for n in (body.get("n"), nested) if type(n) is int), default=1)
+    prompts = 1
+    for name in ("text", "input_ids", "prompt", "input"):
+        value = body.get(name)
+        # Of numbers or of messages it would be one prompt.
+        if isinstance(value, list) and value and isinstance(value[0], str | list):
+            prompts = len(value)
+    return max(prompts * samples, 1)
 
 
 def slo_of_params(custom_params: Any) -> Slo:
@@ -236,7 +343,7 @@ def _cosched_params(custom_params: Any, *, field: str) -> Mapping[str, Any]:
     return params or {}
 
 
-def _is_offline(name: Any, classes: Mapping[str, RequestClass], *, field: str) -> bool:
+def _is_offline(name: Any, classes: Mapping[str, RequestClass | None], *, field: str) -> bool:
     if not isinstance(name, str) or name not in classes:
         raise RequestError(field, f"unknown value {shown(name)}; choose from {choices(classes)}")
     return classes[name] is RequestClass.OFFLINE

@@ -20,7 +20,6 @@ from cosched.core.plan import Plan, PreemptMode
 from cosched.engine.controller import Controller
 from cosched.engine.partial import split
 from cosched.engine.penalties import count_resumed
-from cosched.engine.tracked import TrackedRequest
 
 __all__ = ["PlannedPrefillAdder", "held_adapters", "rejoin_held", "schedule_prefill"]
 
@@ -199,9 +198,6 @@ def _stop(controller: Controller, req: Any, mode: PreemptMode) -> None:
     scheduler = controller.scheduler
     release_kv_cache(req, scheduler.tree_cache, is_insert=mode is not PreemptMode.RECOMPUTE)
     req.reset_for_retract()
-    tracked = TrackedRequest.of(req)
-    if tracked is not None:
-        tracked.num_preemptions += 1
     controller.counters.num_preemptions += 1
     scheduler._add_request_to_queue(req, is_retracted=True)
 

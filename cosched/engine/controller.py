@@ -137,7 +137,9 @@ class Controller:
             pool = PrefixPool(
                 config.pool or entry.pool, num_cached=partial(num_cached, scheduler.tree_cache)
             )
-        self.waiting = WaitingQueue(pool=pool, clock=clock, guard=guard)
+        self.waiting = WaitingQueue(
+            pool=pool, clock=clock, guard=guard, bounds=config.target_bounds()
+        )
         for req in scheduler.waiting_queue:
             self.waiting.append(req)
         scheduler.waiting_queue = self.waiting

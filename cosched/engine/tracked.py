@@ -6,9 +6,11 @@ from collections.abc import Hashable
 from typing import Any
 
 from cosched.core.request import PLAIN, RequestClass, Slo, Traits
-from cosched.core.wire import class_of_priority, slo_of_params
+from cosched.core.wire import Bounds, class_of_priority, slo_of_params
 
 __all__ = ["TrackedRequest"]
+
+_UNBOUNDED = Bounds()
 
 
 class TrackedRequest:
@@ -28,7 +30,6 @@ class TrackedRequest:
         "is_reported",
         "max_new_tokens",
         "num_penalized",
-        "num_preemptions",
         "num_prompt_tokens",
         "num_queued_tokens",
         "num_refusals",
@@ -40,18 +41,22 @@ class TrackedRequest:
         "traits",
     )
 
-    def __init__(self, req: Any, *, arrival_s: float, arrival_seq: int) -> None:
+    def __init__(
+        self, req: Any, *, arrival_s: float, arrival_seq: int, bounds: Bounds = _UNBOUNDED
+    ) -> None:
+        """`bounds`: within what its targets are taken at their word."""
         self.req = req
         self.rid: str = req.rid
         self.request_class: RequestClass = class_of_priority(req.priority)
-        self.slo: Slo = slo_of_params(getattr(req.sampling_params, "custom_params", None))
+        custom_params = getattr(req.sampling_params, "custom_params", None)
+        # Here, and not where HTTP is read: requests come other ways too.
+        self.slo: Slo = bounds.clamp(slo_of_params(custom_params))
         self.num_prompt_tokens: int = len(req.origin_input_ids)
         self.max_new_tokens = int(req.sampling_params.max_new_tokens)
         self.arrival_s = arrival_s
         self.arrival_seq = arrival_seq
         self.first_token_s: float | None = None
         self.traits: Traits = _traits_of(req)
-        self.num_preemptions = 0
         self.num_penalized = 0
         """Generated tokens that its penalties have counted (`cosched.engine.penalties`)."""
         self.num_refusals = 0

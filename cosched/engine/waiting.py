@@ -17,7 +17,7 @@ from sortedcontainers import SortedList
 
 from cosched.core.request import RequestClass
 from cosched.core.view import Backlog, OfflineLimits
-from cosched.core.wire import class_of_priority
+from cosched.core.wire import Bounds, class_of_priority
 from cosched.engine.clock import Clock
 from cosched.engine.guard import Guard
 from cosched.engine.tracked import TrackedRequest
@@ -47,9 +47,10 @@ class WaitingQueue:
         pool: OfflinePool[TrackedRequest],
         clock: Clock,
         guard: Guard | None = None,
+        bounds: Bounds | None = None,
     ) -> None:
         """guard: where the pool fails it gives way to the order of arrival; None: errors are
-        raised."""
+        raised. bounds: within what targets are taken at their word; None: all are."""
         self.online: ArrivalQueue[TrackedRequest] = ArrivalQueue()
         self.offline = pool
         self.clock = clock
@@ -60,6 +61,7 @@ class WaitingQueue:
         """What the operator allows."""
         self._has_new_backlog = False
         self._guard = guard or Guard(is_strict=True)
+        self._bounds = Bounds() if bounds is None else bounds
         self._all: ArrivalQueue[TrackedRequest] = ArrivalQueue()
         self._rids: SortedList[str] = SortedList()
         self._seq = itertools.count()
@@ -82,7 +84,12 @@ class WaitingQueue:
     def append(self, req: Any) -> None:
         tracked = TrackedRequest.of(req)
         if tracked is None:
-            tracked = TrackedRequest(req, arrival_s=self.clock.now_s(), arrival_seq=next(self._seq))
+            tracked = TrackedRequest(
+                req,
+                arrival_s=self.clock.now_s(),
+                arrival_seq=next(self._seq),
+                bounds=self._bounds,
+            )
         self._all.add(tracked)
         self._rids.add(tracked.rid)
         if tracked.request_class is RequestClass.ONLINE:

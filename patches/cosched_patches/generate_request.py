@@ -2,46 +2,59 @@
 
 from __future__ import annotations
 
+import logging
+import re
+from contextlib import aclosing
 from typing import Any
 
 from cosched_patches.seam import Seam
 
-__all__ = ["SEAM"]
+__all__ = ["SEAM", "WRONG_VALUES"]
+
+WRONG_VALUES = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, re.error)
+"""What Python raises where code meets a value that it did not expect."""
 
 
 def _hook() -> Any:
-    from cosched.core import wire
     from cosched.errors import RequestError
+    from cosched_patches.active import front
 
-    def wish_of(request: Any) -> wire.Wish:
-        wish: wire.Wish | None = getattr(getattr(request, "state", None), "cosched", None)
-        if wish is not None:
-            return wish
-        headers = getattr(request, "headers", None)
-        # No JSON body came with it: a form, a web socket, gRPC, or a program around the engine.
-        return wire.parse_http(None, {} if headers is None else headers, has_service_tier=False)
+    logger = logging.getLogger(__name__)
 
-    def apply_wish(manager: Any, obj: Any, request: Any = None) -> None:
+    async def with_class(original: Any, manager: Any, obj: Any, request: Any = None) -> Any:
+        has_answered = False
         try:
-            wish = wish_of(request)
-            obj.priority = wire.priority_for(wish, wire.parse_priority(obj.priority))
-            wire.check_sampling_params(obj.sampling_params)
-            obj.sampling_params = wire.with_slo(obj.sampling_params, wish.slo)
+            front().apply(obj, request)
+            async with aclosing(original(manager, obj, request)) as replies:
+                async for reply in replies:
+                    has_answered = True
+                    yield reply
         except RequestError as error:
             # The one type that every caller of this method answers with HTTP 400.
             raise ValueError(str(error)) from None
+        except WRONG_VALUES as error:
+            if has_answered:
+                raise
+            logger.warning("a request that SGLang cannot read", exc_info=True)
+            raise ValueError(f"cannot read this request: {error!r}") from error
+        finally:
+            # SGLang asks for it once a stream is over, also of one that it could not read.
+            if not hasattr(obj, "is_single"):
+                obj.is_single = not isinstance(obj.rid, list)
 
-    return apply_wish
+    return with_class
 
 
 SEAM = Seam(
     target="sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
-    kind="before",
+    kind="around",
     signature=("self", "obj", "request"),
     hook=_hook,
     why=(
         "The one place that every request of every endpoint passes. Endpoints lose what their "
         "models lack (``/v1/responses`` drops even ``priority``), and requests that an embedding "
-        "program makes come in here."
+        "program makes come in here. SGLang answers many wrong values (an unknown sampling "
+        "parameter, a regular expression that is none, no samples) with 500, because Python "
+        "raised something else than ``ValueError`` while it read them; here that becomes 400."
     ),
 )

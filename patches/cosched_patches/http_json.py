@@ -8,34 +8,55 @@ from cosched_patches.seam import Seam
 
 __all__ = ["SEAM"]
 
-_WITH_SERVICE_TIER = frozenset(
+_WITH_TIER_IN_REPLY = frozenset(
     {
         "/invocations",  # SageMaker's name for chat completions
         "/v1/chat/completions",
         "/v1/completions",
-        "/v1/embeddings",
         "/v1/responses",
     }
 )
-"""OpenAI's endpoints. Anthropic's ``service_tier`` has other values."""
+"""Where OpenAI's replies have a ``service_tier``."""
+
+_ANTHROPIC = "/v1/messages"
+
+_WITHOUT_A_RUN = frozenset(
+    {
+        "/abort_request",
+        "/close_session",
+        "/detokenize",
+        "/open_session",
+        "/tokenize",
+        "/v1/detokenize",
+        "/v1/messages/count_tokens",
+        "/v1/tokenize",
+    }
+)
+"""The model does not run for these, so that no limit of a key stands in their way."""
 
 
 def _hook() -> Any:
     from fastapi import HTTPException
 
-    from cosched.core.wire import parse_http
-    from cosched.errors import RequestError
+    from cosched.core.wire import ANTHROPIC_SERVICE_TIERS, SERVICE_TIERS
+    from cosched.errors import LimitError, RequestError
+    from cosched_patches.active import front
 
     async def read_wish(original: Any, request: Any) -> Any:
         body = await original(request)
         route = getattr(request.scope.get("route"), "path", "")
         try:
-            request.state.cosched = parse_http(
-                body, request.headers, has_service_tier=route in _WITH_SERVICE_TIER
+            front().read(
+                request,
+                body,
+                tiers=ANTHROPIC_SERVICE_TIERS if route == _ANTHROPIC else SERVICE_TIERS,
+                counts=route not in _WITHOUT_A_RUN,
+                tiered=route in _WITH_TIER_IN_REPLY,
             )
-        except RequestError as error:
+        except (RequestError, LimitError) as error:
+            status = 400 if isinstance(error, RequestError) else 429
             # FastAPI lets this one type through from here; SGLang gives it the endpoint's form.
-            raise HTTPException(status_code=400, detail=str(error)) from None
+            raise HTTPException(status_code=status, detail=str(error)) from None
         return body
 
     return read_wish
@@ -49,6 +70,7 @@ SEAM = Seam(
     why=(
         "SGLang's request models drop ``service_tier`` and mend wrong values of ``priority``. Here "
         "the parsed body and the headers of every endpoint come by before a stream has begun, so "
-        "that an error is still HTTP 400. This seam only reads; `generate_request` applies."
+        "that an error is still HTTP 400, or 429 for an API key above its limit. This seam only "
+        "reads; `generate_request` applies."
     ),
 )

@@ -71,17 +71,37 @@ CASES = [
 ]
 
 
+TIER = {ONLINE: "default", OFFLINE: "flex"}
+
+
 @pytest.mark.parametrize(("kwargs", "expected"), CASES)
 def test_chat(client, seen, kwargs, expected):
     reply = chat(client, **kwargs)
     assert reply.usage.completion_tokens == 4
+    assert reply.service_tier == TIER[expected]
     assert seen() == {expected}
 
 
-def test_chat_stream(client, seen):
-    chunks = list(chat(client, service_tier="flex", stream=True))
+@pytest.mark.parametrize("name", [ONLINE, OFFLINE])
+def test_chat_stream(client, seen, name):
+    chunks = list(chat(client, service_tier=TIER[name], stream=True))
     assert chunks[-1].choices[0].finish_reason == "length"
-    assert seen() == {OFFLINE}
+    assert {chunk.service_tier for chunk in chunks} == {TIER[name]}
+    assert seen() == {name}
+
+
+def test_headers_of_the_reply(client, server):
+    headers = {"x-slo-ttft-ms": "0.001", "x-slo-tpot-ms": "45"}
+    raw = client.chat.completions.with_raw_response.create(
+        model="m", messages=messages(), max_tokens=1, service_tier="flex", extra_headers=headers
+    )
+    assert raw.headers["x-cosched-class"] == OFFLINE
+    assert raw.headers["x-cosched-targets"] == "ttft_slo_ms=250, tpot_slo_ms=45"
+    assert raw.parse().service_tier == "flex"
+    body = {"text": "one is", "sampling_params": {"max_new_tokens": 1}, "stream": True}
+    reply = httpx.post(f"{server.url}/generate", json=body, timeout=60)
+    assert reply.headers["x-cosched-class"] == ONLINE
+    assert "x-cosched-class" not in httpx.get(f"{server.url}/v1/models", timeout=30).headers
 
 
 def test_completions(client, seen):
@@ -90,6 +110,7 @@ def test_completions(client, seen):
         model="m", prompt=prompts, max_tokens=2, extra_body={"service_tier": "flex"}
     )
     assert len(reply.choices) == 3
+    assert reply.service_tier == "flex"
     assert seen() == {OFFLINE}
     client.completions.create(model="m", prompt=f"{next(numbers)} or", max_tokens=2)
     assert seen() == {ONLINE}
@@ -97,14 +118,41 @@ def test_completions(client, seen):
 
 def test_responses(client, server, seen):
     model = client.models.list().data[0].id
-    client.responses.create(
+    reply = client.responses.create(
         model=model, input=f"{next(numbers)} or what", max_output_tokens=2, service_tier="flex"
     )
+    assert reply.service_tier == "flex"
     assert seen() == {OFFLINE}
+    events = client.responses.create(
+        model=model, input=f"{next(numbers)} or so", max_output_tokens=2, stream=True
+    )
+    tiers = {event.response.service_tier for event in events if hasattr(event, "response")}
+    assert tiers == {"default"}
+    assert seen() == {ONLINE}
+
+
+def test_anthropic(server, seen):
+    body = {"model": "m", "max_tokens": 2, "messages": messages(), "service_tier": "flex"}
+    reply = httpx.post(f"{server.url}/v1/messages", json=body, timeout=60)
+    assert reply.status_code == 200 and reply.headers["x-cosched-class"] == OFFLINE
+    assert seen() == {OFFLINE}
+    body |= {"messages": messages(), "service_tier": "standard_only"}
+    assert httpx.post(f"{server.url}/v1/messages", json=body, timeout=60).status_code == 200
+    assert seen() == {ONLINE}
+    body["service_tier"] = "default"
+    reply = httpx.post(f"{server.url}/v1/messages", json=body, timeout=60)
+    assert reply.status_code == 400
+    assert "choose from auto, flex, standard_only" in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
-    ("fields", "expected"), [({}, ONLINE), ({"priority": 0}, ONLINE), ({"priority": -1}, OFFLINE)]
+    ("fields", "expected"),
+    [
+        ({}, ONLINE),
+        ({"priority": 0}, ONLINE),
+        ({"priority": -1}, OFFLINE),
+        ({"service_tier": "flex"}, OFFLINE),
+    ],
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_generate(server, seen, fields, expected, stream):

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import json
 from types import SimpleNamespace
 
 import httpx
@@ -27,7 +29,8 @@ MINIMAL = {
     GENERATE: {"text": "hello", "sampling_params": {"max_new_tokens": 2}},
     MESSAGES: {"model": "m", "messages": _MESSAGES, "max_tokens": 2},
 }
-OPENAI = [CHAT, COMPLETIONS, RESPONSES, EMBEDDINGS]
+TIERED = [CHAT, COMPLETIONS, RESPONSES]
+OPENAI = [*TIERED, EMBEDDINGS]
 ALL = sorted(MINIMAL)
 
 
@@ -37,6 +40,7 @@ class Front:
     def __init__(self, app, manager):
         self.app = app
         self.manager = manager
+        self.text = "hi"
         self.sent = []
 
     def post(self, path, body=None, *, headers=(), root_path="", **changes):
@@ -74,10 +78,18 @@ def front(tiny_model):
     from sglang.srt.runtime_context import publish
     from sglang.srt.server_args import PortArgs, prepare_server_args
 
-    from cosched_patches import generate_request, http_json
+    from cosched_patches import (
+        chat_messages,
+        generate_request,
+        http_json,
+        http_reply,
+        request_values,
+    )
     from cosched_patches.seam import install
 
-    install((http_json.SEAM, generate_request.SEAM))
+    install(module.SEAM for module in (http_json, chat_messages, generate_request, request_values))
+    # Of this one, only what it does before the server runs.
+    http_reply.SEAM.hook()()
     flags = ["--model-path", str(tiny_model), "--served-model-name", "m"]
     if not cosched.bootstrap.has_cuda():
         flags += ["--device", "cpu", "--attention-backend", "torch_native"]
@@ -92,7 +104,7 @@ def front(tiny_model):
     async def answer(*, obj, state, request=None):
         manager.rid_to_state.pop(obj.rid, None)
         yield {
-            "text": "hi",
+            "text": front.text,
             "output_ids": [5],
             "embedding": [0.5],
             "meta_info": {
@@ -159,7 +171,7 @@ class TestClass:
         assert post(front, path, priority=priority).status_code == 200
         assert front.priorities == [priority]
 
-    @pytest.mark.parametrize("path", OPENAI)
+    @pytest.mark.parametrize("path", ALL)
     def test_flex(self, front, path):
         assert post(front, path, service_tier="flex").status_code == 200
         assert front.priorities == [OFFLINE_PRIORITY]
@@ -182,11 +194,13 @@ class TestClass:
         assert front.post(CHAT, root_path="/v2", service_tier="flex").status_code == 200
         assert front.priorities == [OFFLINE_PRIORITY]
 
-    def test_anthropic_has_tiers_of_its_own(self, front):
-        assert front.post(MESSAGES, service_tier="standard_only").status_code == 200
+    @pytest.mark.parametrize("tier", ["auto", "standard_only"])
+    def test_anthropic_has_tiers_of_its_own(self, front, tier):
+        assert front.post(MESSAGES, service_tier=tier).status_code == 200
         assert front.priorities == [None]
+        refused(front.post(MESSAGES, service_tier="default"), "auto, flex, standard_only")
 
-    @pytest.mark.parametrize("path", OPENAI)
+    @pytest.mark.parametrize("path", ALL)
     def test_contradiction(self, front, path):
         response = post(front, path, service_tier="flex", priority=1)
         refused(response, "service_tier", "'flex'", "priority 1")
@@ -321,11 +335,172 @@ class TestEmbeddedEngine:
         with pytest.raises(ValueError, match=r"custom_params\.cosched\.deadline_s: "):
             self.generate(front, sampling_params=params)
 
+    def test_limits_of_keys_are_not_about_it(self, front, claiming):
+        claiming(keys={"*": {"class": "offline", "max_offline": 0}})
+        self.generate(front)
+        assert front.priorities == [None]
+
     def test_sampling_params_of_the_caller_are_not_changed(self, front):
         params = {"max_new_tokens": 1}
         front.post(GENERATE, sampling_params=params, headers=HEADERS)
         self.generate(front, sampling_params=params)
         assert params == {"max_new_tokens": 1}
+
+
+class TestReply:
+    @pytest.mark.parametrize("path", ALL)
+    @pytest.mark.parametrize(
+        ("fields", "name", "tier"),
+        [({}, "online", "default"), ({"priority": -1}, "offline", "flex")],
+    )
+    def test_class(self, front, path, fields, name, tier):
+        response = post(front, path, **fields)
+        assert response.status_code == 200
+        assert response.headers["x-cosched-class"] == name
+        assert "x-cosched-targets" not in response.headers
+        assert response.json().get("service_tier") == (tier if path in TIERED else None)
+        assert int(response.headers["content-length"]) == len(response.content)
+
+    @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+    @pytest.mark.parametrize(("tier", "said"), [("flex", "flex"), ("auto", "default")])
+    def test_every_chunk_of_a_stream(self, front, path, tier, said):
+        options = {"include_usage": True}
+        response = front.post(path, service_tier=tier, stream=True, stream_options=options)
+        lines = [line for line in response.text.splitlines() if line.startswith("data: {")]
+        chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+        assert len(chunks) > 1
+        assert {chunk["service_tier"] for chunk in chunks} == {said}
+
+    def test_the_events_that_carry_a_response(self, front):
+        response = front.post(RESPONSES, service_tier="flex", stream=True)
+        lines = [line for line in response.text.splitlines() if line.startswith("data: {")]
+        events = [json.loads(line.removeprefix("data: ")) for line in lines]
+        found = [event["response"]["service_tier"] for event in events if "response" in event]
+        assert len(found) == 3 and set(found) == {"flex"}
+
+    def test_a_text_that_looks_like_a_field_stays(self, front, monkeypatch):
+        text = 'data: {"id":1, "response":{"id":2}\n\n{"id":'
+        monkeypatch.setattr(front, "text", text)
+        for path, stream in itertools.product(TIERED, [False, True]):
+            response = front.post(path, stream=stream)
+            shown = json.dumps(text)[1:-1]
+            assert shown in response.text or shown.replace(" ", "") in response.text, path
+
+    def test_errors_have_no_tier(self, front):
+        response = front.post(CHAT, messages=[])
+        refused(response)
+        assert "service_tier" not in response.text
+        assert response.headers["x-cosched-class"] == "online"
+
+    def test_targets_as_they_are_granted(self, front):
+        headers = {"x_slo_ttft_ms": "0.001", "x_slo_tpot_ms": "30"}
+        response = front.post(CHAT, headers=headers)
+        # The server's own are 1000 ms and 50 ms.
+        assert response.headers["x-cosched-targets"] == "ttft_slo_ms=250, tpot_slo_ms=30"
+        # The scheduler raises them, for requests that come another way too.
+        assert front.targets == [{"ttft_slo_ms": 0.001, "tpot_slo_ms": 30.0}]
+
+
+@pytest.fixture
+def claiming(front, monkeypatch):
+    """`claiming(**claims)`: from now on the server has these claims."""
+    from cosched_patches.active import front as front_of_process
+
+    def claim(**claims):
+        monkeypatch.setenv("COSCHED_CONFIG", json.dumps({"claims": claims}))
+        front_of_process.cache_clear()
+
+    yield claim
+    front_of_process.cache_clear()
+
+
+class TestClaims:
+    KEY = {"authorization": "Bearer secret"}  # noqa: RUF012
+
+    def test_signs_that_are_ignored(self, front, claiming):
+        claiming(ignore=["priority", "service_tier", "body_targets", "class_header"])
+        params = {"cosched": {"speed": 1}, "mine": 1}
+        for path in (CHAT, GENERATE):
+            nested = {"sampling_params": {"custom_params": params}}
+            body = nested if path == GENERATE else {"custom_params": params}
+            fields = {"priority": -4, "service_tier": "nonsense", **body}
+            response = front.post(path, headers={"x_smg_priority": "bulk"}, **fields)
+            assert response.status_code == 200, response.text
+            assert front.priorities == [None]
+            assert front.sent[0].sampling_params.custom_params == {"mine": 1}
+            assert response.headers["x-cosched-class"] == "online"
+
+    def test_targets_in_headers_are_still_read(self, front, claiming):
+        claiming(ignore=["body_targets"])
+        params = {"cosched": {"ttft_slo_ms": 1}}
+        front.post(CHAT, custom_params=params, headers={"x_slo_ttft_ms": "700"})
+        assert front.targets == [{"ttft_slo_ms": 700.0}]
+
+    def test_class_of_a_key(self, front, claiming):
+        claiming(keys={"secret": {"class": "offline"}})
+        response = front.post(CHAT, headers=self.KEY, priority=3)
+        assert front.priorities == [OFFLINE_PRIORITY]
+        assert response.json()["service_tier"] == "flex"
+        front.post(CHAT)
+        assert front.priorities == [None]
+
+    def test_bounds_of_a_key(self, front, claiming):
+        claiming(keys={"secret": {"floors": {"ttft_ms": 800}, "ceilings": {"tpot_ms": 60}}})
+        params = {"cosched": {"tpot_slo_ms": 900}}
+        headers = {**self.KEY, "x_slo_ttft_ms": "300"}
+        response = front.post(COMPLETIONS, headers=headers, custom_params=params)
+        assert front.targets == [{"ttft_slo_ms": 800.0, "tpot_slo_ms": 60.0}]
+        assert response.headers["x-cosched-targets"] == "ttft_slo_ms=800, tpot_slo_ms=60"
+
+    def test_too_much_under_way(self, front, claiming):
+        claiming(keys={"secret": {"max_online": 2}})
+        response = front.post(COMPLETIONS, headers=self.KEY, prompt=["a", "b", "c"])
+        assert response.status_code == 429
+        assert response.headers["retry-after"] == "1"
+        assert "may have 2 online sequences under way" in response.text
+        assert not front.sent
+        for _ in range(3):
+            # What is over is not counted any more, nor is what failed or needs no model.
+            assert front.post(CHAT, headers=self.KEY, n=2).status_code == 200
+            assert front.post(CHAT, headers=self.KEY, n=2, stream=True).status_code == 200
+            refused(front.post(CHAT, headers=self.KEY, n=2, messages=[]))
+        fields = {"prompt": ["a", "b", "c"], "service_tier": "flex"}
+        assert front.post(COMPLETIONS, headers=self.KEY, **fields).status_code == 200
+
+    def test_no_key_stands_before_the_end_of_a_request(self, front, claiming):
+        claiming(keys={"*": {"max_online": 0}})
+        assert front.post(CHAT).status_code == 429
+        assert front.post("/tokenize", {"prompt": "a"}).status_code != 429
+
+
+WRONG_FOR_SGLANG = [
+    (GENERATE, {"text": ["a"], "sampling_params": {"n": 0}}, "cannot read this request"),
+    (GENERATE, {"sampling_params": {"stop_regex": "[a"}}, "unterminated character set"),
+    (GENERATE, {"sampling_params": {"nonsense": 1}}, "unknown field `nonsense`"),
+    (GENERATE, {"sampling_params": {"is_normalized": True}}, "is_normalized"),
+    (GENERATE, {"sampling_params": {"logit_bias": {"7": "a"}}}, "Expected `float`, got `str`"),
+    (GENERATE, {"sampling_params": {"logit_bias": {"7": 1e300}}}, "logit_bias: 1e+300"),
+    (GENERATE, {"sampling_params": {"stop_token_ids": [-1]}}, "stop_token_ids: -1 is no token id"),
+    (GENERATE, {"text": None, "input_ids": [3, -1]}, "input_ids: -1 is no token id"),
+    (COMPLETIONS, {"prompt": [3, 10**6]}, "input_ids: 1000000 is no token id; the model's are 0"),
+    (RESPONSES, {"input": []}, "messages: "),
+    (CHAT, {"stop_regex": "[a"}, "unterminated character set"),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "named"), WRONG_FOR_SGLANG)
+def test_what_sglang_cannot_read_is_a_400(front, path, fields, named):
+    refused(front.post(path, **fields), named)
+    assert not front.sent
+
+
+def test_no_answer_is_500_where_a_body_is_of_another_kind(front):
+    async def send():
+        transport = httpx.ASGITransport(front.app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://front") as client:
+            return await client.post(CHAT, json="text")
+
+    refused(asyncio.run(send()), "cannot read this request")
 
 
 def test_the_body_is_parsed_once(front, monkeypatch):

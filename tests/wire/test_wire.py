@@ -21,21 +21,21 @@ json_values = st.recursive(
 targets = st.dictionaries(st.sampled_from(sorted(wire.SLO_FIELDS)), st.integers(1, 10**6))
 
 
-def wish(body=None, *, openai=True, **headers):
+def wish(body=None, *, tiers=wire.SERVICE_TIERS, ignored=frozenset(), **headers):
     names = {name.replace("_", "-"): value for name, value in headers.items()}
-    return wire.parse_http(body, names, has_service_tier=openai)
+    return wire.parse_http(body, names, tiers=tiers, ignored=ignored)
 
 
-def error(body=None, *, openai=True, **headers) -> RequestError:
+def error(body=None, *, tiers=wire.SERVICE_TIERS, **headers) -> RequestError:
     with pytest.raises(RequestError) as caught:
-        wish(body, openai=openai, **headers)
+        wish(body, tiers=tiers, **headers)
     assert str(caught.value).startswith(f"{caught.value.field}: ")
     return caught.value
 
 
-def request_class(body, *, openai=True, **headers) -> RequestClass:
+def request_class(body, **kwargs) -> RequestClass:
     """As the scheduler sees it, for an endpoint that passes the body's priority on."""
-    said = wish(body, openai=openai, **headers)
+    said = wish(body, **kwargs)
     return wire.class_of_priority(wire.priority_for(said, body.get("priority")))
 
 
@@ -59,9 +59,19 @@ class TestClass:
         body = {"service_tier": "flex", "priority": -3}
         assert wire.priority_for(wish(body), -3) == -3
 
-    def test_service_tier_belongs_to_openai_endpoints(self):
-        for tier in ("flex", "standard_only", 5):
-            assert request_class({"service_tier": tier}, openai=False) is ONLINE
+    @pytest.mark.parametrize("tier", ["auto", "standard_only", None])
+    def test_tiers_of_anthropic(self, tier):
+        tiers = wire.ANTHROPIC_SERVICE_TIERS
+        assert request_class({"service_tier": tier}, tiers=tiers) is ONLINE
+        assert request_class({"service_tier": "flex"}, tiers=tiers) is OFFLINE
+        found = error({"service_tier": "default"}, tiers=tiers)
+        assert "choose from auto, flex, standard_only" in str(found)
+
+    @pytest.mark.parametrize("tier", sorted(set(wire.SERVICE_TIERS) - {"flex"}))
+    def test_a_tier_that_says_nothing_leaves_it_to_the_priority(self, tier):
+        assert wire.SERVICE_TIERS[tier] is None
+        assert request_class({"service_tier": tier, "priority": -2}) is OFFLINE
+        assert wire.priority_for(wish({"service_tier": tier}), None) is None
 
     @pytest.mark.parametrize("tier", ["Flex", "batch", "", 5, True, ["flex"], {"flex": 1}])
     def test_unknown_tier(self, tier):
@@ -78,13 +88,12 @@ class TestClass:
     @given(st.integers())
     def test_sign_of_the_priority_is_the_class(self, priority):
         body = {"priority": priority}
-        for openai in (True, False):
-            assert request_class(body, openai=openai) is (OFFLINE if priority < 0 else ONLINE)
+        assert request_class(body) is (OFFLINE if priority < 0 else ONLINE)
         assert wire.priority_for(wish(body), priority) == priority
 
     @pytest.mark.parametrize("priority", ["-5", -5.0, True, [-5], {"class": "offline"}, "high"])
     def test_priority_must_be_an_integer(self, priority):
-        assert error({"priority": priority}, openai=False).field == "priority"
+        assert error({"priority": priority}).field == "priority"
 
     def test_an_endpoint_that_drops_the_priority_does_not_lose_it(self):
         assert wire.priority_for(wish({"priority": -5}), None) == -5
@@ -185,11 +194,110 @@ class TestTargets:
         )
 
 
-@given(json_values, st.booleans())
-def test_any_body_is_read_or_refused_by_name(body, openai):
+WRONG = {
+    "service_tier": ({"service_tier": "x"}, {}),
+    "priority": ({"priority": "x"}, {}),
+    "class_header": ({}, {"x_smg_priority": "x"}),
+    "target_headers": ({}, {"x_slo_ttft_ms": "x", "x_slo_tpot_ms": "x"}),
+    "body_targets": (
+        {"custom_params": {"cosched": 1}, "sampling_params": {"custom_params": 1}},
+        {},
+    ),
+}
+OFFLINE_BY = {
+    "service_tier": ({"service_tier": "flex"}, {}),
+    "priority": ({"priority": -1}, {}),
+    "class_header": ({}, {"x_smg_priority": "bulk"}),
+}
+
+
+class TestIgnoredSigns:
+    """What is ignored is not even checked: to the client it is a server without it."""
+
+    def test_each_sign_is_here(self):
+        assert set(WRONG) == set(wire.SIGNS)
+
+    @pytest.mark.parametrize("sign", sorted(wire.SIGNS))
+    def test_wrong_values(self, sign):
+        body, headers = WRONG[sign]
+        error(body, **headers)
+        assert wish(body, ignored={sign}, **headers) == wire.Wish()
+
+    @pytest.mark.parametrize("sign", sorted(OFFLINE_BY))
+    def test_class(self, sign):
+        body, headers = OFFLINE_BY[sign]
+        assert wish(body, **headers).request_class is OFFLINE
+        assert wish(body, ignored={sign}, **headers).request_class is ONLINE
+
+    def test_the_others_are_read(self):
+        body = {"service_tier": "flex", "priority": 3, "custom_params": {"cosched": {"x": 1}}}
+        said = wish(body, ignored={"priority", "body_targets"}, x_slo_ttft_ms="5")
+        assert said.request_class is OFFLINE and said.slo == {"ttft_slo_ms": 5.0}
+
+
+class TestOneClassOnly:
+    @pytest.mark.parametrize("priority", [None, -3, 0, 4])
+    @pytest.mark.parametrize("offline", [False, True])
+    @pytest.mark.parametrize("only", [ONLINE, OFFLINE])
+    def test_whatever_it_says(self, only, offline, priority):
+        said = wire.Wish(offline=offline, priority=priority, only=only)
+        assert said.request_class is only
+        assert wire.class_of_priority(wire.priority_for(said, priority)) is only
+
+    def test_a_priority_of_that_class_is_kept(self):
+        assert wire.priority_for(wire.Wish(only=OFFLINE), -3) == -3
+        assert wire.priority_for(wire.Wish(only=ONLINE), 4) == 4
+
+
+class TestBounds:
+    BOUNDS = wire.Bounds(floors=Slo(ttft_s=0.2, tpot_s=0.01), ceilings=Slo(ttft_s=5.0))
+
+    def test_tighter_is_raised_and_looser_lowered(self):
+        assert self.BOUNDS.clamp(Slo(ttft_s=0.001, tpot_s=1e-9)) == Slo(ttft_s=0.2, tpot_s=0.01)
+        assert self.BOUNDS.clamp(Slo(ttft_s=1e9, tpot_s=1e9)) == Slo(ttft_s=5.0, tpot_s=1e9)
+
+    @given(st.floats(0.2, 5), st.none() | st.floats(0.01, 1e9), st.none() | st.floats(1e-9, 1e9))
+    def test_within_them_nothing_changes(self, ttft_s, tpot_s, deadline_s):
+        slo = Slo(ttft_s=ttft_s, tpot_s=tpot_s, deadline_s=deadline_s)
+        assert self.BOUNDS.clamp(slo) == slo
+
+    def test_what_is_not_named_stays_unnamed(self):
+        assert self.BOUNDS.clamp(Slo()) == Slo()
+        assert not wire.Bounds().is_bounding and self.BOUNDS.is_bounding
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (None, 1),
+        ({}, 1),
+        ({"messages": [{}, {}], "n": 3}, 3),
+        ({"text": ["a", "b"], "sampling_params": {"n": 2}}, 4),
+        ({"text": ["a", "b"], "sampling_params": [{"n": 2}, {}]}, 2),
+        ({"input_ids": [1, 2, 3]}, 1),
+        ({"input_ids": [[1], [2], [3]]}, 3),
+        ({"prompt": ["a", "b"], "n": 2}, 4),
+        ({"input": [{"role": "user"}, {"role": "user"}]}, 1),
+        ({"input": ["a", "b"]}, 2),
+        ({"n": -5}, 1),
+        ({"n": True, "prompt": []}, 1),
+    ],
+)
+def test_number_of_sequences(body, expected):
+    assert wire.num_prompts(body) == expected
+
+
+@given(json_values)
+def test_any_body_is_read_or_refused_by_name(body):
     before = repr(body)
     try:
-        wish(body, openai=openai)
+        wish(body)
+    except RequestError:
+        pass
+    else:
+        assert wire.num_prompts(body) >= 1
+    try:
+        wish(body)
     except RequestError as found:
         assert found.field.split(".")[0].split("[")[0] in {
             "custom_params",

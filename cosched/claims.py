@@ -1,0 +1,249 @@
+"""Who may claim what: bounds for targets, signs that are ignored, limits per API key.
+
+The key ``claims`` of ``COSCHED_CONFIG`` (docs/wire.md). Everything here is the operator's word on
+what clients say; what they can say is in `cosched.core.wire`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from cosched.core.request import RequestClass, Slo
+from cosched.core.wire import SIGNS, SLO_FIELDS, Bounds, Wish, parse_slo
+from cosched.errors import ConfigError, LimitError, choices
+
+__all__ = ["ANY_KEY", "Claims", "Grant", "KeyClaims", "KeyGate", "TargetLimits", "read_claims"]
+
+ANY_KEY = "*"
+"""In ``keys``: every key without an entry of its own, and requests without one."""
+
+RETRY_AFTER_S: Mapping[RequestClass, int] = {RequestClass.ONLINE: 1, RequestClass.OFFLINE: 10}
+"""What a client above a limit is told: a chat ends within seconds, a batch takes longer."""
+
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+
+
+class TargetLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One value per target; absent: no limit."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    deadline_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"{name} must be a positive number, not {value}")
+
+    def slo(self) -> Slo:
+        values = (self.ttft_ms, self.tpot_ms, self.deadline_s)
+        units = zip(SLO_FIELDS.values(), values, strict=True)
+        return Slo(**{name: None if v is None else v * unit for (name, unit), v in units})
+
+
+class KeyClaims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What requests with one API key may have.
+
+    request_class  (``class``) all of them are of this class, whatever they say
+    floors         of their targets, where above the server's
+    ceilings       of their targets, where below the server's
+    max_online     most online sequences under way at a time; one more gets 429
+    max_offline    most offline sequences under way, waiting or running; one more gets 429
+    """
+
+    request_class: Literal["online", "offline"] | None = msgspec.field(name="class", default=None)
+    floors: TargetLimits = TargetLimits()
+    ceilings: TargetLimits = TargetLimits()
+    max_online: int | None = None
+    max_offline: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_online", "max_offline"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"{name} must be at least 0, not {value}")
+        _check_order(self.bounds())
+
+    def bounds(self) -> Bounds:
+        return Bounds(floors=self.floors.slo(), ceilings=self.ceilings.slo())
+
+    def limit(self, request_class: RequestClass) -> int | None:
+        return self.max_online if request_class is RequestClass.ONLINE else self.max_offline
+
+
+class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the server takes clients at their word for.
+
+    floor_ratio  where `floors` names no TTFT or TPOT: this share of the server's own target. The
+                 tightest target in the batch sets the pace for all of it, so that a target of
+                 0.001 ms would stop everybody else; at a quarter of the pace that the server is
+                 run at, a client can still ask for four times the speed
+    floors       tightest targets; a deadline's, absent, is that of TTFT, before which nothing ends
+    ceilings     loosest targets
+    ignore       names of `cosched.core.wire.SIGNS` that are not read at all
+    keys         API key, or ``sha256:`` and its hex digest, -> its claims; ``*``: any other
+    """
+
+    floor_ratio: float = 0.25
+    floors: TargetLimits = TargetLimits()
+    ceilings: TargetLimits = TargetLimits()
+    ignore: tuple[str, ...] = ()
+    keys: dict[str, KeyClaims] = msgspec.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.floor_ratio <= 1:
+            raise ValueError(f"floor_ratio must be in [0, 1], not {self.floor_ratio}")
+        for sign in self.ignore:
+            if sign not in SIGNS:
+                raise ValueError(f"ignore: unknown sign {sign!r}; choose from {choices(SIGNS)}")
+        for key in self.keys:
+            if key.startswith("sha256:") and not _DIGEST.fullmatch(key):
+                raise ValueError("keys: after 'sha256:' come 64 hexadecimal digits in lower case")
+        # No key in clear text goes on into the environment of the server's processes.
+        hashed = {key if key == ANY_KEY else digest_of(key): it for key, it in self.keys.items()}
+        if len(hashed) != len(self.keys):
+            raise ValueError("keys: one key is there twice, in clear text and as sha256")
+        msgspec.structs.force_setattr(self, "keys", hashed)
+
+    @property
+    def ignored(self) -> frozenset[str]:
+        return frozenset(self.ignore)
+
+    def bounds(self, server: Slo) -> Bounds:
+        """Of any request to a server with these targets of its own."""
+        own = self.floors.slo()
+        ttft_s, tpot_s = own.ttft_s, own.tpot_s
+        if ttft_s is None and server.ttft_s is not None:
+            ttft_s = self.floor_ratio * server.ttft_s
+        if tpot_s is None and server.tpot_s is not None:
+            tpot_s = self.floor_ratio * server.tpot_s
+        deadline_s = ttft_s if own.deadline_s is None else own.deadline_s
+        floors = Slo(ttft_s=ttft_s, tpot_s=tpot_s, deadline_s=deadline_s)
+        bounds = Bounds(floors=floors, ceilings=self.ceilings.slo())
+        _check_order(bounds)
+        return bounds
+
+
+def digest_of(key: str) -> str:
+    """How a key is written in the configuration without showing it."""
+    if _DIGEST.fullmatch(key):
+        return key
+    return f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"
+
+
+def _check_order(bounds: Bounds) -> None:
+    for key, (name, unit) in SLO_FIELDS.items():
+        floor, ceiling = getattr(bounds.floors, name), getattr(bounds.ceilings, name)
+        if floor is not None and ceiling is not None and floor > ceiling:
+            raise ValueError(
+                f"{key}: the floor {floor / unit:g} is above the ceiling {ceiling / unit:g}"
+            )
+
+
+def read_claims(text: str, *, source: str) -> Claims:
+    """Claims from JSON, or from the file of that name. ConfigError names `source`."""
+    if not text.lstrip().startswith("{"):
+        try:
+            text = Path(text).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"{source} is neither a JSON object nor a readable file: {text!r} "
+                f"({error.strerror})"
+            ) from None
+    try:
+        return msgspec.json.decode(text, type=Claims)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{source}: {error}") from None
+
+
+@dataclass(slots=True, kw_only=True)
+class Grant:
+    """What one HTTP request was granted, for the reply and until it is over.
+
+    wish    as its key allows it
+    bounds  of its key's targets; the scheduler applies the server's
+    slo     its targets within both
+    key     the entry of ``keys`` that it belongs to, None: none
+    taken   sequences that it counts as
+    """
+
+    wish: Wish
+    bounds: Bounds = field(default_factory=Bounds)
+    slo: Slo = field(default_factory=Slo)
+    key: str | None = None
+    taken: int = 0
+
+    @property
+    def request_class(self) -> RequestClass:
+        return self.wish.request_class
+
+
+class KeyGate:
+    """Holds requests to the claims of their API key. One per process that serves HTTP."""
+
+    def __init__(self, claims: Claims, server: Slo) -> None:
+        """`server`: its own targets."""
+        self.claims = claims
+        self._bounds = claims.bounds(server)
+        self._under_way: Counter[tuple[str, RequestClass]] = Counter()
+
+    def grant(self, wish: Wish, headers: Mapping[str, str]) -> Grant:
+        """What a request may have that says `wish`; it is not counted.
+
+        headers  looked up by lower-case name
+        """
+        entry = self._entry(headers)
+        bounds = Bounds()
+        if entry is not None:
+            key = self.claims.keys[entry]
+            bounds = key.bounds()
+            if key.request_class is not None:
+                wish = replace(wish, only=RequestClass(key.request_class))
+        slo = self._bounds.clamp(bounds.clamp(parse_slo(wish.slo)))
+        return Grant(wish=wish, bounds=bounds, slo=slo, key=entry)
+
+    def enter(self, wish: Wish, headers: Mapping[str, str], num_sequences: int) -> Grant:
+        """Let a request in; `leave` must follow. LimitError when its key has too many under way."""
+        grant = self.grant(wish, headers)
+        if grant.key is None:
+            return grant
+        request_class = grant.request_class
+        limit = self.claims.keys[grant.key].limit(request_class)
+        under_way = self._under_way[grant.key, request_class]
+        if limit is not None and under_way + num_sequences > limit:
+            raise LimitError(
+                f"this API key may have {limit} {request_class.value} sequences under way; "
+                f"it has {under_way}, and this request asks for {num_sequences}",
+                retry_after_s=RETRY_AFTER_S[request_class],
+            )
+        self._under_way[grant.key, request_class] += num_sequences
+        grant.taken = num_sequences
+        return grant
+
+    def leave(self, grant: Grant) -> None:
+        """The request is over. A second call does nothing."""
+        if grant.key is not None:
+            self._under_way[grant.key, grant.request_class] -= grant.taken
+        grant.taken = 0
+
+    def _entry(self, headers: Mapping[str, str]) -> str | None:
+        keys = self.claims.keys
+        if not keys:
+            return None
+        scheme, _, presented = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            presented = headers.get("x-api-key", "")
+        presented = presented.strip()
+        # A digest is no key: who sends one has read the configuration, not the key.
+        if presented and not _DIGEST.fullmatch(presented) and digest_of(presented) in keys:
+            return digest_of(presented)
+        return ANY_KEY if ANY_KEY in keys else None

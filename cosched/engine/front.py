@@ -1,0 +1,215 @@
+"""The HTTP side of a server: what a request is granted, and how its reply says so.
+
+Headers of every reply to a request with a class: ``x-cosched-class``, and ``x-cosched-targets``
+where it named targets. The replies of OpenAI's endpoints that have the field carry
+``service_tier`` too, streamed ones in every chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any
+
+from cosched.claims import Grant, KeyGate
+from cosched.config import Config
+from cosched.core.request import RequestClass
+from cosched.core.wire import (
+    GRANTED_TIERS,
+    PARAMS_KEY,
+    SERVICE_TIERS,
+    check_sampling_params,
+    map_targets,
+    num_prompts,
+    params_of_slo,
+    parse_http,
+    parse_priority,
+    parse_slo,
+    priority_for,
+    with_slo,
+)
+from cosched.errors import LimitError
+
+__all__ = ["CLASS_HEADER", "TARGETS_HEADER", "Front", "ReplyMiddleware"]
+
+CLASS_HEADER = "x-cosched-class"
+TARGETS_HEADER = "x-cosched-targets"
+
+Message = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
+
+# Where it is kept while a request is under way: `request.state` of Starlette, which every
+# middleware and every `Request` of one HTTP request share.
+_STATE, _TIERED, _RETRY_AFTER = "cosched", "cosched_tiered", "cosched_retry_after_s"
+
+
+class Front:
+    """Reads what requests say, within the operator's claims. One per process that serves HTTP."""
+
+    def __init__(self, config: Config) -> None:
+        self._ignored = config.claims.ignored
+        self.gate = KeyGate(config.claims, config.slo.targets())
+
+    def read(
+        self,
+        request: Any,
+        body: Any,
+        *,
+        tiers: Mapping[str, RequestClass | None],
+        counts: bool,
+        tiered: bool,
+    ) -> None:
+        """Read a JSON body and its headers, once per HTTP request. RequestError, LimitError.
+
+        counts  it runs the model, so that it counts against the limits of its key
+        tiered  its reply has a ``service_tier``
+        """
+        state = request.state
+        if hasattr(state, _STATE):
+            return
+        wish = parse_http(body, request.headers, tiers=tiers, ignored=self._ignored)
+        if not counts:
+            grant = self.gate.grant(wish, request.headers)
+        else:
+            try:
+                grant = self.gate.enter(wish, request.headers, num_prompts(body))
+            except LimitError as error:
+                setattr(state, _RETRY_AFTER, error.retry_after_s)
+                raise
+        setattr(state, _STATE, grant)
+        setattr(state, _TIERED, tiered)
+
+    def apply(self, obj: Any, request: Any) -> None:
+        """Give SGLang's request object the class and the targets that it is granted.
+        RequestError."""
+        state = getattr(request, "state", None)
+        grant: Grant | None = getattr(state, _STATE, None)
+        if grant is None:
+            # No JSON body came with it: a form, a web socket, gRPC, or a program around the engine.
+            headers = getattr(request, "headers", None)
+            wish = parse_http(None, headers or {}, tiers=SERVICE_TIERS, ignored=self._ignored)
+            # Without headers there is no key, and `*` is about those who could have sent one.
+            grant = Grant(wish=wish) if headers is None else self.gate.grant(wish, headers)
+            if state is not None:
+                setattr(state, _STATE, grant)
+        priority = None if "priority" in self._ignored else parse_priority(obj.priority)
+        obj.priority = priority_for(grant.wish, priority)
+        params = obj.sampling_params
+        if "body_targets" in self._ignored:
+            params = map_targets(params, lambda own: {}) if _may_have_targets(params) else params
+        else:
+            check_sampling_params(params)
+        params = with_slo(params, grant.wish.slo)
+        if grant.bounds.is_bounding:
+            clamp = grant.bounds.clamp
+            params = map_targets(params, lambda own: params_of_slo(clamp(parse_slo(own))))
+        obj.sampling_params = params
+
+
+def _may_have_targets(params: Any) -> bool:
+    """Whether `map_targets` can read them; what it cannot is SGLang's to refuse."""
+    if isinstance(params, list):
+        return all(map(_may_have_targets, params))
+    if not isinstance(params, Mapping):
+        return params is None
+    custom = params.get("custom_params")
+    if not isinstance(custom, Mapping):
+        return custom is None
+    return isinstance(custom.get(PARAMS_KEY), Mapping | None)
+
+
+class ReplyMiddleware:
+    """ASGI middleware: replies say what was granted, and what ends is not counted any more.
+
+    It reads no body and waits for nothing: bytes are put into messages as they pass.
+    """
+
+    def __init__(self, app: Any, *, front: Callable[[], Front]) -> None:
+        self.app = app
+        self.front = front
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        state = scope.setdefault("state", {})
+        try:
+            await self.app(scope, receive, _Reply(state, send))
+        finally:
+            grant = state.get(_STATE)
+            if grant is not None:
+                self.front().gate.leave(grant)
+
+
+class _Reply:
+    """The messages of one reply on their way out."""
+
+    def __init__(self, state: Mapping[str, Any], send: Send) -> None:
+        self._state = state
+        self._send = send
+        self._held: Message | None = None
+        self._mark: Callable[[bytes], bytes] | None = None
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            if not self._start(message):
+                return
+        elif self._mark is not None and message["type"] == "http.response.body":
+            message = {**message, "body": self._mark(message.get("body", b""))}
+            if self._held is not None:
+                await self._send(self._with_length(self._held, message))
+                self._held = self._mark = None
+        await self._send(message)
+
+    def _start(self, message: Message) -> bool:
+        """Add to the headers; whether they can go out before the body is known."""
+        headers = message.setdefault("headers", [])
+        retry_after_s = self._state.get(_RETRY_AFTER)
+        if retry_after_s is not None:
+            headers.append((b"retry-after", str(retry_after_s).encode()))
+        grant: Grant | None = self._state.get(_STATE)
+        if grant is None:
+            return True
+        headers.append((CLASS_HEADER.encode(), grant.request_class.value.encode()))
+        targets = params_of_slo(grant.slo)
+        if targets:
+            text = ", ".join(f"{name}={value:g}" for name, value in targets.items())
+            headers.append((TARGETS_HEADER.encode(), text.encode()))
+        if message["status"] != 200 or not self._state.get(_TIERED):
+            return True
+        field = f'"service_tier":"{GRANTED_TIERS[grant.request_class]}",'.encode()
+        kind = dict(headers).get(b"content-type", b"")
+        if kind.startswith(b"text/event-stream"):
+            self._mark = lambda body: _mark_events(body, field)
+        elif kind.startswith(b"application/json"):
+            self._mark = lambda body: _mark_object(body, field)
+            self._held = message
+            return False
+        return True
+
+    @staticmethod
+    def _with_length(start: Message, message: Message) -> Message:
+        length = str(len(message["body"])).encode()
+        headers = [
+            (name, length if name == b"content-length" else value)
+            for name, value in start["headers"]
+        ]
+        return {**start, "headers": headers}
+
+
+# The objects that have the field all begin with their id. In a text, the quotes would be escaped:
+# these bytes are nothing but the beginning of such an object.
+_OBJECT, _CHUNK, _NESTED = b'{"id":', b'data: {"id":', b'"response":{"id":'
+_NO_TIER = b'"service_tier":null,'
+
+
+def _mark_object(body: bytes, field: bytes) -> bytes:
+    return b"{" + field + body[1:] if body.startswith(_OBJECT) else body
+
+
+def _mark_events(body: bytes, field: bytes) -> bytes:
+    if _CHUNK in body:
+        return body.replace(_CHUNK, b"data: {" + field + b'"id":')
+    # An event of /v1/responses: once, as a tool's parameters further in may look the same.
+    if _NESTED in body and _NO_TIER in body:
+        return body.replace(_NO_TIER, field, 1)
+    return body.replace(_NESTED, b'"response":{' + field + b'"id":', 1)

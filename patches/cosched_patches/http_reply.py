@@ -1,0 +1,60 @@
+"""Every reply says which class its request had, and what cannot be read is refused with 400."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cosched_patches.seam import Seam
+
+__all__ = ["SEAM"]
+
+
+def _hook() -> Any:
+    import logging
+
+    from fastapi import HTTPException
+    from sglang.srt.entrypoints.http_server import app
+
+    from cosched.engine.front import ReplyMiddleware
+    from cosched_patches.active import front
+    from cosched_patches.generate_request import WRONG_VALUES
+
+    logger = logging.getLogger(__name__)
+
+    async def refuse(request: Any, error: Exception) -> Any:
+        logger.warning("a request that SGLang cannot read", exc_info=error)
+        reason = str(error) if isinstance(error, ValueError) else repr(error)
+        # In the endpoint's own form, as SGLang does it.
+        in_form = app.exception_handlers[HTTPException]
+        wrong = HTTPException(status_code=400, detail=f"cannot read this request: {reason}")
+        return await in_form(request, wrong)
+
+    def prepare_app(*_: Any, **__: Any) -> None:
+        app.add_middleware(ReplyMiddleware, front=front)
+        for kind in (ValueError, *WRONG_VALUES):
+            app.add_exception_handler(kind, refuse)
+
+    return prepare_app
+
+
+SEAM = Seam(
+    target="sglang.srt.entrypoints.http_server._setup_and_run_http_server",
+    kind="before",
+    signature=(
+        "server_args",
+        "tokenizer_manager",
+        "template_manager",
+        "port_args",
+        "scheduler_infos",
+        "subprocess_watchdog",
+        "execute_warmup_func",
+        "launch_callback",
+    ),
+    hook=_hook,
+    why=(
+        "Adds a middleware to SGLang's application before it serves: headers and ``service_tier`` "
+        "in the reply, and the end of a request for the limits of its API key. SGLang's reply "
+        "models have no ``service_tier``, and its streams are built as bytes in several places. "
+        "And a handler for what endpoints raise over wrong values: SGLang answers 500."
+    ),
+)

@@ -1,0 +1,370 @@
+"""Fuzz a server: no request may end it, hurt it or get an answer of 500 and more.
+
+    scripts/fuzz_server --seed 1 --requests 1000
+
+Sends requests of both classes to all endpoints, right, subtly wrong and garbage, some of which hang
+up at a random moment, with a small chat as a probe beside. Every answer must be 2xx or 4xx, the
+probe always answered, and at the end nothing may wait, run or hold KV.
+
+A seed gives the same requests in the same order; how they meet in time differs between runs.
+`--only N` sends request N alone. The last line is one JSON object; 1 is the exit status when
+something failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import hashlib
+import json
+import re
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+from rich.console import Console
+
+from cosched.demo_model import SIZES, ensure_demo_model
+from tests.fuzz.adapters import make_adapters
+from tests.fuzz.cases import FEATURES, Case, World, make_case
+from tests.fuzz.known import known_reason
+from tests.serving import Server, ServerError, start_server
+
+CONTEXT_LEN = 1024
+LORAS = ("A", "B", "C")
+SERVED_MODEL = "fuzzed"
+CASE_TIMEOUT_S = 240.0
+"""Beyond any wait that a busy machine explains."""
+DRAIN_TIMEOUT_S = 120.0
+READY_TIMEOUT_S = 500.0
+PROBE_EVERY_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """What went wrong, and the request as a command line."""
+
+    what: str
+    case: str
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a run found."""
+
+    num_sent: int = 0
+    statuses: Counter[str] = field(default_factory=Counter)
+    known: Counter[str] = field(default_factory=Counter)
+    failures: list[Failure] = field(default_factory=list)
+    probe_s: list[float] = field(default_factory=list)
+    probe_failures: list[str] = field(default_factory=list)
+    digest: str = ""
+
+    def fail(self, what: str, case: Case | None = None) -> None:
+        self.failures.append(Failure(what=what, case="" if case is None else case.shown()))
+
+
+class Fuzz:
+    """Sends the cases and watches the server."""
+
+    def __init__(self, url: str, cases: Sequence[Case], *, concurrency: int, model: str) -> None:
+        self.url = url
+        self.cases = cases
+        self.concurrency = concurrency
+        self.model = model
+        self.outcome = Outcome()
+        self.dead = False
+        self.in_flight: dict[int, Case] = {}
+
+    async def run(self, console: Console) -> None:
+        # A connection each: what one request breaks is not put down to the next.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        async with httpx.AsyncClient(base_url=self.url, limits=limits, timeout=None) as client:
+            waiting = iter(self.cases)
+            done = asyncio.Event()
+            probe = asyncio.create_task(self._probe_until(client, done))
+            teller = asyncio.create_task(self._tell(console, done))
+            workers = [self._work(client, waiting) for _ in range(self.concurrency)]
+            await asyncio.gather(*workers)
+            done.set()
+            await probe
+            await teller
+            if not self.dead:
+                await self._check_drained(client)
+
+    async def _work(self, client: httpx.AsyncClient, waiting: Iterator[Case]) -> None:
+        for case in waiting:
+            if self.dead:
+                return
+            self.in_flight[case.number] = case
+            await self._send(client, case)
+            del self.in_flight[case.number]
+            self.outcome.num_sent += 1
+
+    async def _send(self, client: httpx.AsyncClient, case: Case) -> None:
+        timeout_s = CASE_TIMEOUT_S if case.abort_after_s is None else case.abort_after_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                status, text = await self._answer(client, case)
+        except TimeoutError:
+            if case.abort_after_s is None:
+                self.outcome.fail(f"no answer within {CASE_TIMEOUT_S:g} s", case)
+            self.outcome.statuses["hung up"] += 1
+            return
+        except httpx.TransportError as error:
+            self.dead = self.dead or not await self._is_alive()
+            reason = None if self.dead else known_reason(case.path, 0, str(error))
+            if reason is None:
+                self.outcome.fail(f"connection: {error!r}", case)
+            else:
+                self.outcome.known[reason] += 1
+            return
+        self.outcome.statuses[str(status)] += 1
+        found = status if status >= 500 else _status_in_stream(text)
+        if found < 500:
+            return
+        reason = known_reason(case.path, found, text)
+        if reason is None:
+            self.outcome.fail(f"{found}: {text[:400]}", case)
+        else:
+            self.outcome.known[reason] += 1
+
+    async def _answer(self, client: httpx.AsyncClient, case: Case) -> tuple[int, str]:
+        headers = [(name.encode(), value.encode("latin-1")) for name, value in case.headers.items()]
+        request = client.build_request(
+            case.method, case.path, headers=headers, content=case.content or None
+        )
+        response = await client.send(request)
+        return response.status_code, response.text
+
+    async def _is_alive(self) -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            async with httpx.AsyncClient(base_url=self.url, timeout=30) as client:
+                return (await client.get("/health")).status_code == 200
+        return False
+
+    async def _probe_until(self, client: httpx.AsyncClient, done: asyncio.Event) -> None:
+        """A user's chat, over and over."""
+        while not self.dead:
+            await self._probe(client)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(done.wait(), PROBE_EVERY_S)
+            if done.is_set():
+                return
+
+    async def _probe(self, client: httpx.AsyncClient) -> None:
+        number = len(self.outcome.probe_s)
+        messages = [{"role": "user", "content": f"{number} is a number. Name another."}]
+        body = {"model": self.model, "messages": messages, "max_tokens": 4, "ignore_eos": True}
+        started_s = time.perf_counter()
+        try:
+            answer = await client.post("/v1/chat/completions", json=body, timeout=CASE_TIMEOUT_S)
+            num_tokens = answer.json()["usage"]["completion_tokens"]
+            assert num_tokens == 4, f"{num_tokens} tokens of 4"
+        except (httpx.TransportError, ValueError, KeyError, AssertionError) as error:
+            self.outcome.probe_failures.append(repr(error)[:300])
+            self.dead = self.dead or not await self._is_alive()
+            return
+        self.outcome.probe_s.append(time.perf_counter() - started_s)
+
+    async def _tell(self, console: Console, done: asyncio.Event) -> None:
+        every_s = 0.5 if console.is_terminal else 15.0
+        with console.status("") if console.is_terminal else contextlib.nullcontext() as status:
+            while not done.is_set() and not self.dead:
+                line = (
+                    f"{self.outcome.num_sent} of {len(self.cases)} requests, "
+                    f"{len(self.outcome.failures)} failures, {len(self.in_flight)} under way"
+                )
+                if status is not None:
+                    status.update(line)
+                else:
+                    console.print(line)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(done.wait(), every_s)
+
+    async def _check_drained(self, client: httpx.AsyncClient) -> None:
+        """Nothing waits or runs, and no KV is held by what has ended."""
+        until_s = time.monotonic() + DRAIN_TIMEOUT_S
+        load: dict[str, int] = {}
+        while time.monotonic() < until_s:
+            loads = (await client.get("/v1/loads?include=core,queues", timeout=30)).json()
+            load = loads["loads"][0]
+            if not load["num_running_reqs"] and not load["num_waiting_reqs"]:
+                break
+            await asyncio.sleep(0.5)
+        else:
+            self.outcome.fail(f"not idle {DRAIN_TIMEOUT_S:g} s after the last answer: {load}")
+            return
+        for name in [f"session-{number}" for number in range(6)] + [""]:
+            await client.post("/close_session", json={"session_id": name}, timeout=30)
+        info = (await client.get("/get_server_info", timeout=30)).json()
+        state = info["internal_states"][0].get("cosched") or {}
+        left = {
+            name: n for name, n in state.items() if re.match("num_(waiting|running)", name) and n
+        }
+        if left:
+            self.outcome.fail(f"cosched still counts {left}")
+        flushed = await client.post("/flush_cache?timeout=30", timeout=60)
+        if flushed.status_code != 200:
+            self.outcome.fail(f"the cache cannot be flushed: {flushed.text[:200]}")
+        loads = (await client.get("/v1/loads?include=core", timeout=30)).json()
+        used = loads["loads"][0]["num_used_tokens"]
+        if used:
+            self.outcome.fail(f"{used} tokens of KV are held by nobody")
+        await self._probe(client)
+
+
+def _status_in_stream(text: str) -> int:
+    """The worst code of an error inside a stream that began well; 0: none."""
+    if not text.startswith(("data:", "event:")):
+        return 0
+    found = re.findall(r'"error": ?\{[^}]*"code": ?(\d+)', text)
+    return max(map(int, found), default=0)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="scripts/fuzz_server",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--seed", type=int, default=0, help="which sequence (default: 0)")
+    parser.add_argument("--requests", type=int, default=1000, help="how many (default: 1000)")
+    parser.add_argument("--first", type=int, default=0, help="number of the first (default: 0)")
+    parser.add_argument("--only", type=int, metavar="N", help="send request N alone, and show it")
+    parser.add_argument(
+        "--concurrency", type=int, default=16, help="most under way at a time (default: 16)"
+    )
+    parser.add_argument(
+        "--without",
+        choices=FEATURES,
+        nargs="+",
+        default=[],
+        help="leave requests with these out",
+    )
+    parser.add_argument("--url", help="a server that runs already, instead of one of its own")
+    parser.add_argument("--size", choices=sorted(SIZES), default="tiny", help="its demo model")
+    parser.add_argument("--policy", default="hygen", help="its policy (default: hygen)")
+    parser.add_argument("--port", type=int, help="its port (default: a free one)")
+    parser.add_argument("--log", type=Path, help="keep its log there")
+    parser.add_argument(
+        "server_flags", nargs="*", metavar="-- FLAG", help="further flags of the server, after --"
+    )
+    return parser
+
+
+@contextlib.contextmanager
+def fuzzed_server(args: argparse.Namespace) -> Iterator[Server]:
+    """A server with little of everything: memory, context, requests at a time."""
+    with tempfile.TemporaryDirectory(prefix="cosched-fuzz-") as folder:
+        flags = ["--cosched-policy", args.policy, "--served-model-name", SERVED_MODEL]
+        flags += ["--context-length", str(CONTEXT_LEN), "--max-total-tokens", "6000"]
+        flags += ["--max-running-requests", "12", "--chunked-prefill-size", "256"]
+        if "lora" not in args.without:
+            adapters = make_adapters(Path(folder), size=args.size, names=LORAS)
+            flags += ["--enable-lora", "--lora-backend", "torch_native"]
+            flags += ["--max-loras-per-batch", "2", "--lora-paths", *adapters]
+        model = ensure_demo_model(size=args.size)
+        flags += args.server_flags
+        with start_server(
+            model,
+            *flags,
+            module="tests.fuzz.server",
+            port=args.port,
+            ready_timeout_s=READY_TIMEOUT_S,
+        ) as server:
+            yield server
+
+
+def tracebacks(log: str) -> Counter[str]:
+    """Last lines of the tracebacks in a log."""
+    found: Counter[str] = Counter()
+    for block in log.split("Traceback (most recent call last):")[1:]:
+        lines = (re.sub(r"^\[[^]]*\] ", "", line) for line in block.splitlines()[1:])
+        found[
+            next((line[:160] for line in lines if re.match(r"[\w.]+(Error|Exception)", line)), "?")
+        ] += 1
+    return found
+
+
+def report(console: Console, args: argparse.Namespace, outcome: Outcome, log: str) -> bool:
+    """Print what was found; whether all went well."""
+    if outcome.failures:
+        console.print(f"\n{len(outcome.failures)} failures", style="bold red")
+    for failure in outcome.failures[:50]:
+        console.print(f"* {failure.what}", style="red", markup=False, highlight=False)
+        console.print(f"  {failure.case}", markup=False, highlight=False)
+    for failure in outcome.probe_failures[:10]:
+        console.print(f"* the probe: {failure}", style="red", markup=False)
+    found = tracebacks(log)
+    for line, count in found.most_common():
+        console.print(f"{count:4} traceback(s) in the log: {line}", markup=False, highlight=False)
+    probe_s = sorted(outcome.probe_s) or [0.0]
+    ok = not outcome.failures and not outcome.probe_failures
+    result = {
+        "config": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
+        "seed": args.seed,
+        "digest": outcome.digest,
+        "ok": ok,
+        "num_sent": outcome.num_sent,
+        "num_failures": len(outcome.failures),
+        "num_probes": len(outcome.probe_s),
+        "num_probe_failures": len(outcome.probe_failures),
+        "probe_ms": {
+            "p50": round(probe_s[len(probe_s) // 2] * 1e3, 1),
+            "max": round(probe_s[-1] * 1e3, 1),
+        },
+        "statuses": dict(sorted(outcome.statuses.items())),
+        "known": dict(outcome.known),
+        "tracebacks": dict(found),
+    }
+    print(json.dumps(result), flush=True)
+    return ok
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = build_parser().parse_args(argv)
+    console = Console(stderr=True, width=None if sys.stderr.isatty() else 200)
+    world = World(
+        model=SERVED_MODEL,
+        context_len=CONTEXT_LEN,
+        vocab_size=SIZES[args.size].vocab_size,
+        loras=LORAS,
+        without=frozenset(args.without),
+    )
+    numbers = range(args.first, args.first + args.requests) if args.only is None else [args.only]
+    cases = [make_case(args.seed, number, world) for number in numbers]
+    if args.only is not None:
+        console.print(cases[0].shown(), markup=False, highlight=False)
+    log = ""
+    try:
+        if args.url is not None:
+            fuzz = Fuzz(args.url, cases, concurrency=args.concurrency, model=SERVED_MODEL)
+            asyncio.run(fuzz.run(console))
+        else:
+            console.print("starting the server")
+            with fuzzed_server(args) as server:
+                fuzz = Fuzz(server.url, cases, concurrency=args.concurrency, model=SERVED_MODEL)
+                asyncio.run(fuzz.run(console))
+                log = server.log()
+    except ServerError as error:
+        raise SystemExit(f"fuzz_server: {error}") from None
+    if args.log is not None and log:
+        args.log.write_text(log)
+    if fuzz.dead:
+        under_way = "\n".join(case.shown() for case in fuzz.in_flight.values())
+        fuzz.outcome.fail(f"the server is gone; under way were\n{under_way}")
+        console.print("\n".join(log.splitlines()[-60:]), markup=False, highlight=False)
+    fuzz.outcome.digest = hashlib.sha256(repr(cases).encode()).hexdigest()[:16]
+    if not report(console, args, fuzz.outcome, log):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""A short fuzz of a running server (`scripts/fuzz_server` is the long one)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import pytest
+
+from tests.fuzz.cases import FEATURES, World, make_case
+from tests.fuzz.run import build_parser
+from tests.serving import ROOT
+
+WORLD = World(model="m", context_len=1024, vocab_size=2048, loras=("A",))
+
+
+def test_a_seed_names_the_requests():
+    cases = [make_case(3, number, WORLD) for number in range(300)]
+    assert [make_case(3, number, WORLD) for number in range(300)] == cases
+    assert make_case(4, 0, WORLD) != cases[0]
+    paths = {case.path.split("?")[0] for case in cases}
+    assert len(paths) > 20
+
+
+@pytest.mark.parametrize(
+    ("feature", "words"),
+    [
+        ("penalties", ("frequency_penalty", "min_new_tokens")),
+        ("lora", ("lora_path",)),
+        ("beam", ("beam_width",)),
+        ("logprobs", ("logprob",)),
+        ("sessions", ("session_params", "/open_session")),
+    ],
+)
+def test_features_are_there_unless_they_are_left_out(feature, words):
+    def shown(without):
+        world = World(
+            model="m", context_len=64, vocab_size=2048, loras=("A",), without=frozenset(without)
+        )
+        return " ".join(
+            case.path + case.content.decode("utf-8", "replace")
+            for case in (make_case(0, number, world) for number in range(800))
+        )
+
+    everything, less = shown(()), shown((feature,))
+    for word in words:
+        assert word in everything and word not in less
+
+
+def test_every_feature_can_be_left_out():
+    assert build_parser().parse_args(["--without", *FEATURES]).without == list(FEATURES)
+
+
+@pytest.mark.server
+def test_no_request_hurts_the_server():
+    command = ["scripts/fuzz_server", "--seed", "11", "--requests", "80"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr[-8000:]
+    result = json.loads(found.stdout.splitlines()[-1])
+    assert result["num_sent"] == 80 and result["num_probes"] > 0
+    assert result["statuses"]["200"] > 10 and result["statuses"]["400"] > 10
