@@ -15,6 +15,10 @@ priority scheduling at its defaults and at its best, and cosched's policies. `kn
 highest online rate that still meets the SLO, to state a load as a share of it. `tolerance` finds
 what offline work a given growth of an online latency buys, `robustness` what a wrong predictor
 costs. Every command prints a table and, as its last line, one JSON object.
+
+How long it takes (docs/simulation.md): a scenario simulates some 20 to 200 times as fast as the
+traffic, those in which everything waits slowest; `run` with all of its scenarios takes about as
+long as the traffic itself, `yardstick` three times that. Both say what is done and what is left.
 """
 
 from __future__ import annotations
@@ -44,7 +48,7 @@ from cosched.benchmark.robustness import (
     rows_of,
     run_robustness,
 )
-from cosched.benchmark.suite import ALL_SCENARIOS, SuiteResult, run_suite
+from cosched.benchmark.suite import ALL_SCENARIOS, SuiteResult, known_scenario, run_suite
 from cosched.benchmark.tolerance import (
     METRICS,
     TOLERANCES,
@@ -54,14 +58,30 @@ from cosched.benchmark.tolerance import (
 )
 from cosched.benchmark.tuned import TUNED
 from cosched.benchmark.yardstick import run_yardstick, yardstick_page
+from cosched.command_line import (
+    Parser,
+    add_json_option,
+    add_version_option,
+    checked,
+    existing_file,
+    number,
+    output_file,
+    output_folder,
+    run_command,
+    save_output,
+    whole,
+)
+from cosched.core.files import write_whole
 from cosched.demo_model import ensure_demo_model
 from cosched.errors import ConfigError
+from cosched.metrics.figure import check_can_draw
 from cosched.metrics.records import write_records
 from cosched.metrics.table import print_table
-from cosched.simulation.command import run_command
+from cosched.policy.registry import known_policy
 from cosched.simulation.find import find
 from cosched.simulation.machine import Machine
 from cosched.simulation.options import (
+    SEED,
     add_config_options,
     add_machine_options,
     add_workload_options,
@@ -75,12 +95,8 @@ __all__ = ["main"]
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m cosched.bench",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(prog="python -m cosched.bench", description=__doc__)
+    add_version_option(parser)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_run(commands)
     _add_yardstick(commands)
@@ -99,22 +115,22 @@ def _add_run(commands: Any) -> None:
         "run",
         help="scenarios side by side on one workload",
         description=f"Scenarios:\n{known}\n  {TUNED:<20}the best setting of a sweep of `priority`",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--scenarios",
-        type=_names,
+        type=_scenarios,
         default=ALL_SCENARIOS,
         metavar="A,B,…",
-        help=f"default: {','.join(ALL_SCENARIOS)}",
+        help="also policies of yours as module:Class (default: all)",
     )
     add_workload_options(parser)
     add_machine_options(parser)
     add_config_options(parser)
     _add_common(parser)
     _add_results(parser)
-    parser.add_argument("--plot", type=Path, metavar="DIR", help="write the pictures there")
+    parser.add_argument(
+        "--plot", type=output_folder, metavar="DIR", help="write the pictures there"
+    )
     parser.set_defaults(execute=_run)
 
 
@@ -122,7 +138,6 @@ def _add_yardstick(commands: Any) -> None:
     parser = commands.add_parser(
         "yardstick",
         help="the table every policy is held against (docs/yardstick.md)",
-        allow_abbrev=False,
     )
     add_workload_options(parser)
     add_machine_options(parser)
@@ -130,9 +145,9 @@ def _add_yardstick(commands: Any) -> None:
     _add_common(parser)
     _add_results(parser)
     parser.add_argument(
-        "--scenarios", type=_names, default=ALL_SCENARIOS, metavar="A,B,…", help="default: all"
+        "--scenarios", type=_scenarios, default=ALL_SCENARIOS, metavar="A,B,…", help="default: all"
     )
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the page there")
+    parser.add_argument("--write", type=output_file, metavar="FILE", help="write the page there")
     parser.set_defaults(execute=_yardstick)
 
 
@@ -141,14 +156,24 @@ def _add_knee(commands: Any) -> None:
         "knee",
         help="the highest online rate that meets the SLO",
         description="State a load as a share of this rate; practitioners run bursts at 0.88.",
-        allow_abbrev=False,
     )
     add_workload_options(parser)
     add_machine_options(parser)
     add_config_options(parser)
     _add_common(parser)
-    parser.add_argument("--attainment", type=float, default=0.99, metavar="SHARE")
-    parser.add_argument("--share", type=float, default=0.88, help="load to state (default: 0.88)")
+    parser.add_argument(
+        "--attainment",
+        type=number(above=0, at_most=1),
+        default=0.99,
+        metavar="SHARE",
+        help="of the online requests that must meet their targets (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--share",
+        type=number(above=0, at_most=1),
+        default=0.88,
+        help="load to state (default: %(default)s)",
+    )
     parser.set_defaults(execute=_knee)
 
 
@@ -159,7 +184,6 @@ def _add_tolerance(commands: Any) -> None:
         description="For each metric and tolerance the largest latency budget of hygen and the "
         "largest offline rate of hygen-throttled that keep the metric within the tolerance above "
         "the online requests alone (HyGen's Fig. 3 and 4).",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--metrics",
@@ -177,7 +201,7 @@ def _add_tolerance(commands: Any) -> None:
     )
     parser.add_argument(
         "--precision",
-        type=float,
+        type=number(above=0, below=1),
         default=0.05,
         metavar="SHARE",
         help="relative, of the values found (default: %(default)s)",
@@ -192,10 +216,9 @@ def _add_robustness(commands: Any) -> None:
         help="policies with an ever worse predictor",
         description="Every prediction of a plan is multiplied by a random factor of mean 1 "
         "(docs/predictors.md); errors are its standard deviations.",
-        allow_abbrev=False,
     )
     parser.add_argument(
-        "--scenarios", type=_names, default=("hygen",), metavar="A,B,…", help="default: hygen"
+        "--scenarios", type=_policies, default=("hygen",), metavar="A,B,…", help="default: hygen"
     )
     parser.add_argument(
         "--errors",
@@ -214,7 +237,7 @@ def _add_sweep(parser: argparse.ArgumentParser) -> None:
     add_config_options(parser)
     _add_common(parser)
     _add_results(parser)
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the picture there")
+    parser.add_argument("--plot", type=output_file, metavar="FILE", help="write the picture there")
 
 
 def _add_live(commands: Any) -> None:
@@ -223,7 +246,6 @@ def _add_live(commands: Any) -> None:
         help="one scenario against a running server: stock SGLang, cosched, vLLM",
         description="Online requests come open-loop at their times; offline ones keep so many in "
         "flight. The server's own policy schedules; name it with --scenario for the table.",
-        allow_abbrev=False,
     )
     parser.add_argument("--base-url", required=True, metavar="URL")
     parser.add_argument("--served-model", default="default", metavar="NAME")
@@ -231,14 +253,14 @@ def _add_live(commands: Any) -> None:
     parser.add_argument("--scenario", default="live", metavar="NAME", help="row of the table")
     parser.add_argument(
         "--vocab-size",
-        type=int,
+        type=whole(at_least=20),
         default=2000,
         metavar="N",
         help="prompts made of token ids stay below it (default: %(default)s)",
     )
     parser.add_argument(
         "--concurrency",
-        type=int,
+        type=whole(at_least=1),
         default=64,
         help="offline requests in flight (default: %(default)s)",
     )
@@ -250,7 +272,10 @@ def _add_live(commands: Any) -> None:
     add_workload_options(parser)
     add_machine_options(parser)
     add_config_options(parser)
-    parser.add_argument("--records", type=Path, metavar="FILE")
+    parser.add_argument(
+        "--records", type=output_file, metavar="FILE", help="write one JSON line per request there"
+    )
+    add_json_option(parser)
     parser.set_defaults(execute=_live)
 
 
@@ -260,13 +285,15 @@ def _add_fidelity(commands: Any) -> None:
         help="a live CPU server against its own simulation",
         description="Serves the demo model, measures its iterations, and runs one workload live "
         "and in virtual time; with a cache that holds and with one that thrashes.",
-        allow_abbrev=False,
     )
     parser.add_argument("--size", choices=["tiny", "demo"], default="demo", help="of the model")
-    parser.add_argument("--duration", type=float, default=60.0, metavar="S")
-    parser.add_argument("--online-rate", type=float, default=1.0, metavar="REQ/S")
-    parser.add_argument("--policy", default="sarathi")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--duration", type=number(above=0), default=60.0, metavar="S")
+    parser.add_argument("--online-rate", type=number(above=0), default=1.0, metavar="REQ/S")
+    parser.add_argument(
+        "--policy", "--cosched-policy", type=checked(known_policy), default="sarathi"
+    )
+    parser.add_argument("--seed", type=SEED, default=0)
+    add_json_option(parser)
     parser.set_defaults(execute=_fidelity)
 
 
@@ -275,23 +302,27 @@ def _add_compare(commands: Any) -> None:
         "compare",
         help="results of earlier runs side by side",
         description="Files hold the last line of `run`. Ratios are to s0 of the first file.",
-        allow_abbrev=False,
     )
-    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("files", nargs="+", type=existing_file, metavar="FILE")
+    add_json_option(parser)
     parser.set_defaults(execute=lambda arguments: compare_files(arguments.files))
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--jobs", type=int, default=2, help="simulations at a time (default: %(default)s)"
+        "--jobs",
+        type=whole(at_least=1),
+        default=2,
+        help="simulations at a time (default: %(default)s)",
     )
     parser.add_argument("--quiet", action="store_true", help="no progress")
+    add_json_option(parser)
 
 
 def _add_results(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--results",
-        type=Path,
+        type=output_folder,
         metavar="DIR",
         help="keep each run's result there and do not run again what is there: an interrupted "
         "comparison goes on, a new policy is added to old ones. A result of one of cosched's "
@@ -306,11 +337,23 @@ def _store(arguments: argparse.Namespace) -> ResultStore | None:
 
 def _shares(text: str) -> tuple[float, ...]:
     """Percentages as shares."""
-    return tuple(float(part) / 100 for part in text.split(","))
+    percent = number(at_least=0, at_most=1000)
+    return tuple(percent(part.strip()) / 100 for part in _names(text))
 
 
 def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not names:
+        raise argparse.ArgumentTypeError(f"{text!r} names nothing")
+    return names
+
+
+def _scenarios(text: str) -> tuple[str, ...]:
+    return tuple(checked(known_scenario)(name) for name in _names(text))
+
+
+def _policies(text: str) -> tuple[str, ...]:
+    return tuple(checked(known_policy)(name) for name in _names(text))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -320,6 +363,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     base = run_spec_of(arguments, scenario("s1"))
+    if arguments.plot is not None:
+        check_can_draw()
     suite = run_suite(
         base,
         arguments.scenarios,
@@ -328,8 +373,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
         store=_store(arguments),
     )
     _show(suite)
-    if arguments.plot is not None:
-        write_plots(arguments.plot, suite)
+    save_output(arguments, arguments.plot, lambda folder: write_plots(folder, suite))
     return {"scenarios": {name: row.to_dict() for name, row in suite.rows.items()}}
 
 
@@ -350,8 +394,11 @@ def _yardstick(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     for name, suite in suites.items():
         print(f"\n{name}\n\n{markdown_table(suite.rows)}")
-    if arguments.write is not None:
-        arguments.write.write_text(yardstick_page(arguments, suites), encoding="utf-8")
+    save_output(
+        arguments,
+        arguments.write,
+        lambda path: write_whole(path, yardstick_page(arguments, suites)),
+    )
     return {
         "workloads": {
             name: {scenario: row.to_dict() for scenario, row in suite.rows.items()}
@@ -361,8 +408,6 @@ def _yardstick(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _knee(arguments: argparse.Namespace) -> dict[str, Any]:
-    if not 0 < arguments.share <= 1:
-        raise ConfigError(f"--share is {arguments.share}; it must be in (0, 1]")
     answer = find(
         "max-online-rate",
         run_spec_of(arguments, scenario("s0")),
@@ -381,6 +426,8 @@ def _both_classes(arguments: argparse.Namespace) -> RunSpec:
     base = run_spec_of(arguments, scenario("s1"))
     if base.online is None or base.offline is None:
         raise ConfigError("the sweep needs both classes: name --online and --offline")
+    if arguments.plot is not None:
+        check_can_draw()
     return base
 
 
@@ -397,8 +444,7 @@ def _tolerance(arguments: argparse.Namespace) -> dict[str, Any]:
             store=_store(arguments) or ResultStore(Path(folder)),
         )
     print_tolerances(sweep)
-    if arguments.plot is not None:
-        plot_tolerances(sweep, arguments.plot)
+    save_output(arguments, arguments.plot, lambda path: plot_tolerances(sweep, path))
     return {"spec": base.describe(), **sweep.to_dict()}
 
 
@@ -413,8 +459,7 @@ def _robustness(arguments: argparse.Namespace) -> dict[str, Any]:
         store=_store(arguments),
     )
     print_robustness(robustness)
-    if arguments.plot is not None:
-        plot_robustness(robustness, arguments.plot)
+    save_output(arguments, arguments.plot, lambda path: plot_robustness(robustness, path))
     return {"spec": base.describe(), "rows": rows_of(robustness)}
 
 
@@ -443,8 +488,7 @@ def _live(arguments: argparse.Namespace) -> dict[str, Any]:
         )
     summary = summarize_run(spec, records, None, end_s=spec.duration_s)
     print_table({arguments.scenario: summary})
-    if arguments.records is not None:
-        write_records(records, arguments.records)
+    save_output(arguments, arguments.records, lambda path: write_records(records, path))
     row = {
         "scenario": arguments.scenario,
         "attainment": summary.online.attainment.joint.ratio,

@@ -320,7 +320,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         path = ensure_demo_model(size=args.size, dir=args.out, seed=args.seed, dtype=args.dtype)
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         parser.error(str(error))
     print(path)
     return 0

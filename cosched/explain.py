@@ -19,35 +19,39 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from cosched.command_line import Parser, add_version_option, checked, existing_file, whole
 from cosched.decision_log.read import Entry, read_log
 from cosched.decision_log.replan import replan
 from cosched.decision_log.story import Story
 from cosched.decision_log.summary import LogSummary, describe, tell_decision, tell_summary
 from cosched.engine.decision_records import RequestFacts
 from cosched.errors import ConfigError, CoschedError
-from cosched.policy.registry import POLICIES
+from cosched.policy.registry import planning_policy
 
 __all__ = ["main"]
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m cosched.explain",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("file", type=Path, metavar="FILE", help="a decision log")
+    parser = Parser(prog="python -m cosched.explain", description=__doc__)
+    add_version_option(parser)
+    parser.add_argument("file", type=existing_file, metavar="FILE", help="a decision log")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--rid", metavar="R", help="the request whose story to tell")
-    what.add_argument("--iteration", type=int, metavar="N", help="the plan to show, from 0")
+    what.add_argument(
+        "--iteration", type=whole(at_least=0), metavar="N", help="the plan to show, from 0"
+    )
     what.add_argument(
         "--replan", action="store_true", help="plan again, and compare with what was recorded"
     )
     parser.add_argument(
         "--policy",
-        choices=sorted(name for name, entry in POLICIES.items() if entry.make is not None),
-        help="who plans again (default: the recorded policy)",
+        "--cosched-policy",
+        type=checked(planning_policy),
+        metavar="NAME",
+        help="who plans again (default: the recorded policy). Another one sees of the waiting "
+        "requests those that the recorded policy looked at, in the order of arrival unless it "
+        "keeps a pool of its own; it is refused where it asks for what the log does not hold, such "
+        "as predictions in the log of a policy that makes none",
     )
     return parser
 
@@ -130,6 +134,11 @@ def _replan(log: _Log, policy: str | None) -> dict[str, Any]:
         f"{result.num_same_work} do the same work; "
         f"{result.num_unanswered} could not be made from what was recorded"
     )
+    if result.num_cut:
+        print(
+            f"{result.num_cut} plans are of the requests that the recorded policy looked at; "
+            "more waited"
+        )
     if result.first_difference is not None:
         print(f"first difference: {result.first_difference}")
     return asdict(result)

@@ -32,7 +32,7 @@ from cosched.engine.arguments import (
 )
 from cosched.errors import ConfigError, CoschedError
 from cosched.latency.profile_file import Profile
-from cosched.policy.registry import POLICIES, policy_entry
+from cosched.policy.registry import policy_entry, policy_names
 
 __all__ = ["main"]
 
@@ -73,8 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--cosched-policy",
         metavar="NAME",
-        choices=sorted(POLICIES),
-        help=f"one of the above (default: {defaults.policy})",
+        help=f"one of the above, or one of yours as module:Class (default: {defaults.policy})",
     )
     group.add_argument(
         "--cosched-slo-ttft-ms",
@@ -137,10 +136,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _policies() -> str:
     """Names and summaries in two columns, for a terminal of 80."""
-    column = max(map(len, POLICIES)) + 2
+    names = policy_names()
+    column = max(map(len, names)) + 2
     return "\n".join(
         textwrap.fill(f"{entry.name:<{column}}{entry.summary}", 74, subsequent_indent=" " * column)
-        for entry in POLICIES.values()
+        for entry in map(policy_entry, names)
     )
 
 

@@ -8,15 +8,12 @@
 `compare` fits every predictor to the same iterations and shows its error on others: of a cost
 model, or of a log that a server wrote with --cosched-iteration-log. `calibrate` starts cold and
 learns from one iteration after the other. `time` measures prediction, inverse and fit on this
-machine. Each prints a table and, as its last line, one JSON object.
+machine. Each prints a table and, as its last line, one JSON object. Each takes some 5 to 30 s.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import sys
 import timeit
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -27,8 +24,19 @@ from typing import Any
 
 import numpy as np
 
+from cosched.command_line import (
+    Parser,
+    add_json_option,
+    add_version_option,
+    existing_file,
+    number,
+    output_file,
+    run_command,
+    save_output,
+    whole,
+)
 from cosched.core.batch import BatchShape, Prefill
-from cosched.errors import ConfigError, CoschedError
+from cosched.errors import ConfigError
 from cosched.latency import (
     COST_MODELS,
     GPUS,
@@ -57,60 +65,56 @@ from cosched.latency.compare import (
 )
 from cosched.latency.held_out import summarise
 from cosched.latency.profile_model import read_iteration_log
-from cosched.metrics.figure import new_figure, save, tidy
-from cosched.simulation.versions import versions
+from cosched.metrics.figure import check_can_draw, new_figure, save, tidy
+from cosched.simulation.options import DATA_ENV, SEED, data_dir_of
+from cosched.versions import versions
 
 __all__ = ["main"]
 
-_DATA_ENV = "COSCHED_DATA"
-
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m cosched.predictors",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(prog="python -m cosched.predictors", description=__doc__)
+    add_version_option(parser)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     known = "\n".join(f"  {e.name:<10}{e.summary} ({e.source})" for e in PREDICTORS.values())
     compare = commands.add_parser(
         "compare",
         help="errors of all predictors on held-out iterations",
         description=f"Predictors:\n{known}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     _add_truth(compare)
     compare.add_argument(
-        "--log", type=Path, metavar="FILE", help="iterations of a server, instead of --truth"
+        "--log",
+        type=existing_file,
+        metavar="FILE",
+        help="iterations of a server, instead of --truth",
     )
     compare.add_argument(
         "--held-out",
-        type=float,
+        type=number(above=0, below=1),
         default=0.3,
         metavar="SHARE",
         help="of the iterations (default: %(default)s)",
     )
-    compare.add_argument("--plot", type=Path, metavar="FILE", help="predicted against measured")
+    compare.add_argument(
+        "--plot", type=output_file, metavar="FILE", help="picture of predicted against measured"
+    )
     compare.set_defaults(execute=_compare)
 
     calibrate = commands.add_parser(
-        "calibrate", help="error of a predictor that learns while it runs", allow_abbrev=False
+        "calibrate", help="error of a predictor that learns while it runs"
     )
     _add_truth(calibrate)
     calibrate.add_argument(
         "--slower",
-        type=float,
+        type=number(above=0),
         default=1.0,
         metavar="FACTOR",
         help="how much longer iterations take in the third quarter (default: %(default)s)",
     )
     calibrate.set_defaults(execute=_calibrate)
 
-    timing = commands.add_parser(
-        "time", help="how long prediction, inverse and fit take here", allow_abbrev=False
-    )
+    timing = commands.add_parser("time", help="how long prediction, inverse and fit take here")
     _add_truth(timing)
     timing.set_defaults(execute=_time, iterations=80_000)
     return parser
@@ -124,23 +128,33 @@ def _add_truth(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model", choices=sorted(MODELS), default="Llama-3.1-8B")
     parser.add_argument("--gpu", choices=sorted(GPUS), default="A100-80")
-    parser.add_argument("--tp", type=int, default=1, help="GPUs (default: %(default)s)")
     parser.add_argument(
-        "--data-dir", type=Path, metavar="DIR", help=f"kernel tables (default: ${_DATA_ENV})"
+        "--tp", type=whole(at_least=1), default=1, help="GPUs (default: %(default)s)"
     )
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="for --truth profile")
     parser.add_argument(
-        "--noise", type=float, default=0.0, metavar="SIGMA", help="lognormal (default: none)"
+        "--data-dir", type=Path, metavar="DIR", help=f"kernel tables (default: ${DATA_ENV})"
+    )
+    parser.add_argument("--profile", type=existing_file, metavar="FILE", help="for --truth profile")
+    parser.add_argument(
+        "--noise",
+        type=number(at_least=0, at_most=1),
+        default=0.0,
+        metavar="SIGMA",
+        help="lognormal (default: none)",
     )
     parser.add_argument(
         "--outliers",
-        type=float,
+        type=number(at_least=0, at_most=1),
         default=0.0,
         metavar="SHARE",
         help="of the iterations, ten times as long (default: none)",
     )
     parser.add_argument(
-        "--iterations", type=int, default=8000, metavar="N", help="default: %(default)s"
+        "--iterations",
+        type=whole(at_least=10),
+        default=8000,
+        metavar="N",
+        help="default: %(default)s",
     )
     parser.add_argument(
         "--graphs",
@@ -148,34 +162,30 @@ def _add_truth(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="tell `cosched` the sizes of the CUDA graphs (default: yes, where there are any)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--seed", type=SEED, default=0, help="default: %(default)s")
+    add_json_option(parser)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Exits with 2 and one sentence when the arguments are wrong."""
     arguments = build_parser().parse_args(argv)
-    execute: Callable[[argparse.Namespace], Mapping[str, Any]] = arguments.execute
-    try:
-        result = execute(arguments)
-    except CoschedError as error:
-        print(f"cosched: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
     config = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in vars(arguments).items()
         if name != "execute"
     }
-    print(
-        json.dumps(
-            {"config": config, "versions": {**versions(), "numpy": np.__version__}, **result},
-            allow_nan=False,
-        )
-    )
+    execute: Callable[[argparse.Namespace], Mapping[str, Any]] = arguments.execute
+    arguments.execute = lambda given: {
+        "config": config,
+        "versions": versions("numpy"),
+        **execute(given),
+    }
+    run_command(arguments)
 
 
 def _truth(arguments: argparse.Namespace) -> tuple[CostModel, GraphSizes | None, int]:
     """(cost model, its CUDA graphs, KV capacity [tokens]), noise not added."""
-    named = arguments.data_dir or os.environ.get(_DATA_ENV)
+    named = data_dir_of(arguments)
     name = arguments.truth or ("kernel-table" if named else "roofline")
     truth = make_cost_model(
         name,
@@ -208,8 +218,8 @@ def _shuffled(batches: list[BatchShape], seed: int) -> list[BatchShape]:
 
 
 def _compare(arguments: argparse.Namespace) -> dict[str, Any]:
-    if not 0 < arguments.held_out < 1:
-        raise ConfigError(f"--held-out is {arguments.held_out}; it must be in (0, 1)")
+    if arguments.plot is not None:
+        check_can_draw()
     graphs: GraphSizes | None = None
     if arguments.log is not None:
         points = read_iteration_log(arguments.log)
@@ -233,8 +243,7 @@ def _compare(arguments: argparse.Namespace) -> dict[str, Any]:
     print(f"{'':<10}" + "".join(f"{kind:>16}" for kind in (*KINDS, "all")))
     for name, result in results.items():
         print(f"{name:<10}{result if isinstance(result, str) else _row(result)}")
-    if arguments.plot is not None:
-        _plot(arguments.plot, held_out, results)
+    save_output(arguments, arguments.plot, lambda path: _plot(path, held_out, results))
     return {
         "num_fitted": len(points) - num_held,
         "num_held_out": num_held,

@@ -10,6 +10,9 @@ profile, with which a policy starts (`--latency-model`) and a simulation can run
 `slo` searches the largest latency budget, or rate of offline requests, with which a workload meets
 its goals in virtual time (HyGen's SLO-aware profiler). Each prints a table and, as its last line,
 one JSON object.
+
+How long it takes: `measure --virtual` some 20 s, a live engine of two CPU cores some minutes (400
+batches, 3 times each); `slo` about eight simulations, each as long as `cosched.simulate` takes.
 """
 
 from __future__ import annotations
@@ -31,18 +34,29 @@ import numpy as np
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from cosched.command_line import (
+    Parser,
+    add_json_option,
+    add_version_option,
+    number,
+    output_file,
+    run_command,
+    save_output,
+    whole,
+)
 from cosched.config import ENV_VAR, Config
 from cosched.core.files import write_whole
 from cosched.engine.arguments import bind_cpu_threads, check_arguments, engine_arguments
-from cosched.errors import ConfigError
+from cosched.errors import ConfigError, choices
 from cosched.latency.compare import KINDS, Comparison, compare_predictors
 from cosched.latency.design import design_rounds
 from cosched.latency.graphs import GraphSizes
 from cosched.latency.predictor import fit_predictor
 from cosched.latency.profile_file import EngineIdentity, MeasuredPoint, Profile
+from cosched.latency.specs import GPUS
 from cosched.metrics.goals import Goal, parse_goal
-from cosched.simulation.command import run_command
 from cosched.simulation.options import (
+    SEED,
     add_config_options,
     add_machine_options,
     add_workload_options,
@@ -54,7 +68,7 @@ from cosched.simulation.options import (
 from cosched.simulation.run import RunSpec, config_of, cost_model_of, engine_flags, identity_of
 from cosched.simulation.scenario import scenario
 from cosched.simulation.slo_search import SEARCHES, SloAnswer, find_largest
-from cosched.simulation.versions import versions
+from cosched.versions import versions
 
 __all__ = ["main"]
 
@@ -66,12 +80,8 @@ _POLICY = "sarathi"
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m cosched.profile",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(prog="python -m cosched.profile", description=__doc__)
+    add_version_option(parser)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_measure(commands)
     _add_slo(commands)
@@ -86,23 +96,23 @@ def _add_measure(commands: Any) -> None:
         description="The engine is the modelled GPU of a simulation (--virtual and machine "
         "options), or one in this process (--model-path and any SGLang flag).",
         epilog=f"With --virtual also:\n\n{machine}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
-    parser.add_argument("--write", type=Path, required=True, metavar="FILE", help="the profile")
+    parser.add_argument(
+        "--write", type=output_file, required=True, metavar="FILE", help="the profile"
+    )
     parser.add_argument(
         "--virtual", action="store_true", help="measure the modelled GPU, in virtual time"
     )
     parser.add_argument(
         "--batches",
-        type=int,
+        type=whole(at_least=1),
         default=400,
         metavar="N",
         help="batches to measure; fewer than 100 fit poorly (default: %(default)s)",
     )
     parser.add_argument(
         "--repeats",
-        type=int,
+        type=whole(at_least=1),
         default=3,
         metavar="N",
         help="times each batch runs; the median counts, and batches whose repeats differ by more "
@@ -110,25 +120,26 @@ def _add_measure(commands: Any) -> None:
     )
     parser.add_argument(
         "--max-context",
-        type=int,
+        type=whole(at_least=1),
         metavar="TOKENS",
         help="longest context measured (default: as the engine allows)",
     )
     parser.add_argument(
         "--held-out",
-        type=float,
+        type=number(above=0, below=1),
         default=0.25,
         metavar="SHARE",
         help="of the batches, to tell the error from (default: %(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--seed", type=SEED, default=0, help="default: %(default)s")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    add_json_option(parser)
     parser.set_defaults(execute=_measure)
 
 
 def _machine_parser() -> argparse.ArgumentParser:
     """The options that `--virtual` adds. They are not SGLang's, though some are called alike."""
-    parser = argparse.ArgumentParser(usage="", add_help=False, allow_abbrev=False)
+    parser = Parser(prog="python -m cosched.profile measure", usage="", add_help=False)
     add_machine_options(parser)
     parser.add_argument(
         "--data-dir",
@@ -152,8 +163,6 @@ def _add_slo(commands: Any) -> None:
         "or e2e\nof the online requests; the limit in ms or s, or as +5% above the online requests "
         "alone\nunder stock scheduling; and attainment>=99% of the targets --slo-ttft and "
         "--slo-tpot, or\nattainment>=-1%, at most 1 point below the online requests alone.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--slo",
@@ -166,22 +175,29 @@ def _add_slo(commands: Any) -> None:
     parser.add_argument(
         "--search", choices=sorted(SEARCHES), default="budget", help="default: %(default)s"
     )
-    parser.add_argument("--low", type=float, metavar="X", help="lower end of the range")
-    parser.add_argument("--high", type=float, metavar="X", help="upper end of the range")
+    parser.add_argument("--low", type=number(above=0), metavar="X", help="lower end of the range")
+    parser.add_argument("--high", type=number(above=0), metavar="X", help="upper end of the range")
     parser.add_argument(
         "--tolerance",
-        type=float,
+        type=number(above=0, below=1),
         default=0.05,
         metavar="SHARE",
         help="stop when the value is known to this relative precision (default: %(default)s)",
     )
     parser.add_argument(
-        "--jobs", type=int, default=1, help="simulations at a time (default: %(default)s)"
+        "--jobs",
+        type=whole(at_least=1),
+        default=1,
+        help="simulations at a time (default: %(default)s)",
     )
     parser.add_argument(
-        "--write", type=Path, metavar="FILE", help="write a COSCHED_CONFIG with the value there"
+        "--write",
+        type=output_file,
+        metavar="FILE",
+        help="write a COSCHED_CONFIG with the value there",
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    add_json_option(parser)
     add_workload_options(parser)
     add_machine_options(parser)
     add_config_options(parser)
@@ -199,12 +215,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    _check_folder(arguments.write)
-    for name, least in (("batches", 1), ("repeats", 1)):
-        if getattr(arguments, name) < least:
-            raise ConfigError(f"--{name} is {getattr(arguments, name)}; it must be at least 1")
-    if not 0 < arguments.held_out < 1:
-        raise ConfigError(f"--held-out is {arguments.held_out}; it must be in (0, 1)")
     engine = _virtual_engine if arguments.virtual else _live_engine
     with engine(arguments) as (local, identity, graphs):
         points, about = _measured_points(arguments, local)
@@ -219,7 +229,7 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     profile = Profile(
         points=points, engine=identity, predictor=predictor, held_out=held_out, about=about
     )
-    profile.save(arguments.write)
+    save_output(arguments, arguments.write, profile.save)
     print(f"{len(points)} batches of {identity.model} on {identity.device} in {arguments.write}")
     return {
         "file": str(arguments.write),
@@ -230,21 +240,15 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _check_folder(path: Path) -> None:
-    """Before minutes of work, not after."""
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"--write {path}: there is no folder {path.absolute().parent}")
-
-
 _Engine = tuple[Any, EngineIdentity, GraphSizes | None]
 
 
 @contextlib.contextmanager
 def _virtual_engine(arguments: argparse.Namespace) -> Iterator[_Engine]:
-    from cosched.engine.virtual import VirtualEngine
-
     machine = _machine_parser().parse_args(arguments.rest)
     data_dir = data_dir_of(machine)
+    from cosched.engine.virtual import VirtualEngine
+
     spec = RunSpec(
         scenario=scenario(_POLICY),
         machine=machine_of(machine),
@@ -265,15 +269,20 @@ def _virtual_engine(arguments: argparse.Namespace) -> Iterator[_Engine]:
 
 @contextlib.contextmanager
 def _live_engine(arguments: argparse.Namespace) -> Iterator[_Engine]:
+    given = [flag.partition("=")[0] for flag in arguments.rest]
+    if "--gpu" in given:
+        raise ConfigError(
+            f"--gpu names a modelled GPU ({choices(GPUS)}) and goes with --virtual; a live engine "
+            "is named by --model-path and SGLang's flags"
+        )
+    if "--model-path" not in given and "--model" not in given:
+        raise ConfigError("nothing to measure: name --virtual, or --model-path and SGLang's flags")
     from sglang.srt.server_args import prepare_server_args
 
     from cosched.engine import identity
     from cosched.engine.local import LocalEngine
     from cosched.engine.view_of import graph_sizes_of
 
-    given = [flag.partition("=")[0] for flag in arguments.rest]
-    if "--model-path" not in given and "--model" not in given:
-        raise ConfigError("nothing to measure: name --virtual, or --model-path and SGLang's flags")
     config = Config(policy=_POLICY)
     flags = engine_arguments(arguments.rest, config, mixed_chunk=True)
     if "--log-level" not in given:
@@ -312,12 +321,12 @@ def _measured_points(
             seed=arguments.seed,
             on_iteration=lambda: bar.update(task, advance=1),
         )
-    for number, why in (
+    for count, why in (
         (measured.num_discarded, "whose repeats differ too much"),
         (measured.num_not_run, "that the engine did not run as designed"),
     ):
-        if number:
-            print(f"discarded {number} of {arguments.batches} batches {why}", file=sys.stderr)
+        if count:
+            print(f"discarded {count} of {arguments.batches} batches {why}", file=sys.stderr)
     return measured.points, {
         "versions": versions(),
         "seed": arguments.seed,
@@ -367,10 +376,6 @@ def _row(result: Comparison) -> str:
 
 
 def _slo(arguments: argparse.Namespace) -> dict[str, Any]:
-    if arguments.write is not None:
-        _check_folder(arguments.write)
-    if arguments.jobs < 1:
-        raise ConfigError(f"--jobs is {arguments.jobs}; it must be at least 1")
     goals = [parse_goal(text) for text in arguments.goals]
     wanted = SEARCHES[arguments.search]
     spec = run_spec_of(arguments, scenario(wanted.policy))
@@ -387,10 +392,11 @@ def _slo(arguments: argparse.Namespace) -> dict[str, Any]:
             on_run=lambda what, _: bar.update(task, advance=1, description=f"simulated {what}"),
         )
     _show(answer, goals)
-    if arguments.write is not None and answer.value is not None:
-        config = config_of(spec)
-        changed = msgspec.structs.replace(config, **{wanted.key: answer.value})
-        write_whole(arguments.write, changed.to_json() + "\n")
+    if answer.value is not None:
+        config = msgspec.structs.replace(config_of(spec), **{wanted.key: answer.value})
+        save_output(
+            arguments, arguments.write, lambda path: write_whole(path, config.to_json() + "\n")
+        )
     return {"spec": spec.describe(), **answer.to_dict()}
 
 

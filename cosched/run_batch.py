@@ -12,10 +12,10 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from cosched.command_line import Parser, add_version_option
 from cosched.errors import CoschedError
 from cosched.jobs.call import ExitCode, run_job, validate
-from cosched.jobs.config import DEFAULT_BASE_URL, JobConfig, normal_base_url
-from cosched.jobs.errors import ServerGoneError
+from cosched.jobs.config import ABSENT_WAIT_S, DEFAULT_BASE_URL, JobConfig, normal_base_url
 from cosched.jobs.lines import URLS
 from cosched.jobs.server import check_flags
 
@@ -29,14 +29,13 @@ Each input line is {{"custom_id": "...", "method": "POST", "url": "...", "body":
 with one of the urls {", ".join(URLS)}.
 
 resuming: stop it in any way (Ctrl-C, SIGTERM, kill -9) and give the same command again: it goes on
-where it was, and no line is lost or written twice. To send failed lines once more, delete the
-error file and give the same command again.
+where it was, and no line is lost or written twice. --retry-failed sends failed lines once more.
 
 exit codes:
     0  every line is answered
     1  finished, but some lines failed: see the error file
     2  bad usage, or a file that cannot be read or written
-    3  the server was unreachable for too long, or died
+    3  the server was unreachable for too long, died, or cannot do this
    70  a bug in run_batch
   130  interrupted; the same command resumes
 """
@@ -52,8 +51,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return validate(config) if options.validate else run_job(config)
     except KeyboardInterrupt:
         return _fail("interrupted; the same command resumes", ExitCode.INTERRUPTED)
-    except ServerGoneError as error:
-        return _fail(str(error), ExitCode.SERVER_GONE)
     except CoschedError as error:
         return _fail(str(error), ExitCode.BAD_USAGE)
     except Exception:
@@ -89,14 +86,14 @@ def _config(options: argparse.Namespace, server_flags: list[str]) -> JobConfig:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m cosched.run_batch",
         usage="%(prog)s -i IN.jsonl -o OUT.jsonl [options] [-- SGLANG_FLAGS]",
         description="Answer a JSONL file of OpenAI requests as offline work, beside online "
         "requests on the same server or on a server of its own.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_version_option(parser)
     _add_files(parser)
     _add_server(parser)
     _add_sending(parser)
@@ -122,6 +119,12 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
         help="start anew: empty OUT and the error file. Default: go on where they end",
     )
     group.add_argument(
+        "--retry-failed",
+        action="store_true",
+        help="send the lines that failed in earlier calls again, with those that are still open; "
+        "their errors are kept in the error file's name with .before-retry",
+    )
+    group.add_argument(
         "--max-line-bytes",
         type=int,
         default=_DEFAULTS.max_line_bytes,
@@ -140,6 +143,18 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--api-key", metavar="KEY", help=f"the server's key (default: ${_API_KEY_VARIABLE})"
+    )
+    group.add_argument(
+        "--require-offline",
+        action="store_true",
+        help="refuse a server that would take these requests for chat (default: a warning)",
+    )
+    group.add_argument(
+        "--wait-s",
+        type=float,
+        metavar="S",
+        help="how long to wait at the start where no server listens yet "
+        f"(default: {ABSENT_WAIT_S:g})",
     )
     group.add_argument(
         "--model-path",

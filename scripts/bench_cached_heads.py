@@ -32,7 +32,7 @@ from cosched.simulation.machine import Machine
 from cosched.simulation.parallel import call_all
 from cosched.simulation.run import CostSpec, RunSpec, execute_requests
 from cosched.simulation.scenario import scenario
-from cosched.simulation.versions import versions
+from cosched.versions import versions
 from cosched_traces.workload import Segment, TraceRequest
 
 

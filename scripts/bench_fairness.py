@@ -38,7 +38,7 @@ from cosched.simulation.machine import Machine
 from cosched.simulation.parallel import call_all
 from cosched.simulation.run import CostSpec, RunSpec, execute_requests
 from cosched.simulation.scenario import scenario
-from cosched.simulation.versions import versions
+from cosched.versions import versions
 from cosched_traces.workload import Segment, TraceRequest
 
 RATIOS = (0.0, 0.5, 0.9, 0.95, 0.99, 0.999, 1.0)

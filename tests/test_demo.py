@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from cosched.config import SloConfig
 from cosched.demo.__main__ import main
 from cosched.demo.picture import draw
 from cosched.demo.records import (
@@ -28,6 +29,7 @@ from cosched.demo.workload import WorkloadSpec, chat_prompts, make_chat_trace, m
 from cosched.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
+SLO = SloConfig(ttft_ms=300.0, tpot_ms=20.0)
 SPEC = WorkloadSpec(seconds=20.0, rate_per_s=4.0, num_offline=50)
 
 
@@ -175,14 +177,14 @@ def test_a_job_that_ends_early_is_said_to():
     records = [offline(1.0), offline(4.0)]
     assert summarize_offline(records, num_prompts=2, window_s=10.0).job_ended_s == 4.0
     load = Load.of(WorkloadSpec(seconds=5.0, num_offline=2), concurrency=1)
-    result = result_of(measured("sarathi", delay_s=0.1), load)
+    result = result_of(measured("sarathi", delay_s=0.1), load, SLO)
     assert any("the job was done 2 s into the window" in line for line in notes([result]))
 
 
 def test_scenarios_are_compared_with_online_only():
     load = Load.of(SPEC, concurrency=1)
     runs = [measured("online-only", delay_s=0.1), measured("sglang", delay_s=0.3)]
-    results = [result_of(run, load) for run in runs]
+    results = [result_of(run, load, SLO) for run in runs]
     entry = json.loads(json.dumps(json_entry(config={}, seed=7, results=results)))
     assert entry["seed"] == 7 and entry["versions"]["sglang"]
     stock = entry["results"][1]
@@ -204,9 +206,52 @@ def test_a_failed_request_is_pointed_out():
         server_start_s=1.0,
         load_average=100.0 * (os.cpu_count() or 1),
     )
-    lines = "\n".join(notes([result_of(run, load)]))
+    lines = "\n".join(notes([result_of(run, load, SLO)]))
     assert "1 of 1 online requests have no whole answer" in lines and "HTTP 500" in lines
     assert "others used the machine" in lines
+
+
+def test_a_client_that_was_late_itself_is_marked():
+    load = Load.of(SPEC, concurrency=1)
+
+    def result(delay_s):
+        record = online(arrival_s=1.0, sent_s=1.0 + delay_s, chunks_s=[2.0, 2.1])
+        return result_of(
+            Measured(
+                scenario=Scenario.named("sglang"),
+                online=(record,),
+                offline=(),
+                server_start_s=1.0,
+                load_average=0.0,
+            ),
+            load,
+            SLO,
+        )
+
+    late, in_time = result(5.193), result(0.01)
+    assert "up to 5.2 s late" in "\n".join(notes([late])) and not notes([in_time])
+    names = list(results_table([late, in_time]).columns[0].cells)
+    assert names == ["sglang (!)", "sglang"]
+    entry = json_entry(config={}, seed=0, results=[late, in_time])
+    assert [found["is_client_late"] for found in entry["results"]] == [True, False]
+
+
+def test_in_a_log_each_phase_is_a_line(capsys):
+    from rich.console import Console
+    from rich.progress import Progress as Bars
+
+    from cosched.demo.__main__ import _bar
+    from cosched.demo.scenario import Progress
+
+    show = _bar(Bars(console=Console(stderr=True, force_terminal=False), disable=True), "hygen")
+    for text in ("server starts", "warm-up", "online: 1/9 sent", "online: 2/9 sent"):
+        show(Progress(text=text, done_s=1.0, total_s=40.0))
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[2].strip() for line in lines] == [
+        "server starts (1/40 s)",
+        "warm-up (1/40 s)",
+        "online",
+    ]
 
 
 def test_the_picture_is_drawn_also_where_nothing_was_answered(tmp_path):
@@ -220,7 +265,13 @@ def test_the_picture_is_drawn_also_where_nothing_was_answered(tmp_path):
     )
     runs = [measured("online-only", delay_s=0.1), measured("sglang", delay_s=0.3), nothing]
     path = tmp_path / "new" / "demo.png"
-    draw([(run, result_of(run, load)) for run in runs], load=load, path=path, caption="c")
+    draw(
+        [(run, result_of(run, load, SLO)) for run in runs],
+        load=load,
+        slo=SLO,
+        path=path,
+        caption="c",
+    )
     assert path.read_bytes().startswith(b"\x89PNG")
 
 

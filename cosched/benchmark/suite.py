@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from cosched.benchmark.progress import progress_of_runs
 from cosched.benchmark.throttled import (
     CEILING,
+    NUM_TRIED,
     THROTTLED,
     highest_rate,
     needs_a_rate,
     sweep_rates,
 )
 from cosched.benchmark.tuned import TUNED, choose_tuned, other_order, tuned_candidates
-from cosched.errors import ConfigError, choices
 from cosched.metrics.summary import Summary
 from cosched.simulation.parallel import execute_all
 from cosched.simulation.run import RunResult, RunSpec, summarize_run
 from cosched.simulation.scenario import SCENARIOS, scenario
 from cosched.simulation.store import ResultStore
 
-__all__ = ["ALL_SCENARIOS", "OFFLINE_ONLY", "Row", "SuiteResult", "run_suite"]
+__all__ = [
+    "ALL_SCENARIOS",
+    "OFFLINE_ONLY",
+    "Row",
+    "SuiteResult",
+    "known_scenario",
+    "num_runs",
+    "run_suite",
+]
 
 OFFLINE_ONLY = tuple(name for name, entry in SCENARIOS.items() if not entry.has_online)
 
@@ -80,6 +88,26 @@ class SuiteResult:
     sweeps: Mapping[str, Mapping[str, Row]]
 
 
+def known_scenario(name: str) -> str:
+    """The same name. ConfigError unless `run_suite` knows it."""
+    if name != TUNED:
+        scenario(name, also=(TUNED,))
+    return name
+
+
+def num_runs(base: RunSpec, names: Sequence[str]) -> tuple[int, bool]:
+    """How many simulations `run_suite` makes, and whether that is an estimate."""
+    is_searched = THROTTLED in names and needs_a_rate(base)
+    count = sum(name not in (TUNED, THROTTLED) for name in names)
+    if TUNED in names:
+        count += len(tuned_candidates(base)) + 1
+    if THROTTLED in names:
+        count += 1 + NUM_TRIED if is_searched else 1
+    if is_searched and CEILING in names:
+        count -= 1
+    return count, is_searched
+
+
 def run_suite(
     base: RunSpec,
     names: Sequence[str],
@@ -88,6 +116,7 @@ def run_suite(
     quiet: bool = False,
     label: str = "",
     store: ResultStore | None = None,
+    on_run: Callable[[str, RunResult], None] | None = None,
 ) -> SuiteResult:
     """Run scenarios that differ from `base` in the scenario alone.
 
@@ -95,10 +124,12 @@ def run_suite(
     (`cosched.benchmark.tuned`); so is ``hygen-throttled`` over rates, unless `base` gives one
     (`cosched.benchmark.throttled`). ConfigError names an unknown scenario.
     """
-    known = {*SCENARIOS, TUNED}
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise ConfigError(f"unknown scenario {unknown[0]!r}; choose from {choices(known)}")
+    for name in names:
+        known_scenario(name)
+    if on_run is None:
+        total, is_estimate = num_runs(base, names)
+        with progress_of_runs(label, total=total, is_estimate=is_estimate, quiet=quiet) as on_run:
+            return run_suite(base, names, num_jobs=num_jobs, store=store, on_run=on_run)
     is_searched = THROTTLED in names and needs_a_rate(base)
     swept = {TUNED, THROTTLED} if is_searched else {TUNED}
     specs = {name: _spec(base, name) for name in names if name not in swept}
@@ -106,7 +137,7 @@ def run_suite(
     ceilings = {CEILING: _spec(base, CEILING)} if is_searched else {}
 
     def execute(runs: Mapping[str, RunSpec]) -> dict[str, RunResult]:
-        return _execute(runs, num_jobs=num_jobs, quiet=quiet, label=label, store=store)
+        return _execute(runs, num_jobs=num_jobs, store=store, on_run=on_run)
 
     results = execute({**specs, **candidates, **ceilings})
     ceiling = max(
@@ -138,14 +169,13 @@ def run_suite(
         rows[TUNED] = replace(sweep[best], name=f"{TUNED} ({best})")
         sweeps[TUNED] = sweep
     if is_searched:
-        with progress_of_runs(f"{label} {THROTTLED}", total=None, quiet=quiet) as on_run:
-            tried, best = sweep_rates(
-                base,
-                highest=highest_rate(results[CEILING]),
-                num_jobs=num_jobs,
-                store=store,
-                on_run=on_run,
-            )
+        tried, best = sweep_rates(
+            base,
+            highest=highest_rate(results[CEILING]),
+            num_jobs=num_jobs,
+            store=store,
+            on_run=on_run,
+        )
         sweep = {name: row(name, result) for name, result in tried.items()}
         rows[THROTTLED] = replace(sweep[best], name=f"{THROTTLED} ({best})")
         sweeps[THROTTLED] = sweep
@@ -173,14 +203,12 @@ def _execute(
     specs: Mapping[str, RunSpec],
     *,
     num_jobs: int,
-    quiet: bool,
-    label: str,
     store: ResultStore | None,
+    on_run: Callable[[str, RunResult], None],
 ) -> dict[str, RunResult]:
     names = list(specs)
     results: dict[str, RunResult] = {}
-    with progress_of_runs(label, total=len(names), quiet=quiet) as on_run:
-        for index, result in execute_all([specs[n] for n in names], num_jobs=num_jobs, store=store):
-            results[names[index]] = result
-            on_run(names[index], result)
+    for index, result in execute_all([specs[n] for n in names], num_jobs=num_jobs, store=store):
+        results[names[index]] = result
+        on_run(names[index], result)
     return results

@@ -12,7 +12,7 @@ from cosched.simulation.scenario import scenario
 from cosched.simulation.slo_search import SEARCHES, find_largest
 from cosched.simulation.store import ResultStore
 
-__all__ = ["CEILING", "THROTTLED", "highest_rate", "needs_a_rate", "sweep_rates"]
+__all__ = ["CEILING", "NUM_TRIED", "THROTTLED", "highest_rate", "needs_a_rate", "sweep_rates"]
 
 SEARCH = "offline-rate"
 
@@ -28,7 +28,10 @@ SPAN = 30.0
 """The highest rate that is searched over the lowest."""
 
 TOLERANCE = 0.1
-"""Relative precision of the rate; with `SPAN` a search takes about eight runs."""
+"""Relative precision of the rate."""
+
+NUM_TRIED = 8
+"""About as many runs a search takes with that precision and `SPAN`."""
 
 
 def needs_a_rate(base: RunSpec) -> bool:

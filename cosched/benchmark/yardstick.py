@@ -8,16 +8,19 @@ on each of 100 documents, shuffled.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
+from cosched.benchmark.progress import progress_of_runs
 from cosched.benchmark.report import markdown_table
-from cosched.benchmark.suite import SuiteResult, run_suite
+from cosched.benchmark.suite import SuiteResult, num_runs, run_suite
+from cosched.errors import ConfigError, choices
 from cosched.simulation.options import data_dir_of, run_spec_of
-from cosched.simulation.run import RunSpec, WorkloadSpec
+from cosched.simulation.run import RunResult, RunSpec, WorkloadSpec
 from cosched.simulation.scenario import SCENARIOS, scenario
 from cosched.simulation.store import ResultStore
-from cosched.simulation.versions import versions
+from cosched.versions import versions
 
 __all__ = ["WORKLOADS", "run_yardstick", "yardstick_page"]
 
@@ -62,13 +65,35 @@ def run_yardstick(
         for key, offline in WORKLOADS.items()
         if arguments.offline in (None, key, offline.workload)
     }
-    suites = {}
-    for key, offline in chosen.items():
-        spec = _spec(arguments, offline)
-        suites[offline.title] = run_suite(
-            spec, names, num_jobs=num_jobs, quiet=quiet, label=f"({key})", store=store
+    if not chosen:
+        raise ConfigError(
+            f"--offline {arguments.offline!r} is no set of the yardstick; choose from "
+            f"{choices([*WORKLOADS, *(offline.workload for offline in WORKLOADS.values())])}"
         )
+    specs = {key: _spec(arguments, offline) for key, offline in chosen.items()}
+    planned = [num_runs(spec, names) for spec in specs.values()]
+    suites = {}
+    with progress_of_runs(
+        "yardstick",
+        total=sum(count for count, _ in planned),
+        is_estimate=any(is_estimate for _, is_estimate in planned),
+        quiet=quiet,
+    ) as on_run:
+        for key, spec in specs.items():
+            suites[chosen[key].title] = run_suite(
+                spec,
+                names,
+                num_jobs=num_jobs,
+                store=store,
+                on_run=partial(_on_run_of, key, on_run),
+            )
     return suites
+
+
+def _on_run_of(
+    key: str, on_run: Callable[[str, RunResult], None], name: str, result: RunResult
+) -> None:
+    on_run(f"({key}) {name}", result)
 
 
 def _spec(arguments: argparse.Namespace, offline: _OfflineSet) -> RunSpec:

@@ -43,17 +43,27 @@ def read_log(path: Path, *, report: Callable[[str], None]) -> Iterator[Entry]:
     """The decisions of a log in their order, from the oldest part that is left.
 
     A line that cannot be used is left out, and `report` gets file, line number and reason.
-    ConfigError when there is no such file, or when another version wrote it.
+    So is a part that does not begin with a header. ConfigError when there is no such file, when it
+    is no decision log, and when another version wrote it.
     """
-    for part in parts_of(path):
+    parts = parts_of(path)
+    for part in parts:
         reader = _PartReader()
         with part.open("rb") as file:
             for number, line in enumerate(file, 1):
                 try:
                     entry = reader.read(line)
                 except _BadLineError as error:
-                    report(f"{part}:{number}: {error}")
-                    continue
+                    if reader.has_header:
+                        report(f"{part}:{number}: {error}")
+                        continue
+                    if len(parts) == 1:
+                        raise ConfigError(
+                            f"{str(part)!r} is no decision log: it does not begin with a header "
+                            f"({error})"
+                        ) from None
+                    report(f"{part}:{number}: no header, so this part is left out ({error})")
+                    break
                 if entry is not None:
                     yield entry
 
@@ -72,6 +82,10 @@ class _PartReader:
         self._first_tokens: dict[int, float] = {}
         self._shapes: Shapes = (None, None)
         self._belief: Belief | None = None
+
+    @property
+    def has_header(self) -> bool:
+        return self._header is not None
 
     def read(self, line: bytes) -> Entry | None:
         """None for a header."""

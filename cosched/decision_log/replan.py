@@ -18,6 +18,9 @@ from cosched.policy.registry import policy_entry
 
 __all__ = ["Replanned", "replan"]
 
+_HOPELESS = 20
+"""After so many plans without one that can be made, the others are not tried."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Replanned:
@@ -25,6 +28,8 @@ class Replanned:
 
     num_equal         plans equal in everything: work, reasons, limits
     num_same_work     plans that compute, hold and stop the same
+    num_cut           plans of another policy that were made from those waiting requests alone that
+                      the recorded one looked at, though more waited
     num_unanswered    plans that could not be made, for the policy asks for what was not recorded
     first_difference  the first plan that is not equal, and how; None: all are
     """
@@ -33,14 +38,18 @@ class Replanned:
     num_plans: int = 0
     num_equal: int = 0
     num_same_work: int = 0
+    num_cut: int = 0
     num_unanswered: int = 0
     first_difference: str | None = None
 
 
 def replan(entries: Iterable[Entry], *, policy: str | None = None) -> Replanned:
     """Plan every recorded view with the named policy, or with the recorded one, built with the
-    recorded settings and asked with the recorded belief. ConfigError for a policy that plans
-    nothing, and for a log without decisions."""
+    recorded settings and asked with the recorded belief.
+
+    Another policy sees of what waits what the recorded one looked at. ConfigError for a policy that
+    plans nothing, for one that asks from the beginning for what this log does not hold, and for a
+    log without decisions."""
     planner: _Planner | None = None
     for entry in entries:
         if planner is None:
@@ -53,9 +62,14 @@ def replan(entries: Iterable[Entry], *, policy: str | None = None) -> Replanned:
 
 class _Planner:
     def __init__(self, header: Header, policy: str) -> None:
-        make = policy_entry(policy).make
+        entry = policy_entry(policy)
+        make = entry.make
         if make is None:
             raise ConfigError(f"policy {policy!r} leaves all decisions to SGLang")
+        self._recorded = header.policy
+        self._is_another = policy != header.policy
+        self._by_arrival = self._is_another and entry.pool is None
+        self._num_made = self._num_not_made = 0  # of views in which there was something to plan
         self._believed = _Believed()
         self._policy: Policy = make(header.settings(self._believed))
         self.replanned = Replanned(policy=policy)
@@ -64,12 +78,16 @@ class _Planner:
         self._believed.use(entry)
         result = self.replanned
         result.num_plans += 1
+        view = RecordedView(entry, by_another=self._is_another, by_arrival=self._by_arrival)
         try:
-            plan = self._policy.plan(RecordedView(entry))
+            plan = self._policy.plan(view)
         except NotRecordedError as error:
             result.num_unanswered += 1
             differences = [f"the policy asks for {error}, which was not recorded"]
+            self._count_not_made(entry, differences[0])
         else:
+            self._num_made += _has_work(entry)
+            result.num_cut += view.is_cut
             recorded = recorded_plan(entry)
             differences = list(_work_differences(recorded, plan))
             result.num_same_work += not differences
@@ -79,6 +97,19 @@ class _Planner:
         elif result.first_difference is None:
             number, now_s = entry.decision.number, entry.decision.view.now_s
             result.first_difference = f"iteration {number} at {now_s:.3f} s: {differences[0]}"
+
+    def _count_not_made(self, entry: Entry, why: str) -> None:
+        self._num_not_made += _has_work(entry)
+        if self._is_another and not self._num_made and self._num_not_made >= _HOPELESS:
+            raise ConfigError(
+                f"policy {self.replanned.policy!r} cannot plan from a log of {self._recorded!r}: "
+                f"none of the first {_HOPELESS} plans can be made; {why}"
+            )
+
+
+def _has_work(entry: Entry) -> bool:
+    view = entry.decision.view
+    return bool(view.running or view.unfinished or view.online or view.offline)
 
 
 class _Believed(Predictor):

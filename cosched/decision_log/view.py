@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -53,15 +53,21 @@ class _Looked:
     """The requests of a queue that were looked at.
 
     is_all  there were no others
+    on_end  called where there were others, and a policy asks for them
     """
 
     requests: Sequence[Request]
     is_all: bool
     name: str
+    on_end: Callable[[], None] | None = None
 
     def __iter__(self) -> Iterator[Request]:
         yield from self.requests
-        if not self.is_all:
+        if self.is_all:
+            return
+        if self.on_end is not None:
+            self.on_end()
+        else:
             raise NotRecordedError(
                 f"{self.name} requests behind the first {len(self.requests)} that wait"
             )
@@ -109,10 +115,18 @@ class _RecordedOrder(Iterator[Request]):
 
 
 class RecordedView:
-    """Implements `cosched.core.view.View`. NotRecordedError names what the log does not hold."""
+    """Implements `cosched.core.view.View`. NotRecordedError names what the log does not hold.
 
-    def __init__(self, entry: Entry) -> None:
+    is_cut  another policy looked further into a queue than the recorded one did, and was told that
+            it ends there
+    """
+
+    def __init__(self, entry: Entry, *, by_another: bool = False, by_arrival: bool = False) -> None:
+        """by_another  for another policy than the recorded one: a queue ends where that one
+                       stopped to look
+        by_arrival  and it takes offline requests in the order of arrival"""
         state = entry.decision.view
+        self.is_cut = False
         self._entry = entry
         self._state = state
         self.caps: EngineCaps = entry.header.caps
@@ -128,15 +142,29 @@ class RecordedView:
         self._online = self._requests(state.online)
         self._offline = self._requests(state.offline)
         self.online: Iterable[Request] = _Looked(
-            requests=self._online, is_all=state.online_is_all, name="online"
+            requests=self._online,
+            is_all=state.online_is_all,
+            name="online",
+            on_end=self._cut if by_another else None,
         )
-        looked_at = _Looked(requests=self._offline, is_all=state.offline_is_all, name="offline")
+        waiting = self._offline
+        if by_arrival:
+            waiting.sort(key=lambda request: request.arrival_seq)
+        looked_at = _Looked(
+            requests=waiting,
+            is_all=state.offline_is_all,
+            name="offline",
+            on_end=self._cut if by_another else None,
+        )
         self.offline: Iterable[Request] = looked_at
-        if state.offline_is_sharing:
+        if state.offline_is_sharing and not by_arrival:
             self.offline = _RecordedOrder(looked_at, state)
         self.num_offline = state.num_offline
         self.backlog = state.backlog
         self.offline_limits = state.offline_limits or OfflineLimits()
+
+    def _cut(self) -> None:
+        self.is_cut = True
 
     def running_of(self, request_class: RequestClass) -> Decodes:
         return Decodes.of([r for r in self.running if r.request_class is request_class])

@@ -10,6 +10,7 @@ import asyncio
 import json
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +19,9 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
-from cosched.demo.picture import check_can_draw, draw
+from cosched.command_line import PORT, Parser, add_version_option, checked, output_folder
+from cosched.config import SloConfig
+from cosched.demo.picture import draw
 from cosched.demo.report import Result, json_entry, notes, result_of, results_table
 from cosched.demo.scenario import (
     ONLINE_ONLY,
@@ -34,7 +37,8 @@ from cosched.demo.scenario import (
 from cosched.demo.workload import WorkloadSpec
 from cosched.demo_model import SIZES, ensure_demo_model
 from cosched.errors import ConfigError, CoschedError
-from cosched.policy.registry import POLICIES
+from cosched.metrics.figure import check_can_draw
+from cosched.policy.registry import known_policy, policy_names
 
 __all__ = ["main"]
 
@@ -45,10 +49,9 @@ _SERVER_FLAGS = (
     *("--max-running-requests", "16"),
     *("--max-total-tokens", "32768"),
     *("--mem-fraction-static", "0.2"),  # a model this small needs no more where there is a GPU
-    # Targets of the policies that know any: about twice what chat alone takes on two CPU cores.
-    *("--cosched-slo-ttft-ms", "300"),
-    *("--cosched-slo-tpot-ms", "20"),
 )
+_START_S = 45.0  # to start a server, to warm it up and to stop it, on two cores
+_LOG_EVERY_S = 10.0
 _TABLE_WIDTH = 112  # of a table that goes to a file
 _EPILOG = """
 Scenarios are 'online-only' (policy sarathi, no offline job) and the names of policies, under which
@@ -59,7 +62,11 @@ The last line printed is one JSON object with all numbers. Ctrl-C stops the serv
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoConfig:
-    """Everything the demo was told. `port` None: any that is free."""
+    """Everything the demo was told. `port` None: any that is free.
+
+    slo_ttft_ms, slo_tpot_ms  for the policies that know targets: about twice what chat alone takes
+                              on two CPU cores
+    """
 
     workload: WorkloadSpec
     scenarios: tuple[str, ...] = (ONLINE_ONLY, "sglang", "priority", "sarathi", "hygen")
@@ -68,6 +75,17 @@ class DemoConfig:
     port: int | None = None
     out: Path = Path("out/demo.png")
     server_flags: tuple[str, ...] = _SERVER_FLAGS
+    slo_ttft_ms: float = 300.0
+    slo_tpot_ms: float = 20.0
+
+    @property
+    def slo(self) -> SloConfig:
+        return SloConfig(ttft_ms=self.slo_ttft_ms, tpot_ms=self.slo_tpot_ms)
+
+    def flags(self) -> tuple[str, ...]:
+        """Of every scenario's server."""
+        ttft = ("--cosched-slo-ttft-ms", f"{self.slo_ttft_ms:g}")
+        return (*self.server_flags, *ttft, "--cosched-slo-tpot-ms", f"{self.slo_tpot_ms:g}")
 
     def __post_init__(self) -> None:
         if self.out.suffix != ".png":
@@ -96,20 +114,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> DemoConfig:
     workload = WorkloadSpec()
     config = DemoConfig(workload=workload)
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m cosched.demo",
         description="Serve a small model and measure, policy by policy, what an offline job costs "
-        "the online requests beside it: a table, a picture, and JSON.",
+        "the online requests beside it: a table, a picture, and JSON.\nOn two CPU cores it takes "
+        f"about {_expected_min(config):.0f} minutes, and wants the machine for itself.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_version_option(parser)
     parser.add_argument(
         "--scenarios",
         nargs="+",
-        choices=[ONLINE_ONLY, *sorted(POLICIES)],
+        type=checked(_scenario_name),
         default=list(config.scenarios),
         metavar="NAME",
-        help=f"of {ONLINE_ONLY}, {', '.join(sorted(POLICIES))} "
+        help=f"of {ONLINE_ONLY}, {', '.join(policy_names())}, or yours as module:Class "
         f"(default: {' '.join(config.scenarios)})",
     )
     parser.add_argument(
@@ -148,11 +167,11 @@ def _parse(argv: Sequence[str] | None) -> DemoConfig:
         help="of the model (default: %(default)s)",
     )
     parser.add_argument(
-        "--port", type=int, metavar="N", help="of the servers (default: one that is free)"
+        "--port", type=PORT, metavar="N", help="of the servers (default: one that is free)"
     )
     parser.add_argument(
         "--out",
-        type=Path,
+        type=_picture,
         default=config.out,
         metavar="PNG",
         help="the picture; servers' logs go beside it (default: %(default)s)",
@@ -172,6 +191,22 @@ def _parse(argv: Sequence[str] | None) -> DemoConfig:
     )
 
 
+def _expected_min(config: DemoConfig) -> float:
+    per_scenario_s = _START_S + config.workload.seconds
+    return max(1.0, len(config.scenarios) * per_scenario_s / 60)
+
+
+def _scenario_name(name: str) -> str:
+    return name if name == ONLINE_ONLY else known_policy(name)
+
+
+def _picture(text: str) -> Path:
+    path = output_folder(str(Path(text).absolute().parent)) / Path(text).name
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder")
+    return Path(text)
+
+
 def _run(config: DemoConfig) -> None:
     try:
         config.out.parent.mkdir(parents=True, exist_ok=True)
@@ -180,13 +215,23 @@ def _run(config: DemoConfig) -> None:
     load = Load.of(config.workload, concurrency=config.concurrency)
     server = ServerSpec(
         model_path=str(ensure_demo_model(size=config.size, dtype=_DTYPE)),
-        flags=config.server_flags,
+        flags=config.flags(),
         port=config.port,
     )
+    print(
+        f"demo: {len(config.scenarios)} scenarios of {config.workload.seconds:g} s, each on a "
+        f"server of its own: about {_expected_min(config):.0f} minutes",
+        file=sys.stderr,
+        flush=True,
+    )
     measured = asyncio.run(_measure_all(config, server, load))
-    runs = [(found, result_of(found, load)) for found in measured]
+    runs = [(found, result_of(found, load, config.slo)) for found in measured]
     results = [result for _, result in runs]
-    draw(runs, load=load, path=config.out, caption=_caption(config, load))
+    caption = _caption(config, load)
+    try:
+        draw(runs, load=load, slo=config.slo, path=config.out, caption=caption)
+    except OSError as error:  # the numbers are not lost with the picture
+        print(f"demo: cannot write {config.out}: {error.strerror}", file=sys.stderr, flush=True)
     _print_results(config, results)
 
 
@@ -203,7 +248,7 @@ async def _measure_all(config: DemoConfig, server: ServerSpec, load: Load) -> li
         TextColumn("{task.fields[text]}"),
     )
     measured = []
-    with Bars(*columns, console=console) as bars:
+    with Bars(*columns, console=console, disable=not console.is_terminal) as bars:
         for name in config.scenarios:
             found = await run_scenario(
                 Scenario.named(name),
@@ -217,9 +262,22 @@ async def _measure_all(config: DemoConfig, server: ServerSpec, load: Load) -> li
 
 
 def _bar(bars: Bars, name: str) -> Show:
+    """A bar on a terminal; in a log a line for each new phase, and one now and then."""
     task = bars.add_task(name, text="", total=None)
+    is_log = not bars.console.is_terminal
+    last_phase, next_s = "", 0.0
 
     def show(progress: Progress) -> None:
+        nonlocal last_phase, next_s
+        phase, now_s = progress.text.partition(":")[0], time.monotonic()
+        if is_log and (phase != last_phase or now_s >= next_s):
+            last_phase, next_s = phase, now_s + _LOG_EVERY_S
+            done_s = min(max(0.0, progress.done_s), progress.total_s)
+            print(
+                f"demo: {name}: {progress.text} ({done_s:.0f}/{progress.total_s:.0f} s)",
+                file=sys.stderr,
+                flush=True,
+            )
         bars.update(
             task,
             total=progress.total_s,

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from cosched.config import SloConfig
 from cosched.demo.records import (
     OfflineSummary,
     OnlineSummary,
@@ -20,8 +18,11 @@ from cosched.demo.records import (
     summarize_online,
 )
 from cosched.demo.scenario import ONLINE_ONLY, Load, Measured
+from cosched.versions import versions
 
-__all__ = ["Result", "json_entry", "notes", "result_of", "results_table", "versions"]
+__all__ = ["Result", "json_entry", "notes", "result_of", "results_table"]
+
+_LATE_SHARE = 0.5
 
 # Load average per core. The server that was just started makes some load of its own.
 _BUSY_LOAD = 1.5
@@ -37,6 +38,13 @@ class Result:
     offline: OfflineSummary | None
     server_start_s: float
     load_average: float
+    slo_ttft_ms: float
+
+    @property
+    def is_client_late(self) -> bool:
+        """Whether the numbers say more of a client that did not get the processor than of the
+        server: it was later, once, than half of the TTFT target."""
+        return self.online.max_client_delay_ms > _LATE_SHARE * self.slo_ttft_ms
 
     def latencies(self) -> dict[str, float | None]:
         """The four numbers that the table shows and that scenarios are compared by."""
@@ -49,7 +57,7 @@ class Result:
         }
 
 
-def result_of(measured: Measured, load: Load) -> Result:
+def result_of(measured: Measured, load: Load, slo: SloConfig) -> Result:
     scenario = measured.scenario
     offline = None
     if scenario.has_offline:
@@ -63,21 +71,26 @@ def result_of(measured: Measured, load: Load) -> Result:
         offline=offline,
         server_start_s=measured.server_start_s,
         load_average=measured.load_average,
+        slo_ttft_ms=slo.ttft_ms,
     )
 
 
 def results_table(results: Sequence[Result]) -> Table:
     """A row per scenario; in brackets how many times the value of online-only it is."""
-    table = Table(title="Online latency as the client saw it, and the offline work done beside it")
+    table = Table(
+        title="Online latency as the client saw it, in ms and in times of online-only, and the "
+        "offline work done beside it"
+    )
     table.add_column("scenario")
     for name in ("TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99"):
         table.add_column(f"{name}\n[ms]", justify="right")
-    for name in ("offline\nrequests/s", "offline\ntokens/s", "job done"):
+    for name in ("offline\n[requests/s]", "offline\n[tokens/s]", "job done\n[requests]"):
         table.add_column(name, justify="right")
     for result in results:
         ratios = _ratios(result, results)
         cells = [_with_ratio(value, ratios[name]) for name, value in result.latencies().items()]
-        table.add_row(result.name, *cells, *_offline_cells(result.offline))
+        mark = " (!)" if result.is_client_late else ""
+        table.add_row(result.name + mark, *cells, *_offline_cells(result.offline))
     return table
 
 
@@ -90,6 +103,12 @@ def notes(results: Sequence[Result]) -> list[str]:
             lines.append(
                 f"{result.name}: others used the machine too (load average "
                 f"{result.load_average:.1f} on {os.cpu_count()} cores before the window)"
+            )
+        if result.is_client_late:
+            lines.append(
+                f"{result.name}: not to be trusted: this client itself sent requests up to "
+                f"{online.max_client_delay_ms / 1e3:.1f} s late, as the machine was too busy; run "
+                "it again when nothing else runs, or with a lower --rate"
             )
         if online.num_failed:
             lines.append(
@@ -119,6 +138,7 @@ def json_entry(*, config: dict[str, Any], seed: int, results: Sequence[Result]) 
         "results": [
             {
                 **_rounded(asdict(result)),
+                "is_client_late": result.is_client_late,
                 "latencies": _rounded(result.latencies()),
                 "ratio_to_online_only": _rounded(_ratios(result, results)),
             }
@@ -154,34 +174,6 @@ def _offline_cells(offline: OfflineSummary | None) -> tuple[str, str, str]:
         f"{offline.tokens_per_s:,.0f}",
         f"{offline.num_done}/{offline.num_prompts}",
     )
-
-
-def versions() -> dict[str, str | None]:
-    """Of what makes the numbers; None where it cannot be told."""
-    return {
-        **{package: _version(package) for package in ("cosched", "sglang", "torch")},
-        "python": platform.python_version(),
-        "git": _git_commit(),
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # run from a checkout that was not installed
-        return None
-
-
-def _git_commit() -> str | None:
-    """The commit of the checkout this code is in; with `-dirty` where files differ from it."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    try:
-        found = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):  # installed from a package
-        return None
-    return found.stdout.strip()
 
 
 def _rounded(value: Any) -> Any:

@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 ONLINE_ONLY = "online-only"
-MODEL = "cosched-demo"
+MODEL = "demo"
 
 _LEAD_S = 3.0  # by which the offline job is ahead of the window, which then sees it under way
 _PATIENCE_S = 60.0  # for online requests that are unanswered when the window closes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,11 @@ def engine_arguments(argv: Sequence[str], config: Config, *, mixed_chunk: bool) 
             continue
         if not _given(argv, flag):
             arguments += argument
-    if not cosched.bootstrap.has_cuda() and not _given(argv, "--device"):
-        arguments += ["--device", "cpu"]
+    device = _value(argv, "--device")
+    if not cosched.bootstrap.has_cuda() and device in (None, "cpu"):
+        if device is None:
+            _check_no_gpu_is_left_out()
+            arguments += ["--device", "cpu"]
         if not _given(argv, "--attention-backend"):
             arguments += ["--attention-backend", "torch_native"]
         if not _given(argv, "--mem-fraction-static", "--max-total-tokens"):
@@ -43,6 +47,33 @@ def engine_arguments(argv: Sequence[str], config: Config, *, mixed_chunk: bool) 
             # An idle scheduler would otherwise keep a whole core busy asking for requests.
             arguments.append("--sleep-on-idle")
     return arguments
+
+
+def _check_no_gpu_is_left_out() -> None:
+    """ConfigError where there is a GPU that torch cannot use: a server would run on the CPU, and
+    nobody would know why it is slow."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        return
+    try:
+        listed = subprocess.run(
+            ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=30
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return
+    if not listed.stdout.startswith("GPU"):
+        return
+    import torch
+
+    built = torch.version.cuda
+    reason = (
+        f"torch {torch.__version__} is built without CUDA; install its CUDA build (scripts/setup "
+        "says how)"
+        if built is None
+        else f"torch, built for CUDA {built}, sees none: is the driver too old for it?"
+    )
+    raise ConfigError(
+        f"nvidia-smi lists a GPU, but {reason}. To serve on the CPU all the same, give --device cpu"
+    )
 
 
 def _value(argv: Sequence[str], *flags: str) -> str | None:

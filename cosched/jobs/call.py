@@ -11,13 +11,13 @@ import signal
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
-from cosched.errors import ConfigError
+from cosched.errors import ConfigError, CoschedError
 from cosched.jobs.client import Client, RetryRules
 from cosched.jobs.config import JobConfig
-from cosched.jobs.errors import ServerGoneError
+from cosched.jobs.errors import DiskError, ServerGoneError, ServerRefusedError
 from cosched.jobs.journal import Journal, JournalPaths
 from cosched.jobs.lines import BadLine
 from cosched.jobs.progress import make_reporter
@@ -53,15 +53,71 @@ class ExitCode(IntEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ending:
     exit_code: ExitCode
-    message: str | None
-    counts: JobCounts
+    message: str | None = None
+
+
+class _StoppedError(Exception):
+    """By a signal, in order."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Standing:
+    """How far a call has come; what it has not come to is None."""
+
+    source: Source | None = None
+    journal: Journal | None = None
+    counts: JobCounts = field(default_factory=JobCounts)
 
 
 def run_job(config: JobConfig) -> ExitCode:
-    """Run the job to its end, or to an interruption. Raises CoschedError before it has begun."""
+    """Run the job to its end, or to what stops it, and report."""
     began_s = time.monotonic()
+    standing = _Standing()
+    try:
+        ending = _run(config, standing)
+    except KeyboardInterrupt:
+        message = "interrupted; the same command resumes"
+        ending = _Ending(exit_code=ExitCode.INTERRUPTED, message=message)
+    except _StoppedError as error:
+        ending = _Ending(exit_code=ExitCode.INTERRUPTED, message=str(error))
+    except DiskError as error:
+        message = f"{error}\nTo go on when it can be written, {_again(config)}"
+        ending = _Ending(exit_code=ExitCode.BAD_USAGE, message=message)
+    except ServerRefusedError as error:
+        ending = _Ending(exit_code=ExitCode.SERVER_GONE, message=str(error))
+    except ServerGoneError as error:
+        message = f"{error}\nTo go on when it is back, {_again(config)}"
+        ending = _Ending(exit_code=ExitCode.SERVER_GONE, message=message)
+    except CoschedError as error:
+        ending = _Ending(exit_code=ExitCode.BAD_USAGE, message=str(error))
+    if ending.message:
+        _say(ending.message)
+    counts, journal = standing.counts, standing.journal
+    print_report(
+        exit_code=ending.exit_code,
+        message=ending.message,
+        config=config.as_json(),
+        results=job_results(
+            counts={
+                "lines": standing.source.num_lines if standing.source else 0,
+                "empty": counts.num_empty,
+                "answered": journal.num_answered if journal else 0,
+                "failed": journal.num_failed if journal else 0,
+                "answered_now": counts.num_answered,
+                "failed_now": counts.num_failed,
+            },
+            failed_by_code=dict(counts.failed_by_code),
+            prompt_tokens=counts.prompt_tokens,
+            completion_tokens=counts.completion_tokens,
+            seconds=time.monotonic() - began_s,
+        ),
+    )
+    return ending.exit_code
+
+
+def _run(config: JobConfig, standing: _Standing) -> _Ending:
     _allow_connections(config.concurrency)
-    source = read_source(config.input)
+    standing.source = source = read_source(config.input)
     paths = JournalPaths(out=config.out, errors=config.errors)
     state = JobState(
         source=source,
@@ -69,36 +125,53 @@ def run_job(config: JobConfig) -> ExitCode:
         ordered=config.ordered,
         max_line_bytes=config.max_line_bytes,
     )
-    with Journal.open(paths=paths, state=state, overwrite=config.overwrite) as journal:
+    with Journal.open(
+        paths=paths,
+        state=state,
+        overwrite=config.overwrite,
+        retry_failed=config.retry_failed,
+    ) as journal:
+        standing.journal = journal
         if journal.num_done:
             _say(
                 f"resuming: {journal.num_answered} lines are answered, {journal.num_failed} failed"
                 f" ({journal.num_cut_bytes} bytes of unfinished records were cut off)"
             )
-        ending = asyncio.run(_until_end(config, source, journal))
-        counts = {
-            "lines": source.num_lines,
-            "empty": ending.counts.num_empty,
-            "answered": journal.num_answered,
-            "failed": journal.num_failed,
-            "answered_now": ending.counts.num_answered,
-            "failed_now": ending.counts.num_failed,
-        }
-    if ending.message:
-        _say(ending.message)
-    results = job_results(
-        counts=counts,
-        prompt_tokens=ending.counts.prompt_tokens,
-        completion_tokens=ending.counts.completion_tokens,
-        seconds=time.monotonic() - began_s,
+        if config.retry_failed:
+            _say(
+                f"{journal.num_retried} failed lines are sent again"
+                + f"; their errors are kept in {paths.before_retry}" * bool(journal.num_retried)
+            )
+        asyncio.run(_until_end(config, source, journal, standing))
+    if not journal.num_failed:
+        return _Ending(exit_code=ExitCode.ANSWERED)
+    return _Ending(
+        exit_code=ExitCode.SOME_FAILED,
+        message=f"{journal.num_failed} failed lines are in {paths.errors}"
+        + _common_cause(standing.counts)
+        + "; --retry-failed sends them again",
     )
-    print_report(
-        exit_code=ending.exit_code,
-        message=ending.message,
-        config=config.as_json(),
-        results=results,
-    )
-    return ending.exit_code
+
+
+def _common_cause(counts: JobCounts) -> str:
+    """What failed in this call, where all of it failed in the same way."""
+    if len(counts.failed_by_code) != 1:
+        return ""
+    [(code, number)] = counts.failed_by_code.items()
+    return f". All {number} of this call: {code}: {counts.last_failure}"
+
+
+def _again(config: JobConfig) -> str:
+    """How to go on: with what emptied or reopened the outputs left out."""
+    dropped = [
+        option
+        for option, is_given in (
+            ("--overwrite", config.overwrite),
+            ("--retry-failed", config.retry_failed),
+        )
+        if is_given
+    ]
+    return "run the same command again" + f" without {' and '.join(dropped)}" * bool(dropped)
 
 
 def validate(config: JobConfig) -> ExitCode:
@@ -138,7 +211,10 @@ async def _check_all(source: Source, max_line_bytes: int, counts: JobCounts) -> 
     return by_code
 
 
-async def _until_end(config: JobConfig, source: Source, journal: Journal) -> _Ending:
+async def _until_end(
+    config: JobConfig, source: Source, journal: Journal, standing: _Standing
+) -> None:
+    """Raises _StoppedError when a signal stopped the job in order."""
     port = config.port or free_port()
     base_url = config.base_url if config.model_path is None else own_base_url(port)
     client = _client(config, base_url)
@@ -155,22 +231,16 @@ async def _until_end(config: JobConfig, source: Source, journal: Journal) -> _En
             ordered=config.ordered,
             show=reporter.show,
         )
+        standing.counts = job.counts
         try:
             async with client:
                 await job.run()
         except asyncio.CancelledError:
-            again = "run the same command again" + " without --overwrite" * config.overwrite
-            message = f"interrupted; nothing that was answered is lost. To go on, {again}"
-            return _Ending(exit_code=ExitCode.INTERRUPTED, message=message, counts=job.counts)
-        except ServerGoneError as error:
-            message = f"{error}\nTo go on when it is back, run the same command again"
-            return _Ending(exit_code=ExitCode.SERVER_GONE, message=message, counts=job.counts)
+            raise _StoppedError(
+                f"interrupted; nothing that was answered is lost. To go on, {_again(config)}"
+            ) from None
         finally:
             await asyncio.to_thread(server.stop)
-    if journal.num_failed:
-        message = f"failed lines are in {journal.paths.errors}"
-        return _Ending(exit_code=ExitCode.SOME_FAILED, message=message, counts=job.counts)
-    return _Ending(exit_code=ExitCode.ANSWERED, message=None, counts=job.counts)
 
 
 def _client(config: JobConfig, base_url: str) -> Client:
@@ -189,7 +259,13 @@ def _server(
     config: JobConfig, client: Client, *, port: int, log_path: str
 ) -> OwnServer | RunningServer:
     if config.model_path is None:
-        return RunningServer(client=client, max_wait_s=config.max_wait_s)
+        return RunningServer(
+            client=client,
+            max_wait_s=config.max_wait_s,
+            absent_wait_s=config.absent_wait_s,
+            require_offline=config.require_offline,
+            warn=_say,
+        )
     return OwnServer(
         client=client,
         command=server_command(model_path=config.model_path, port=port, flags=config.server_flags),

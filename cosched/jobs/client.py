@@ -11,20 +11,25 @@ from dataclasses import dataclass
 from types import TracebackType
 
 import httpx
+import msgspec
 
 from cosched.errors import ConfigError
-from cosched.jobs.errors import ServerGoneError
+from cosched.jobs.errors import ServerGoneError, ServerRefusedError
 from cosched.jobs.lines import RequestLine
 from cosched.jobs.records import Failure, Outcome
 from cosched.jobs.responses import TryAgain, judge
 
-__all__ = ["Client", "RetryRules"]
+__all__ = ["Client", "RetryRules", "Trouble"]
 
 # httpx looks at every connection of a pool for every request: with 256 in one pool that costs
 # 13 ms a line, with pools of 16 under 1 ms (2 cores, local server).
 _CONNECTIONS_PER_POOL = 16
 _CONNECT_TIMEOUT_S = 10.0
 _MAX_DOUBLINGS = 16
+_NEVER = (401, 403, 404, 405, 501)
+"""What GET /health says that waiting will not change."""
+_IGNORES_CLASSES = "sglang"
+"""The policy of cosched's under which a request's class means nothing."""
 _HEADERS = {
     "content-type": "application/json",
     "x-smg-priority": "bulk",  # says offline also where the body has no service_tier
@@ -53,6 +58,23 @@ class RetryRules:
     def wait_s(self, num_tries: int, rng: random.Random) -> float:
         longest = min(self.cap_s, self.base_s * float(1 << min(num_tries, _MAX_DOUBLINGS)))
         return longest * rng.uniform(0.5, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trouble:
+    """The server has answered nothing for a while."""
+
+    waited_s: float
+    limit_s: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _NotReady:
+    """is_absent: nobody took the connection."""
+
+    reason: str
+    is_absent: bool = False
 
 
 class Client:
@@ -93,23 +115,48 @@ class Client:
             await pool.aclose()
 
     @property
-    def trouble(self) -> str | None:
+    def trouble(self) -> Trouble | None:
         """What is wrong with the server at the moment, for the progress display."""
         if self._failing_since_s is None:
             return None
-        waited_s = self._clock() - self._failing_since_s
-        return f"no answer for {waited_s:.0f} s of at most {self._limit_s:g}: {self._last_reason}"
+        return Trouble(
+            waited_s=self._clock() - self._failing_since_s,
+            limit_s=self._limit_s,
+            reason=self._last_reason,
+        )
 
-    async def wait_ready(self, *, max_wait_s: float, check: Callable[[], None]) -> None:
+    @property
+    def num_under_way(self) -> int:
+        """Requests that are at the server now."""
+        return len(self._sent_at_s)
+
+    async def wait_ready(
+        self,
+        *,
+        max_wait_s: float,
+        check: Callable[[], None],
+        absent_wait_s: float | None = None,
+    ) -> None:
         """Return when the server is ready. `check` is called between tries and may raise.
 
-        Raises ServerGoneError after `max_wait_s`, ConfigError when the server wants a key.
+        Raises ServerGoneError after `max_wait_s`, and after `absent_wait_s` in which nobody even
+        took the connection; ConfigError when the server wants a key; ServerRefusedError when it is
+        none that answers requests.
         """
         began_s = self._clock()
         num_tries = 0
-        while (reason := await self._not_ready()) is not None:
+        while (found := await self._not_ready()) is not None:
             check()
-            self._failing_since_s, self._limit_s, self._last_reason = began_s, max_wait_s, reason
+            reason = found.reason
+            limit_s = max_wait_s
+            if found.is_absent and absent_wait_s is not None:
+                limit_s = min(max_wait_s, absent_wait_s)
+            self._failing_since_s, self._limit_s, self._last_reason = began_s, limit_s, reason
+            if found.is_absent and limit_s < max_wait_s and self._clock() - began_s >= limit_s:
+                raise ServerGoneError(
+                    f"no server at {self.base_url} ({reason}). Start it first, or say with "
+                    "--wait-s how long to wait for one that is starting"
+                )
             if self._clock() - began_s >= max_wait_s:
                 raise ServerGoneError(
                     f"{self.base_url} was not ready after {max_wait_s:g} s: {reason}"
@@ -118,21 +165,45 @@ class Client:
             num_tries += 1
         self._failing_since_s, self._limit_s = None, self._rules.max_wait_s
 
-    async def _not_ready(self) -> str | None:
+    async def _not_ready(self) -> _NotReady | None:
         pool = self._pools[0]
         try:
             health = await pool.get("/health", timeout=_CONNECT_TIMEOUT_S)
-            if health.status_code != 200:
-                return f"GET /health: HTTP {health.status_code}"
+            if health.status_code not in (200, *_NEVER):
+                return _NotReady(reason=f"GET /health: HTTP {health.status_code}")
             models = await pool.get("/v1/models", timeout=_CONNECT_TIMEOUT_S)
         except httpx.RequestError as error:
-            return _reason(error)
+            is_absent = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+            return _NotReady(reason=_reason(error), is_absent=is_absent)
         if models.status_code in (401, 403):
             raise ConfigError(
                 f"{self.base_url} refuses the API key (HTTP {models.status_code}): "
                 "give the right one with --api-key"
             )
+        if health.status_code in _NEVER and models.status_code != 200:
+            raise ServerRefusedError(
+                f"{self.base_url} is no server for these requests: GET /health answers HTTP "
+                f"{health.status_code}, GET /v1/models HTTP {models.status_code}"
+            )
         return None
+
+    async def serves_classes(self) -> bool:
+        """Whether the server is one of cosched's under a policy that knows offline requests.
+
+        A stock server, or another program, answers them like any others.
+        """
+        for url in ("/server_info", "/get_server_info"):
+            try:
+                found = await self._pools[0].get(url, timeout=_CONNECT_TIMEOUT_S)
+                info = msgspec.json.decode(found.content) if found.is_success else None
+            except (httpx.RequestError, msgspec.DecodeError, UnicodeDecodeError):
+                continue
+            states = info.get("internal_states") if isinstance(info, dict) else None
+            first = states[0] if isinstance(states, list) and states else None
+            state = first.get("cosched") if isinstance(first, dict) else None
+            if isinstance(state, dict):
+                return state.get("policy") != _IGNORES_CLASSES
+        return False
 
     async def send(self, line: RequestLine) -> Outcome:
         """The final outcome of `line`. Raises ServerGoneError; may be cancelled at any time."""

@@ -12,6 +12,7 @@ from cosched.jobs.client import RetryRules
 __all__ = ["JobConfig", "normal_base_url"]
 
 DEFAULT_BASE_URL = "http://127.0.0.1:30000"
+ABSENT_WAIT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,9 @@ class JobConfig:
     max_line_bytes: int = 16 << 20
     timeout_s: float | None = None
     max_wait_s: float = RetryRules().max_wait_s
+    wait_s: float | None = None
+    require_offline: bool = False
+    retry_failed: bool = False
     max_retries: int = RetryRules().max_retries
     progress_every_s: float = 10.0
     seed: int = 0
@@ -46,14 +50,30 @@ class JobConfig:
         _at_least("--concurrency", self.concurrency, 1)
         _at_least("--max-line-bytes", self.max_line_bytes, 1)
         _at_least("--max-wait", self.max_wait_s, 0)
+        if self.wait_s is not None:
+            _at_least("--wait-s", self.wait_s, 0)
         _at_least("--retries", self.max_retries, 0)
-        if self.timeout_s is not None and self.timeout_s <= 0:
-            raise ConfigError(f"--timeout must be above 0 seconds, not {self.timeout_s:g}")
+        for option, value in (
+            ("--timeout", self.timeout_s),
+            ("--start-timeout", self.start_timeout_s),
+            ("--progress-every", self.progress_every_s),
+        ):
+            if value is not None and not value > 0:  # also refuses nan
+                raise ConfigError(f"{option} must be above 0 seconds, not {value:g}")
+        if self.port is not None and not 1 <= self.port <= 65535:
+            raise ConfigError(f"--port must be from 1 to 65535, not {self.port}")
+        if self.retry_failed and self.overwrite:
+            raise ConfigError("--retry-failed goes on with what --overwrite empties: give one")
         if self.server_flags and self.model_path is None:
             raise ConfigError(
                 f"flags after -- ({' '.join(self.server_flags)}) are for a server started with "
                 "--model-path"
             )
+
+    @property
+    def absent_wait_s(self) -> float:
+        """How long to wait at the start where nobody listens [s]."""
+        return min(ABSENT_WAIT_S, self.max_wait_s) if self.wait_s is None else self.wait_s
 
     def as_json(self) -> dict[str, Any]:
         """For the report; without the key."""

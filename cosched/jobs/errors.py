@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cosched.errors import CoschedError
 
-__all__ = ["JobError", "JobFileError", "ServerGoneError"]
+__all__ = ["DiskError", "JobError", "JobFileError", "ServerGoneError", "ServerRefusedError"]
 
 
 class JobError(CoschedError):
@@ -13,6 +13,14 @@ class JobError(CoschedError):
 
 class JobFileError(JobError):
     """A file of the job cannot be read, written or trusted."""
+
+
+class DiskError(JobFileError):
+    """An output could not be written in the middle of a job, which goes on when it can be."""
+
+
+class ServerRefusedError(JobError):
+    """The server cannot do this job, now or later: it is none, another one, or set up otherwise."""
 
 
 class ServerGoneError(JobError):

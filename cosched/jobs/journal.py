@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from types import TracebackType
 
-from cosched.jobs.errors import JobFileError
+from cosched.jobs.errors import DiskError, JobFileError
 from cosched.jobs.ids import LineSet
 from cosched.jobs.records import Record, RecordWriter
 from cosched.jobs.sidecar import JobState, load_state, remove_state, save_state
@@ -38,6 +39,7 @@ class JournalPaths:
         self.errors = errors or out + ".errors.jsonl"
         self.state = out + ".state.json"
         self.server_log = out + ".server.log"
+        self.before_retry = self.errors + ".before-retry"
         # How the sidecar names it: a finished job may be moved to another folder as a whole.
         self.errors_beside_out = os.path.relpath(self.errors, os.path.dirname(out) or ".")
 
@@ -62,24 +64,35 @@ class Journal:
         self.num_answered = 0
         self.num_failed = 0
         self.num_cut_bytes = 0
+        self.num_retried = 0
         self._source = source
         self._files: list[_AppendOnly] = []
 
     @classmethod
-    def open(cls, *, paths: JournalPaths, state: JobState, overwrite: bool) -> Journal:
+    def open(
+        cls,
+        *,
+        paths: JournalPaths,
+        state: JobState,
+        overwrite: bool = False,
+        retry_failed: bool = False,
+    ) -> Journal:
         """Lock, check and read back the outputs. Raises JobFileError; then nothing was changed,
-        unless `overwrite`."""
+        unless `overwrite`.
+
+        With `retry_failed` the error file is put aside, so that its lines are open again.
+        """
         paths.check_apart_from(state.source.path)
         journal = cls(paths=paths, source=state.source)
         try:
             journal._files = [_AppendOnly(paths.out), _AppendOnly(paths.errors)]
-            journal._start(state, overwrite=overwrite)
+            journal._start(state, overwrite=overwrite, retry_failed=retry_failed)
         except BaseException:
             journal.close()
             raise
         return journal
 
-    def _start(self, state: JobState, *, overwrite: bool) -> None:
+    def _start(self, state: JobState, *, overwrite: bool, retry_failed: bool) -> None:
         if overwrite:
             remove_state(self.paths.state)
             for file in self._files:
@@ -87,12 +100,36 @@ class Journal:
         earlier = load_state(self.paths.state)
         if earlier is not None:
             state.check_continues(earlier, path=self.paths.state)
+        elif retry_failed:
+            raise JobFileError(
+                f"--retry-failed: there is no earlier job at {self.paths.out} (no "
+                f"{self.paths.state}); leave the option out"
+            )
         else:
             self._check_empty()
             save_state(self.paths.state, state)
         answers, failures = self._files
         self.num_answered = self._read_back(answers)
+        if retry_failed:
+            self.num_retried = self._put_aside(failures)
         self.num_failed = self._read_back(failures)
+
+    def _put_aside(self, failures: _AppendOnly) -> int:
+        """Keep a copy of the error file and empty it; the number of its records. Whoever is killed
+        in between has lost nothing: a line without a record is sent again."""
+        num_records = sum(
+            self.records.line_answered_by(data) is not None for data in failures.lines()
+        )
+        if not num_records:
+            return 0
+        try:
+            shutil.copyfile(failures.path, self.paths.before_retry)
+        except OSError as error:
+            raise JobFileError(
+                f"cannot write {self.paths.before_retry}: {error.strerror}"
+            ) from error
+        failures.truncate(0)
+        return num_records
 
     def _check_empty(self) -> None:
         for file in self._files:
@@ -207,14 +244,14 @@ class _AppendOnly:
 
     def append(self, data: bytes) -> None:
         if self._broken:  # nothing may follow half a record
-            raise JobFileError(f"cannot write {self.path} after an earlier failure")
+            raise DiskError(f"cannot write {self.path} after an earlier failure")
         try:
             written = os.write(self._open_fd, data)
             while written < len(data):  # a disk that is nearly full takes a part first
                 written += os.write(self._open_fd, data[written:])
         except OSError as error:
             self._broken = True
-            raise JobFileError(f"cannot write {self.path}: {error.strerror}") from error
+            raise DiskError(f"cannot write {self.path}: {error.strerror}") from error
         self._dirty = True
 
     def sync(self) -> None:
@@ -223,7 +260,7 @@ class _AppendOnly:
             try:
                 os.fsync(self._fd)
             except OSError as error:
-                raise JobFileError(f"cannot write {self.path}: {error.strerror}") from error
+                raise DiskError(f"cannot write {self.path}: {error.strerror}") from error
 
     def close(self) -> None:
         if self._fd is not None:

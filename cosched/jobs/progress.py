@@ -12,34 +12,67 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-__all__ = ["Meter", "Reporter", "Snapshot", "make_reporter"]
+from cosched.jobs.client import Trouble
+
+__all__ = ["Meter", "Rates", "Reporter", "Snapshot", "make_reporter"]
 
 _WINDOW_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """Where a job stands. `num_done` includes the failed lines and those of earlier calls."""
+    """Where a job stands. `num_done` includes the failed lines and those of earlier calls;
+    `num_tokens`, of prompts and answers, is of this call."""
 
     num_lines: int
     num_done: int
     num_failed: int
-    trouble: str | None = None
+    num_under_way: int = 0
+    num_tokens: int = 0
+    trouble: Trouble | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Per second, over the last minute. left_s: None while too little is known to say."""
+
+    lines_per_s: float
+    tokens_per_s: float
+    left_s: float | None
 
 
 class Meter:
-    """Lines per second over the last minute, so that the ETA forgets how the job began."""
+    """Rates over the last minute, so that the time left forgets how the job began.
+
+    Answers come in bunches, the first ones late: as many requests as are under way at a time must
+    have been answered before the rate says anything about the rest.
+    """
 
     def __init__(self, *, now_s: float, num_done: int) -> None:
-        self._samples: deque[tuple[float, int]] = deque([(now_s, num_done)])
+        self._began_done = num_done
+        self._most_under_way = 0
+        self._samples: deque[tuple[float, int, int]] = deque([(now_s, num_done, 0)])
 
-    def rate(self, *, now_s: float, num_done: int) -> float:
-        """Add a sample; lines per second since the oldest one kept."""
-        self._samples.append((now_s, num_done))
+    def rates(self, snapshot: Snapshot, *, now_s: float) -> Rates:
+        """Add a sample; rates since the oldest one kept."""
+        self._samples.append((now_s, snapshot.num_done, snapshot.num_tokens))
+        self._most_under_way = max(self._most_under_way, snapshot.num_under_way)
         while len(self._samples) > 2 and self._samples[1][0] <= now_s - _WINDOW_S:
             self._samples.popleft()
-        began_s, began_done = self._samples[0]
-        return (num_done - began_done) / (now_s - began_s) if now_s > began_s else 0.0
+        began_s, began_done, began_tokens = self._samples[0]
+        seconds = now_s - began_s
+        num_lines = snapshot.num_done - began_done
+        lines_per_s = num_lines / seconds if seconds > 0 else 0.0
+        is_known = snapshot.num_done - self._began_done >= max(self._most_under_way, 1)
+        return Rates(
+            lines_per_s=lines_per_s,
+            tokens_per_s=(snapshot.num_tokens - began_tokens) / seconds if seconds > 0 else 0.0,
+            left_s=(
+                (snapshot.num_lines - snapshot.num_done) / lines_per_s
+                if is_known and lines_per_s > 0
+                else None
+            ),
+        )
 
 
 class Reporter(Protocol):
@@ -71,14 +104,23 @@ class Bar:
             refresh_per_second=2,
         )
         self._task = self._progress.add_task("", text="starting", total=None)
+        self._told: str | None = None
 
     def show(self, snapshot: Snapshot) -> None:
-        rate = self._meter.rate(now_s=time.monotonic(), num_done=snapshot.num_done)
+        if snapshot.trouble is None:
+            self._told = None
+        elif snapshot.trouble.reason != self._told:
+            # Above the bar, which is cut at the width of the terminal.
+            self._told = snapshot.trouble.reason
+            self._progress.console.print(
+                f"run_batch: {self._told}", soft_wrap=True, markup=False, highlight=False
+            )
+        rates = self._meter.rates(snapshot, now_s=time.monotonic())
         self._progress.update(
             self._task,
             total=snapshot.num_lines,
             completed=snapshot.num_done,
-            text=_text(snapshot, rate),
+            text=_text(snapshot, rates),
         )
 
     def __enter__(self) -> Bar:
@@ -102,10 +144,13 @@ class PlainLines:
 
     def show(self, snapshot: Snapshot) -> None:
         now_s = time.monotonic()
-        rate = self._meter.rate(now_s=now_s, num_done=snapshot.num_done)
+        rates = self._meter.rates(snapshot, now_s=now_s)
         if now_s >= self._next_s:
             self._next_s = now_s + self._every_s
-            print(f"run_batch: {_text(snapshot, rate)}", file=sys.stderr, flush=True)
+            text = _text(snapshot, rates)
+            if snapshot.trouble is not None:
+                text += f": {snapshot.trouble.reason}"
+            print(f"run_batch: {text}", file=sys.stderr, flush=True)
 
     def __enter__(self) -> PlainLines:
         return self
@@ -119,17 +164,26 @@ class PlainLines:
         return None
 
 
-def _text(snapshot: Snapshot, rate: float) -> str:
+def _text(snapshot: Snapshot, rates: Rates) -> str:
     share = snapshot.num_done / snapshot.num_lines if snapshot.num_lines else 1.0
-    eta = _duration((snapshot.num_lines - snapshot.num_done) / rate) if rate > 0 else "unknown"
-    text = (
-        f"{snapshot.num_done}/{snapshot.num_lines} lines ({share:.1%}), "
-        f"{snapshot.num_failed} failed, {rate:.1f} lines/s, ETA {eta}"
-    )
-    return f"{text}; {snapshot.trouble}" if snapshot.trouble else text
+    parts = [f"{snapshot.num_done}/{snapshot.num_lines} lines ({share:.1%})"]
+    if snapshot.num_failed:
+        parts.append(f"{snapshot.num_failed} failed")
+    parts.append(f"{snapshot.num_under_way} under way")
+    if rates.lines_per_s > 0:
+        parts.append(f"{rates.lines_per_s:.3g} lines/s, {rates.tokens_per_s:,.0f} tokens/s")
+    if rates.left_s is not None:
+        parts.append(f"about {_duration(rates.left_s)} left")
+    text = ", ".join(parts)
+    if snapshot.trouble is not None:
+        trouble = snapshot.trouble
+        text += f"; no answer for {trouble.waited_s:.0f} s of at most {trouble.limit_s:g}"
+    return text
 
 
 def _duration(seconds: float) -> str:
-    minutes, left_s = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{left_s:02}"
+    """As exact as an estimate can be."""
+    for unit, length_s in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * length_s:
+            return f"{seconds / length_s:.0f} {unit}"
+    return f"{max(1, round(seconds))} s"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from cosched.errors import CoschedError
@@ -38,6 +39,8 @@ class JobCounts:
     num_failed: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    failed_by_code: Counter[str] = field(default_factory=Counter)
+    last_failure: str | None = None
 
 
 class Server(Protocol):
@@ -139,6 +142,7 @@ class Job:
                     sends.create_task(self._send(line, position))
                 else:
                     self._window.sent(0)
+                    self._note_failure(line.code, line.message)
                     self._put(position, self._journal.records.bad_line(line))
 
     async def _send(self, line: RequestLine, position: int) -> None:
@@ -147,7 +151,13 @@ class Job:
         if isinstance(outcome, Answer):
             self.counts.prompt_tokens += outcome.prompt_tokens
             self.counts.completion_tokens += outcome.completion_tokens
+        else:
+            self._note_failure(outcome.code, outcome.message)
         self._put(position, self._journal.records.record(line, outcome))
+
+    def _note_failure(self, code: str, message: str) -> None:
+        self.counts.failed_by_code[code] += 1
+        self.counts.last_failure = message
 
     def _put(self, position: int, record: Record) -> None:
         if self._sink is None:
@@ -168,6 +178,8 @@ class Job:
             num_lines=self._source.num_lines - self.counts.num_empty,
             num_done=self._journal.num_done,
             num_failed=self._journal.num_failed,
+            num_under_way=self._client.num_under_way,
+            num_tokens=self.counts.prompt_tokens + self.counts.completion_tokens,
             trouble=self._client.trouble,
         )
 

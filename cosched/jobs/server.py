@@ -11,11 +11,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from cosched.errors import ConfigError
 from cosched.jobs.client import Client
-from cosched.jobs.errors import JobFileError, ServerGoneError
+from cosched.jobs.errors import JobFileError, ServerGoneError, ServerRefusedError
 
 __all__ = [
     "OwnServer",
@@ -63,12 +63,40 @@ def own_base_url(port: int) -> str:
 class RunningServer:
     """A server that somebody else looks after."""
 
-    def __init__(self, *, client: Client, max_wait_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        client: Client,
+        max_wait_s: float,
+        absent_wait_s: float,
+        require_offline: bool = False,
+        warn: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """absent_wait_s  how long to wait where nobody listens yet
+        require_offline  refuse a server that does not know offline requests, which else `warn` is
+                         told of"""
         self._client = client
-        self._max_wait_s = max_wait_s
+        self._max_wait_s = max(max_wait_s, absent_wait_s)
+        self._absent_wait_s = absent_wait_s
+        self._require_offline = require_offline
+        self._warn = warn
 
     async def ready(self) -> None:
-        await self._client.wait_ready(max_wait_s=self._max_wait_s, check=lambda: None)
+        await self._client.wait_ready(
+            max_wait_s=self._max_wait_s, check=lambda: None, absent_wait_s=self._absent_wait_s
+        )
+        if await self._client.serves_classes():
+            return
+        fault = (
+            f"{self._client.base_url} does not know offline requests (stock SGLang, cosched's "
+            "policy 'sglang', or another program): it takes these for chat"
+        )
+        if self._require_offline:
+            raise ServerRefusedError(f"{fault} (--require-offline)")
+        self._warn(
+            f"WARNING: {fault}, and its users wait behind them. A small --concurrency spares them; "
+            "--require-offline refuses such a server"
+        )
 
     async def watch(self) -> None:
         """Returns at once: its absence shows in requests that fail."""
@@ -91,7 +119,12 @@ class OwnServer:
 
     async def ready(self) -> None:
         self._start()
-        await self._client.wait_ready(max_wait_s=self._start_timeout_s, check=self._check_alive)
+        try:
+            await self._client.wait_ready(max_wait_s=self._start_timeout_s, check=self._check_alive)
+        except ServerGoneError as error:
+            if self._process is None or self._process.poll() is None:
+                raise
+            raise ServerRefusedError(str(error)) from None  # it will not start the next time either
 
     async def watch(self) -> None:
         while True:

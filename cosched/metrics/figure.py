@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ __all__ = [
     "TARGET_COLOUR",
     "Bins",
     "TimeAxis",
+    "check_can_draw",
     "label_rate",
     "legend_above",
     "new_figure",
@@ -32,12 +34,17 @@ TARGET_COLOUR = "#C0392B"
 _TEXT, _GRID = "#333333", "#DDDDDD"
 
 
+def check_can_draw() -> None:
+    """ConfigError without matplotlib: better before a run than after it."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("pictures need matplotlib: pip install 'cosched[plots]'")
+
+
 def new_figure(*, width: float = 8.0, height: float = 3.4) -> Any:
     """An empty figure [inches] that belongs to no window system and no global state."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("pictures need matplotlib: pip install 'cosched[plots]'") from error
+    check_can_draw()
+    from matplotlib.figure import Figure
+
     return Figure(figsize=(width, height), dpi=150, layout="constrained")
 
 

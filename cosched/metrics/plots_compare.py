@@ -40,11 +40,22 @@ __all__ = [
 
 _NO_SLO = Slo()
 _SCALES = (1 / 8, 8.0)
-STYLES = tuple(
-    (colour, line, marker)
-    for line, marker in (("-", "o"), ("--", "s"), (":", "^"))
-    for colour in ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#555555")
+_PALETTE = (
+    *("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#555555"),
+    *("#6A3D9A", "#A6761D", "#E41A1C", "#1B5E20", "#B5BD00", "#000000", "#F4A6C0"),
+    *("#00406B", "#7FC97F", "#8C2D04", "#9E9AC8", "#00CED1", "#C7A76C", "#800040"),
 )
+_LINES = ("-", "--", ":")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+STYLES = tuple(
+    (colour, _LINES[index // 7 % 3], _MARKERS[(index + index // 7) % 7])
+    for index, colour in enumerate(_PALETTE)
+)
+"""Colour, line and marker of the first series, of the second, ...: no colour twice in 21."""
+
+_MARKER_PT = 9.0
+_NEAR_SHARE = 0.03  # of the range of all points: about a marker
+_RING_PT = 6.0  # by how much each further point at one place is wider
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +193,8 @@ def plot_cdfs(runs: Mapping[str, Run], path: Path, *, default_slo: Slo = _NO_SLO
 
 
 def plot_tradeoff(summaries: Mapping[str, Summary], path: Path) -> Path:
-    """Online attainment against offline throughput: the upper right corner is the aim."""
+    """Online attainment against offline throughput: the upper right corner is the aim. Of points at
+    the same place each further one is a ring around those before."""
     figure = new_figure(width=7.5, height=4.4)
     axes = tidy(
         figure.subplots(),
@@ -191,24 +203,28 @@ def plot_tradeoff(summaries: Mapping[str, Summary], path: Path) -> Path:
         y="offline tokens/s",
     )
     axes.grid(axis="x", color="#DDDDDD", linewidth=0.7)
-    for (name, summary), (colour, _, marker) in zip(
-        summaries.items(), _cycle(len(summaries)), strict=True
-    ):
-        x, y = summary.online.attainment.joint.ratio, summary.offline.tokens_per_s
-        if x is not None and y is not None:
-            axes.plot(
-                100 * x,
-                y,
-                marker,
-                ms=9,
-                color=colour,
-                mec="white",
-                mew=0.8,
-                ls="",
-                label=name,
-                clip_on=False,
-                zorder=3,
-            )
+    points = {
+        name: (100 * attained, tokens_per_s)
+        for name, summary in summaries.items()
+        if (attained := summary.online.attainment.joint.ratio) is not None
+        and (tokens_per_s := summary.offline.tokens_per_s) is not None
+    }
+    rings = dict(zip(points, _rings(list(points.values())), strict=True))
+    for name, (colour, _, marker) in zip(summaries, _cycle(len(summaries)), strict=True):
+        if name not in points:
+            continue
+        x, y = points[name]
+        ring = rings[name]
+        style = {
+            "marker": "o" if ring else marker,
+            "mfc": "none" if ring else colour,
+            "mec": colour if ring else "white",
+            "mew": 2.0 if ring else 0.8,
+            "ls": "",
+        }
+        size = _MARKER_PT + ring * _RING_PT
+        axes.plot(x, y, ms=size, clip_on=False, zorder=4 - 0.1 * ring, **style)
+        axes.plot([], [], ms=_MARKER_PT, label=name, **style)
     ceilings = {s.ceiling.offline_tokens_per_s for s in summaries.values()} - {None}
     for ceiling in ceilings if len(ceilings) == 1 else ():
         axes.axhline(ceiling, color="#888888", lw=1.0, ls="--")
@@ -227,6 +243,22 @@ def plot_tradeoff(summaries: Mapping[str, Summary], path: Path) -> Path:
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     _legend_beside(axes, len(summaries))
     return save(figure, path)
+
+
+def _rings(points: Sequence[tuple[float, float]]) -> list[int]:
+    """How many points before it lie at, or nearly at, the place of each."""
+    widths = [max(of_axis) - min(of_axis) for of_axis in zip(*points, strict=True)]
+
+    def is_near(one: tuple[float, float], other: tuple[float, float]) -> bool:
+        return all(
+            abs(a - b) <= _NEAR_SHARE * width
+            for a, b, width in zip(one, other, widths, strict=True)
+        )
+
+    return [
+        sum(is_near(point, earlier) for earlier in points[:index])
+        for index, point in enumerate(points)
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

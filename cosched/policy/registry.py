@@ -1,18 +1,39 @@
-"""Policies by name: the one place that knows which there are."""
+"""Policies by name: the one place that knows which there are.
+
+Beside the project's own there are those of other packages (entry points of the group
+``cosched.policies``) and any object that can be imported, named as ``module:attribute``
+(docs/policies/own_policy.md).
+"""
 
 from __future__ import annotations
 
+import inspect
+import pkgutil
+import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib import metadata
 
-from cosched.errors import ConfigError, choices
+from cosched.errors import ConfigError, CoschedError, choices
 from cosched.offline.prefix_pool import PoolConfig
 from cosched.policy.base import Policy, PolicySettings
 from cosched.policy.echo import EchoPolicy
 from cosched.policy.hygen import HygenPolicy
 from cosched.policy.sarathi import SarathiPolicy
 
-__all__ = ["POLICIES", "PolicyEntry", "policy_entry"]
+__all__ = [
+    "GROUP",
+    "POLICIES",
+    "PolicyEntry",
+    "known_policy",
+    "planning_policy",
+    "policy_entry",
+    "policy_names",
+]
+
+GROUP = "cosched.policies"
+"""Entry points of other packages: name = ``module:attribute``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +47,7 @@ class PolicyEntry:
     timed         its plans depend on time: the latency predictor is kept up to date, and all ranks
                   go by one clock
     server_flags  SGLang server arguments it needs, by field name
+    source_file   where it comes from another package: the file that its code is in
     """
 
     name: str
@@ -35,6 +57,7 @@ class PolicyEntry:
     pool: PoolConfig | None = None
     timed: bool = False
     server_flags: Mapping[str, object] = field(default_factory=dict)
+    source_file: str | None = None
 
     def arguments(self) -> dict[str, list[str]]:
         """`server_flags` as a command line: flag -> the flag and its value."""
@@ -131,8 +154,104 @@ POLICIES: Mapping[str, PolicyEntry] = _index(_ENTRIES)
 
 
 def policy_entry(name: str) -> PolicyEntry:
-    """The entry of a policy. ConfigError naming the choices when there is none."""
-    try:
+    """The entry of a policy, its own or another package's. ConfigError when there is none, or when
+    it cannot be used."""
+    if ":" in name:
+        return _imported(name, name)
+    found = _installed().get(name, ())
+    if name in POLICIES:
+        if found:
+            raise ConfigError(
+                f"policy {name!r} is cosched's own, and {_packages(found)} installs another of "
+                "that name; rename or uninstall that one"
+            )
         return POLICIES[name]
-    except KeyError:
-        raise ConfigError(f"unknown policy {name!r}; choose from {choices(POLICIES)}") from None
+    if not found:
+        raise ConfigError(
+            f"unknown policy {name!r}; choose from {choices(policy_names())}, or name one of yours "
+            "as module:Class"
+        )
+    if len(found) > 1:
+        raise ConfigError(f"policy {name!r} is installed more than once: by {_packages(found)}")
+    return _imported(name, found[0].value)
+
+
+def policy_names() -> list[str]:
+    """Every name, those of other packages included; sorted."""
+    return sorted({*POLICIES, *_installed()})
+
+
+def known_policy(name: str) -> str:
+    """The same name. ConfigError unless it is a policy's."""
+    policy_entry(name)
+    return name
+
+
+def planning_policy(name: str) -> str:
+    """The same name. ConfigError unless it is that of a policy that plans."""
+    if policy_entry(name).make is None:
+        raise ConfigError(f"policy {name!r} leaves all decisions to SGLang")
+    return name
+
+
+@cache
+def _installed() -> Mapping[str, tuple[metadata.EntryPoint, ...]]:
+    index: dict[str, tuple[metadata.EntryPoint, ...]] = {}
+    for entry in metadata.entry_points(group=GROUP):
+        index[entry.name] = (*index.get(entry.name, ()), entry)
+    return index
+
+
+def _packages(found: tuple[metadata.EntryPoint, ...]) -> str:
+    return ", ".join(entry.dist.name if entry.dist is not None else "?" for entry in found)
+
+
+@cache
+def _imported(name: str, target: str) -> PolicyEntry:
+    """What stands at ``module:attribute``, as an entry of that name."""
+    try:
+        found = pkgutil.resolve_name(target)
+    except Exception as error:  # somebody else's module may raise anything
+        raise ConfigError(f"policy {name!r}: cannot import {target!r}: {error!r}") from error
+    module = sys.modules[target.partition(":")[0]]
+    source_file = getattr(module, "__file__", None)
+    if isinstance(found, PolicyEntry):
+        make = found.make
+        return replace(
+            found, name=name, make=make and _checked(name, make), source_file=source_file
+        )
+    if not callable(found):
+        raise ConfigError(
+            f"policy {name!r}: {target!r} is {type(found).__name__} {found!r}; it must be a "
+            "PolicyEntry, or give a policy when it is called with PolicySettings"
+        )
+    if isinstance(found, type) and not callable(getattr(found, "plan", None)):
+        raise ConfigError(f"policy {name!r}: class {found.__name__} has no method plan(view)")
+    about = (inspect.getdoc(found) or "").partition("\n")[0]
+    return PolicyEntry(
+        name=name,
+        summary=about or "no description",
+        source=target,
+        make=_checked(name, found),
+        # Nothing says whether it looks at the time: the safe answer costs little.
+        timed=True,
+        server_flags=_MIXED_CHUNK,
+        source_file=source_file,
+    )
+
+
+def _checked(
+    name: str, make: Callable[[PolicySettings], Policy]
+) -> Callable[[PolicySettings], Policy]:
+    def build(settings: PolicySettings) -> Policy:
+        try:
+            policy = make(settings)
+        except CoschedError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"policy {name!r} cannot be built: {error!r}") from error
+        if not callable(getattr(policy, "plan", None)):
+            raise ConfigError(f"policy {name!r}: {type(policy).__name__} has no method plan(view)")
+        return policy
+
+    return build

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from cosched.command_line import existing_file, number, whole
 from cosched.config import parse_config
 from cosched.core.request import Slo
 from cosched.errors import ConfigError
@@ -19,6 +20,7 @@ from cosched.simulation.scenario import Scenario
 
 __all__ = [
     "DATA_ENV",
+    "SEED",
     "add_config_options",
     "add_machine_options",
     "add_workload_options",
@@ -28,6 +30,8 @@ __all__ = [
     "run_spec_of",
 ]
 
+SEED = whole(at_least=0, at_most=2**32 - 1)
+
 DATA_ENV = "COSCHED_DATA"
 """Environment variable that names the data folder when ``--data-dir`` does not."""
 
@@ -36,13 +40,18 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("workload (names and formats: docs/workloads.md)")
     group.add_argument("--online", metavar="NAME|FILE", help="online workload; none without")
     group.add_argument(
-        "--online-rate", type=float, metavar="REQ/S", help="mean rate of the online requests"
+        "--online-rate",
+        type=number(above=0),
+        metavar="REQ/S",
+        help="mean rate of the online requests",
     )
     group.add_argument("--offline", metavar="NAME|FILE", help="offline workload; none without")
-    group.add_argument("--offline-requests", type=int, metavar="N", help="size of the offline set")
+    group.add_argument(
+        "--offline-requests", type=whole(at_least=1), metavar="N", help="size of the offline set"
+    )
     group.add_argument(
         "--duration",
-        type=float,
+        type=number(above=0),
         default=3600.0,
         metavar="S",
         help="length of the run; it also ends when the offline set is done "
@@ -50,17 +59,25 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--peak-window",
-        type=float,
+        type=number(above=0),
         metavar="S",
         help="run only the busiest stretch of this length of the online workload",
     )
     group.add_argument(
-        "--slo-ttft", type=float, default=1.0, metavar="S", help="default: %(default)s s"
+        "--slo-ttft",
+        type=number(above=0),
+        default=1.0,
+        metavar="S",
+        help="TTFT target of online requests (default: %(default)s s)",
     )
     group.add_argument(
-        "--slo-tpot", type=float, default=0.05, metavar="S", help="default: %(default)s s"
+        "--slo-tpot",
+        type=number(above=0),
+        default=0.05,
+        metavar="S",
+        help="TPOT target of online requests (default: %(default)s s)",
     )
-    group.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    group.add_argument("--seed", type=SEED, default=0, help="default: %(default)s")
     group.add_argument(
         "--data-dir",
         type=Path,
@@ -73,24 +90,46 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("machine")
     machine = Machine()
     group.add_argument(
-        "--model", choices=sorted(MODELS), default=machine.model, help="default: %(default)s"
+        "--model",
+        choices=sorted(MODELS),
+        default=machine.model,
+        help="the modelled one (default: %(default)s)",
     )
     group.add_argument(
-        "--gpu", choices=sorted(GPUS), default=machine.gpu, help="default: %(default)s"
+        "--gpu",
+        choices=sorted(GPUS),
+        default=machine.gpu,
+        help="the modelled one (default: %(default)s)",
     )
-    group.add_argument("--tp", type=int, default=machine.tp, help="GPUs (default: %(default)s)")
     group.add_argument(
-        "--kv-tokens", type=int, metavar="N", help="KV capacity; default: what the GPU has left"
+        "--tp", type=whole(at_least=1), default=machine.tp, help="GPUs (default: %(default)s)"
     )
-    group.add_argument("--page-size", type=int, default=machine.page_size, metavar="N")
+    group.add_argument(
+        "--kv-tokens",
+        type=whole(at_least=1),
+        metavar="N",
+        help="KV capacity; default: what the GPU has left",
+    )
+    group.add_argument(
+        "--page-size",
+        type=whole(at_least=1),
+        default=machine.page_size,
+        metavar="N",
+        help="tokens of a KV page (default: %(default)s)",
+    )
     group.add_argument(
         "--chunked-prefill-size",
-        type=int,
+        type=_chunk,
         metavar="N",
-        help="token budget of an iteration; default: SGLang's for the GPU",
+        help="token budget of an iteration; -1: prompts are never split; default: SGLang's for the "
+        "GPU",
     )
     group.add_argument(
-        "--max-running-requests", type=int, default=machine.max_running_requests, metavar="N"
+        "--max-running-requests",
+        type=whole(at_least=1),
+        default=machine.max_running_requests,
+        metavar="N",
+        help="default: %(default)s",
     )
     group.add_argument(
         "--schedule-policy",
@@ -116,15 +155,22 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
         help="the GPU's truth; default: kernel-table with a data folder, else roofline",
     )
     group.add_argument(
-        "--profile", type=Path, metavar="FILE", help="measured profile for --cost-model profile"
+        "--profile",
+        type=existing_file,
+        metavar="FILE",
+        help="measured profile for --cost-model profile",
     )
     group.add_argument(
         "--noise",
-        type=float,
+        type=number(at_least=0, at_most=1),
         default=0.0,
         metavar="SIGMA",
         help="standard deviation of the log of a random factor on each iteration's time",
     )
+
+
+def _chunk(text: str) -> int:
+    return -1 if text == "-1" else whole(at_least=1)(text)
 
 
 def add_config_options(parser: argparse.ArgumentParser) -> None:
@@ -132,7 +178,7 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("policy")
     group.add_argument(
         "--latency-model",
-        type=Path,
+        type=existing_file,
         metavar="FILE",
         help="profile of the simulated machine that `python -m cosched.profile measure --virtual` "
         "wrote, for policies that predict; without one they learn while they run",
@@ -172,8 +218,6 @@ def run_spec_of(arguments: argparse.Namespace, scenario: Scenario) -> RunSpec:
     """The run that the options describe. ConfigError when they contradict each other."""
     if arguments.online is None and arguments.offline is None:
         raise ConfigError("nothing to run: name --online, --offline or both")
-    if not arguments.duration > 0:
-        raise ConfigError(f"--duration is {arguments.duration} s; it must be above 0")
     data_dir = data_dir_of(arguments)
     return RunSpec(
         scenario=scenario,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import time
@@ -15,6 +16,7 @@ import msgspec
 
 from cosched.config import ENV_VAR, Config, SloConfig, parse_config
 from cosched.core.request import RequestClass, Slo
+from cosched.errors import ConfigError, CoschedError
 from cosched.latency.base import OVERLAPPED, SYNCHRONOUS, CostModel
 from cosched.latency.profile_file import EngineIdentity, Profile
 from cosched.latency.registry import make_cost_model
@@ -187,15 +189,18 @@ def execute_requests(
     from cosched.engine.virtual import VirtualEngine
     from cosched.simulation.clients import OpenLoopClient
 
-    with (
-        tempfile.TemporaryDirectory(prefix="cosched-model-") as folder,
-        VirtualEngine(
-            flags=engine_flags(spec),
-            cost_model=cost_model,
-            model_dir=Path(folder),
-            identity=identity,
-        ) as engine,
-    ):
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cosched-model-"))
+        flags = engine_flags(spec)
+        try:
+            engine = VirtualEngine(
+                flags=flags, cost_model=cost_model, model_dir=Path(folder), identity=identity
+            )
+        except CoschedError:
+            raise
+        except Exception as error:  # SGLang's own checks are assertions and errors of all kinds
+            raise ConfigError(f"SGLang refuses to run with {' '.join(flags)}: {error}") from error
+        stack.enter_context(engine)
         sources = [OpenLoopClient(online)]
         if offline:
             sources.append(_offline_client(spec, offline))

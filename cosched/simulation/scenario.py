@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
 from cosched.errors import ConfigError, choices
-from cosched.policy.registry import POLICIES
+from cosched.policy.registry import POLICIES, PolicyEntry, policy_entry, policy_names
 
 __all__ = ["SCENARIOS", "OfflineClient", "Scenario", "scenario"]
 
@@ -85,13 +85,15 @@ _BASELINES = (
 )
 
 
+def _of_policy(policy: PolicyEntry) -> Scenario:
+    return Scenario(name=policy.name, summary=policy.summary, policy=policy.name)
+
+
 def _all() -> Mapping[str, Scenario]:
     index = {entry.name: entry for entry in _BASELINES}
     for policy in POLICIES.values():
         if policy.name not in index and policy.name != "sglang":
-            index[policy.name] = Scenario(
-                name=policy.name, summary=policy.summary, policy=policy.name
-            )
+            index[policy.name] = _of_policy(policy)
         if policy.pool is not None:
             alone = f"offline-{policy.name}"
             index[alone] = Scenario(
@@ -106,9 +108,15 @@ def _all() -> Mapping[str, Scenario]:
 SCENARIOS: Mapping[str, Scenario] = _all()
 
 
-def scenario(name: str) -> Scenario:
-    """ConfigError naming the choices when there is no such scenario."""
-    try:
+def scenario(name: str, *, also: Iterable[str] = ()) -> Scenario:
+    """Of that name, or of a policy of another package. ConfigError naming the choices when there is
+    no such scenario; `also` are more of them."""
+    if name in SCENARIOS:
         return SCENARIOS[name]
-    except KeyError:
-        raise ConfigError(f"unknown scenario {name!r}; choose from {choices(SCENARIOS)}") from None
+    if ":" in name or (name in policy_names() and name not in POLICIES):
+        return _of_policy(policy_entry(name))
+    known = {*SCENARIOS, *policy_names(), *also} - {"sglang"}
+    raise ConfigError(
+        f"unknown scenario {name!r}; choose from {choices(known)}, or name a policy of yours as "
+        "module:Class"
+    )

@@ -64,6 +64,7 @@ class ResultStore:
         key = [_FORMAT, metadata.version("cosched"), metadata.version("sglang"), said]
         if not is_stock:
             key.append(self._source_digest())
+            key.append(_digest_of_file(policy_entry(spec.scenario.policy).source_file))
         digest = hashlib.sha256(repr(key).encode()).hexdigest()[:24]
         return self._folder / f"{spec.scenario.name}-{digest}.pickle"
 
@@ -77,6 +78,11 @@ class ResultStore:
                     digest.update(path.read_bytes())
             self._source = digest.hexdigest()
         return self._source
+
+
+def _digest_of_file(path: str | None) -> str | None:
+    """Of a policy from outside of cosched."""
+    return None if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 def _said(value: Any) -> Any:

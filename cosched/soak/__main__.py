@@ -22,8 +22,8 @@ from typing import Any
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from cosched.command_line import run_command
 from cosched.policy.registry import POLICIES
-from cosched.simulation.command import run_command
 from cosched.soak.narrow import in_child, narrow
 from cosched.soak.run import Outcome
 from cosched.soak.spec import FEATURES, MATRIX, SoakSpec

@@ -13,8 +13,10 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from cosched_patches.seam import SGLANG_VERSION, Seam
+from cosched_patches.internals import INTERNALS
+from cosched_patches.seam import Seam
 from cosched_patches.seams import SEAMS
+from cosched_patches.version import ALLOW_VARIABLE, SGLANG_VERSION
 
 __all__ = ["PATH", "render"]
 
@@ -32,6 +34,10 @@ and checks that the hook is in place. Where that fails, the process stops with o
 the place, what was expected, what was found and the version of SGLang. Without `COSCHED_CONFIG`
 nothing is hooked.
 
+Another version of SGLang is refused even where all of that fits, since its insides may have
+changed: `{ALLOW_VARIABLE}=VERSION` in the environment lets exactly that version through, with a
+warning in the log of every process.
+
 Kinds: `before` runs ahead of the original and may change what it is given, `after` sees its result,
 `around` calls it, `replace` takes its place.
 
@@ -44,7 +50,23 @@ def render(seams: Iterable[Seam]) -> str:
     """The page, in Markdown."""
     seams = tuple(seams)
     rows = [f"| [{_name(s)}](#{_name(s)}) | `{_place(s)}` | {s.kind} |\n" for s in seams]
-    return _INTRO + "".join(rows) + "".join(map(_section, seams))
+    return _INTRO + "".join(rows) + "".join(map(_section, seams)) + _internals()
+
+
+def _internals() -> str:
+    """The page's last section."""
+    parts = [
+        "\n## Used inside SGLang\n",
+        _wrap(
+            "Beside these places cosched reads, and in part writes, the following of SGLang's "
+            "classes. Each is looked for at the start of every process; what is gone stops it "
+            "with its name."
+        )
+        + "\n",
+    ]
+    for target, names in INTERNALS.items():
+        parts.append(_wrap(f"* `{target}`: " + ", ".join(f"`{name}`" for name in names)))
+    return "\n".join(parts) + "\n"
 
 
 def _section(seam: Seam) -> str:

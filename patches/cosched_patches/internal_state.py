@@ -10,6 +10,8 @@ __all__ = ["SEAM"]
 
 
 def _hook() -> Any:
+    from cosched.config import load_config
+
     def add_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
         controller = getattr(scheduler, "cosched", None)
         if controller is not None:
@@ -18,6 +20,9 @@ def _hook() -> Any:
             except Exception as error:
                 result.internal_state["cosched"] = {"error": repr(error)}
                 controller.guard.note("state", error)
+        elif (config := load_config()) is not None:
+            # Clients ask whether requests have classes here: not so under "sglang".
+            result.internal_state["cosched"] = {"policy": config.policy}
         return result
 
     return add_state

@@ -21,9 +21,13 @@ def register() -> None:
         if config is None:
             return
         import cosched.bootstrap  # before SGLang's heavy modules are imported
+        from cosched_patches.internals import check_internals
         from cosched_patches.seam import install
         from cosched_patches.seams import SEAMS
+        from cosched_patches.version import check_version
 
+        check_version()
+        check_internals()
         install(SEAMS)
         if not cosched.bootstrap.has_cuda():
             from cosched.engine import cpu_attention, cpu_paging

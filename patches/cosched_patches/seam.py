@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from cosched.errors import SeamError
+from cosched_patches.version import running_on
 
-__all__ = ["SGLANG_VERSION", "Seam", "check_signatures", "check_wrapped", "install"]
-
-SGLANG_VERSION = "0.5.21"
-"""The version the seams were written for and are tested with."""
+__all__ = ["Seam", "check_signatures", "check_wrapped", "install"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +88,6 @@ def _shown(names: tuple[str, ...]) -> str:
 
 
 def _mismatch(seam: Seam, expected: str, found: str) -> SeamError:
-    from sglang.version import __version__
-
     return SeamError(
-        f"SGLang seam {seam.target}: expected {expected}, found {found}. "
-        f"This is sglang {__version__}; cosched supports sglang {SGLANG_VERSION}."
+        f"SGLang seam {seam.target}: expected {expected}, found {found}. {running_on()}"
     )

@@ -272,6 +272,37 @@ def test_plans_made_again_are_compared(tmp_path, explain):
     )
 
 
+class TestAnotherPolicyPlans:
+    def test_of_what_the_recorded_one_looked_at(self, tmp_path, explain):
+        """The recorded one looked at the first of two that wait; the other would have gone on."""
+        first, second = offline("first", 100), offline("second", 100)
+
+        class OnlyTheFirst:
+            def plan(self, view):
+                request = next(iter(view.offline))
+                view.match(request)
+                return Plan(prefill={request.rid: 100})
+
+        recorder = Recorder(tmp_path / "log", policy=OnlyTheFirst(), name="hygen-fcfs")
+        recorder.run(FakeView(offline=[first, second]), first)
+        lines, result, _ = explain(recorder.path, "--replan", "--policy", "sarathi")
+        assert (result["num_unanswered"], result["num_cut"], result["num_same_work"]) == (0, 1, 1)
+        assert "1 plans are of the requests that the recorded policy looked at" in lines[1]
+
+    def test_that_asks_for_what_the_log_never_holds_is_refused(self, tmp_path, refused):
+        recorder = Recorder(tmp_path / "log")
+        f = offline("f", 700)
+        for _ in range(25):
+            recorder.run(FakeView(running=(decoding(online("a", 30), 1),), offline=[f]))
+        message = refused(recorder.path, "--replan", "--policy", "hygen-fcfs")
+        assert "policy 'hygen-fcfs' cannot plan from a log of 'sarathi'" in message
+        assert "asks for a prediction, which was not recorded" in message
+        assert message.count("\n") == 1
+
+    def test_one_that_plans_nothing_is_refused(self, recorder, refused):
+        assert "leaves all decisions" in refused(recorder.path, "--replan", "--policy", "sglang")
+
+
 class TestBadLines:
     def test_each_is_named_and_the_rest_is_read(self, recorder, explain):
         stopped_and_resumed(recorder)
@@ -308,8 +339,20 @@ class TestBadLines:
         stopped_and_resumed(recorder)
         recorder.path.write_bytes(recorder.path.read_bytes().split(b"\n", 1)[1])
         message = refused(recorder.path)
-        assert f"{recorder.path}:1: no header before it" in message
-        assert "no decisions in" in message
+        assert "is no decision log: it does not begin with a header (no header before it" in message
+        assert message.count("\n") == 1
+
+    def test_a_file_that_is_no_log_is_one_sentence(self, tmp_path, refused):
+        (tmp_path / "other").write_text("a\nb\nc\n")
+        assert refused(tmp_path / "other").count("\n") == 1
+
+    def test_a_part_without_a_header_is_left_out(self, recorder, explain):
+        stopped_and_resumed(recorder)
+        older = recorder.path.with_name(recorder.path.name + "-000000")
+        older.write_text("nonsense\nmore\n")
+        _, result, err = explain(recorder.path)
+        assert result["bad_lines"] == 1 and "so this part is left out" in err
+        assert result["outcomes"]["ran"] > 10
 
     def test_another_format_is_refused(self, recorder, refused):
         content = recorder.path.read_text().replace('"format":1', '"format":99')
@@ -317,7 +360,7 @@ class TestBadLines:
         assert "has format 99; this version of cosched reads format 1" in refused(recorder.path)
 
     def test_a_file_that_is_not_there_is_one_sentence(self, tmp_path, refused):
-        assert refused(tmp_path / "absent").startswith("cosched: no file ")
+        assert refused(tmp_path / "absent").startswith("cosched: argument FILE: cannot read ")
 
 
 def test_policy_alone_means_nothing(recorder, refused):

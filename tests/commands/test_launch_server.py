@@ -221,3 +221,32 @@ class TestEarlyChecks:
     def test_nonsense(self, flags, message):
         with pytest.raises(ConfigError, match=message):
             launch_server.config_from(flags_of(*flags)[0])
+
+
+class TestAGpuThatTorchCannotUse:
+    @pytest.fixture(autouse=True)
+    def machine(self, tmp_path, monkeypatch):
+        """nvidia-smi lists a GPU, and torch is built without CUDA."""
+        smi = tmp_path / "nvidia-smi"
+        smi.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200 (UUID: GPU-0)'\n")
+        smi.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.setattr("cosched.bootstrap.has_cuda", lambda: False)
+
+    def arguments(self, *argv):
+        return engine_side.engine_arguments(argv, Config(), mixed_chunk=True)
+
+    def test_a_server_does_not_fall_back_to_the_cpu_silently(self, monkeypatch):
+        monkeypatch.setattr("torch.version.cuda", None)
+        with pytest.raises(ConfigError, match=r"lists a GPU, but torch .* without CUDA.*--device"):
+            self.arguments()
+        monkeypatch.setattr("torch.version.cuda", "13.0")
+        with pytest.raises(ConfigError, match=r"lists a GPU, but torch, built for CUDA 13.0, sees"):
+            self.arguments()
+
+    def test_the_cpu_can_be_asked_for(self, monkeypatch):
+        assert "torch_native" in self.arguments("--device", "cpu")
+        assert self.arguments("--device", "cpu").count("--device") == 1
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        assert "cpu" in self.arguments()

@@ -164,9 +164,12 @@ def test_a_profile_is_the_belief_about_the_machine_it_simulates(virtual):
     ("argv", "message"),
     [
         (["measure", "--write", "p.json"], "name --virtual, or --model-path"),
-        (["measure", "--write", "no/where/p.json", "--virtual"], "there is no folder"),
-        (["measure", "--write", "p.json", "--virtual", "--batches", "0"], "--batches is 0"),
-        (["measure", "--write", "p.json", "--virtual", "--held-out", "1"], "--held-out is 1"),
+        (["measure", "--write", "no/where/p.json", "--virtual"], "argument --write: cannot write"),
+        (["measure", "--write", "p.json", "--virtual", "--batches", "0"], "--batches: '0' is not"),
+        (
+            ["measure", "--write", "p.json", "--virtual", "--held-out", "1"],
+            "--held-out: '1' is not",
+        ),
         (["slo", "--slo", "p99<=1s", "--online", "alpaca"], "'p99<=1s' is no goal"),
         (["slo", "--slo", "p99_ttft<=1s", "--online", "alpaca"], "needs both classes"),
         (["slo", "--slo", "p99_ttft<=1s", "--cosched-config", '{"policy": "x"}'], "nothing to run"),

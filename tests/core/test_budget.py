@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from cosched.core.budget import IterationBudget
 from cosched.core.plan import SkipReason
+from cosched.core.request import Traits
 from cosched.core.view import Match
 from tests.factories import FakeView, decoding, make_caps, offline, online, prefilled
 
@@ -95,3 +96,80 @@ def test_prompts_are_never_split_without_chunked_prefill():
     assert budget.chunk(online("b", 5000), 0) == 5000, "the first prompt runs whole"
     budget.charge_admission(online("a", 900), NOTHING, 900)
     assert budget.chunk(online("b", 200), 0) == 0
+
+
+def test_chunks_leave_room_for_the_pages_that_decodes_open():
+    """The engine asks for what may be generated one day; this is about what is taken at once."""
+    caps = make_caps(page_size=64, max_chunk_tokens=1024)
+    running = tuple(
+        decoding(online(f"r{i}", 64, max_new_tokens=1), 1)
+        for i in range(3)  # each at the end of a page
+    )
+    view = FakeView(caps=caps, running=running, total_kv=9 * 64)
+    budget = IterationBudget(view)
+    assert budget.available == (9 - 3 - 3) * 64
+    # A page is kept for rounding.
+    assert budget.chunk(online("a", 1000), 0) == 2 * 64
+    budget.charge_continuation(prefilled(online("a", 1000), 0), 128)
+    assert budget.chunk(online("b", 10), 0) == 0
+    budget.refund_hold(running[0])
+    assert budget.available == 64
+
+
+def test_chunks_come_in_the_units_that_the_engine_aligns_them_to():
+    caps = make_caps(page_size=16, chunk_align=24, max_chunk_tokens=512)
+    assert caps.chunk_unit == 48
+    budget = IterationBudget(FakeView(caps=caps))
+    assert budget.chunk(online("a", 1000), 0) == 480
+    assert budget.chunk(online("a", 1000), 32, at_most=100) == 96
+    assert budget.chunk(online("a", 1000), 0, at_most=47) == 0
+    assert budget.chunk(online("a", 100), 0) == 100
+
+
+def test_a_prompt_that_cannot_be_cut_is_computed_whole_or_waits():
+    whole = Traits(can_cut=False)
+    budget = IterationBudget(FakeView(running=(decoding(online("r")),)))
+    # First in its batch it may take what the decodes beside it are counted for.
+    assert budget.chunk(online("a", 512, traits=whole), 0) == 512
+    assert budget.chunk(online("a", 513, traits=whole), 0) == 0
+    budget.charge_admission(online("b", 100), NOTHING, 100)
+    assert budget.chunk(online("a", 411, traits=whole), 0) == 411
+    assert budget.chunk(online("a", 412, traits=whole), 0) == 0
+
+
+def test_adapters_are_counted_with_those_that_run():
+    def with_adapter(rid, adapter):
+        return online(rid, 10, traits=Traits(adapter=adapter))
+
+    running = (decoding(with_adapter("r", "A")), decoding(online("s", 10)))
+    view = FakeView(caps=make_caps(max_adapters=2), running=running)
+    budget = IterationBudget(view)
+    assert budget.refusal(with_adapter("a", "A"), NOTHING) is None
+    assert budget.refusal(online("b", 10), NOTHING) is None
+    assert budget.refusal(with_adapter("c", "C"), NOTHING) is SkipReason.ADAPTERS
+    trial = budget.fork()
+    trial.refund_preemption(running[0])
+    assert trial.refusal(with_adapter("c", "C"), NOTHING) is None
+    assert budget.refusal(with_adapter("c", "C"), NOTHING) is SkipReason.ADAPTERS
+
+
+def test_beams_take_a_slot_each():
+    beams = online("b", 10, traits=Traits(num_rows=3))
+    budget = IterationBudget(FakeView(caps=make_caps(max_running_requests=4)))
+    budget.charge_admission(beams, NOTHING, 10)
+    assert budget.slots == 1
+    assert budget.refusal(beams, NOTHING) is SkipReason.REQUEST_SLOTS
+    assert budget.refusal(online("a", 10), NOTHING) is None
+
+
+def test_what_is_loaded_from_the_host_takes_memory_but_no_computing():
+    request = online("a", 300, max_new_tokens=10)
+    view = FakeView(total_kv=312)
+    assert IterationBudget(view).refusal(request, Match(cached=200, evictable=0, host=200)) is None
+    tight = FakeView(total_kv=311)
+    match = Match(cached=200, evictable=0, host=200)
+    assert IterationBudget(tight).refusal(request, match) is SkipReason.MEMORY_BUDGET
+    budget = IterationBudget(view)
+    assert budget.chunk(request, 200, num_loaded=200) == 100
+    budget.charge_admission(request, match, 100)
+    assert budget.available == 312 - 200 - 100 - 1

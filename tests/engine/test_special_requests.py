@@ -2,9 +2,12 @@
 alignment, large pages. None of them may end, hang or starve the scheduler."""
 
 import random
+from array import array
+from types import SimpleNamespace
 
 import pytest
 
+from cosched.engine.tracked import TrackedRequest
 from tests.engine.adapters import SWITCHES, load_adapters, without_pinning
 from tests.engine.conftest import assert_drained, prompt
 from tests.engine.test_partial_decode import hold_at_random
@@ -299,3 +302,56 @@ def test_beams_with_a_prompt_that_does_not_fit_one_iteration_are_refused(make_en
     assert engine.replies["fits"].finish_reason == "length"
     assert len(engine.replies["plain"].output_ids) == 5
     assert_drained(engine)
+
+
+def test_looking_changes_nothing_that_eviction_sees(make_engine):
+    """Prompts looked at many times are evicted in the order in which they were computed, as if
+    nobody had looked."""
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    from cosched.engine.view_of import SchedulerView, num_cached
+
+    def left_after_eviction(num_looks):
+        engine = make_engine(max_total_tokens=1000)
+        scheduler = engine.scheduler
+        controller = scheduler.cosched
+        for i in range(6):
+            engine.submit(f"r{i}", prompt(i, 100), max_new_tokens=2)
+            engine.run_until_idle()
+        tree = scheduler.tree_cache
+        view = SchedulerView(
+            scheduler,
+            running_batch=scheduler.running_batch,
+            waiting=controller.waiting,
+            caps=controller.caps,
+            now_s=0.0,
+            start_s=0.0,
+            decodes_due=False,
+            is_barred=lambda request: False,
+        )
+        seen = set()
+
+        class Waiting(TrackedRequest):
+            def __init__(self, tokens):
+                self.req = SimpleNamespace(
+                    origin_input_ids=array("q", tokens),
+                    output_ids=array("q"),
+                    extra_key=None,
+                    cache_salt=None,
+                    positional_embed_overrides=None,
+                    _compute_max_prefix_len=lambda length: length - 1,
+                )
+
+        # The oldest prompt as a whole, and the next one up to its middle.
+        for tokens in (prompt(0, 100), [*prompt(1, 50), 7, 7, 7]):
+            request = Waiting(tokens)
+            for _ in range(num_looks):
+                match = view.match(request)
+                seen.add((match.cached, match.evictable, num_cached(tree, request)))
+        assert not num_looks or seen == {(99, 99, 99), (50, 50, 50)}
+        tree.evict(EvictParams(num_tokens=250))
+        return [num_cached(tree, Waiting(prompt(i, 100))) for i in range(6)]
+
+    untouched = left_after_eviction(0)
+    assert untouched[:2] == [0, 0] and untouched[4:] == [99, 99]
+    assert left_after_eviction(10_000) == untouched

@@ -59,6 +59,7 @@ class FakeServer:
         self.asked: list[Asked] = []
         self.health_status = 200
         self.models_status = 200
+        self.state: dict[str, Any] | None = {"policy": "hygen"}
         self.num_waiting = 0  # requests that came and have no reply yet
         self.max_waiting = 0
         self._seen: dict[str, int] = {}
@@ -124,6 +125,9 @@ class FakeServer:
         }
         body = await reader.readexactly(int(headers.get("content-length", 0)))
         if method == "GET":
+            if url == "/server_info":
+                body = json.dumps({"internal_states": [{"cosched": self.state}]}).encode()
+                return await _reply(writer, Reply(body=body))
             status = self.health_status if url == "/health" else self.models_status
             return await _reply(writer, Reply(status=status))
         self._seen[body.decode()] = nth = self._seen.get(body.decode(), 0) + 1

@@ -14,7 +14,7 @@ import time
 import pytest
 
 from cosched.jobs.client import Client, RetryRules
-from cosched.jobs.errors import JobFileError, ServerGoneError
+from cosched.jobs.errors import JobFileError, ServerGoneError, ServerRefusedError
 from cosched.jobs.server import OwnServer, own_base_url, server_command
 
 HTTP_SERVER = """
@@ -96,7 +96,7 @@ def test_it_is_ready_when_it_answers_and_gone_with_its_children_afterwards(own, 
 
 def test_one_that_dies_while_starting_shows_the_end_of_its_log(own):
     program = "print('x' * 9000); print('no GPU here'); raise SystemExit(7)"
-    with pytest.raises(ServerGoneError, match=r"exited with code 7(?s:.*)no GPU here") as caught:
+    with pytest.raises(ServerRefusedError, match=r"exited with code 7(?s:.*)no GPU here") as caught:
         own(program, lambda server: server.ready())
     assert len(str(caught.value)) < 5000
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -193,6 +196,107 @@ def test_a_server_that_never_comes_is_exit_code_3(batch, tools):
     assert ids(batch.answers()) == ["a"]
 
 
+def test_a_port_that_nobody_listens_on_is_told_in_seconds(batch, tools):
+    batch.server.stop()
+    batch.write([tools.completion("a")])
+    report = batch.run("--wait-s", "0.3", code=3)  # and not the ten minutes of --max-wait
+    assert f"no server at {batch.server.base_url}" in report["message"]
+    assert "--wait-s" in report["message"]
+    assert report["counts"]["lines"] == 1
+
+
+def test_another_program_is_refused_and_not_waited_for(batch, tools):
+    batch.server.health_status = batch.server.models_status = 404
+    batch.write([tools.completion("a")])
+    report = batch.run(code=3)
+    assert "is no server for these requests" in report["message"]
+    assert "again" not in report["message"]
+    assert (batch.answers(), batch.failures()) == ([], [])
+
+
+@pytest.mark.parametrize("state", [None, {"policy": "sglang"}])
+def test_a_server_that_knows_no_offline_requests_is_warned_of_or_refused(batch, tools, state):
+    batch.server.state = state
+    batch.write([tools.completion("a")])
+    report = batch.run("--require-offline", code=3)
+    assert "does not know offline requests" in report["message"]
+    assert batch.server.asked == []
+    batch.run()
+    assert batch.stderr.count("WARNING") == 1
+    assert ids(batch.answers()) == ["a"]
+
+
+@pytest.mark.parametrize("policy", ["hygen", "priority"])
+def test_a_server_that_knows_them_is_not_warned_of(batch, tools, policy):
+    batch.server.state = {"policy": policy}
+    batch.write([tools.completion("a")])
+    batch.run("--require-offline")
+    assert "WARNING" not in batch.stderr
+
+
+def test_failed_lines_are_sent_again_when_asked_for(batch, tools):
+    batch.write([tools.completion("a"), tools.completion("b"), tools.completion("c"), "{"])
+    batch.server.behave = lambda asked: (
+        tools.answer(asked) if asked.body["prompt"] == "a" else tools.Reply(status=404)
+    )
+    report = batch.run(code=1)
+    assert report["failed_by_code"] == {"http_404": 2, "invalid_json": 1}
+    assert "--retry-failed" in report["message"]
+    batch.server.asked.clear()
+    batch.server.behave = tools.answer
+    report = batch.run("--retry-failed", code=1)
+    assert sorted(batch.server.prompts()) == ["b", "c"]
+    assert (report["counts"]["answered"], report["counts"]["failed"]) == (3, 1)
+    assert [failure["line"] for failure in batch.failures()] == [4]
+    kept = Path(f"{batch.errors}.before-retry").read_bytes().splitlines()
+    assert sorted(json.loads(line)["line"] for line in kept) == [2, 3, 4]
+
+
+def test_there_must_be_an_earlier_job_to_retry(batch, tools):
+    batch.write([tools.completion("a")])
+    report = batch.run("--retry-failed", code=2)
+    assert "there is no earlier job" in report["message"]
+    batch.run()
+    assert ids(batch.answers()) == ["a"]
+
+
+def test_one_cause_of_all_failures_is_named(batch, tools):
+    batch.write([tools.completion(f"a{n}") for n in range(5)])
+    body = json.dumps({"error": {"message": "no model 'x'"}}).encode()
+    batch.server.behave = lambda asked: tools.Reply(status=404, body=body)
+    report = batch.run(code=1)
+    assert "All 5 of this call: http_404: no model 'x'" in report["message"]
+    assert "same command" not in report["message"]
+
+
+def test_a_full_disk_ends_with_a_report_and_nothing_is_lost(batch, tools, monkeypatch, capsys):
+    """The disk is full after some records; then there is room again."""
+    batch.write([tools.completion(f"a{n}") for n in range(20)])
+    written, write = [], os.write
+
+    def full(descriptor, data):
+        if b"batch_req_" in bytes(data[:40]) and len(written) >= 5:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written.append(len(data))
+        return write(descriptor, data)
+
+    options = ["-i", str(batch.input), "-o", str(batch.out), "--base-url", batch.server.base_url]
+    with monkeypatch.context() as patch:
+        patch.setattr("cosched.jobs.journal.os.write", full)
+        assert main([*options, "--concurrency", "2"]) == 2
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert "No space left on device" in report["message"]
+    assert "run the same command again" in report["message"]
+    assert report["counts"]["answered"] == len(batch.answers()) < 20
+    batch.run()
+    assert sorted(ids(batch.answers())) == sorted(f"a{n}" for n in range(20))
+
+
+def test_an_input_that_cannot_be_read_ends_with_a_report(batch):
+    report = batch.run(code=2)
+    assert report["exit_code"] == 2 and "cannot read the input" in report["message"]
+
+
 def test_a_server_that_goes_for_good_is_exit_code_3(batch, tools):
     batch.write([tools.completion(f"a{n}") for n in range(40)])
     batch.server.behave = lambda asked: tools.answer(asked, delay_s=0.2)
@@ -248,6 +352,11 @@ USAGE = {
     "no concurrency": (["--concurrency", "0"], "--concurrency must be at least 1, not 0"),
     "too much concurrency": (["--concurrency", "2000000000"], "open files"),
     "a negative wait": (["--max-wait", "-1"], "--max-wait must be at least 0, not -1"),
+    "no number": (["--wait-s", "nan"], "--wait-s must be at least 0, not nan"),
+    "no time": (["--timeout", "nan"], "--timeout must be above 0 seconds, not nan"),
+    "no time to start": (["--start-timeout", "0"], "--start-timeout must be above 0 seconds"),
+    "a port that is none": (["--port", "70000"], "--port must be from 1 to 65535, not 70000"),
+    "retry and overwrite": (["--retry-failed", "--overwrite"], "give one"),
     "flags without a server": (["--", "--tp", "2"], "flags after -- (--tp 2)"),
     "two servers": (["--model-path", "x"], "give one of them"),
     "the input as output": (["-o", "IN"], "input and output are the same file"),

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cosched.core.request import Slo
+from cosched.metrics import plots_compare
 from cosched.metrics.figure import Bins
 from cosched.metrics.plots import write_run_plots
 from cosched.metrics.plots_compare import Run, attainment_curve, write_comparison_plots
@@ -113,3 +114,14 @@ def test_matplotlib_is_imported_only_to_draw():
         "assert not {'matplotlib', 'pandas', 'rich'} & sys.modules.keys()"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_points_at_one_place_are_rings_around_each_other():
+    points = [(99.0, 6000.0), (20.0, 9000.0), (99.1, 6010.0), (99.0, 5990.0), (60.0, 6000.0)]
+    assert plots_compare._rings(points) == [0, 0, 1, 2, 0]
+    assert plots_compare._rings([(50.0, 1.0)] * 2) == [0, 1]
+    assert plots_compare._rings([]) == []
+
+
+def test_no_two_of_twenty_series_have_one_colour():
+    assert len({colour for colour, _, _ in plots_compare.STYLES[:20]}) == 20

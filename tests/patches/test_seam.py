@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -15,14 +16,15 @@ import pytest
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.config import ENV_VAR
 from cosched.errors import SeamError
+from cosched_patches.internals import INTERNALS, check_internals
 from cosched_patches.seam import (
-    SGLANG_VERSION,
     Seam,
     check_signatures,
     check_wrapped,
     install,
 )
 from cosched_patches.seams import SEAMS
+from cosched_patches.version import ALLOW_VARIABLE, SGLANG_VERSION, check_version
 from tests.serving import ROOT, SOURCE_ROOTS
 
 
@@ -208,6 +210,85 @@ def assert_stopped(done):
         "expected (self, prefill_delayer_single_pass, running_batch), "
         "found (self, running_batch, new_in_this_version). This is sglang "
     ), done.stderr
+
+
+class TestVersion:
+    @pytest.fixture
+    def other(self, monkeypatch):
+        monkeypatch.setattr("sglang.version.__version__", "0.5.23")
+        monkeypatch.delenv(ALLOW_VARIABLE, raising=False)
+
+    def test_ours_passes(self):
+        check_version()
+
+    def test_another_is_refused_though_its_signatures_fit(self, other):
+        assert "This is sglang 0.5.23" in refusal(check_version)
+
+    @pytest.mark.parametrize("allowed", ["0.5.22", "1", "", "all"])
+    def test_only_the_very_version_can_be_let_through(self, other, monkeypatch, allowed):
+        monkeypatch.setenv(ALLOW_VARIABLE, allowed)
+        assert f"set {ALLOW_VARIABLE}=0.5.23" in refusal(check_version)
+
+    def test_it_is_let_through_with_a_warning(self, other, monkeypatch, caplog):
+        monkeypatch.setenv(ALLOW_VARIABLE, "0.5.23")
+        check_version()
+        assert "UNTESTED" in caplog.text and "0.5.23" in caplog.text
+
+
+class TestInternals:
+    def test_all_are_there(self):
+        check_internals()
+
+    @pytest.mark.parametrize("target", INTERNALS)
+    def test_one_that_is_gone_is_named(self, target):
+        names = (*INTERNALS[target], "no_such_thing")
+        assert f"{target} has no no_such_thing" in refusal(check_internals, {target: names})
+
+    def test_a_class_that_is_gone_is_named(self):
+        assert "nowhere.Thing is gone" in refusal(check_internals, {"nowhere.Thing": ("a",)})
+
+    def test_what_is_assigned_in_any_way_is_found(self, toy):
+        import tests.patches.test_seam as here
+
+        target = f"{here.__name__}.Assigned"
+        check_internals({target: ("plain", "typed", "left", "right", "declared", "method", "base")})
+        refusal(check_internals, {target: ("other",)})
+
+    @pytest.mark.parametrize(
+        ("owner", "names"),
+        [("Scheduler", r"_?scheduler"), ("Req", r"req|chunked_req"), ("ScheduleBatch", r"batch")],
+    )
+    def test_the_list_is_whole(self, owner, names):
+        """What the adapter uses under these names stands in the list."""
+        [listed] = [set(v) for k, v in INTERNALS.items() if k.rpartition(".")[2] == owner]
+        used = set()
+        for path in (ROOT / "cosched" / "engine").glob("*.py"):
+            # Those build engines of their own, on SGLang's public constructors.
+            if path.stem not in ("local", "virtual", "measure", "cpu_attention", "cpu_paging"):
+                used |= set(re.findall(rf"\b(?:{names})\.(\w+)", path.read_text()))
+        own = {"cosched", "cosched_observer"}
+        assert used - own <= listed, f"add to INTERNALS: {sorted(used - own - listed)}"
+
+
+class _Base:
+    def __init__(self):
+        self.base = 1
+
+
+class Assigned(_Base):
+    declared: int
+
+    def __init__(self):
+        self.plain = 1
+        self.typed: int = 2
+        (
+            self.left,
+            self.right,
+        ) = 1, 2
+        self.plain.other = 3
+
+    def method(self):
+        assert self.unread
 
 
 class TestProcess:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cosched.core.plan import SkipReason
-from cosched.core.request import RequestClass, Slo
+from cosched.core.request import RequestClass, Slo, Traits
 from cosched.core.validate import validate
 from cosched.core.view import Backlog, Match
 from cosched.latency.features import BatchTotals
@@ -361,3 +361,112 @@ def test_the_throttle_admits_at_its_rate_whatever_the_load():
     assert admitted(10.4, 1) == 0
     assert admitted(12.0, 1) == 4
     assert admitted(12.0, 9) == 0
+
+
+def test_a_target_that_no_iteration_can_meet_counts_as_none():
+    absurd = running_online("absurd", num_tokens=30, slo=Slo(tpot_s=1e-6))
+    view = FakeView(
+        caps=CAPS,
+        running=(absurd,),
+        online=[online("new", 2000)],
+        offline=[offline("off", 5000)],
+        now_s=1.0,
+        start_s=1.0,
+    )
+    plain = replace(absurd, slo=Slo())
+    assert plan_of(view).prefill == plan_of(replace(view, running=(plain,))).prefill
+    assert plan_of(view).prefill["new"] > 400
+    # One that can be met is: 30 tokens at 6 ms each are due by 0.18, and it is 1.0 now.
+    strict = replace(absurd, slo=Slo(tpot_s=0.006))
+    assert plan_of(replace(view, running=(strict,), online=[])).prefill == {}
+
+
+def test_a_first_token_that_would_be_late_at_the_pace_of_the_decodes_goes_faster():
+    """6 ms of 20 are the decode's; at that pace 2,000 tokens take 0.286 s, with 0.25 s left."""
+    view = FakeView(
+        caps=CAPS,
+        running=(running_online(num_tokens=2, first_token_s=0.98, slo=Slo(tpot_s=0.02)),),
+        online=[online("new", 2000, arrival_s=0.25)],
+        offline=[offline("off", 5000)],
+        now_s=1.0,
+        start_s=1.0,
+    )
+    relaxed = replace(view, online=[online("new", 2000, arrival_s=0.9)])
+    assert seconds_of(plan_of(relaxed), relaxed) <= 0.02 + 1e-9
+    plan = plan_of(view)
+    assert list(plan.prefill) == ["new"]
+    # In iterations of L the prefill has (L - 5.1 ms) / L of the 0.25 s, and needs 0.2 s.
+    assert seconds_of(plan, view) == pytest.approx(0.25 * 0.0051 / 0.05, abs=2e-4)
+
+
+def test_a_first_token_that_is_late_in_any_case_does_not_stretch_decodes():
+    view = FakeView(
+        caps=CAPS,
+        running=(running_online(num_tokens=2, first_token_s=0.98, slo=Slo(tpot_s=0.02)),),
+        online=[online("new", 2000, arrival_s=0.1)],
+        now_s=1.0,
+        start_s=1.0,
+    )
+    assert seconds_of(plan_of(view), view) <= 0.02 + 1e-9
+
+
+def test_offline_work_leaves_the_time_that_waiting_prompts_still_need():
+    """The prompt needs 0.2 s more in chunks of 512 tokens, and 0.24 s are left."""
+    caps = replace(CAPS, max_chunk_tokens=512)
+    view = FakeView(
+        caps=caps,
+        running=(decoding(offline("off", 300), 3),),
+        unfinished=[prefilled(online("new", 2200, arrival_s=0.24), 200)],
+        now_s=1.0,
+        start_s=1.0,
+    )
+    plan = plan_of(view)
+    assert plan.limits["offline"] == pytest.approx(0.24 - 0.205, abs=1e-3)
+
+
+def test_where_prefill_and_decode_cannot_mix_they_take_turns():
+    caps = replace(CAPS, mixed_batches=False)
+    view = FakeView(
+        caps=caps,
+        running=(running_online(num_tokens=2),),
+        unfinished=[prefilled(offline("half", 500), 64)],
+        online=[online("new", 100)],
+        offline=[offline("off", 100)],
+    )
+    assert "new" in plan_of(view).prefill
+    turn = plan_of(replace(view, decodes_due=True))
+    assert not turn.prefill and not turn.preempt
+
+
+def test_a_prompt_that_cannot_mix_waits_for_decodes_that_are_due():
+    with_logprobs = online("logprobs", 100, traits=Traits(can_mix=False))
+    view = FakeView(
+        caps=CAPS,
+        running=(running_online(num_tokens=2),),
+        online=[with_logprobs, online("plain", 100)],
+    )
+    assert list(plan_of(view).prefill) == ["logprobs", "plain"]
+    plan = plan_of(replace(view, decodes_due=True))
+    assert list(plan.prefill) == ["plain"]
+    assert plan.skipped["logprobs"] is SkipReason.DECODES_DUE
+
+
+def test_who_cannot_be_stopped_is_not():
+    beam = decoding(offline("beam", 300, traits=Traits(can_stop=False)), 3)
+    plain = decoding(offline("plain", 300), 3)
+    caps = replace(CAPS, max_running_requests=2)
+    view = FakeView(caps=caps, running=(plain, beam), online=[online("on", 100)])
+    assert [p.rid for p in plan_of(view).preempt] == ["plain"]
+    assert not plan_of(replace(view, running=(beam, replace(beam, rid="b2")))).preempt
+
+
+def test_a_request_that_the_engine_refused_stands_back_and_stops_nobody():
+    view = FakeView(
+        caps=replace(CAPS, max_running_requests=1),
+        running=(decoding(offline("runs", 300), 3),),
+        online=[online("refused", 100)],
+        barred={"refused"},
+    )
+    plan = plan_of(view)
+    assert not plan.preempt and not plan.prefill
+    assert plan.skipped["refused"] is SkipReason.ENGINE_REFUSED

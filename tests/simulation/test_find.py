@@ -4,9 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import cosched.bootstrap  # noqa: F401  # before sglang
+from cosched.config import ENV_VAR
+from cosched.core.request import Slo
 from cosched.errors import ConfigError
+from cosched.simulation import find as find_module
 from cosched.simulation.find import QUESTIONS, find, search
-from cosched.simulation.run import RunSpec
+from cosched.simulation.machine import Machine
+from cosched.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
 from cosched.simulation.scenario import scenario
 
 
@@ -67,3 +72,33 @@ def test_bad_questions_are_refused_before_anything_runs():
     with pytest.raises(ConfigError, match=r"attainment is 1\.5"):
         find("min-kv", spec, attainment=1.5)
     assert set(QUESTIONS) == {"min-kv", "min-gpus", "max-offline", "max-online-rate"}
+
+
+def test_a_question_is_answered_by_simulations(monkeypatch):
+    """The answer was simulated and is good; just above it, within the tolerance, it is not."""
+    ran = []
+
+    def in_this_process(specs, *, num_jobs):
+        for index, spec in enumerate(specs):
+            ran.append(spec)
+            yield index, execute(spec)
+
+    monkeypatch.setattr(find_module, "execute_all", in_this_process)
+    monkeypatch.setenv(ENV_VAR, "")
+    spec = RunSpec(
+        scenario=scenario("s0"),
+        machine=Machine(kv_tokens=20_000, chunk_tokens=512, max_running_requests=16),
+        online=WorkloadSpec(name="alpaca", rate=32.0),
+        cost=CostSpec(name="roofline"),
+        slo=Slo(ttft_s=0.3, tpot_s=0.05),
+        duration_s=3.0,
+    )
+    answer = find("max-online-rate", spec, attainment=0.9, tolerance=0.5, quiet=True)
+    tried = {probe["value"]: probe["attainment"] for probe in answer.probes}
+    assert {one.online.rate for one in ran} == set(tried)
+    assert answer.bounds == (2.0, 512.0)
+    assert answer.value is not None and tried[answer.value] >= 0.9
+    above = min(value for value in tried if value > answer.value)
+    assert tried[above] < 0.9
+    assert above - answer.value <= 0.5 * answer.value
+    assert f"{answer.value:g} req/s" in answer.sentence()

@@ -1,0 +1,107 @@
+"""``cosched COMMAND ...``: one command for all of them. Each is also a module: ``python -m``."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+__all__ = ["COMMANDS", "main"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Command:
+    module: str
+    summary: str
+
+
+COMMANDS: Mapping[str, _Command] = {
+    "serve": _Command(
+        module="cosched.launch_server",
+        summary="start a server for online and offline requests; takes every SGLang flag",
+    ),
+    "batch": _Command(
+        module="cosched.run_batch", summary="answer a file of requests as offline work"
+    ),
+    "demo": _Command(
+        module="cosched.demo.__main__",
+        summary="measure and draw, on a small model, what offline work costs online requests",
+    ),
+    "simulate": _Command(
+        module="cosched.simulate", summary="run the scheduler on a GPU that need not be there"
+    ),
+    "bench": _Command(module="cosched.bench", summary="policies and stock scheduling side by side"),
+    "profile": _Command(
+        module="cosched.profile",
+        summary="measure what iterations take; find the budget that meets targets",
+    ),
+    "predictors": _Command(
+        module="cosched.predictors", summary="how well the time of an iteration is predicted"
+    ),
+    "explain": _Command(
+        module="cosched.explain", summary="read a decision log: why did a request wait?"
+    ),
+    "demo-model": _Command(
+        module="cosched.demo_model", summary="make a small model with random weights"
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Only the chosen command is imported. The exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    name = arguments[0] if arguments else "--help"
+    if name in ("-h", "--help", "help"):
+        print(_help())
+        return 0 if arguments else 2
+    if name in ("--version", "version"):
+        from cosched.versions import version_line
+
+        print(version_line())
+        return 0
+    command = COMMANDS.get(name)
+    if command is None:
+        print(
+            f"cosched: no command {name!r}; choose from {', '.join(sorted(COMMANDS))}",
+            file=sys.stderr,
+        )
+        return 2
+    sys.argv = [f"cosched {name}", *arguments[1:]]
+    # As with `python -m`, a policy of one's own is found in the folder one is in. Last, so that
+    # nothing there takes the place of an installed package.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        run: Callable[[], int | None] = importlib.import_module(command.module).main
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "sglang"):
+            raise
+        print(
+            f"cosched: {name} needs {error.name}, which is not installed: run scripts/setup, or "
+            "install 'cosched[gpu]'",
+            file=sys.stderr,
+        )
+        return 2
+    return run() or 0
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS)) + 2
+    lines = [f"  {name:<{width}}{command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: cosched COMMAND [options]",
+            "",
+            "Co-serving of online and offline LLM requests on one SGLang replica.",
+            "",
+            *lines,
+            "",
+            "cosched COMMAND --help explains one; cosched --version says what is installed.",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

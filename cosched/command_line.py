@@ -1,0 +1,250 @@
+"""What the commands share: options that are checked before anything runs, and how they end.
+
+A command ends with one JSON object as its last line, or with one sentence and an exit code. An
+output that cannot be written is found before the run; one that fails after it costs no result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from cosched.core.files import write_whole
+from cosched.errors import CoschedError
+from cosched.versions import version_line, versions
+
+__all__ = [
+    "PORT",
+    "Parser",
+    "add_json_option",
+    "add_version_option",
+    "checked",
+    "existing_file",
+    "number",
+    "output_file",
+    "output_folder",
+    "run_command",
+    "save_output",
+    "whole",
+]
+
+T = TypeVar("T")
+
+_ENTRY = "cosched "
+"""How ``sys.argv[0]`` begins where `cosched.__main__` runs a command."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An `argparse.ArgumentParser` whose errors are one sentence."""
+
+    def __init__(self, *, prog: str, **options: Any) -> None:
+        """prog  how the module is run; the name under ``cosched`` stands where that was used"""
+        if sys.argv[0].startswith(_ENTRY) and prog.startswith("python -m cosched."):
+            prog = sys.argv[0]
+        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        options.setdefault("allow_abbrev", False)
+        super().__init__(prog=prog, **options)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"cosched: {message} ({self.prog} --help lists the options)\n")
+
+
+def add_version_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--version",
+        action=_Version,
+        nargs=0,
+        dest=argparse.SUPPRESS,
+        default=argparse.SUPPRESS,
+        help="show what is installed, and exit",
+    )
+
+
+class _Version(argparse.Action):
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        print(version_line())
+        parser.exit()
+
+
+def add_json_option(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--json",
+        type=output_file,
+        metavar="FILE",
+        help="write there what the last line of the output is",
+    )
+
+
+def checked(read: Callable[[str], T]) -> Callable[[str], T]:
+    """A type of an option: what `read` makes of the text. Its CoschedError is the option's."""
+
+    def parse(text: str) -> T:
+        try:
+            return read(text)
+        except CoschedError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse
+
+
+def _limits(
+    above: float | None, at_least: float | None, at_most: float | None, below: float | None
+) -> str:
+    named = (("above", above), ("of at least", at_least), ("of at most", at_most), ("below", below))
+    said = [f"{word} {limit:g}" for word, limit in named if limit is not None]
+    return "".join(f" {text}" if i == 0 else f" and {text}" for i, text in enumerate(said))
+
+
+def number(
+    *,
+    above: float | None = None,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+) -> Callable[[str], float]:
+    """A type of an option: a finite number within limits."""
+    wanted = "a number" + _limits(above, at_least, at_most, below)
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        is_good = (
+            math.isfinite(value)
+            and (above is None or value > above)
+            and (at_least is None or value >= at_least)
+            and (at_most is None or value <= at_most)
+            and (below is None or value < below)
+        )
+        if not is_good:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+        return value
+
+    return parse
+
+
+def whole(*, at_least: int | None = None, at_most: int | None = None) -> Callable[[str], int]:
+    """A type of an option: an integer within limits, both included."""
+    wanted = "a whole number" + _limits(None, at_least, at_most, None)
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if (
+            value is None
+            or (at_least is not None and value < at_least)
+            or (at_most is not None and value > at_most)
+        ):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+        return value
+
+    return parse
+
+
+PORT = whole(at_least=1, at_most=65535)
+
+
+def existing_file(text: str) -> Path:
+    """A type of an option: a file that can be read."""
+    path = Path(text)
+    try:
+        with path.open("rb"):
+            return path
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot read {text!r}: {error.strerror}") from None
+
+
+def output_file(text: str) -> Path:
+    """A type of an option: a file that can be written. Nothing is left behind by the check."""
+    path = Path(text)
+    try:
+        if path.exists():
+            with path.open("ab"):
+                return path
+        _check_folder(path.absolute().parent)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot write {text!r}: {error.strerror}") from None
+    return path
+
+
+def output_folder(text: str) -> Path:
+    """A type of an option: a folder that is there, or can be made, and can be written to."""
+    path = folder = Path(text).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    try:
+        _check_folder(folder)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(
+            f"cannot write to a folder {text!r}: {error.strerror}"
+        ) from None
+    return path
+
+
+def _check_folder(folder: Path) -> None:
+    # Permissions say too little: nobody can make a file in /proc, and root may write anywhere else.
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+def save_output(
+    arguments: argparse.Namespace, path: Path | None, write: Callable[[Path], object]
+) -> None:
+    """Write one output after the run, where it was asked for. What fails is told, and the command
+    goes on: its result is still printed, and it ends with 1."""
+    if path is None:
+        return
+    try:
+        write(path)
+    except (OSError, CoschedError) as error:
+        arguments.has_lost_output = True
+        _say(f"cannot write {str(path)!r}: {getattr(error, 'strerror', None) or error}")
+
+
+def run_command(arguments: argparse.Namespace) -> None:
+    """Call ``arguments.execute`` and print what it returns, with the versions.
+
+    Exits with 2 and one sentence when the arguments are wrong, with 1 when an output could not be
+    written, with 130 when interrupted.
+    """
+    execute: Callable[[argparse.Namespace], Mapping[str, Any]] = arguments.execute
+    try:
+        result = execute(arguments)
+    except CoschedError as error:
+        _say(str(error))
+        raise SystemExit(2) from None
+    except OSError as error:
+        if error.filename is None:
+            raise
+        _say(f"{os.fspath(error.filename)}: {error.strerror}")
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        _say("interrupted")
+        raise SystemExit(130) from None
+    line = json.dumps({"versions": versions(), **result}, sort_keys=True, allow_nan=False)
+    save_output(
+        arguments, getattr(arguments, "json", None), lambda path: write_whole(path, line + "\n")
+    )
+    print(line, flush=True)
+    if getattr(arguments, "has_lost_output", False):
+        raise SystemExit(1)
+
+
+def _say(text: str) -> None:
+    print(f"cosched: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,139 @@
+"""What cosched reads and writes inside SGLang beside the seams, and the check that it is there.
+
+A name that is gone would show as an AttributeError in the middle of a request, or not at all.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import pkgutil
+import textwrap
+from collections.abc import Mapping
+from functools import cache
+
+from cosched.errors import SeamError
+from cosched_patches.version import running_on
+
+__all__ = ["INTERNALS", "check_internals"]
+
+INTERNALS: Mapping[str, tuple[str, ...]] = {
+    "sglang.srt.managers.scheduler.Scheduler": (
+        "_add_request_to_queue",
+        "_sched_idled",
+        "chunked_prefill_size",
+        "chunked_req",
+        "device",
+        "dllm_config",
+        "enable_hisparse",
+        "enable_overlap",
+        "get_num_allocatable_reqs",
+        "grammar_manager",
+        "is_generation",
+        "is_hybrid_ssm",
+        "is_hybrid_swa",
+        "is_mixed_chunk",
+        "last_batch",
+        "load_inquirer",
+        "max_prefill_tokens",
+        "max_queued_requests",
+        "max_running_requests",
+        "max_total_num_tokens",
+        "metrics_collector_context",
+        "model_config",
+        "new_token_ratio_tracker",
+        "page_size",
+        "process_batch_result",
+        "result_queue",
+        "running_batch",
+        "server_args",
+        "spec_algorithm",
+        "token_to_kv_pool_allocator",
+        "tp_cpu_group",
+        "tree_cache",
+        "waiting_queue",
+    ),
+    "sglang.srt.managers.schedule_batch.ScheduleBatch": (
+        "batch_is_full",
+        "decoding_reqs",
+        "extend_lens",
+        "filter_batch",
+        "forward_mode",
+        "input_ids",
+        "is_empty",
+        "merge_batch",
+        "orig_seq_lens",
+        "out_cache_loc",
+        "prefix_lens",
+        "reqs",
+        "sampling_info",
+        "seq_lens",
+        "seq_lens_cpu",
+        "seq_lens_sum",
+    ),
+    "sglang.srt.managers.schedule_batch.Req": (
+        "beam_group",
+        "cache_salt",
+        "extra_key",
+        "finished",
+        "finished_reason",
+        "init_next_round_input",
+        "kv",
+        "last_node",
+        "lock_receipt",
+        "origin_input_ids",
+        "output_ids",
+        "prefix_indices",
+        "priority",
+        "reset_for_retract",
+        "rid",
+        "sampling_params",
+        "seqlen",
+        "to_finish",
+    ),
+    "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache": (
+        "dec_lock_ref",
+        "evictable_size",
+        "inc_lock_ref",
+        "unpin",
+    ),
+}
+"""Class -> methods and attributes of it that ``cosched/engine`` uses."""
+
+
+def check_internals(internals: Mapping[str, tuple[str, ...]] = INTERNALS) -> None:
+    """SeamError naming the first class, and what of it is gone."""
+    for target, names in internals.items():
+        try:
+            owner = pkgutil.resolve_name(target)
+        except (ImportError, AttributeError) as error:
+            raise SeamError(f"SGLang's {target} is gone ({error}). {running_on()}") from None
+        gone = [name for name in names if not _has(owner, name)]
+        if gone:
+            raise SeamError(
+                f"SGLang's {target} has no {', '.join(gone)}, which cosched uses. {running_on()}"
+            )
+
+
+def _has(owner: type, name: str) -> bool:
+    """Whether its objects have the attribute: a method, a field, or what a method of it, or of
+    a class it is made from, assigns to ``self``."""
+    return hasattr(owner, name) or any(name in _fields(base) for base in owner.__mro__)
+
+
+@cache
+def _fields(base: type) -> frozenset[str]:
+    names = set(inspect.get_annotations(base))
+    try:
+        source = textwrap.dedent(inspect.getsource(base))
+    except (OSError, TypeError):  # built in, or made without a file
+        return frozenset(names)
+    for node in ast.walk(ast.parse(source)):
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "self"
+        ):
+            names.add(node.attr)
+    return frozenset(names)

@@ -1,0 +1,43 @@
+"""Rank 0's plan reaches the others, whatever its size: two processes and a real process group."""
+
+import subprocess
+import sys
+
+from tests.serving import free_port
+
+PROGRAM = """
+import sys
+import torch.distributed as dist
+from cosched.core.plan import EMPTY_PLAN, Plan, PreemptMode, Preemption
+from cosched.engine.ranks import Ranks
+
+rank, port = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+ranks = Ranks(dist.group.WORLD, is_source=rank == 0)
+long = "r" * 50
+plans = [
+    EMPTY_PLAN,
+    Plan(prefill={"b": 5, "a": 7}, hold=frozenset({"x", "y"})),
+    Plan(preempt=(Preemption(rid="p"), Preemption(rid="q", mode=PreemptMode.RECOMPUTE))),
+    Plan(hold=frozenset(f"{long}{i}" for i in range(1000))),
+    EMPTY_PLAN,
+]
+for plan in plans:
+    shared = ranks.share(plan if rank == 0 else None)
+    assert shared == plan, (rank, shared)
+    assert list(shared.prefill) == list(plan.prefill)
+print("equal")
+"""
+
+
+def test_every_rank_gets_the_plan():
+    port = free_port()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", PROGRAM, str(rank), str(port)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    assert [process.communicate(timeout=120)[0] for process in processes] == ["equal\n"] * 2

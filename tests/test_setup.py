@@ -1,0 +1,77 @@
+"""scripts/setup with a Python that installs nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+PYTHON = """#!/usr/bin/env bash
+# Stands in for Python, venv and pip.
+case "$*" in
+*"import torch"*) echo "$FAKE_TORCH" ;;
+*"-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+*"-m pip"*) echo "pip $*" >>pip.log; sleep "${FAKE_SLEEP:-0}"; exit "${FAKE_PIP:-0}" ;;
+--version) echo "Python 3.11.0" ;;
+esac
+"""
+
+
+@pytest.fixture
+def setup(tmp_path):
+    for name in ("scripts/setup", "requirements/cpu.txt", "pyproject.toml"):
+        target = tmp_path / name
+        target.parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, target)
+    python = tmp_path / "python"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+
+    def run(profile, **environment):
+        return subprocess.run(
+            [tmp_path / "scripts/setup"],
+            env=os.environ
+            | {"COSCHED_PROFILE": profile, "COSCHED_PYTHON": str(python)}
+            | environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    run.stamp = tmp_path / ".venv/.cosched-setup"
+    run.pip_log = tmp_path / "pip.log"
+    return run
+
+
+@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+def test_a_second_run_does_nothing(setup, profile):
+    assert setup(profile, FAKE_TORCH="2.13.0 13.0").returncode == 0
+    assert setup.stamp.exists()
+    installs = setup.pip_log.read_text()
+    assert "--editable" in installs
+    assert setup(profile).returncode == 0
+    assert setup.pip_log.read_text() == installs
+
+
+def test_a_cpu_build_of_torch_in_the_gpu_profile_is_an_error(setup):
+    done = setup("gpu", FAKE_TORCH="2.13.0+cpu None")
+    assert done.returncode == 1
+    assert "2.13.0+cpu, is built without CUDA" in done.stderr
+    assert not setup.stamp.exists()
+
+
+def test_a_failed_gpu_install_names_the_index_that_is_needed(setup):
+    done = setup("gpu", FAKE_PIP="1")
+    assert done.returncode == 1
+    assert "NVIDIA's own package index" in done.stderr
+    assert not setup.stamp.exists()
+
+
+def test_a_failed_cpu_install_leaves_no_stamp(setup):
+    assert setup("cpu", FAKE_PIP="1").returncode == 1
+    assert not setup.stamp.exists()
