@@ -266,7 +266,7 @@ class TestInternals:
             # Those build engines of their own, on SGLang's public constructors.
             if path.stem not in ("local", "virtual", "measure", "cpu_attention", "cpu_paging"):
                 used |= set(re.findall(rf"\b(?:{names})\.(\w+)", path.read_text()))
-        own = {"cosched", "cosched_observer"}
+        own = {"cosched", "cosched_observer", "cosched_offline"}
         assert used - own <= listed, f"add to INTERNALS: {sorted(used - own - listed)}"
 
 
