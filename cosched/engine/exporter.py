@@ -2,7 +2,7 @@
 
 Counted in the scheduler process and written to the files that SGLang's ``/metrics`` reads
 (prometheus_client's multiprocess mode). Formulas and units: docs/metrics.md. Labels take few
-values: two classes, a handful of targets, logs and length buckets.
+values: two classes, a handful of targets, logs, places that may fail and length buckets.
 """
 
 from __future__ import annotations
@@ -75,6 +75,9 @@ METRICS = (
     Metric("running_requests", Kind.GAUGE, "Requests that run.", _CLASS),
     Metric("preemptions", Kind.COUNTER, "Requests stopped by a plan."),
     Metric("engine_refusals", Kind.COUNTER, "Admissions of a plan that the engine refused."),
+    Metric("safe_plans", Kind.COUNTER, "Plans by the safe rule, because the policy failed."),
+    Metric("policy_given_up", Kind.GAUGE, "1 while the safe rule has taken the policy's place."),
+    Metric("failures", Kind.COUNTER, "What failed inside cosched and was left out.", ("place",)),
     Metric("offline_turned_away", Kind.COUNTER, "Offline requests answered with 429."),
     Metric("offline_paused", Kind.GAUGE, "1 while the operator pauses offline work."),
     Metric("offline_max_running", Kind.GAUGE, "The operator's limit; +Inf without one."),
@@ -136,6 +139,7 @@ class MetricsExporter:
                 self._of(name, request_class=request_class.value)
         for log in LOGS:
             self._of("log_switched_off", log=log).set(0)
+        self._of("failures", place="plan")
         controller.service.listener = self
 
     def _find(self, name: str, **more: Any) -> Any:
@@ -183,6 +187,9 @@ class MetricsExporter:
             self._of(name, **more).inc(count)
         for name, field, more in _LEVELS:
             self._of(name, **more).set(getattr(state, field))
+        for place, count in state.failures.items():
+            count -= 0 if before is None else before.failures.get(place, 0)
+            self._of("failures", place=place).inc(count)
         limits = state.offline_limits
         self._of("offline_paused").set(limits.paused)
         most = limits.max_running
@@ -205,6 +212,7 @@ _ONLINE, _OFFLINE = ({"request_class": name.value} for name in RequestClass)
 _COUNTED: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("preemptions", "num_preemptions", {}),
     ("engine_refusals", "num_engine_refusals", {}),
+    ("safe_plans", "num_safe_plans", {}),
     ("offline_turned_away", "num_turned_away", {}),
     ("prefill_tokens", "online_prefill_tokens", _ONLINE),
     ("prefill_tokens", "offline_prefill_tokens", _OFFLINE),
@@ -214,6 +222,7 @@ _COUNTED: tuple[tuple[str, str, dict[str, str]], ...] = (
 """Counter, the field of the state that it follows, labels."""
 
 _LEVELS: tuple[tuple[str, str, dict[str, str]], ...] = (
+    ("policy_given_up", "policy_given_up", {}),
     ("waiting_requests", "num_waiting_online", _ONLINE),
     ("waiting_requests", "num_waiting_offline", _OFFLINE),
     ("running_requests", "num_running_online", _ONLINE),
