@@ -30,6 +30,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from cosched import demo_adapters
 from cosched.config import ENV_VAR
 from cosched.core.batch import BatchShape
 from cosched.demo_model import ensure_demo_model
@@ -38,13 +39,15 @@ from cosched.engine.local import LocalEngine, Reply
 from cosched.engine.shape import shape_of
 from cosched.engine.virtual import VirtualClock
 from cosched.policy.registry import policy_entry
-from cosched.soak import adapters
 from cosched.soak.spec import SoakSpec
 from cosched.soak.traffic import Ask, Command
 
 __all__ = ["Ears", "SoakEngine"]
 
 _THROTTLED_RATE = 20.0
+
+MAX_ADAPTERS = 2
+"""In a batch, the model itself counted as one."""
 
 
 class IterationTimes:
@@ -115,7 +118,7 @@ class SoakEngine:
         self.controller = getattr(self.scheduler, "cosched", None)
         self.lora_ids = {}
         if spec.has("lora"):
-            self.lora_ids = adapters.load_adapters(self.scheduler, folders)
+            self.lora_ids = demo_adapters.load_adapters(self.scheduler, folders)
         streamer = self.scheduler.output_streamer
         self.ears = Ears(streamer.send_to_detokenizer)
         for holder, name in (
@@ -207,7 +210,7 @@ class SoakEngine:
     def _check_adapters(self, batch: Any) -> None:
         """SGLang's worker asserts it, but only where the model runs."""
         used = {req.lora_id for req in batch.reqs}
-        most = adapters.MAX_PER_BATCH
+        most = MAX_ADAPTERS
         assert not self.lora_ids or len(used) <= most, f"{len(used)} adapters in a batch of {most}"
 
     def _take_over(self) -> None:
@@ -277,6 +280,7 @@ def _flags(spec: SoakSpec) -> list[str]:
     flags += [text for flag, texts in needed.items() if "mixed" not in flag for text in texts]
     flags += ["--enable-mixed-chunk"] if spec.mixed else []
     flags += [] if spec.overlap else ["--disable-overlap-schedule"]
-    flags += adapters.FLAGS if spec.has("lora") else []
+    if spec.has("lora"):
+        flags += [*demo_adapters.FLAGS, "--max-loras-per-batch", str(MAX_ADAPTERS)]
     flags += ["--enable-streaming-session"] if spec.has("stream-sessions") else []
     return flags

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
+from cosched.demo_adapters import make_adapters, without_pinned_memory
 from cosched.engine.virtual import _quiet_host
-from cosched.soak.adapters import make_adapters, without_pinned_memory
 from cosched.soak.checks import Checks, SoakFailure
 from cosched.soak.engine import SoakEngine
 from cosched.soak.spec import EPISODES_PER_HOUR, SoakSpec
-from cosched.soak.traffic import Action, Ask, Client, Command, Post, Send, Sleep, Traffic
+from cosched.soak.traffic import ADAPTERS, Action, Ask, Client, Command, Post, Send, Sleep, Traffic
 
 __all__ = ["Outcome", "run"]
 
@@ -259,7 +259,7 @@ def run(
     began_s = time.perf_counter()
     soak: Soak | None = None
     with tempfile.TemporaryDirectory() as folder, without_pinned_memory(), _quiet_host():
-        folders = make_adapters(Path(folder)) if spec.has("lora") else {}
+        folders = make_adapters(Path(folder), ADAPTERS) if spec.has("lora") else {}
         failure: BaseException | None = None
         try:
             with SoakEngine(spec, folders) as engine:

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from cosched.demo_adapters import FLAGS as LORA_FLAGS
+from cosched.demo_adapters import load_adapters, make_adapters, without_pinned_memory
 from cosched.engine.tracked import TrackedRequest
-from tests.engine.adapters import SWITCHES, load_adapters, without_pinning
 from tests.engine.conftest import assert_drained, prompt
 from tests.engine.test_partial_decode import hold_at_random
 
@@ -112,17 +113,18 @@ def test_a_penalty_that_joins_while_another_request_is_held_ends_nothing(make_en
 
 
 @pytest.fixture
-def lora_engine(make_engine, monkeypatch, tmp_path):
+def lora_engine(make_engine, tmp_path):
     """An engine with adapters A, B and C of which two fit at once, counting the model itself."""
-    without_pinning(monkeypatch)
 
     def make(**flags):
         engine = make_engine(
-            switches=SWITCHES, max_loras_per_batch=2, max_total_tokens=4000, **flags
+            switches=LORA_FLAGS, max_loras_per_batch=2, max_total_tokens=4000, **flags
         )
-        return engine, load_adapters(engine, tmp_path, "ABC")
+        folders = make_adapters(tmp_path, "ABC")
+        return engine, load_adapters(engine.scheduler, folders)
 
-    return make
+    with without_pinned_memory():
+        yield make
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -30,8 +30,8 @@ from pathlib import Path
 import httpx
 from rich.console import Console
 
+from cosched.demo_adapters import make_adapters
 from cosched.demo_model import SIZES, ensure_demo_model
-from tests.fuzz.adapters import make_adapters
 from tests.fuzz.cases import FEATURES, Case, World, make_case
 from tests.fuzz.known import known_reason
 from tests.serving import Server, ServerError, start_server
@@ -267,7 +267,8 @@ def fuzzed_server(args: argparse.Namespace) -> Iterator[Server]:
         flags += ["--context-length", str(CONTEXT_LEN), "--max-total-tokens", "6000"]
         flags += ["--max-running-requests", "12", "--chunked-prefill-size", "256"]
         if "lora" not in args.without:
-            adapters = make_adapters(Path(folder), size=args.size, names=LORAS)
+            folders = make_adapters(Path(folder), LORAS, size=args.size)
+            adapters = [f"{name}={path}" for name, path in folders.items()]
             flags += ["--enable-lora", "--lora-backend", "torch_native"]
             flags += ["--max-loras-per-batch", "2", "--lora-paths", *adapters]
         model = ensure_demo_model(size=args.size)

@@ -1,42 +1,49 @@
-"""LoRA adapters with random weights, made on the spot, and what the CPU needs to run them."""
+"""LoRA adapters with random weights for the demo models, and what the CPU needs to run them.
+
+For tests, the soak and the fuzz; as `cosched.demo_model`, for trying out and not for answers.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from safetensors.torch import save_file
-from sglang.srt.lora.lora_registry import LoRARef
 
 from cosched.demo_model import SIZES
-from cosched.soak.traffic import ADAPTERS
 
-__all__ = ["FLAGS", "MAX_PER_BATCH", "load_adapters", "make_adapters", "without_pinned_memory"]
+__all__ = ["FLAGS", "load_adapters", "make_adapters", "unpin_memory", "without_pinned_memory"]
 
-MAX_PER_BATCH = 2
 _RANK = 4
 _MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MAKERS = ("arange", "empty", "full", "ones", "tensor", "zeros")
 
 FLAGS = (
     "--enable-lora",
     *("--max-lora-rank", str(_RANK)),
     *("--lora-target-modules", *_MODULES),
-    *("--max-loras-per-batch", str(MAX_PER_BATCH)),
     *("--lora-backend", "torch_native"),
 )
+"""SGLang flags of a server that runs them on the CPU."""
 
 
-def make_adapters(folder: Path) -> dict[str, Path]:
-    """Directory of each adapter."""
-    size = SIZES["tiny"]
-    shapes = {name: (size.hidden_size, size.num_heads * size.head_dim) for name in _MODULES[:3]}
-    shapes["o_proj"] = (size.num_heads * size.head_dim, size.hidden_size)
+def make_adapters(folder: Path, names: Iterable[str], *, size: str = "tiny") -> dict[str, Path]:
+    """Write an adapter per name for a demo model; name -> its folder."""
+    from safetensors.torch import save_file
+
+    spec = SIZES[size]
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    shapes = {
+        "q_proj": (spec.hidden_size, queries),
+        "k_proj": (spec.hidden_size, keys),
+        "v_proj": (spec.hidden_size, keys),
+        "o_proj": (queries, spec.hidden_size),
+    }
     config = {
         "peft_type": "LORA",
         "r": _RANK,
@@ -45,17 +52,17 @@ def make_adapters(folder: Path) -> dict[str, Path]:
         "lora_dropout": 0.0,
         "bias": "none",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": "tiny",
+        "base_model_name_or_path": size,
     }
     folders = {}
-    for seed, name in enumerate(ADAPTERS):
+    for seed, name in enumerate(names):
         random = torch.Generator().manual_seed(seed)
         weights = {}
-        for layer in range(size.num_layers):
-            for module, (inner, outer) in shapes.items():
+        for layer in range(spec.num_layers):
+            for module, (num_in, num_out) in shapes.items():
                 stem = f"base_model.model.model.layers.{layer}.self_attn.{module}"
-                down = torch.randn(_RANK, inner, generator=random)
-                up = torch.randn(outer, _RANK, generator=random)
+                down = torch.randn(_RANK, num_in, generator=random)
+                up = torch.randn(num_out, _RANK, generator=random)
                 weights[f"{stem}.lora_A.weight"] = down * 0.02
                 weights[f"{stem}.lora_B.weight"] = up * 0.02
         folders[name] = folder / name
@@ -65,8 +72,10 @@ def make_adapters(folder: Path) -> dict[str, Path]:
     return folders
 
 
-def load_adapters(scheduler: Any, folders: dict[str, Path]) -> dict[str, str]:
-    """The id of each adapter, now that the scheduler has it."""
+def load_adapters(scheduler: Any, folders: Mapping[str, Path]) -> dict[str, str]:
+    """Load adapters into a running scheduler; name -> the id that requests carry."""
+    from sglang.srt.lora.lora_registry import LoRARef
+
     manager = scheduler.tp_worker.model_runner.lora_manager
     for name, folder in folders.items():
         loaded = manager.load_lora_adapter(
@@ -76,14 +85,23 @@ def load_adapters(scheduler: Any, folders: dict[str, Path]) -> dict[str, str]:
     return {ref.lora_name: lora_id for lora_id, ref in manager.lora_refs.items()}
 
 
+def unpin_memory() -> None:
+    """SGLang's LoRA code pins host memory, which torch can do only beside a GPU: leave it be in
+    this process, for as long as it lives."""
+    if not torch.cuda.is_available():
+        for name in _MAKERS:
+            setattr(torch, name, _unpinned(getattr(torch, name)))
+        torch.Tensor.pin_memory = lambda self, *_, **__: self
+
+
 @contextlib.contextmanager
 def without_pinned_memory() -> Iterator[None]:
-    """SGLang's LoRA code pins host memory, which torch can do only beside a GPU."""
+    """The same for a while."""
     if torch.cuda.is_available():
         yield
         return
     with contextlib.ExitStack() as stack:
-        for name in ("tensor", "empty", "zeros", "ones", "arange", "full"):
+        for name in _MAKERS:
             stack.enter_context(mock.patch.object(torch, name, _unpinned(getattr(torch, name))))
         unpinned = mock.patch.object(torch.Tensor, "pin_memory", lambda tensor, *_, **__: tensor)
         stack.enter_context(unpinned)
