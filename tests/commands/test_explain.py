@@ -350,6 +350,9 @@ class TestBadLines:
         stopped_and_resumed(recorder)
         older = recorder.path.with_name(recorder.path.name + "-000000")
         older.write_text("nonsense\nmore\n")
+        content = recorder.path.read_text()
+        assert '"part":0' in content
+        recorder.path.write_text(content.replace('"part":0', '"part":1', 1))
         _, result, err = explain(recorder.path)
         assert result["bad_lines"] == 1 and "so this part is left out" in err
         assert result["outcomes"]["ran"] > 10
