@@ -57,7 +57,8 @@ def test_both_classes_are_counted(export, policy, overlap):
 
 
 def test_targets_met_and_missed(export):
-    engine, value = export(policy="hygen", config={"slo": {"ttft_ms": 1e7, "tpot_ms": 1e7}})
+    config = {"slo": {"ttft_ms": 1e7, "tpot_ms": 1e7}, "claims": {"floor_ratio": 0.0}}
+    engine, value = export(policy="hygen", config=config)
 
     def submit(rid, priority, **targets):
         custom = {"cosched": targets} if targets else None
