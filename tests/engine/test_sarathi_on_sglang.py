@@ -144,7 +144,7 @@ def test_a_stopped_request_keeps_class_arrival_and_tokens_and_resumes_from_the_t
             assert tracked.request_class is RequestClass.OFFLINE
             assert (tracked.arrival_s, tracked.arrival_seq) == seen["arrival"]
             assert tracked.num_output_tokens == seen["num_output"] > 0
-            assert tracked.num_preemptions == 1
+            assert tracked.req.retraction_count == 1
             view = _view(scheduler)
             seen["match"] = view.match(tracked)
             seen["length"] = tracked.num_prompt_tokens + tracked.num_output_tokens
@@ -166,6 +166,8 @@ def _view(scheduler):
         caps=controller.caps,
         now_s=0.0,
         start_s=0.0,
+        decodes_due=False,
+        is_barred=lambda request: False,
     )
 
 

@@ -40,6 +40,7 @@ def make_req(rid, priority, length=10):
         input_embeds=None,
         return_logprob=False,
         lora_id=None,
+        skip_radix_cache_insert=False,
     )
 
 

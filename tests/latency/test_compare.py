@@ -90,9 +90,9 @@ class TestCommand:
 
     def test_wrong_arguments_end_in_one_sentence(self, capsys, tmp_path):
         for arguments, message in (
-            (["--held-out", "2"], "--held-out is 2.0; it must be in (0, 1)"),
-            (["--log", str(tmp_path / "none")], "cannot read the iteration log"),
-            (["--truth", "roofline", "--noise", "3"], "sigma is 3.0"),
+            (["--held-out", "2"], "--held-out: '2' is not a number above 0 and below 1"),
+            (["--log", str(tmp_path / "none")], "--log: cannot read"),
+            (["--truth", "roofline", "--noise", "3"], "--noise: '3' is not a number of at least 0"),
         ):
             with pytest.raises(SystemExit) as stopped:
                 main(["compare", *arguments])
