@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 
 from cosched.demo_model import SIZES
 
-__all__ = ["FLAGS", "load_adapters", "make_adapters", "unpin_memory", "without_pinned_memory"]
+__all__ = ["FLAGS", "make_adapters", "unpin_memory", "without_pinned_memory"]
 
 _RANK = 4
 _MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -70,19 +70,6 @@ def make_adapters(folder: Path, names: Iterable[str], *, size: str = "tiny") -> 
         save_file(weights, folders[name] / "adapter_model.safetensors")
         (folders[name] / "adapter_config.json").write_text(json.dumps(config))
     return folders
-
-
-def load_adapters(scheduler: Any, folders: Mapping[str, Path]) -> dict[str, str]:
-    """Load adapters into a running scheduler; name -> the id that requests carry."""
-    from sglang.srt.lora.lora_registry import LoRARef
-
-    manager = scheduler.tp_worker.model_runner.lora_manager
-    for name, folder in folders.items():
-        loaded = manager.load_lora_adapter(
-            LoRARef(lora_name=name, lora_path=str(folder), pinned=False)
-        )
-        assert loaded.success, loaded.error_message
-    return {ref.lora_name: lora_id for lora_id, ref in manager.lora_refs.items()}
 
 
 def unpin_memory() -> None:

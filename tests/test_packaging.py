@@ -20,7 +20,16 @@ SOURCE_ROOTS = ("kernels", "patches", "traces")
 LAYERS = (
     ("cosched", "errors", "bootstrap", "demo_corpus", "versions", "cosched_kernels"),
     ("core", "demo_model"),
-    ("offline", "latency", "kv", "length", "metrics", "command_line", "cosched_traces"),
+    (
+        "offline",
+        "latency",
+        "kv",
+        "length",
+        "metrics",
+        "command_line",
+        "demo_adapters",
+        "cosched_traces",
+    ),
     ("policy",),
     ("claims",),
     ("config",),

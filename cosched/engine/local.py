@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,7 @@ from sglang.srt.distributed.parallel_state import (
     destroy_distributed_environment,
     destroy_model_parallel,
 )
+from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.managers.io_struct import (
     AbortReq,
@@ -28,7 +30,7 @@ from sglang.srt.runtime_context import SpawnRanks, publish
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, prepare_server_args
 
-__all__ = ["LocalEngine", "Reply"]
+__all__ = ["LocalEngine", "Reply", "load_adapters"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -199,3 +201,14 @@ class LocalEngine:
 
         self.run(until)
         return count
+
+
+def load_adapters(scheduler: Any, folders: Mapping[str, Path]) -> dict[str, str]:
+    """Load adapters into a running scheduler; name -> the id that requests carry."""
+    manager = scheduler.tp_worker.model_runner.lora_manager
+    for name, folder in folders.items():
+        loaded = manager.load_lora_adapter(
+            LoRARef(lora_name=name, lora_path=str(folder), pinned=False)
+        )
+        assert loaded.success, loaded.error_message
+    return {ref.lora_name: lora_id for lora_id, ref in manager.lora_refs.items()}

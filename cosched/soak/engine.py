@@ -35,7 +35,7 @@ from cosched.config import ENV_VAR
 from cosched.core.batch import BatchShape
 from cosched.demo_model import ensure_demo_model
 from cosched.engine.attach import use_virtual_device
-from cosched.engine.local import LocalEngine, Reply
+from cosched.engine.local import LocalEngine, Reply, load_adapters
 from cosched.engine.shape import shape_of
 from cosched.engine.virtual import VirtualClock
 from cosched.policy.registry import policy_entry
@@ -118,7 +118,7 @@ class SoakEngine:
         self.controller = getattr(self.scheduler, "cosched", None)
         self.lora_ids = {}
         if spec.has("lora"):
-            self.lora_ids = demo_adapters.load_adapters(self.scheduler, folders)
+            self.lora_ids = load_adapters(self.scheduler, folders)
         streamer = self.scheduler.output_streamer
         self.ears = Ears(streamer.send_to_detokenizer)
         for holder, name in (

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from cosched.demo_adapters import FLAGS as LORA_FLAGS
-from cosched.demo_adapters import load_adapters, make_adapters, without_pinned_memory
+from cosched.demo_adapters import make_adapters, without_pinned_memory
+from cosched.engine.local import load_adapters
 from cosched.engine.tracked import TrackedRequest
 from tests.engine.conftest import assert_drained, prompt
 from tests.engine.test_partial_decode import hold_at_random

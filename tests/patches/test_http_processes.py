@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
+from cosched.config import ENV_VAR
 from cosched_patches.http_processes import SEAM
 
 
@@ -15,6 +16,7 @@ def refuse(monkeypatch, capsys):
     import sglang.srt.arg_groups.overrides as overrides
 
     monkeypatch.setattr(overrides, "resolving_view", lambda server_args: server_args)
+    monkeypatch.delenv(ENV_VAR, raising=False)
     hook = SEAM.hook()
 
     def message(workers):

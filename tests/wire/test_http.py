@@ -81,15 +81,15 @@ def front(tiny_model):
     from cosched_patches import (
         chat_messages,
         generate_request,
+        http_app,
         http_json,
-        http_reply,
         request_values,
     )
     from cosched_patches.seam import install
 
     install(module.SEAM for module in (http_json, chat_messages, generate_request, request_values))
     # Of this one, only what it does before the server runs.
-    http_reply.SEAM.hook()()
+    http_app.SEAM.hook()()
     flags = ["--model-path", str(tiny_model), "--served-model-name", "m"]
     if not cosched.bootstrap.has_cuda():
         flags += ["--device", "cpu", "--attention-backend", "torch_native"]

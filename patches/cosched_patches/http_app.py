@@ -1,4 +1,4 @@
-"""Every reply says which class its request had, and what cannot be read is refused with 400."""
+"""SGLang's web application gets cosched's routes, headers in its replies, and 400 for nonsense."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ def _hook() -> Any:
     from fastapi import HTTPException
     from sglang.srt.entrypoints.http_server import app
 
+    from cosched.config import load_config
+    from cosched.engine.admin import add_routes
     from cosched.engine.front import ReplyMiddleware
     from cosched_patches.active import front
     from cosched_patches.generate_request import WRONG_VALUES
@@ -30,6 +32,9 @@ def _hook() -> Any:
         return await in_form(request, wrong)
 
     def prepare_app(*_: Any, **__: Any) -> None:
+        config = load_config()
+        if config is not None:
+            add_routes(app, config)
         app.add_middleware(ReplyMiddleware, front=front)
         for kind in (ValueError, *WRONG_VALUES):
             app.add_exception_handler(kind, refuse)
@@ -52,9 +57,11 @@ SEAM = Seam(
     ),
     hook=_hook,
     why=(
-        "Adds a middleware to SGLang's application before it serves: headers and ``service_tier`` "
-        "in the reply, and the end of a request for the limits of its API key. SGLang's reply "
-        "models have no ``service_tier``, and its streams are built as bytes in several places. "
-        "And a handler for what endpoints raise over wrong values: SGLang answers 500."
+        "``GET /cosched`` and ``POST /cosched/offline`` behind SGLang's admin key, 503 for what "
+        "comes while the server ends, ``Retry-After`` on 429 and 503. A middleware: headers and "
+        "``service_tier`` in the reply, and the end of a request for the limits of its API key; "
+        "SGLang's reply models have no ``service_tier``, and its streams are built as bytes in "
+        "several places. And a handler for what endpoints raise over wrong values: SGLang answers "
+        "500."
     ),
 )
