@@ -23,12 +23,12 @@ def validate(plan: Plan, view: View) -> None:
                 f"unfinished prefill {rid} is neither continued nor preempted while others are "
                 "prefilled"
             )
-    for request in (*view.unfinished, *view.running):
-        if request.rid in stopped and not request.traits.can_stop:
-            raise PlanError(f"preempted, but it cannot be: {request.rid}")
     if stopped & plan.prefill.keys():
         raise PlanError(f"preempted and prefilled at once: {sorted(stopped & plan.prefill.keys())}")
     if stopped:
+        for request in (*view.unfinished, *view.running):
+            if request.rid in stopped and not request.traits.can_stop:
+                raise PlanError(f"preempted, but it cannot be: {request.rid}")
         unknown = stopped - unfinished - {request.rid for request in view.running}
         if unknown:
             raise PlanError(f"preempted but not running: {sorted(unknown)}")
