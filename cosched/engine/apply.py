@@ -212,22 +212,28 @@ def _build_batch(
     scheduler = controller.scheduler
     waiting = controller.waiting
     candidates = [t.req for rid in plan.prefill if (t := waiting.get(rid)) is not None]
-    planned = {req.rid: req for req in candidates}
-    if scheduler.chunked_req is not None:
-        planned[scheduler.chunked_req.rid] = scheduler.chunked_req
     chunk_size = scheduler.chunked_prefill_size
-    running_batch.batch_is_full = False  # it remembers a verdict on another plan
-    scheduler.waiting_queue = list(candidates)
+    limit = chunk_size
     if chunk_size is not None:
         num_mixed = len(running_batch.reqs) if scheduler.is_mixed_chunk else 0
-        num_tokens = sum(map(controller.caps.ceil_to_page, plan.prefill.values()))
-        scheduler.chunked_prefill_size = num_tokens + num_mixed
+        limit = num_mixed + sum(map(controller.caps.ceil_to_page, plan.prefill.values()))
+
+    def build(running_batch: Any) -> tuple[Any, Any]:
+        running_batch.batch_is_full = False  # it remembers a verdict on another plan
+        scheduler.waiting_queue = list(candidates)
+        return original(
+            prefill_delayer_single_pass=prefill_delayer_single_pass, running_batch=running_batch
+        )
+
     try:
+        scheduler.chunked_prefill_size = limit
         with _applying(plan):
-            batch, running_batch = original(
-                prefill_delayer_single_pass=prefill_delayer_single_pass,
-                running_batch=running_batch,
-            )
+            batch, running_batch = build(running_batch)
+        scheduler.chunked_prefill_size = chunk_size
+        if batch is None and running_batch.is_empty():
+            # The engine is idle and takes nothing as it was planned, by a rule that no plan knows.
+            # Its own cut gets it going.
+            batch, running_batch = build(running_batch)
     finally:
         left = scheduler.waiting_queue
         scheduler.waiting_queue = waiting
@@ -242,7 +248,8 @@ def _build_batch(
             controller.bar(req.cosched)
         else:
             waiting.append(req)
-    for rid, num_tokens in plan.prefill.items():
-        if rid not in refused and rid in planned:
-            controller.count_prefill(planned[rid], num_tokens)
+    if batch is not None:
+        num_mixed = len(batch.decoding_reqs or ())
+        for req in batch.reqs[: len(batch.reqs) - num_mixed]:
+            controller.count_prefill(req, req.extend_range.length)
     return batch, running_batch

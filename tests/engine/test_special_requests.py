@@ -210,6 +210,20 @@ def test_decodes_go_on_beside_prefills_that_cannot_be_mixed_with_them(make_engin
     assert_drained(engine)
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_an_idle_engine_that_refuses_what_is_planned_cuts_it_itself(make_engine, overlap):
+    """A rule of the engine that cosched does not know must not stop everything."""
+    engine = make_engine(
+        policy="hygen", overlap=overlap, max_total_tokens=20000, chunked_prefill_size=1024
+    )
+    engine.scheduler.truncation_align_size = 512  # after its limits were read
+    for i in range(3):
+        engine.submit(f"r{i}", prompt(i, 1500), max_new_tokens=4, priority=OFFLINE)
+    engine.run_until_idle(max_iterations=600)
+    assert all(len(reply.output_ids) == 4 for reply in engine.replies.values())
+    assert_drained(engine)
+
+
 @pytest.mark.parametrize("policy", ["sarathi", "hygen", "echo-bs+e+s"])
 @pytest.mark.parametrize("priority", [0, OFFLINE])
 def test_prompts_are_cut_where_the_engine_aligns_them(make_engine, policy, priority):
