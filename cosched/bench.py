@@ -16,9 +16,9 @@ highest online rate that still meets the SLO, to state a load as a share of it. 
 what offline work a given growth of an online latency buys, `robustness` what a wrong predictor
 costs. Every command prints a table and, as its last line, one JSON object.
 
-How long it takes (docs/simulation.md): a scenario simulates some 20 to 200 times as fast as the
-traffic, those in which everything waits slowest; `run` with all of its scenarios takes about as
-long as the traffic itself, `yardstick` three times that. Both say what is done and what is left.
+How long it takes (docs/simulation.md): longest are the scenarios in which everything waits; `run`
+with all of them takes about as long as the traffic itself, `yardstick` three times that. Both say
+what is done and what is left.
 """
 
 from __future__ import annotations

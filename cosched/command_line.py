@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
 from cosched.core.files import write_whole
 from cosched.errors import CoschedError
 from cosched.versions import version_line, versions
@@ -32,6 +34,7 @@ __all__ = [
     "output_folder",
     "run_command",
     "save_output",
+    "virtual_time_bar",
     "whole",
 ]
 
@@ -244,6 +247,17 @@ def run_command(arguments: argparse.Namespace) -> None:
     print(line, flush=True)
     if getattr(arguments, "has_lost_output", False):
         raise SystemExit(1)
+
+
+def virtual_time_bar(*, is_quiet: bool) -> Progress:
+    """A progress bar of seconds of virtual time; none where nobody looks."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:.0f}/{task.total:.0f} s of virtual time"),
+        TimeRemainingColumn(),
+        disable=is_quiet or not sys.stderr.isatty(),
+    )
 
 
 def _say(text: str) -> None:

@@ -7,8 +7,7 @@ The scheduler is the production one, stock or with a cosched policy; only the mo
 is replaced by a cost model, and the clock is virtual. The last line of the output is one JSON
 object with configuration, versions and results; two runs with the same arguments print the same.
 
-How long it takes: on one core some 20 to 200 times as fast as the traffic it simulates; the line
-above is done in about 10 s.
+How long it takes: docs/simulation.md.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
 from cosched.command_line import (
     Parser,
     add_json_option,
@@ -32,6 +29,7 @@ from cosched.command_line import (
     output_folder,
     run_command,
     save_output,
+    virtual_time_bar,
     whole,
 )
 from cosched.config import Config
@@ -165,14 +163,7 @@ def _run(arguments: argparse.Namespace, spec: RunSpec) -> dict[str, Any]:
 
 
 def _with_progress(spec: RunSpec, arguments: argparse.Namespace) -> RunResult:
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed:.0f}/{task.total:.0f} s of virtual time"),
-        TimeRemainingColumn(),
-        disable=arguments.quiet or not sys.stderr.isatty(),
-    )
-    with bar:
+    with virtual_time_bar(is_quiet=arguments.quiet) as bar:
         task = bar.add_task(spec.scenario.name, total=spec.duration_s)
         return execute(
             spec,

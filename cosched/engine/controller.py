@@ -171,16 +171,7 @@ class Controller:
             moment = self.timekeeper.moment()
         self.waiting.advance(moment.now_s)
         self.predictor.error = error_factor(self.config.predictor_error, self.counters.num_plans)
-        view: View = SchedulerView(
-            self.scheduler,
-            running_batch=running_batch,
-            waiting=self.waiting,
-            caps=self.caps,
-            now_s=moment.now_s,
-            start_s=moment.start_s,
-            decodes_due=self.decodes_due,
-            is_barred=self._is_barred,
-        )
+        view = self.view(running_batch, moment)
         watched = self._watched(view)
         plan = self.guard.plan(self.policy, self.config.policy, watched)
         if plan is None:
@@ -200,6 +191,19 @@ class Controller:
             if log is not None:
                 log.planned(plan, planning_s)
         return plan
+
+    def view(self, running_batch: Any, moment: Moment) -> SchedulerView:
+        """What a plan made now would see."""
+        return SchedulerView(
+            self.scheduler,
+            running_batch=running_batch,
+            waiting=self.waiting,
+            caps=self.caps,
+            now_s=moment.now_s,
+            start_s=moment.start_s,
+            decodes_due=self.decodes_due,
+            is_barred=self._is_barred,
+        )
 
     def _watched(self, view: View) -> View:
         with self._logging() as log:

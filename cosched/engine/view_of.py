@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.runtime_context import get_exec
+from sglang.srt.runtime_context import get_exec, get_parallel
 
 from cosched.core.caps import EngineCaps
 from cosched.core.request import PLAIN, Request, RequestClass
@@ -97,6 +97,7 @@ class SchedulerView:
         self.start_s = start_s
         self.is_barred = is_barred
         self._decodes_due = decodes_due
+        self._matches: dict[Request, Match] = {}
 
     @cached_property
     def _running(self) -> _Running:
@@ -205,10 +206,18 @@ class SchedulerView:
         return sum([int((n if n < most else most) * ratio) for n in remaining]) + len(remaining)
 
     def match(self, request: Request) -> Match:
+        """Looked up once: nothing changes in the tree while a plan is made."""
+        match = self._matches.get(request)
+        if match is None:
+            match = self._matches[request] = self._look_up(request)
+        return match
+
+    def _look_up(self, request: Request) -> Match:
         tree = self._scheduler.tree_cache
         key = _key(_req(request))
-        if self._scheduler.enable_hierarchical_cache:
-            # Only the whole search knows what is on the host. It touches what it finds.
+        if self._scheduler.enable_hierarchical_cache and get_parallel().tp_size == 1:
+            # Only the whole search knows what is on the host. It touches what it finds, so with
+            # several ranks, of which one plans, their trees would differ.
             found = tree.match_prefix(MatchPrefixParams(key=key))
             host = int(found.host_hit_length)
             num_device = len(found.device_indices)

@@ -20,9 +20,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-from cosched.command_line import run_command
+from cosched.command_line import run_command, virtual_time_bar
 from cosched.policy.registry import POLICIES
 from cosched.soak.narrow import in_child, narrow
 from cosched.soak.run import Outcome
@@ -132,14 +130,7 @@ def _execute(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _with_progress(spec: SoakSpec, arguments: argparse.Namespace) -> Outcome:
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed:.0f}/{task.total:.0f} s of virtual time"),
-        TimeRemainingColumn(),
-        disable=arguments.quiet or not sys.stderr.isatty(),
-    )
-    with bar:
+    with virtual_time_bar(is_quiet=arguments.quiet) as bar:
         task = bar.add_task(spec.policy, total=spec.hours * 3600)
         return in_child(spec, on_progress=lambda now_s: bar.update(task, completed=now_s))
 

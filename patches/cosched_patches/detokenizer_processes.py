@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from cosched_patches.scheduler_processes import leave_signals
 from cosched_patches.seam import Seam
 
 __all__ = ["SEAM"]
 
 
 def _hook() -> Any:
-    def start(original: Any, *args: Any, **kwargs: Any) -> Any:
-        from cosched.engine.shutdown import signals_left_to_parent
-
-        with signals_left_to_parent():
-            return original(*args, **kwargs)
-
-    return start
+    return leave_signals()
 
 
 SEAM = Seam(

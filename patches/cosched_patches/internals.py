@@ -84,6 +84,7 @@ INTERNALS: Mapping[str, tuple[str, ...]] = {
         "_compute_max_prefix_len",
         "beam_group",
         "cache_salt",
+        "extend_range",
         "extra_key",
         "finished",
         "finished_reason",

@@ -69,3 +69,10 @@ def assert_drained(engine) -> None:
     controller = getattr(scheduler, "cosched", None)
     if controller is not None:
         assert controller.waiting.num_tokens == 0
+
+
+def view_now(scheduler):
+    """What a policy would see of a scheduler, at no particular time."""
+    from cosched.engine.timekeeper import Moment
+
+    return scheduler.cosched.view(scheduler.running_batch, Moment(0.0, 0.0))

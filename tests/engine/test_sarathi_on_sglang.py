@@ -4,7 +4,7 @@ import pytest
 
 from cosched.core.request import RequestClass
 from cosched.engine.tracked import TrackedRequest
-from tests.engine.conftest import assert_drained, kv_tokens, prompt
+from tests.engine.conftest import assert_drained, kv_tokens, prompt, view_now
 
 OFFLINE = -1
 
@@ -145,7 +145,7 @@ def test_a_stopped_request_keeps_class_arrival_and_tokens_and_resumes_from_the_t
             assert (tracked.arrival_s, tracked.arrival_seq) == seen["arrival"]
             assert tracked.num_output_tokens == seen["num_output"] > 0
             assert tracked.req.retraction_count == 1
-            view = _view(scheduler)
+            view = view_now(scheduler)
             seen["match"] = view.match(tracked)
             seen["length"] = tracked.num_prompt_tokens + tracked.num_output_tokens
 
@@ -153,22 +153,6 @@ def test_a_stopped_request_keeps_class_arrival_and_tokens_and_resumes_from_the_t
     assert seen["match"].cached == seen["length"] - 1, "all but the last token is still there"
     assert len(engine.replies["off"].output_ids) == 30
     assert_drained(engine)
-
-
-def _view(scheduler):
-    from cosched.engine.view_of import SchedulerView
-
-    controller = scheduler.cosched
-    return SchedulerView(
-        scheduler,
-        running_batch=scheduler.running_batch,
-        waiting=controller.waiting,
-        caps=controller.caps,
-        now_s=0.0,
-        start_s=0.0,
-        decodes_due=False,
-        is_barred=lambda request: False,
-    )
 
 
 @pytest.mark.parametrize("overlap", [False, True])

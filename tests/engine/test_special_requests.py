@@ -11,7 +11,7 @@ from cosched.demo_adapters import FLAGS as LORA_FLAGS
 from cosched.demo_adapters import make_adapters, without_pinned_memory
 from cosched.engine.local import load_adapters
 from cosched.engine.tracked import TrackedRequest
-from tests.engine.conftest import assert_drained, prompt
+from tests.engine.conftest import assert_drained, prompt, view_now
 from tests.engine.test_partial_decode import hold_at_random
 
 OFFLINE = -1
@@ -326,26 +326,15 @@ def test_looking_changes_nothing_that_eviction_sees(make_engine):
     nobody had looked."""
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-    from cosched.engine.view_of import SchedulerView, num_cached
+    from cosched.engine.view_of import num_cached
 
     def left_after_eviction(num_looks):
         engine = make_engine(max_total_tokens=1000)
         scheduler = engine.scheduler
-        controller = scheduler.cosched
         for i in range(6):
             engine.submit(f"r{i}", prompt(i, 100), max_new_tokens=2)
             engine.run_until_idle()
         tree = scheduler.tree_cache
-        view = SchedulerView(
-            scheduler,
-            running_batch=scheduler.running_batch,
-            waiting=controller.waiting,
-            caps=controller.caps,
-            now_s=0.0,
-            start_s=0.0,
-            decodes_due=False,
-            is_barred=lambda request: False,
-        )
         seen = set()
 
         class Waiting(TrackedRequest):
@@ -363,7 +352,7 @@ def test_looking_changes_nothing_that_eviction_sees(make_engine):
         for tokens in (prompt(0, 100), [*prompt(1, 50), 7, 7, 7]):
             request = Waiting(tokens)
             for _ in range(num_looks):
-                match = view.match(request)
+                match = view_now(scheduler).match(request)  # a view looks once
                 seen.add((match.cached, match.evictable, num_cached(tree, request)))
         assert not num_looks or seen == {(99, 99, 99), (50, 50, 50)}
         tree.evict(EvictParams(num_tokens=250))
