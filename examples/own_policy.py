@@ -5,46 +5,37 @@ docs/policies/own_policy.md explains it.
 cosched serve --cosched-policy own_policy:IdleOnly ...     from the folder that holds this file
 """
 
+import sys
 from itertools import chain
 
-from cosched.core.budget import IterationBudget
-from cosched.core.plan import Plan, Preemption
+from cosched.core.plan import Plan, SkipReason
 from cosched.core.request import RequestClass
 from cosched.core.view import View
+from cosched.planning.builder import PlanBuilder
 from cosched.policy.base import PolicySettings
 
 
 class IdleOnly:
     """offline requests run only while no online request waits or runs"""
 
-    def __init__(self, settings: PolicySettings) -> None:
-        """`settings` holds the engine's limits, the targets and a predictor; this needs none."""
+    initial = None  # nothing is carried from one plan to the next
 
-    def plan(self, view: View) -> Plan:
-        budget = IterationBudget(view)  # the ledger: knows what the engine will accept
-        prefill, preempt, skipped = {}, [], {}
+    def __init__(self, settings: PolicySettings) -> None:
+        """`settings` holds the engine's limits and the targets; this needs none."""
+
+    def plan(self, view: View, carry: None) -> tuple[Plan, None]:
+        builder = PlanBuilder(view)  # plan and ledger in one: what it accepts, the engine runs
         under_way = [*view.running, *view.unfinished]
         is_busy = any(r.request_class is RequestClass.ONLINE for r in chain(view.online, under_way))
         if is_busy:  # stopped requests keep their KV in the radix tree, and resume where they were
             for request in under_way:
-                if request.request_class is RequestClass.OFFLINE:
-                    preempt.append(Preemption(rid=request.rid))
-                    budget.refund_preemption(request)
-        stopped = {stop.rid for stop in preempt}
-        for request in view.unfinished:  # go on with it, or stop it: one of the two is a must
-            if request.rid in stopped:
-                continue
-            if num_tokens := budget.continuation(request):
-                budget.charge_continuation(request, num_tokens)
-                prefill[request.rid] = num_tokens
-            else:
-                preempt.append(Preemption(rid=request.rid))
-                budget.refund_preemption(request)
-        for request in chain(view.online, () if is_busy else view.offline):
-            match = view.match(request)
-            if reason := budget.refusal(request, match):
-                skipped[request.rid] = reason
-                break
-            prefill[request.rid] = num_tokens = budget.chunk(request, match.cached)
-            budget.charge_admission(request, match, num_tokens)
-        return Plan(prefill=prefill, preempt=tuple(preempt), skipped=skipped)
+                if request.request_class is RequestClass.OFFLINE and request.traits.can_stop:
+                    builder.preempt(request)
+        for request in builder.unfinished():  # one that does not go on is stopped by `build`
+            builder.go_on(request, sys.maxsize)
+        for request in chain(view.online, () if is_busy else view.offline_order()):
+            if view.is_barred(request):
+                builder.skip(request, SkipReason.ENGINE_REFUSED)
+            elif not builder.admit(request, view.match(request), sys.maxsize):
+                break  # in order: nobody overtakes
+        return builder.build(), None

@@ -7,8 +7,17 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cosched.core.caps import EngineCaps
+from cosched.core.estimates import LengthEstimate, Predictor
 from cosched.core.request import PLAIN, Request, RequestClass, Slo, Traits
-from cosched.core.view import Backlog, BatchRules, Decodes, KvState, Match, OfflineLimits
+from cosched.core.view import (
+    BatchRules,
+    Decodes,
+    Ended,
+    KvState,
+    Match,
+    OfflineLimits,
+)
+from cosched.offline.pool import ArrivalOrder
 
 _seq = itertools.count()
 
@@ -21,12 +30,15 @@ class FakeRequest:
     traits: Traits = PLAIN
     arrival_s: float = 0.0
     first_token_s: float | None = None
+    last_token_s: float | None = None
+    num_preemptions: int = 0
     arrival_seq: int = field(default_factory=lambda: next(_seq))
     num_prompt_tokens: int = 100
     num_output_tokens: int = 0
     max_new_tokens: int = 10
     num_computed_tokens: int = 0
     num_prefix_tokens: int = 0
+    num_own_tokens: int = 0
     token_ids: Sequence[int] = ()
     """For views whose offline requests wait in a real pool."""
     prefix_key: Hashable = None
@@ -73,9 +85,29 @@ def make_caps(**limits) -> EngineCaps:
     )
 
 
+@dataclass(frozen=True)
+class Linear(Predictor):
+    """`fixed_s` for an iteration and `token_s` for each of its tokens."""
+
+    fixed_s: float = 0.005
+    token_s: float = 0.0001
+
+    @property
+    def name(self):
+        return "linear"
+
+    def predict_s(self, totals):
+        tokens = totals.num_new + totals.num_decodes
+        return self.fixed_s + self.token_s * tokens if tokens else 0.0
+
+    def describe(self):
+        return {}
+
+
 @dataclass(kw_only=True)
 class FakeView:
-    """A view in which each running request owns all of its KV alone."""
+    """A view in which each running request owns all of its KV alone. offline: in the order of
+    arrival, or a pool."""
 
     caps: EngineCaps = field(default_factory=make_caps)
     total_kv: int = 10_000
@@ -89,7 +121,10 @@ class FakeView:
     barred: Collection[str] = ()
     now_s: float = 0.0
     start_s: float = 0.0
-    backlog: Backlog = field(default_factory=lambda: Backlog(since_s=0.0, num_admitted=0))
+    mean_iteration_s: float = 0.0
+    predictor: Predictor = field(default_factory=Linear)
+    ended: Sequence[Ended] = ()
+    unholdable: Collection[str] = ()
     offline_limits: OfflineLimits = field(default_factory=OfflineLimits)
 
     @property
@@ -116,8 +151,23 @@ class FakeView:
             decodes_due=self.decodes_due,
         )
 
-    def is_waiting(self, rid: str) -> bool:
-        return any(r.rid == rid for r in (*self.online, *self.offline))
+    def offline_order(self):
+        if hasattr(self.offline, "order"):
+            return self.offline.order()
+        return ArrivalOrder(iter(self.offline))
+
+    def waiting(self, rid: str) -> FakeRequest | None:
+        return next((r for r in (*self.online, *self.offline) if r.rid == rid), None)
+
+    def can_hold(self, request: Request) -> bool:
+        return self.rules.partial and request.rid not in self.unholdable
+
+    def length(self, request: Request) -> LengthEstimate:
+        most = request.max_new_tokens - request.num_output_tokens
+        return LengthEstimate(most, most)
+
+    def promised(self, request: Request) -> int | None:
+        return None
 
     def is_barred(self, request: Request) -> bool:
         return request.rid in self.barred

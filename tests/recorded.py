@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
+from cosched.core.batch import BatchTotals
 from cosched.core.request import Slo
 from cosched.engine.decision_records import Header
 from cosched.engine.decisions import DecisionLog
-from cosched.engine.observe import StepResult
+from cosched.engine.iteration import Iteration
+from cosched.engine.shape import shape_of
 from cosched.latency.calibration import Calibrator
 from cosched.policy.base import Budgets
 from cosched.policy.sarathi import SarathiPolicy
@@ -52,6 +54,7 @@ class Recorder:
     name: str = "sarathi"
 
     def __post_init__(self):
+        self.carry = self.policy.initial
         self.log = DecisionLog(
             self.path,
             header=Header(
@@ -68,18 +71,37 @@ class Recorder:
         )
 
     def plan(self, view: FakeView):
-        plan = self.policy.plan(self.log.watch(view))
-        self.log.planned(plan, 100e-6)
+        carry = self.carry
+        plan, self.carry = self.policy.plan(self.log.watch(view), carry)
+        self.iteration = Iteration(plan=plan, planning_s=100e-6)
+        self.log.planned(self.iteration, carry)
         return plan
 
-    def end(self, batch: SimpleNamespace, *, start_s: float, seconds: float = 0.01) -> None:
-        self.log.measured(StepResult(None, start_s, seconds))
-        self.log.finished(batch)
+    def launch(self, batch: SimpleNamespace | None) -> Iteration:
+        if batch is not None:
+            self.iteration.shape = shape_of(batch)
+            if self.predictor is not None:
+                self.iteration.predicted_s = self.predictor.predict_s(
+                    BatchTotals.of(self.iteration.shape)
+                )
+        self.log.launched(self.iteration, batch)
+        return self.iteration
+
+    def end(
+        self,
+        iteration: Iteration,
+        batch: SimpleNamespace,
+        *,
+        start_s: float,
+        seconds: float = 0.01,
+    ) -> None:
+        iteration.start_s, iteration.duration_s = start_s, seconds
+        self.log.finished(iteration, batch)
 
     def run(self, view: FakeView, *batch: FakeRequest, finishing: tuple[str, ...] = ()):
         """One iteration, whole: planned, run, ended."""
         plan = self.plan(view)
         ran = batch_of(*batch, finishing=finishing)
-        self.log.launched(ran)
-        self.end(ran, start_s=max(view.now_s, view.start_s))
+        iteration = self.launch(ran)
+        self.end(iteration, ran, start_s=max(view.now_s, view.start_s))
         return plan

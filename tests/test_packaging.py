@@ -30,6 +30,7 @@ LAYERS = (
         "demo_adapters",
         "cosched_traces",
     ),
+    ("planning",),
     ("policy",),
     ("claims",),
     ("config",),
@@ -41,7 +42,7 @@ LAYERS = (
 RANKS = {unit: rank for rank, row in enumerate(LAYERS) for unit in row}
 COMMAND_PACKAGE, COMMAND = len(LAYERS), len(LAYERS) + 1
 
-PURE = ("core", "offline", "latency", "kv", "length", "policy")
+PURE = ("core", "offline", "latency", "kv", "length", "planning", "policy")
 
 
 def source_files() -> list[Path]:

@@ -1,4 +1,4 @@
-"""The shape of one iteration: what its time depends on."""
+"""The shape of one iteration: what its time depends on, and the sums that predict it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["BatchShape", "Prefill"]
+__all__ = ["QUERY_TILE", "BatchShape", "BatchTotals", "Prefill"]
+
+QUERY_TILE = 64
+"""Queries that attention kernels work on at a time: a chunk with fewer takes about as long as one
+with as many. Where a tile half filled ends and a full one begins, the cost of a chunk over a long
+prefix turns from one per key into one per pair."""
 
 
 class Prefill(NamedTuple):
@@ -39,3 +44,118 @@ class BatchShape:
     @property
     def num_sequences(self) -> int:
         return len(self.prefills) + len(self.decodes)
+
+
+class BatchTotals:
+    """Sums over an iteration that a planner grows request by request. Every update is O(1).
+
+    num_prefills         requests with prompt tokens in the iteration
+    num_new              their prompt tokens computed now (HyGen's S_p)
+    num_cached           tokens before those whose KV is there already
+    double_pairs         twice the (query, key) pairs of prefill attention: sum of n * (2c + n) for
+                         n new tokens over c cached; whole numbers, so no rounding
+    double_tail_pairs    the same for the queries beyond the first `QUERY_TILE` of each prefill
+    max_prefill_context  longest n + c [tokens]
+    num_decodes          decoding requests, one token each
+    decode_context       sum of the tokens they attend to, their new ones included
+    max_decode_context   the largest of these [tokens]
+    num_loaded           tokens whose KV comes back from host memory while the iteration runs
+    """
+
+    __slots__ = (
+        "decode_context",
+        "double_pairs",
+        "double_tail_pairs",
+        "max_decode_context",
+        "max_prefill_context",
+        "num_cached",
+        "num_decodes",
+        "num_loaded",
+        "num_new",
+        "num_prefills",
+    )
+
+    def __init__(self) -> None:
+        self.num_prefills = 0
+        self.num_new = 0
+        self.num_cached = 0
+        self.double_pairs = 0
+        self.double_tail_pairs = 0
+        self.max_prefill_context = 0
+        self.num_decodes = 0
+        self.decode_context = 0
+        self.max_decode_context = 0
+        self.num_loaded = 0
+
+    @classmethod
+    def of(cls, batch: BatchShape) -> BatchTotals:
+        """The totals of a whole batch; O(requests)."""
+        totals = cls()
+        for num_new, num_cached in batch.prefills:
+            totals.add_prefill(num_new, num_cached)
+        totals.add_decodes(batch.decodes)
+        return totals
+
+    def add_prefill(self, num_new: int, num_cached: int) -> None:
+        """A request with `num_new` (at least 1) prompt tokens over `num_cached` cached ones."""
+        self.num_prefills += 1
+        self.num_new += num_new
+        self.num_cached += num_cached
+        self.double_pairs += num_new * (2 * num_cached + num_new)
+        tail = num_new - QUERY_TILE
+        if tail > 0:
+            self.double_tail_pairs += tail * (2 * (num_cached + QUERY_TILE) + tail)
+        context = num_new + num_cached
+        if context > self.max_prefill_context:
+            self.max_prefill_context = context
+
+    def add_decode(self, context: int) -> None:
+        """A decode that attends to `context` tokens, its new one included."""
+        self.num_decodes += 1
+        self.decode_context += context
+        if context > self.max_decode_context:
+            self.max_decode_context = context
+
+    def add_decodes(self, contexts: Sequence[int]) -> None:
+        """Many decodes; O(len(contexts)), in C."""
+        if contexts:
+            self.num_decodes += len(contexts)
+            self.decode_context += sum(contexts)
+            self.max_decode_context = max(self.max_decode_context, max(contexts))
+
+    def add_load(self, num_tokens: int) -> None:
+        """A request whose `num_tokens` tokens of KV come back from host memory meanwhile."""
+        self.num_loaded += num_tokens
+
+    def copy(self) -> BatchTotals:
+        other = BatchTotals.__new__(BatchTotals)
+        other.num_prefills = self.num_prefills
+        other.num_new = self.num_new
+        other.num_cached = self.num_cached
+        other.double_pairs = self.double_pairs
+        other.double_tail_pairs = self.double_tail_pairs
+        other.max_prefill_context = self.max_prefill_context
+        other.num_decodes = self.num_decodes
+        other.decode_context = self.decode_context
+        other.max_decode_context = self.max_decode_context
+        other.num_loaded = self.num_loaded
+        return other
+
+    def decodes_only(self) -> BatchTotals:
+        """The totals of its decodes alone."""
+        other = BatchTotals()
+        other.num_decodes = self.num_decodes
+        other.decode_context = self.decode_context
+        other.max_decode_context = self.max_decode_context
+        return other
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BatchTotals) and all(
+            getattr(self, name) == getattr(other, name) for name in self.__slots__
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # it changes
+
+    def __repr__(self) -> str:
+        known = ", ".join(f"{name}={getattr(self, name)}" for name in self.__slots__)
+        return f"BatchTotals({known})"

@@ -25,7 +25,10 @@ class EngineCaps:
                             None: no LoRA
     mixed_batches           prefill and decode may share an iteration (``--enable-mixed-chunk``)
     partial_decode          a running request may sit out an iteration
-    overlap                 results of the last iteration may still be unknown while planning
+    promises                `Plan.promise` replaces the engine's own reserve
+    hosts                   `Plan.hosts` is accounted for
+    host_tokens             KV tokens that host memory holds (HiCache); 0: there is none, and
+                            nothing can be checkpointed or restored
     """
 
     page_size: int
@@ -38,7 +41,9 @@ class EngineCaps:
     max_adapters: int | None = None
     mixed_batches: bool = True
     partial_decode: bool = False
-    overlap: bool = False
+    promises: bool = False
+    hosts: bool = False
+    host_tokens: int = 0
 
     def __post_init__(self) -> None:
         assert self.page_size >= 1, f"{self.page_size=}"

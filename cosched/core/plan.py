@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-__all__ = ["EMPTY_PLAN", "Plan", "PreemptMode", "Preemption", "SkipReason"]
+__all__ = ["EMPTY_PLAN", "Hosting", "Plan", "PreemptMode", "Preemption", "SkipReason"]
 
 
 class PreemptMode(Enum):
@@ -14,7 +14,7 @@ class PreemptMode(Enum):
 
     RECOMPUTE  its KV is freed; resuming prefills everything again
     KEEP_KV    its KV stays in the radix tree as evictable nodes; resuming matches it there
-    CHECKPOINT its KV is kept in host memory too (HiCache)
+    CHECKPOINT its KV is kept in host memory too (HiCache; `EngineCaps.host_tokens`)
     """
 
     RECOMPUTE = "recompute"
@@ -44,23 +44,49 @@ class Preemption:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """One iteration.
+class Hosting:
+    """A request that grows into KV promised to another one (EcoServe §3.4).
 
-    prefill    rid -> new prompt tokens to compute, in the order they are admitted. Requests that
-               wait and the unfinished prefill may stand here; where others do, the unfinished one
-               must, or be stopped
-    hold       running requests that sit out this iteration with their KV kept. The others decode
-               one token each, unless the batch cannot be mixed and `prefill` is not empty: then
-               nobody decodes
-    preempt    running requests or unfinished prefills to stop before anything is admitted
-    skipped    rid -> why a request that was looked at does not run; for the decision log
-    limits     phase -> most time it was given [s], where the policy limits it; for the decision log
+    host    rid of the other one
+    offset  output tokens of the host before the part that it lends
+    """
+
+    host: str
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One iteration. All that the engine is to do stands here; what it cannot do is refused whole
+    (`cosched.planning.validate`), never dropped or half done.
+
+    prefill     rid -> new prompt tokens to compute, in the order they are admitted. Requests that
+                wait and the unfinished prefill may stand here; where others do, the unfinished one
+                must, or be stopped
+    decodes     the running requests that are neither held nor stopped decode one token each. False:
+                none does, which is how an iteration is where prefill and decode cannot share it
+    hold        running requests that sit out this iteration with their KV kept
+    preempt     running requests or unfinished prefills to stop before anything is admitted
+    promise     rid -> output tokens, generated ones included, for which KV is set aside; kept until
+                changed. Requests that are not named: the engine's own rule
+                (`EngineCaps.promises`)
+    hosts       rid of a guest -> where it is hosted; accounting only (`EngineCaps.hosts`)
+    checkpoint  running requests whose KV is copied to host memory while they go on
+    restore     requests of `prefill` whose KV in host memory is loaded instead of computed anew
+                (both: `EngineCaps.host_tokens`)
+    skipped     rid -> why a request that was looked at does not run; for the decision log
+    limits      phase -> most time it was given [s], where the policy limits it; for the decision
+                log
     """
 
     prefill: Mapping[str, int] = field(default_factory=dict)
+    decodes: bool = True
     hold: frozenset[str] = frozenset()
     preempt: tuple[Preemption, ...] = ()
+    promise: Mapping[str, int] = field(default_factory=dict)
+    hosts: Mapping[str, Hosting] = field(default_factory=dict)
+    checkpoint: frozenset[str] = frozenset()
+    restore: frozenset[str] = frozenset()
     skipped: Mapping[str, SkipReason] = field(default_factory=dict)
     limits: Mapping[str, float] = field(default_factory=dict)
 

@@ -90,6 +90,17 @@ class Request(Protocol):
         ...
 
     @property
+    def last_token_s(self) -> float | None:
+        """When its last token came out, on the engine's clock; None while none has. Of one that is
+        in the iteration on its way: the token before."""
+        ...
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often it was stopped, by a plan or by the engine itself."""
+        ...
+
+    @property
     def num_prompt_tokens(self) -> int: ...
 
     @property
@@ -115,4 +126,9 @@ class Request(Protocol):
         Counts the iteration that is still on its way: a running request for which it is one below
         the tokens it has is not part of that iteration.
         """
+        ...
+
+    @property
+    def num_own_tokens(self) -> int:
+        """Those of them that are not in the radix tree: the KV that is its alone."""
         ...

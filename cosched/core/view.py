@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 from cosched.core.caps import EngineCaps
+from cosched.core.estimates import LengthEstimate, Predictor
 from cosched.core.request import Request, RequestClass
 
 __all__ = [
-    "Backlog",
     "BatchRules",
-    "BucketedOrder",
     "Decodes",
+    "Ended",
     "KvState",
     "Match",
     "OfflineLimits",
-    "SharingOrder",
+    "OfflineOrder",
     "View",
 ]
 
@@ -27,7 +27,7 @@ class BatchRules:
     """What the next batch may be, with the requests that run now; narrower than `EngineCaps`.
 
     mixed        prefill and the decodes of all that runs may share it
-    partial      running requests may sit it out
+    partial      running requests may sit it out (`View.can_hold` says which)
     decodes_due  the iteration before this one left out running requests without being told to: it
                  prefilled and could not mix. They come first now
     """
@@ -39,21 +39,32 @@ class BatchRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvState:
-    """KV memory at the moment of planning [tokens].
+    """KV memory at the moment of planning [tokens]; requests: running and unfinished prefills.
 
-    total      capacity
+    total      capacity = free + evictable + shared + online + offline
     free       not allocated
-    evictable  in the radix tree and used by no running request
-    reserved   kept for the output still to come of the running requests, online and offline
+    evictable  in the radix tree and used by no request
+    shared     in the radix tree and used by one or more, each token once
+    online     held by online requests outside the tree
+    offline    held by offline requests outside the tree
+    reserved   kept for the output still to come of the running requests, online and offline: the
+               engine's rule
+    promised   the part of it that plans have set aside by `Plan.promise`
     next_step  what the next decode of all running requests takes: a token each, or a page of those
                that begin one
+    host_free  not used of `EngineCaps.host_tokens`
     """
 
     total: int
     free: int
     evictable: int
     reserved: int
+    shared: int = 0
+    online: int = 0
+    offline: int = 0
+    promised: int = 0
     next_step: int = 0
+    host_free: int = 0
 
     @property
     def headroom(self) -> int:
@@ -74,18 +85,6 @@ class Match:
     cached: int
     evictable: int
     host: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Backlog:
-    """The time for which offline requests have been waiting without a break.
-
-    since_s       when it began [s]
-    num_admitted  requests admitted for the first time since then
-    """
-
-    since_s: float
-    num_admitted: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,35 +119,54 @@ class Decodes(NamedTuple):
         return cls(requests, [r.num_computed_tokens + 1 for r in requests])
 
 
-@runtime_checkable
-class SharingOrder(Protocol):
-    """An order of waiting requests that knows which of them begin alike."""
+class OfflineOrder(Protocol):
+    """One pass over the waiting offline requests, in the pool's order or by candidates; nothing is
+    taken out of the pool by it.
 
-    def skip_sharing(self, request: Any, num_tokens: int) -> None:
+    Every pool gives one. Where a pool knows neither buckets nor which requests begin alike, it is
+    one bucket and nothing is left out.
+    """
+
+    @property
+    def knows_prefixes(self) -> bool:
+        """It knows which requests begin alike: `skip_sharing` leaves them out."""
+        ...
+
+    def __iter__(self) -> Iterator[Request]: ...
+
+    def __next__(self) -> Request:
+        """The next request that is neither taken nor left out. O(1)."""
+        ...
+
+    def skip_sharing(self, request: Request, num_tokens: int) -> None:
         """Leave out all that share the first `num_tokens` tokens with a request, waiting or not:
         it computes them now, and the others shall find them cached later."""
         ...
 
-
-@runtime_checkable
-class BucketedOrder(SharingOrder, Protocol):
-    """The same in buckets of similar length: few candidates instead of one order (Echo §6)."""
-
-    def candidates(self, per_bucket: int) -> Sequence[Sequence[Any]]:
-        """Of each bucket the first `per_bucket` requests in prefix order that are neither taken nor
-        left out; one alone where its deadline or its age gives it the turn.
+    def candidates(self, per_bucket: int) -> Sequence[Sequence[Request]]:
+        """Of each length bucket (Echo §6) the first `per_bucket` requests that are neither taken
+        nor left out; one alone where its deadline or its age gives it the turn.
 
         O(buckets * per_bucket), and O(1) for each taken or left out since the last call.
         """
         ...
 
-    def take(self, request: Any) -> None:
+    def take(self, request: Request) -> None:
         """It is admitted: no candidate any more."""
         ...
 
 
+class Ended(NamedTuple):
+    """A request that is over. num_tokens: of its output."""
+
+    rid: str
+    request_class: RequestClass
+    num_tokens: int
+
+
 class View(Protocol):
-    """Valid during one call of `plan`; nothing reached through it may be changed.
+    """Valid during one call of `plan`. Nothing reached through it may be changed, and looking
+    changes nothing: neither the cache nor any order depends on what was looked at.
 
     Reading is O(1) per request looked at, so a plan costs what it looks at and not what waits.
     """
@@ -160,6 +178,25 @@ class View(Protocol):
     def start_s(self) -> float:
         """When the planned iteration is expected to begin: now, or when the one that is still on
         its way ends [s]."""
+        ...
+
+    @property
+    def mean_iteration_s(self) -> float:
+        """Moving average of the measured time of an iteration; 0.0 before the first [s]."""
+        ...
+
+    @property
+    def predictor(self) -> Predictor:
+        """What is known now of the time of an iteration."""
+        ...
+
+    def length(self, request: Request) -> LengthEstimate:
+        """What is known now of the output a request is still to generate. O(1)."""
+        ...
+
+    @property
+    def ended(self) -> Sequence[Ended]:
+        """Requests that have ended since the plan before this one was made."""
         ...
 
     @property
@@ -190,7 +227,13 @@ class View(Protocol):
         """Requests in the middle of their prefill, at most `EngineCaps.max_unfinished_prefills`."""
         ...
 
-    def is_waiting(self, rid: str) -> bool: ...
+    def waiting(self, rid: str) -> Request | None:
+        """The request of this id, if it waits. O(1)."""
+        ...
+
+    def can_hold(self, request: Request) -> bool:
+        """This running request may sit out the iteration (`Plan.hold`)."""
+        ...
 
     def is_barred(self, request: Request) -> bool:
         """The engine refused this waiting request a moment ago for a reason that no plan knows (an
@@ -202,19 +245,14 @@ class View(Protocol):
         """Waiting online requests, oldest first."""
         ...
 
-    @property
-    def offline(self) -> Iterable[Request]:
-        """Waiting offline requests, in the pool's order. Its iterator may be a `SharingOrder`
-        or a `BucketedOrder`."""
+    def offline_order(self) -> OfflineOrder:
+        """The waiting offline requests, from the front: one pass, which each call begins anew."""
         ...
 
     @property
     def num_offline(self) -> int:
         """How many offline requests wait."""
         ...
-
-    @property
-    def backlog(self) -> Backlog: ...
 
     @property
     def offline_limits(self) -> OfflineLimits: ...
@@ -226,6 +264,11 @@ class View(Protocol):
 
     def reserve_of(self, request: Request) -> int:
         """Tokens of `KvState.reserved` that stand for this running request."""
+        ...
+
+    def promised(self, request: Request) -> int | None:
+        """Output tokens for which KV was set aside by a plan, generated ones included; None: none
+        was, the engine's rule holds."""
         ...
 
     def preemption_gain(self, request: Request) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from cosched.core.estimates import Predictor
 from cosched.engine.decision_records import (
     FORMAT,
     Decision,
@@ -19,7 +20,7 @@ from cosched.engine.decision_records import (
 from cosched.engine.parts import parts_of
 from cosched.errors import ConfigError
 from cosched.latency.calibration import Belief
-from cosched.latency.predictor import Predictor, predictor_from_dict
+from cosched.latency.predictor import predictor_from_dict
 
 __all__ = ["Entry", "read_log"]
 

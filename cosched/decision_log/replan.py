@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
+import msgspec
+
+from cosched.core.batch import BatchTotals
+from cosched.core.estimates import Predictor
 from cosched.core.plan import Plan
 from cosched.decision_log.read import Entry
 from cosched.decision_log.view import NotRecordedError, RecordedView, recorded_plan
-from cosched.engine.decision_records import Header
+from cosched.engine.decision_records import Header, Outcome
 from cosched.errors import ConfigError
 from cosched.latency.calibration import Calibrator
-from cosched.latency.features import BatchTotals
-from cosched.latency.predictor import Predictor
 from cosched.policy.base import Policy
 from cosched.policy.registry import policy_entry
 
@@ -71,16 +74,27 @@ class _Planner:
         self._by_arrival = self._is_another and entry.pool is None
         self._num_made = self._num_not_made = 0  # of views in which there was something to plan
         self._believed = _Believed()
-        self._policy: Policy = make(header.settings(self._believed))
+        self._policy: Policy[Any] = make(header.settings())
+        self._carry = self._policy.initial
         self.replanned = Replanned(policy=policy)
 
     def add(self, entry: Entry) -> None:
         self._believed.use(entry)
         result = self.replanned
         result.num_plans += 1
-        view = RecordedView(entry, by_another=self._is_another, by_arrival=self._by_arrival)
+        view = RecordedView(
+            entry,
+            predictor=self._believed,
+            by_another=self._is_another,
+            by_arrival=self._by_arrival,
+        )
+        recorded_carry = entry.decision.carry
+        if recorded_carry is not None and not self._is_another:
+            self._carry = msgspec.convert(recorded_carry, type(self._policy.initial))
         try:
-            plan = self._policy.plan(view)
+            plan, carry = self._policy.plan(view, self._carry)
+            if entry.decision.result.outcome is not Outcome.REPLANNED:
+                self._carry = carry
         except NotRecordedError as error:
             result.num_unanswered += 1
             differences = [f"the policy asks for {error}, which was not recorded"]
@@ -142,6 +156,8 @@ def _work_differences(recorded: Plan, now: Plan) -> Iterator[str]:
         yield f"prefill was {_tokens(recorded)}, now {_tokens(now)}"
     if recorded.preempt != now.preempt:
         yield f"stopped were {_stopped(recorded)}, now {_stopped(now)}"
+    if recorded.decodes != now.decodes:
+        yield f"running requests decoded: {recorded.decodes}, now {now.decodes}"
     if recorded.hold != now.hold:
         yield f"held were {_names(sorted(recorded.hold))}, now {_names(sorted(now.hold))}"
 

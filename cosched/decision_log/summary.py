@@ -125,7 +125,7 @@ def describe(entry: Entry) -> dict[str, Any]:
         return [
             {"rid": facts[seq].rid, "class": facts[seq].request_class.value}
             | {"num_output_tokens": num_output, "num_computed_tokens": num_computed}
-            for seq, num_output, num_computed in requests
+            for seq, num_output, num_computed, *_ in requests
         ]
 
     return {

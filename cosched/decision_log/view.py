@@ -8,11 +8,21 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from cosched.core.caps import EngineCaps
+from cosched.core.estimates import LengthEstimate, Predictor
 from cosched.core.plan import Plan, Preemption
 from cosched.core.request import PLAIN, Request, RequestClass, Slo, Traits
-from cosched.core.view import BatchRules, Decodes, KvState, Match, OfflineLimits
+from cosched.core.view import (
+    BatchRules,
+    Decodes,
+    Ended,
+    KvState,
+    Match,
+    OfflineLimits,
+    OfflineOrder,
+)
 from cosched.decision_log.read import Entry
-from cosched.engine.decision_records import RequestFacts, RequestRow, ViewState
+from cosched.engine.decision_records import RequestRow, ViewState
+from cosched.offline.pool import ArrivalOrder
 
 __all__ = ["NotRecordedError", "RecordedView", "recorded_plan"]
 
@@ -39,6 +49,9 @@ class _RecordedRequest:
     num_output_tokens: int
     max_new_tokens: int
     num_computed_tokens: int
+    num_own_tokens: int
+    num_preemptions: int
+    last_token_s: float | None
     known_prefix_tokens: int | None
 
     @property
@@ -74,7 +87,9 @@ class _Looked:
 
 
 class _RecordedOrder(Iterator[Request]):
-    """Implements `cosched.core.view.BucketedOrder` for who takes and skips what was."""
+    """Implements `cosched.core.view.OfflineOrder` for who takes and skips what was."""
+
+    knows_prefixes = True
 
     def __init__(self, looked_at: _Looked, state: ViewState) -> None:
         self._requests = iter(looked_at)
@@ -121,8 +136,16 @@ class RecordedView:
             it ends there
     """
 
-    def __init__(self, entry: Entry, *, by_another: bool = False, by_arrival: bool = False) -> None:
-        """by_another  for another policy than the recorded one: a queue ends where that one
+    def __init__(
+        self,
+        entry: Entry,
+        *,
+        predictor: Predictor,
+        by_another: bool = False,
+        by_arrival: bool = False,
+    ) -> None:
+        """predictor   answers as the recorded one would have
+        by_another  for another policy than the recorded one: a queue ends where that one
                        stopped to look
         by_arrival  and it takes offline requests in the order of arrival"""
         state = entry.decision.view
@@ -132,6 +155,9 @@ class RecordedView:
         self.caps: EngineCaps = entry.header.caps
         self.now_s = state.now_s
         self.start_s = state.start_s
+        self.mean_iteration_s = state.mean_iteration_s
+        self.ended: Sequence[Ended] = state.ended
+        self.predictor = predictor
         self.kv: KvState = state.kv
         self.rules = state.rules or BatchRules(
             mixed=self.caps.mixed_batches, partial=self.caps.partial_decode
@@ -141,6 +167,7 @@ class RecordedView:
         self.unfinished: Sequence[Request] = self._requests(state.unfinished)
         self._online = self._requests(state.online)
         self._offline = self._requests(state.offline)
+        self._asked = self._requests(state.asked)
         self.online: Iterable[Request] = _Looked(
             requests=self._online,
             is_all=state.online_is_all,
@@ -156,11 +183,10 @@ class RecordedView:
             name="offline",
             on_end=self._cut if by_another else None,
         )
-        self.offline: Iterable[Request] = looked_at
-        if state.offline_is_sharing and not by_arrival:
-            self.offline = _RecordedOrder(looked_at, state)
+        knows_prefixes = state.offline_is_sharing and not by_arrival
+        self._looked_at = looked_at
+        self._knows_prefixes = knows_prefixes
         self.num_offline = state.num_offline
-        self.backlog = state.backlog
         self.offline_limits = state.offline_limits or OfflineLimits()
 
     def _cut(self) -> None:
@@ -169,8 +195,24 @@ class RecordedView:
     def running_of(self, request_class: RequestClass) -> Decodes:
         return Decodes.of([r for r in self.running if r.request_class is request_class])
 
-    def is_waiting(self, rid: str) -> bool:
-        return any(r.rid == rid for r in (*self._online, *self._offline))
+    def offline_order(self) -> OfflineOrder:
+        if self._knows_prefixes:
+            return _RecordedOrder(self._looked_at, self._state)
+        return ArrivalOrder(iter(self._looked_at))
+
+    def waiting(self, rid: str) -> Request | None:
+        """One that was not looked at counts as gone."""
+        waiting = (*self._online, *self._offline, *self._asked)
+        return next((r for r in waiting if r.rid == rid), None)
+
+    def can_hold(self, request: Request) -> bool:
+        return self.rules.partial and request.arrival_seq not in self._state.unholdable
+
+    def length(self, request: Request) -> LengthEstimate:
+        return LengthEstimate(*_answer(self._state.lengths, request, "its length"))
+
+    def promised(self, request: Request) -> int | None:
+        return self._state.promises.get(request.arrival_seq)
 
     def is_barred(self, request: Request) -> bool:
         return request.arrival_seq in self._state.barred
@@ -187,15 +229,7 @@ class RecordedView:
 
     def _requests(self, rows: Sequence[RequestRow]) -> list[Request]:
         entry = self._entry
-        return [
-            _request(
-                row,
-                entry.facts[row[0]],
-                first_token_s=entry.first_tokens.get(row[0]),
-                known_prefix_tokens=entry.decision.view.prefixes.get(row[0]),
-            )
-            for row in rows
-        ]
+        return [_request(row, entry) for row in rows]
 
 
 def recorded_plan(entry: Entry) -> Plan:
@@ -206,18 +240,15 @@ def recorded_plan(entry: Entry) -> Plan:
         hold=frozenset(facts[seq].rid for seq in plan.held),
         preempt=tuple(Preemption(rid=facts[seq].rid, mode=mode) for seq, mode in plan.preempted),
         skipped={facts[seq].rid: reason for reason, seqs in plan.skipped.items() for seq in seqs},
+        decodes=plan.decodes,
         limits=plan.limits,
     )
 
 
-def _request(
-    row: RequestRow,
-    facts: RequestFacts,
-    *,
-    first_token_s: float | None,
-    known_prefix_tokens: int | None,
-) -> Request:
-    seq, num_output_tokens, num_computed_tokens = row
+def _request(row: RequestRow, entry: Entry) -> Request:
+    seq, num_output_tokens, num_computed_tokens, *own = row
+    facts, state = entry.facts[seq], entry.decision.view
+    last_token_s = state.last_tokens.get(seq, state.last_token_s)
     return _RecordedRequest(
         rid=facts.rid,
         request_class=facts.request_class,
@@ -225,12 +256,15 @@ def _request(
         traits=facts.traits or PLAIN,
         arrival_s=facts.arrival_s,
         arrival_seq=seq,
-        first_token_s=first_token_s,
+        first_token_s=entry.first_tokens.get(seq),
+        last_token_s=last_token_s if num_output_tokens else None,
+        num_preemptions=state.preemptions.get(seq, 0),
         num_prompt_tokens=facts.num_prompt_tokens,
         num_output_tokens=num_output_tokens,
         max_new_tokens=facts.max_new_tokens,
-        known_prefix_tokens=known_prefix_tokens,
+        known_prefix_tokens=state.prefixes.get(seq),
         num_computed_tokens=num_computed_tokens,
+        num_own_tokens=own[0] if own else 0,
     )
 
 

@@ -165,7 +165,7 @@ def _after_draining(controller: Controller, plan: Plan, running_batch: Any) -> P
     stops_running = any(unfinished is None or p.rid != unfinished.rid for p in plan.preempt)
     if stops_running or not plan.prefill:
         controller.counters.num_replans += 1
-        return controller.plan(running_batch)
+        return controller.plan(running_batch, is_again=True)
     left = {req.rid for req in running_batch.reqs}
     return replace(plan, hold=plan.hold & left)
 

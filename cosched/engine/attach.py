@@ -74,7 +74,6 @@ def attach(scheduler: Any, config: Config) -> None:
             predictor=controller.predictor if entry.timed else None,
             max_bytes=int(config.decision_log_mb * 1e6),
         )
-        observer.add_listener(controller.decisions.measured)
 
 
 def use_virtual_device(scheduler: Any, clock: Clock, graphs: GraphSizes | None) -> None:

@@ -9,19 +9,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from sglang.srt.runtime_context import get_parallel
 
 from cosched.config import Config
 from cosched.core.plan import Plan
 from cosched.core.request import Request, RequestClass
-from cosched.core.view import View
+from cosched.core.view import Ended, View
 from cosched.engine.clock import Clock
 from cosched.engine.decisions import DecisionLog
 from cosched.engine.exporter import MetricsExporter
 from cosched.engine.guard import Guard
 from cosched.engine.identity import identity_of
+from cosched.engine.iteration import Iteration
 from cosched.engine.observe import IterationObserver
 from cosched.engine.partial import SplitBatch
 from cosched.engine.ranks import Ranks
@@ -67,6 +68,13 @@ class Counters:
     offline_prefill_tokens: int = 0
 
 
+class _Before(NamedTuple):
+    """carry: what the policy was given; ended: `Moment.ended`."""
+
+    carry: Any
+    ended: tuple[Ended, ...]
+
+
 class Log(Protocol):
     """A file that lines are written to."""
 
@@ -104,12 +112,16 @@ class Controller:
         self.settings = PolicySettings(
             caps=self.caps,
             slo=config.slo.targets(),
-            predictor=self.predictor,
             latency_budget_s=config.latency_budget_s,
             budgets=config.budgets,
             offline_rate=config.offline_rate,
         )
-        self.policy: Policy = entry.make(self.settings)
+        self.policy: Policy[Any] = entry.make(self.settings)
+        self._carry = self.policy.initial
+        self._before: _Before | None = None
+        """What the latest plan was made with, for it to be made again."""
+        self.iteration: Iteration | None = None
+        """Planned, and not launched yet."""
         self.guard = guard
         self.ranks: Ranks | None = None
         if get_parallel().tp_size > 1:
@@ -154,33 +166,50 @@ class Controller:
         if self.timekeeper is not None:
             self.timekeeper.clock = clock
 
-    def plan(self, running_batch: Any) -> Plan:
-        """The next iteration, checked against the engine's limits; the same on every rank."""
-        plan = self._plan(running_batch) if self.is_source else None
+    def use_policy(self, policy: Policy[Any]) -> Policy[Any]:
+        """Plan by another policy from now on; returns the one before."""
+        before, self.policy = self.policy, policy
+        self._carry = policy.initial
+        return before
+
+    def plan(self, running_batch: Any, *, is_again: bool = False) -> Plan:
+        """The next iteration, checked against the engine's limits; the same on every rank.
+
+        is_again: the plan before this one was discarded; the policy is asked with what it carried
+        before that.
+        """
+        plan = self._plan(running_batch, is_again) if self.is_source else None
         if self.ranks is not None:
             return self.ranks.share(plan)
         assert plan is not None
         return plan
 
-    def _plan(self, running_batch: Any) -> Plan:
+    def _plan(self, running_batch: Any, is_again: bool) -> Plan:
         started_s = time.perf_counter()
         now_s = self.clock.now_s()
         moment = Moment(now_s, now_s)
         with self.guard.watching("timekeeper"):
             assert self.timekeeper is not None, "this rank plans"
             moment = self.timekeeper.moment()
+        if is_again and self._before is not None:
+            self._carry = self._before.carry
+            moment = moment._replace(ended=self._before.ended + moment.ended)
+        self._before = _Before(self._carry, moment.ended)
         self.waiting.advance(moment.now_s)
         self.predictor.error = error_factor(self.config.predictor_error, self.counters.num_plans)
         view = self.view(running_batch, moment)
         watched = self._watched(view)
-        plan = self.guard.plan(self.policy, self.config.policy, watched)
-        if plan is None:
+        made = self.guard.plan(self.policy, self.config.policy, watched, self._carry)
+        if made is not None:
+            plan, self._carry = made
+        else:
             if self.guard.has_given_up and isinstance(self.waiting.offline, PrefixPool):
                 self.waiting.use_arrival_order()
             watched = self._watched(view)
             plan = self.guard.safe_plan(watched)
             self.counters.num_safe_plans += 1
         planning_s = time.perf_counter() - started_s
+        self.iteration = Iteration(plan=plan, planning_s=planning_s)
         self.counters.num_plans += 1
         self.counters.planning_s += planning_s
         self._planning_s.append(planning_s)
@@ -189,7 +218,7 @@ class Controller:
                 self.exporter.planned(planning_s)
         with self._logging() as log:
             if log is not None:
-                log.planned(plan, planning_s)
+                log.planned(self.iteration, self._before.carry)
         return plan
 
     def view(self, running_batch: Any, moment: Moment) -> SchedulerView:
@@ -199,8 +228,8 @@ class Controller:
             running_batch=running_batch,
             waiting=self.waiting,
             caps=self.caps,
-            now_s=moment.now_s,
-            start_s=moment.start_s,
+            moment=moment,
+            predictor=self.predictor,
             decodes_due=self.decodes_due,
             is_barred=self._is_barred,
         )
@@ -225,18 +254,22 @@ class Controller:
 
     def on_launch(self, batch: Any | None) -> None:
         """An iteration's batch is ready to run; None: there is nothing to run."""
-        with self._logging() as log:
-            if log is not None:
-                log.launched(batch)
+        iteration, self.iteration = self.iteration, None
+        self.observer.planned = None if batch is None else iteration
+        if iteration is not None:
+            with self._logging() as log:
+                if log is not None:
+                    log.launched(iteration, batch)
 
-    def on_result(self, batch: Any) -> None:
-        """The tokens of an iteration have come out."""
-        with self._logging() as log:
-            if log is not None:
-                log.finished(batch)
+    def on_result(self, iteration: Iteration | None, batch: Any) -> None:
+        """The tokens of an iteration have come out; None: its launch was not seen."""
+        if iteration is not None:
+            with self._logging() as log:
+                if log is not None:
+                    log.finished(iteration, batch)
         if self.timekeeper is not None:
             with self.guard.watching("timekeeper"):
-                self.timekeeper.on_result(batch)
+                self.timekeeper.on_result(iteration, batch)
         with self.guard.watching("metrics"):
             self.service.on_batch(batch, self.clock.now_s())
 
@@ -255,8 +288,7 @@ class Controller:
     def export_to(self, exporter: MetricsExporter) -> None:
         """Report to Prometheus from now on."""
         self.exporter = exporter
-        if self.timekeeper is not None:
-            self.timekeeper.on_measured = exporter.measured
+        self.observer.add_listener(exporter.measured)
 
     def count_prefill(self, req: Any, num_tokens: int) -> None:
         """Count prompt tokens that the engine admitted."""

@@ -14,8 +14,7 @@ import msgspec
 from cosched.core.caps import EngineCaps
 from cosched.core.plan import PreemptMode, SkipReason
 from cosched.core.request import RequestClass, Slo, Traits
-from cosched.core.view import Backlog, BatchRules, KvState, OfflineLimits
-from cosched.latency.predictor import Predictor
+from cosched.core.view import BatchRules, Ended, KvState, OfflineLimits
 from cosched.policy.base import Budgets, PolicySettings
 
 __all__ = [
@@ -35,8 +34,9 @@ __all__ = [
 FORMAT = 1
 """Raised when a reader of the last format could not read the new one."""
 
-RequestRow: TypeAlias = tuple[int, int, int]
-"""A request as it stood: (seq, num_output_tokens, num_computed_tokens)."""
+RequestRow: TypeAlias = tuple[int, ...]
+"""A request as it stood: (seq, num_output_tokens, num_computed_tokens), and num_own_tokens where
+there are any."""
 
 Shapes: TypeAlias = tuple[dict[str, Any] | None, dict[str, Any] | None]
 """The shapes of a `cosched.latency.calibration.Belief`, as `FittedPredictor.to_dict` gives them."""
@@ -71,12 +71,11 @@ class Header(msgspec.Struct, kw_only=True, tag_field="kind", tag="header"):
             versions=versions,
         )
 
-    def settings(self, predictor: Predictor) -> PolicySettings:
-        """What the policy was built with, but for the predictor."""
+    def settings(self) -> PolicySettings:
+        """What the policy was built with."""
         return PolicySettings(
             caps=self.caps,
             slo=self.slo,
-            predictor=predictor,
             latency_budget_s=self.latency_budget_s,
             budgets=self.budgets,
             offline_rate=self.offline_rate,
@@ -102,16 +101,21 @@ class ViewState(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     online, offline      waiting requests that it looked at, from the front
     *_is_all             it saw that there are no more
-    offline_is_sharing   the pool's order was a `cosched.core.view.SharingOrder`
+    offline_is_sharing   `cosched.core.view.OfflineOrder.knows_prefixes`
+    asked                waiting requests that it asked for by name, and none of the above
     skips                (requests given out before, seq, num_tokens): the calls of `skip_sharing`
     candidates           (per_bucket, seqs of each bucket): the calls of
-                         `cosched.core.view.BucketedOrder.candidates`; `offline` holds the requests
+                         `cosched.core.view.OfflineOrder.candidates`; `offline` holds the requests
     takes                (calls of `candidates` before, seq): the calls of `take`
     matches              seq -> [cached, evictable, host] of the requests it asked about
     barred               those it asked about that the engine had refused a moment ago
     prefixes             seq -> num_prefix_tokens of those that run and have no output yet; of
                          others it says nothing any more
+    unholdable           the same of `View.can_hold`: those that could not sit out
     reserves, gains      seq -> `View.reserve_of`, `View.preemption_gain`, where it asked
+    lengths, promises    seq -> `View.length`, `View.promised`, where it asked and there is one
+    preemptions          seq -> num_preemptions, where there were any
+    last_token_s         when the last token of those that run came out, but for `last_tokens` [s]
     offline_limits       None: the operator sets none
     """
 
@@ -120,7 +124,7 @@ class ViewState(msgspec.Struct, kw_only=True, omit_defaults=True):
     kv: KvState
     free_slots: int
     num_offline: int
-    backlog: Backlog
+    mean_iteration_s: float = 0.0
     rules: BatchRules | None = None
     running: list[RequestRow] = []
     unfinished: list[RequestRow] = []
@@ -129,14 +133,22 @@ class ViewState(msgspec.Struct, kw_only=True, omit_defaults=True):
     offline: list[RequestRow] = []
     offline_is_all: bool = False
     offline_is_sharing: bool = False
+    asked: list[RequestRow] = []
     skips: list[tuple[int, int, int]] = []
     candidates: list[tuple[int, list[list[int]]]] = []
     takes: list[tuple[int, int]] = []
     prefixes: dict[int, int] = {}
+    preemptions: dict[int, int] = {}
+    last_token_s: float = 0.0
+    last_tokens: dict[int, float] = {}
+    ended: list[Ended] = []
     matches: dict[int, list[int]] = {}
     barred: list[int] = []
+    unholdable: list[int] = []
     reserves: dict[int, int] = {}
     gains: dict[int, int] = {}
+    lengths: dict[int, tuple[int, int]] = {}
+    promises: dict[int, int] = {}
     offline_limits: OfflineLimits | None = None
 
 
@@ -155,6 +167,7 @@ class PlanState(msgspec.Struct, kw_only=True, omit_defaults=True):
     """`cosched.core.plan.Plan` by seq. prefill: (seq, tokens), in its order."""
 
     prefill: list[tuple[int, int]] = []
+    decodes: bool = True
     held: list[int] = []
     preempted: list[tuple[int, PreemptMode]] = []
     skipped: dict[SkipReason, list[int]] = {}
@@ -202,6 +215,7 @@ class Decision(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="kind
     """One plan.
 
     number        of the plan, from 0
+    carry         what the policy was given from the plan before
     requests      those that no earlier record of this part names
     first_tokens  seq -> when its first token came out [s]; where it has changed
     belief        what the predictor predicts from; None: as in the record before
@@ -212,6 +226,7 @@ class Decision(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="kind
     view: ViewState
     plan: PlanState
     result: Result
+    carry: Any = None
     requests: list[RequestFacts] = []
     first_tokens: dict[int, float] = {}
     belief: BeliefState | None = None

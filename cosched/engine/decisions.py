@@ -16,17 +16,17 @@ from typing import Any
 
 import msgspec
 
+from cosched.core.estimates import LengthEstimate
 from cosched.core.plan import Plan, SkipReason
 from cosched.core.request import PLAIN, Request, RequestClass, Slo
 from cosched.core.view import (
-    Backlog,
     BatchRules,
-    BucketedOrder,
     Decodes,
+    Ended,
     KvState,
     Match,
     OfflineLimits,
-    SharingOrder,
+    OfflineOrder,
     View,
 )
 from cosched.engine.decision_records import (
@@ -41,13 +41,11 @@ from cosched.engine.decision_records import (
     Shapes,
     ViewState,
 )
-from cosched.engine.observe import StepResult
+from cosched.engine.iteration import Iteration
 from cosched.engine.parts import PartWriter, switched_off
-from cosched.engine.shape import shape_of
 from cosched.engine.tracked import TrackedRequest
 from cosched.errors import ConfigError
 from cosched.latency.calibration import Belief, Calibrator
-from cosched.latency.features import BatchTotals
 
 __all__ = ["DecisionLog", "RecordingView"]
 
@@ -55,30 +53,15 @@ logger = logging.getLogger(__name__)
 
 
 class _Noted:
-    """Requests, given out lazily; remembers how far anyone looked. An order that can be told to
-    skip some is looked at once."""
+    """Requests, given out lazily; remembers how far anyone looked."""
 
     def __init__(self, requests: Iterable[Request]) -> None:
         self._requests = requests
         self.seen: list[Request] = []
         self.is_all = False
-        self.is_sharing = False
-        self.skips: list[tuple[int, int, int]] = []
-        self.candidates: list[tuple[int, list[list[int]]]] = []
-        self.takes: list[tuple[int, int]] = []
 
     def __iter__(self) -> Iterator[Request]:
-        order = iter(self._requests)
-        if isinstance(order, BucketedOrder):
-            self.is_sharing = True
-            return _NotedBuckets(self, order)
-        if isinstance(order, SharingOrder):
-            self.is_sharing = True
-            return _NotedOrder(self, order)
-        return self._note(order)
-
-    def _note(self, order: Iterator[Request]) -> Iterator[Request]:
-        for index, request in enumerate(order):
+        for index, request in enumerate(self._requests):
             if index == len(self.seen):
                 self.seen.append(request)
             yield request
@@ -86,45 +69,43 @@ class _Noted:
 
 
 class _NotedOrder(Iterator[Request]):
-    """Implements `SharingOrder` on another one."""
+    """Implements `OfflineOrder` on another one, and notes the calls."""
 
-    def __init__(self, noted: _Noted, order: Any) -> None:
-        self._noted = noted
+    def __init__(self, order: OfflineOrder) -> None:
         self._order = order
+        self.knows_prefixes = order.knows_prefixes
+        self.seen: list[Request] = []
+        self.is_all = False
+        self.skips: list[tuple[int, int, int]] = []
+        self.candidates_given: list[tuple[int, list[list[int]]]] = []
+        self.takes: list[tuple[int, int]] = []
+        self._known: set[int] = set()
 
     def __next__(self) -> Request:
         try:
             request: Request = next(self._order)
         except StopIteration:
-            self._noted.is_all = True
+            self.is_all = True
             raise
-        self._noted.seen.append(request)
+        self.seen.append(request)
         return request
 
     def skip_sharing(self, request: Request, num_tokens: int) -> None:
-        self._noted.skips.append((len(self._noted.seen), request.arrival_seq, num_tokens))
+        self.skips.append((len(self.seen), request.arrival_seq, num_tokens))
         self._order.skip_sharing(request, num_tokens)
 
-
-class _NotedBuckets(_NotedOrder):
-    """Implements `BucketedOrder` on another one."""
-
-    def __init__(self, noted: _Noted, order: Any) -> None:
-        super().__init__(noted, order)
-        self._known: set[int] = set()
-
     def candidates(self, per_bucket: int) -> Sequence[Sequence[Request]]:
-        buckets: Sequence[Sequence[Request]] = self._order.candidates(per_bucket)
+        buckets = self._order.candidates(per_bucket)
         for request in chain.from_iterable(buckets):
             if request.arrival_seq not in self._known:
                 self._known.add(request.arrival_seq)
-                self._noted.seen.append(request)
+                self.seen.append(request)
         seqs = [[request.arrival_seq for request in bucket] for bucket in buckets]
-        self._noted.candidates.append((per_bucket, seqs))
+        self.candidates_given.append((per_bucket, seqs))
         return buckets
 
     def take(self, request: Request) -> None:
-        self._noted.takes.append((len(self._noted.candidates), request.arrival_seq))
+        self.takes.append((len(self.candidates_given), request.arrival_seq))
         self._order.take(request)
 
 
@@ -136,12 +117,25 @@ class RecordingView:
         self.now_s = view.now_s
         self.start_s = view.start_s
         self.caps = view.caps
+        self.predictor = view.predictor
         self.online = _Noted(view.online)
-        self.offline = _Noted(view.offline)
         self.matches: dict[int, list[int]] = {}
         self.barred: list[int] = []
         self.reserves: dict[int, int] = {}
         self.gains: dict[int, int] = {}
+        self.lengths: dict[int, tuple[int, int]] = {}
+        self.promises: dict[int, int] = {}
+        self.unholdable: list[int] = []
+        self._asked: dict[int, Request] = {}
+        self._order: _NotedOrder | None = None
+
+    @property
+    def mean_iteration_s(self) -> float:
+        return self._view.mean_iteration_s
+
+    @property
+    def ended(self) -> Sequence[Ended]:
+        return self._view.ended
 
     @property
     def kv(self) -> KvState:
@@ -151,8 +145,35 @@ class RecordingView:
     def rules(self) -> BatchRules:
         return self._view.rules
 
-    def is_waiting(self, rid: str) -> bool:
-        return self._view.is_waiting(rid)
+    def offline_order(self) -> OfflineOrder:
+        """The log holds one pass."""
+        if self._order is None:
+            self._order = _NotedOrder(self._view.offline_order())
+            return self._order
+        return self._view.offline_order()
+
+    def waiting(self, rid: str) -> Request | None:
+        request = self._view.waiting(rid)
+        if request is not None:
+            self._asked[request.arrival_seq] = request
+        return request
+
+    def can_hold(self, request: Request) -> bool:
+        can_hold = self._view.can_hold(request)
+        if not can_hold and self.rules.partial:
+            self.unholdable.append(request.arrival_seq)
+        return can_hold
+
+    def length(self, request: Request) -> LengthEstimate:
+        estimate = self._view.length(request)
+        self.lengths[request.arrival_seq] = (estimate.median, estimate.upper)
+        return estimate
+
+    def promised(self, request: Request) -> int | None:
+        promised = self._view.promised(request)
+        if promised is not None:
+            self.promises[request.arrival_seq] = promised
+        return promised
 
     def is_barred(self, request: Request) -> bool:
         is_barred = self._view.is_barred(request)
@@ -163,10 +184,6 @@ class RecordingView:
     @property
     def num_offline(self) -> int:
         return self._view.num_offline
-
-    @property
-    def backlog(self) -> Backlog:
-        return self._view.backlog
 
     @property
     def offline_limits(self) -> OfflineLimits:
@@ -205,43 +222,57 @@ class RecordingView:
 
     def requests(self) -> Iterator[Request]:
         """All that the policy could name."""
-        return chain(self.running, self.unfinished, self.online.seen, self.offline.seen)
+        offline = () if self._order is None else self._order.seen
+        looked_at = chain(self.running, self.unfinished, self.online.seen, offline)
+        return chain(looked_at, self._asked.values())
 
     def state(self) -> ViewState:
         """What was read. Valid while nothing of the plan has been applied."""
-        running, unfinished = _rows(self.running), _rows(self.unfinished)
+        under_way = (*self.running, *self.unfinished)
         limits = self.offline_limits
-        return ViewState(
+        state = ViewState(
             now_s=self.now_s,
             start_s=self.start_s,
+            mean_iteration_s=self.mean_iteration_s,
             kv=self.kv,
             free_slots=self.free_slots,
             num_offline=self.num_offline,
-            backlog=self.backlog,
             rules=self.rules,
             offline_limits=None if limits == OfflineLimits() else limits,
-            running=running,
-            unfinished=unfinished,
+            running=_rows(self.running),
+            unfinished=_rows(self.unfinished),
             online=_rows(self.online.seen),
             online_is_all=self.online.is_all,
-            offline=_rows(self.offline.seen),
-            offline_is_all=self.offline.is_all,
-            offline_is_sharing=self.offline.is_sharing,
-            skips=self.offline.skips,
-            candidates=self.offline.candidates,
-            takes=self.offline.takes,
-            prefixes={
-                seq: request.num_prefix_tokens
-                for request, (seq, num_output_tokens, _) in zip(
-                    chain(self.running, self.unfinished), chain(running, unfinished), strict=True
-                )
-                if not num_output_tokens
-            },
+            last_token_s=max((r.last_token_s or 0.0 for r in under_way), default=0.0),
+            ended=list(self.ended),
             matches=self.matches,
             barred=self.barred,
+            unholdable=self.unholdable,
             reserves=self.reserves,
             gains=self.gains,
+            lengths=self.lengths,
+            promises=self.promises,
         )
+        for request in under_way:
+            seq = request.arrival_seq
+            if not request.num_output_tokens:
+                state.prefixes[seq] = request.num_prefix_tokens
+            last_token_s = request.last_token_s
+            if last_token_s is not None and last_token_s != state.last_token_s:
+                state.last_tokens[seq] = last_token_s
+        order = self._order
+        if order is not None:
+            state.offline = _rows(order.seen)
+            state.offline_is_all = order.is_all
+            state.offline_is_sharing = order.knows_prefixes
+            state.skips, state.takes = order.skips, order.takes
+            state.candidates = order.candidates_given
+        seen = {row[0] for row in (*state.online, *state.offline)}
+        state.asked = _rows(r for seq, r in self._asked.items() if seq not in seen)
+        for request in self.requests():
+            if request.num_preemptions:
+                state.preemptions[request.arrival_seq] = request.num_preemptions
+        return state
 
 
 @dataclass(slots=True, eq=False)
@@ -264,7 +295,7 @@ class DecisionLog:
     """Follows one scheduler's plans and writes each when its iteration is done, in their order.
 
     Calls come in this order: `watch` and `planned` around the policy (again, when the plan has to
-    be made anew), `launched` when the batch is ready; some time later `measured` and `finished`.
+    be made anew), `launched` when the batch is ready; some time later `finished`.
     """
 
     def __init__(
@@ -283,8 +314,7 @@ class DecisionLog:
         self._view: RecordingView | None = None
         self._planned: _Open | None = None
         self._open: deque[_Open] = deque()
-        self._in_flight: deque[_Open] = deque()
-        self._ended: _Open | None = None
+        self._in_flight: dict[Iteration, _Open] = {}
         self._finished: set[int] = set()
         self._known: dict[int, float | None] = {}
         """seq -> when its first token came out, of the requests that this part describes."""
@@ -306,8 +336,8 @@ class DecisionLog:
         self._view = RecordingView(view)
         return self._view
 
-    def planned(self, plan: Plan, planning_s: float) -> None:
-        """The policy has answered; nothing has been applied yet."""
+    def planned(self, iteration: Iteration, carry: Any) -> None:
+        """The policy has answered; nothing has been applied yet. carry: what it was given."""
         view, self._view = self._view, None
         if self.is_off:
             return
@@ -316,9 +346,14 @@ class DecisionLog:
             self._planned.decision.result.outcome = Outcome.REPLANNED
             self._close(self._planned)
         # Until it is known to have run, nothing has.
-        result = Result(outcome=Outcome.NO_BATCH, planning_s=planning_s)
+        result = Result(outcome=Outcome.NO_BATCH, planning_s=iteration.planning_s)
+        plan = iteration.plan
         decision = Decision(
-            number=self._num_plans, view=view.state(), plan=_plan_state(plan, view), result=result
+            number=self._num_plans,
+            view=view.state(),
+            carry=carry,
+            plan=_plan_state(plan, view),
+            result=result,
         )
         self._num_plans += 1
         belief = None if self._predictor is None else self._predictor.belief()
@@ -326,7 +361,7 @@ class DecisionLog:
         self._planned = _Open(decision, plan.prefill.keys(), requests, belief)
         self._open.append(self._planned)
 
-    def launched(self, batch: Any | None) -> None:
+    def launched(self, iteration: Iteration, batch: Any | None) -> None:
         """The iteration's batch is ready to run; None when there is nothing to run."""
         planned, self._planned = self._planned, None
         if planned is None:
@@ -343,29 +378,21 @@ class DecisionLog:
             return
         if self.is_off:
             return
-        shape = shape_of(batch)
         result.outcome = Outcome.RAN
-        result.num_decodes = len(shape.decodes)
-        if self._predictor is not None:
-            result.predicted_s = self._predictor.predict_s(BatchTotals.of(shape))
-        self._in_flight.append(planned)
+        self._in_flight[iteration] = planned
 
-    def measured(self, step: StepResult) -> None:
-        """The oldest iteration under way is over."""
-        if not self._in_flight:
-            return
-        self._ended = self._in_flight.popleft()
-        result = self._ended.decision.result
-        result.start_s, result.measured_s = step.start_s, step.duration_s
-
-    def finished(self, batch: Any) -> None:
-        """The tokens of that iteration are known."""
-        done, self._ended = self._ended, None
+    def finished(self, iteration: Iteration, batch: Any) -> None:
+        """The tokens of an iteration are known."""
+        done = self._in_flight.pop(iteration, None)
         if done is None:
             return
+        result = done.decision.result
+        result.num_decodes = len(iteration.shape.decodes)
+        result.predicted_s = iteration.predicted_s
+        result.start_s, result.measured_s = iteration.start_s, iteration.duration_s
         # A request whose end was not known yet is part of the next iteration too.
         before, self._finished = self._finished, set()
-        ended = done.decision.result.finished
+        ended = result.finished
         for req in batch.reqs:
             if req.finished() and (tracked := TrackedRequest.of(req)) is not None:
                 seq = tracked.arrival_seq
@@ -387,7 +414,7 @@ class DecisionLog:
         """A log that cannot be written must not end the server."""
         self.is_off = True
         self._parts.close()
-        self._planned = self._ended = None
+        self._planned = None
         for kept in (self._open, self._in_flight, self._finished, self._known):
             kept.clear()
         logger.warning("cosched: %s", switched_off("decision log", self._path, error))
@@ -422,7 +449,13 @@ class DecisionLog:
 
 
 def _rows(requests: Iterable[Request]) -> list[RequestRow]:
-    return [(r.arrival_seq, r.num_output_tokens, r.num_computed_tokens) for r in requests]
+    return [_row(request) for request in requests]
+
+
+def _row(request: Request) -> RequestRow:
+    row = (request.arrival_seq, request.num_output_tokens, request.num_computed_tokens)
+    own = request.num_own_tokens
+    return (*row, own) if own else row
 
 
 def _facts(request: Request) -> RequestFacts:
@@ -439,7 +472,7 @@ def _facts(request: Request) -> RequestFacts:
 
 
 def _plan_state(plan: Plan, view: RecordingView) -> PlanState:
-    state = PlanState(limits=dict(plan.limits))
+    state = PlanState(limits=dict(plan.limits), decodes=plan.decodes)
     if plan.prefill or plan.hold or plan.preempt or plan.skipped:
         seqs = {request.rid: request.arrival_seq for request in view.requests()}
         state.prefill = [(seqs[rid], num_tokens) for rid, num_tokens in plan.prefill.items()]

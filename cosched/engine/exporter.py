@@ -15,7 +15,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cosched.core.request import RequestClass
-from cosched.engine.observe import StepResult
+from cosched.engine.iteration import Iteration
 from cosched.engine.service import TARGETS
 from cosched.engine.state import ReplicaState
 
@@ -160,11 +160,14 @@ class MetricsExporter:
             self._is_idle = True
             self._refresh()
 
-    def measured(self, step: StepResult, predicted_s: float) -> None:
-        """An iteration is done whose time the policy's predictor knew nothing of."""
+    def measured(self, iteration: Iteration) -> None:
+        """An iteration is done."""
+        predicted_s, seconds = iteration.predicted_s, iteration.end_s - iteration.start_s
+        if predicted_s is None or seconds <= 0:
+            return
         self._of("iteration_predicted_seconds").inc(predicted_s)
-        self._of("iteration_measured_seconds").inc(step.duration_s)
-        self._of("prediction_error_ratio").observe(abs(predicted_s / step.duration_s - 1))
+        self._of("iteration_measured_seconds").inc(seconds)
+        self._of("prediction_error_ratio").observe(abs(predicted_s / seconds - 1))
 
     def first_token(self, request_class: RequestClass, ttft_s: float) -> None:
         self._of("ttft_seconds", request_class=request_class.value).observe(ttft_s)

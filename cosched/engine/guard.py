@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from cosched.core.plan import EMPTY_PLAN, Plan
-from cosched.core.validate import validate
 from cosched.core.view import View
+from cosched.planning.validate import validate
 from cosched.policy.base import Policy
 from cosched.policy.safe import SafePolicy
 
@@ -51,12 +51,15 @@ class Guard:
         """The policy is not asked any more."""
         return self._num_in_a_row >= MOST_FAILURES
 
-    def plan(self, policy: Policy, name: str, view: View) -> Plan | None:
-        """What the policy plans, if the engine can run it. None: it failed, or was given up."""
+    def plan(
+        self, policy: Policy[Any], name: str, view: View, carry: Any
+    ) -> tuple[Plan, Any] | None:
+        """What the policy plans, if the engine can run it, and what it carries on. None: it failed,
+        or was given up."""
         if self.has_given_up:
             return None
         try:
-            plan = policy.plan(view)
+            plan, carry = policy.plan(view, carry)
             validate(plan, view)
         except Exception as error:
             if self.is_strict:
@@ -65,12 +68,12 @@ class Guard:
             self._report(name, error, view)
             return None
         self._num_in_a_row = 0
-        return plan
+        return plan, carry
 
     def safe_plan(self, view: View) -> Plan:
         """The safe rule; where that fails too, running requests decode and nothing is admitted."""
         try:
-            plan = self._safe.plan(view)
+            plan, _ = self._safe.plan(view, None)
             validate(plan, view)
         except Exception as error:
             self.note("safe_plan", error)

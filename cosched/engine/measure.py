@@ -11,19 +11,20 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from cosched.core.budget import IterationBudget
+from cosched.core.batch import BatchShape
 from cosched.core.plan import EMPTY_PLAN, Plan
 from cosched.core.request import Request
 from cosched.core.view import View
+from cosched.engine.iteration import Iteration
 from cosched.engine.local import LocalEngine
-from cosched.engine.observe import IterationObserver, StepResult
 from cosched.errors import ConfigError
 from cosched.latency.design import DesignedBatch, Limits, Round
 from cosched.latency.profile_file import MeasuredPoint
+from cosched.planning.ledger import Ledger
 from cosched.policy.sarathi import SarathiPolicy
 
 __all__ = ["Measured", "limits_of", "measure_rounds"]
@@ -80,9 +81,9 @@ def measure_rounds(
     controller = engine.scheduler.cosched
     if not controller.caps.partial_decode:
         raise ConfigError("this engine cannot leave out running requests: it cannot be measured")
-    script = _Script(controller.observer, on_iteration)
+    script = _Script(on_iteration)
     controller.observer.add_listener(script.on_result)
-    own_policy, controller.policy = controller.policy, script
+    own_policy = controller.use_policy(script)
     prompts = _Prompts(engine.scheduler.model_config.vocab_size, seed)
     points: list[MeasuredPoint] = []
     num_discarded = num_not_run = 0
@@ -99,12 +100,12 @@ def measure_rounds(
                     middle = sorted(results, key=lambda r: r.duration_s)[len(results) // 2]
                     points.append(MeasuredPoint(batch=middle.shape, seconds=middle.duration_s))
     finally:
-        controller.policy = own_policy
+        controller.use_policy(own_policy)
         controller.observer.remove_listener(script.on_result)
     return Measured(points=tuple(points), num_discarded=num_discarded, num_not_run=num_not_run)
 
 
-def _is_doubtful(results: Sequence[StepResult]) -> bool:
+def _is_doubtful(results: Sequence[_MeasuredStep]) -> bool:
     times = [result.duration_s for result in results]
     middle = statistics.median(times)
     return statistics.median(abs(t - middle) for t in times) > DOUBTFUL * middle
@@ -119,6 +120,13 @@ class _Step:
     decodes: frozenset[str]
 
 
+class _MeasuredStep(NamedTuple):
+    """What ran, and how long it took [s]."""
+
+    shape: BatchShape
+    duration_s: float
+
+
 class _Phase(Enum):
     FILL = "prefill whatever waits, nobody decodes"
     FOLLOW = "follow the steps; one request decodes when there are none"
@@ -128,15 +136,15 @@ class _Phase(Enum):
 class _Script:
     """A policy that runs the steps it was given, one per iteration."""
 
-    def __init__(self, observer: IterationObserver, on_iteration: Callable[[], None]) -> None:
+    initial = None
+
+    def __init__(self, on_iteration: Callable[[], None]) -> None:
         self.phase = _Phase.FILL
-        self._observer = observer
         self._on_iteration = on_iteration
         self._fill_policy = SarathiPolicy()
         self._steps: deque[_Step] = deque()
-        self._launched: dict[int, _Step] = {}
-        self._num_done = observer.num_iterations
-        self._results: list[tuple[int, StepResult]] = []
+        self._launched: list[tuple[Plan, _Step]] = []
+        self._results: list[tuple[int, _MeasuredStep]] = []
 
     @property
     def is_done(self) -> bool:
@@ -147,16 +155,19 @@ class _Script:
         self.phase = _Phase.FOLLOW
         self._steps.extend(steps)
 
-    def take_results(self) -> list[tuple[int, StepResult]]:
+    def take_results(self) -> list[tuple[int, _MeasuredStep]]:
         results, self._results = self._results, []
         return results
 
-    def plan(self, view: View) -> Plan:
+    def plan(self, view: View, carry: None) -> tuple[Plan, None]:
+        return self._plan(view), None
+
+    def _plan(self, view: View) -> Plan:
         if self.phase is _Phase.DRAIN:
             return EMPTY_PLAN
         running = [request.rid for request in view.running]
         if self.phase is _Phase.FILL:
-            plan = self._fill_policy.plan(view)
+            plan, _ = self._fill_policy.plan(view, None)
             if plan.prefill:
                 return replace(plan, hold=frozenset(running))
             self.phase = _Phase.FOLLOW
@@ -165,30 +176,34 @@ class _Script:
         if not self._steps:
             return Plan(hold=frozenset(running[1:]))
         step = self._steps.popleft()
-        self._launched[self._observer.num_launched] = step
-        return Plan(prefill=step.prefill, hold=frozenset(running) - step.decodes)
+        plan = Plan(prefill=step.prefill, hold=frozenset(running) - step.decodes)
+        self._launched.append((plan, step))
+        return plan
 
     def _rest(self, request: Request, view: View) -> Plan:
         """Finish a prefill that had more to compute than was designed: what should have been cached
         was not. Its batch counts as not run."""
-        num_tokens = IterationBudget(view).chunk(request, request.num_computed_tokens)
+        num_tokens = Ledger(view).chunk(request, request.num_computed_tokens)
         running = frozenset(r.rid for r in view.running)
         return Plan(prefill={request.rid: num_tokens}, hold=running)
 
-    def on_result(self, result: StepResult) -> None:
-        step = self._launched.pop(self._num_done, None)
-        self._num_done += 1
-        if step is None or step.index is None:
+    def on_result(self, iteration: Iteration) -> None:
+        step = next((step for plan, step in self._launched if plan is iteration.plan), None)
+        if step is None:
+            return
+        self._launched = [entry for entry in self._launched if entry[1] is not step]
+        if step.index is None:
             return
         self._on_iteration()
-        shape = result.shape
+        shape = iteration.shape
         as_designed = (
             sum(prefill.num_new for prefill in shape.prefills) == sum(step.prefill.values())
             and len(shape.prefills) == len(step.prefill)
             and len(shape.decodes) == len(step.decodes)
         )
-        if as_designed and result.duration_s > 0:
-            self._results.append((step.index, result))
+        duration_s = iteration.end_s - iteration.start_s
+        if as_designed and duration_s > 0:
+            self._results.append((step.index, _MeasuredStep(shape, duration_s)))
 
 
 class _RoundRun:
@@ -204,7 +219,7 @@ class _RoundRun:
         number: int,
         repeats: int,
     ) -> None:
-        self.results: list[list[StepResult]] = [[] for _ in one.batches]
+        self.results: list[list[_MeasuredStep]] = [[] for _ in one.batches]
         self._engine = engine
         self._script = script
         self._prompts = prompts

@@ -11,48 +11,23 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from cosched.core.batch import BatchShape
 from cosched.engine.clock import Clock
 from cosched.engine.guard import Guard
+from cosched.engine.iteration import Iteration
 from cosched.engine.parts import LineFile, switched_off
 from cosched.engine.shape import shape_of
 from cosched.errors import ConfigError
 
-__all__ = ["IterationLogFile", "IterationObserver", "StepResult"]
+__all__ = ["IterationLogFile", "IterationObserver"]
 
 logger = logging.getLogger(__name__)
-
-
-class StepResult(NamedTuple):
-    """One iteration that is done.
-
-    start_s     when the one before it ended, or when it was launched after idle time [s]
-    duration_s  from then until its result was there [s]
-    """
-
-    shape: BatchShape
-    start_s: float
-    duration_s: float
-
-
-class _Launched(NamedTuple):
-    """An iteration on its way.
-
-    follows  the scheduler was not idle before it
-    done_s   when it was over; None: not known yet
-    """
-
-    shape: BatchShape
-    start_s: float
-    follows: bool
-    done_s: float | None
 
 
 class IterationObserver:
@@ -68,18 +43,17 @@ class IterationObserver:
         self._clock = clock
         self._is_synchronous = scheduler.device == "cpu"
         self._is_virtual = False
-        self._listeners: list[Callable[[StepResult], None]] = []
-        self._in_flight: deque[_Launched] = deque()
+        self._listeners: list[Callable[[Iteration], None]] = []
+        self._in_flight: list[Iteration] = []
+        self.planned: Iteration | None = None
+        """What the next launch runs, where it was planned."""
+        self.predict_s: Callable[[BatchShape], float] | None = None
+        """Time of an iteration as predicted when it is launched."""
         self._last_done_s = 0.0
         self.busy_s = 0.0
         """Time that the device has spent on iterations [s]."""
         self.num_iterations = 0
         """Iterations whose result is there."""
-
-    @property
-    def num_launched(self) -> int:
-        """Iterations launched, those on their way included."""
-        return self.num_iterations + len(self._in_flight)
 
     def use_virtual_clock(self, clock: Clock) -> None:
         """Time is virtual: an iteration is done when the clock says so, not when the call ends."""
@@ -87,60 +61,69 @@ class IterationObserver:
         self._is_synchronous = False
         self._is_virtual = True
 
-    def add_listener(self, listener: Callable[[StepResult], None]) -> None:
+    def add_listener(self, listener: Callable[[Iteration], None]) -> None:
         self._listeners.append(listener)
 
-    def remove_listener(self, listener: Callable[[StepResult], None]) -> None:
+    def remove_listener(self, listener: Callable[[Iteration], None]) -> None:
         self._listeners.remove(listener)
 
     def launch(self, run: Callable[[], Any], batch: Any) -> Any:
         """Run the batch through `run` and remember when it was launched."""
         if batch.forward_mode.is_idle() or batch.forward_mode.is_prebuilt():
             return run()
-        shape = BatchShape()
+        iteration, self.planned = self.planned or Iteration(), None
         with self._guard.watching("timing"):
-            shape = shape_of(batch)
-        follows = not self._scheduler._sched_idled and self.num_iterations > 0
-        start_s = self._clock.now_s()
+            iteration.shape = shape_of(batch)
+            if self.predict_s is not None:
+                iteration.predicted_s = self.predict_s(iteration.shape)
+        iteration.follows = not self._scheduler._sched_idled and self.num_iterations > 0
+        iteration.launched_s = self._clock.now_s()
         result = run()
-        # On a CPU the forward pass itself has run by now; on a GPU it has only been queued.
-        done_s = self._clock.now_s() if self._is_synchronous else None
-        self._in_flight.append(_Launched(shape, start_s, follows, done_s))
+        if self._is_synchronous:  # on a GPU the forward pass has only been queued
+            self._end(iteration, self._clock.now_s())
+        self._in_flight.append(iteration)
+        result.cosched = iteration
         return result
 
-    def expected_end_s(self, now_s: float, predict_s: Callable[[BatchShape], float]) -> float:
+    def expected_end_s(self, now_s: float) -> float:
         """When what has been launched will be done, as predicted; `now_s` when nothing is under
         way [s]."""
         end_s = now_s
         begun_s = self._last_done_s
-        for launched in self._in_flight:
-            begun_s = max(begun_s, launched.start_s) + predict_s(launched.shape)
+        for iteration in self._in_flight:
+            if iteration.duration_s is not None:
+                continue
+            begun_s = max(begun_s, iteration.launched_s) + (iteration.predicted_s or 0.0)
             end_s = max(now_s, begun_s)
         return end_s
 
-    def finish(self, batch: Any, result: Any) -> None:
-        """Called when the result of the oldest batch in flight is wanted; waits for it."""
-        if not self._in_flight or batch.forward_mode.is_idle():
-            return
-        launched = self._in_flight.popleft()
-        done_s = launched.done_s
-        if done_s is None:
+    def finish(self, result: Any) -> Iteration | None:
+        """The iteration of a result, once it is there; waits for it. None: nobody saw its launch,
+        or it was idle."""
+        iteration: Iteration | None = getattr(result, "cosched", None)
+        if iteration is None:
+            return None
+        self._in_flight.remove(iteration)
+        if iteration.duration_s is None:
             event = getattr(result, "copy_done", None)
             if event is not None:
                 event.synchronize()
             elif not self._is_virtual:
                 # Without the overlap scheduler nothing has waited for the device yet.
                 _wait_for(self._scheduler.device)
-            done_s = self._clock.now_s()
-        on_device_s = max(launched.start_s, self._last_done_s)
-        begun_s = self._last_done_s if launched.follows else on_device_s
-        self.busy_s += done_s - on_device_s
-        self._last_done_s = done_s
-        step = StepResult(launched.shape, begun_s, done_s - begun_s)
+            self._end(iteration, self._clock.now_s())
         self.num_iterations += 1
         for listener in self._listeners:
             with self._guard.watching("timing"):
-                listener(step)
+                listener(iteration)
+        return iteration
+
+    def _end(self, iteration: Iteration, done_s: float) -> None:
+        on_device_s = max(iteration.launched_s, self._last_done_s)
+        iteration.start_s = self._last_done_s if iteration.follows else on_device_s
+        iteration.duration_s = done_s - iteration.start_s
+        self.busy_s += done_s - on_device_s
+        self._last_done_s = done_s
 
 
 def _wait_for(device: str) -> None:
@@ -162,14 +145,14 @@ class IterationLogFile:
         except OSError as error:
             raise ConfigError(f"cannot write the log {str(path)!r}: {error.strerror}") from None
 
-    def __call__(self, step: StepResult) -> None:
+    def __call__(self, iteration: Iteration) -> None:
         if self.is_off:
             return
         entry = {
-            "start_s": round(step.start_s, 6),
-            "seconds": round(step.duration_s, 7),
-            "prefills": _pairs(step.shape.prefills),
-            "decodes": list(step.shape.decodes),
+            "start_s": round(iteration.start_s, 6),
+            "seconds": round(iteration.end_s - iteration.start_s, 7),
+            "prefills": _pairs(iteration.shape.prefills),
+            "decodes": list(iteration.shape.decodes),
         }
         try:
             self._file.write(json.dumps(entry, separators=(",", ":")).encode())

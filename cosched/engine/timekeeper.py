@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from cosched.core.batch import BatchShape
+from cosched.core.batch import BatchShape, BatchTotals
+from cosched.core.view import Ended
 from cosched.engine.clock import Clock
-from cosched.engine.observe import IterationObserver, StepResult
+from cosched.engine.iteration import Iteration
+from cosched.engine.observe import IterationObserver
 from cosched.engine.tracked import TrackedRequest
 from cosched.latency.calibration import Calibrator
-from cosched.latency.features import BatchTotals
 
 __all__ = ["Moment", "Timekeeper"]
 
+_MEAN_SHARE = 0.1
+"""Of the newest iteration in the moving average of their times."""
+
 
 class Moment(NamedTuple):
-    """now_s    when the plan is made [s]
-    start_s  when the planned iteration is expected to begin [s]
+    """now_s             when the plan is made [s]
+    start_s           when the planned iteration is expected to begin [s]
+    mean_iteration_s  moving average of measured times [s]
+    ended             requests that have ended since the moment before
     """
 
     now_s: float
     start_s: float
+    mean_iteration_s: float = 0.0
+    ended: tuple[Ended, ...] = ()
 
 
 class Timekeeper:
-    """Collects what happened between two plans: when first tokens came, and how long iterations
-    took, which it teaches to the predictor."""
+    """Collects what happened between two plans: when tokens came out, who has ended, and how long
+    iterations took, which it teaches to the predictor."""
 
     def __init__(
         self, *, clock: Clock, observer: IterationObserver, predictor: Calibrator | None
@@ -35,47 +42,49 @@ class Timekeeper:
         self.clock = clock
         self._observer = observer
         self._predictor = predictor
-        self._steps: list[StepResult] = []
-        self._first_tokens: list[tuple[TrackedRequest, int]] = []
-        self.on_measured: Callable[[StepResult, float], None] | None = None
-        """Gets every iteration that is done and the time predicted for it [s], not learnt from it
-        yet."""
-        observer.add_listener(self._steps.append)
+        self._done: list[Iteration] = []
+        self._mean_s = 0.0
+        self._ended: list[Ended] = []
+        observer.add_listener(self._done.append)
+        if predictor is not None:
+            observer.predict_s = self._predict_s
 
-    def on_result(self, batch: Any) -> None:
-        """The tokens of the latest iteration that ended are known."""
-        if not batch.forward_mode.is_extend():
-            return
+    def on_result(self, iteration: Iteration | None, batch: Any) -> None:
+        """The tokens of an iteration are known; None: it was not observed."""
+        end_s = self.clock.now_s() if iteration is None else iteration.end_s
         for req in batch.reqs:
             tracked = TrackedRequest.of(req)
-            if tracked is not None and tracked.first_token_s is None and req.output_ids:
-                # Until the next plan its own clock will do: nobody decides before.
-                tracked.first_token_s = self.clock.now_s()
-                self._first_tokens.append((tracked, len(self._steps) - 1))
+            if tracked is None or tracked.is_ended:
+                continue  # under overlap it is part of one more iteration
+            if req.output_ids:
+                tracked.last_token_s = end_s
+                if tracked.first_token_s is None:
+                    tracked.first_token_s = end_s
+            if req.finished_reason is not None:
+                tracked.is_ended = True
+                num_tokens = len(req.output_ids)
+                self._ended.append(Ended(tracked.rid, tracked.request_class, num_tokens))
 
     def moment(self) -> Moment:
         """The time for a plan; called once per plan."""
         now_s = start_s = self.clock.now_s()
-        steps = self._steps
-        for tracked, index in self._first_tokens:
-            if 0 <= index < len(steps):
-                tracked.first_token_s = steps[index].start_s + steps[index].duration_s
-        self._first_tokens.clear()
+        done, ended = tuple(self._done), tuple(self._ended)
+        self._done.clear()
+        self._ended.clear()
+        for iteration in done:
+            seconds = iteration.end_s - iteration.start_s
+            self._mean_s += (_MEAN_SHARE if self._mean_s else 1.0) * (seconds - self._mean_s)
         if self._predictor is not None:
-            try:
-                self._learn(steps, self._predictor)
-            finally:
-                steps.clear()
-            start_s = self._observer.expected_end_s(now_s, self._predict_s)
-        steps.clear()
-        return Moment(now_s, start_s)
+            self._learn(done, self._predictor)
+            start_s = self._observer.expected_end_s(now_s)
+        return Moment(now_s, start_s, self._mean_s, ended)
 
-    def _learn(self, steps: list[StepResult], predictor: Calibrator) -> None:
-        for step in steps:
-            if step.duration_s > 0:
-                if self.on_measured is not None:
-                    self.on_measured(step, self._predict_s(step.shape))
-                predictor.observe(step.shape, step.duration_s)
+    @staticmethod
+    def _learn(done: tuple[Iteration, ...], predictor: Calibrator) -> None:
+        for iteration in done:
+            seconds = iteration.end_s - iteration.start_s
+            if seconds > 0:
+                predictor.observe(iteration.shape, seconds)
 
     def _predict_s(self, shape: BatchShape) -> float:
         assert self._predictor is not None

@@ -27,7 +27,9 @@ class TrackedRequest:
         "first_reported_s",
         "first_token_s",
         "has_penalties",
+        "is_ended",
         "is_reported",
+        "last_token_s",
         "max_new_tokens",
         "num_penalized",
         "num_prompt_tokens",
@@ -56,6 +58,9 @@ class TrackedRequest:
         self.arrival_s = arrival_s
         self.arrival_seq = arrival_seq
         self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
+        self.is_ended = False
+        """Its end is known to the timekeeper."""
         self.traits: Traits = _traits_of(req)
         self.num_penalized = 0
         """Generated tokens that its penalties have counted (`cosched.engine.penalties`)."""
@@ -85,6 +90,15 @@ class TrackedRequest:
     @property
     def num_prefix_tokens(self) -> int:
         return len(self.req.prefix_indices)
+
+    @property
+    def num_own_tokens(self) -> int:
+        kv = self.req.kv
+        return kv.kv_committed_len - kv.cache_protected_len  # type: ignore[no-any-return]
+
+    @property
+    def num_preemptions(self) -> int:
+        return self.req.retraction_count  # type: ignore[no-any-return]
 
     @property
     def token_ids(self) -> list[int]:

@@ -12,9 +12,19 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.runtime_context import get_exec, get_parallel
 
 from cosched.core.caps import EngineCaps
+from cosched.core.estimates import LengthEstimate, Predictor
 from cosched.core.request import PLAIN, Request, RequestClass
-from cosched.core.view import Backlog, BatchRules, Decodes, KvState, Match, OfflineLimits
+from cosched.core.view import (
+    BatchRules,
+    Decodes,
+    Ended,
+    KvState,
+    Match,
+    OfflineLimits,
+    OfflineOrder,
+)
 from cosched.engine.partial import can_hold, can_split
+from cosched.engine.timekeeper import Moment
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.waiting import WaitingQueue
 from cosched.latency.graphs import GraphSizes
@@ -34,7 +44,6 @@ def caps_of(scheduler: Any) -> EngineCaps:
         max_adapters=scheduler.max_loras_per_batch if scheduler.enable_lora else None,
         mixed_batches=bool(scheduler.is_mixed_chunk),
         partial_decode=can_split(scheduler),
-        overlap=bool(scheduler.enable_overlap),
     )
 
 
@@ -84,8 +93,8 @@ class SchedulerView:
         running_batch: Any,
         waiting: WaitingQueue,
         caps: EngineCaps,
-        now_s: float,
-        start_s: float,
+        moment: Moment,
+        predictor: Predictor,
         decodes_due: bool,
         is_barred: Callable[[Request], bool],
     ) -> None:
@@ -93,11 +102,15 @@ class SchedulerView:
         self._batch = running_batch
         self._waiting = waiting
         self.caps = caps
-        self.now_s = now_s
-        self.start_s = start_s
+        self.now_s: float = moment.now_s
+        self.start_s: float = moment.start_s
+        self.mean_iteration_s: float = moment.mean_iteration_s
+        self.ended: Sequence[Ended] = moment.ended
+        self.predictor = predictor
         self.is_barred = is_barred
         self._decodes_due = decodes_due
         self._matches: dict[Request, Match] = {}
+        self._gains: dict[Request, int] = {}
 
     @cached_property
     def _running(self) -> _Running:
@@ -109,6 +122,7 @@ class SchedulerView:
         page = self.caps.page_size
         decodes: dict[RequestClass, tuple[list[TrackedRequest], list[int]]]
         decodes = {request_class: ([], []) for request_class in RequestClass}
+        own = dict.fromkeys(RequestClass, 0)
         for req in self._batch.reqs:
             if req.finished_reason is not None:
                 continue  # stays in the batch until that is next filtered
@@ -119,6 +133,7 @@ class SchedulerView:
             requests.append(tracked)
             num_computed = req.kv.kv_committed_len
             contexts.append(num_computed + 1)
+            own[tracked.request_class] += num_computed - req.kv.cache_protected_len
             traits = tracked.traits
             if traits is not PLAIN:
                 mixes = mixes and traits.can_mix
@@ -126,7 +141,7 @@ class SchedulerView:
             if not num_computed % page:
                 next_step += page * traits.num_rows
         by_class = {request_class: Decodes(*lists) for request_class, lists in decodes.items()}
-        return _Running(everyone, by_class, remaining, next_step, mixes)
+        return _Running(everyone, by_class, own, remaining, next_step, mixes)
 
     @property
     def running(self) -> Sequence[TrackedRequest]:
@@ -151,24 +166,28 @@ class SchedulerView:
             decodes_due=self._decodes_due,
         )
 
-    def is_waiting(self, rid: str) -> bool:
-        return self._waiting.get(rid) is not None
+    def length(self, request: Request) -> LengthEstimate:
+        """Nothing is known but the limit."""
+        most = max(request.max_new_tokens - request.num_output_tokens, 0)
+        return LengthEstimate(most, most)
+
+    def waiting(self, rid: str) -> TrackedRequest | None:
+        return self._waiting.get(rid)
+
+    def can_hold(self, request: Request) -> bool:
+        """One that is about to end is not held: the engine would not see its end."""
+        return self.rules.partial and _req(request).to_finish is None
 
     @property
     def online(self) -> Iterable[TrackedRequest]:
         return self._waiting.online
 
-    @property
-    def offline(self) -> Iterable[TrackedRequest]:
-        return self._waiting.offline
+    def offline_order(self) -> OfflineOrder:
+        return self._waiting.offline.order()
 
     @property
     def num_offline(self) -> int:
         return len(self._waiting.offline)
-
-    @property
-    def backlog(self) -> Backlog:
-        return self._waiting.backlog
 
     @property
     def offline_limits(self) -> OfflineLimits:
@@ -181,9 +200,19 @@ class SchedulerView:
             total=scheduler.max_total_num_tokens,
             free=scheduler.token_to_kv_pool_allocator.available_size(),
             evictable=scheduler.tree_cache.evictable_size(),
+            shared=scheduler.tree_cache.protected_size(),
+            online=self._own_tokens(RequestClass.ONLINE),
+            offline=self._own_tokens(RequestClass.OFFLINE),
             reserved=self._reserve(self._running.remaining),
             next_step=self._running.next_step,
         )
+
+    def _own_tokens(self, request_class: RequestClass) -> int:
+        own = self._running.own[request_class]
+        for request in self.unfinished:
+            if request.request_class is request_class:
+                own += request.num_own_tokens
+        return own
 
     @cached_property
     def free_slots(self) -> int:
@@ -191,6 +220,10 @@ class SchedulerView:
             len(self._batch.reqs), running_batch=self._batch
         )
         return slots
+
+    def promised(self, request: Request) -> int | None:
+        """The engine keeps its own reserve (`EngineCaps.promises`)."""
+        return None
 
     def reserve_of(self, request: Request) -> int:
         if request in self.unfinished:
@@ -238,6 +271,13 @@ class SchedulerView:
         return held
 
     def preemption_gain(self, request: Request) -> int:
+        """Looked up once."""
+        gain = self._gains.get(request)
+        if gain is None:
+            gain = self._gains[request] = self._measure_gain(request)
+        return gain
+
+    def _measure_gain(self, request: Request) -> int:
         """Measured by releasing the request's lock on the tree for a moment."""
         req = _req(request)
         tree = self._scheduler.tree_cache
@@ -252,6 +292,7 @@ class SchedulerView:
 class _Running(NamedTuple):
     """What a plan reads of all running requests.
 
+    own        KV tokens of each class outside the tree
     remaining  output still to come of each
     next_step  KV tokens that their next decodes take
     mixes      all of them may decode beside a prefill
@@ -259,6 +300,7 @@ class _Running(NamedTuple):
 
     everyone: list[TrackedRequest]
     by_class: dict[RequestClass, Decodes]
+    own: dict[RequestClass, int]
     remaining: list[int]
     next_step: int
     mixes: bool

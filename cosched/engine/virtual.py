@@ -182,7 +182,7 @@ class VirtualEngine:
         self._reqs: dict[str, Any] = {}
         self._gpu_free_s = 0.0
         self._num_launched = 0
-        self._launched: dict[int, _Launched] = {}
+        self._num_in_flight = 0
         write_model_config(model_dir, identity)
         self.local = LocalEngine(
             [
@@ -221,7 +221,7 @@ class VirtualEngine:
             if until is not None and until():
                 return True
             delivered = self._deliver()
-            has_run = last_launched != self._num_launched or bool(self._launched)
+            has_run = last_launched != self._num_launched or self._num_in_flight > 0
             last_launched = self._num_launched
             if delivered or has_run:
                 num_idle = 0
@@ -273,10 +273,11 @@ class VirtualEngine:
         process = scheduler.process_batch_result
 
         def process_when_done(batch: Any, result: Any) -> None:
-            launched = self._launched.pop(id(result))
+            launched: _Launched = result.virtual
+            self._num_in_flight -= 1
             self.clock.advance_to(launched.done_s)
             before = [len(req.output_ids) for req in batch.reqs]
-            self._log_iteration(batch, launched)
+            self._log_iteration(batch, launched, result.cosched.predicted_s)
             process(batch, result)
             self._record(batch, before, launched)
 
@@ -304,7 +305,8 @@ class VirtualEngine:
         self._gpu_free_s = start_s + self._cost_model.iteration_s(shape)
         self._num_launched += 1
         result = GenerationBatchResult(next_token_ids=self._tokens(batch))
-        self._launched[id(result)] = _Launched(shape, start_s, self._gpu_free_s)
+        result.virtual = _Launched(shape, start_s, self._gpu_free_s)
+        self._num_in_flight += 1
         for req in batch.reqs:
             following = self._following.get(req.rid)
             if following is not None and following.admitted_s is None:
@@ -348,7 +350,7 @@ class VirtualEngine:
                 for source in self._sources:
                     source.on_finish(record)
 
-    def _log_iteration(self, batch: Any, launched: _Launched) -> None:
+    def _log_iteration(self, batch: Any, launched: _Launched, predicted_s: float | None) -> None:
         shape = launched.shape
         scheduler = self.scheduler
         counts = {RequestClass.ONLINE: [0, 0, 0, 0], RequestClass.OFFLINE: [0, 0, 0, 0]}
@@ -370,6 +372,7 @@ class VirtualEngine:
             IterationRecord(
                 start_s=launched.start_s,
                 duration_s=launched.done_s - launched.start_s,
+                predicted_s=predicted_s,
                 num_online_prefill_tokens=on[0],
                 num_offline_prefill_tokens=off[0],
                 num_online_prefills=on[1],

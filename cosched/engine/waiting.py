@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
 from sortedcontainers import SortedList
 
 from cosched.core.request import RequestClass
-from cosched.core.view import Backlog, OfflineLimits
+from cosched.core.view import OfflineLimits
 from cosched.core.wire import Bounds, class_of_priority
 from cosched.engine.clock import Clock
 from cosched.engine.guard import Guard
@@ -56,10 +56,8 @@ class WaitingQueue:
         self.clock = clock
         self.num_tokens = 0
         """Prompt and generated tokens of all that wait."""
-        self.backlog = Backlog(since_s=0.0, num_admitted=0)
         self.offline_limits = OfflineLimits()
         """What the operator allows."""
-        self._has_new_backlog = False
         self._guard = guard or Guard(is_strict=True)
         self._bounds = Bounds() if bounds is None else bounds
         self._all: ArrivalQueue[TrackedRequest] = ArrivalQueue()
@@ -70,9 +68,6 @@ class WaitingQueue:
         """Say what time it is, before planning."""
         with self._pool() as pool:
             pool.advance(now_s)
-        if self._has_new_backlog:
-            self._has_new_backlog = False
-            self.backlog = Backlog(since_s=now_s, num_admitted=0)
 
     @property
     def may_admit(self) -> bool:
@@ -96,7 +91,6 @@ class WaitingQueue:
             self.online.add(tracked)
         else:
             with self._pool() as pool:
-                self._has_new_backlog = self._has_new_backlog or not len(pool)
                 pool.add(tracked)
         tracked.num_queued_tokens = req.seqlen
         self.num_tokens += tracked.num_queued_tokens
@@ -111,9 +105,6 @@ class WaitingQueue:
             return tracked
         with self._pool() as pool:
             pool.remove(rid)
-        if not tracked.req.retraction_count:  # by cosched's preemptions and SGLang's own
-            backlog = self.backlog
-            self.backlog = replace(backlog, num_admitted=backlog.num_admitted + 1)
         return tracked
 
     def abort_rid(self, rid: str) -> TrackedRequest:

@@ -1,15 +1,16 @@
 """Latency: what an iteration costs, measured, modelled or guessed (docs/cost_models.md)."""
 
+from cosched.core.batch import BatchTotals
+from cosched.core.estimates import Predictor
 from cosched.latency.base import OVERLAPPED, SYNCHRONOUS, CostModel, CpuOverhead
 from cosched.latency.calibration import Calibrator
 from cosched.latency.capacity import kv_capacity_tokens
-from cosched.latency.features import BatchTotals, TotalsTable, totals_table
+from cosched.latency.features import TotalsTable, totals_table
 from cosched.latency.graphs import GraphSizes
 from cosched.latency.noise import NoisyModel
 from cosched.latency.predictor import (
     PREDICTORS,
     FittedPredictor,
-    Predictor,
     fit_predictor,
     predictor_from_dict,
 )

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cosched.core.batch import BatchShape
+from cosched.core.batch import BatchShape, BatchTotals
+from cosched.core.estimates import Predictor
 from cosched.errors import ConfigError
-from cosched.latency.features import BatchTotals, TotalsTable
+from cosched.latency.features import TotalsTable
 from cosched.latency.fit_cosched import fit_phases
 from cosched.latency.graphs import GraphSizes
-from cosched.latency.predictor_base import Predictor
 from cosched.latency.steps import Steps, finish
 
 __all__ = ["Belief", "Calibrator", "ColdStart"]

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cosched.core.batch import BatchShape, Prefill
+from cosched.core.batch import BatchShape, BatchTotals, Prefill
 from cosched.errors import ConfigError
 from cosched.latency.base import CostModel
-from cosched.latency.features import BatchTotals
 from cosched.latency.graphs import GraphSizes
 from cosched.latency.held_out import ErrorSummary, summarise
 from cosched.latency.predictor import PREDICTORS, FittedPredictor, fit_predictor

@@ -14,14 +14,13 @@ from cosched.latency.features import TotalsTable, totals_table
 from cosched.latency.fit_cosched import fit_cosched
 from cosched.latency.graphs import GraphSizes
 from cosched.latency.interp import FloatArray
-from cosched.latency.predictor_base import FittedPredictor, Predictor
+from cosched.latency.predictor_base import FittedPredictor
 from cosched.latency.predictor_cosched import CoschedPredictor
 from cosched.latency.predictor_papers import BrosPredictor, EchoPredictor, HygenPredictor
 
 __all__ = [
     "PREDICTORS",
     "FittedPredictor",
-    "Predictor",
     "PredictorEntry",
     "fit_predictor",
     "predictor_from_dict",

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from cosched.core.batch import BatchTotals
 from cosched.errors import ConfigError
-from cosched.latency.features import BatchTotals
 from cosched.latency.interp import FloatArray
 from cosched.latency.predictor_base import FittedPredictor, number, numbers
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from cosched.latency.features import BatchTotals, TotalsTable
+from cosched.core.batch import BatchTotals
+from cosched.latency.features import TotalsTable
 from cosched.latency.interp import FloatArray
 from cosched.latency.predictor_base import (
     FittedPredictor,

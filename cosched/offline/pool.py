@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
 from sortedcontainers import SortedDict
 
 from cosched.core.request import Request
+from cosched.core.view import OfflineOrder
 
-__all__ = ["ArrivalQueue", "OfflinePool", "PrefixRequest"]
+__all__ = ["ArrivalOrder", "ArrivalQueue", "OfflinePool", "PrefixRequest"]
 
 R = TypeVar("R", bound=Request)
 
@@ -59,8 +61,8 @@ class OfflinePool(Protocol[R]):
 
     def __len__(self) -> int: ...
 
-    def __iter__(self) -> Iterator[R]:
-        """Lazily, best first; valid until the next `add` or `remove`."""
+    def order(self) -> OfflineOrder:
+        """One pass over it, best first; valid until the next `add` or `remove`. O(1)."""
         ...
 
 
@@ -110,6 +112,35 @@ class ArrivalQueue(Generic[R]):
     def __len__(self) -> int:
         return len(self._by_rid)
 
+    def order(self) -> ArrivalOrder[R]:
+        return ArrivalOrder(iter(self))
+
     def __iter__(self) -> Iterator[R]:
         # As `values()` would, without a step of Python code for each.
         return map(self._by_seq.__getitem__, self._by_seq)
+
+
+class ArrivalOrder(Iterator[R]):
+    """Implements `cosched.core.view.OfflineOrder` where nothing is known of buckets and prefixes:
+    one bucket, and nobody is left out."""
+
+    __slots__ = ("_ahead", "_requests")
+
+    knows_prefixes = False
+
+    def __init__(self, requests: Iterator[R]) -> None:
+        self._requests = requests
+        self._ahead: list[R] = []  # candidates that are not taken
+
+    def __next__(self) -> R:
+        return self._ahead.pop(0) if self._ahead else next(self._requests)
+
+    def skip_sharing(self, request: Request, num_tokens: int) -> None:
+        """Nobody knows who begins alike."""
+
+    def candidates(self, per_bucket: int) -> list[list[R]]:
+        self._ahead += islice(self._requests, max(per_bucket - len(self._ahead), 0))
+        return [self._ahead[:per_bucket]]
+
+    def take(self, request: Request) -> None:
+        self._ahead = [ahead for ahead in self._ahead if ahead is not request]

@@ -190,8 +190,10 @@ class PrefixPool(Generic[P]):
     def __len__(self) -> int:
         return len(self._places)
 
-    def __iter__(self) -> PoolOrder[P]:
+    def order(self) -> PoolOrder[P]:
         return PoolOrder(self)
+
+    __iter__ = order
 
     def in_bucket(self, index: int) -> Iterator[P]:
         """Depth-first order of one bucket, lazily. Valid until a change."""
@@ -342,7 +344,9 @@ class PrefixPool(Generic[P]):
 
 
 class PoolOrder(Iterator[P]):
-    """One look at the pool's order, best first. Valid until the pool changes."""
+    """Implements `cosched.core.view.OfflineOrder`; valid until the pool changes."""
+
+    knows_prefixes = True
 
     def __init__(self, pool: PrefixPool[P]) -> None:
         self._pool = pool

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -12,9 +12,10 @@ from cosched.core.plan import Plan
 from cosched.core.request import Slo
 from cosched.core.view import View
 from cosched.errors import ConfigError
-from cosched.latency.predictor import Predictor
 
-__all__ = ["Budgets", "Policy", "PolicySettings"]
+__all__ = ["Budgets", "Carry", "Policy", "PolicySettings"]
+
+Carry = TypeVar("Carry", bound=msgspec.Struct | None)
 
 
 class Budgets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,8 +50,6 @@ class PolicySettings:
     caps              limits of the engine
     slo               targets of online requests that name none of their own; none of them is None
                       but the deadline
-    predictor         what is believed of the time of an iteration. The engine keeps it up to date
-                      between two plans; a policy only asks it
     latency_budget_s  most predicted time of an iteration that serves online requests [s]; None: it
                       follows from their deadlines
     budgets           how it follows
@@ -59,19 +58,26 @@ class PolicySettings:
 
     caps: EngineCaps
     slo: Slo
-    predictor: Predictor
     latency_budget_s: float | None = None
     budgets: Budgets = field(default_factory=Budgets)
     offline_rate: float | None = None
 
 
-class Policy(Protocol):
-    """Pure: no clock, no randomness, no torch, no sglang, and it changes nothing.
+class Policy(Protocol[Carry]):
+    """Pure: no clock, no randomness, no torch, no sglang, and it changes nothing, not even itself.
 
     The same object plans in production and under the virtual clock.
     """
 
-    def plan(self, view: View) -> Plan:
-        """The next iteration. Everything it may know is in `view` and in the settings it was built
-        with; called once per iteration."""
+    initial: Carry
+    """What the first plan is made with: a frozen `msgspec.Struct` of plain values, or None for a
+    policy that carries nothing from one plan to the next."""
+
+    def plan(self, view: View, carry: Carry) -> tuple[Plan, Carry]:
+        """The next iteration, and what the plan after it is made with. Called once per iteration.
+
+        Everything it may know is in `view`, in `carry` (what it returned with the last plan that
+        was not discarded) and in the settings it was built with: with the same three it returns the
+        same, and the decision log holds them all.
+        """
         ...

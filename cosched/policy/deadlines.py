@@ -33,19 +33,21 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from cosched.core.batch import BatchTotals
+from cosched.core.estimates import Predictor
 from cosched.core.request import Request, RequestClass, Slo
 from cosched.core.view import View
-from cosched.latency.features import BatchTotals
-from cosched.latency.predictor import Predictor
+from cosched.planning.builder import PlanBuilder
+from cosched.planning.ledger import Ledger
 from cosched.policy.base import PolicySettings
 
-__all__ = ["DeadlineLedger", "deadline_ledger"]
+__all__ = ["DeadlinePace", "deadline_pace"]
 
 
-class DeadlineLedger:
-    """The predicted time of a growing batch, held against a limit per phase [s].
+class DeadlinePace:
+    """Implements `cosched.policy.phases.Pace`: the predicted time of what is in a ledger, held
+    against a limit per phase [s].
 
-    totals         the decodes of the running online requests
     beside_online  contexts of the offline requests that will decode beside them, if they fit: then
                    online prompts may be cut where a tile of tokens ends. None: they may not
     """
@@ -53,14 +55,14 @@ class DeadlineLedger:
     def __init__(
         self,
         predictor: Predictor,
-        totals: BatchTotals,
+        ledger: Ledger,
         *,
         online_s: float,
         offline_s: float,
         beside_online: Sequence[int] | None,
     ) -> None:
         self._predictor = predictor
-        self._totals = totals
+        self._ledger = ledger
         self._online_s = online_s
         self._offline_s = offline_s
         self._beside_online = beside_online
@@ -71,10 +73,11 @@ class DeadlineLedger:
         return {phase: limit_s for phase, limit_s in limits.items() if limit_s < math.inf}
 
     def online_tokens(self, num_cached: int, limit: int) -> int:
-        most = self._predictor.max_prefill(self._totals, num_cached, self._online_s, limit)
+        most = self._predictor.max_prefill(self._ledger.totals, num_cached, self._online_s, limit)
         if most == 0 or self._beside_online is None:
             return most
-        totals = self._with_decodes(self._beside_online)
+        totals = self._ledger.totals.copy()
+        totals.add_decodes(self._beside_online)
         in_batch = totals.num_new + totals.num_decodes
         tile = _TILES[-1]
         to_full = -(-(in_batch + most) // tile) * tile - in_batch
@@ -83,7 +86,7 @@ class DeadlineLedger:
         return self._worthwhile(totals, most, num_cached)
 
     def offline_tokens(self, num_cached: int, limit: int, *, is_last: bool = False) -> int:
-        totals = self._totals
+        totals = self._ledger.totals
         in_batch = totals.num_new + totals.num_decodes
         if self._most_tokens is None:
             most = self._predictor.max_prefill(totals, num_cached, self._offline_s, _MANY)
@@ -100,8 +103,8 @@ class DeadlineLedger:
 
     def has_offline_time(self) -> bool:
         if self._most_tokens is None:
-            return self.seconds_with(1, 0) <= self._offline_s
-        return self._totals.num_new + self._totals.num_decodes < self._most_tokens
+            return self._ledger.seconds_with(1, 0) <= self._offline_s
+        return self._ledger.totals.num_new + self._ledger.totals.num_decodes < self._most_tokens
 
     def _worthwhile(self, totals: BatchTotals, most: int, num_cached: int) -> int:
         """Of the sizes of a prefill up to `most` the one with the best surplus.
@@ -125,34 +128,13 @@ class DeadlineLedger:
         trial.add_prefill(num_tokens, num_cached)
         return self._predictor.predict_s(trial)
 
-    def _with_decodes(self, contexts: Sequence[int]) -> BatchTotals:
-        trial = self._totals.copy()
-        trial.add_decodes(contexts)
-        return trial
-
-    def seconds(self) -> float:
-        """Predicted time of what is in [s]."""
-        return self._predictor.predict_s(self._totals)
-
-    def seconds_with(self, num_tokens: int, num_cached: int) -> float:
-        """The same with one more prefill [s]."""
-        return self._seconds(self._totals, num_tokens, num_cached)
-
     def offline_decodes(self, contexts: Sequence[int]) -> int:
-        if self._predict_s(contexts) <= self._offline_s:
+        seconds = self._ledger.seconds_with_decodes
+        if seconds(contexts) <= self._offline_s:
             return len(contexts)
         return bisect_right(
-            range(1, len(contexts)), self._offline_s, key=lambda n: self._predict_s(contexts[:n])
+            range(1, len(contexts)), self._offline_s, key=lambda n: seconds(contexts[:n])
         )
-
-    def _predict_s(self, contexts: Sequence[int]) -> float:
-        return self._predictor.predict_s(self._with_decodes(contexts))
-
-    def add_prefill(self, num_tokens: int, num_cached: int) -> None:
-        self._totals.add_prefill(num_tokens, num_cached)
-
-    def add_decodes(self, contexts: Sequence[int]) -> None:
-        self._totals.add_decodes(contexts)
 
 
 _MANY = 2048
@@ -162,15 +144,15 @@ _TILES = (64, 128, 256)
 """Tokens that GEMM kernels work on at a time."""
 
 
-def deadline_ledger(view: View, settings: PolicySettings) -> DeadlineLedger:
-    """For the next iteration; the decodes of the running online requests are in it."""
+def deadline_pace(builder: PlanBuilder, settings: PolicySettings) -> DeadlinePace:
+    """For the next iteration. Counts the time of the running online requests' decodes."""
+    view, ledger = builder.view, builder.ledger
     budgets = settings.budgets
-    predictor = settings.predictor
+    predictor = view.predictor
     slacks = _decode_slacks(view, settings.slo, budgets.aim, predictor)
-    totals = BatchTotals()
-    totals.add_decodes(slacks.contexts)
-    alone_s = predictor.predict_s(totals)
-    prefills = _prefill_slacks(view, settings.slo, predictor, totals, alone_s)
+    ledger.add_decodes(slacks.contexts)
+    alone_s = ledger.seconds()
+    prefills = _prefill_slacks(view, settings.slo, ledger, alone_s)
     if settings.latency_budget_s is not None:
         online_s = offline_s = settings.latency_budget_s
     else:
@@ -182,9 +164,9 @@ def deadline_ledger(view: View, settings: PolicySettings) -> DeadlineLedger:
     if not slacks.contexts and math.isinf(prefills.least_s):
         offline_s = budgets.idle_share * _target(None, settings.slo.ttft_s)
     cuts_online = _may_cut_online(view, prefills.least_s, settings.slo)
-    return DeadlineLedger(
+    return DeadlinePace(
         predictor,
-        totals,
+        ledger,
         online_s=online_s,
         offline_s=offline_s,
         beside_online=view.running_of(RequestClass.OFFLINE).contexts if cuts_online else None,
@@ -282,22 +264,21 @@ class _PrefillSlacks(NamedTuple):
     iteration_s: float
 
 
-def _prefill_slacks(
-    view: View, default: Slo, predictor: Predictor, totals: BatchTotals, alone_s: float
-) -> _PrefillSlacks:
-    """totals, alone_s: the decodes of the running online requests and their predicted time [s]."""
+def _prefill_slacks(view: View, default: Slo, ledger: Ledger, alone_s: float) -> _PrefillSlacks:
+    """alone_s: predicted time of what the ledger has, the decodes of running online requests
+    [s]."""
     least_s = laxity_s = math.inf
     iteration_s = work_s = 0.0
     for index, request in enumerate(_online_prefills(view)):
         slack_s = request.arrival_s + _target(request.slo.ttft_s, default.ttft_s) - view.start_s
         if index < _MOST_LOOKED_AT:
-            work_s += _prefill_s(request, view, predictor, totals, alone_s)
+            work_s += _prefill_s(request, view, ledger, alone_s)
         if slack_s <= 0:
             continue
         least_s = min(least_s, slack_s)
         left_s = slack_s - work_s
         if left_s <= alone_s:
-            # Late as far as one knows; but that belief may be wrong.
+            # Late as far as one knows; but that estimate may be wrong.
             laxity_s = min(laxity_s, slack_s)
             continue
         laxity_s = min(laxity_s, left_s)
@@ -310,17 +291,13 @@ _MOST_LOOKED_AT = 16
 """Waiting online requests whose prompts are looked up in the cache for how long they take."""
 
 
-def _prefill_s(
-    request: Request, view: View, predictor: Predictor, totals: BatchTotals, alone_s: float
-) -> float:
+def _prefill_s(request: Request, view: View, ledger: Ledger, alone_s: float) -> float:
     """By how much all that is left of a prefill lengthens an iteration [s]."""
     num_cached = request.num_computed_tokens or view.match(request).cached
     num_new = request.num_prompt_tokens + request.num_output_tokens - num_cached
     if num_new <= 0:
         return 0.0
-    trial = totals.copy()
-    trial.add_prefill(num_new, num_cached)
-    return max(predictor.predict_s(trial) - alone_s, 0.0)
+    return max(ledger.seconds_with(num_new, num_cached) - alone_s, 0.0)
 
 
 def _online_prefills(view: View) -> Iterable[Request]:

@@ -35,16 +35,26 @@ Deviations from the paper
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 
 from cosched.core.plan import Plan, SkipReason
 from cosched.core.request import Request
-from cosched.core.view import BucketedOrder, Match, View
+from cosched.core.view import Match, OfflineOrder, View
+from cosched.planning.builder import PlanBuilder
 from cosched.policy.base import PolicySettings
-from cosched.policy.deadlines import DeadlineLedger, deadline_ledger
-from cosched.policy.two_phase import TwoPhaseDraft
+from cosched.policy.deadlines import deadline_pace
+from cosched.policy.phases import (
+    Pace,
+    Steps,
+    admission_tokens,
+    follow,
+    has_time,
+    must_wait,
+    offline_room,
+    two_phases,
+    youngest_first,
+)
 
 __all__ = ["CANDIDATES_PER_BUCKET", "EchoPolicy"]
 
@@ -53,14 +63,18 @@ CANDIDATES_PER_BUCKET = 2
 
 class EchoPolicy:
     """Two phases over a budget of predicted time, offline admissions by score. See the module's
-    docstring and `two_phase`."""
+    docstring and `phases`."""
+
+    initial = None
 
     def __init__(self, settings: PolicySettings) -> None:
         self._settings = settings
 
-    def plan(self, view: View) -> Plan:
-        ledger = deadline_ledger(view, self._settings)
-        return replace(_EchoDraft(view, ledger).build(), limits=ledger.limits())
+    def plan(self, view: View, carry: None) -> tuple[Plan, None]:
+        builder = PlanBuilder(view)
+        pace = deadline_pace(builder, self._settings)
+        two_phases(builder, pace, _STEPS)
+        return builder.build(limits=pace.limits()), None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,55 +98,57 @@ class _Candidate:
         return self.num_new + self.match.cached
 
 
-class _EchoDraft(TwoPhaseDraft):
-    # A token is a token: those with the shortest contexts give most of them per second.
-    _decode_order = attrgetter("num_computed_tokens", "arrival_seq")
+def _admit_by_score(builder: PlanBuilder, pace: Pace, order: OfflineOrder) -> None:
+    search = _Search(builder, pace, order)
+    benefit = _benefit(builder)
+    room = offline_room(builder)
+    while room != 0 and builder.ledger.slots > 0 and has_time(builder, pace):
+        seconds = builder.ledger.seconds()
+        fitting = search.fitting(seconds)
+        if not fitting:
+            return
+        best = _best(builder, fitting, benefit, seconds)
+        request, match = best.request, best.match
+        # What was admitted since it was looked at may leave it less.
+        if not builder.admit(request, match, admission_tokens(builder, pace, request, match)):
+            search.refuse(request)
+            continue
+        benefit += builder.prefill[request.rid] + match.cached
+        order.take(request)
+        follow(order, request, match.cached)
+        room = None if room is None else room - 1
 
-    def __init__(self, view: View, ledger: DeadlineLedger) -> None:
-        super().__init__(view, ledger)
-        self._ledger = ledger
 
-    def _admit_offline(self, order: Iterator[Request]) -> None:
-        assert isinstance(order, BucketedOrder), "the pool is kept in buckets"
-        known: dict[str, _Candidate | None] = {}
-        benefit = self._benefit()
-        room = self._offline_room()
-        while room != 0 and self._budget.slots > 0 and self._has_time():
-            seconds = self._ledger.seconds()
-            fitting = self._fitting(order, known, seconds)
-            if not fitting:
-                return
-            best = self._best(fitting, benefit, seconds)
-            rid = best.request.rid
-            # What was admitted since it was looked at may leave it less.
-            at_most = self._admission_tokens(best.request, best.match.cached)
-            if not self._admit(best.request, best.match, at_most):
-                known[rid] = None
-                continue
-            benefit += self._prefill[rid] + best.match.cached
-            order.take(best.request)
-            self._follow(best.request, best.match.cached)
-            room = None if room is None else room - 1
+def _benefit(builder: PlanBuilder) -> int:
+    """Of what is in already: running requests that decode, and prefills."""
+    num_idle = len(builder.held) + builder.num_preempted
+    return len(builder.view.running) - num_idle + sum(builder.prefill.values())
 
-    def _benefit(self) -> int:
-        """Of what is in already: running requests that decode, and prefills."""
-        num_idle = len(self._held) + len(self._preempted)
-        return len(self._view.running) - num_idle + sum(self._prefill.values())
 
-    def _fitting(
-        self, order: BucketedOrder, known: dict[str, _Candidate | None], seconds: float
-    ) -> list[_Candidate]:
-        """The candidates that may be admitted. known: rid -> those looked at, None: refused;
-        seconds: of the iteration without them."""
+class _Search:
+    """The candidates of one plan. Each is looked at once."""
+
+    def __init__(self, builder: PlanBuilder, pace: Pace, order: OfflineOrder) -> None:
+        self._builder = builder
+        self._pace = pace
+        self._order = order
+        self._known: dict[str, _Candidate | None] = {}  # None: refused
+
+    def refuse(self, request: Request) -> None:
+        self._known[request.rid] = None
+
+    def fitting(self, seconds: float) -> list[_Candidate]:
+        """Those that may be admitted; seconds: of the iteration without them."""
         fitting: list[_Candidate] = []
+        known = self._known
         goes_on = True
         while goes_on and not fitting:
             goes_on = False
-            for bucket, requests in enumerate(order.candidates(CANDIDATES_PER_BUCKET)):
+            for bucket, requests in enumerate(self._order.candidates(CANDIDATES_PER_BUCKET)):
                 for request in requests:
                     if request.rid not in known:
-                        if self._must_wait(request):
-                            order.take(request)  # those behind it have the turn
+                        if must_wait(self._builder, request):
+                            self._order.take(request)  # those behind it have the turn
                             goes_on = True
                             continue
                         known[request.rid] = self._look_at(request, bucket, seconds)
@@ -142,51 +158,63 @@ class _EchoDraft(TwoPhaseDraft):
         return fitting
 
     def _look_at(self, request: Request, bucket: int, seconds: float) -> _Candidate | None:
-        match = self._view.match(request)
-        at_most = self._admission_tokens(request, match.cached)
+        builder, ledger = self._builder, self._builder.ledger
+        match = builder.view.match(request)
+        at_most = admission_tokens(builder, self._pace, request, match)
         reason = (
             SkipReason.LATENCY_BUDGET
             if at_most <= 0
-            else self._budget.refusal(request, match, at_most=at_most)
+            else ledger.refusal(request, match, at_most=at_most)
         )
         if reason is not None:
-            self._skipped[request.rid] = reason
+            builder.skip(request, reason)
             return None
-        num_new = self._budget.chunk(request, match.cached, at_most=at_most, num_loaded=match.host)
+        num_new = ledger.chunk(request, match.cached, at_most=at_most, num_loaded=match.host)
         return _Candidate(
             request=request,
             bucket=bucket,
             match=match,
             num_new=num_new,
-            need=self._budget.headroom + self._budget.shortfall(request, match),
-            seconds=self._ledger.seconds_with(num_new, match.cached) - seconds,
+            need=ledger.headroom + ledger.shortfall(request, match),
+            seconds=ledger.seconds_with(num_new, match.cached) - seconds,
         )
 
-    def _best(self, fitting: list[_Candidate], benefit: int, seconds: float) -> _Candidate:
-        """Of equals the first: prefix order, the bucket that has the turn before the others."""
-        heads: dict[int, int] = {}
-        for candidate in fitting:
-            bucket = candidate.bucket
-            heads[bucket] = max(heads.get(bucket, 0), candidate.match.evictable)
-        reusable = sum(heads.values())
 
-        def score(candidate: _Candidate) -> float:
-            of_others = reusable - heads[candidate.bucket]
-            room = self._budget.headroom - candidate.need
-            punishment = min(max(of_others - room, 0), of_others)
-            return (benefit + candidate.benefit - punishment) / (seconds + candidate.seconds)
+def _best(
+    builder: PlanBuilder, fitting: list[_Candidate], benefit: int, seconds: float
+) -> _Candidate:
+    """Of equals the first: prefix order, the bucket that has the turn before the others."""
+    reusable_of: dict[int, int] = {}
+    for candidate in fitting:
+        bucket = candidate.bucket
+        reusable_of[bucket] = max(reusable_of.get(bucket, 0), candidate.match.evictable)
+    reusable = sum(reusable_of.values())
 
-        return max(fitting, key=score)
+    def score(candidate: _Candidate) -> float:
+        of_others = reusable - reusable_of[candidate.bucket]
+        room = builder.ledger.headroom - candidate.need
+        punishment = min(max(of_others - room, 0), of_others)
+        return (benefit + candidate.benefit - punishment) / (seconds + candidate.seconds)
 
-    def _victims(self) -> list[Request]:
-        """Of the youngest few first the one that loses least: what it would compute again."""
-        victims = super()._victims()
-        num_unfinished = sum(1 for victim in victims if victim in self._view.unfinished)
-        end = num_unfinished + _VICTIMS
-        few = victims[num_unfinished:end]
-        few.sort(key=self._view.preemption_gain)  # of equals the youngest
-        return [*victims[:num_unfinished], *few, *victims[end:]]
+    return max(fitting, key=score)
+
+
+def _least_loss_first(builder: PlanBuilder) -> list[Request]:
+    """Of the youngest few first the one that loses least: what it would compute again."""
+    victims = youngest_first(builder)
+    num_unfinished = sum(1 for victim in victims if victim in builder.view.unfinished)
+    end = num_unfinished + _VICTIMS
+    few = victims[num_unfinished:end]
+    few.sort(key=builder.view.preemption_gain)  # of equals the youngest
+    return [*victims[:num_unfinished], *few, *victims[end:]]
 
 
 _VICTIMS = 8
 """Running requests among which the one to stop is chosen."""
+
+_STEPS = Steps(
+    admit=_admit_by_score,
+    victims=_least_loss_first,
+    # A token is a token: those with the shortest contexts give most of them per second.
+    decode_order=attrgetter("num_computed_tokens", "arrival_seq"),
+)

@@ -22,23 +22,26 @@ Deviations from the paper
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from cosched.core.plan import Plan
 from cosched.core.view import View
+from cosched.planning.builder import PlanBuilder
 from cosched.policy.base import PolicySettings
-from cosched.policy.deadlines import deadline_ledger
-from cosched.policy.two_phase import two_phase_plan
+from cosched.policy.deadlines import deadline_pace
+from cosched.policy.phases import two_phases
 
 __all__ = ["HygenPolicy"]
 
 
 class HygenPolicy:
-    """Two phases over a budget of predicted time. See the module's docstring and `two_phase`."""
+    """Two phases over a budget of predicted time. See the module's docstring and `phases`."""
+
+    initial = None
 
     def __init__(self, settings: PolicySettings) -> None:
         self._settings = settings
 
-    def plan(self, view: View) -> Plan:
-        ledger = deadline_ledger(view, self._settings)
-        return replace(two_phase_plan(view, ledger), limits=ledger.limits())
+    def plan(self, view: View, carry: None) -> tuple[Plan, None]:
+        builder = PlanBuilder(view)
+        pace = deadline_pace(builder, self._settings)
+        two_phases(builder, pace)
+        return builder.build(limits=pace.limits()), None

@@ -14,13 +14,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import metadata
+from typing import Any
+
+import msgspec
 
 from cosched.errors import ConfigError, CoschedError, choices
 from cosched.offline.prefix_pool import PoolConfig
 from cosched.policy.base import Policy, PolicySettings
 from cosched.policy.echo import EchoPolicy
 from cosched.policy.hygen import HygenPolicy
-from cosched.policy.sarathi import SarathiPolicy
+from cosched.policy.sarathi import SarathiPolicy, ThrottledPolicy
 
 __all__ = [
     "GROUP",
@@ -53,7 +56,7 @@ class PolicyEntry:
     name: str
     summary: str
     source: str
-    make: Callable[[PolicySettings], Policy] | None = None
+    make: Callable[[PolicySettings], Policy[Any]] | None = None
     pool: PoolConfig | None = None
     timed: bool = False
     server_flags: Mapping[str, object] = field(default_factory=dict)
@@ -66,6 +69,12 @@ class PolicyEntry:
             flag = "--" + name.replace("_", "-")
             arguments[flag] = [flag] if value is True else [flag, str(value)]
         return arguments
+
+
+def _throttled(settings: PolicySettings) -> Policy[Any]:
+    if settings.offline_rate is None:
+        return SarathiPolicy()
+    return ThrottledPolicy(settings.offline_rate)
 
 
 _MIXED_CHUNK = {"enable_mixed_chunk": True}
@@ -87,14 +96,14 @@ _ENTRIES = (
         name="sarathi",
         summary="Sarathi++: online first, then offline, in a fixed token budget",
         source="HyGen §5.1 (baseline)",
-        make=lambda settings: SarathiPolicy(),
+        make=lambda _: SarathiPolicy(),
         server_flags=_MIXED_CHUNK,
     ),
     PolicyEntry(
         name="hygen-throttled",
         summary="sarathi that admits offline requests at a fixed rate (offline_rate)",
         source="HyGen §5.1 (baseline HyGen*)",
-        make=lambda settings: SarathiPolicy(offline_rate=settings.offline_rate),
+        make=_throttled,
         timed=True,
         server_flags=_MIXED_CHUNK,
     ),
@@ -119,7 +128,7 @@ _ENTRIES = (
         name="echo-bs",
         summary="Echo's base: online first, then offline in the order of arrival; no SLO awareness",
         source="Echo §7.1 (BS)",
-        make=lambda settings: SarathiPolicy(),
+        make=lambda _: SarathiPolicy(),
         server_flags=_MIXED_CHUNK,
     ),
     PolicyEntry(
@@ -226,7 +235,9 @@ def _imported(name: str, target: str) -> PolicyEntry:
             "PolicyEntry, or give a policy when it is called with PolicySettings"
         )
     if isinstance(found, type) and not callable(getattr(found, "plan", None)):
-        raise ConfigError(f"policy {name!r}: class {found.__name__} has no method plan(view)")
+        raise ConfigError(
+            f"policy {name!r}: class {found.__name__} has no method plan(view, carry)"
+        )
     about = (inspect.getdoc(found) or "").partition("\n")[0]
     return PolicyEntry(
         name=name,
@@ -241,9 +252,9 @@ def _imported(name: str, target: str) -> PolicyEntry:
 
 
 def _checked(
-    name: str, make: Callable[[PolicySettings], Policy]
-) -> Callable[[PolicySettings], Policy]:
-    def build(settings: PolicySettings) -> Policy:
+    name: str, make: Callable[[PolicySettings], Policy[Any]]
+) -> Callable[[PolicySettings], Policy[Any]]:
+    def build(settings: PolicySettings) -> Policy[Any]:
         try:
             policy = make(settings)
         except CoschedError:
@@ -251,7 +262,15 @@ def _checked(
         except Exception as error:
             raise ConfigError(f"policy {name!r} cannot be built: {error!r}") from error
         if not callable(getattr(policy, "plan", None)):
-            raise ConfigError(f"policy {name!r}: {type(policy).__name__} has no method plan(view)")
+            raise ConfigError(
+                f"policy {name!r}: {type(policy).__name__} has no method plan(view, carry)"
+            )
+        initial = getattr(policy, "initial", "missing")
+        if initial is not None and not isinstance(initial, msgspec.Struct):
+            raise ConfigError(
+                f"policy {name!r}: {type(policy).__name__}.initial is {initial!r}; it must be what "
+                "the first plan is made with: a msgspec.Struct, or None"
+            )
         return policy
 
     return build

@@ -9,10 +9,13 @@ Bad          keeps no target, and nothing is stopped for an online request.
 
 from __future__ import annotations
 
-from cosched.core.budget import IterationBudget
-from cosched.core.plan import EMPTY_PLAN, Plan, Preemption, SkipReason
-from cosched.core.request import RequestClass
+import sys
+from collections.abc import Iterable
+
+from cosched.core.plan import EMPTY_PLAN, Plan, SkipReason
+from cosched.core.request import Request, RequestClass
 from cosched.core.view import View
+from cosched.planning.builder import PlanBuilder
 
 __all__ = ["SafePolicy"]
 
@@ -20,37 +23,24 @@ __all__ = ["SafePolicy"]
 class SafePolicy:
     """See the module's docstring."""
 
-    def plan(self, view: View) -> Plan:
+    initial = None
+
+    def plan(self, view: View, carry: None) -> tuple[Plan, None]:
         rules = view.rules
         if rules.decodes_due and not rules.mixed and view.running:
-            return EMPTY_PLAN
-        budget = IterationBudget(view)
-        prefill: dict[str, int] = {}
-        preempt: list[Preemption] = []
-        skipped: dict[str, SkipReason] = {}
+            return EMPTY_PLAN, None
+        builder = PlanBuilder(view)
         for request in view.unfinished:
-            num_tokens = budget.continuation(request)
-            if num_tokens > 0:
-                budget.charge_continuation(request, num_tokens)
-                prefill[request.rid] = num_tokens
-            elif request.traits.can_stop:
-                budget.refund_preemption(request)
-                preempt.append(Preemption(rid=request.rid))
-            else:
-                return EMPTY_PLAN
-        waiting = view.online
+            if not builder.go_on(request, sys.maxsize):
+                if not request.traits.can_stop:
+                    return EMPTY_PLAN, None
+                builder.preempt(request)
+        waiting: Iterable[Request] = view.online
         if not view.running_of(RequestClass.ONLINE).requests and not any(True for _ in waiting):
-            waiting = view.offline
+            waiting = view.offline_order()
         for request in waiting:
             if view.is_barred(request):
-                skipped[request.rid] = SkipReason.ENGINE_REFUSED
-                continue
-            match = view.match(request)
-            reason = budget.refusal(request, match)
-            if reason is not None:
-                skipped[request.rid] = reason
+                builder.skip(request, SkipReason.ENGINE_REFUSED)
+            elif not builder.admit(request, view.match(request), sys.maxsize):
                 break
-            num_tokens = budget.chunk(request, match.cached, num_loaded=match.host)
-            budget.charge_admission(request, match, num_tokens)
-            prefill[request.rid] = num_tokens
-        return Plan(prefill=prefill, preempt=tuple(preempt), skipped=skipped)
+        return builder.build(), None

@@ -16,29 +16,76 @@ stopped when the decodes themselves would not fit in memory.
 
 from __future__ import annotations
 
+from functools import partial
+
+import msgspec
+
 from cosched.core.plan import Plan
+from cosched.core.request import RequestClass
 from cosched.core.view import View
-from cosched.policy.two_phase import Unlimited, two_phase_plan
+from cosched.planning.builder import PlanBuilder
+from cosched.policy.phases import UNLIMITED, Steps, admit_in_order, two_phases
 
-__all__ = ["SarathiPolicy"]
-
-_UNLIMITED = Unlimited()
+__all__ = ["Backlog", "SarathiPolicy", "ThrottledPolicy"]
 
 
 class SarathiPolicy:
-    """Two phases over one token budget. See the module's docstring and `two_phase`."""
+    """Two phases over one token budget. See the module's docstring and `phases`."""
 
-    def __init__(self, *, offline_rate: float | None = None) -> None:
-        """offline_rate  most offline requests admitted per second while some wait [1/s]; None: any
-        number. With a rate that the SLO-aware profiler found this is HyGen* (HyGen §5.1)."""
+    initial = None
+
+    def plan(self, view: View, carry: None) -> tuple[Plan, None]:
+        return _build(view, Steps()), None
+
+
+class Backlog(msgspec.Struct, frozen=True, kw_only=True):
+    """The time for which offline requests have been waiting without a break.
+
+    since_s       when it began [s]; None: none wait
+    num_admitted  requests admitted for the first time since then
+    last          those of them that the last plan admits: the engine may have refused them
+    """
+
+    since_s: float | None = None
+    num_admitted: int = 0
+    last: tuple[str, ...] = ()
+
+
+class ThrottledPolicy:
+    """The same with at most so many offline requests admitted per second: HyGen* (HyGen §5.1). The
+    SLO-aware profiler finds the rate."""
+
+    initial = Backlog()
+
+    def __init__(self, offline_rate: float) -> None:
+        """offline_rate: most offline requests admitted per second while some wait [1/s]."""
         self._offline_rate = offline_rate
 
-    def plan(self, view: View) -> Plan:
-        return two_phase_plan(view, _UNLIMITED, most_offline=self._most_offline(view))
+    def plan(self, view: View, carry: Backlog) -> tuple[Plan, Backlog]:
+        if not view.num_offline:
+            return _build(view, Steps()), self.initial
+        since_s = view.now_s if carry.since_s is None else carry.since_s
+        num_refused = sum(1 for rid in carry.last if _waits_unserved(view, rid))
+        num_admitted = carry.num_admitted - num_refused
+        due = 1 + int(self._offline_rate * (view.now_s - since_s))
+        most = max(due - num_admitted, 0)
+        plan = _build(view, Steps(admit=partial(admit_in_order, most=most)))
+        last = tuple(rid for rid in plan.prefill if _waits_unserved(view, rid))
+        return plan, Backlog(since_s=since_s, num_admitted=num_admitted + len(last), last=last)
 
-    def _most_offline(self, view: View) -> int | None:
-        if self._offline_rate is None:
-            return None
-        backlog = view.backlog
-        due = 1 + int(self._offline_rate * (view.now_s - backlog.since_s))
-        return max(due - backlog.num_admitted, 0)
+
+def _build(view: View, steps: Steps) -> Plan:
+    builder = PlanBuilder(view)
+    builder.ledger.add_decodes(view.running_of(RequestClass.ONLINE).contexts)
+    two_phases(builder, UNLIMITED, steps)
+    return builder.build()
+
+
+def _waits_unserved(view: View, rid: str) -> bool:
+    """An offline request that waits and never ran."""
+    request = view.waiting(rid)
+    return (
+        request is not None
+        and request.request_class is RequestClass.OFFLINE
+        and not request.num_preemptions
+    )

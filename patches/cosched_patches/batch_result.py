@@ -12,12 +12,11 @@ __all__ = ["SEAM"]
 def _hook() -> Any:
     def timed(original: Any, scheduler: Any, batch: Any, result: Any) -> Any:
         observer = getattr(scheduler, "cosched_observer", None)
-        if observer is not None:
-            observer.finish(batch, result)
+        iteration = None if observer is None else observer.finish(result)
         answer = original(scheduler, batch, result)
         controller = getattr(scheduler, "cosched", None)
         if controller is not None:
-            controller.on_result(batch)
+            controller.on_result(iteration, batch)
         return answer
 
     return timed

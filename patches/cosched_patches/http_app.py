@@ -33,9 +33,10 @@ def _hook() -> Any:
 
     def prepare_app(*_: Any, **__: Any) -> None:
         config = load_config()
+        # The last one added is the outermost: it adds a ``Retry-After`` only where there is none.
+        app.add_middleware(ReplyMiddleware, front=front)
         if config is not None:
             add_routes(app, config)
-        app.add_middleware(ReplyMiddleware, front=front)
         for kind in (ValueError, *WRONG_VALUES):
             app.add_exception_handler(kind, refuse)
 

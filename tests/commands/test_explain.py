@@ -46,18 +46,20 @@ class Script:
     def __init__(self):
         self.plans = []
 
-    def plan(self, view):
+    initial = None
+
+    def plan(self, view, carry):
         list(view.online)
         for request in [*view.unfinished, *view.online]:
             view.match(request)
         plan = self.plans.pop(0)
         # It looks as far into the pool as the plan names requests.
         named = {*plan.prefill, *plan.skipped}
-        for request in view.offline:
+        for request in view.offline_order():
             if request.rid not in named:
                 break
             view.match(request)
-        return plan
+        return plan, None
 
 
 @pytest.fixture
@@ -247,8 +249,7 @@ def test_predictions_are_held_against_measurements(tmp_path, explain):
     view = FakeView(running=(run,))
     for seconds in (0.01, 0.02):
         recorder.plan(view)
-        recorder.log.launched(batch_of(run))
-        recorder.end(batch_of(run), start_s=0.0, seconds=seconds)
+        recorder.end(recorder.launch(batch_of(run)), batch_of(run), start_s=0.0, seconds=seconds)
     _, result, _ = explain(recorder.path)
     predicted = explain(recorder.path, "--iteration", "0")[1]["predicted_s"]
     errors = [(predicted - seconds) / seconds for seconds in (0.01, 0.02)]
@@ -278,10 +279,12 @@ class TestAnotherPolicyPlans:
         first, second = offline("first", 100), offline("second", 100)
 
         class OnlyTheFirst:
-            def plan(self, view):
-                request = next(iter(view.offline))
+            initial = None
+
+            def plan(self, view, carry):
+                request = next(view.offline_order())
                 view.match(request)
-                return Plan(prefill={request.rid: 100})
+                return Plan(prefill={request.rid: 100}), None
 
         recorder = Recorder(tmp_path / "log", policy=OnlyTheFirst(), name="hygen-fcfs")
         recorder.run(FakeView(offline=[first, second]), first)

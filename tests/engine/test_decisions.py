@@ -11,13 +11,14 @@ import pytest
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.config import Config, parse_config
 from cosched.core.plan import EMPTY_PLAN, Plan
-from cosched.core.request import Request, Slo
-from cosched.core.view import Backlog
+from cosched.core.request import Request, RequestClass, Slo
+from cosched.core.view import Ended
 from cosched.decision_log.read import read_log
 from cosched.decision_log.replan import replan
 from cosched.decision_log.view import NotRecordedError, RecordedView
 from cosched.engine.decision_records import Decision, Header, Outcome
 from cosched.engine.decisions import RecordingView
+from cosched.engine.iteration import Iteration
 from cosched.engine.parts import NUM_PARTS, parts_of
 from cosched.errors import ConfigError
 from cosched.metrics.records import record_line
@@ -27,7 +28,7 @@ from cosched.simulate import main as simulate
 from cosched.simulation.machine import Machine
 from cosched.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
 from cosched.simulation.scenario import Scenario
-from tests.factories import FakeView, decoding, make_caps, offline, online
+from tests.factories import FakeView, Linear, decoding, make_caps, offline, online
 from tests.recorded import Recorder, batch_of
 
 SMALL = Machine(kv_tokens=12_000, chunk_tokens=512, max_running_requests=24)
@@ -97,7 +98,7 @@ def test_every_recorded_plan_is_made_again(recorded, policy, overlap):
     dropped = [d for d in decisions if d.result.outcome is Outcome.REPLANNED]
     assert overlap or not dropped, "only with overlap are plans dropped"
     for decision in dropped:
-        running = {seq for seq, _, _ in decision.view.running}
+        running = {seq for seq, *_ in decision.view.running}
         stops_running = any(seq in running for seq, _ in decision.plan.preempted)
         assert stops_running or not decision.plan.prefill, "only where it may spare a running one"
     if policy == "hygen":
@@ -249,6 +250,10 @@ def test_a_policy_that_plans_nothing_cannot_be_asked(tmp_path):
         planned_again(recorder.path, policy="priority")
 
 
+def view_of(entry):
+    return RecordedView(entry, predictor=Linear())
+
+
 NAMES = {n for n in vars(Request) if not n.startswith("_")} - {"num_prefix_tokens"}
 
 
@@ -256,7 +261,7 @@ class TestWhatIsRecorded:
     def test_of_the_waiting_requests_only_those_the_policy_looked_at(self):
         many = [offline(f"f{i}", 100) for i in range(1000)]
         view = RecordingView(FakeView(online=[online("a")], offline=iter(many)))
-        assert [r.rid for r in islice(view.offline, 3)] == ["f0", "f1", "f2"]
+        assert [r.rid for r in islice(view.offline_order(), 3)] == ["f0", "f1", "f2"]
         list(view.online)
         list(view.online)
         state = view.state()
@@ -281,15 +286,20 @@ class TestWhatIsRecorded:
         recorder = Recorder(tmp_path / "log")
         recorder.run(FakeView(offline=[offline(f"f{i}", 500) for i in range(9)]))
         entry = next(iter(read_log(recorder.path, report=pytest.fail)))
-        view = RecordedView(entry)
+        view = view_of(entry)
         looked_at = len(entry.decision.view.offline)
         assert looked_at < 9
         with pytest.raises(NotRecordedError, match=f"offline .* the first {looked_at} that wait"):
-            list(view.offline)
+            list(view.offline_order())
 
     def test_who_skips_others_than_were_skipped_is_told_so(self, tmp_path):
         class Order(list):
             """Passes over those with the same number of prompt tokens."""
+
+            knows_prefixes = True
+
+            def order(self):
+                return self
 
             def __iter__(self):
                 return self
@@ -303,11 +313,13 @@ class TestWhatIsRecorded:
                 self[:] = [r for r in self if r.num_prompt_tokens != request.num_prompt_tokens]
 
         class Skipper:
-            def plan(self, view):
-                order = iter(view.offline)
+            initial = None
+
+            def plan(self, view, carry):
+                order = view.offline_order()
                 order.skip_sharing(next(order), 64)
                 assert [r.rid for r in order] == ["c"]
-                return EMPTY_PLAN
+                return EMPTY_PLAN, None
 
         recorder = Recorder(tmp_path / "log", policy=Skipper())
         a = offline("a", 200)
@@ -315,22 +327,24 @@ class TestWhatIsRecorded:
         recorder.run(FakeView(offline=waiting))
         entry = next(iter(read_log(recorder.path, report=pytest.fail)))
         assert entry.decision.view.skips == [(1, a.arrival_seq, 64)]
-        Skipper().plan(RecordedView(entry))
-        order = iter(RecordedView(entry).offline)
+        Skipper().plan(view_of(entry), None)
+        order = view_of(entry).offline_order()
         with pytest.raises(NotRecordedError, match="when others are skipped"):
             order.skip_sharing(next(order), 65)
         with pytest.raises(NotRecordedError, match="when fewer are skipped"):
-            list(RecordedView(entry).offline)
+            list(view_of(entry).offline_order())
 
     def test_who_takes_others_than_were_taken_is_told_so(self, tmp_path):
         class Taker:
-            def plan(self, view):
-                order = iter(view.offline)
+            initial = None
+
+            def plan(self, view, carry):
+                order = view.offline_order()
                 for rids in (["a", "b"], ["b", "c"]):
                     ((*requests,),) = order.candidates(2)
                     assert [r.rid for r in requests] == rids
                     order.take(requests[0])
-                return EMPTY_PLAN
+                return EMPTY_PLAN, None
 
         pool = PrefixPool(PoolConfig())
         for rid in "abcd":
@@ -339,11 +353,11 @@ class TestWhatIsRecorded:
         recorder.run(FakeView(offline=pool))
         entry = next(iter(read_log(recorder.path, report=pytest.fail)))
         assert [entry.facts[row[0]].rid for row in entry.decision.view.offline] == ["a", "b", "c"]
-        Taker().plan(RecordedView(entry))
-        order = iter(RecordedView(entry).offline)
+        Taker().plan(view_of(entry), None)
+        order = view_of(entry).offline_order()
         with pytest.raises(NotRecordedError, match="3 candidates per bucket"):
             order.candidates(3)
-        order = iter(RecordedView(entry).offline)
+        order = view_of(entry).offline_order()
         ((_, b),) = order.candidates(2)
         with pytest.raises(NotRecordedError, match="when fewer are taken"):
             order.candidates(2)
@@ -351,20 +365,28 @@ class TestWhatIsRecorded:
             order.take(b)
 
     def test_targets_times_and_lengths_come_back(self, tmp_path):
-        running = decoding(online("r", 40, first_token_s=0.125, max_new_tokens=7), 3)
+        running = replace(
+            decoding(online("r", 40, first_token_s=0.125, max_new_tokens=7), 3),
+            last_token_s=0.375,
+            num_own_tokens=5,
+        )
+        late = replace(decoding(offline("l", 9, num_preemptions=2), 2), last_token_s=0.25)
         just_launched = replace(decoding(online("j", 40), 0), num_prefix_tokens=24)
         view = FakeView(
-            running=(running, just_launched),
+            running=(running, just_launched, late),
             online=[online("w", 60, slo=Slo(ttft_s=0.3), arrival_s=1 / 3)],
             now_s=0.5,
             start_s=0.75,
-            backlog=Backlog(since_s=0.25, num_admitted=3),
+            mean_iteration_s=0.0625,
+            ended=(Ended("gone", RequestClass.OFFLINE, 17),),
+            unholdable={"j"},
         )
         recorder = Recorder(tmp_path / "log")
         recorder.run(view)
-        again = RecordedView(next(iter(read_log(recorder.path, report=pytest.fail))))
+        again = view_of(next(iter(read_log(recorder.path, report=pytest.fail))))
         assert (again.now_s, again.start_s, again.kv) == (0.5, 0.75, view.kv)
-        assert again.backlog == view.backlog
+        assert again.mean_iteration_s == 0.0625
+        assert tuple(again.ended) == view.ended
         for mine, theirs in zip(
             [*view.running, *view.online], [*again.running, *again.online], strict=True
         ):
@@ -380,7 +402,7 @@ class TestWhatIsRecorded:
         recorder.run(FakeView(online=[waiting]))
         recorder.run(FakeView(running=(running,)))
         recorder.run(FakeView(running=(replace(running, num_output_tokens=2),)))
-        views = [RecordedView(e) for e in read_log(recorder.path, report=pytest.fail)]
+        views = [view_of(e) for e in read_log(recorder.path, report=pytest.fail)]
         assert [r.first_token_s for v in views for r in (*v.online, *v.running)] == [None, 0.5, 0.5]
         assert [d.first_tokens for d in read(recorder.path)] == [{}, {running.arrival_seq: 0.5}, {}]
 
@@ -388,12 +410,14 @@ class TestWhatIsRecorded:
 class Always:
     """A policy that gives one plan."""
 
+    initial = None
+
     def __init__(self, plan):
         self.given = plan
 
-    def plan(self, view):
+    def plan(self, view, carry):
         list(view.online)
-        return self.given
+        return self.given, None
 
 
 class TestWhatBecameOfAPlan:
@@ -401,11 +425,11 @@ class TestWhatBecameOfAPlan:
         recorder = Recorder(tmp_path / "log")
         first, second = decoding(online("a")), decoding(online("b"))
         recorder.plan(FakeView(running=(first,)))
-        recorder.log.launched(batch_of(first))
+        under_way = recorder.launch(batch_of(first))
         recorder.plan(FakeView(running=(second,)))
-        recorder.log.launched(None)  # over before the one under way is
+        recorder.launch(None)  # over before the one under way is
         assert read(recorder.path) == []
-        recorder.end(batch_of(first), start_s=1.0, seconds=0.02)
+        recorder.end(under_way, batch_of(first), start_s=1.0, seconds=0.02)
         told = read(recorder.path)
         assert [d.number for d in told] == [0, 1]
         assert [d.result.outcome for d in told] == [Outcome.RAN, Outcome.NO_BATCH]
@@ -431,18 +455,19 @@ class TestWhatBecameOfAPlan:
     def test_a_request_that_ends_with_the_next_iteration_on_its_way_is_told_once(self, tmp_path):
         request = decoding(online("a"), 6)
         recorder = Recorder(tmp_path / "log")
+        under_way = []
         for _ in range(2):
             recorder.plan(FakeView(running=(request,)))
-            recorder.log.launched(batch_of(request))
-        for _ in range(2):
-            recorder.end(batch_of(request, finishing=("a",)), start_s=0.0)
+            under_way.append(recorder.launch(batch_of(request)))
+        for iteration in under_way:
+            recorder.end(iteration, batch_of(request, finishing=("a",)), start_s=0.0)
         finished = [d.result.finished for d in read(recorder.path)]
         assert finished == [[(request.arrival_seq, "length", 6)], []]
 
     def test_a_batch_without_a_plan_is_nobodys(self, tmp_path):
         recorder = Recorder(tmp_path / "log", policy=Always(EMPTY_PLAN))
-        recorder.log.launched(None)
-        recorder.end(batch_of(), start_s=0.0)
+        recorder.log.launched(Iteration(), None)
+        recorder.end(Iteration(), batch_of(), start_s=0.0)
         assert read(recorder.path) == []
 
 
@@ -470,7 +495,7 @@ class TestParts:
             replanned = planned_again(alone)
             assert replanned.num_equal == replanned.num_plans > 0
             entry = next(iter(read_log(alone, report=pytest.fail)))
-            assert RecordedView(entry).running[0].first_token_s == 0.25
+            assert view_of(entry).running[0].first_token_s == 0.25
 
     def test_a_new_log_does_not_mix_with_an_older_one(self, tmp_path):
         (tmp_path / "log-book").write_text("mine")
@@ -554,4 +579,6 @@ def test_plans_pass_through_the_recording_view_unchanged():
         offline=[offline("w", 700)],
     )
     policy = SarathiPolicy()
-    assert policy.plan(RecordingView(view)) == policy.plan(view) != EMPTY_PLAN
+    plan, _ = policy.plan(view, None)
+    assert policy.plan(RecordingView(view), None) == (plan, None)
+    assert plan != EMPTY_PLAN

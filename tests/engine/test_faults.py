@@ -58,10 +58,11 @@ class FailsSometimes:
         self._inner = inner
         self._fails = fails
         self.num_calls = 0
+        self.initial = inner.initial
 
-    def plan(self, view):
+    def plan(self, view, carry):
         self.num_calls += 1
-        return self._fails(self.num_calls) or self._inner.plan(view)
+        return self._fails(self.num_calls) or self._inner.plan(view, carry)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -140,7 +141,7 @@ WATCHERS = {
     "launch": lambda c, m: m.setattr("cosched.engine.observe.shape_of", fail),
     "listener": lambda c, m: c.observer.add_listener(fail),
     "pool": lambda c, m: m.setattr(c.waiting.offline, "advance", fail),
-    "pool order": lambda c, m: m.setattr(type(c.waiting.offline), "__iter__", fail),
+    "pool order": lambda c, m: m.setattr(type(c.waiting.offline), "order", fail),
     "pool arrival": lambda c, m: m.setattr(c.waiting.offline, "add", fail),
     "pool admission": lambda c, m: m.setattr(c.waiting.offline, "remove", fail),
     "pool promotion": lambda c, m: m.setattr(c.waiting.offline, "promote", fail),

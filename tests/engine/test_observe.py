@@ -5,7 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
+from cosched.core.plan import Plan
 from cosched.engine.guard import Guard
+from cosched.engine.iteration import Iteration
 from cosched.engine.observe import IterationObserver
 
 
@@ -45,6 +47,7 @@ class Loop:
         self.observer = IterationObserver(
             self.scheduler, clock=self.clock, guard=Guard(is_strict=True)
         )
+        self.results = []
         self.steps = []
         self.observer.add_listener(self.steps.append)
 
@@ -52,15 +55,14 @@ class Loop:
         def run():
             self.clock.time_s += takes_s
             self.scheduler._sched_idled = False
-            return SimpleNamespace(copy_done=None)
+            return SimpleNamespace(copy_done=SimpleNamespace(synchronize=lambda: None))
 
-        self.observer.launch(run, BATCH)
+        self.results.append(self.observer.launch(run, BATCH))
 
     def finish(self, *, at_s=None):
         if at_s is not None:
             self.clock.time_s = at_s
-        done = SimpleNamespace(synchronize=lambda: None)
-        self.observer.finish(BATCH, SimpleNamespace(copy_done=done))
+        return self.observer.finish(self.results.pop(0))
 
 
 def test_host_time_between_iterations_counts_unless_the_scheduler_was_idle():
@@ -105,7 +107,32 @@ def test_without_overlap_the_device_is_waited_for(monkeypatch):
 
     monkeypatch.setattr("cosched.engine.observe._wait_for", wait_for)
     loop.launch()
-    loop.observer.finish(BATCH, SimpleNamespace(copy_done=None))
+    loop.results[0].copy_done = None
+    loop.finish()
     assert waited == ["cuda"]
     (step,) = loop.steps
     assert step.duration_s == 2.0
+
+
+def test_a_plan_its_launch_and_its_result_are_one_iteration():
+    loop = Loop(device="cuda")
+    plans = [Plan(prefill={"a": 3}), Plan(hold=frozenset({"b"}))]
+    for plan in plans:
+        loop.observer.planned = Iteration(plan=plan)
+        loop.launch()
+    done = [loop.finish(at_s=at_s) for at_s in (1.0, 3.0)]
+    assert [iteration.plan for iteration in done] == plans
+    assert loop.steps == done
+    assert loop.observer.finish(SimpleNamespace()) is None, "nobody saw its launch"
+
+
+def test_what_is_under_way_ends_when_it_was_predicted_to():
+    loop = Loop(device="cuda")
+    loop.observer.predict_s = lambda shape: 1.0 * len(shape.decodes)
+    assert loop.observer.expected_end_s(0.5) == 0.5
+    loop.launch()
+    loop.clock.time_s = 0.5
+    loop.launch()
+    assert loop.observer.expected_end_s(0.5) == 4.0  # two decodes each, one after the other
+    loop.finish(at_s=3.0)
+    assert loop.observer.expected_end_s(3.0) == 5.0

@@ -19,9 +19,10 @@ class HoldingPolicy:
         self._most = most_in_a_row
         self._in_a_row = {}
         self.num_held = 0
+        self.initial = inner.initial
 
-    def plan(self, view):
-        plan = self._inner.plan(view)
+    def plan(self, view, carry):
+        plan, carry = self._inner.plan(view, carry)
         stopped = {p.rid for p in plan.preempt}
         running = [r.rid for r in view.running if r.rid not in stopped]
         held = {
@@ -33,7 +34,7 @@ class HoldingPolicy:
             held = set(running[1:])
         self._in_a_row = {rid: self._in_a_row.get(rid, 0) + 1 for rid in held}
         self.num_held += len(held)
-        return replace(plan, hold=frozenset(held))
+        return replace(plan, hold=frozenset(held)), carry
 
 
 def hold_at_random(engine, *, seed):
@@ -74,10 +75,12 @@ def test_a_held_request_is_seen_and_aborted_like_any_other(make_engine, overlap)
     held = set()
 
     class HoldB:
-        def plan(self, view):
-            plan = policy.plan(view)
-            hold = frozenset(r.rid for r in view.running) & held
-            return replace(plan, hold=hold)
+        initial = None
+
+        def plan(self, view, carry):
+            plan, _ = policy.plan(view, None)
+            hold = frozenset(r.rid for r in view.running if view.can_hold(r)) & held
+            return replace(plan, hold=hold), None
 
     scheduler.cosched.policy = HoldB()
     lengths = []

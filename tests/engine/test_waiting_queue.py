@@ -132,23 +132,6 @@ def test_everything_can_be_aborted_by_position_from_a_large_queue():
     assert len(queue) == 0 and queue.num_tokens == 0
 
 
-def test_only_first_admissions_are_counted_whoever_sent_a_request_back():
-    """SGLang retracts by itself when decoding runs out of memory."""
-    queue = make_queue()
-    first, back = make_req("first", -1), make_req("back", -1)
-    queue.append(first)
-    queue.append(back)
-    queue.advance(0.0)
-    queue.remove_rid("back")
-    assert queue.backlog.num_admitted == 1
-    back.retraction_count = 1
-    queue.append(back)
-    queue.remove_rid("back")
-    assert queue.backlog.num_admitted == 1
-    queue.remove_rid("first")
-    assert queue.backlog.num_admitted == 2
-
-
 def test_requests_are_found_by_the_beginning_of_their_ids():
     queue = make_queue()
     rids = ["b", "a10", "a1", "a2", "a", "", "a1\U0010ffff"]

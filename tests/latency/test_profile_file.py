@@ -7,10 +7,10 @@ from dataclasses import fields, replace
 
 import pytest
 
+from cosched.core.batch import BatchTotals
 from cosched.errors import ConfigError
 from cosched.latency import EngineIdentity, MeasuredPoint, Profile, fit_predictor
 from cosched.latency.compare import measure, scheduler_batches
-from cosched.latency.features import BatchTotals
 
 ENGINE = EngineIdentity(
     device="NVIDIA H200",

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cosched.core.budget import IterationBudget
+from cosched.core.batch import BatchTotals
+from cosched.core.estimates import Predictor
 from cosched.core.plan import SkipReason
 from cosched.core.request import Slo
-from cosched.core.validate import validate
 from cosched.core.view import Match
-from cosched.latency.features import BatchTotals
-from cosched.latency.predictor_base import Predictor
 from cosched.offline.prefix_pool import PoolConfig, PrefixPool
+from cosched.planning.ledger import Ledger
+from cosched.planning.validate import validate
 from cosched.policy.base import Budgets, PolicySettings
 from cosched.policy.echo import EchoPolicy
 from tests.factories import FakeView, decoding, make_caps, offline, online, prefilled
@@ -50,10 +50,10 @@ def plan_of(view, *, predictor=None):
     settings = PolicySettings(
         caps=view.caps,
         slo=Slo(ttft_s=TTFT_S, tpot_s=TPOT_S),
-        predictor=predictor or Linear(),
         budgets=Budgets(aim=1.0, burst=2.0, idle_share=0.3),
     )
-    plan = EchoPolicy(settings).plan(view)
+    view = replace(view, predictor=predictor or Linear())
+    plan, _ = EchoPolicy(settings).plan(view, None)
     validate(plan, view)
     return plan
 
@@ -251,7 +251,7 @@ def test_every_plan_keeps_the_limits_and_online_comes_first(view, token_s, longe
         if decodes or len(plan.prefill) > 1:
             assert seconds_of(plan, view, predictor) <= plan.limits["offline"] + 1e-9
     # The engine's own ledger takes all of it, in this order.
-    budget = IterationBudget(view)
+    budget = Ledger(view)
     for preemption in plan.preempt:
         budget.refund_preemption(
             next(r for r in (*view.running, *view.unfinished) if r.rid == preemption.rid)

@@ -6,37 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cosched.core.batch import BatchTotals
 from cosched.core.plan import SkipReason
 from cosched.core.request import RequestClass, Slo, Traits
-from cosched.core.validate import validate
-from cosched.core.view import Backlog, Match
-from cosched.latency.features import BatchTotals
-from cosched.latency.predictor_base import Predictor
+from cosched.core.view import Match
+from cosched.planning.validate import validate
 from cosched.policy.base import Budgets, PolicySettings
 from cosched.policy.hygen import HygenPolicy
-from cosched.policy.sarathi import SarathiPolicy
-from tests.factories import FakeView, decoding, make_caps, offline, online, prefilled
+from tests.factories import FakeView, Linear, decoding, make_caps, offline, online, prefilled
 
 TTFT_S, TPOT_S = 1.0, 0.05
-
-
-@dataclass(frozen=True)
-class Linear(Predictor):
-    """`fixed_s` for an iteration and `token_s` for each of its tokens."""
-
-    fixed_s: float = 0.005
-    token_s: float = 0.0001
-
-    @property
-    def name(self):
-        return "linear"
-
-    def predict_s(self, totals):
-        tokens = totals.num_new + totals.num_decodes
-        return self.fixed_s + self.token_s * tokens if tokens else 0.0
-
-    def describe(self):
-        return {}
 
 
 CAPS = make_caps(partial_decode=True, max_chunk_tokens=4096, max_prefill_tokens=8192)
@@ -47,11 +26,11 @@ def plan_of(view, *, predictor=None, latency_budget_s=None, budgets=BUDGETS):
     settings = PolicySettings(
         caps=view.caps,
         slo=Slo(ttft_s=TTFT_S, tpot_s=TPOT_S),
-        predictor=predictor or Linear(),
         latency_budget_s=latency_budget_s,
         budgets=budgets,
     )
-    plan = HygenPolicy(settings).plan(view)
+    view = replace(view, predictor=predictor or Linear())
+    plan, _ = HygenPolicy(settings).plan(view, None)
     validate(plan, view)
     return plan
 
@@ -269,7 +248,9 @@ def test_an_online_prompt_is_cut_where_a_tile_ends_when_there_is_time_and_other_
 
 
 class Order:
-    """An order that knows who shares a head: equal letters."""
+    """An order that knows who shares a prefix: equal letters."""
+
+    knows_prefixes = True
 
     def __init__(self, requests):
         self._requests = list(requests)
@@ -292,6 +273,9 @@ class Pool:
         self._requests = requests
 
     def __iter__(self):
+        return iter(self._requests)
+
+    def order(self):
         return Order(self._requests)
 
 
@@ -342,25 +326,6 @@ def test_every_plan_is_valid_and_offline_work_keeps_the_limits(
         assert not plan.hold, "running before waiting"
         classes = [r.request_class for r in view.online if r.rid not in plan.prefill]
         assert RequestClass.ONLINE not in classes, "online before offline"
-
-
-def test_the_throttle_admits_at_its_rate_whatever_the_load():
-    policy = SarathiPolicy(offline_rate=2.0)
-    waiting = [offline(f"o{i}", 10) for i in range(20)]
-
-    def admitted(now_s, num_admitted):
-        backlog = Backlog(since_s=10.0, num_admitted=num_admitted)
-        view = FakeView(caps=CAPS, offline=waiting, now_s=now_s, backlog=backlog)
-        plan = policy.plan(view)
-        validate(plan, view)
-        if len(plan.prefill) < len(waiting):
-            assert set(plan.skipped.values()) == {SkipReason.RATE_LIMIT}
-        return len(plan.prefill)
-
-    assert admitted(10.0, 0) == 1
-    assert admitted(10.4, 1) == 0
-    assert admitted(12.0, 1) == 4
-    assert admitted(12.0, 9) == 0
 
 
 def test_a_target_that_no_iteration_can_meet_counts_as_none():

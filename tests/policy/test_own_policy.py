@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 from importlib import metadata
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from cosched.config import Config
 from cosched.core.request import Slo
 from cosched.errors import ConfigError
-from cosched.latency.calibration import Calibrator
 from cosched.policy import registry
 from cosched.policy.base import PolicySettings
 from cosched.policy.registry import GROUP, POLICIES, PolicyEntry, policy_entry, policy_names
@@ -25,7 +24,9 @@ class Good:
     def __init__(self, settings):
         self.settings = settings
 
-    def plan(self, view):
+    initial = None
+
+    def plan(self, view, carry):
         raise NotImplementedError
 
 
@@ -39,6 +40,7 @@ def theirs(monkeypatch):
         name="x", summary="s", source="theirs", make=lambda settings: SarathiPolicy()
     )
     module.gives_nothing = lambda settings: object()
+    module.forgetful = lambda settings: SimpleNamespace(plan=print)
     module.fails = lambda settings: 1 // 0
     module.number = 7
     monkeypatch.setitem(sys.modules, "theirs", module)
@@ -67,9 +69,7 @@ def forgotten():
 
 
 def settings():
-    return PolicySettings(
-        caps=make_caps(), slo=Slo(ttft_s=1.0, tpot_s=0.05), predictor=Calibrator()
-    )
+    return PolicySettings(caps=make_caps(), slo=Slo(ttft_s=1.0, tpot_s=0.05))
 
 
 def test_a_class_is_a_policy(theirs):
@@ -99,7 +99,7 @@ def test_an_installed_one_has_a_name_of_its_own(theirs, installed):
         ("theirs:Absent", r"cannot import 'theirs:Absent': AttributeError"),
         ("theirs:", "cannot import|must be a PolicyEntry"),
         (":Good", "cannot import"),
-        ("theirs:Planless", r"class Planless has no method plan\(view\)"),
+        ("theirs:Planless", r"class Planless has no method plan\(view, carry\)"),
         ("theirs:number", r"is int 7; it must be a PolicyEntry"),
         ("hygne", r"unknown policy 'hygne'; choose from .*hygen.*module:Class"),
     ],
@@ -112,7 +112,8 @@ def test_what_is_no_policy_is_refused(theirs, name, message):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("theirs:gives_nothing", r"object has no method plan\(view\)"),
+        ("theirs:gives_nothing", r"object has no method plan\(view, carry\)"),
+        ("theirs:forgetful", r"SimpleNamespace.initial is 'missing'; .* a msgspec.Struct, or None"),
         ("theirs:fails", r"'theirs:fails' cannot be built: ZeroDivisionError"),
     ],
 )

@@ -2,13 +2,13 @@
 
 from cosched.core.plan import SkipReason
 from cosched.core.request import Traits
-from cosched.core.validate import validate
+from cosched.planning.validate import validate
 from cosched.policy.safe import SafePolicy
 from tests.factories import FakeView, decoding, make_caps, offline, online, prefilled
 
 
 def plan_of(view):
-    plan = SafePolicy().plan(view)
+    plan = SafePolicy().plan(view, None)[0]
     validate(plan, view)
     return plan
 

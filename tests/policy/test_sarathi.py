@@ -5,14 +5,14 @@ from hypothesis import strategies as st
 
 from cosched.core.plan import SkipReason
 from cosched.core.request import RequestClass
-from cosched.core.validate import validate
 from cosched.core.view import Match
-from cosched.policy.sarathi import SarathiPolicy
+from cosched.planning.validate import validate
+from cosched.policy.sarathi import SarathiPolicy, ThrottledPolicy
 from tests.factories import FakeView, decoding, make_caps, offline, online, prefilled
 
 
 def plan_of(view):
-    plan = SarathiPolicy().plan(view)
+    plan = SarathiPolicy().plan(view, None)[0]
     validate(plan, view)
     return plan
 
@@ -232,3 +232,56 @@ def test_any_plan_is_valid_and_keeps_the_budgets(requests, total_kv, page_size, 
     online_waits = [r for r in view.online if r.rid not in plan.prefill]
     offline_admitted = [r for r in admitted if r.request_class is RequestClass.OFFLINE]
     assert not (online_waits and offline_admitted), "offline work passed an online request"
+
+
+class TestThrottle:
+    """Two offline requests per second."""
+
+    def setup_method(self):
+        self.policy = ThrottledPolicy(2.0)
+        self.carry = self.policy.initial
+        self.waiting = [offline(f"o{i}", 10) for i in range(20)]
+
+    def admit(self, now_s, *, refused=()):
+        """How many are admitted, and then wait no longer but for those the engine refuses."""
+        view = FakeView(offline=self.waiting, now_s=now_s)
+        plan, self.carry = self.policy.plan(view, self.carry)
+        validate(plan, view)
+        if len(plan.prefill) < len(self.waiting):
+            assert set(plan.skipped.values()) == {SkipReason.RATE_LIMIT}
+        gone = plan.prefill.keys() - set(refused)
+        self.waiting = [r for r in self.waiting if r.rid not in gone]
+        return len(plan.prefill)
+
+    def test_admits_at_its_rate_whatever_the_load(self):
+        assert self.admit(10.0) == 1
+        assert self.admit(10.4) == 0
+        assert self.admit(12.0) == 4
+        assert self.admit(12.0) == 0
+
+    def test_an_admission_that_the_engine_refused_was_none(self):
+        assert self.admit(10.0, refused={"o0"}) == 1
+        assert self.admit(10.1) == 1
+        assert self.admit(10.2) == 0
+
+    def test_what_comes_back_counts_once(self):
+        assert self.admit(10.0) == 1
+        self.waiting.insert(0, offline("back", 10, num_preemptions=1))
+        assert self.admit(10.5) == 1
+        assert self.admit(10.5) == 1, "the one that came back took nobody's place"
+
+    def test_begins_anew_when_nobody_waits(self):
+        self.admit(10.0)
+        self.waiting = []
+        self.admit(500.0)
+        self.waiting = [offline("late", 10), offline("later", 10)]
+        assert self.admit(1000.0) == 1
+
+    @given(st.lists(st.floats(0.0, 1.0), max_size=30))
+    def test_never_beyond_the_rate(self, gaps):
+        self.setup_method()
+        now_s, num_admitted = 0.0, 0
+        for gap in gaps:
+            now_s += gap
+            num_admitted += self.admit(now_s)
+            assert num_admitted <= 1 + 2.0 * now_s

@@ -86,11 +86,13 @@ def test_a_request_that_gets_nothing_is_found(monkeypatch):
         policy = engine.controller.policy
 
         class OnlineOnly:
-            def plan(self, view):
-                plan = policy.plan(view)
-                offline = {request.rid for request in view.offline}
+            initial = None
+
+            def plan(self, view, carry):
+                plan, _ = policy.plan(view, None)
+                offline = {request.rid for request in view.offline_order()}
                 kept = {rid: n for rid, n in plan.prefill.items() if rid not in offline}
-                return replace(plan, prefill=kept)
+                return replace(plan, prefill=kept), None
 
         engine.controller.policy = OnlineOnly()
 

@@ -1,18 +1,21 @@
-"""The ledger of one iteration: every token, page and slot a plan spends goes through it."""
+"""The ledger of one iteration: every second, token, page and slot a plan spends goes through it."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
+from cosched.core.batch import BatchTotals
 from cosched.core.plan import SkipReason
 from cosched.core.request import Request
 from cosched.core.view import Match, View
 
-__all__ = ["IterationBudget"]
+__all__ = ["Ledger"]
 
 
-class IterationBudget:
-    """What is left of the token, memory, slot, adapter and chunk limits while a plan grows.
+class Ledger:
+    """What is left of the token, memory, slot, adapter and chunk limits while a plan grows, and how
+    long its iteration takes.
 
     Two memory rules hold at once. One is the engine's own (SGLang's `PrefillAdder`): a request is
     admitted when its uncached prompt, the output it may still generate (at most
@@ -20,6 +23,9 @@ class IterationBudget:
     its chunk; the output stays reserved once its prefill is complete. The other is what the
     iteration takes at once: its chunks in whole pages beside the next step of all that decodes,
     which the engine does not check where both share a batch.
+
+    Limits count the decodes of all that runs from the beginning, for they happen unless they are
+    refunded (`refund_hold`, `refund_preemption`). Time counts those that `add_decodes` names.
     """
 
     __slots__ = (
@@ -31,8 +37,10 @@ class IterationBudget:
         "_view",
         "available",
         "headroom",
+        "prefills_mix",
         "slots",
         "tokens",
+        "totals",
         "unfinished",
     )
 
@@ -59,18 +67,43 @@ class IterationBudget:
         """Requests that may still be admitted."""
         self.unfinished = caps.max_unfinished_prefills
         """Requests whose prefill may still end unfinished."""
+        self.prefills_mix = True
+        """All that is prefilled may share an iteration with decodes."""
+        self.totals = BatchTotals()
+        """Prefills and decodes that are in."""
         self._adapters: Counter[str | None] | None = None
         if caps.max_adapters is not None:
             self._adapters = Counter(r.traits.adapter for r in (*view.running, *view.unfinished))
 
-    def fork(self) -> IterationBudget:
+    def fork(self) -> Ledger:
         """A copy to try things on."""
-        other = object.__new__(IterationBudget)
+        other = object.__new__(Ledger)
         for name in self.__slots__:
             setattr(other, name, getattr(self, name))
+        other.totals = self.totals.copy()
         if self._adapters is not None:
             other._adapters = self._adapters.copy()
         return other
+
+    def seconds(self) -> float:
+        """Predicted time of what is in [s]."""
+        return self._view.predictor.predict_s(self.totals)
+
+    def seconds_with(self, num_tokens: int, num_cached: int) -> float:
+        """The same with one more prefill [s]."""
+        trial = self.totals.copy()
+        trial.add_prefill(num_tokens, num_cached)
+        return self._view.predictor.predict_s(trial)
+
+    def seconds_with_decodes(self, contexts: Sequence[int]) -> float:
+        """The same with more decodes [s]."""
+        trial = self.totals.copy()
+        trial.add_decodes(contexts)
+        return self._view.predictor.predict_s(trial)
+
+    def add_decodes(self, contexts: Sequence[int]) -> None:
+        """Count the time of decodes; contexts: tokens that each attends to."""
+        self.totals.add_decodes(contexts)
 
     def refusal(
         self, request: Request, match: Match, *, at_most: int | None = None
@@ -159,7 +192,14 @@ class IterationBudget:
         self.available -= match.evictable + match.host
         if self._adapters is not None:
             self._adapters[request.traits.adapter] += 1
+        if match.host:
+            self.totals.add_load(match.host)
         self._charge_prefill(request, match.cached, num_tokens)
+
+    @property
+    def may_continue(self) -> bool:
+        """An unfinished prefill finds its place: none that was admitted has taken it."""
+        return self.slots > 0 or not self._num_admitted
 
     def continuation(self, request: Request, *, at_most: int | None = None) -> int:
         """Prompt tokens that an unfinished prefill may compute now, no more than `at_most`; 0 when
@@ -169,7 +209,7 @@ class IterationBudget:
         must not take the slot of one that this plan admitted before it.
         """
         num_tokens = self.chunk(request, request.num_computed_tokens, at_most=at_most)
-        if num_tokens <= 0 or (self.slots <= 0 and self._num_admitted):
+        if num_tokens <= 0 or not self.may_continue:
             return 0
         need = self._caps.ceil_to_page(num_tokens) + self._caps.page_size
         if request.num_computed_tokens + num_tokens == _num_tokens(request):
@@ -199,6 +239,13 @@ class IterationBudget:
             self.tokens += 1
             self.headroom += 1
 
+    def charge_hold(self, request: Request) -> None:
+        """The inverse of `refund_hold`."""
+        self.available -= self.step_of(request)
+        if self._caps.mixed_batches:
+            self.tokens -= 1
+            self.headroom -= 1
+
     def step_of(self, request: Request) -> int:
         """KV tokens that the next decode of a running request takes."""
         page = self._caps.page_size
@@ -208,6 +255,8 @@ class IterationBudget:
         assert num_tokens > 0, f"{num_tokens=} {request.rid=}"
         caps = self._caps
         self._num_prefills += 1
+        self.prefills_mix = self.prefills_mix and request.traits.can_mix
+        self.totals.add_prefill(num_tokens, num_cached)
         self.tokens -= caps.ceil_to_page(num_tokens)
         self.headroom -= caps.ceil_to_page(num_tokens) + caps.page_size
         self.available -= caps.ceil_to_page(num_tokens) + caps.page_size

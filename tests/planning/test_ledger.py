@@ -3,10 +3,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cosched.core.budget import IterationBudget
 from cosched.core.plan import SkipReason
 from cosched.core.request import Traits
 from cosched.core.view import Match
+from cosched.planning.ledger import Ledger
 from tests.factories import FakeView, decoding, make_caps, offline, online, prefilled
 
 NOTHING = Match(cached=0, evictable=0)
@@ -14,28 +14,26 @@ NOTHING = Match(cached=0, evictable=0)
 
 def test_running_requests_take_their_share_of_tokens_and_memory_in_mixed_batches():
     running = tuple(decoding(online(f"r{i}", 100, max_new_tokens=11), 1) for i in range(3))
-    budget = IterationBudget(FakeView(running=running, total_kv=1000))
+    budget = Ledger(FakeView(running=running, total_kv=1000))
     assert budget.tokens == 512 - 3
     assert budget.headroom == 1000 - 300 - 3 * 10 - 3
-    apart = IterationBudget(
-        FakeView(running=running, total_kv=1000, caps=make_caps(mixed_batches=False))
-    )
+    apart = Ledger(FakeView(running=running, total_kv=1000, caps=make_caps(mixed_batches=False)))
     assert apart.tokens == 512
     assert apart.headroom == 1000 - 300 - 3 * 10
 
 
 def test_refusals_name_the_limit():
     request = online("a", 300, max_new_tokens=50)
-    assert IterationBudget(FakeView()).refusal(request, NOTHING) is None
+    assert Ledger(FakeView()).refusal(request, NOTHING) is None
     tight = FakeView(total_kv=351)
-    assert IterationBudget(tight).refusal(request, NOTHING) is SkipReason.MEMORY_BUDGET
-    assert IterationBudget(FakeView(total_kv=352)).refusal(request, NOTHING) is None
+    assert Ledger(tight).refusal(request, NOTHING) is SkipReason.MEMORY_BUDGET
+    assert Ledger(FakeView(total_kv=352)).refusal(request, NOTHING) is None
     no_slot = FakeView(caps=make_caps(max_running_requests=1), running=(decoding(online("r")),))
-    assert IterationBudget(no_slot).refusal(request, NOTHING) is SkipReason.REQUEST_SLOTS
-    budget = IterationBudget(FakeView())
+    assert Ledger(no_slot).refusal(request, NOTHING) is SkipReason.REQUEST_SLOTS
+    budget = Ledger(FakeView())
     budget.charge_admission(online("b", 512), NOTHING, 512)
     assert budget.refusal(request, NOTHING) is SkipReason.TOKEN_BUDGET
-    budget = IterationBudget(FakeView())
+    budget = Ledger(FakeView())
     budget.charge_admission(online("b", 1000), NOTHING, 300)
     assert budget.refusal(request, NOTHING) is SkipReason.UNFINISHED_PREFILL
 
@@ -45,7 +43,7 @@ def test_a_cached_prefix_still_costs_the_evictable_tokens_it_pins():
     view = FakeView(total_kv=1012, evictable_kv=900)
     pinned = Match(cached=900, evictable=900)
     held_by_others = Match(cached=900, evictable=0)
-    budget = IterationBudget(view)
+    budget = Ledger(view)
     assert budget.shortfall(request, pinned) == 0
     assert budget.shortfall(request, held_by_others) == -900
     budget.charge_admission(request, pinned, 100)
@@ -53,7 +51,7 @@ def test_a_cached_prefix_still_costs_the_evictable_tokens_it_pins():
 
 
 def test_a_fork_does_not_touch_the_original():
-    budget = IterationBudget(FakeView())
+    budget = Ledger(FakeView())
     trial = budget.fork()
     trial.charge_admission(online("a", 600), NOTHING, 512)
     assert (budget.tokens, budget.unfinished) == (512, 1)
@@ -64,8 +62,8 @@ def test_stopping_a_request_gives_back_what_it_held():
     victim = decoding(offline("v", 200, max_new_tokens=50), 10)
     view = FakeView(running=(victim, decoding(online("r"))), total_kv=1000)
     with_victim, without = (
-        IterationBudget(view),
-        IterationBudget(FakeView(running=(decoding(online("r")),), total_kv=1000)),
+        Ledger(view),
+        Ledger(FakeView(running=(decoding(online("r")),), total_kv=1000)),
     )
     with_victim.refund_preemption(victim)
     for name in ("tokens", "headroom", "slots"):
@@ -80,7 +78,7 @@ def test_stopping_a_request_gives_back_what_it_held():
 )
 def test_a_chunk_is_the_rest_of_the_prompt_or_ends_on_a_page(length, cached_pages, page, limit):
     cached = min(cached_pages * page, (length - 1) // page * page)
-    budget = IterationBudget(FakeView(caps=make_caps(page_size=page, max_chunk_tokens=limit)))
+    budget = Ledger(FakeView(caps=make_caps(page_size=page, max_chunk_tokens=limit)))
     request = prefilled(offline("a", length), 0)
     chunk = budget.chunk(request, cached)
     assert 0 <= chunk <= length - cached
@@ -91,7 +89,7 @@ def test_a_chunk_is_the_rest_of_the_prompt_or_ends_on_a_page(length, cached_page
 
 def test_prompts_are_never_split_without_chunked_prefill():
     caps = make_caps(max_chunk_tokens=None, max_prefill_tokens=1000)
-    budget = IterationBudget(FakeView(caps=caps, total_kv=100_000))
+    budget = Ledger(FakeView(caps=caps, total_kv=100_000))
     assert budget.chunk(online("a", 900), 0) == 900
     assert budget.chunk(online("b", 5000), 0) == 5000, "the first prompt runs whole"
     budget.charge_admission(online("a", 900), NOTHING, 900)
@@ -106,7 +104,7 @@ def test_chunks_leave_room_for_the_pages_that_decodes_open():
         for i in range(3)  # each at the end of a page
     )
     view = FakeView(caps=caps, running=running, total_kv=9 * 64)
-    budget = IterationBudget(view)
+    budget = Ledger(view)
     assert budget.available == (9 - 3 - 3) * 64
     # A page is kept for rounding.
     assert budget.chunk(online("a", 1000), 0) == 2 * 64
@@ -119,7 +117,7 @@ def test_chunks_leave_room_for_the_pages_that_decodes_open():
 def test_chunks_come_in_the_units_that_the_engine_aligns_them_to():
     caps = make_caps(page_size=16, chunk_align=24, max_chunk_tokens=512)
     assert caps.chunk_unit == 48
-    budget = IterationBudget(FakeView(caps=caps))
+    budget = Ledger(FakeView(caps=caps))
     assert budget.chunk(online("a", 1000), 0) == 480
     assert budget.chunk(online("a", 1000), 32, at_most=100) == 96
     assert budget.chunk(online("a", 1000), 0, at_most=47) == 0
@@ -128,7 +126,7 @@ def test_chunks_come_in_the_units_that_the_engine_aligns_them_to():
 
 def test_a_prompt_that_cannot_be_cut_is_computed_whole_or_waits():
     whole = Traits(can_cut=False)
-    budget = IterationBudget(FakeView(running=(decoding(online("r")),)))
+    budget = Ledger(FakeView(running=(decoding(online("r")),)))
     # First in its batch it may take what the decodes beside it are counted for.
     assert budget.chunk(online("a", 512, traits=whole), 0) == 512
     assert budget.chunk(online("a", 513, traits=whole), 0) == 0
@@ -143,7 +141,7 @@ def test_adapters_are_counted_with_those_that_run():
 
     running = (decoding(with_adapter("r", "A")), decoding(online("s", 10)))
     view = FakeView(caps=make_caps(max_adapters=2), running=running)
-    budget = IterationBudget(view)
+    budget = Ledger(view)
     assert budget.refusal(with_adapter("a", "A"), NOTHING) is None
     assert budget.refusal(online("b", 10), NOTHING) is None
     assert budget.refusal(with_adapter("c", "C"), NOTHING) is SkipReason.ADAPTERS
@@ -155,7 +153,7 @@ def test_adapters_are_counted_with_those_that_run():
 
 def test_beams_take_a_slot_each():
     beams = online("b", 10, traits=Traits(num_rows=3))
-    budget = IterationBudget(FakeView(caps=make_caps(max_running_requests=4)))
+    budget = Ledger(FakeView(caps=make_caps(max_running_requests=4)))
     budget.charge_admission(beams, NOTHING, 10)
     assert budget.slots == 1
     assert budget.refusal(beams, NOTHING) is SkipReason.REQUEST_SLOTS
@@ -165,11 +163,11 @@ def test_beams_take_a_slot_each():
 def test_what_is_loaded_from_the_host_takes_memory_but_no_computing():
     request = online("a", 300, max_new_tokens=10)
     view = FakeView(total_kv=312)
-    assert IterationBudget(view).refusal(request, Match(cached=200, evictable=0, host=200)) is None
+    assert Ledger(view).refusal(request, Match(cached=200, evictable=0, host=200)) is None
     tight = FakeView(total_kv=311)
     match = Match(cached=200, evictable=0, host=200)
-    assert IterationBudget(tight).refusal(request, match) is SkipReason.MEMORY_BUDGET
-    budget = IterationBudget(view)
+    assert Ledger(tight).refusal(request, match) is SkipReason.MEMORY_BUDGET
+    budget = Ledger(view)
     assert budget.chunk(request, 200, num_loaded=200) == 100
     budget.charge_admission(request, match, 100)
     assert budget.available == 312 - 200 - 100 - 1

@@ -1,0 +1,1 @@
+"""How a plan is made: the ledger of an iteration, the builder, the check."""

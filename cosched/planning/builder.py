@@ -1,0 +1,199 @@
+"""A plan under construction: what policies are composed of.
+
+Every step keeps the ledger and the plan together, so what is built fits; `build` adds what the
+engine does not do without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Set
+
+from cosched.core.plan import Plan, Preemption, PreemptMode, SkipReason
+from cosched.core.request import Request, RequestClass
+from cosched.core.view import Decodes, Match, View
+from cosched.planning.ledger import Ledger
+
+__all__ = ["PlanBuilder", "mixes", "num_tokens_of"]
+
+
+class PlanBuilder:
+    """Admit, continue, hold, preempt and exchange requests; then `build`.
+
+    Running requests decode unless they are held or preempted. Their time counts once `decode` or
+    `ledger.add_decodes` names them, so a policy decides in which order time is given out.
+    """
+
+    def __init__(self, view: View) -> None:
+        self.view = view
+        self.ledger = Ledger(view)
+        self.prefill: dict[str, int] = {}
+        """rid -> prompt tokens to compute."""
+        self.held: set[str] = set()
+        self.skipped: dict[str, SkipReason] = {}
+        self._preempted: dict[str, Preemption] = {}
+
+    def fork(self) -> PlanBuilder:
+        """A copy to try things on. O(requests named so far)."""
+        other = object.__new__(PlanBuilder)
+        other.view = self.view
+        other.ledger = self.ledger.fork()
+        other.prefill = self.prefill.copy()
+        other.held = self.held.copy()
+        other.skipped = self.skipped.copy()
+        other._preempted = self._preempted.copy()
+        return other
+
+    def running_of(self, request_class: RequestClass) -> Decodes:
+        """Running requests of one class that are not preempted, those that are held among them."""
+        decodes = self.view.running_of(request_class)
+        if not self._preempted:
+            return decodes
+        return Decodes.of([r for r in decodes.requests if r.rid not in self._preempted])
+
+    def unfinished(self) -> Iterator[Request]:
+        """Unfinished prefills that are not preempted."""
+        for request in self.view.unfinished:
+            if request.rid not in self._preempted:
+                yield request
+
+    @property
+    def num_preempted(self) -> int:
+        return len(self._preempted)
+
+    def is_preempted(self, request: Request) -> bool:
+        return request.rid in self._preempted
+
+    def decodes_any(self) -> bool:
+        """Some running request is neither held nor preempted."""
+        held, preempted = self.held, self._preempted
+        return any(r.rid not in held and r.rid not in preempted for r in self.view.running)
+
+    def runs_anything(self) -> bool:
+        return bool(self.prefill) or self.decodes_any()
+
+    def skip(self, request: Request, reason: SkipReason) -> None:
+        """Note why a request that was looked at does not run."""
+        self.skipped[request.rid] = reason
+
+    def admit(self, request: Request, match: Match, at_most: int) -> bool:
+        """Admit a waiting request with up to `at_most` prompt tokens. False: it does not fit, and
+        the reason is noted. match: `View.match` of it."""
+        if at_most <= 0:
+            self.skip(request, SkipReason.LATENCY_BUDGET)
+            return False
+        ledger = self.ledger
+        reason = ledger.refusal(request, match, at_most=at_most)
+        if reason is not None:
+            self.skip(request, reason)
+            return False
+        num_tokens = ledger.chunk(request, match.cached, at_most=at_most, num_loaded=match.host)
+        ledger.charge_admission(request, match, num_tokens)
+        self.prefill[request.rid] = num_tokens
+        self.skipped.pop(request.rid, None)
+        return True
+
+    def go_on(self, request: Request, at_most: int, *, unreserved: bool = False) -> bool:
+        """Compute up to `at_most` more prompt tokens of an unfinished prefill. False: it must stop.
+
+        unreserved: there need not be room for the output it may generate, only for the chunk
+        """
+        if unreserved:
+            num_tokens = self.ledger.chunk(request, request.num_computed_tokens, at_most=at_most)
+        else:
+            num_tokens = self.ledger.continuation(request, at_most=at_most)
+        if num_tokens <= 0:
+            return False
+        self.ledger.charge_continuation(request, num_tokens)
+        self.prefill[request.rid] = num_tokens
+        return True
+
+    def hold(self, request: Request, reason: SkipReason = SkipReason.LATENCY_BUDGET) -> bool:
+        """A running request sits this iteration out, its KV kept. False: it cannot."""
+        if request.rid in self.held or not self.view.can_hold(request):
+            return False
+        self.held.add(request.rid)
+        self.ledger.refund_hold(request)
+        self.skip(request, reason)
+        return True
+
+    def release(self, request: Request) -> None:
+        """Take a hold back."""
+        self.held.remove(request.rid)
+        self.ledger.charge_hold(request)
+        del self.skipped[request.rid]
+
+    def preempt(self, request: Request, mode: PreemptMode = PreemptMode.KEEP_KV) -> None:
+        """Stop a running request or an unfinished prefill; it waits again."""
+        if request.rid in self.held:
+            self.release(request)
+        self._preempted[request.rid] = Preemption(rid=request.rid, mode=mode)
+        self.ledger.refund_preemption(request)
+
+    def exchange(self, out: Request, into: Request, at_most: int | None = None) -> bool:
+        """Hold a running request so that another one runs: one that is held decodes, one that waits
+        is admitted with up to `at_most` prompt tokens (None: all of them). False: that does not
+        work, and nothing has changed."""
+        is_held = into.rid in self.held
+        match = None if is_held else self.view.match(into)
+        if match is not None:
+            if at_most is None:
+                at_most = num_tokens_of(into) - match.cached
+            trial = self.ledger.fork()
+            trial.refund_hold(out)
+            if trial.refusal(into, match, at_most=at_most) is not None:
+                return False
+        if not self.hold(out):
+            return False
+        if match is None:
+            self.release(into)
+            return True
+        assert at_most is not None
+        return self.admit(into, match, at_most)
+
+    def stop_unfinished(self) -> None:
+        """Preempt the unfinished prefills that do not go on; where one cannot be stopped nothing is
+        prefilled."""
+        for request in self.unfinished():
+            if request.rid not in self.prefill:
+                if request.traits.can_stop:
+                    self.preempt(request)
+                else:
+                    self.prefill.clear()
+
+    def build(self, *, limits: Mapping[str, float] | None = None) -> Plan:
+        """The plan, with what the engine does not do without: an unfinished prefill goes on or is
+        stopped wherever anything is prefilled, and an iteration has some work."""
+        if self.prefill:
+            self.stop_unfinished()
+        self._keep_one_running()
+        preempted = self._preempted
+        return Plan(
+            prefill=self.prefill,
+            decodes=not self.prefill or mixes(self.view, self.ledger, self.held | preempted.keys()),
+            preempt=tuple(preempted.values()),
+            hold=frozenset(self.held),
+            skipped=self.skipped,
+            limits={} if limits is None else limits,
+        )
+
+    def _keep_one_running(self) -> None:
+        """An iteration without any work would be taken for idleness: the oldest decodes."""
+        if not self.held or self.prefill:
+            return
+        running = [r for r in self.view.running if not self.is_preempted(r)]
+        if all(r.rid in self.held for r in running):
+            oldest = min(running, key=lambda r: r.arrival_seq)
+            self.held.discard(oldest.rid)
+
+
+def mixes(view: View, ledger: Ledger, idle: Set[str]) -> bool:
+    """Whether what a ledger prefills shares the iteration with the running requests that are not
+    idle. O(1), and O(running) where some of what runs cannot share one."""
+    if not (view.caps.mixed_batches and ledger.prefills_mix):
+        return False
+    return view.rules.mixed or all(r.traits.can_mix for r in view.running if r.rid not in idle)
+
+
+def num_tokens_of(request: Request) -> int:
+    """Prompt and generated tokens: what a prefill of it computes in all."""
+    return request.num_prompt_tokens + request.num_output_tokens

@@ -1,0 +1,377 @@
+"""Two phases over one ledger: online requests first, offline ones into what they leave (HyGen §4.1,
+Algorithm 1). The steps from which such policies are composed.
+
+Running requests decode. Online prefill takes what it needs, oldest first; where request slots or KV
+memory are missing, running offline requests are stopped, youngest first, with their KV kept in the
+radix tree, and an unfinished offline prefill is stopped when an online one needs its place. Offline
+work is taken in the pool's order, running before waiting; where the pool knows which requests begin
+alike, a prefix that none has computed yet is computed by one of them and the others follow.
+
+A policy makes a `PlanBuilder`, a `Pace` that says how much of the iteration's time each phase may
+take, and calls `two_phases` with the steps in which it differs, or the steps themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, Protocol
+
+from cosched.core.plan import SkipReason
+from cosched.core.request import Request, RequestClass
+from cosched.core.view import Decodes, Match, OfflineOrder
+from cosched.planning.builder import PlanBuilder, num_tokens_of
+
+__all__ = [
+    "UNLIMITED",
+    "Pace",
+    "Steps",
+    "admission_tokens",
+    "admit_in_order",
+    "follow",
+    "has_time",
+    "must_wait",
+    "offline_room",
+    "two_phases",
+    "youngest_first",
+]
+
+
+class Pace(Protocol):
+    """How much of the time of an iteration each phase may take. It asks the builder's ledger what
+    is in already, and changes nothing."""
+
+    def online_tokens(self, num_cached: int, limit: int) -> int:
+        """Most prompt tokens, up to `limit`, of an online prefill that fit beside what is in."""
+        ...
+
+    def offline_tokens(self, num_cached: int, limit: int, *, is_last: bool = False) -> int:
+        """The same for an offline prefill; maybe fewer where that serves the iterations to come.
+        is_last: none joins the batch after it."""
+        ...
+
+    def has_offline_time(self) -> bool:
+        """False: not one token of any offline prefill fits."""
+        ...
+
+    def offline_decodes(self, contexts: Sequence[int]) -> int:
+        """How many of the first offline decodes fit beside what is in; context: tokens attended
+        to."""
+        ...
+
+
+class Unlimited:
+    """Time does not matter."""
+
+    def online_tokens(self, num_cached: int, limit: int) -> int:
+        return limit
+
+    def offline_tokens(self, num_cached: int, limit: int, *, is_last: bool = False) -> int:
+        return limit
+
+    def has_offline_time(self) -> bool:
+        return True
+
+    def offline_decodes(self, contexts: Sequence[int]) -> int:
+        return len(contexts)
+
+
+UNLIMITED: Pace = Unlimited()
+
+
+def youngest_first(builder: PlanBuilder) -> list[Request]:
+    """Offline requests that may be stopped: an unfinished prefill, then the youngest."""
+    unfinished = [
+        r
+        for r in builder.unfinished()
+        if r.request_class is RequestClass.OFFLINE and r.traits.can_stop
+    ]
+    running = builder.running_of(RequestClass.OFFLINE).requests
+    victims = [r for r in running if r.traits.can_stop]
+    victims.sort(key=_arrival_seq, reverse=True)
+    return unfinished + victims
+
+
+def admit_in_order(
+    builder: PlanBuilder, pace: Pace, order: OfflineOrder, *, most: int | None = None
+) -> None:
+    """Offline requests in the pool's order, until one does not fit. most: that may be admitted;
+    None: any number."""
+    num_admitted = 0
+    room = offline_room(builder)
+    for request in order:
+        if must_wait(builder, request):
+            continue
+        if num_admitted == room:
+            builder.skip(request, SkipReason.OPERATOR_LIMIT)
+            break
+        if num_admitted == most:
+            builder.skip(request, SkipReason.RATE_LIMIT)
+            break
+        if builder.ledger.slots <= 0:
+            builder.skip(request, SkipReason.REQUEST_SLOTS)
+            break
+        if not has_time(builder, pace):
+            builder.skip(request, SkipReason.LATENCY_BUDGET)
+            break
+        match = builder.view.match(request)
+        if not builder.admit(request, match, admission_tokens(builder, pace, request, match)):
+            break
+        num_admitted += 1
+        follow(order, request, match.cached)
+
+
+_arrival_seq = attrgetter("arrival_seq")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """In what policies of two phases differ.
+
+    admit         admits waiting offline requests
+    victims       whom to stop for an online request, in this order
+    decode_order  sort key: which offline requests decode where not all fit
+    """
+
+    admit: Callable[[PlanBuilder, Pace, OfflineOrder], None] = admit_in_order
+    victims: Callable[[PlanBuilder], list[Request]] = youngest_first
+    decode_order: Callable[[Request], Any] = _arrival_seq
+
+
+_DEFAULT = Steps()
+
+
+def two_phases(builder: PlanBuilder, pace: Pace, steps: Steps = _DEFAULT) -> None:
+    """Fill a plan. The builder's ledger has the time of the running online requests' decodes
+    already."""
+    _stop_beyond_limit(builder, steps)
+    _make_room_for_decodes(builder, steps)
+    if _is_turn_of_decodes(builder):
+        _decode_offline(builder, pace, steps)
+        return
+    is_online_served = _serve_online(builder, pace, steps)
+    _decode_offline(builder, pace, steps)
+    if is_online_served:
+        _prefill_offline(builder, pace, steps)
+    builder.stop_unfinished()
+
+
+def _stop_beyond_limit(builder: PlanBuilder, steps: Steps) -> None:
+    """Stop what runs offline beyond the operator's limit, where that is wanted."""
+    limits = builder.view.offline_limits
+    if limits.stop_running and limits.most_running is not None:
+        num_beyond = _num_offline(builder) - limits.most_running
+        for victim in steps.victims(builder)[: max(num_beyond, 0)]:
+            builder.preempt(victim)
+
+
+def _make_room_for_decodes(builder: PlanBuilder, steps: Steps) -> None:
+    """Stop offline requests until every remaining one can write its next token."""
+    if builder.ledger.available >= 0:
+        return
+    for victim in steps.victims(builder):
+        builder.preempt(victim)
+        if builder.ledger.available >= 0:
+            break
+
+
+def _is_turn_of_decodes(builder: PlanBuilder) -> bool:
+    """Where prefill and decode cannot share a batch they take turns. An unfinished prefill then
+    stays as it is."""
+    rules = builder.view.rules
+    return rules.decodes_due and not rules.mixed and builder.decodes_any()
+
+
+def _serve_online(builder: PlanBuilder, pace: Pace, steps: Steps) -> bool:
+    """Online prefills. False: one still waits, so no offline prefill may start."""
+    for request in builder.view.unfinished:
+        if request.request_class is RequestClass.ONLINE or not request.traits.can_stop:
+            _continue_online(builder, pace, steps, request)
+    return all(_admit_online(builder, pace, steps, r) for r in builder.view.online)
+
+
+def _continue_online(builder: PlanBuilder, pace: Pace, steps: Steps, request: Request) -> None:
+    at_most = _online_tokens(builder, pace, request, request.num_computed_tokens)
+    if builder.ledger.continuation(request, at_most=at_most) <= 0:
+        for victim in steps.victims(builder):
+            builder.preempt(victim)
+            if builder.ledger.continuation(request, at_most=at_most) > 0:
+                break
+    # An online prefill is not dropped halfway for what may be generated one day: it goes on as
+    # long as there is memory for the chunk itself.
+    builder.go_on(request, at_most, unreserved=True)
+
+
+def _admit_online(builder: PlanBuilder, pace: Pace, steps: Steps, request: Request) -> bool:
+    """Admit it, stopping offline work when that makes it fit. False: it keeps its place, and none
+    is admitted before it."""
+    if must_wait(builder, request):
+        return True
+    match = builder.view.match(request)
+    at_most = _online_tokens(builder, pace, request, match.cached)
+    if builder.admit(request, match, at_most):
+        return True
+    if at_most > 0:
+        for victim in _victims_for(builder, steps, request, match, at_most):
+            builder.preempt(victim)
+    return builder.admit(request, match, at_most)
+
+
+def _victims_for(
+    builder: PlanBuilder, steps: Steps, request: Request, match: Match, at_most: int
+) -> list[Request]:
+    """The fewest offline requests, in the order of victims, whose stop admits an online one; none
+    when stopping all of them would not do."""
+    trial = builder.ledger.fork()
+    chosen: list[Request] = []
+    for victim in steps.victims(builder):
+        reason = trial.refusal(request, match, at_most=at_most)
+        if reason is None:
+            return chosen
+        if reason is SkipReason.UNFINISHED_PREFILL or (
+            reason is SkipReason.TOKEN_BUDGET and builder.prefill
+        ):
+            return []  # what is in the way is online
+        trial.refund_preemption(victim)
+        chosen.append(victim)
+    return chosen if trial.refusal(request, match, at_most=at_most) is None else []
+
+
+def _decode_offline(builder: PlanBuilder, pace: Pace, steps: Steps) -> None:
+    """Running offline requests decode while they fit; the others sit out."""
+    running, contexts = builder.running_of(RequestClass.OFFLINE)
+    if builder.view.rules.partial:
+        num_fitting = pace.offline_decodes(contexts)
+        if num_fitting < len(running):
+            running, contexts = Decodes.of(sorted(running, key=steps.decode_order))
+            num_fitting = pace.offline_decodes(contexts)
+        decoding = Decodes(running[:num_fitting], contexts[:num_fitting])
+        unheld = [r for r in running[num_fitting:] if not builder.hold(r)]
+        if unheld:
+            decoding = Decodes.of([*decoding.requests, *unheld])
+        contexts = decoding.contexts
+        builder.ledger.add_decodes(contexts)
+
+
+def _prefill_offline(builder: PlanBuilder, pace: Pace, steps: Steps) -> None:
+    for request in builder.unfinished():
+        if request.request_class is RequestClass.OFFLINE and request.traits.can_stop:
+            builder.go_on(
+                request, _offline_tokens(builder, pace, request, request.num_computed_tokens)
+            )
+    order = builder.view.offline_order()
+    if builder.held:  # what runs comes before what waits
+        front = next(order, None)
+        if front is not None:
+            builder.skip(front, SkipReason.LATENCY_BUDGET)
+        return
+    if order.knows_prefixes:
+        for request in (*builder.view.running, *builder.view.unfinished):
+            if request.num_output_tokens == 0:
+                follow(order, request, request.num_prefix_tokens)
+    steps.admit(builder, pace, order)
+
+
+def follow(order: OfflineOrder, request: Request, num_cached: int) -> None:
+    """Who shares what this request computes now waits until it is in the tree, unless it is next to
+    nothing."""
+    num_shared = num_cached + _LEAST_SHARED
+    if order.knows_prefixes and num_shared <= num_tokens_of(request):
+        order.skip_sharing(request, num_shared)
+
+
+def must_wait(builder: PlanBuilder, request: Request) -> bool:
+    """Whether a waiting request cannot be admitted whatever room there is; others can."""
+    view = builder.view
+    if view.is_barred(request):
+        builder.skip(request, SkipReason.ENGINE_REFUSED)
+        return True
+    if (
+        view.rules.decodes_due
+        and not request.traits.can_mix
+        and view.caps.mixed_batches
+        and _stays_running(builder)
+    ):
+        builder.skip(request, SkipReason.DECODES_DUE)
+        return True
+    return False
+
+
+def _stays_running(builder: PlanBuilder) -> bool:
+    return any(not builder.is_preempted(r) for r in builder.view.running)
+
+
+def offline_room(builder: PlanBuilder) -> int | None:
+    """Offline requests that may be admitted by the operator's limit; None: any number."""
+    most = builder.view.offline_limits.most_running
+    return None if most is None else max(most - _num_offline(builder), 0)
+
+
+def _num_offline(builder: PlanBuilder) -> int:
+    """Offline requests under way that are not stopped."""
+    num_unfinished = sum(r.request_class is RequestClass.OFFLINE for r in builder.unfinished())
+    return len(builder.running_of(RequestClass.OFFLINE).requests) + num_unfinished
+
+
+def has_time(builder: PlanBuilder, pace: Pace) -> bool:
+    """Looking into the cache is the dearest part of a plan: only where it could matter."""
+    return pace.has_offline_time() or not builder.runs_anything()
+
+
+def _online_tokens(builder: PlanBuilder, pace: Pace, request: Request, num_cached: int) -> int:
+    """Prompt tokens of an online prefill that the time allows; some in any case where nothing else
+    runs, or a fixed budget below the shortest iteration would stop everything."""
+    remaining = num_tokens_of(request) - num_cached
+    num_tokens = pace.online_tokens(num_cached, remaining)
+    if num_tokens and not request.traits.can_cut:
+        return remaining
+    if num_tokens:
+        # Where chunks come in large units only, one too long is better than none.
+        return max(num_tokens, min(remaining, builder.view.caps.chunk_unit))
+    return 0 if builder.runs_anything() else _least(builder, request, remaining)
+
+
+def _offline_tokens(
+    builder: PlanBuilder,
+    pace: Pace,
+    request: Request,
+    num_cached: int,
+    *,
+    is_last: bool = False,
+) -> int:
+    """Prompt tokens of an offline prefill that the time allows; no crumbs: a chunk costs a forward
+    of its own, however short it is."""
+    remaining = num_tokens_of(request) - num_cached
+    num_tokens = pace.offline_tokens(num_cached, remaining, is_last=is_last)
+    least = max(_LEAST_CHUNK, builder.view.caps.chunk_unit)
+    if num_tokens >= (min(remaining, least) if request.traits.can_cut else remaining):
+        return num_tokens
+    # Work that waits for an idle engine: were it left out, nothing would ever correct an estimate
+    # that is too slow.
+    return 0 if builder.runs_anything() else _least(builder, request, remaining)
+
+
+def admission_tokens(builder: PlanBuilder, pace: Pace, request: Request, match: Match) -> int:
+    """Prompt tokens with which an offline request may be admitted; the last that finds a slot may
+    stay unfinished."""
+    ledger = builder.ledger
+    is_last = ledger.slots == 1 and ledger.unfinished > 0
+    return _offline_tokens(builder, pace, request, match.cached, is_last=is_last)
+
+
+def _least(builder: PlanBuilder, request: Request, remaining: int) -> int:
+    """What an idle engine computes of a prompt whatever time says."""
+    if not request.traits.can_cut:
+        return remaining
+    return min(remaining, max(_LEAST_PROGRESS, builder.view.caps.chunk_unit))
+
+
+_LEAST_CHUNK = 16
+"""Prompt tokens that are worth a forward of their own, where a prompt does not end in fewer."""
+
+_LEAST_PROGRESS = 64
+"""Prompt tokens that an iteration without any other work computes, however long that may take."""
+
+_LEAST_SHARED = 64
+"""Tokens that are worth waiting for another request to compute them."""
