@@ -230,7 +230,7 @@ def test_prompts_are_cut_where_the_engine_aligns_them(make_engine, policy, prior
     """Deterministic inference cuts at multiples of some thousand tokens only."""
     engine = make_engine(policy=policy, max_total_tokens=20000, chunked_prefill_size=1024)
     engine.scheduler.truncation_align_size = 512
-    from cosched.engine.view_of import caps_of
+    from cosched.engine.port import caps_of
 
     controller = engine.scheduler.cosched
     controller.caps = caps_of(engine.scheduler)
