@@ -281,7 +281,7 @@ def _live_engine(arguments: argparse.Namespace) -> Iterator[_Engine]:
 
     from cosched.engine import identity
     from cosched.engine.local import LocalEngine
-    from cosched.engine.view_of import graph_sizes_of
+    from cosched.engine.port import graph_sizes_of
 
     config = Config(policy=_POLICY)
     flags = engine_arguments(arguments.rest, config, mixed_chunk=True)

@@ -19,6 +19,10 @@ import httpx
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE_ROOTS = (ROOT, ROOT / "kernels", ROOT / "patches", ROOT / "traces")
 
+# What other processes import from: this checkout, and what this one was given beside it (another
+# version of SGLang, by `scripts/test --sglang`).
+SEARCH_PATH = os.pathsep.join(filter(None, (*map(str, SOURCE_ROOTS), os.environ.get("PYTHONPATH"))))
+
 # Small enough for any machine; float32, because outputs are compared token by token, and SGLang
 # would take float16 for a float32 model.
 TEST_FLAGS = ("--dtype", "float32", "--max-total-tokens", "20000", "--mem-fraction-static", "0.2")
@@ -68,14 +72,13 @@ def start_server(
     port = free_port() if port is None else port
     command = [sys.executable, "-m", module, "--model-path", str(model_path)]
     command += ["--host", "127.0.0.1", "--port", str(port), *TEST_FLAGS, *flags]
-    search_path = os.pathsep.join(map(str, SOURCE_ROOTS))
     with tempfile.TemporaryDirectory(prefix="cosched-server-") as folder:
         log_path = Path(folder) / "server.log"
         with log_path.open("wb") as log:
             process = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": search_path, **(env or {})},
+                env={**os.environ, "PYTHONPATH": SEARCH_PATH, **(env or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

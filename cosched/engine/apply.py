@@ -14,9 +14,9 @@ from dataclasses import replace
 from typing import Any
 
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
-from sglang.srt.mem_cache.common import release_kv_cache
 
 from cosched.core.plan import Plan, PreemptMode
+from cosched.engine import port
 from cosched.engine.controller import Controller
 from cosched.engine.partial import split
 from cosched.engine.penalties import count_resumed
@@ -84,17 +84,19 @@ def schedule_prefill(
     None the scheduler decodes the running batch.
     """
     scheduler = controller.scheduler
-    _admit_ready_grammars(scheduler)
+    port.admit_ready_grammars(scheduler)
     nothing_runs = scheduler.chunked_req is None and running_batch.is_empty()
     if nothing_runs and not controller.waiting.may_admit:
         if controller.exporter is not None:
             with controller.guard.watching("metrics"):
                 controller.exporter.idle()
         return None, running_batch
-    if any([req.finished_reason is not None for req in running_batch.reqs]):
+    if not all([port.is_under_way(req) for req in running_batch.reqs]):
         running_batch.filter_batch()
     plan = controller.plan(running_batch)
-    if plan.preempt and _drain_in_flight(scheduler):
+    # A request can only be stopped at a point where all its tokens are known; the price is that one
+    # iteration does not overlap.
+    if plan.preempt and port.drain_results(scheduler):
         plan = _after_draining(controller, plan, running_batch)
     _preempt(controller, plan, running_batch)
     controller.split = split(running_batch, plan.hold) if plan.hold else None
@@ -127,28 +129,6 @@ def rejoin_held(controller: Controller, next_batch: Any) -> Any:
         controller.split = None
     controller.on_launch(next_batch.batch_to_run)
     return next_batch
-
-
-def _admit_ready_grammars(scheduler: Any) -> None:
-    """Queue requests whose grammar is compiled now, so that the plan sees them."""
-    if scheduler.grammar_manager.has_waiting_grammars():
-        for req in scheduler.grammar_manager.get_ready_grammar_requests():
-            scheduler._add_request_to_queue(req)
-
-
-def _drain_in_flight(scheduler: Any) -> bool:
-    """Process the results that the overlap scheduler still has in flight. True when there were any.
-
-    A request can only be stopped at a point where all its tokens are known; the price is that one
-    iteration does not overlap. `last_batch` is cleared, as SGLang does itself when it pauses, so
-    that the event loop does not wait for these results again.
-    """
-    if not (scheduler.enable_overlap and scheduler.last_batch and scheduler.result_queue):
-        return False
-    while scheduler.result_queue:
-        scheduler.process_batch_result(*scheduler.result_queue.popleft())
-    scheduler.last_batch = None
-    return True
 
 
 def _after_draining(controller: Controller, plan: Plan, running_batch: Any) -> Plan:
@@ -190,16 +170,11 @@ def _preempt(controller: Controller, plan: Plan, running_batch: Any) -> None:
 
 
 def _stop(controller: Controller, req: Any, mode: PreemptMode) -> None:
-    """Release a request's KV row and send it back to where it waits.
-
-    With KEEP_KV the tree first takes the prompt and the generated tokens: they stay as evictable
-    nodes, and on resuming all but the last token are matched there.
-    """
+    """Give back a request's memory and send it back to where it waits."""
     scheduler = controller.scheduler
-    release_kv_cache(req, scheduler.tree_cache, is_insert=mode is not PreemptMode.RECOMPUTE)
-    req.reset_for_retract()
+    port.release(scheduler.tree_cache, req, keep=mode is not PreemptMode.RECOMPUTE)
     controller.counters.num_preemptions += 1
-    scheduler._add_request_to_queue(req, is_retracted=True)
+    port.put_back(scheduler, req)
 
 
 def _build_batch(
@@ -249,7 +224,6 @@ def _build_batch(
         else:
             waiting.append(req)
     if batch is not None:
-        num_mixed = len(batch.decoding_reqs or ())
-        for req in batch.reqs[: len(batch.reqs) - num_mixed]:
-            controller.count_prefill(req, req.extend_range.length)
+        for req, num_tokens in port.prefills_of(batch):
+            controller.count_prefill(req, num_tokens)
     return batch, running_batch

@@ -119,7 +119,6 @@ _REFUSED: tuple[tuple[str, Any, str], ...] = (
     ("pp_size", 1, "pipeline parallelism plans several micro-batches at once"),
     ("speculative_algorithm", None, "speculative decoding makes tokens per iteration unknown"),
     ("dllm_algorithm", None, "diffusion language models have no decode iterations"),
-    ("enable_dp_attention", False, "DP attention needs one plan for all ranks"),
     ("enable_pdmux", False, "PD multiplexing schedules prefill and decode on its own"),
     ("enable_prefill_delayer", False, "the prefill delayer would undo the plan"),
     ("min_free_slots_delay", None, "the slot delay would undo the plan"),
@@ -142,11 +141,19 @@ def check_arguments(server_args: Any, config: Config) -> None:
     for name, expected, why in _REFUSED:
         value = getattr(resolved, name)
         if value != expected and not (expected in (False, None) and not value):
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(
-                f"{flag} {value} cannot go with --cosched-policy {config.policy}: {why}; "
-                f"drop the flag or use --cosched-policy sglang"
-            )
+            raise _refusal(f"--{name.replace('_', '-')} {value}", config, why)
+    # SGLang is imported by now, and not before.
+    from cosched.engine import port
+
+    if port.uses_dp_attention(resolved):
+        raise _refusal("DP attention", config, "it needs one plan for all ranks")
+
+
+def _refusal(what: str, config: Config, why: str) -> ConfigError:
+    return ConfigError(
+        f"{what} cannot go with --cosched-policy {config.policy}: {why}; drop the flag or use "
+        "--cosched-policy sglang"
+    )
 
 
 def check_ports(server_args: Any) -> None:

@@ -17,6 +17,7 @@ from cosched.config import Config
 from cosched.core.plan import Plan
 from cosched.core.request import Request, RequestClass
 from cosched.core.view import Ended, View
+from cosched.engine import port
 from cosched.engine.clock import Clock
 from cosched.engine.decisions import DecisionLog
 from cosched.engine.exporter import MetricsExporter
@@ -30,7 +31,7 @@ from cosched.engine.service import ServiceRecord
 from cosched.engine.state import PlanningTimes, ReplicaState
 from cosched.engine.timekeeper import Moment, Timekeeper
 from cosched.engine.tracked import TrackedRequest
-from cosched.engine.view_of import SchedulerView, caps_of, graph_sizes_of, num_cached
+from cosched.engine.view_of import SchedulerView, num_cached
 from cosched.engine.waiting import WaitingQueue, WaitingSummary
 from cosched.latency.calibration import Calibrator
 from cosched.latency.predictor import FittedPredictor
@@ -104,9 +105,9 @@ class Controller:
         self.config = config
         self.clock = clock
         self.observer = observer
-        self.caps = caps_of(scheduler)
+        self.caps = port.caps_of(scheduler)
         self.predictor = Calibrator(
-            _belief(scheduler, entry, config), graphs=graph_sizes_of(scheduler)
+            _belief(scheduler, entry, config), graphs=port.graph_sizes_of(scheduler)
         )
         assert entry.make is not None, f"{entry.name} plans nothing"
         self.settings = PolicySettings(
@@ -342,12 +343,8 @@ class Controller:
         )
 
     def _running(self) -> list[TrackedRequest]:
-        """Requests under way. Those that decode beside a prefill are in its batch, and among the
-        running ones again only after it."""
-        scheduler = self.scheduler
-        batches = [batch for batch in (scheduler.running_batch, scheduler.last_batch) if batch]
-        reqs = {req.rid: req for batch in batches for req in batch.reqs if not req.finished()}
-        return [tracked for req in reqs.values() if (tracked := TrackedRequest.of(req)) is not None]
+        reqs = port.under_way(self.scheduler)
+        return [tracked for req in reqs if (tracked := TrackedRequest.of(req)) is not None]
 
 
 def _us(seconds: float) -> float:

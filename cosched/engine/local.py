@@ -166,11 +166,12 @@ class LocalEngine:
         received; the iteration in which it first returns True is the last one."""
         scheduler = self.scheduler
 
-        def ingest() -> None:
+        def ingest(**options: Any) -> list[Any]:
             if until():
                 scheduler.gracefully_exit = True
             inbox, self._inbox[:] = list(self._inbox), []
             scheduler.process_input_requests(inbox)
+            return inbox
 
         scheduler.ingest_requests = ingest
         scheduler.gracefully_exit = False

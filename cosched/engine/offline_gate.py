@@ -10,12 +10,10 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
-from sglang.srt.managers.schedule_batch import FINISH_ABORT
-from sglang.srt.managers.scheduler import _make_abort_req
-
 from cosched.core.request import RequestClass
 from cosched.core.view import OfflineLimits
 from cosched.core.wire import class_of_priority
+from cosched.engine import port
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.waiting import WaitingQueue
 
@@ -129,9 +127,7 @@ class OfflineGate:
         self.is_draining = True
         scheduler = self._scheduler
         for req in [req for req in scheduler.waiting_queue if _is_offline(req)]:
-            scheduler.waiting_queue.remove(req)
-            scheduler._release_aborted_request(req)
-            scheduler.beam_coordinator.retire_group(req)
+            port.take_out_unanswered(scheduler, req)
             self._answer(req, HTTPStatus.SERVICE_UNAVAILABLE, LET_GO_MESSAGE)
         waiting = self._waiting
         if waiting is not None:
@@ -142,12 +138,10 @@ class OfflineGate:
             scheduler._pending_chunked_abort_req = unfinished
         for req in scheduler.collect_inflight_reqs():
             if _is_offline(req) and not req.finished():
-                req.to_finish = FINISH_ABORT(LET_GO_MESSAGE, HTTPStatus.SERVICE_UNAVAILABLE)
+                port.end_with_error(req, HTTPStatus.SERVICE_UNAVAILABLE, LET_GO_MESSAGE)
 
     def _answer(self, req: Any, status: HTTPStatus, message: str) -> None:
-        reason = {"type": "abort", "status_code": status, "message": message}
-        answer = _make_abort_req(req, finished_reason=reason)
-        self._scheduler.ipc_channels.send_to_tokenizer.send_output(answer, req)
+        port.send_abort(self._scheduler, port.error_answer(req, status, message), req)
 
 
 def _is_offline(req: Any) -> bool:

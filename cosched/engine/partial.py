@@ -17,26 +17,7 @@ from typing import Any
 
 from cosched.engine.penalties import copy_for_part, copy_rows
 
-__all__ = ["SplitBatch", "can_hold", "can_split", "split"]
-
-
-def can_split(scheduler: Any) -> bool:
-    """Whether this engine's running batch can be divided at all: its requests must carry no state
-    of their own beside rows and tokens."""
-    return (
-        scheduler.is_generation
-        and scheduler.spec_algorithm.is_none()
-        and not scheduler.enable_hisparse
-        and scheduler.dllm_config is None
-        and not scheduler.model_config.is_encoder_decoder
-        and not scheduler.is_hybrid_ssm
-    )
-
-
-def can_hold(running_batch: Any) -> bool:
-    """Whether the requests that run now can be divided: beams have rows of their own behind those
-    of the requests."""
-    return all([req.beam_group is None for req in running_batch.reqs])
+__all__ = ["SplitBatch", "split"]
 
 
 class SplitBatch:
@@ -83,8 +64,8 @@ class SplitBatch:
 
 
 def split(running_batch: Any, held: Set[str]) -> SplitBatch | None:
-    """Divide a running batch that `can_hold`. None when nothing is left to hold: a request that is
-    about to end is never held."""
+    """Divide a running batch that `port.can_hold`. None when nothing is left to hold: a request
+    that is about to end is never held."""
     held = {req.rid for req in running_batch.reqs if req.rid in held and req.to_finish is None}
     return SplitBatch(running_batch, held) if held else None
 

@@ -19,6 +19,8 @@ from sglang.srt.sampling.penaltylib.min_new_tokens import BatchedMinNewTokensPen
 from sglang.srt.sampling.penaltylib.presence_penalty import BatchedPresencePenalizer
 from sglang.srt.sampling.penaltylib.repetition_penalty import BatchedRepetitionPenalizer
 
+from cosched.engine.port import prefills_of
+
 __all__ = ["copy_for_part", "copy_rows", "count_outputs", "count_resumed"]
 
 
@@ -48,8 +50,7 @@ def count_resumed(batch: Any) -> None:
     """The same for a new prefill batch, in which what resumes has fresh rows."""
     if not batch.sampling_info.penalizer_orchestrator.is_required:
         return
-    num_mixed = len(batch.decoding_reqs or ())
-    for req in batch.reqs[: len(batch.reqs) - num_mixed]:
+    for req, _ in prefills_of(batch):
         req.cosched.num_penalized = 0
     count_outputs(batch)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from cosched.core.request import PLAIN, RequestClass, Slo, Traits
 from cosched.core.wire import Bounds, class_of_priority, slo_of_params
+from cosched.engine import port
 
 __all__ = ["TrackedRequest"]
 
@@ -38,6 +39,7 @@ class TrackedRequest:
         "num_reported_tokens",
         "req",
         "request_class",
+        "reserves_all",
         "rid",
         "slo",
         "traits",
@@ -62,6 +64,8 @@ class TrackedRequest:
         self.is_ended = False
         """Its end is known to the timekeeper."""
         self.traits: Traits = _traits_of(req)
+        self.reserves_all = port.reserves_whole_output(req)
+        """The engine keeps all of its output to come free, and not a share."""
         self.num_penalized = 0
         """Generated tokens that its penalties have counted (`cosched.engine.penalties`)."""
         self.num_refusals = 0
@@ -89,12 +93,11 @@ class TrackedRequest:
 
     @property
     def num_prefix_tokens(self) -> int:
-        return len(self.req.prefix_indices)
+        return port.num_prefix(self.req)
 
     @property
     def num_own_tokens(self) -> int:
-        kv = self.req.kv
-        return kv.kv_committed_len - kv.cache_protected_len  # type: ignore[no-any-return]
+        return port.num_own(self.req)
 
     @property
     def num_preemptions(self) -> int:
@@ -113,7 +116,7 @@ class TrackedRequest:
 
     @property
     def num_computed_tokens(self) -> int:
-        return self.req.kv.kv_committed_len  # type: ignore[no-any-return]
+        return port.num_committed(self.req)
 
     def __repr__(self) -> str:
         return f"TrackedRequest({self.rid!r}, {self.request_class.value}, seq={self.arrival_seq})"
@@ -129,8 +132,7 @@ def _traits_of(req: Any) -> Traits:
         can_stop=beams is None and not streams_session and not has_embeds,
         # SGLang mixes no batch in which one of these is (`_get_new_batch_prefill_raw`).
         can_mix=beams is None and not req.return_logprob and not has_embeds,
-        # Nothing of it goes into the tree, where SGLang finds earlier chunks.
-        can_cut=not req.skip_radix_cache_insert,
+        can_cut=port.can_cut(req),
         num_rows=1 if beams is None else int(beams.beam_width),
         adapter=req.lora_id,
     )

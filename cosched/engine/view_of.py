@@ -6,10 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
-from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.runtime_context import get_exec, get_parallel
+from sglang.srt.runtime_context import get_parallel
 
 from cosched.core.caps import EngineCaps
 from cosched.core.estimates import LengthEstimate, Predictor
@@ -23,60 +20,18 @@ from cosched.core.view import (
     OfflineLimits,
     OfflineOrder,
 )
-from cosched.engine.partial import can_hold, can_split
+from cosched.engine import port
 from cosched.engine.timekeeper import Moment
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.waiting import WaitingQueue
-from cosched.latency.graphs import GraphSizes
 
-__all__ = ["SchedulerView", "caps_of", "graph_sizes_of", "num_cached"]
-
-
-def caps_of(scheduler: Any) -> EngineCaps:
-    """The limits of a scheduler, read once after it was built."""
-    return EngineCaps(
-        page_size=scheduler.page_size,
-        max_running_requests=scheduler.max_running_requests,
-        max_chunk_tokens=scheduler.chunked_prefill_size,
-        max_prefill_tokens=scheduler.max_prefill_tokens,
-        max_reserved_tokens=CLIP_MAX_NEW_TOKENS,
-        chunk_align=scheduler.truncation_align_size or 1,
-        max_adapters=scheduler.max_loras_per_batch if scheduler.enable_lora else None,
-        mixed_batches=bool(scheduler.is_mixed_chunk),
-        partial_decode=can_split(scheduler),
-    )
-
-
-def graph_sizes_of(scheduler: Any) -> GraphSizes | None:
-    """The sizes that its batches are padded to for CUDA graphs; None: they are not."""
-    config = get_exec().graph.cuda_graph_config
-    if scheduler.device == "cpu" or config is None:
-        return None
-
-    def sizes(phase: Any) -> tuple[int, ...]:
-        return () if phase.backend == "disabled" else tuple(sorted(phase.bs or ()))
-
-    graphs = GraphSizes(prefill=sizes(config.prefill), decode=sizes(config.decode))
-    return graphs if graphs.prefill or graphs.decode else None
+__all__ = ["SchedulerView", "num_cached"]
 
 
 def num_cached(tree_cache: Any, request: TrackedRequest) -> int:
     """Tokens at the head of a waiting request whose KV is in the radix tree; changes nothing in
     it."""
-    num_tokens, *_ = tree_cache.tree_core.match_full_device_prefix(_key(request.req))
-    return int(num_tokens)
-
-
-def _key(req: Any) -> Any:
-    """What admission will look up (`Req.init_next_round_input`): all tokens but those that must be
-    computed in any case."""
-    token_ids = req.origin_input_ids + req.output_ids if req.output_ids else req.origin_input_ids
-    if req.positional_embed_overrides is not None:
-        token_ids = token_ids[:0]
-    limit = req._compute_max_prefix_len(len(token_ids))
-    return RadixKey(
-        token_ids=token_ids, extra_key=req.extra_key, limit=limit, cache_salt=req.cache_salt
-    )
+    return port.peek(tree_cache, request.req).num_tokens
 
 
 class SchedulerView:
@@ -117,6 +72,7 @@ class SchedulerView:
         """One pass over the running batch."""
         everyone: list[TrackedRequest] = []
         remaining: list[int] = []
+        certain: list[int] = []
         next_step = 0
         mixes = True
         page = self.caps.page_size
@@ -124,24 +80,25 @@ class SchedulerView:
         decodes = {request_class: ([], []) for request_class in RequestClass}
         own = dict.fromkeys(RequestClass, 0)
         for req in self._batch.reqs:
-            if req.finished_reason is not None:
-                continue  # stays in the batch until that is next filtered
+            if not port.is_under_way(req):
+                continue
             tracked = req.cosched
             everyone.append(tracked)
-            remaining.append(tracked.max_new_tokens - len(req.output_ids))
+            to_come = tracked.max_new_tokens - len(req.output_ids)
             requests, contexts = decodes[tracked.request_class]
             requests.append(tracked)
-            num_computed = req.kv.kv_committed_len
+            num_computed = port.num_committed(req)
             contexts.append(num_computed + 1)
-            own[tracked.request_class] += num_computed - req.kv.cache_protected_len
+            own[tracked.request_class] += port.num_own(req)
             traits = tracked.traits
             if traits is not PLAIN:
                 mixes = mixes and traits.can_mix
-                remaining[-1] *= traits.num_rows
+                to_come *= traits.num_rows
             if not num_computed % page:
                 next_step += page * traits.num_rows
+            (certain if tracked.reserves_all else remaining).append(to_come)
         by_class = {request_class: Decodes(*lists) for request_class, lists in decodes.items()}
-        return _Running(everyone, by_class, own, remaining, next_step, mixes)
+        return _Running(everyone, by_class, own, remaining, certain, next_step, mixes)
 
     @property
     def running(self) -> Sequence[TrackedRequest]:
@@ -162,7 +119,7 @@ class SchedulerView:
             mixed=caps.mixed_batches
             and self._running.mixes
             and all(request.traits.can_mix for request in self.unfinished),
-            partial=caps.partial_decode and can_hold(self._batch),
+            partial=caps.partial_decode and port.can_hold(self._batch),
             decodes_due=self._decodes_due,
         )
 
@@ -197,13 +154,14 @@ class SchedulerView:
     def kv(self) -> KvState:
         scheduler = self._scheduler
         return KvState(
-            total=scheduler.max_total_num_tokens,
-            free=scheduler.token_to_kv_pool_allocator.available_size(),
-            evictable=scheduler.tree_cache.evictable_size(),
-            shared=scheduler.tree_cache.protected_size(),
+            total=port.kv_total(scheduler),
+            free=port.kv_free(scheduler),
+            evictable=port.kv_evictable(scheduler),
+            shared=port.kv_shared(scheduler),
             online=self._own_tokens(RequestClass.ONLINE),
             offline=self._own_tokens(RequestClass.OFFLINE),
-            reserved=self._reserve(self._running.remaining),
+            reserved=self._reserve(self._running.remaining)
+            + self._reserve(self._running.certain, whole=True),
             next_step=self._running.next_step,
         )
 
@@ -216,10 +174,7 @@ class SchedulerView:
 
     @cached_property
     def free_slots(self) -> int:
-        slots: int = self._scheduler.get_num_allocatable_reqs(
-            len(self._batch.reqs), running_batch=self._batch
-        )
-        return slots
+        return port.free_slots(self._scheduler, self._batch)
 
     def promised(self, request: Request) -> int | None:
         """The engine keeps its own reserve (`EngineCaps.promises`)."""
@@ -230,11 +185,13 @@ class SchedulerView:
             return 0
         assert isinstance(request, TrackedRequest), f"{type(request)=}"
         remaining = request.max_new_tokens - request.num_output_tokens
-        return self._reserve((remaining * request.traits.num_rows,))
+        remaining *= request.traits.num_rows
+        return self._reserve((remaining,), whole=request.reserves_all)
 
-    def _reserve(self, remaining: Sequence[int]) -> int:
-        """SGLang's rule: a share of the output still to come, learnt from past iterations."""
-        ratio: float = self._scheduler.new_token_ratio_tracker.current
+    def _reserve(self, remaining: Sequence[int], *, whole: bool = False) -> int:
+        """SGLang's rule: a share of the output still to come, learnt from past iterations, and all
+        of it where it is certain to come."""
+        ratio = 1.0 if whole else port.reserve_ratio(self._scheduler)
         most = self.caps.max_reserved_tokens
         return sum([int((n if n < most else most) * ratio) for n in remaining]) + len(remaining)
 
@@ -247,53 +204,34 @@ class SchedulerView:
 
     def _look_up(self, request: Request) -> Match:
         tree = self._scheduler.tree_cache
-        key = _key(_req(request))
+        req = _req(request)
         if self._scheduler.enable_hierarchical_cache and get_parallel().tp_size == 1:
             # Only the whole search knows what is on the host. It touches what it finds, so with
             # several ranks, of which one plans, their trees would differ.
-            found = tree.match_prefix(MatchPrefixParams(key=key))
-            host = int(found.host_hit_length)
-            num_device = len(found.device_indices)
-            held = self._evictable_at(found.last_device_node)
-            return Match(cached=num_device + host, evictable=held, host=host)
-        num_tokens, node, num_pinned = tree.tree_core.match_full_device_prefix(key)
+            found = port.find(tree, req)
+            held = port.evictable_at(tree, found.node)
+            cached = found.num_device + found.num_host
+            return Match(cached=cached, evictable=held, host=found.num_host)
+        num_tokens, node, num_pinned = port.peek(tree, req)
         # A lock takes the whole of the last node; admission splits it where the match ends.
-        held = max(self._evictable_at(node) - (num_pinned - num_tokens), 0)
+        held = max(port.evictable_at(tree, node) - (num_pinned - num_tokens), 0)
         return Match(cached=num_tokens, evictable=held)
-
-    def _evictable_at(self, node: Any) -> int:
-        """Tokens from a node of the tree up to the root that nobody holds."""
-        tree = self._scheduler.tree_cache
-        before: int = tree.evictable_size()
-        lock = tree.inc_lock_ref(node)
-        held: int = before - tree.evictable_size()
-        tree.dec_lock_ref(node, lock.to_dec_params())
-        return held
 
     def preemption_gain(self, request: Request) -> int:
         """Looked up once."""
         gain = self._gains.get(request)
         if gain is None:
-            gain = self._gains[request] = self._measure_gain(request)
+            tree = self._scheduler.tree_cache
+            gain = self._gains[request] = port.gain_of_stopping(tree, _req(request))
         return gain
-
-    def _measure_gain(self, request: Request) -> int:
-        """Measured by releasing the request's lock on the tree for a moment."""
-        req = _req(request)
-        tree = self._scheduler.tree_cache
-        own = int(req.kv.kv_allocated_len) - int(req.kv.cache_protected_len)
-        before = tree.evictable_size()
-        tree.unpin(req)
-        shared: int = tree.evictable_size() - before
-        req.lock_receipt = tree.inc_lock_ref(req.last_node).to_dec_params()
-        return own + shared
 
 
 class _Running(NamedTuple):
     """What a plan reads of all running requests.
 
     own        KV tokens of each class outside the tree
-    remaining  output still to come of each
+    remaining  output still to come of each that may end early
+    certain    output still to come of each that cannot
     next_step  KV tokens that their next decodes take
     mixes      all of them may decode beside a prefill
     """
@@ -302,6 +240,7 @@ class _Running(NamedTuple):
     by_class: dict[RequestClass, Decodes]
     own: dict[RequestClass, int]
     remaining: list[int]
+    certain: list[int]
     next_step: int
     mixes: bool
 

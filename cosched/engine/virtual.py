@@ -26,6 +26,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from cosched.core.batch import BatchShape
 from cosched.core.request import RequestClass, Slo
 from cosched.core.wire import OFFLINE_PRIORITY, PARAMS_KEY, class_of_priority, params_of_slo
+from cosched.engine import port
 from cosched.engine.attach import use_virtual_device
 from cosched.engine.identity import STANDS_FOR
 from cosched.engine.local import LocalEngine
@@ -362,11 +363,11 @@ class VirtualEngine:
                 count[1] += 1
             else:
                 count[2] += 1
-            count[3] += req.kv.kv_committed_len
+            count[3] += port.num_committed(req)
         on, off = counts[RequestClass.ONLINE], counts[RequestClass.OFFLINE]
-        free: int = scheduler.token_to_kv_pool_allocator.available_size()
-        cached: int = scheduler.tree_cache.evictable_size()
-        held: int = scheduler.max_total_num_tokens - free - cached
+        free = port.kv_free(scheduler)
+        cached = port.kv_evictable(scheduler)
+        held = port.kv_total(scheduler) - free - cached
         held_online = min(on[3], held)
         self.iterations.append(
             IterationRecord(

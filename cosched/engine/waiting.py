@@ -32,6 +32,7 @@ class _Aggregate:
 
     seqlen: int
     num_matched_prefix_tokens: int = 0
+    cache_request_handle: None = None  # 0.5.23 asks what its storage would find of it
 
 
 class WaitingQueue:

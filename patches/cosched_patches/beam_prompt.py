@@ -32,7 +32,9 @@ SEAM = Seam(
     signature=("self", "req", "recv_req"),
     hook=_hook,
     why=(
-        "SGLang keeps no chunk of such a prompt in the radix tree and begins anew with each chunk, "
-        "until memory is full and the scheduler ends: one request would end the server."
+        "SGLang 0.5.21 keeps no chunk of such a prompt in the radix tree and begins anew with each "
+        "chunk, until memory is full and the scheduler ends: one request would end the server. "
+        "0.5.23 goes on in the request's row."
     ),
+    versions=("0.5.21",),
 )

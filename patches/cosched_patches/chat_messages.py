@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from cosched_patches.seam import Seam
 
-__all__ = ["SEAM"]
+__all__ = ["SEAM", "SEAM_0_5_21"]
 
 
 def _hook() -> Any:
@@ -24,10 +25,13 @@ def _hook() -> Any:
 SEAM = Seam(
     target="sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._process_messages",
     kind="around",
-    signature=("self", "request", "is_multimodal"),
+    signature=("self", "request", "is_multimodal", "output_constrained"),
     hook=_hook,
     why=(
         "No messages at all, or with roles and contents that the model's template does not know, "
         "are answered with 500: templates raise whatever they meet."
     ),
+    versions=("0.5.23",),
 )
+
+SEAM_0_5_21 = replace(SEAM, signature=("self", "request", "is_multimodal"), versions=("0.5.21",))

@@ -10,13 +10,15 @@ import argparse
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 
-from cosched_patches.internals import INTERNALS
+from cosched.versions import SGLANG_VERSION, SGLANG_VERSIONS
+from cosched_patches.internals import INTERNALS, INTERNALS_OF
 from cosched_patches.seam import Seam
 from cosched_patches.seams import SEAMS
-from cosched_patches.version import ALLOW_VARIABLE, SGLANG_VERSION
+from cosched_patches.version import ALLOW_VARIABLE
 
 __all__ = ["PATH", "render"]
 
@@ -28,29 +30,34 @@ _INTRO = f"""\
 Made by `python -m cosched_patches.docs --write` from the modules in `patches/cosched_patches/`; do
 not edit.
 
-Written for and tested with **SGLang {SGLANG_VERSION}**. With `COSCHED_CONFIG` set, every process of
-a server checks at its start that each place below exists with the parameters named here, hooks it,
-and checks that the hook is in place. Where that fails, the process stops with one line that names
-the place, what was expected, what was found and the version of SGLang. Without `COSCHED_CONFIG`
-nothing is hooked.
+Written for and tested with **SGLang {SGLANG_VERSION}** (installed by default) and
+{" and ".join(SGLANG_VERSIONS[1:])}. With `COSCHED_CONFIG` set, every process of a server checks at
+its start that each place below exists with the parameters named here, hooks it, and checks that the
+hook is in place. Where that fails, the process stops with one line that names the place, what was
+expected, what was found and the version of SGLang. Without `COSCHED_CONFIG` nothing is hooked.
 
 Another version of SGLang is refused even where all of that fits, since its insides may have
-changed: `{ALLOW_VARIABLE}=VERSION` in the environment lets exactly that version through, with a
-warning in the log of every process.
+changed: `{ALLOW_VARIABLE}=VERSION` in the environment lets exactly that version
+through, taken for the nearest one before it, with a warning in the log of every process.
+[porting.md](porting.md) says how to support one more.
 
 Kinds: `before` runs ahead of the original and may change what it is given, `after` sees its result,
 `around` calls it, `replace` takes its place.
 
-| seam | place | kind |
-|---|---|---|
+| seam | place | kind | SGLang |
+|---|---|---|---|
 """
 
 
 def render(seams: Iterable[Seam]) -> str:
     """The page, in Markdown."""
     seams = tuple(seams)
-    rows = [f"| [{_name(s)}](#{_name(s)}) | `{_place(s)}` | {s.kind} |\n" for s in seams]
-    return _INTRO + "".join(rows) + "".join(map(_section, seams)) + _internals()
+    rows = [
+        f"| [{_name(s)}](#{_name(s)}) | `{_place(s)}` | {s.kind} | {', '.join(s.versions)} |\n"
+        for s in seams
+    ]
+    sections = [_section(tuple(group)) for _, group in groupby(seams, _name)]
+    return _INTRO + "".join(rows) + "".join(sections) + _internals()
 
 
 def _internals() -> str:
@@ -59,26 +66,40 @@ def _internals() -> str:
         "\n## Used inside SGLang\n",
         _wrap(
             "Beside these places cosched reads, and in part writes, the following of SGLang's "
-            "classes. Each is looked for at the start of every process; what is gone stops it "
-            "with its name."
+            "classes (`cosched/engine/port/` holds most of it). Each is looked for at the start of "
+            "every process; what is gone stops it with its name."
         )
         + "\n",
+        *_names(INTERNALS),
     ]
-    for target, names in INTERNALS.items():
-        parts.append(_wrap(f"* `{target}`: " + ", ".join(f"`{name}`" for name in names)))
+    for version in SGLANG_VERSIONS:
+        parts.append(f"\nIn {version} beside those:\n")
+        parts += _names(INTERNALS_OF[version])
     return "\n".join(parts) + "\n"
 
 
-def _section(seam: Seam) -> str:
-    facts = [
-        f"* **Place:** `{seam.target}`",
-        f"* **Kind:** {seam.kind}",
-        f"* **Parameters:** {', '.join(f'`{name}`' for name in seam.signature)}",
-        f"* **Why:** {seam.why}",
+def _names(internals: Mapping[str, tuple[str, ...]]) -> list[str]:
+    return [
+        _wrap(f"* `{target}`: " + ", ".join(f"`{name}`" for name in names))
+        for target, names in internals.items()
     ]
-    if seam.upstream:
-        facts.append(f"* **Upstream:** {_links(seam.upstream)}")
-    lines = [f"\n## {_name(seam)}\n", _title(seam) + "\n", *map(_wrap, facts)]
+
+
+def _section(seams: Sequence[Seam]) -> str:
+    """One seam, which may differ between versions."""
+    first = seams[0]
+    facts = []
+    for seam in seams:
+        where = "" if seam.versions == SGLANG_VERSIONS else f" in {', '.join(seam.versions)}"
+        facts += [
+            f"* **Place{where}:** `{seam.target}`",
+            f"* **Kind{where}:** {seam.kind}",
+            f"* **Parameters{where}:** {', '.join(f'`{name}`' for name in seam.signature)}",
+        ]
+    facts.append(f"* **Why:** {first.why}")
+    if first.upstream:
+        facts.append(f"* **Upstream:** {_links(first.upstream)}")
+    lines = [f"\n## {_name(first)}\n", _title(first) + "\n", *map(_wrap, facts)]
     return "\n".join(lines).replace("``", "`") + "\n"
 
 

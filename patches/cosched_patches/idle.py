@@ -14,11 +14,16 @@ def _hook() -> Any:
         original: Any, scheduler: Any, for_health_check: bool = False, ignore_waiting: bool = False
     ) -> bool:
         controller = getattr(scheduler, "cosched", None)
+        waiting = scheduler.waiting_queue
         if controller is not None and not controller.waiting.may_admit:
-            ignore_waiting = True
-        idle: bool = original(
-            scheduler, for_health_check=for_health_check, ignore_waiting=ignore_waiting
-        )
+            # Not `ignore_waiting`: it walks the queue.
+            scheduler.waiting_queue = []
+        try:
+            idle: bool = original(
+                scheduler, for_health_check=for_health_check, ignore_waiting=ignore_waiting
+            )
+        finally:
+            scheduler.waiting_queue = waiting
         return idle
 
     return idle_but_for_the_paused

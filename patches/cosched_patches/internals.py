@@ -15,7 +15,7 @@ from functools import cache
 from cosched.errors import SeamError
 from cosched_patches.version import running_on
 
-__all__ = ["INTERNALS", "check_internals"]
+__all__ = ["INTERNALS", "INTERNALS_OF", "check_internals", "internals_for"]
 
 INTERNALS: Mapping[str, tuple[str, ...]] = {
     "sglang.srt.managers.scheduler.Scheduler": (
@@ -62,6 +62,13 @@ INTERNALS: Mapping[str, tuple[str, ...]] = {
         "truncation_align_size",
         "waiting_queue",
     ),
+    "sglang.srt.managers.schedule_policy.PrefillAdder": (
+        "add_chunked_req",
+        "add_one_req",
+        "ceil_paged_tokens",
+        "chunked_req_limit",
+        "rem_chunk_tokens",
+    ),
     "sglang.srt.managers.schedule_batch.ScheduleBatch": (
         "batch_is_full",
         "decoding_reqs",
@@ -84,19 +91,16 @@ INTERNALS: Mapping[str, tuple[str, ...]] = {
         "_compute_max_prefix_len",
         "beam_group",
         "cache_salt",
-        "extend_range",
         "extra_key",
         "finished",
         "finished_reason",
         "input_embeds",
         "kv",
         "last_node",
-        "lock_receipt",
         "lora_id",
         "origin_input_ids",
         "output_ids",
         "positional_embed_overrides",
-        "prefix_indices",
         "priority",
         "reset_for_retract",
         "retraction_count",
@@ -105,7 +109,6 @@ INTERNALS: Mapping[str, tuple[str, ...]] = {
         "sampling_params",
         "seqlen",
         "session",
-        "skip_radix_cache_insert",
         "to_finish",
     ),
     "sglang.srt.mem_cache.unified_cache.unified_tree_core_interface.UnifiedTreeCoreInterface": (
@@ -143,13 +146,39 @@ INTERNALS: Mapping[str, tuple[str, ...]] = {
         "inc_lock_ref",
         "match_prefix",
         "tree_core",
-        "unpin",
     ),
 }
-"""Class -> methods and attributes of it that ``cosched/engine`` uses."""
+"""Class -> methods and attributes of it that ``cosched/engine`` uses in every supported version."""
+
+INTERNALS_OF: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "0.5.23": {
+        "sglang.srt.managers.scheduler.Scheduler": ("send_abort_output",),
+        "sglang.srt.managers.schedule_batch.Req": ("lock", "prefix_len"),
+        "sglang.srt.mem_cache.base_prefix_cache.MatchResult": ("device_prefix_len",),
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache": ("lock", "unlock"),
+    },
+    "0.5.21": {
+        "sglang.srt.managers.schedule_batch.Req": (
+            "lock_receipt",
+            "prefix_indices",
+            "skip_radix_cache_insert",
+        ),
+        "sglang.srt.mem_cache.base_prefix_cache.MatchResult": ("device_indices",),
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache": ("unpin",),
+    },
+}
+"""Supported version -> what it uses in that version beside those."""
 
 
-def check_internals(internals: Mapping[str, tuple[str, ...]] = INTERNALS) -> None:
+def internals_for(version: str) -> Mapping[str, tuple[str, ...]]:
+    """Everything that it uses in a supported version."""
+    merged = {target: list(names) for target, names in INTERNALS.items()}
+    for target, names in INTERNALS_OF[version].items():
+        merged.setdefault(target, []).extend(names)
+    return {target: tuple(sorted(names)) for target, names in merged.items()}
+
+
+def check_internals(internals: Mapping[str, tuple[str, ...]]) -> None:
     """SeamError naming the first class, and what of it is gone."""
     for target, names in internals.items():
         try:

@@ -21,19 +21,20 @@ def register() -> None:
         if config is None:
             return
         import cosched.bootstrap  # before SGLang's heavy modules are imported
-        from cosched_patches.internals import check_internals
+        from cosched_patches.internals import check_internals, internals_for
         from cosched_patches.seam import install
-        from cosched_patches.seams import SEAMS
+        from cosched_patches.seams import seams_for
         from cosched_patches.version import check_version
 
-        check_version()
-        check_internals()
-        install(SEAMS)
+        version = check_version()
+        check_internals(internals_for(version))
+        install(seams_for(version))
         if not cosched.bootstrap.has_cuda():
-            from cosched.engine import cpu_attention, cpu_paging
+            from cosched.engine import cpu_attention, cpu_paging, port
 
             cpu_attention.install()
-            cpu_paging.install()
+            if port.PAGES_NEED_TRITON:
+                cpu_paging.install()
     except CoschedError as error:
         raise SystemExit(f"cosched: {error}") from None
     except Exception as error:

@@ -6,16 +6,34 @@ from typing import Any
 
 from cosched_patches.seam import Seam
 
-__all__ = ["SEAM"]
+__all__ = ["SEAM", "SEAM_0_5_21"]
 
 
 def _hook() -> Any:
+    from cosched.engine.apply import PlannedPrefillAdder
+
+    def planned(original: Any, scheduler: Any) -> Any:
+        return PlannedPrefillAdder
+
+    return planned
+
+
+def _class_hook() -> Any:
     from cosched.engine.apply import PlannedPrefillAdder
 
     return PlannedPrefillAdder
 
 
 SEAM = Seam(
+    target="sglang.srt.managers.scheduler.Scheduler.get_prefill_adder_class",
+    kind="around",
+    signature=("self",),
+    hook=_hook,
+    why="A plan says how many tokens each request gets; stock has one chunk size for all.",
+    versions=("0.5.23",),
+)
+
+SEAM_0_5_21 = Seam(
     target="sglang.srt.managers.schedule_policy.PrefillAdder",
     kind="replace",
     signature=(
@@ -36,6 +54,7 @@ SEAM = Seam(
         "waiting_queue_len",
         "prefill_tile_block_m",
     ),
-    hook=_hook,
+    hook=_class_hook,
     why="A plan says how many tokens each request gets; stock has one chunk size for all.",
+    versions=("0.5.21",),
 )

@@ -33,7 +33,7 @@ from cosched_patches import (
 )
 from cosched_patches.seam import Seam
 
-__all__ = ["SEAMS"]
+__all__ = ["SEAMS", "seams_for"]
 
 SEAMS: tuple[Seam, ...] = (
     http_processes.SEAM,
@@ -41,8 +41,10 @@ SEAMS: tuple[Seam, ...] = (
     detokenizer_processes.SEAM,
     http_app.SEAM,
     warmup.SEAM,
+    warmup.SEAM_0_5_21,
     http_json.SEAM,
     chat_messages.SEAM,
+    chat_messages.SEAM_0_5_21,
     generate_request.SEAM,
     refusal_status.SEAM,
     request_values.SEAM,
@@ -53,6 +55,7 @@ SEAMS: tuple[Seam, ...] = (
     request_abort.SEAM,
     prefill_batch.SEAM,
     prefill_adder.SEAM,
+    prefill_adder.SEAM_0_5_21,
     lora_admission.SEAM,
     penalties.SEAM,
     next_batch.SEAM,
@@ -64,3 +67,9 @@ SEAMS: tuple[Seam, ...] = (
     idle.SEAM,
     sigterm.SEAM,
 )
+"""Those of every supported version; where a place differs between versions there are several."""
+
+
+def seams_for(version: str) -> tuple[Seam, ...]:
+    """Those of one supported version."""
+    return tuple(seam for seam in SEAMS if version in seam.versions)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from cosched_patches.seam import Seam
 
-__all__ = ["SEAM"]
+__all__ = ["SEAM", "SEAM_0_5_21"]
 
 
 def _hook() -> Any:
@@ -35,11 +36,18 @@ def _hook() -> Any:
 SEAM = Seam(
     target="sglang.srt.entrypoints.http_server._wait_and_warmup",
     kind="around",
-    signature=("server_args", "launch_callback", "execute_warmup_func"),
+    signature=("server_args", "launch_callback", "execute_warmup_func", "post_warmup_callback"),
     hook=_hook,
     why=(
         "SGLang's warm-up asks its own address: where another server has the port, that one "
         "answers, and the line that says ready is printed by a server that then fails. After that "
         "line stand cosched's policy, targets and two requests to try."
     ),
+    versions=("0.5.23",),
+)
+
+SEAM_0_5_21 = replace(
+    SEAM,
+    signature=("server_args", "launch_callback", "execute_warmup_func"),
+    versions=("0.5.21",),
 )

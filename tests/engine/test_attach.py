@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from unittest import mock
 
 import pytest
@@ -67,6 +68,6 @@ def test_the_log_says_what_schedules(make_engine):
         "learnt while running",
         "mixed chunks on",
         "offline pool in prefix order",
-        "SGLang 0.5.21",
+        f"SGLang {version('sglang')}",
     ):
         assert fact in line

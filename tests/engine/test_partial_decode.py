@@ -25,13 +25,16 @@ class HoldingPolicy:
         plan, carry = self._inner.plan(view, carry)
         stopped = {p.rid for p in plan.preempt}
         running = [r.rid for r in view.running if r.rid not in stopped]
+        may_wait = {r.rid for r in view.running if view.can_hold(r)}
         held = {
             rid
             for rid in running
-            if self._in_a_row.get(rid, 0) < self._most and self._rng.random() < 0.5
+            if rid in may_wait
+            and self._in_a_row.get(rid, 0) < self._most
+            and self._rng.random() < 0.5
         }
         if len(held) == len(running) and not plan.prefill:
-            held = set(running[1:])
+            held = set(running[1:]) & may_wait
         self._in_a_row = {rid: self._in_a_row.get(rid, 0) + 1 for rid in held}
         self.num_held += len(held)
         return replace(plan, hold=frozenset(held)), carry

@@ -17,6 +17,7 @@ def test_page_names_everything():
     for seam in SEAMS:
         assert f"`{seam.target}`" in page
         assert page.count(f"## {seam.hook.__module__.rpartition('.')[2]}\n") == 1
+        assert all(version in page for version in seam.versions)
 
 
 def test_command(capsys, monkeypatch, tmp_path):

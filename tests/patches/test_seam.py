@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from operator import attrgetter
 from types import ModuleType
 
 import pytest
@@ -17,16 +18,17 @@ import pytest
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.config import ENV_VAR
 from cosched.errors import SeamError
-from cosched_patches.internals import INTERNALS, check_internals
+from cosched.versions import SGLANG_VERSIONS, nearest_sglang
+from cosched_patches.internals import INTERNALS, check_internals, internals_for
 from cosched_patches.seam import (
     Seam,
     check_signatures,
     check_wrapped,
     install,
 )
-from cosched_patches.seams import SEAMS
-from cosched_patches.version import ALLOW_VARIABLE, SGLANG_VERSION, check_version
-from tests.serving import ROOT, SOURCE_ROOTS
+from cosched_patches.seams import SEAMS, seams_for
+from cosched_patches.version import ALLOW_VARIABLE, check_version
+from tests.serving import ROOT, SEARCH_PATH
 
 
 @pytest.fixture
@@ -73,7 +75,7 @@ def refusal(function, *args):
     with pytest.raises(SeamError) as caught:
         function(*args)
     message = str(caught.value)
-    assert f"supports sglang {SGLANG_VERSION}" in message
+    assert f"supports sglang {' and '.join(SGLANG_VERSIONS)}." in message
     assert "\n" not in message
     return message
 
@@ -165,11 +167,17 @@ class TestInstall:
 
 class TestSeams:
     def test_fit_the_installed_sglang(self):
-        check_signatures(SEAMS)
+        check_signatures(seams_for(check_version()))
+
+    @pytest.mark.parametrize("version", SGLANG_VERSIONS)
+    def test_no_version_has_one_twice(self, version):
+        for facts in ("hook.__module__", "target"):
+            found = [attrgetter(facts)(each) for each in seams_for(version)]
+            assert len(found) == len(set(found))
 
     def test_say_what_a_reader_needs(self):
-        assert len({each.target for each in SEAMS}) == len(SEAMS)
         for each in SEAMS:
+            assert set(each.versions) <= set(SGLANG_VERSIONS), each
             assert each.target.startswith("sglang."), each
             assert each.kind in ("before", "after", "around", "replace"), each
             assert each.why.endswith("."), each
@@ -181,7 +189,7 @@ def run_python(code, *arguments, **env):
     cleared = {name: "" for name in (ENV_VAR, "SGLANG_PLUGINS")}
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), *arguments],
-        env=os.environ | cleared | {"PYTHONPATH": os.pathsep.join(map(str, SOURCE_ROOTS))} | env,
+        env=os.environ | cleared | {"PYTHONPATH": SEARCH_PATH} | env,
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -216,32 +224,52 @@ def assert_stopped(done):
 class TestVersion:
     @pytest.fixture
     def other(self, monkeypatch):
-        monkeypatch.setattr("sglang.version.__version__", "0.5.23")
+        monkeypatch.setattr("sglang.version.__version__", "0.5.24")
         monkeypatch.delenv(ALLOW_VARIABLE, raising=False)
 
     def test_ours_passes(self):
         check_version()
 
     def test_another_is_refused_though_its_signatures_fit(self, other):
-        assert "This is sglang 0.5.23" in refusal(check_version)
+        assert "This is sglang 0.5.24" in refusal(check_version)
 
-    @pytest.mark.parametrize("allowed", ["0.5.22", "1", "", "all"])
+    @pytest.mark.parametrize("allowed", ["0.5.23", "1", "", "all"])
     def test_only_the_very_version_can_be_let_through(self, other, monkeypatch, allowed):
         monkeypatch.setenv(ALLOW_VARIABLE, allowed)
-        assert f"set {ALLOW_VARIABLE}=0.5.23" in refusal(check_version)
+        assert f"set {ALLOW_VARIABLE}=0.5.24" in refusal(check_version)
 
     def test_it_is_let_through_with_a_warning(self, other, monkeypatch):
         said = []
         logger = logging.getLogger("cosched")
         monkeypatch.setattr(logger, "warning", lambda text, *args: said.append(text % args))
-        monkeypatch.setenv(ALLOW_VARIABLE, "0.5.23")
-        check_version()
-        assert "UNTESTED" in said[0] and "0.5.23" in said[0]
+        monkeypatch.setenv(ALLOW_VARIABLE, "0.5.24")
+        assert check_version() == "0.5.23"
+        assert "UNTESTED" in said[0] and "0.5.24" in said[0]
+
+    @pytest.mark.parametrize("version", SGLANG_VERSIONS)
+    def test_each_of_ours_passes(self, monkeypatch, version):
+        monkeypatch.setattr("sglang.version.__version__", version)
+        monkeypatch.delenv(ALLOW_VARIABLE, raising=False)
+        assert check_version() == version
+
+    @pytest.mark.parametrize(
+        ("version", "nearest"),
+        [
+            ("0.5.20", "0.5.21"),
+            ("0.5.22", "0.5.21"),
+            ("0.5.23.post1", "0.5.23"),
+            ("0.5.24rc1", "0.5.23"),
+            ("1.0", "0.5.23"),
+            ("main", "0.5.21"),
+        ],
+    )
+    def test_another_is_taken_for_the_nearest_before_it(self, version, nearest):
+        assert nearest_sglang(version) == nearest
 
 
 class TestInternals:
     def test_all_are_there(self):
-        check_internals()
+        check_internals(internals_for(check_version()))
 
     @pytest.mark.parametrize("target", INTERNALS)
     def test_one_that_is_gone_is_named(self, target):
@@ -260,18 +288,31 @@ class TestInternals:
 
     @pytest.mark.parametrize(
         ("owner", "names"),
-        [("Scheduler", r"_?scheduler"), ("Req", r"req|chunked_req"), ("ScheduleBatch", r"batch")],
+        [
+            ("Scheduler", r"_?scheduler"),
+            ("Req", r"req|chunked_req"),
+            ("ScheduleBatch", r"(?:running_)?batch"),
+            ("UnifiedRadixCache", r"tree(?:_cache)?"),
+        ],
     )
-    def test_the_list_is_whole(self, owner, names):
+    @pytest.mark.parametrize("version", SGLANG_VERSIONS)
+    def test_the_list_is_whole(self, owner, names, version):
         """What the adapter uses under these names stands in the list."""
-        [listed] = [set(v) for k, v in INTERNALS.items() if k.rpartition(".")[2] == owner]
+        internals = internals_for(version)
+        [listed] = [set(v) for k, v in internals.items() if k.rpartition(".")[2] == owner]
         used = set()
-        for path in (ROOT / "cosched" / "engine").glob("*.py"):
+        others = {_port_module(other) for other in SGLANG_VERSIONS} - {_port_module(version)}
+        for path in (ROOT / "cosched" / "engine").rglob("*.py"):
             # Those build engines of their own, on SGLang's public constructors.
             if path.stem not in ("local", "virtual", "measure", "cpu_attention", "cpu_paging"):
-                used |= set(re.findall(rf"\b(?:{names})\.(\w+)", path.read_text()))
+                if path.stem not in others:
+                    used |= set(re.findall(rf"\b(?:{names})\.(\w+)", path.read_text()))
         own = {"cosched", "cosched_observer", "cosched_offline"}
         assert used - own <= listed, f"add to INTERNALS: {sorted(used - own - listed)}"
+
+
+def _port_module(version):
+    return "sglang_" + version.replace(".", "_")
 
 
 class _Base:
@@ -335,11 +376,13 @@ class TestProcess:
             from sglang.srt.plugins import load_plugins
             from sglang.srt.plugins.hook_registry import HookRegistry
             from cosched_patches.seam import check_wrapped
-            from cosched_patches.seams import SEAMS
+            from cosched_patches.seams import seams_for
+            from cosched_patches.version import check_version
 
             load_plugins()
-            check_wrapped(SEAMS)
-            print(HookRegistry._patched == {seam.target for seam in SEAMS})
+            seams = seams_for(check_version())
+            check_wrapped(seams)
+            print(HookRegistry._patched == {seam.target for seam in seams})
         """
         done = run_python(code, **ACTIVE)
         assert done.stdout.strip().endswith("True"), done.stderr
@@ -350,7 +393,8 @@ class TestProcess:
             import cosched.bootstrap
             from sglang.srt.plugins import load_plugins
             from sglang.srt.plugins.hook_registry import HookRegistry
-            from cosched_patches.seams import SEAMS
+            from cosched_patches.seams import seams_for
+            from cosched_patches.version import check_version
             import sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler
 
             def everything():
@@ -368,10 +412,11 @@ class TestProcess:
                     for attribute, value in vars(owner).items()
                 }
 
-            targets = [pkgutil.resolve_name(seam.target) for seam in SEAMS]
+            seams = seams_for(check_version())
+            targets = [pkgutil.resolve_name(seam.target) for seam in seams]
             before = everything()
             load_plugins()
-            assert [pkgutil.resolve_name(seam.target) for seam in SEAMS] == targets
+            assert [pkgutil.resolve_name(seam.target) for seam in seams] == targets
             after = everything()
             changed = dict(set(after.items()) ^ set(before.items()))
             print(sorted(map(str, changed)), HookRegistry._patched, dict(HookRegistry._hooks))

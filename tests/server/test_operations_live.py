@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from cosched.engine.exporter import METRICS, Kind
-from tests.serving import ROOT, SOURCE_ROOTS, TEST_FLAGS
+from tests.serving import ROOT, SEARCH_PATH, TEST_FLAGS
 from tests.serving import start_server as start_any_server
 
 pytestmark = pytest.mark.server
@@ -161,7 +161,7 @@ def running_offline(url):
 
 
 def environment():
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SOURCE_ROOTS))}
+    return {**os.environ, "PYTHONPATH": SEARCH_PATH}
 
 
 @pytest.fixture(scope="module")

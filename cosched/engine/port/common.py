@@ -1,0 +1,275 @@
+"""What holds for every supported version of SGLang."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from http import HTTPStatus
+from typing import Any, NamedTuple
+
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+from sglang.srt.managers.scheduler import _make_abort_req
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.runtime_context import get_exec
+
+from cosched.core.caps import EngineCaps
+from cosched.latency.graphs import GraphSizes
+
+__all__ = [
+    "Found",
+    "Peek",
+    "admit_ready_grammars",
+    "can_hold",
+    "can_split",
+    "caps_of",
+    "drain_results",
+    "end_with_error",
+    "error_answer",
+    "evictable_at",
+    "free_slots",
+    "graph_sizes_of",
+    "is_under_way",
+    "kv_evictable",
+    "kv_free",
+    "kv_shared",
+    "kv_total",
+    "lookup_key",
+    "num_committed",
+    "num_own",
+    "peek",
+    "prefills_of",
+    "put_back",
+    "reserve_ratio",
+    "take_out_unanswered",
+    "token_ids",
+    "under_way",
+]
+
+
+class Peek(NamedTuple):
+    """What the radix tree holds of a request on the device, looked at without a trace.
+
+    num_tokens  at its head
+    node        the last node on the way
+    num_pinned  that a lock on this node would take: it may go on behind the match
+    """
+
+    num_tokens: int
+    node: Any
+    num_pinned: int
+
+
+class Found(NamedTuple):
+    """The same by SGLang's whole search, which counts as a use and may split a node.
+
+    num_device, num_host  tokens at its head on the device, and behind them on the host
+    node                  the last node on the device
+    """
+
+    num_device: int
+    num_host: int
+    node: Any
+
+
+# --- The engine's limits ---
+
+
+def caps_of(scheduler: Any) -> EngineCaps:
+    """The limits of a scheduler, read once after it was built."""
+    return EngineCaps(
+        page_size=scheduler.page_size,
+        max_running_requests=scheduler.max_running_requests,
+        max_chunk_tokens=scheduler.chunked_prefill_size,
+        max_prefill_tokens=scheduler.max_prefill_tokens,
+        max_reserved_tokens=CLIP_MAX_NEW_TOKENS,
+        chunk_align=scheduler.truncation_align_size or 1,
+        max_adapters=scheduler.max_loras_per_batch if scheduler.enable_lora else None,
+        mixed_batches=bool(scheduler.is_mixed_chunk),
+        partial_decode=can_split(scheduler),
+    )
+
+
+def can_split(scheduler: Any) -> bool:
+    """Whether this engine's running batch can be divided at all: its requests must carry no state
+    of their own beside rows and tokens."""
+    return (
+        scheduler.is_generation
+        and scheduler.spec_algorithm.is_none()
+        and not scheduler.enable_hisparse
+        and scheduler.dllm_config is None
+        and not scheduler.model_config.is_encoder_decoder
+        and not scheduler.is_hybrid_ssm
+    )
+
+
+def graph_sizes_of(scheduler: Any) -> GraphSizes | None:
+    """The sizes that its batches are padded to for CUDA graphs; None: they are not."""
+    config = get_exec().graph.cuda_graph_config
+    if scheduler.device == "cpu" or config is None:
+        return None
+
+    def sizes(phase: Any) -> tuple[int, ...]:
+        return () if phase.backend == "disabled" else tuple(sorted(phase.bs or ()))
+
+    graphs = GraphSizes(prefill=sizes(config.prefill), decode=sizes(config.decode))
+    return graphs if graphs.prefill or graphs.decode else None
+
+
+# --- Memory and slots ---
+
+
+def kv_total(scheduler: Any) -> int:
+    """KV tokens of the device."""
+    return int(scheduler.max_total_num_tokens)
+
+
+def kv_free(scheduler: Any) -> int:
+    """KV tokens that nobody uses."""
+    return int(scheduler.token_to_kv_pool_allocator.available_size())
+
+
+def kv_evictable(scheduler: Any) -> int:
+    """KV tokens that only the radix tree holds."""
+    return int(scheduler.tree_cache.evictable_size())
+
+
+def kv_shared(scheduler: Any) -> int:
+    """KV tokens of the radix tree that requests use, each once."""
+    return int(scheduler.tree_cache.protected_size())
+
+
+def free_slots(scheduler: Any, running_batch: Any) -> int:
+    """Requests that may join those of `running_batch`."""
+    slots = scheduler.get_num_allocatable_reqs(len(running_batch.reqs), running_batch=running_batch)
+    return int(slots)
+
+
+def reserve_ratio(scheduler: Any) -> float:
+    """The share of the output still to come that SGLang keeps free for running requests, learnt
+    from past iterations. See `reserves_whole_output`."""
+    return float(scheduler.new_token_ratio_tracker.current)
+
+
+# --- A request ---
+
+
+def token_ids(req: Any) -> array[int]:
+    """Prompt and generated tokens. Not to be written: without output it is the prompt itself."""
+    ids: array[int] = req.origin_input_ids
+    return ids + req.output_ids if req.output_ids else ids
+
+
+def num_committed(req: Any) -> int:
+    """Tokens whose KV is computed."""
+    return req.kv.kv_committed_len  # type: ignore[no-any-return]
+
+
+def num_own(req: Any) -> int:
+    """KV tokens that it holds beside what the radix tree owns."""
+    return int(req.kv.kv_allocated_len) - int(req.kv.cache_protected_len)
+
+
+def lookup_key(req: Any) -> Any:
+    """What admission will look up (`Req.init_next_round_input`): all tokens but those that must be
+    computed in any case."""
+    ids = token_ids(req)
+    if req.positional_embed_overrides is not None:
+        ids = ids[:0]
+    limit = req._compute_max_prefix_len(len(ids))
+    return RadixKey(token_ids=ids, extra_key=req.extra_key, limit=limit, cache_salt=req.cache_salt)
+
+
+def is_under_way(req: Any) -> bool:
+    """Whether a request of the running batch goes on: one that has ended stays in it until it is
+    next filtered."""
+    return req.finished_reason is None
+
+
+# --- The radix tree ---
+
+
+def peek(tree: Any, req: Any) -> Peek:
+    """Changes nothing that eviction sees."""
+    return Peek(*tree.tree_core.match_full_device_prefix(lookup_key(req)))
+
+
+def evictable_at(tree: Any, node: Any) -> int:
+    """Tokens from a node up to the root that nobody holds; measured by locking it for a moment."""
+    before: int = tree.evictable_size()
+    lock = tree.inc_lock_ref(node)
+    held: int = before - tree.evictable_size()
+    tree.dec_lock_ref(node, lock.to_dec_params())
+    return held
+
+
+# --- Batches ---
+
+
+def can_hold(running_batch: Any) -> bool:
+    """Whether the requests that run now can be divided: beams have rows of their own behind those
+    of the requests."""
+    return all([req.beam_group is None for req in running_batch.reqs])
+
+
+def prefills_of(batch: Any) -> Iterator[tuple[Any, int]]:
+    """The requests of a prefill batch and the tokens it computes of each, without the decodes that
+    were mixed into it. From the batch: a mixed decode leaves other numbers on its request."""
+    num_prefills = len(batch.reqs) - len(batch.decoding_reqs or ())
+    return zip(batch.reqs[:num_prefills], batch.extend_lens[:num_prefills], strict=True)
+
+
+def under_way(scheduler: Any) -> list[Any]:
+    """Requests that run. Those that decode beside a prefill are in its batch, and in the running
+    batch again only after it."""
+    batches = [batch for batch in (scheduler.running_batch, scheduler.last_batch) if batch]
+    reqs = {req.rid: req for batch in batches for req in batch.reqs if not req.finished()}
+    return list(reqs.values())
+
+
+# --- Steps of the scheduler that cosched takes in its place ---
+
+
+def admit_ready_grammars(scheduler: Any) -> None:
+    """Queue requests whose grammar is compiled now, so that the plan sees them."""
+    if scheduler.grammar_manager.has_waiting_grammars():
+        for req in scheduler.grammar_manager.get_ready_grammar_requests():
+            scheduler._add_request_to_queue(req)
+
+
+def drain_results(scheduler: Any) -> bool:
+    """Process the results that the overlap scheduler still has in flight. True when there were any.
+
+    `last_batch` is cleared, as SGLang does itself when it pauses, so that the event loop does not
+    wait for these results again.
+    """
+    if not (scheduler.enable_overlap and scheduler.last_batch and scheduler.result_queue):
+        return False
+    while scheduler.result_queue:
+        scheduler.process_batch_result(*scheduler.result_queue.popleft())
+    scheduler.last_batch = None
+    return True
+
+
+def put_back(scheduler: Any, req: Any) -> None:
+    """Queue a running request again whose memory was given back."""
+    req.reset_for_retract()
+    scheduler._add_request_to_queue(req, is_retracted=True)
+
+
+def take_out_unanswered(scheduler: Any, req: Any) -> None:
+    """Take a waiting request out of the queue and drop what caches and beams keep for it."""
+    scheduler.waiting_queue.remove(req)
+    scheduler._release_aborted_request(req)
+    scheduler.beam_coordinator.retire_group(req)
+
+
+def error_answer(req: Any, status: HTTPStatus, message: str) -> Any:
+    """The message that answers a request with an error; `send_abort` sends it."""
+    reason = {"type": "abort", "status_code": status, "message": message}
+    return _make_abort_req(req, finished_reason=reason)
+
+
+def end_with_error(req: Any, status: HTTPStatus, message: str) -> None:
+    """Have a running request end with an error after the iteration under way."""
+    req.to_finish = FINISH_ABORT(message, status)

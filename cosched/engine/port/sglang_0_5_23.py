@@ -1,0 +1,76 @@
+"""SGLang 0.5.23, where it differs from other supported versions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.common import release_kv_cache
+
+from cosched.engine.port.common import Found, lookup_key, num_own
+
+__all__ = [
+    "PAGES_NEED_TRITON",
+    "can_cut",
+    "find",
+    "gain_of_stopping",
+    "num_prefix",
+    "release",
+    "reserves_whole_output",
+    "send_abort",
+    "uses_dp_attention",
+]
+
+PAGES_NEED_TRITON = False
+"""Its allocator has plain functions for devices without Triton."""
+
+
+def num_prefix(req: Any) -> int:
+    """Tokens at its head whose KV its next chunk finds."""
+    return int(req.prefix_len)
+
+
+def can_cut(req: Any) -> bool:
+    """Whether its prompt may be computed in chunks. Those that go into no tree (beams, overridden
+    embeddings) stay in its row."""
+    return True
+
+
+def reserves_whole_output(req: Any) -> bool:
+    """Whether all of the output to come is kept free for it, and not a share: it cannot end
+    early."""
+    return bool(req.sampling_params.ignore_eos)
+
+
+def find(tree: Any, req: Any) -> Found:
+    """What the tree holds of a request, host memory included."""
+    found = tree.match_prefix(MatchPrefixParams(key=lookup_key(req)))
+    return Found(found.device_prefix_len, int(found.host_hit_length), found.last_device_node)
+
+
+def gain_of_stopping(tree: Any, req: Any) -> int:
+    """KV tokens that stopping a running request would leave free or evictable; measured by
+    releasing its lock on the tree for a moment."""
+    before: int = tree.evictable_size()
+    tree.unlock(req.lock)
+    shared: int = tree.evictable_size() - before
+    req.lock = tree.lock(req.last_node)
+    return num_own(req) + shared
+
+
+def release(tree: Any, req: Any, *, keep: bool) -> None:
+    """Give back the memory of a running request. keep: the tree first takes its prompt and the
+    generated tokens; they stay as evictable nodes, and all but the last token is matched there when
+    it resumes. Not with a Mamba tree, which takes finished requests only."""
+    release_kv_cache(req, tree, checkpoint=keep)
+
+
+def send_abort(scheduler: Any, answer: Any, req: Any) -> None:
+    """Answer a request that ends outside the stream of outputs."""
+    scheduler.send_abort_output(answer, req)
+
+
+def uses_dp_attention(server_args: Any) -> bool:
+    """Whether resolved arguments ask for data-parallel attention. The old flag becomes this width,
+    and its own field is False afterwards."""
+    return int(server_args.attn_dp_size) > 1

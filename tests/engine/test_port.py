@@ -1,0 +1,114 @@
+"""What is asked of SGLang's insides has an answer in every supported version."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from types import SimpleNamespace
+
+import pytest
+
+import cosched.bootstrap  # noqa: F401  # before sglang
+from cosched.engine import port
+from cosched.versions import SGLANG_VERSIONS, nearest_sglang
+from tests.engine.conftest import assert_drained, prompt
+
+OFFLINE = -1
+
+
+def answers(version):
+    module = importlib.import_module("cosched.engine.port.sglang_" + version.replace(".", "_"))
+    return {name: getattr(module, name) for name in module.__all__}
+
+
+@pytest.mark.parametrize("version", SGLANG_VERSIONS)
+def test_every_version_answers_the_same_questions(version):
+    shapes = [
+        {name: inspect.signature(f) for name, f in answers(v).items() if callable(f)}
+        for v in (version, SGLANG_VERSIONS[0])
+    ]
+    assert shapes[0] == shapes[1]
+    assert answers(version).keys() == answers(SGLANG_VERSIONS[0]).keys()
+
+
+def test_the_installed_one_answers():
+    from sglang.version import __version__
+
+    assert nearest_sglang(__version__) == port.VERSION
+    for name, answer in answers(port.VERSION).items():
+        assert getattr(port, name) is answer
+
+
+@pytest.mark.parametrize("ignore_eos", [True, False])
+def test_the_reserve_is_what_the_engine_keeps(make_engine, ignore_eos):
+    """A view and SGLang's adder see the same room beside what runs."""
+    from tests.engine.conftest import view_now
+
+    engine = make_engine(schedule_conservativeness=0.5)
+    for i in range(3):
+        engine.submit(f"r{i}", prompt(i, 40), max_new_tokens=100, ignore_eos=ignore_eos)
+    seen = []
+
+    def look(iteration):
+        scheduler = engine.scheduler
+        if iteration == 10:
+            adder_class = port_adder(scheduler)
+            adder = adder_class(
+                scheduler.page_size,
+                scheduler.tree_cache,
+                scheduler.token_to_kv_pool_allocator,
+                scheduler.running_batch,
+                scheduler.new_token_ratio_tracker.current,
+                1000,
+                1000,
+            )
+            kv = view_now(scheduler).kv
+            seen.append((adder.rem_total_tokens, kv.free + kv.evictable - kv.reserved))
+
+    engine.run_until_idle(on_iteration=look)
+    [(room, planned)] = seen
+    assert room - 2 * 3 <= planned <= room  # whole tokens, and the next one of each
+    assert_drained(engine)
+
+
+def port_adder(scheduler):
+    from sglang.srt.managers.schedule_policy import PrefillAdder
+
+    return PrefillAdder
+
+
+@pytest.mark.parametrize("tokens", [0, 50])
+def test_what_stopping_gains_is_free_or_evictable_afterwards(make_engine, tokens):
+    engine = make_engine()
+    shared = prompt(7, tokens)
+    engine.submit("first", shared + prompt(1, 60), max_new_tokens=2)
+    engine.run_until_idle()
+    engine.submit("off", shared + prompt(2, 60), max_new_tokens=50, priority=OFFLINE)
+    gains = []
+
+    def stop(iteration):
+        scheduler = engine.scheduler
+        if iteration == 20:
+            [req] = scheduler.running_batch.reqs
+            room = port.kv_free(scheduler) + port.kv_evictable(scheduler)
+            gain = port.gain_of_stopping(scheduler.tree_cache, req)
+            assert gain == port.gain_of_stopping(scheduler.tree_cache, req)
+            port.release(scheduler.tree_cache, req, keep=True)
+            port.put_back(scheduler, req)
+            scheduler.running_batch.filter_batch(keep_indices=[])
+            scheduler.last_batch = None
+            gains.append(gain)
+            assert port.kv_free(scheduler) + port.kv_evictable(scheduler) - room == gain
+            assert port.peek(scheduler.tree_cache, req).num_tokens >= port.num_committed(req)
+
+    engine.run_until_idle(on_iteration=stop)
+    assert gains and gains[0] >= 60
+    assert len(engine.replies["off"].output_ids) == 50
+    assert_drained(engine)
+
+
+@pytest.mark.parametrize(("width", "flag"), [(1, False), (2, True)])
+def test_dp_attention_is_seen_however_it_is_spelled(width, flag):
+    resolved = SimpleNamespace(attn_dp_size=width, enable_dp_attention=flag)
+    for version in SGLANG_VERSIONS:
+        assert answers(version)["uses_dp_attention"](resolved) is flag
