@@ -80,7 +80,8 @@ class Checks:
             counts.pop(ask.rid, None)
         self._progress.pop(ask.rid, None)
         most = ask.sampling["max_new_tokens"]
-        least = ask.sampling.get("min_new_tokens", 0)
+        # Keeping a request from ending takes probabilities; without a model there are none.
+        least = ask.sampling.get("min_new_tokens", 0) if self._engine.spec.compute else 0
         got = len(reply.output_ids)
         if "beam_width" in ask.sampling:
             return
