@@ -70,6 +70,15 @@ def _key(req: Any) -> Any:
     )
 
 
+def _num_in_session(tree_cache: Any, req: Any) -> int | None:
+    """Tokens that a streaming session has kept for its next request (`find_active_slot`); None:
+    what is cached of it is in the tree."""
+    if req.session is None or not req.session.streaming or req.to_finish is not None:
+        return None
+    slot = tree_cache.session.slots.get(req.session.session_id)
+    return int(slot.kv.kv_committed_len) if slot is not None and slot.kv.holds_kv else None
+
+
 class SchedulerView:
     """Implements `cosched.core.view.View` on a scheduler between two iterations.
 
@@ -214,7 +223,11 @@ class SchedulerView:
 
     def _look_up(self, request: Request) -> Match:
         tree = self._scheduler.tree_cache
-        key = _key(_req(request))
+        req = _req(request)
+        key = _key(req)
+        num_held = _num_in_session(tree, req)
+        if num_held is not None:
+            return Match(cached=min(num_held, key.limit), evictable=0)
         if self._scheduler.enable_hierarchical_cache and get_parallel().tp_size == 1:
             # Only the whole search knows what is on the host. It touches what it finds, so with
             # several ranks, of which one plans, their trees would differ.

@@ -142,9 +142,11 @@ INTERNALS: Mapping[str, tuple[str, ...]] = {
         "evictable_size",
         "inc_lock_ref",
         "match_prefix",
+        "session",
         "tree_core",
         "unpin",
     ),
+    "sglang.srt.session.streaming_session.StreamingSession": ("slots",),
 }
 """Class -> methods and attributes of it that ``cosched/engine`` uses."""
 

@@ -321,6 +321,33 @@ def test_beams_with_a_prompt_that_does_not_fit_one_iteration_are_refused(make_en
     assert_drained(engine)
 
 
+@pytest.mark.parametrize("priority", [0, OFFLINE])
+def test_a_session_that_keeps_most_of_the_memory_goes_on(make_engine, priority):
+    """Its KV is its own: the tree knows of the first prompt alone, and there is no room to compute
+    all of it once more."""
+    from sglang.srt.managers.io_struct import (
+        CloseSessionReqInput,
+        OpenSessionReqInput,
+        SessionParams,
+    )
+
+    engine = make_engine(switches=("--enable-streaming-session",))
+    scheduler = engine.scheduler
+    scheduler.open_session(
+        OpenSessionReqInput(capacity_of_str_len=5000, session_id="s", streaming=True)
+    )
+    for turn, length in enumerate((50, 1200, 100)):
+        engine.submit(f"s{turn}", prompt(turn, length), max_new_tokens=4, priority=priority)
+        engine._inbox[-1].session_params = SessionParams(id="s")
+        engine.submit(f"behind{turn}", prompt(10 + turn, 60), max_new_tokens=4, priority=priority)
+        engine.run_until_idle(max_iterations=300)
+        assert len(engine.replies[f"s{turn}"].output_ids) == 4
+        assert len(engine.replies[f"behind{turn}"].output_ids) == 4
+    assert scheduler.cosched.counters.num_engine_refusals == 0
+    scheduler.close_session(CloseSessionReqInput(session_id="s"))
+    assert_drained(engine)
+
+
 def test_looking_changes_nothing_that_eviction_sees(make_engine):
     """Prompts looked at many times are evicted in the order in which they were computed, as if
     nobody had looked."""
@@ -345,6 +372,7 @@ def test_looking_changes_nothing_that_eviction_sees(make_engine):
                     extra_key=None,
                     cache_salt=None,
                     positional_embed_overrides=None,
+                    session=None,
                     _compute_max_prefix_len=lambda length: length - 1,
                 )
 
