@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.runtime_context import get_exec, get_parallel
+from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule
 
 from cosched.core.caps import EngineCaps
 from cosched.core.request import PLAIN, Request, RequestClass
@@ -29,6 +29,7 @@ def caps_of(scheduler: Any) -> EngineCaps:
         max_running_requests=scheduler.max_running_requests,
         max_chunk_tokens=scheduler.chunked_prefill_size,
         max_prefill_tokens=scheduler.max_prefill_tokens,
+        max_prefills=get_schedule().prefill_max_requests,
         max_reserved_tokens=CLIP_MAX_NEW_TOKENS,
         chunk_align=scheduler.truncation_align_size or 1,
         max_adapters=scheduler.max_loras_per_batch if scheduler.enable_lora else None,
