@@ -45,6 +45,8 @@ INTERNALS: Mapping[str, tuple[str, ...]] = {
         "max_loras_per_batch",
         "max_prefill_tokens",
         "max_queued_requests",
+        "max_req_input_len",
+        "max_req_len",
         "max_running_requests",
         "max_total_num_tokens",
         "metrics_collector_context",

@@ -348,6 +348,19 @@ def test_a_session_that_keeps_most_of_the_memory_goes_on(make_engine, priority):
     assert_drained(engine)
 
 
+@pytest.mark.parametrize("policy", ["hygen", "sglang"])
+def test_no_prompt_is_taken_that_the_memory_has_no_page_left_for(make_engine, policy):
+    engine = make_engine(policy=policy, page_size=16, max_total_tokens=640)
+    longest = engine.scheduler.max_req_input_len - 1
+    for rid, length in (("fits", longest), ("long", longest + 1), ("behind", 60)):
+        engine.submit(rid, prompt(len(rid), length), max_new_tokens=50)
+    engine.run_until_idle(max_iterations=300)
+    assert engine.replies["fits"].finish_reason == "length"
+    assert engine.replies["long"].finish_reason == "abort"
+    assert len(engine.replies["behind"].output_ids) == 50
+    assert_drained(engine)
+
+
 def test_looking_changes_nothing_that_eviction_sees(make_engine):
     """Prompts looked at many times are evicted in the order in which they were computed, as if
     nobody had looked."""
