@@ -17,6 +17,8 @@ class EngineCaps:
     max_chunk_tokens        token budget of one iteration: prefill plus mixed-in decode
                             (SGLang ``--chunked-prefill-size``); None: prompts are never split
     max_prefill_tokens      most prefill tokens in one iteration (``--max-prefill-tokens``)
+    max_prefills            most requests that compute prompt tokens in one iteration
+                            (``--prefill-max-requests``); None: as many as find slots
     max_unfinished_prefills most requests whose prefill may end the iteration unfinished
     max_reserved_tokens     most output tokens reserved for one request at admission
     chunk_align             a chunk that leaves its prefill unfinished has a multiple of so many
@@ -35,6 +37,7 @@ class EngineCaps:
     max_running_requests: int
     max_chunk_tokens: int | None
     max_prefill_tokens: int
+    max_prefills: int | None = None
     max_unfinished_prefills: int = 1
     max_reserved_tokens: int = 4096
     chunk_align: int = 1

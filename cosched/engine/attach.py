@@ -44,6 +44,7 @@ def attach(scheduler: Any, config: Config) -> None:
         observer.add_listener(iteration_log)
     entry = policy_entry(config.policy)
     scheduler.cosched_offline = OfflineGate(scheduler, max_waiting=config.max_offline_waiting)
+    _leave_a_page(scheduler)
     if entry.make is None:
         return
     if scheduler.is_hybrid_swa or scheduler.is_hybrid_ssm:
@@ -74,6 +75,15 @@ def attach(scheduler: Any, config: Config) -> None:
             predictor=controller.predictor if entry.timed else None,
             max_bytes=int(config.decision_log_mb * 1e6),
         )
+
+
+def _leave_a_page(scheduler: Any) -> None:
+    """Lower SGLang's limit of a request's length by what its `PrefillAdder` asks for beside it, a
+    page. Requests between the two would be taken and never admitted, and block all behind them."""
+    beyond = scheduler.max_req_len - (scheduler.max_total_num_tokens - scheduler.page_size)
+    if beyond > 0:
+        scheduler.max_req_len -= beyond
+        scheduler.max_req_input_len -= beyond
 
 
 def use_virtual_device(scheduler: Any, clock: Clock, graphs: GraphSizes | None) -> None:

@@ -205,6 +205,9 @@ class SchedulerView:
     def _look_up(self, request: Request) -> Match:
         tree = self._scheduler.tree_cache
         req = _req(request)
+        num_held = port.num_in_session(tree, req)
+        if num_held is not None:
+            return Match(cached=min(num_held, port.lookup_key(req).limit), evictable=0)
         if self._scheduler.enable_hierarchical_cache and get_parallel().tp_size == 1:
             # Only the whole search knows what is on the host. It touches what it finds, so with
             # several ranks, of which one plans, their trees would differ.

@@ -31,6 +31,7 @@ class Ledger:
     __slots__ = (
         "_adapters",
         "_caps",
+        "_free_slots",
         "_most_tokens",
         "_num_admitted",
         "_num_prefills",
@@ -65,6 +66,7 @@ class Ledger:
         """KV tokens that chunks of this iteration may take beside the decodes; may be negative."""
         self.slots = view.free_slots
         """Requests that may still be admitted."""
+        self._free_slots = self.slots
         self.unfinished = caps.max_unfinished_prefills
         """Requests whose prefill may still end unfinished."""
         self.prefills_mix = True
@@ -110,7 +112,7 @@ class Ledger:
     ) -> SkipReason | None:
         """Why a waiting request cannot be admitted now with up to `at_most` prompt tokens (None:
         any number), or None. Hard limits only."""
-        if self.slots < request.traits.num_rows:
+        if not self._has_slots(request):
             return SkipReason.REQUEST_SLOTS
         if not self._has_adapter(request):
             return SkipReason.ADAPTERS
@@ -125,6 +127,14 @@ class Ledger:
                 SkipReason.UNFINISHED_PREFILL if self.unfinished <= 0 else SkipReason.TOKEN_BUDGET
             )
         return None
+
+    def _has_slots(self, request: Request) -> bool:
+        num_rows = request.traits.num_rows
+        most = self._caps.max_prefills
+        if self.slots < num_rows or (most is not None and self._num_prefills >= most):
+            return False
+        # For beams the engine counts every request before them as if it were as many.
+        return num_rows == 1 or self._num_prefills < self._free_slots // num_rows
 
     def _has_adapter(self, request: Request) -> bool:
         adapters = self._adapters
@@ -165,6 +175,8 @@ class Ledger:
             limit = self.tokens if self._num_prefills else self._most_tokens
             return remaining if self._caps.ceil_to_page(remaining) <= min(limit, room) else 0
         tokens = min(self.tokens, room)
+        if self._caps.max_chunk_tokens is None and self._num_prefills:
+            tokens = min(self.tokens - 1, room)  # the engine asks for strictly less
         if self._caps.ceil_to_page(remaining) <= tokens and (
             at_most is None or remaining <= at_most
         ):
@@ -225,6 +237,7 @@ class Ledger:
         """Give back what stopping a running request or an unfinished prefill frees."""
         gain = self._view.preemption_gain(request)
         self.slots += request.traits.num_rows
+        self._free_slots += request.traits.num_rows
         self.headroom += gain + self._view.reserve_of(request)
         self.available += gain
         if self._adapters is not None:
@@ -264,7 +277,9 @@ class Ledger:
             assert self.unfinished > 0, f"second unfinished prefill {request.rid=}"
             self.unfinished -= 1
         else:
-            self.headroom -= self._reserve(request)
+            # All that it may generate, also where it was stopped halfway: the engine takes what is
+            # generated off where it asks for room, not where it takes it.
+            self.headroom -= min(request.max_new_tokens, caps.max_reserved_tokens)
 
     def _reserve(self, request: Request) -> int:
         remaining = request.max_new_tokens - request.num_output_tokens

@@ -80,7 +80,8 @@ class Checks:
             counts.pop(ask.rid, None)
         self._progress.pop(ask.rid, None)
         most = ask.sampling["max_new_tokens"]
-        least = ask.sampling.get("min_new_tokens", 0)
+        # Keeping a request from ending takes probabilities; without a model there are none.
+        least = ask.sampling.get("min_new_tokens", 0) if self._engine.spec.compute else 0
         got = len(reply.output_ids)
         if "beam_width" in ask.sampling:
             return
@@ -102,7 +103,8 @@ class Checks:
             wrong = f"{got} tokens, {most=}, ended by {reply.finish_reason}"
         if ask.logprob_start is not None and reply.finish_reason != "abort":
             num_logprobs = self._engine.ears.num_output_logprobs[ask.rid]
-            if num_logprobs != got:
+            # Of no token asked for SGLang computes one, with its log probability.
+            if num_logprobs != got and (num_logprobs, most) != (1, 0):
                 wrong = f"{num_logprobs} log probabilities of {got} tokens"
             if ask.logprob_start >= 0:
                 num_of_prompt = self._engine.ears.num_input_logprobs[ask.rid]

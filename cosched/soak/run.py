@@ -289,7 +289,9 @@ def _compare(spec: SoakSpec, folders: dict[str, Path], soak: Soak, num_compared:
     chosen = [
         (ask, output, reason)
         for ask, output, reason in soak.outputs.values()
-        if ask.is_repeatable and output and len(ask.tokens) + len(output) < spec.capacity
+        if ask.is_repeatable(overlap=spec.overlap)
+        and output
+        and len(ask.tokens) + len(output) < spec.capacity
     ]
     Random(spec.seed).shuffle(chosen)
     chosen = chosen[:num_compared]
@@ -299,8 +301,10 @@ def _compare(spec: SoakSpec, folders: dict[str, Path], soak: Soak, num_compared:
             engine.send(replace(ask, priority=None))
             engine.local.run_until_idle()
         for ask, output, reason in chosen:
-            reply = engine.replies[ask.rid].output_ids
-            wanted = reply[: len(output)] if reason == "abort" else reply
+            reply = engine.replies[ask.rid]
+            if reply.finish_reason == reason == "abort":
+                continue  # refused: SGLang computes a token of an empty prompt for it
+            wanted = reply.output_ids[: len(output)] if reason == "abort" else reply.output_ids
             if output != wanted:
                 raise SoakFailure("output", f"{ask.rid}: {output}, undisturbed {wanted}; {ask}")
     return len(chosen)

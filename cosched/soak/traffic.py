@@ -33,6 +33,8 @@ ADAPTERS = ("A", "B", "C")
 MOMENTS = ("sent", "waiting", "prefilling", "decoding", "held", "preempted")
 """When a request may be aborted."""
 
+PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
+
 _TOKENS = range(10, 2040)  # of the tiny model's 2,048, without the special ones
 _REGEX = "[a-z]{3,30}"
 
@@ -57,9 +59,11 @@ class Ask:
     stream: bool = True
     abort: tuple[str, int] | None = None
 
-    @property
-    def is_repeatable(self) -> bool:
-        """Whether the same request alone gives the same output."""
+    def is_repeatable(self, *, overlap: bool) -> bool:
+        """Whether the same request alone gives the same output. Under the overlap scheduler a
+        penalty does not count the latest token where that is still on its way."""
+        if overlap and any(name in self.sampling for name in (*PENALTIES, "min_new_tokens")):
+            return False
         return self.session is None and "beam_width" not in self.sampling
 
 
@@ -307,7 +311,7 @@ def _min_tokens(rng: Random, ask: Ask, sampling: dict[str, Any], spec: SoakSpec)
 
 
 def _penalties(rng: Random, ask: Ask, sampling: dict[str, Any], spec: SoakSpec) -> dict[str, Any]:
-    kind = rng.choice(("frequency_penalty", "presence_penalty", "repetition_penalty"))
+    kind = rng.choice(PENALTIES)
     sampling[kind] = 1.3 if kind == "repetition_penalty" else rng.choice((-0.5, 0.1, 1.5))
     return {}
 

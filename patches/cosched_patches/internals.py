@@ -45,6 +45,8 @@ INTERNALS: Mapping[str, tuple[str, ...]] = {
         "max_loras_per_batch",
         "max_prefill_tokens",
         "max_queued_requests",
+        "max_req_input_len",
+        "max_req_len",
         "max_running_requests",
         "max_total_num_tokens",
         "metrics_collector_context",
@@ -145,8 +147,10 @@ INTERNALS: Mapping[str, tuple[str, ...]] = {
         "evictable_size",
         "inc_lock_ref",
         "match_prefix",
+        "session",
         "tree_core",
     ),
+    "sglang.srt.session.streaming_session.StreamingSession": ("slots",),
 }
 """Class -> methods and attributes of it that ``cosched/engine`` uses in every supported version."""
 

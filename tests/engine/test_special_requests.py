@@ -342,6 +342,46 @@ def test_beams_get_the_same_from_a_prompt_in_chunks(make_engine, overlap):
     assert outputs[0] == outputs[1]
 
 
+@pytest.mark.parametrize("priority", [0, OFFLINE])
+def test_a_session_that_keeps_most_of_the_memory_goes_on(make_engine, priority):
+    """Its KV is its own: the tree knows of the first prompt alone, and there is no room to compute
+    all of it once more."""
+    from sglang.srt.managers.io_struct import (
+        CloseSessionReqInput,
+        OpenSessionReqInput,
+        SessionParams,
+    )
+
+    engine = make_engine(switches=("--enable-streaming-session",))
+    scheduler = engine.scheduler
+    scheduler.open_session(
+        OpenSessionReqInput(capacity_of_str_len=5000, session_id="s", streaming=True)
+    )
+    for turn, length in enumerate((50, 1200, 100)):
+        engine.submit(f"s{turn}", prompt(turn, length), max_new_tokens=4, priority=priority)
+        engine._inbox[-1].session_params = SessionParams(id="s")
+        engine.submit(f"behind{turn}", prompt(10 + turn, 60), max_new_tokens=4, priority=priority)
+        engine.run_until_idle(max_iterations=300)
+        assert len(engine.replies[f"s{turn}"].output_ids) == 4
+        assert len(engine.replies[f"behind{turn}"].output_ids) == 4
+    assert scheduler.cosched.counters.num_engine_refusals == 0
+    scheduler.close_session(CloseSessionReqInput(session_id="s"))
+    assert_drained(engine)
+
+
+@pytest.mark.parametrize("policy", ["hygen", "sglang"])
+def test_no_prompt_is_taken_that_the_memory_has_no_page_left_for(make_engine, policy):
+    engine = make_engine(policy=policy, page_size=16, max_total_tokens=640)
+    longest = engine.scheduler.max_req_input_len - 1
+    for rid, length in (("fits", longest), ("long", longest + 1), ("behind", 60)):
+        engine.submit(rid, prompt(len(rid), length), max_new_tokens=50)
+    engine.run_until_idle(max_iterations=300)
+    assert engine.replies["fits"].finish_reason == "length"
+    assert engine.replies["long"].finish_reason == "abort"
+    assert len(engine.replies["behind"].output_ids) == 50
+    assert_drained(engine)
+
+
 def test_looking_changes_nothing_that_eviction_sees(make_engine):
     """Prompts looked at again and again are evicted in the order in which they were computed, as if
     nobody had looked."""
@@ -366,6 +406,7 @@ def test_looking_changes_nothing_that_eviction_sees(make_engine):
                     extra_key=None,
                     cache_salt=None,
                     positional_embed_overrides=None,
+                    session=None,
                     _compute_max_prefix_len=lambda length: length - 1,
                 )
 

@@ -148,3 +148,12 @@ def test_unknown_features_are_refused_by_name():
     with pytest.raises(ConfigError, match=r"'beams'.*beam"):
         SoakSpec(without=("beams",))
     assert "beam" in FEATURES
+
+
+def test_outputs_that_depend_on_what_is_still_on_its_way_are_not_compared():
+    asks = all_asks(replace(SHORT, compute=True)).values()
+    plain = [ask for ask in asks if ask.is_repeatable(overlap=True)]
+    assert not any("penalty" in name for ask in plain for name in ask.sampling)
+    assert any(
+        "repetition_penalty" in ask.sampling for ask in asks if ask.is_repeatable(overlap=False)
+    )

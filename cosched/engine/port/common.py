@@ -11,7 +11,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from sglang.srt.managers.scheduler import _make_abort_req
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.runtime_context import get_exec
+from sglang.srt.runtime_context import get_exec, get_schedule
 
 from cosched.core.caps import EngineCaps
 from cosched.latency.graphs import GraphSizes
@@ -36,6 +36,7 @@ __all__ = [
     "kv_total",
     "lookup_key",
     "num_committed",
+    "num_in_session",
     "num_own",
     "peek",
     "prefills_of",
@@ -82,6 +83,7 @@ def caps_of(scheduler: Any) -> EngineCaps:
         max_running_requests=scheduler.max_running_requests,
         max_chunk_tokens=scheduler.chunked_prefill_size,
         max_prefill_tokens=scheduler.max_prefill_tokens,
+        max_prefills=get_schedule().prefill_max_requests,
         max_reserved_tokens=CLIP_MAX_NEW_TOKENS,
         chunk_align=scheduler.truncation_align_size or 1,
         max_adapters=scheduler.max_loras_per_batch if scheduler.enable_lora else None,
@@ -192,6 +194,15 @@ def is_under_way(req: Any) -> bool:
 def peek(tree: Any, req: Any) -> Peek:
     """Changes nothing that eviction sees."""
     return Peek(*tree.tree_core.match_full_device_prefix(lookup_key(req)))
+
+
+def num_in_session(tree: Any, req: Any) -> int | None:
+    """Tokens that a streaming session has kept for its next request (`find_active_slot`); None:
+    what is cached of it is in the tree."""
+    if req.session is None or not req.session.streaming or req.to_finish is not None:
+        return None
+    slot = tree.session.slots.get(req.session.session_id)
+    return int(slot.kv.kv_committed_len) if slot is not None and slot.kv.holds_kv else None
 
 
 def evictable_at(tree: Any, node: Any) -> int:
