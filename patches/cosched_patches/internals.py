@@ -147,6 +147,7 @@ INTERNALS: Mapping[str, tuple[str, ...]] = {
         "evictable_size",
         "inc_lock_ref",
         "match_prefix",
+        "protected_size",
         "session",
         "tree_core",
     ),

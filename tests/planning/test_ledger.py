@@ -53,7 +53,7 @@ def test_a_cached_prefix_still_costs_the_evictable_tokens_it_pins():
 def test_a_resumed_request_is_charged_what_the_engine_charges_for_it():
     """SGLang asks for room for the output still to come, then takes room for all of it."""
     resumed = online("a", 100, num_output_tokens=40, max_new_tokens=50)
-    budget = IterationBudget(FakeView(total_kv=152))
+    budget = Ledger(FakeView(total_kv=152))
     assert budget.shortfall(resumed, NOTHING) == 0
     budget.charge_admission(resumed, NOTHING, 140)
     assert budget.headroom == 152 - 140 - 1 - 50
@@ -108,7 +108,7 @@ def test_prompts_are_never_split_without_chunked_prefill():
 def test_whole_prompts_after_the_first_stay_below_the_limit():
     """As SGLang's adder counts without chunked prefill."""
     caps = make_caps(max_chunk_tokens=None, max_prefill_tokens=512)
-    budget = IterationBudget(FakeView(caps=caps))
+    budget = Ledger(FakeView(caps=caps))
     budget.charge_admission(online("a", 412), NOTHING, 412)
     assert budget.refusal(online("b", 99), NOTHING) is None
     assert budget.refusal(online("c", 100), NOTHING) is SkipReason.TOKEN_BUDGET
@@ -117,7 +117,7 @@ def test_whole_prompts_after_the_first_stay_below_the_limit():
 def test_no_more_requests_prefill_than_the_engine_lets():
     caps = make_caps(max_prefills=2)
     unfinished = prefilled(online("r", 100), 50)
-    budget = IterationBudget(FakeView(caps=caps, unfinished=(unfinished,)))
+    budget = Ledger(FakeView(caps=caps, unfinished=(unfinished,)))
     budget.charge_continuation(unfinished, 50)
     assert budget.refusal(online("a", 10), NOTHING) is None
     budget.charge_admission(online("a", 10), NOTHING, 10)
@@ -191,7 +191,7 @@ def test_beams_take_a_slot_each():
 def test_beams_find_slots_as_the_engine_counts_them():
     """With 8 free slots SGLang admits three beams as one of the first two requests of a batch."""
     beams = online("b", 10, traits=Traits(num_rows=3))
-    budget = IterationBudget(FakeView(caps=make_caps(max_running_requests=8)))
+    budget = Ledger(FakeView(caps=make_caps(max_running_requests=8)))
     budget.charge_admission(online("a", 10), NOTHING, 10)
     assert budget.refusal(beams, NOTHING) is None
     budget.charge_admission(online("c", 10), NOTHING, 10)
