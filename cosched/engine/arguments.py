@@ -20,6 +20,7 @@ __all__ = [
     "check_files",
     "check_ports",
     "engine_arguments",
+    "refused_arguments",
 ]
 
 _CPU_BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
@@ -127,7 +128,7 @@ _REFUSED: tuple[tuple[str, Any, str], ...] = (
     ("disable_radix_cache", False, "stopped requests keep their KV in the radix cache"),
     ("enable_session_radix_cache", False, "session caches hold KV outside the plan"),
 )
-"""Server argument, the value cosched works with, and why not another (planning policies only)."""
+"""Those of `refused_arguments` that every version has."""
 
 
 def check_arguments(server_args: Any, config: Config) -> None:
@@ -138,22 +139,22 @@ def check_arguments(server_args: Any, config: Config) -> None:
     if policy_entry(config.policy).make is None:
         return
     resolved = _resolved(server_args)
-    for name, expected, why in _REFUSED:
+    for name, expected, why in refused_arguments():
         value = getattr(resolved, name)
         if value != expected and not (expected in (False, None) and not value):
-            raise _refusal(f"--{name.replace('_', '-')} {value}", config, why)
-    # SGLang is imported by now, and not before.
-    from cosched.engine import port
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(
+                f"{flag} {value} cannot go with --cosched-policy {config.policy}: {why}; "
+                f"drop the flag or use --cosched-policy sglang"
+            )
 
-    if port.uses_dp_attention(resolved):
-        raise _refusal("DP attention", config, "it needs one plan for all ranks")
 
+def refused_arguments() -> tuple[tuple[str, Any, str], ...]:
+    """Server argument, the value cosched works with, and why not another (planning policies
+    only)."""
+    from cosched.engine import port  # not before SGLang itself
 
-def _refusal(what: str, config: Config, why: str) -> ConfigError:
-    return ConfigError(
-        f"{what} cannot go with --cosched-policy {config.policy}: {why}; drop the flag or use "
-        "--cosched-policy sglang"
-    )
+    return (*_REFUSED, (*port.NO_DP_ATTENTION, "DP attention needs one plan for all ranks"))
 
 
 def check_ports(server_args: Any) -> None:

@@ -11,6 +11,7 @@ import pytest
 from cosched import bootstrap, launch_server
 from cosched.config import ENV_VAR, Config
 from cosched.engine import arguments as engine_side
+from cosched.engine import port
 from cosched.errors import ConfigError
 from cosched.policy.registry import POLICIES
 
@@ -74,13 +75,13 @@ def test_nothing_is_added_on_a_gpu_but_what_the_policy_needs(monkeypatch):
         ("pp_size", 2),
         ("speculative_algorithm", "EAGLE"),
         ("dllm_algorithm", "LLaDA"),
-        ("enable_dp_attention", True),
+        (port.NO_DP_ATTENTION[0], 2),
         ("enable_priority_scheduling", True),
         ("disable_radix_cache", True),
     ],
 )
 def test_flags_that_cannot_go_together_are_refused_in_one_sentence(monkeypatch, name, value):
-    resolved = SimpleNamespace(**{flag: good for flag, good, _ in engine_side._REFUSED})
+    resolved = SimpleNamespace(**{flag: good for flag, good, _ in engine_side.refused_arguments()})
     monkeypatch.setattr(engine_side, "_resolved", lambda server_args: resolved)
     launch_server.check_arguments(None, Config(policy="sarathi"))
     setattr(resolved, name, value)
@@ -96,7 +97,7 @@ def test_every_refused_flag_is_a_server_argument_of_sglang():
     from sglang.srt.server_args import ServerArgs
 
     fields = {field for cls in ServerArgs.__mro__ for field in getattr(cls, "__annotations__", {})}
-    for name, *_ in engine_side._REFUSED:
+    for name, *_ in engine_side.refused_arguments():
         assert name in fields or hasattr(ServerArgs, name), name
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from types import SimpleNamespace
 
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.engine import port
 from cosched.versions import SGLANG_VERSIONS, nearest_sglang
-from tests.engine.conftest import assert_drained, prompt
+from tests.engine.conftest import assert_drained, prompt, view_now
 
 OFFLINE = -1
 
@@ -42,7 +41,7 @@ def test_the_installed_one_answers():
 @pytest.mark.parametrize("ignore_eos", [True, False])
 def test_the_reserve_is_what_the_engine_keeps(make_engine, ignore_eos):
     """A view and SGLang's adder see the same room beside what runs."""
-    from tests.engine.conftest import view_now
+    from sglang.srt.managers.schedule_policy import PrefillAdder
 
     engine = make_engine(schedule_conservativeness=0.5)
     for i in range(3):
@@ -52,8 +51,7 @@ def test_the_reserve_is_what_the_engine_keeps(make_engine, ignore_eos):
     def look(iteration):
         scheduler = engine.scheduler
         if iteration == 10:
-            adder_class = port_adder(scheduler)
-            adder = adder_class(
+            adder = PrefillAdder(
                 scheduler.page_size,
                 scheduler.tree_cache,
                 scheduler.token_to_kv_pool_allocator,
@@ -69,12 +67,6 @@ def test_the_reserve_is_what_the_engine_keeps(make_engine, ignore_eos):
     [(room, planned)] = seen
     assert room - 2 * 3 <= planned <= room  # whole tokens, and the next one of each
     assert_drained(engine)
-
-
-def port_adder(scheduler):
-    from sglang.srt.managers.schedule_policy import PrefillAdder
-
-    return PrefillAdder
 
 
 @pytest.mark.parametrize("tokens", [0, 50])
@@ -105,10 +97,3 @@ def test_what_stopping_gains_is_free_or_evictable_afterwards(make_engine, tokens
     assert gains and gains[0] >= 60
     assert len(engine.replies["off"].output_ids) == 50
     assert_drained(engine)
-
-
-@pytest.mark.parametrize(("width", "flag"), [(1, False), (2, True)])
-def test_dp_attention_is_seen_however_it_is_spelled(width, flag):
-    resolved = SimpleNamespace(attn_dp_size=width, enable_dp_attention=flag)
-    for version in SGLANG_VERSIONS:
-        assert answers(version)["uses_dp_attention"](resolved) is flag

@@ -34,6 +34,7 @@ def make_req(rid, priority, length=10):
             presence_penalty=0.0,
             repetition_penalty=1.0,
             min_new_tokens=0,
+            ignore_eos=False,
         ),
         beam_group=None,
         session=None,

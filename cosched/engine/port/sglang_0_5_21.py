@@ -10,6 +10,7 @@ from sglang.srt.mem_cache.common import release_kv_cache
 from cosched.engine.port.common import Found, lookup_key, num_own
 
 __all__ = [
+    "NO_DP_ATTENTION",
     "PAGES_NEED_TRITON",
     "can_cut",
     "find",
@@ -18,8 +19,10 @@ __all__ = [
     "release",
     "reserves_whole_output",
     "send_abort",
-    "uses_dp_attention",
 ]
+
+NO_DP_ATTENTION: tuple[str, object] = ("enable_dp_attention", False)
+"""The argument without which attention is not data-parallel, and its value then."""
 
 PAGES_NEED_TRITON = True
 """Pages of KV are allocated by Triton kernels also on a CPU, where they do not run."""
@@ -67,8 +70,3 @@ def release(tree: Any, req: Any, *, keep: bool) -> None:
 def send_abort(scheduler: Any, answer: Any, req: Any) -> None:
     """Answer a request that ends outside the stream of outputs."""
     scheduler.ipc_channels.send_to_tokenizer.send_output(answer, req)
-
-
-def uses_dp_attention(server_args: Any) -> bool:
-    """Whether resolved arguments ask for data-parallel attention."""
-    return bool(server_args.enable_dp_attention)

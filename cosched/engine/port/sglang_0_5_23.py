@@ -10,6 +10,7 @@ from sglang.srt.mem_cache.common import release_kv_cache
 from cosched.engine.port.common import Found, lookup_key, num_own
 
 __all__ = [
+    "NO_DP_ATTENTION",
     "PAGES_NEED_TRITON",
     "can_cut",
     "find",
@@ -18,8 +19,11 @@ __all__ = [
     "release",
     "reserves_whole_output",
     "send_abort",
-    "uses_dp_attention",
 ]
+
+NO_DP_ATTENTION: tuple[str, object] = ("attn_dp_size", 1)
+"""The argument without which attention is not data-parallel, and its value then. The old flag
+becomes this width, and its own field is False afterwards."""
 
 PAGES_NEED_TRITON = False
 """Its allocator has plain functions for devices without Triton."""
@@ -68,9 +72,3 @@ def release(tree: Any, req: Any, *, keep: bool) -> None:
 def send_abort(scheduler: Any, answer: Any, req: Any) -> None:
     """Answer a request that ends outside the stream of outputs."""
     scheduler.send_abort_output(answer, req)
-
-
-def uses_dp_attention(server_args: Any) -> bool:
-    """Whether resolved arguments ask for data-parallel attention. The old flag becomes this width,
-    and its own field is False afterwards."""
-    return int(server_args.attn_dp_size) > 1
