@@ -77,13 +77,16 @@ class PlanBuilder:
 
     def admit(self, request: Request, match: Match, at_most: int) -> bool:
         """Admit a waiting request with up to `at_most` prompt tokens. False: it does not fit, and
-        the reason is noted. match: `View.match` of it."""
+        the reason is noted: `SkipReason.LATENCY_BUDGET` where `at_most` alone is in the way.
+        match: `View.match` of it."""
         if at_most <= 0:
             self.skip(request, SkipReason.LATENCY_BUDGET)
             return False
         ledger = self.ledger
         reason = ledger.refusal(request, match, at_most=at_most)
         if reason is not None:
+            if reason is SkipReason.TOKEN_BUDGET and ledger.refusal(request, match) is None:
+                reason = SkipReason.LATENCY_BUDGET  # fewer than a page, or than one in a piece
             self.skip(request, reason)
             return False
         num_tokens = ledger.chunk(request, match.cached, at_most=at_most, num_loaded=match.host)
@@ -116,8 +119,14 @@ class PlanBuilder:
         self.skip(request, reason)
         return True
 
-    def release(self, request: Request) -> None:
-        """Take a hold back."""
+    def release(self, request: Request) -> bool:
+        """Take a hold back. False: what is prefilled has taken its place, and it stays held."""
+        if self.prefill and not self.ledger.has_room_to_decode(request):
+            return False
+        self._release(request)
+        return True
+
+    def _release(self, request: Request) -> None:
         self.held.remove(request.rid)
         self.ledger.charge_hold(request)
         del self.skipped[request.rid]
@@ -125,7 +134,7 @@ class PlanBuilder:
     def preempt(self, request: Request, mode: PreemptMode = PreemptMode.KEEP_KV) -> None:
         """Stop a running request or an unfinished prefill; it waits again."""
         if request.rid in self.held:
-            self.release(request)
+            self._release(request)
         self._preempted[request.rid] = Preemption(rid=request.rid, mode=mode)
         self.ledger.refund_preemption(request)
 
@@ -145,7 +154,9 @@ class PlanBuilder:
         if not self.hold(out):
             return False
         if match is None:
-            self.release(into)
+            if not self.release(into):
+                self._release(out)
+                return False
             return True
         assert at_most is not None
         return self.admit(into, match, at_most)
@@ -183,7 +194,7 @@ class PlanBuilder:
         running = [r for r in self.view.running if not self.is_preempted(r)]
         if all(r.rid in self.held for r in running):
             oldest = min(running, key=lambda r: r.arrival_seq)
-            self.held.discard(oldest.rid)
+            self._release(oldest)
 
 
 def mixes(view: View, ledger: Ledger, idle: Set[str]) -> bool:

@@ -173,6 +173,8 @@ class Ledger:
         if not request.traits.can_cut:
             # The first one may take what decodes beside it are counted for: they find their place.
             limit = self.tokens if self._num_prefills else self._most_tokens
+            if at_most is not None and remaining > at_most:
+                return 0
             return remaining if self._caps.ceil_to_page(remaining) <= min(limit, room) else 0
         tokens = min(self.tokens, room)
         if self._caps.max_chunk_tokens is None and self._num_prefills:
@@ -258,6 +260,12 @@ class Ledger:
         if self._caps.mixed_batches:
             self.tokens -= 1
             self.headroom -= 1
+
+    def has_room_to_decode(self, request: Request) -> bool:
+        """Whether one that was held finds room again beside what is prefilled."""
+        if self._caps.mixed_batches and min(self.tokens, self.headroom) < 1:
+            return False
+        return self.available >= self.step_of(request)
 
     def step_of(self, request: Request) -> int:
         """KV tokens that the next decode of a running request takes."""

@@ -44,6 +44,48 @@ def test_who_cannot_sit_out_is_not_held():
     assert not whole.hold(running), "this engine divides no batch"
 
 
+def test_one_whose_place_was_taken_stays_held():
+    running = [decoding(offline(f"r{i}")) for i in range(4)]
+    waiting = online("w", 512)
+    view = FakeView(running=tuple(running), online=[waiting], caps=PARTIAL)
+    builder = PlanBuilder(view)
+    for request in running:
+        builder.hold(request)
+    assert builder.admit(waiting, NOTHING, 511)
+    assert builder.release(running[0]) and not builder.release(running[1])
+    urgent = running[2]
+    assert builder.exchange(running[0], urgent) and urgent.rid not in builder.held
+    validate(builder.build(), view)
+
+
+def test_a_time_limit_cuts_no_prompt_that_cannot_be_cut():
+    whole = online("whole", 300, traits=Traits(can_cut=False))
+    builder = PlanBuilder(FakeView(online=[whole]))
+    assert not builder.admit(whole, NOTHING, 10)
+    assert builder.skipped == {"whole": SkipReason.LATENCY_BUDGET}
+    assert builder.admit(whole, NOTHING, 300)
+
+
+def test_less_than_a_page_of_time_is_a_lack_of_time():
+    waiting = online("w", 300)
+    builder = PlanBuilder(FakeView(online=[waiting], caps=make_caps(page_size=16)))
+    assert not builder.admit(waiting, NOTHING, 9)
+    assert builder.skipped == {"w": SkipReason.LATENCY_BUDGET}
+    full = PlanBuilder(FakeView(online=[waiting], caps=make_caps(max_running_requests=1)))
+    full.admit(online("first", 10), NOTHING, 10)
+    assert not full.admit(waiting, NOTHING, 9)
+    assert full.skipped == {"w": SkipReason.REQUEST_SLOTS}
+
+
+def test_the_one_that_runs_in_any_case_is_not_said_to_sit_out():
+    running = [decoding(offline(f"r{i}")) for i in range(2)]
+    builder = PlanBuilder(FakeView(running=tuple(running), caps=PARTIAL))
+    for request in running:
+        builder.hold(request)
+    plan = builder.build()
+    assert plan.hold == plan.skipped.keys() == {"r1"}
+
+
 def test_an_exchange_lets_a_held_one_run_for_another():
     urgent, relaxed = decoding(online("urgent")), decoding(online("relaxed"))
     view = FakeView(running=(urgent, relaxed), caps=PARTIAL)
@@ -150,7 +192,7 @@ def views(draw):
     )
 
 
-@given(views(), st.lists(st.tuples(st.sampled_from("achpxg"), st.integers(0, 9)), max_size=12))
+@given(views(), st.lists(st.tuples(st.sampled_from("achpxgr"), st.integers(0, 9)), max_size=12))
 def test_whatever_is_built_passes_the_check(view, steps):
     """Steps in any order: the plan and its replay on a fresh ledger agree."""
     builder = PlanBuilder(view)
@@ -169,6 +211,9 @@ def test_whatever_is_built_passes_the_check(view, steps):
             builder.admit(waiting[index % len(waiting)], NOTHING, sys.maxsize)
         elif step == "h" and running:
             builder.hold(running[index % len(running)])
+        elif step == "r" and builder.held:
+            held = [r for r in running if r.rid in builder.held]
+            builder.release(held[index % len(held)])
         elif step == "p" and running:
             victim = running[index % len(running)]
             if victim.traits.can_stop:

@@ -478,19 +478,25 @@ WRONG_FOR_SGLANG = [
     (GENERATE, {"sampling_params": {"stop_regex": "[a"}}, "unterminated character set"),
     (GENERATE, {"sampling_params": {"nonsense": 1}}, "unknown field `nonsense`"),
     (GENERATE, {"sampling_params": {"is_normalized": True}}, "is_normalized"),
-    (GENERATE, {"sampling_params": {"logit_bias": {"7": "a"}}}, "Expected `float`, got `str`"),
+    (
+        GENERATE,
+        {"sampling_params": {"logit_bias": {"7": "a"}}},
+        "Expected `float`, got `str`|expected f64",
+    ),
     (GENERATE, {"sampling_params": {"logit_bias": {"7": 1e300}}}, "logit_bias: 1e+300"),
     (GENERATE, {"sampling_params": {"stop_token_ids": [-1]}}, "stop_token_ids: -1 is no token id"),
     (GENERATE, {"text": None, "input_ids": [3, -1]}, "input_ids: -1 is no token id"),
     (COMPLETIONS, {"prompt": [3, 10**6]}, "input_ids: 1000000 is no token id; the model's are 0"),
-    (RESPONSES, {"input": []}, "messages: "),
+    (RESPONSES, {"input": []}, "messages: |empty conversation"),
     (CHAT, {"stop_regex": "[a"}, "unterminated character set"),
 ]
 
 
 @pytest.mark.parametrize(("path", "fields", "named"), WRONG_FOR_SGLANG)
 def test_what_sglang_cannot_read_is_a_400(front, path, fields, named):
-    refused(front.post(path, **fields), named)
+    # What SGLang says differs between its versions.
+    answer = front.post(path, **fields)
+    refused(answer, next((text for text in named.split("|") if text in answer.text), named))
     assert not front.sent
 
 
