@@ -251,7 +251,7 @@ def _decode_offline(builder: PlanBuilder, pace: Pace, steps: Steps) -> None:
         if unheld:
             decoding = Decodes.of([*decoding.requests, *unheld])
         contexts = decoding.contexts
-        builder.ledger.add_decodes(contexts)
+    builder.ledger.add_decodes(contexts)
 
 
 def _prefill_offline(builder: PlanBuilder, pace: Pace, steps: Steps) -> None:

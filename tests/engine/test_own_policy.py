@@ -1,4 +1,4 @@
-"""The example of docs/policies/own_policy.md, on SGLang's scheduler and in a simulation."""
+"""The examples of docs/policies/own_policy.md, on SGLang's scheduler and in a simulation."""
 
 from pathlib import Path
 
@@ -22,10 +22,11 @@ def examples(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
 
 
+@pytest.mark.parametrize("name", [NAME, "batch_size:BatchSize"])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_it_answers_as_every_policy_does(make_engine, overlap):
+def test_it_answers_as_every_policy_does(make_engine, overlap, name):
     answers = ask_all(make_engine(policy="sarathi", overlap=overlap), seed=1)
-    engine = make_engine(policy=NAME, overlap=overlap)
+    engine = make_engine(policy=name, overlap=overlap)
     assert ask_all(engine, seed=1) == answers
     assert engine.scheduler.cosched.counters.num_engine_refusals == 0
 

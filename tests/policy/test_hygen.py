@@ -164,6 +164,21 @@ def test_who_waits_behind_held_decodes_is_told_why():
     assert "later" not in plan.skipped
 
 
+def test_decodes_that_cannot_sit_out_take_their_time():
+    jobs = tuple(decoding(offline(f"o{i}", 20), 3) for i in range(200))
+    view = FakeView(
+        caps=replace(CAPS, partial_decode=False, max_running_requests=300),
+        running=(running_online(num_tokens=2), *jobs),
+        offline=[offline("off", 3000)],
+        total_kv=99_999,
+        now_s=0.05,
+        start_s=0.05,
+    )
+    plan = plan_of(view)
+    assert plan.prefill and not plan.hold
+    assert seconds_of(plan, view) <= 0.05 + 1e-9
+
+
 def test_without_partial_decode_all_running_requests_decode():
     view = FakeView(
         caps=replace(CAPS, partial_decode=False),
