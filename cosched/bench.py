@@ -71,9 +71,9 @@ from cosched.command_line import (
     save_output,
     whole,
 )
-from cosched.core.files import write_whole
 from cosched.demo_model import ensure_demo_model
 from cosched.errors import ConfigError
+from cosched.files import write_whole
 from cosched.metrics.figure import check_can_draw
 from cosched.metrics.records import write_records
 from cosched.metrics.table import print_table

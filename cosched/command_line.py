@@ -18,8 +18,8 @@ from typing import Any, NoReturn, TypeVar
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from cosched.core.files import write_whole
 from cosched.errors import CoschedError
+from cosched.files import write_whole
 from cosched.versions import version_line, versions
 
 __all__ = [

@@ -45,9 +45,9 @@ from cosched.command_line import (
     whole,
 )
 from cosched.config import ENV_VAR, Config
-from cosched.core.files import write_whole
 from cosched.engine.arguments import bind_cpu_threads, check_arguments, engine_arguments
 from cosched.errors import ConfigError, choices
+from cosched.files import write_whole
 from cosched.latency.compare import KINDS, Comparison, compare_predictors
 from cosched.latency.design import design_rounds
 from cosched.latency.graphs import GraphSizes

@@ -18,7 +18,7 @@ SOURCE_ROOTS = ("kernels", "patches", "traces")
 # A unit may import from itself and from units in lower rows, never sideways or up. What stands in
 # no row is a command: a module of the cosched package, above the packages that only commands use.
 LAYERS = (
-    ("cosched", "errors", "bootstrap", "demo_corpus", "versions", "cosched_kernels"),
+    ("cosched", "errors", "files", "bootstrap", "demo_corpus", "versions", "cosched_kernels"),
     ("core", "demo_model"),
     (
         "offline",

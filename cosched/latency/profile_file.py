@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from cosched.core.batch import BatchShape, Prefill
-from cosched.core.files import write_whole
 from cosched.errors import ConfigError
+from cosched.files import write_whole
 from cosched.latency.predictor import FittedPredictor, predictor_from_dict
 
 __all__ = [
