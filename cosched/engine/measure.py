@@ -176,7 +176,11 @@ class _Script:
         if not self._steps:
             return Plan(hold=frozenset(running[1:]))
         step = self._steps.popleft()
-        plan = Plan(prefill=step.prefill, hold=frozenset(running) - step.decodes)
+        plan = Plan(
+            prefill=step.prefill,
+            decodes=not step.prefill or view.caps.mixed_batches,
+            hold=frozenset(running) - step.decodes,
+        )
         self._launched.append((plan, step))
         return plan
 
@@ -185,7 +189,9 @@ class _Script:
         was not. Its batch counts as not run."""
         num_tokens = Ledger(view).chunk(request, request.num_computed_tokens)
         running = frozenset(r.rid for r in view.running)
-        return Plan(prefill={request.rid: num_tokens}, hold=running)
+        return Plan(
+            prefill={request.rid: num_tokens}, decodes=view.caps.mixed_batches, hold=running
+        )
 
     def on_result(self, iteration: Iteration) -> None:
         step = next((step for plan, step in self._launched if plan is iteration.plan), None)
