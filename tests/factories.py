@@ -87,10 +87,11 @@ def make_caps(**limits) -> EngineCaps:
 
 @dataclass(frozen=True)
 class Linear(Predictor):
-    """`fixed_s` for an iteration and `token_s` for each of its tokens."""
+    """Seconds of an iteration, of each token in it, and of each token of its longest context."""
 
     fixed_s: float = 0.005
     token_s: float = 0.0001
+    longest_s: float = 0.0
 
     @property
     def name(self):
@@ -98,7 +99,8 @@ class Linear(Predictor):
 
     def predict_s(self, totals):
         tokens = totals.num_new + totals.num_decodes
-        return self.fixed_s + self.token_s * tokens if tokens else 0.0
+        longest = max(totals.max_prefill_context, totals.max_decode_context)
+        return self.fixed_s + self.token_s * tokens + self.longest_s * longest if tokens else 0.0
 
     def describe(self):
         return {}

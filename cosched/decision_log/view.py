@@ -183,9 +183,8 @@ class RecordedView:
             name="offline",
             on_end=self._cut if by_another else None,
         )
-        knows_prefixes = state.offline_is_sharing and not by_arrival
         self._looked_at = looked_at
-        self._knows_prefixes = knows_prefixes
+        self._knows_prefixes = state.offline_is_sharing and not by_arrival
         self.num_offline = state.num_offline
         self.offline_limits = state.offline_limits or OfflineLimits()
 

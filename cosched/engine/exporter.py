@@ -162,7 +162,7 @@ class MetricsExporter:
 
     def measured(self, iteration: Iteration) -> None:
         """An iteration is done."""
-        predicted_s, seconds = iteration.predicted_s, iteration.end_s - iteration.start_s
+        predicted_s, seconds = iteration.predicted_s, iteration.seconds
         if predicted_s is None or seconds <= 0:
             return
         self._of("iteration_predicted_seconds").inc(predicted_s)

@@ -35,7 +35,12 @@ class Iteration:
     duration_s: float | None = None
 
     @property
+    def seconds(self) -> float:
+        """`duration_s` of one that is over."""
+        assert self.duration_s is not None, "it is under way"
+        return self.duration_s
+
+    @property
     def end_s(self) -> float:
         """When its result was there [s]."""
-        assert self.duration_s is not None, "it is under way"
-        return self.start_s + self.duration_s
+        return self.start_s + self.seconds

@@ -11,11 +11,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from cosched.core.batch import BatchShape
 from cosched.core.plan import EMPTY_PLAN, Plan
 from cosched.core.request import Request
 from cosched.core.view import View
@@ -97,16 +96,16 @@ def measure_rounds(
                 elif _is_doubtful(results):
                     num_discarded += 1
                 else:
-                    middle = sorted(results, key=lambda r: r.duration_s)[len(results) // 2]
-                    points.append(MeasuredPoint(batch=middle.shape, seconds=middle.duration_s))
+                    middle = sorted(results, key=lambda r: r.seconds)[len(results) // 2]
+                    points.append(MeasuredPoint(batch=middle.shape, seconds=middle.seconds))
     finally:
         controller.use_policy(own_policy)
         controller.observer.remove_listener(script.on_result)
     return Measured(points=tuple(points), num_discarded=num_discarded, num_not_run=num_not_run)
 
 
-def _is_doubtful(results: Sequence[_MeasuredStep]) -> bool:
-    times = [result.duration_s for result in results]
+def _is_doubtful(results: Sequence[Iteration]) -> bool:
+    times = [result.seconds for result in results]
     middle = statistics.median(times)
     return statistics.median(abs(t - middle) for t in times) > DOUBTFUL * middle
 
@@ -118,13 +117,6 @@ class _Step:
     index: int | None
     prefill: dict[str, int]
     decodes: frozenset[str]
-
-
-class _MeasuredStep(NamedTuple):
-    """What ran, and how long it took [s]."""
-
-    shape: BatchShape
-    duration_s: float
 
 
 class _Phase(Enum):
@@ -144,7 +136,7 @@ class _Script:
         self._fill_policy = SarathiPolicy()
         self._steps: deque[_Step] = deque()
         self._launched: list[tuple[Plan, _Step]] = []
-        self._results: list[tuple[int, _MeasuredStep]] = []
+        self._results: list[tuple[int, Iteration]] = []
 
     @property
     def is_done(self) -> bool:
@@ -155,7 +147,7 @@ class _Script:
         self.phase = _Phase.FOLLOW
         self._steps.extend(steps)
 
-    def take_results(self) -> list[tuple[int, _MeasuredStep]]:
+    def take_results(self) -> list[tuple[int, Iteration]]:
         results, self._results = self._results, []
         return results
 
@@ -207,9 +199,8 @@ class _Script:
             and len(shape.prefills) == len(step.prefill)
             and len(shape.decodes) == len(step.decodes)
         )
-        duration_s = iteration.end_s - iteration.start_s
-        if as_designed and duration_s > 0:
-            self._results.append((step.index, _MeasuredStep(shape, duration_s)))
+        if as_designed and iteration.seconds > 0:
+            self._results.append((step.index, iteration))
 
 
 class _RoundRun:
@@ -225,7 +216,7 @@ class _RoundRun:
         number: int,
         repeats: int,
     ) -> None:
-        self.results: list[list[_MeasuredStep]] = [[] for _ in one.batches]
+        self.results: list[list[Iteration]] = [[] for _ in one.batches]
         self._engine = engine
         self._script = script
         self._prompts = prompts

@@ -150,7 +150,7 @@ class IterationLogFile:
             return
         entry = {
             "start_s": round(iteration.start_s, 6),
-            "seconds": round(iteration.end_s - iteration.start_s, 7),
+            "seconds": round(iteration.seconds, 7),
             "prefills": _pairs(iteration.shape.prefills),
             "decodes": list(iteration.shape.decodes),
         }

@@ -72,8 +72,8 @@ class Timekeeper:
         self._done.clear()
         self._ended.clear()
         for iteration in done:
-            seconds = iteration.end_s - iteration.start_s
-            self._mean_s += (_MEAN_SHARE if self._mean_s else 1.0) * (seconds - self._mean_s)
+            share = _MEAN_SHARE if self._mean_s else 1.0
+            self._mean_s += share * (iteration.seconds - self._mean_s)
         if self._predictor is not None:
             self._learn(done, self._predictor)
             start_s = self._observer.expected_end_s(now_s)
@@ -82,9 +82,8 @@ class Timekeeper:
     @staticmethod
     def _learn(done: tuple[Iteration, ...], predictor: Calibrator) -> None:
         for iteration in done:
-            seconds = iteration.end_s - iteration.start_s
-            if seconds > 0:
-                predictor.observe(iteration.shape, seconds)
+            if iteration.seconds > 0:
+                predictor.observe(iteration.shape, iteration.seconds)
 
     def _predict_s(self, shape: BatchShape) -> float:
         assert self._predictor is not None

@@ -291,15 +291,11 @@ def must_wait(builder: PlanBuilder, request: Request) -> bool:
         view.rules.decodes_due
         and not request.traits.can_mix
         and view.caps.mixed_batches
-        and _stays_running(builder)
+        and builder.decodes_any()
     ):
         builder.skip(request, SkipReason.DECODES_DUE)
         return True
     return False
-
-
-def _stays_running(builder: PlanBuilder) -> bool:
-    return any(not builder.is_preempted(r) for r in builder.view.running)
 
 
 def offline_room(builder: PlanBuilder) -> int | None:

@@ -305,6 +305,8 @@ def _compare(spec: SoakSpec, folders: dict[str, Path], soak: Soak, num_compared:
             engine.local.run_until_idle()
         for ask, output, reason in chosen:
             reply = engine.replies[ask.rid]
+            if reply.finish_reason == reason == "abort":
+                continue  # refused by both
             wanted = reply.output_ids[: len(output)] if reason == "abort" else reply.output_ids
             if output != wanted:
                 raise SoakFailure("output", f"{ask.rid}: {output}, undisturbed {wanted}; {ask}")

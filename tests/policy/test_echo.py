@@ -1,14 +1,13 @@
 """Echo's choice of offline requests on hand-made views, over the real pool."""
 
 from array import array
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cosched.core.batch import BatchTotals
-from cosched.core.estimates import Predictor
 from cosched.core.plan import SkipReason
 from cosched.core.request import Slo
 from cosched.core.view import Match
@@ -17,30 +16,9 @@ from cosched.planning.ledger import Ledger
 from cosched.planning.validate import validate
 from cosched.policy.base import Budgets, PolicySettings
 from cosched.policy.echo import EchoPolicy
-from tests.factories import FakeView, decoding, make_caps, offline, online, prefilled
+from tests.factories import FakeView, Linear, decoding, make_caps, offline, online, prefilled
 
 TTFT_S, TPOT_S = 1.0, 0.05
-
-
-@dataclass(frozen=True)
-class Linear(Predictor):
-    """Seconds of an iteration, of each token in it, and of each token of its longest context."""
-
-    fixed_s: float = 0.005
-    token_s: float = 0.0001
-    longest_s: float = 0.0
-
-    @property
-    def name(self):
-        return "linear"
-
-    def predict_s(self, totals):
-        tokens = totals.num_new + totals.num_decodes
-        longest = max(totals.max_prefill_context, totals.max_decode_context)
-        return self.fixed_s + self.token_s * tokens + self.longest_s * longest if tokens else 0.0
-
-    def describe(self):
-        return {}
 
 
 CAPS = make_caps(partial_decode=True, max_chunk_tokens=8192, max_prefill_tokens=8192)
