@@ -127,6 +127,8 @@ class FakeView:
     predictor: Predictor = field(default_factory=Linear)
     ended: Sequence[Ended] = ()
     unholdable: Collection[str] = ()
+    loss_per_token_s: float = 0.0
+    kept: int = 0
     offline_limits: OfflineLimits = field(default_factory=OfflineLimits)
 
     @property
@@ -142,6 +144,12 @@ class FakeView:
                 for r in self.running
                 if not r.num_computed_tokens % self.caps.page_size
             ),
+            offline=sum(
+                r.num_computed_tokens
+                for r in (*self.running, *self.unfinished)
+                if r.request_class is RequestClass.OFFLINE
+            ),
+            kept=self.kept,
         )
 
     @property
@@ -187,6 +195,9 @@ class FakeView:
 
     def match(self, request: Request) -> Match:
         return self.cached.get(request.rid, Match(cached=0, evictable=0))
+
+    def eviction_loss_s(self, num_tokens: int) -> float:
+        return max(num_tokens, 0) * self.loss_per_token_s
 
     def reserve_of(self, request: Request) -> int:
         if any(request.rid == r.rid for r in self.unfinished):

@@ -35,6 +35,8 @@ class SkipReason(Enum):
     DECODES_DUE = "decodes_due"
     OPERATOR_LIMIT = "operator_limit"
     ENGINE_REFUSED = "engine_refused"
+    ONLINE_RESERVE = "online_reserve"
+    EVICTION_LOSS = "eviction_loss"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

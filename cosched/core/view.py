@@ -45,6 +45,7 @@ class KvState:
     free       not allocated
     evictable  in the radix tree and used by no request
     shared     in the radix tree and used by one or more, each token once
+    shared_offline  the part of it that no online request has ever used
     online     held by online requests outside the tree
     offline    held by offline requests outside the tree
     reserved   kept for the output still to come of the running requests, online and offline: the
@@ -53,6 +54,8 @@ class KvState:
     next_step  what the next decode of all running requests takes: a token each, or a page of those
                that begin one
     host_free  not used of `EngineCaps.host_tokens`
+    kept       what online requests are expected to need in all: offline requests do not hold more
+               than the rest (Echo §5.3); 0: no such bound
     """
 
     total: int
@@ -65,6 +68,13 @@ class KvState:
     promised: int = 0
     next_step: int = 0
     host_free: int = 0
+    shared_offline: int = 0
+    kept: int = 0
+
+    @property
+    def offline_held(self) -> int:
+        """Tokens that offline requests hold, in the tree and outside."""
+        return self.offline + self.shared_offline
 
     @property
     def headroom(self) -> int:
@@ -260,6 +270,12 @@ class View(Protocol):
     def match(self, request: Request) -> Match:
         """What of a waiting request is cached now. O(depth). Changes nothing: neither budgets nor
         what the cache will evict next."""
+        ...
+
+    def eviction_loss_s(self, num_tokens: int) -> float:
+        """What is lost when so many evictable tokens go: seconds of the device that are expected to
+        compute them anew, those that would make an online request late counting more [s]. 0.0 where
+        nobody knows; inf where there are not so many. O(nodes evicted), once per plan."""
         ...
 
     def reserve_of(self, request: Request) -> int:

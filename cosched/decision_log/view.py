@@ -220,6 +220,14 @@ class RecordedView:
         cached, evictable, *host = _answer(self._state.matches, request, "what is cached")
         return Match(cached=cached, evictable=evictable, host=host[0] if host else 0)
 
+    def eviction_loss_s(self, num_tokens: int) -> float:
+        losses = self._state.losses
+        if losses is None or num_tokens <= 0:
+            return 0.0
+        if num_tokens not in losses:
+            raise NotRecordedError(f"what is lost when {num_tokens} tokens are evicted")
+        return losses[num_tokens]
+
     def reserve_of(self, request: Request) -> int:
         return _answer(self._state.reserves, request, "the reserve")
 

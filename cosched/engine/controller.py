@@ -24,6 +24,7 @@ from cosched.engine.exporter import MetricsExporter
 from cosched.engine.guard import Guard
 from cosched.engine.identity import identity_of
 from cosched.engine.iteration import Iteration
+from cosched.engine.kv import KvManager
 from cosched.engine.observe import IterationObserver
 from cosched.engine.partial import SplitBatch
 from cosched.engine.ranks import Ranks
@@ -31,6 +32,7 @@ from cosched.engine.service import ServiceRecord
 from cosched.engine.state import PlanningTimes, ReplicaState
 from cosched.engine.timekeeper import Moment, Timekeeper
 from cosched.engine.tracked import TrackedRequest
+from cosched.engine.tree_core import can_watch
 from cosched.engine.view_of import SchedulerView, num_cached
 from cosched.engine.waiting import WaitingQueue, WaitingSummary
 from cosched.latency.calibration import Calibrator
@@ -153,6 +155,18 @@ class Controller:
         self.waiting = WaitingQueue(
             pool=pool, clock=clock, guard=guard, bounds=config.target_bounds()
         )
+        self.kv: KvManager | None = None
+        """None: SGLang's own eviction order holds."""
+        if config.kv.is_ours and get_parallel().tp_size == 1 and can_watch(scheduler):
+            self.kv = KvManager(
+                scheduler,
+                config.kv,
+                pool=lambda: self.waiting.offline,
+                ttft_s=self.settings.slo.ttft_s,
+            )
+            self.waiting.kv = self.kv
+            if self.timekeeper is not None:
+                self.timekeeper.on_end = self.kv.ended
         for req in scheduler.waiting_queue:
             self.waiting.append(req)
         scheduler.waiting_queue = self.waiting
@@ -197,6 +211,8 @@ class Controller:
             moment = moment._replace(ended=self._before.ended + moment.ended)
         self._before = _Before(self._carry, moment.ended)
         self.waiting.advance(moment.now_s)
+        if self.kv is not None:
+            self.kv.advance(moment.now_s, self.predictor)
         self.predictor.error = error_factor(self.config.predictor_error, self.counters.num_plans)
         view = self.view(running_batch, moment)
         watched = self._watched(view)
@@ -233,6 +249,7 @@ class Controller:
             predictor=self.predictor,
             decodes_due=self.decodes_due,
             is_barred=self._is_barred,
+            kv=self.kv,
         )
 
     def _watched(self, view: View) -> View:

@@ -112,6 +112,7 @@ class ViewState(msgspec.Struct, kw_only=True, omit_defaults=True):
     prefixes             seq -> num_prefix_tokens of those that run and have no output yet; of
                          others it says nothing any more
     unholdable           the same of `View.can_hold`: those that could not sit out
+    losses               tokens -> `View.eviction_loss_s`, where it asked; None: nobody knew
     reserves, gains      seq -> `View.reserve_of`, `View.preemption_gain`, where it asked
     lengths, promises    seq -> `View.length`, `View.promised`, where it asked and there is one
     preemptions          seq -> num_preemptions, where there were any
@@ -145,6 +146,7 @@ class ViewState(msgspec.Struct, kw_only=True, omit_defaults=True):
     matches: dict[int, list[int]] = {}
     barred: list[int] = []
     unholdable: list[int] = []
+    losses: dict[int, float] | None = None
     reserves: dict[int, int] = {}
     gains: dict[int, int] = {}
     lengths: dict[int, tuple[int, int]] = {}

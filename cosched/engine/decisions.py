@@ -121,6 +121,7 @@ class RecordingView:
         self.online = _Noted(view.online)
         self.matches: dict[int, list[int]] = {}
         self.barred: list[int] = []
+        self.losses: dict[int, float] = {}
         self.reserves: dict[int, int] = {}
         self.gains: dict[int, int] = {}
         self.lengths: dict[int, tuple[int, int]] = {}
@@ -210,6 +211,10 @@ class RecordingView:
         self.matches[request.arrival_seq] = [match.cached, match.evictable, *host]
         return match
 
+    def eviction_loss_s(self, num_tokens: int) -> float:
+        loss_s = self.losses[num_tokens] = self._view.eviction_loss_s(num_tokens)
+        return loss_s
+
     def reserve_of(self, request: Request) -> int:
         reserve = self._view.reserve_of(request)
         self.reserves[request.arrival_seq] = reserve
@@ -248,6 +253,7 @@ class RecordingView:
             matches=self.matches,
             barred=self.barred,
             unholdable=self.unholdable,
+            losses=self.losses,
             reserves=self.reserves,
             gains=self.gains,
             lengths=self.lengths,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from cosched.core.batch import BatchShape, BatchTotals
@@ -45,6 +46,8 @@ class Timekeeper:
         self._done: list[Iteration] = []
         self._mean_s = 0.0
         self._ended: list[Ended] = []
+        self.on_end: Callable[[TrackedRequest], None] | None = None
+        """Called with each request that has ended."""
         observer.add_listener(self._done.append)
         if predictor is not None:
             observer.predict_s = self._predict_s
@@ -64,6 +67,8 @@ class Timekeeper:
                 tracked.is_ended = True
                 num_tokens = len(req.output_ids)
                 self._ended.append(Ended(tracked.rid, tracked.request_class, num_tokens))
+                if self.on_end is not None:
+                    self.on_end(tracked)
 
     def moment(self) -> Moment:
         """The time for a plan; called once per plan."""

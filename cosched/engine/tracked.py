@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from cosched.core.request import PLAIN, RequestClass, Slo, Traits
@@ -30,6 +30,8 @@ class TrackedRequest:
         "has_penalties",
         "is_ended",
         "is_reported",
+        "kv_hashes",
+        "kv_turn",
         "last_token_s",
         "max_new_tokens",
         "num_penalized",
@@ -75,6 +77,9 @@ class TrackedRequest:
         self.has_penalties = _has_penalties(req.sampling_params)
         self.num_queued_tokens = 0
         """Its length when it was last queued: what the queue's total was raised by."""
+        # What `cosched.engine.kv` knows of it.
+        self.kv_hashes: Sequence[int] = ()
+        self.kv_turn = 1
         # What `cosched.engine.service` has counted of it.
         self.num_reported_tokens = 0
         self.first_reported_s = 0.0

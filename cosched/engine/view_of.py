@@ -21,6 +21,7 @@ from cosched.core.view import (
     OfflineOrder,
 )
 from cosched.engine import port
+from cosched.engine.kv import KvManager
 from cosched.engine.timekeeper import Moment
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.waiting import WaitingQueue
@@ -52,7 +53,9 @@ class SchedulerView:
         predictor: Predictor,
         decodes_due: bool,
         is_barred: Callable[[Request], bool],
+        kv: KvManager | None = None,
     ) -> None:
+        self._kv = kv
         self._scheduler = scheduler
         self._batch = running_batch
         self._waiting = waiting
@@ -163,6 +166,8 @@ class SchedulerView:
             reserved=self._reserve(self._running.remaining)
             + self._reserve(self._running.certain, whole=True),
             next_step=self._running.next_step,
+            shared_offline=0 if self._kv is None else self._kv.tree.num_held_offline,
+            kept=0 if self._kv is None else self._kv.kept,
         )
 
     def _own_tokens(self, request_class: RequestClass) -> int:
@@ -179,6 +184,9 @@ class SchedulerView:
     def promised(self, request: Request) -> int | None:
         """The engine keeps its own reserve (`EngineCaps.promises`)."""
         return None
+
+    def eviction_loss_s(self, num_tokens: int) -> float:
+        return 0.0 if self._kv is None else self._kv.loss_s(num_tokens)
 
     def reserve_of(self, request: Request) -> int:
         if request in self.unfinished:
@@ -217,15 +225,24 @@ class SchedulerView:
             return Match(cached=cached, evictable=held, host=found.num_host)
         num_tokens, node, num_pinned = port.peek(tree, req)
         # A lock takes the whole of the last node; admission splits it where the match ends.
-        held = max(port.evictable_at(tree, node) - (num_pinned - num_tokens), 0)
+        evictable = (
+            port.evictable_at(tree, node)
+            if self._kv is None
+            else self._kv.tree.evictable_from(node)
+        )
+        held = max(evictable - (num_pinned - num_tokens), 0)
         return Match(cached=num_tokens, evictable=held)
 
     def preemption_gain(self, request: Request) -> int:
         """Looked up once."""
         gain = self._gains.get(request)
         if gain is None:
-            tree = self._scheduler.tree_cache
-            gain = self._gains[request] = port.gain_of_stopping(tree, _req(request))
+            req = _req(request)
+            if self._kv is None:
+                gain = port.gain_of_stopping(self._scheduler.tree_cache, req)
+            else:
+                gain = port.num_own(req) + self._kv.tree.gain_of_release(req.last_node)
+            self._gains[request] = gain
         return gain
 
 

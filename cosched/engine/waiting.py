@@ -20,6 +20,7 @@ from cosched.core.view import OfflineLimits
 from cosched.core.wire import Bounds, class_of_priority
 from cosched.engine.clock import Clock
 from cosched.engine.guard import Guard
+from cosched.engine.kv import KvManager
 from cosched.engine.tracked import TrackedRequest
 from cosched.offline.pool import ArrivalQueue, OfflinePool
 
@@ -59,6 +60,8 @@ class WaitingQueue:
         """Prompt and generated tokens of all that wait."""
         self.offline_limits = OfflineLimits()
         """What the operator allows."""
+        self.kv: KvManager | None = None
+        """Told who comes and who waits."""
         self._guard = guard or Guard(is_strict=True)
         self._bounds = Bounds() if bounds is None else bounds
         self._all: ArrivalQueue[TrackedRequest] = ArrivalQueue()
@@ -86,6 +89,8 @@ class WaitingQueue:
                 arrival_seq=next(self._seq),
                 bounds=self._bounds,
             )
+            if self.kv is not None:
+                self.kv.arrived(tracked, tracked.arrival_s)
         self._all.add(tracked)
         self._rids.add(tracked.rid)
         if tracked.request_class is RequestClass.ONLINE:
@@ -93,6 +98,7 @@ class WaitingQueue:
         else:
             with self._pool() as pool:
                 pool.add(tracked)
+                self._refer(tracked, 1)
         tracked.num_queued_tokens = req.seqlen
         self.num_tokens += tracked.num_queued_tokens
 
@@ -106,6 +112,7 @@ class WaitingQueue:
             return tracked
         with self._pool() as pool:
             pool.remove(rid)
+            self._refer(tracked, -1)
         return tracked
 
     def abort_rid(self, rid: str) -> TrackedRequest:
@@ -116,7 +123,12 @@ class WaitingQueue:
         else:
             with self._pool() as pool:
                 pool.abort(rid)
+                self._refer(tracked, -1)
         return tracked
+
+    def _refer(self, tracked: TrackedRequest, by: int) -> None:
+        if self.kv is not None:
+            self.kv.waits(tracked, by=by)
 
     def use_arrival_order(self) -> None:
         """Put all waiting offline requests into a plain queue: the pool has failed."""
@@ -125,6 +137,8 @@ class WaitingQueue:
             if tracked.request_class is RequestClass.OFFLINE:
                 queue.add(tracked)
         self.offline = queue
+        if self.kv is not None:
+            self.kv.forget_waiting()
 
     @contextlib.contextmanager
     def _pool(self) -> Iterator[OfflinePool[TrackedRequest]]:

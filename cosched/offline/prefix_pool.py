@@ -199,8 +199,8 @@ class PrefixPool(Generic[P]):
         """Depth-first order of one bucket, lazily. Valid until a change."""
         return (place.item for place in self._buckets.trees[index])
 
-    def future_references(self, token_ids: Sequence[int], *, prefix_key: Hashable) -> list[Shared]:
-        """How many waiting requests will read the KV of these tokens (Echo §4.2: RC).
+    def future_references(self, packed: bytes, prefix_key: Hashable) -> list[Shared]:
+        """How many waiting requests will read the KV of packed token ids (Echo §4.2: RC).
 
         One entry per length at which the number changes, prefixes getting longer: a prefix of n
         tokens will be read by the requests of the first entry with ``prefix_len >= n``, and by none
@@ -209,7 +209,7 @@ class PrefixPool(Generic[P]):
         requests, tokens = Counter[int](), Counter[int]()  # by the length where sharing ends
         for tree in self._buckets.trees:
             above = 0
-            for shared in tree.path(token_ids, key=prefix_key):
+            for shared in tree.path(packed, key=prefix_key):
                 requests[shared.prefix_len] += shared.num_requests
                 tokens[shared.prefix_len] += shared.num_tokens
                 requests[above] -= shared.num_requests

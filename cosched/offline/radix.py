@@ -19,11 +19,11 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-__all__ = ["Node", "Place", "RadixTree", "Shared"]
+__all__ = ["TOKEN_BYTES", "Node", "Place", "RadixTree", "Shared", "common_bytes", "pack"]
 
 T = TypeVar("T")
 
-_TOKEN_BYTES = 4
+TOKEN_BYTES = 4
 _FEW = 4
 """Children kept in a tuple: most inner nodes have two, and a dict is 180 bytes more."""
 
@@ -130,7 +130,7 @@ class Node(Generic[T]):
 
     @property
     def num_segment_tokens(self) -> int:
-        return len(self.segment) // _TOKEN_BYTES
+        return len(self.segment) // TOKEN_BYTES
 
     @property
     def prefix_len(self) -> int:
@@ -221,8 +221,8 @@ class RadixTree(Generic[T]):
         With ``front`` it leads the whole order instead, and those that share most with it come
         next: for a request that was stopped and whose KV is cached.
         """
-        data = _packed(token_ids)
-        place.num_tokens = len(data) // _TOKEN_BYTES
+        data = pack(token_ids)
+        place.num_tokens = len(data) // TOKEN_BYTES
         place._node = self._grow(data, key)
         self._link(place)
         if front:
@@ -244,9 +244,9 @@ class RadixTree(Generic[T]):
         """The node of those that share most with these tokens, and how many they share; None when
         they share nothing. O(depth + tokens compared). Valid until the tree changes."""
         node, num_bytes = None, 0
-        for node, num_bytes in self._walk(_packed(token_ids), key):  # noqa: B007
+        for node, num_bytes in self._walk(pack(token_ids), key):  # noqa: B007
             pass
-        return node, num_bytes // _TOKEN_BYTES
+        return node, num_bytes // TOKEN_BYTES
 
     def promote(self, node: Node[T], *, behind_head: bool = False) -> None:
         """Let all under a node lead the order.
@@ -257,26 +257,26 @@ class RadixTree(Generic[T]):
         """
         self._lead_node(node, behind=self._top.first if behind_head else None)
 
-    def path(self, token_ids: Sequence[int], *, key: Hashable) -> list[Shared]:
-        """Who shares the heads of these tokens: one entry per node, prefixes getting longer.
+    def path(self, packed: bytes, *, key: Hashable) -> list[Shared]:
+        """Who shares the heads of packed token ids: one entry per node, prefixes getting longer.
 
         A prefix of n tokens is shared by the requests of the first entry with ``prefix_len >= n``,
         and by none if there is no such entry. O(depth + tokens compared).
         """
         return [
             Shared(
-                prefix_len=end // _TOKEN_BYTES,
+                prefix_len=end // TOKEN_BYTES,
                 num_requests=node.num_requests,
                 num_tokens=node.num_tokens,
             )
-            for node, end in self._walk(_packed(token_ids), key)
+            for node, end in self._walk(packed, key)
         ]
 
     def find(self, token_ids: Sequence[int], *, key: Hashable, num_tokens: int) -> Node[T] | None:
         """The node of all that share the first `num_tokens` of these tokens; None when nobody
         does. O(depth + tokens compared). Valid until the tree changes."""
         assert 0 < num_tokens <= len(token_ids), f"{num_tokens=} {len(token_ids)=}"
-        data = _packed(token_ids[:num_tokens])
+        data = pack(token_ids[:num_tokens])
         return next((node for node, end in self._walk(data, key) if end == len(data)), None)
 
     def shared_len(self, packed: bytes, place: Place[T], *, key: Hashable) -> int:
@@ -288,7 +288,7 @@ class RadixTree(Generic[T]):
             if node not in above:
                 break
             num_bytes = end
-        return num_bytes // _TOKEN_BYTES
+        return num_bytes // TOKEN_BYTES
 
     def check_integrity(self) -> None:
         """Assert every invariant, in time proportional to the tree and its depth: for tests."""
@@ -333,7 +333,7 @@ class RadixTree(Generic[T]):
                 node._adopt(child)
                 self.num_distinct_tokens += child.num_segment_tokens
             else:
-                num_bytes = _common_bytes(child.segment, data, end)
+                num_bytes = common_bytes(child.segment, data, end)
                 if num_bytes < len(child.segment):
                     child = self._split(child, num_bytes)
             end += len(child.segment)
@@ -482,14 +482,15 @@ class RadixTree(Generic[T]):
         while node is not None and end < len(data):
             node = node.child(_token_at(data, end))
             if node is not None:
-                num_bytes = _common_bytes(node.segment, data, end)
+                num_bytes = common_bytes(node.segment, data, end)
                 end += num_bytes
                 yield node, end
                 if num_bytes < len(node.segment):
                     return
 
 
-def _packed(token_ids: Sequence[int]) -> bytes:
+def pack(token_ids: Sequence[int]) -> bytes:
+    """Token ids, 4 bytes each."""
     return np.asarray(token_ids, dtype=np.int32).tobytes()
 
 
@@ -498,21 +499,21 @@ def _token_at(data: bytes, start: int) -> int:
     return token
 
 
-def _common_bytes(segment: bytes, data: bytes, start: int) -> int:
+def common_bytes(segment: bytes, data: bytes, start: int) -> int:
     """Bytes of the whole tokens in which a segment and `data` from `start` on agree at the head."""
     if data.startswith(segment, start):
         return len(segment)
     # The first difference is at token `same` or later and before token `different`.
     same, different = 0, 1
-    while data.startswith(segment[: different * _TOKEN_BYTES], start):
+    while data.startswith(segment[: different * TOKEN_BYTES], start):
         same, different = different, 2 * different
     while different - same > 1:
         middle = (same + different) // 2
-        if data.startswith(segment[: middle * _TOKEN_BYTES], start):
+        if data.startswith(segment[: middle * TOKEN_BYTES], start):
             same = middle
         else:
             different = middle
-    return same * _TOKEN_BYTES
+    return same * TOKEN_BYTES
 
 
 def _move_run(first: Place[T], last: Place[T], target: Place[T]) -> None:

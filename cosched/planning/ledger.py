@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from cosched.core.batch import BatchTotals
 from cosched.core.plan import SkipReason
-from cosched.core.request import Request
+from cosched.core.request import Request, RequestClass
 from cosched.core.view import Match, View
 
 __all__ = ["Ledger"]
@@ -38,8 +38,10 @@ class Ledger:
         "_view",
         "available",
         "headroom",
+        "offline_room",
         "prefills_mix",
         "slots",
+        "spare",
         "tokens",
         "totals",
         "unfinished",
@@ -64,6 +66,14 @@ class Ledger:
         """KV tokens left for new work and for what it will generate; may be negative."""
         self.available = kv.free + kv.evictable - kv.next_step
         """KV tokens that chunks of this iteration may take beside the decodes; may be negative."""
+        self.offline_room: int | None = None
+        """KV tokens that offline requests may still take beside what online ones need
+        (`KvState.kept`); None: any number, also for the first, or a large one would never run."""
+        if kv.kept and kv.offline_held:
+            self.offline_room = kv.total - kv.kept - kv.offline_held
+        self.spare = kv.free - kv.reserved - sum(map(_num_left, view.unfinished))
+        """KV tokens that nobody uses or will use, as far as is known: what new work takes beyond
+        them is evicted for it; negative where something must be evicted already."""
         self.slots = view.free_slots
         """Requests that may still be admitted."""
         self._free_slots = self.slots
@@ -118,6 +128,12 @@ class Ledger:
             return SkipReason.ADAPTERS
         if self.shortfall(request, match) > 0:
             return SkipReason.MEMORY_BUDGET
+        if (
+            self.offline_room is not None
+            and request.request_class is RequestClass.OFFLINE
+            and self._new_tokens(request, match) > self.offline_room
+        ):
+            return SkipReason.ONLINE_RESERVE
         if self.tokens <= 0 and request.traits.can_cut:
             return SkipReason.TOKEN_BUDGET
         if self.chunk(request, match.cached, at_most=at_most, num_loaded=match.host) <= 0:
@@ -204,6 +220,9 @@ class Ledger:
         self.slots -= request.traits.num_rows
         self.headroom -= match.evictable + match.host
         self.available -= match.evictable + match.host
+        self.spare -= self.need(request, match)
+        if request.request_class is RequestClass.OFFLINE:
+            self._charge_offline(self._new_tokens(request, match))
         if self._adapters is not None:
             self._adapters[request.traits.adapter] += 1
         if match.host:
@@ -240,8 +259,12 @@ class Ledger:
         gain = self._view.preemption_gain(request)
         self.slots += request.traits.num_rows
         self._free_slots += request.traits.num_rows
-        self.headroom += gain + self._view.reserve_of(request)
+        reserve = self._view.reserve_of(request)
+        self.headroom += gain + reserve
         self.available += gain
+        self.spare += reserve
+        if request.request_class is RequestClass.OFFLINE:
+            self._charge_offline(-gain)
         if self._adapters is not None:
             self._adapters[request.traits.adapter] -= 1
         if all(r.rid != request.rid for r in self._view.unfinished):
@@ -289,9 +312,29 @@ class Ledger:
             # generated off where it asks for room, not where it takes it.
             self.headroom -= min(request.max_new_tokens, caps.max_reserved_tokens)
 
+    def need(self, request: Request, match: Match) -> int:
+        """KV tokens that a waiting request takes in all which nobody has: its uncached prompt and
+        what it may generate."""
+        return _num_tokens(request) - match.cached + match.host + self._reserve(request)
+
+    def _new_tokens(self, request: Request, match: Match) -> int:
+        """Those of its prompt that nobody holds now."""
+        return _num_tokens(request) - match.cached + match.host + match.evictable
+
+    def _charge_offline(self, num_tokens: int) -> None:
+        kv = self._view.kv
+        if self.offline_room is not None:
+            self.offline_room -= num_tokens
+        elif kv.kept:
+            self.offline_room = kv.total - kv.kept - num_tokens
+
     def _reserve(self, request: Request) -> int:
         remaining = request.max_new_tokens - request.num_output_tokens
         return min(max(remaining, 0), self._caps.max_reserved_tokens)
+
+
+def _num_left(request: Request) -> int:
+    return _num_tokens(request) - request.num_computed_tokens
 
 
 def _num_tokens(request: Request) -> int:

@@ -50,6 +50,7 @@ from cosched.policy.phases import (
     admission_tokens,
     follow,
     has_time,
+    is_worth_its_place,
     must_wait,
     offline_room,
     two_phases,
@@ -166,6 +167,8 @@ class _Search:
             if at_most <= 0
             else ledger.refusal(request, match, at_most=at_most)
         )
+        if reason is None and not is_worth_its_place(builder, request, match):
+            reason = SkipReason.EVICTION_LOSS
         if reason is not None:
             builder.skip(request, reason)
             return None

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Protocol
 
+from cosched.core.batch import BatchTotals
 from cosched.core.plan import SkipReason
 from cosched.core.request import Request, RequestClass
 from cosched.core.view import Decodes, Match, OfflineOrder
@@ -31,6 +32,7 @@ __all__ = [
     "admit_in_order",
     "follow",
     "has_time",
+    "is_worth_its_place",
     "must_wait",
     "offline_room",
     "two_phases",
@@ -116,6 +118,9 @@ def admit_in_order(
             builder.skip(request, SkipReason.LATENCY_BUDGET)
             break
         match = builder.view.match(request)
+        if not is_worth_its_place(builder, request, match):
+            builder.skip(request, SkipReason.EVICTION_LOSS)
+            break
         if not builder.admit(request, match, admission_tokens(builder, pace, request, match)):
             break
         num_admitted += 1
@@ -310,6 +315,28 @@ def _num_offline(builder: PlanBuilder) -> int:
     return len(builder.running_of(RequestClass.OFFLINE).requests) + num_unfinished
 
 
+def is_worth_its_place(builder: PlanBuilder, request: Request, match: Match) -> bool:
+    """Whether an offline request computes more than what is evicted for it is worth (Echo §4.1:
+    benefit and punishment, both in seconds of the device).
+
+    Its own part is the prefill of what is not cached and its share of the decodes to come.
+    """
+    ledger, view = builder.ledger, builder.view
+    before, after = -ledger.spare, ledger.need(request, match) - ledger.spare
+    if after <= 0:
+        return True
+    loss_s = view.eviction_loss_s(after) - (view.eviction_loss_s(before) if before > 0 else 0.0)
+    if loss_s <= 0:
+        return True
+    totals = BatchTotals()
+    totals.add_prefill(max(num_tokens_of(request) - match.cached, 1), match.cached)
+    gain_s = view.predictor.predict_s(totals)
+    decodes = BatchTotals()
+    decodes.add_decodes([num_tokens_of(request)] * _DECODES_AT_ONCE)
+    gain_s += view.predictor.predict_s(decodes) / _DECODES_AT_ONCE * view.length(request).median
+    return loss_s <= gain_s
+
+
 def has_time(builder: PlanBuilder, pace: Pace) -> bool:
     """Looking into the cache is the dearest part of a plan: only where it could matter."""
     return pace.has_offline_time() or not builder.runs_anything()
@@ -362,6 +389,9 @@ def _least(builder: PlanBuilder, request: Request, remaining: int) -> int:
         return remaining
     return min(remaining, max(_LEAST_PROGRESS, builder.view.caps.chunk_unit))
 
+
+_DECODES_AT_ONCE = 32
+"""Requests that usually decode together, and share the time of it."""
 
 _LEAST_CHUNK = 16
 """Prompt tokens that are worth a forward of their own, where a prompt does not end in fewer."""

@@ -6,16 +6,20 @@ from typing import Any
 
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.common import release_kv_cache
+from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
 
 from cosched.engine.port.common import Found, lookup_key, num_own
+from cosched.kv.tree import PathNode
 
 __all__ = [
     "NO_DP_ATTENTION",
     "PAGES_NEED_TRITON",
     "can_cut",
+    "can_tell_path",
     "find",
     "gain_of_stopping",
     "num_prefix",
+    "path_of",
     "release",
     "reserves_whole_output",
     "send_abort",
@@ -26,6 +30,24 @@ NO_DP_ATTENTION: tuple[str, object] = ("enable_dp_attention", False)
 
 PAGES_NEED_TRITON = True
 """Pages of KV are allocated by Triton kernels also on a CPU, where they do not run."""
+
+
+def can_tell_path(core: Any) -> bool:
+    """Whether a tree core shows the nodes above another: the Rust core does not."""
+    return isinstance(core, UnifiedTreeCore)
+
+
+def path_of(core: Any, node_id: int) -> list[PathNode]:
+    """The nodes from the root, which is left out, to this one."""
+    node, upwards = core.node_by_id(node_id), []
+    while node.parent is not None:
+        upwards.append(node)
+        node = node.parent
+    path, end = [], 0
+    for node in reversed(upwards):
+        start, end = end, end + len(node.key)
+        path.append(PathNode(node.id, start, end))
+    return path
 
 
 def num_prefix(req: Any) -> int:

@@ -6,16 +6,20 @@ from typing import Any
 
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.common import release_kv_cache
+from sglang.srt.mem_cache.rust_tree_core.adapter import RustUnifiedTreeCore
 
 from cosched.engine.port.common import Found, lookup_key, num_own
+from cosched.kv.tree import PathNode
 
 __all__ = [
     "NO_DP_ATTENTION",
     "PAGES_NEED_TRITON",
     "can_cut",
+    "can_tell_path",
     "find",
     "gain_of_stopping",
     "num_prefix",
+    "path_of",
     "release",
     "reserves_whole_output",
     "send_abort",
@@ -27,6 +31,21 @@ becomes this width, and its own field is False afterwards."""
 
 PAGES_NEED_TRITON = False
 """Its allocator has plain functions for devices without Triton."""
+
+
+def can_tell_path(core: Any) -> bool:
+    """Whether a tree core shows the nodes above another."""
+    return True
+
+
+def path_of(core: Any, node_id: int) -> list[PathNode]:
+    """The nodes from the root, which is left out, to this one."""
+    # The binding of the Rust core gives plain tuples, which its adapter turns into structs.
+    if isinstance(core, RustUnifiedTreeCore):
+        path = core._binding.collect_path_info([node_id])[0]
+        return [PathNode(node[0], node[2], node[3]) for node in path]
+    (path,) = core.collect_path_info([node_id])
+    return [PathNode(node.node_id, node.path_start, node.path_end) for node in path]
 
 
 def num_prefix(req: Any) -> int:

@@ -1,0 +1,164 @@
+"""KV memory of a scheduler: what is evicted first, what its loss costs, what online requests need.
+
+Ties the parts of `cosched.kv` to an engine: the tree that follows SGLang's, the pool that knows who
+waits, the returns that are learned from requests that come and go, the prices of the predictor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from cosched.core.estimates import Predictor
+from cosched.core.request import RequestClass
+from cosched.engine import port
+from cosched.engine.tracked import TrackedRequest
+from cosched.engine.tree_core import WatchedTreeCore
+from cosched.kv.config import KvConfig
+from cosched.kv.demand import OnlineDemand
+from cosched.kv.eviction import ORDERS, Leaves, Prices, Worth
+from cosched.kv.returns import ReturnModel, block_hashes
+from cosched.kv.tree import KvTree, Visit
+from cosched.offline.pool import OfflinePool
+from cosched.offline.prefix_pool import PrefixPool
+from cosched.offline.radix import Shared, pack
+
+__all__ = ["KvManager"]
+
+_LEARN_PERIOD_S = 1.0
+"""Between two times that what was learned is taken into the order."""
+_PRICE_PERIOD_S = 30.0
+_MOST_KEPT = 0.9
+"""Share of the memory that is kept for online requests at most: offline work goes on."""
+_TURNOVER_SHARE = 0.1
+"""Of the newest second in the moving average of evicted tokens."""
+
+
+class KvManager:
+    """One per scheduler whose tree can be watched. Makes its tree ask it who is evicted next."""
+
+    def __init__(
+        self,
+        scheduler: Any,
+        config: KvConfig,
+        *,
+        pool: Callable[[], OfflinePool[TrackedRequest]],
+        ttft_s: float | None,
+    ) -> None:
+        """pool: where offline requests wait now. ttft_s: target of online requests that name
+        none."""
+        self._scheduler = scheduler
+        self._pool = pool
+        self._ttft_s = ttft_s
+        self.config = config
+        self.returns = ReturnModel(half_life_s=config.half_life_s)
+        self.prices = Prices()
+        worth = Worth(self.returns, self.prices, late_weight=config.late_weight)
+        self.leaves = Leaves(ORDERS[config.eviction](worth), worth)
+        self.tree = KvTree(
+            page_size=scheduler.page_size, leaves=self.leaves, future=self._future
+        )
+        cache = scheduler.tree_cache
+        self.core = cache.tree_core = WatchedTreeCore(cache.tree_core, self.tree, self.leaves)
+        self.demand = OnlineDemand(window_s=config.window_s, deviations=config.deviations)
+        self._gone: list[TrackedRequest] = []
+        self._learnt_s = self._priced_s = -math.inf
+        self._evicted_before = 0
+        self._evicted_per_s = 0.0
+
+    # --- Requests come and go ---
+
+    def arrived(self, tracked: TrackedRequest, now_s: float) -> None:
+        """A new request waits."""
+        if tracked.request_class is RequestClass.ONLINE:
+            tracked.kv_hashes = block_hashes(tracked.req.origin_input_ids)
+            tracked.kv_turn = self.returns.arrived(tracked.kv_hashes, now_s)
+
+    def waits(self, tracked: TrackedRequest, *, by: int) -> None:
+        """An offline request waits now (1), or does no more (-1)."""
+        if not isinstance(self._pool(), PrefixPool):
+            return
+        ids = port.token_ids(tracked.req)
+        if self.tree.knows(tracked.prefix_key, pack(ids[: self._scheduler.page_size])):
+            self.tree.refer(tracked.prefix_key, pack(ids), by)
+
+    def ended(self, tracked: TrackedRequest) -> None:
+        """A request is over; its memory is given back before the next plan."""
+        if tracked.request_class is RequestClass.ONLINE:
+            self._gone.append(tracked)
+
+    def forget_waiting(self) -> None:
+        """The pool does not say any more who waits."""
+        for node in self.tree.nodes.values():
+            node.passing, node.stops = 0, {}
+
+    def _future(self, packed: bytes, namespace: Hashable) -> Sequence[Shared]:
+        pool = self._pool()
+        return pool.future_references(packed, namespace) if isinstance(pool, PrefixPool) else ()
+
+    # --- Between two plans ---
+
+    def advance(self, now_s: float, predictor: Predictor) -> None:
+        """Take in what has happened, before a plan is made."""
+        for tracked in self._gone:
+            self._leave(tracked, now_s)
+        self._gone.clear()
+        if now_s - self._priced_s >= _PRICE_PERIOD_S:
+            self._priced_s = now_s
+            self.prices.refresh(predictor)
+        if now_s - self._learnt_s >= _LEARN_PERIOD_S:
+            self._learn(now_s)
+        self.leaves.advance(now_s)
+
+    def _leave(self, tracked: TrackedRequest, now_s: float) -> None:
+        num_tokens = tracked.num_prompt_tokens + tracked.num_output_tokens
+        kind = self.returns.ended(
+            tracked.kv_hashes, turn=tracked.kv_turn, num_tokens=num_tokens, now_s=now_s
+        )
+        tracked.kv_hashes = ()
+        visit = Visit(kind, now_s, num_tokens, tracked.slo.ttft_s or self._ttft_s)
+        self.tree.left(tracked.req.last_node, visit)
+
+    def _learn(self, now_s: float) -> None:
+        if self._learnt_s > -math.inf:
+            rate = (self.core.num_evicted - self._evicted_before) / (now_s - self._learnt_s)
+            self._evicted_per_s += _TURNOVER_SHARE * (rate - self._evicted_per_s)
+        self._evicted_before = self.core.num_evicted
+        self._learnt_s = now_s
+        self.returns.advance(now_s)
+        self.returns.refresh(now_s, discount_s=self.turnover_s)
+        self.leaves.now_s = now_s
+        self.leaves.refresh()
+        self.demand.sample(self._online_tokens(), now_s)
+
+    @property
+    def turnover_s(self) -> float:
+        """How long it takes until as much is evicted as can be [s]; inf: nothing is."""
+        if self._evicted_per_s <= 0:
+            return math.inf
+        return max(self.tree.num_evictable / self._evicted_per_s, 1.0)
+
+    def _online_tokens(self) -> int:
+        """Held by online requests, and expected to be used again."""
+        own = 0
+        for req in port.under_way(self._scheduler):
+            tracked = TrackedRequest.of(req)
+            if tracked is not None and tracked.request_class is RequestClass.ONLINE:
+                own += port.num_own(req)
+        return own + self.tree.num_held_online + round(self.returns.expected_tokens())
+
+    # --- What a view asks ---
+
+    def loss_s(self, num_tokens: int) -> float:
+        """What evicting so many tokens costs [s]; inf where there are not so many."""
+        if num_tokens <= 0 or not self.config.admission:
+            return 0.0
+        return self.leaves.loss_s(num_tokens)
+
+    @property
+    def kept(self) -> int:
+        """Tokens that offline requests leave to online ones (`KvState.kept`)."""
+        if not self.config.reserve:
+            return 0
+        return min(self.demand.reserve, int(_MOST_KEPT * port.kv_total(self._scheduler)))

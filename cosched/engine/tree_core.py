@@ -1,0 +1,201 @@
+"""SGLang's radix tree, watched: what it does is told to a `KvTree`, and who is evicted next is asked
+there.
+
+SGLang drives eviction step by step (`UnifiedRadixCache._evict_components`): start, next node, evict
+this leaf, end. Its tree core answers "next node" by its own order, which knows no classes and no
+future. `WatchedTreeCore` stands before the core, passes everything on, and answers that one question
+itself. The default core is Rust and panics for good when it is told to evict anything but an
+evictable leaf, so `KvTree` follows every lock and every split, and its sum of evictable tokens is
+compared with the core's before each eviction: should they ever differ, the engine's own order takes
+over until the server is started again.
+
+Only trees of full attention without host memory: state-space layers and sliding windows evict by
+other rules, and nodes with a copy on the host stay in the tree.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import numpy as np
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import (
+    EvictDeviceNextNodeResult,
+)
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from cosched.core.request import RequestClass
+from cosched.core.wire import class_of_priority
+from cosched.engine import port
+from cosched.kv.eviction import Leaves
+from cosched.kv.tree import KvTree
+from cosched.offline.radix import pack
+
+__all__ = ["WatchedTreeCore", "can_watch"]
+
+logger = logging.getLogger(__name__)
+
+_OWN = frozenset({"_core", "_insert", "_leaves", "_quota", "_tree", "is_off", "num_evicted"})
+
+
+def can_watch(scheduler: Any) -> bool:
+    """Whether cosched can say what this scheduler's tree evicts."""
+    tree = scheduler.tree_cache
+    return (
+        type(tree) is UnifiedRadixCache
+        and not tree.disable
+        and tuple(tree.tree_components) == (ComponentType.FULL,)
+        and not scheduler.enable_hierarchical_cache
+        and not tree.tree_core.is_eagle
+        and port.can_tell_path(tree.tree_core)
+    )
+
+
+class WatchedTreeCore:
+    """Stands in for ``UnifiedRadixCache.tree_core``. See the module's docstring."""
+
+    def __init__(self, core: Any, tree: KvTree, leaves: Leaves) -> None:
+        self._core = core
+        self._tree = tree
+        self._leaves = leaves
+        self._insert: Any = None
+        self._quota = 0
+        self.is_off = False
+        """The engine's own order holds: something was not as it should be."""
+        self.num_evicted = 0
+        """Tokens evicted since the start."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._core, name, value)
+
+    # --- What changes the tree ---
+
+    def reset(self) -> None:
+        self._core.reset()
+        self._tree.reset()
+
+    def match_prefix(self, params: Any) -> Any:
+        result = self._core.match_prefix(params)
+        self._follow(
+            params.key,
+            result.last_device_node,
+            None if params.req is None else _is_online(params.req.priority),
+        )
+        return result
+
+    def begin_insert(self, params: Any) -> Any:
+        self._insert = params
+        return self._inserted(self._core.begin_insert(params))
+
+    def resume_insert(self) -> Any:
+        return self._inserted(self._core.resume_insert())
+
+    def _inserted(self, step: Any) -> Any:
+        if step.result is not None:
+            params, self._insert = self._insert, None
+            # Where nothing is new it only cuts a node at the end of the prompt, with a priority
+            # that is not the request's.
+            is_use = params.prev_prefix_len < len(params.key)
+            self._follow(
+                params.key,
+                step.result.last_device_node,
+                _is_online(params.priority) if is_use else None,
+            )
+        return step
+
+    def _follow(self, key: Any, node_id: int, is_online: bool | None) -> None:
+        if self.is_off:
+            return
+        try:
+            path = port.path_of(self._core, node_id)
+            self._tree.settle(_namespace(key), path, _packer(key), is_online=is_online)
+        except AssertionError as error:
+            self._switch_off(f"a node is not where it should be: {error}")
+
+    def inc_lock_ref(self, node_id: int, *args: Any, **kwargs: Any) -> Any:
+        result = self._core.inc_lock_ref(node_id, *args, **kwargs)
+        self._tree.hold(node_id)
+        return result
+
+    def dec_lock_ref(self, node_id: int, *args: Any, **kwargs: Any) -> Any:
+        result = self._core.dec_lock_ref(node_id, *args, **kwargs)
+        self._release(node_id)
+        return result
+
+    def inc_full_pin(self, node_id: int) -> None:
+        self._core.inc_full_pin(node_id)
+        self._tree.hold(node_id)
+
+    def dec_full_pin(self, node_id: int) -> None:
+        self._core.dec_full_pin(node_id)
+        self._release(node_id)
+
+    def _release(self, node_id: int) -> None:
+        if self.is_off:
+            return
+        try:
+            self._tree.release(node_id)
+        except AssertionError as error:
+            self._switch_off(f"a lock was released that was not there: {error}")
+
+    # --- Eviction ---
+
+    def evict_device_start(self, component_type: Any, request_cnt: int) -> None:
+        if not self.is_off and self._tree.num_evictable != self._core.full_evictable_size():
+            self._switch_off(
+                f"{self._tree.num_evictable} tokens are evictable by its own count, "
+                f"{self._core.full_evictable_size()} by the engine's"
+            )
+        self._quota = request_cnt
+        if self.is_off:
+            self._core.evict_device_start(component_type, request_cnt)
+
+    def evict_device_next_node(self, component_type: Any, tracker: Any) -> Any:
+        if self.is_off:
+            return self._core.evict_device_next_node(component_type, tracker)
+        node = self._leaves.first() if tracker[component_type] < self._quota else None
+        if node is None:
+            return EvictDeviceNextNodeResult()
+        return EvictDeviceNextNodeResult(node_id=node.node_id, made_progress=True)
+
+    def evict_device_leaf(self, node_id: int, is_write_back: bool) -> Any:
+        result = self._core.evict_device_leaf(node_id, is_write_back)
+        self.num_evicted += result.tracker[ComponentType.FULL]
+        if not self.is_off:
+            self._tree.evicted(node_id)
+        return result
+
+    def evict_device_end(self, component_type: Any) -> None:
+        if self.is_off:
+            self._core.evict_device_end(component_type)
+
+    def _switch_off(self, why: str) -> None:
+        logger.error(
+            "cosched: %s; SGLang's own eviction order is used until the server is restarted", why
+        )
+        self.is_off = True
+
+
+def _is_online(priority: int | None) -> bool:
+    return class_of_priority(priority) is RequestClass.ONLINE
+
+
+def _namespace(key: Any) -> Hashable:
+    return key.extra_key, key.cache_salt
+
+
+def _packer(key: Any) -> Callable[[int, int], bytes]:
+    ids = key.raw_token_ids()
+
+    def packed(start: int, end: int) -> bytes:
+        return pack(np.asarray(ids)[start:end])
+
+    return packed

@@ -1,0 +1,54 @@
+"""How KV memory is managed: the key ``kv`` of the configuration."""
+
+from __future__ import annotations
+
+import msgspec
+
+from cosched.errors import ConfigError, choices
+from cosched.kv.eviction import ORDERS
+
+__all__ = ["ENGINE_ORDERS", "KvConfig"]
+
+ENGINE_ORDERS = ("lru", "slru", "priority")
+"""SGLang's own, by its names (``--radix-eviction-policy``)."""
+
+
+class KvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is evicted first, and what offline work may take.
+
+    eviction        value: what is worth least per token, by future references and learned returns;
+                    echo: the order of Echo §4.2; lru, slru, priority: SGLang's
+    reserve         keep what online requests are expected to need from offline ones (Echo §5.3)
+    deviations      of their demand above its mean that are kept
+    window_s        over which the demand is looked at [s]
+    admission       an offline request is not admitted while what it would evict is worth more than
+                    it computes
+    late_weight     how much more a second weighs that makes an online request miss its target
+    half_life_s     after which an observed return counts half [s]
+    """
+
+    eviction: str = "value"
+    reserve: bool = True
+    deviations: float = 2.0
+    window_s: float = 300.0
+    admission: bool = True
+    late_weight: float = 4.0
+    half_life_s: float = 3600.0
+
+    def __post_init__(self) -> None:
+        names = (*ORDERS, *ENGINE_ORDERS)
+        if self.eviction not in names:
+            raise ConfigError(f"kv.eviction {self.eviction!r} is unknown: {choices(names)}")
+        for name in ("deviations", "late_weight"):
+            value = getattr(self, name)
+            if not 0 <= value < float("inf"):
+                raise ConfigError(f"kv.{name} must be 0 or more, not {value}")
+        for name in ("window_s", "half_life_s"):
+            value = getattr(self, name)
+            if not 0 < value < float("inf"):
+                raise ConfigError(f"kv.{name} must be a positive number of seconds, not {value}")
+
+    @property
+    def is_ours(self) -> bool:
+        """The order is cosched's, and not the engine's."""
+        return self.eviction in ORDERS

@@ -1,0 +1,55 @@
+"""KV kept for online requests: mean and deviation of their demand in a sliding window (Echo §5.3).
+
+Echo bounds what offline requests may hold by what online ones held in the last hour: mean plus two
+deviations. Here the demand also counts contexts that are about to return, whether or not they are
+still cached, and never less than the demand of now is kept: a burst is answered at once, and the
+window only decides how long it is remembered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+__all__ = ["OnlineDemand"]
+
+
+class OnlineDemand:
+    """Samples of a number of tokens, at most one per `period_s`."""
+
+    def __init__(
+        self, *, window_s: float = 300.0, deviations: float = 2.0, period_s: float = 1.0
+    ) -> None:
+        self._window_s = window_s
+        self._deviations = deviations
+        self._period_s = period_s
+        self._samples: deque[tuple[float, int]] = deque()
+        self._sum = 0
+        self._squares = 0
+        self.now = 0
+        """The newest sample [tokens]."""
+
+    def is_due(self, now_s: float) -> bool:
+        """A new sample is wanted."""
+        return not self._samples or now_s - self._samples[-1][0] >= self._period_s
+
+    def sample(self, num_tokens: int, now_s: float) -> None:
+        """The demand is so many tokens now. O(1) amortized."""
+        self.now = num_tokens
+        self._samples.append((now_s, num_tokens))
+        self._sum += num_tokens
+        self._squares += num_tokens * num_tokens
+        while self._samples[0][0] <= now_s - self._window_s:
+            _, gone = self._samples.popleft()
+            self._sum -= gone
+            self._squares -= gone * gone
+
+    @property
+    def reserve(self) -> int:
+        """Tokens to keep; 0 before the first sample."""
+        count = len(self._samples)
+        if not count:
+            return 0
+        mean = self._sum / count
+        variance = max(self._squares / count - mean * mean, 0.0)
+        return max(self.now, round(mean + self._deviations * math.sqrt(variance)))

@@ -1,0 +1,276 @@
+"""Which KV goes first: the order of the evictable leaves, and what is lost by each.
+
+Two questions are kept apart. The *order* says who goes first; each published order is one. The
+*worth* says what that costs, in seconds of the device: what is lost when a node goes is what has to
+be computed anew times the chance that somebody comes for it. The order ``value`` evicts what is
+worth least per token.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+from sortedcontainers import SortedList
+
+from cosched.core.batch import BatchTotals
+from cosched.core.estimates import Predictor
+from cosched.kv.returns import ReturnModel
+from cosched.kv.tree import KvNode
+
+__all__ = ["ORDERS", "EchoOrder", "EvictionOrder", "Leaves", "LossCurve", "Prices", "Worth"]
+
+
+class Prices:
+    """What computing prompt tokens costs at each depth [s], from the predictor of iterations."""
+
+    _STEP = 1024
+    _NUM_STEPS = 128
+
+    def __init__(self) -> None:
+        self._per_token = [0.0] * self._NUM_STEPS
+        self._sums = [0.0] * (self._NUM_STEPS + 1)
+
+    def refresh(self, predictor: Predictor) -> None:
+        """Ask the predictor anew: it learns. O(steps), about 0.1 ms."""
+        total = 0.0
+        for step in range(self._NUM_STEPS):
+            totals = BatchTotals()
+            totals.add_prefill(self._STEP, step * self._STEP)
+            seconds = predictor.predict_s(totals)
+            self._per_token[step] = seconds / self._STEP
+            total += seconds
+            self._sums[step + 1] = total
+
+    def per_token(self, depth: int) -> float:
+        """Seconds for one token with `depth` tokens before it."""
+        return self._per_token[min(depth // self._STEP, self._NUM_STEPS - 1)]
+
+    def seconds(self, start: int, end: int) -> float:
+        """For the tokens from `start` to `end`."""
+        return self._until(end) - self._until(start)
+
+    def _until(self, depth: int) -> float:
+        step, rest = divmod(depth, self._STEP)
+        if step >= self._NUM_STEPS:
+            beyond = depth - self._NUM_STEPS * self._STEP
+            return self._sums[-1] + beyond * self._per_token[-1]
+        return self._sums[step] + rest * self._per_token[step]
+
+
+class Worth:
+    """What a node is worth: seconds that are expected to be lost per token if it goes.
+
+    *Offline*: those who wait for it are known. Requests that begin alike run one after the other,
+    so what is evicted is computed once more and no more often; each more that waits makes it surer
+    that one comes before memory is short again.
+
+    *Online*: the chance that the session goes on (`ReturnModel`), times what is recomputed then. A
+    second of recomputation that makes a chat user wait weighs more than one of throughput: up to
+    `late_weight` times more, where recomputing all of the context from the node on would take all
+    of the target for the first token, and nothing more below `free_share` of it, which goes
+    unnoticed (the idea of tail-optimized LRU, Zhang et al. 2025).
+    """
+
+    def __init__(
+        self,
+        returns: ReturnModel,
+        prices: Prices,
+        *,
+        late_weight: float = 4.0,
+        free_share: float = 0.1,
+    ) -> None:
+        self.returns = returns
+        self.prices = prices
+        self._late_weight = late_weight
+        self._free_share = free_share
+
+    def __call__(self, node: KvNode, now_s: float) -> float:
+        """Seconds per token."""
+        chance = 0.0
+        references = node.references
+        if references:
+            chance = 1.0 - 0.5**references
+        visit = node.visit
+        if visit is not None:
+            returns = self.returns.chance(visit.kind, now_s - visit.end_s)
+            if visit.ttft_s:
+                lost_s = self.prices.seconds(node.start, max(visit.num_tokens, node.end))
+                late = (lost_s / visit.ttft_s - self._free_share) / (1.0 - self._free_share)
+                returns *= 1.0 + self._late_weight * min(max(late, 0.0), 1.0)
+            chance = max(chance, returns)
+        return chance * self.prices.per_token(node.start)
+
+    def next_change_s(self, node: KvNode, now_s: float) -> float:
+        """When it changes by time alone [s]; inf: it does not."""
+        if node.visit is None:
+            return math.inf
+        return node.visit.end_s + self.returns.next_change_s(now_s - node.visit.end_s)
+
+
+class EvictionOrder(Protocol):
+    def __call__(self, node: KvNode, now_s: float) -> float:
+        """Nodes of smaller numbers go first; of equal ones the least recently used."""
+        ...
+
+    def next_change_s(self, node: KvNode, now_s: float) -> float: ...
+
+
+class EchoOrder:
+    """Echo §4.2: offline KV with future references, by their number, above finished online KV
+    (0.5), above offline KV without (0). Running requests hold theirs."""
+
+    def __init__(self, worth: Worth) -> None:
+        pass
+
+    def __call__(self, node: KvNode, now_s: float) -> float:
+        references = node.passing + sum(node.stops.values())
+        return float(references) if references else 0.5 * node.is_online
+
+    def next_change_s(self, node: KvNode, now_s: float) -> float:
+        return math.inf
+
+
+class ValueOrder:
+    """What is worth least per token goes first."""
+
+    def __init__(self, worth: Worth) -> None:
+        self._worth = worth
+        self.next_change_s = worth.next_change_s
+
+    def __call__(self, node: KvNode, now_s: float) -> float:
+        return self._worth(node, now_s)
+
+
+ORDERS: Mapping[str, type[ValueOrder] | type[EchoOrder]] = {
+    "value": ValueOrder,
+    "echo": EchoOrder,
+}
+
+
+class Leaves:
+    """The evictable leaves of a `KvTree` in the order of eviction. Every change is O(log n)."""
+
+    def __init__(self, order: EvictionOrder, worth: Worth) -> None:
+        self.now_s = 0.0
+        self._order = order
+        self._worth = worth
+        self._nodes: dict[int, KvNode] = {}
+        self._sorted: SortedList[tuple[float, int, int]] = SortedList()
+        self._timers: list[tuple[float, int]] = []
+        self.curve: LossCurve | None = None
+        """Of the leaves as they are; made anew when they change."""
+
+    def __len__(self) -> int:
+        return len(self._sorted)
+
+    def add(self, node: KvNode) -> None:
+        self.curve = None
+        node.rank = rank = (self._order(node, self.now_s), node.last_use, node.node_id)
+        self._nodes[node.node_id] = node
+        self._sorted.add(rank)
+        self._set_timer(node)
+
+    def discard(self, node: KvNode) -> None:
+        self.curve = None
+        self._sorted.remove(node.rank)
+        del self._nodes[node.node_id]
+        node.rank = None
+
+    def changed(self, node: KvNode) -> None:
+        rank = (self._order(node, self.now_s), node.last_use, node.node_id)
+        if rank != node.rank:
+            self.curve = None
+            self._sorted.remove(node.rank)
+            self._sorted.add(rank)
+            node.rank = rank
+            self._set_timer(node)
+
+    def advance(self, now_s: float) -> None:
+        """Say what time it is."""
+        self.now_s = now_s
+        timers = self._timers
+        while timers and timers[0][0] <= now_s:
+            _, node_id = heapq.heappop(timers)
+            node = self._nodes.get(node_id)
+            if node is not None:
+                self.changed(node)
+                self._set_timer(node)
+
+    def refresh(self) -> None:
+        """Prices or chances were learned anew. O(n log n)."""
+        for node in list(self._nodes.values()):
+            self.changed(node)
+
+    def first(self) -> KvNode | None:
+        """The one to evict next. O(1)."""
+        return self._nodes[self._sorted[0][2]] if self._sorted else None
+
+    def in_order(self) -> Iterator[KvNode]:
+        """Leaves and what becomes a leaf when they go, in the order of eviction. Valid until a
+        change."""
+        left: dict[int, int] = {}
+        freed: list[tuple[float, int, int, KvNode]] = []
+        for rank in self._sorted:
+            while freed and freed[0][:3] < rank:
+                yield from self._evict(heapq.heappop(freed)[3], left, freed)
+            yield from self._evict(self._nodes[rank[2]], left, freed)
+        while freed:
+            yield from self._evict(heapq.heappop(freed)[3], left, freed)
+
+    def _evict(
+        self, node: KvNode, left: dict[int, int], freed: list[tuple[float, int, int, KvNode]]
+    ) -> Iterator[KvNode]:
+        yield node
+        parent = node.parent
+        assert parent is not None
+        if parent.parent is None or parent.num_holds:
+            return
+        num_left = left.get(parent.node_id, len(parent.children)) - 1
+        left[parent.node_id] = num_left
+        if not num_left:
+            value = self._order(parent, self.now_s)
+            heapq.heappush(freed, (value, parent.last_use, parent.node_id, parent))
+
+    def loss_s(self, num_tokens: int) -> float:
+        """What evicting so many tokens costs, by `Worth` [s]; inf where there are not so many."""
+        if self.curve is None:
+            self.curve = LossCurve(self)
+        return self.curve.seconds(num_tokens)
+
+    def worth_of(self, node: KvNode) -> float:
+        return self._worth(node, self.now_s)
+
+    def _set_timer(self, node: KvNode) -> None:
+        at_s = self._order.next_change_s(node, self.now_s)
+        if at_s < math.inf:
+            heapq.heappush(self._timers, (at_s, node.node_id))
+
+
+class LossCurve:
+    """Tokens evicted -> seconds lost, worked out as far as somebody asks."""
+
+    def __init__(self, leaves: Leaves) -> None:
+        self._leaves = leaves
+        self._order = leaves.in_order()
+        self._tokens = [0]
+        self._seconds = [0.0]
+        self._position = 0
+
+    def seconds(self, num_tokens: int) -> float:
+        tokens, seconds = self._tokens, self._seconds
+        while tokens[-1] < num_tokens:
+            node = next(self._order, None)
+            if node is None:
+                return math.inf
+            tokens.append(tokens[-1] + node.num_tokens)
+            seconds.append(seconds[-1] + node.num_tokens * self._leaves.worth_of(node))
+        # The part of the last node is lost as a part: what is cut is its tail.
+        index = bisect_left(tokens, num_tokens)
+        if index == 0:
+            return 0.0
+        share = (num_tokens - tokens[index - 1]) / (tokens[index] - tokens[index - 1])
+        return seconds[index - 1] + share * (seconds[index] - seconds[index - 1])

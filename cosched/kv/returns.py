@@ -1,0 +1,225 @@
+"""Who comes back: the chance that an online context is used again, learned while running.
+
+A finished request leaves a context behind. The next turn of its session, if there is one, begins
+with it. How long that takes differs by kind of visit: a first message is often the last, the
+twentieth turn of an agent is followed by the next within seconds. For each kind a discrete-time
+survival estimate is kept (Kaplan and Meier 1958, over age bins that double in width): of those that
+reached a bin, what share came back in it. Old observations fade with a half-life.
+
+It learns from arrivals and ends alone, not from what the cache still has, so that evicting a
+context does not teach that it is not missed. A continuation is found by hashes of the token blocks
+from the start of the prompt.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+__all__ = ["BIN_EDGES_S", "ReturnModel", "block_hashes"]
+
+BIN_EDGES_S: tuple[float, ...] = (0.0, *[0.5 * 2.0**i for i in range(14)])
+"""Ages at which bins begin [s]: 0, 0.5, 1, 2, ... 4096. After the end of the last, 8192 s, nobody
+is expected."""
+
+_END_S = 2 * BIN_EDGES_S[-1]
+_WIDTHS_S = tuple(
+    b - a for a, b in zip(BIN_EDGES_S, (*BIN_EDGES_S[1:], _END_S), strict=True)
+)
+_NUM_BINS = len(BIN_EDGES_S)
+
+BLOCK = 64
+"""Tokens whose hash marks a place in a prompt."""
+
+_MOST_TURNS = 4
+_DEPTHS = (2048, 16384)
+_NUM_KINDS = _MOST_TURNS * (len(_DEPTHS) + 1)
+
+_PRIOR_RETURNS = 0.5
+"""Share of visits that come back at all, as long as nothing is known."""
+_PRIOR_WEIGHT = 2.0
+"""Visits that this belief is worth, in each bin."""
+_PRIOR_HAZARD = 1 - (1 - _PRIOR_RETURNS) ** (1 / _NUM_BINS)
+
+_MOST_MARKS = 100_000
+
+
+def block_hashes(token_ids: Sequence[int]) -> list[int]:
+    """A hash for each whole block of a prompt, of all tokens up to its end. Equal within a process
+    only. `token_ids` is an array, whose bytes are hashed."""
+    view = memoryview(token_ids)  # type: ignore[arg-type]
+    chain: list[int] = []
+    last = 0
+    for end in range(BLOCK, len(view) + 1, BLOCK):
+        last = hash((last, bytes(view[end - BLOCK : end])))
+        chain.append(last)
+    return chain
+
+
+class _Mark(NamedTuple):
+    visit_id: int
+    kind: int
+    turn: int
+    end_s: float
+
+
+class ReturnModel:
+    """See the module's docstring."""
+
+    def __init__(self, *, half_life_s: float = 3600.0) -> None:
+        """half_life_s: after which an observation counts half."""
+        self._half_life_s = half_life_s
+        self._returned = [[0.0] * _NUM_BINS for _ in range(_NUM_KINDS)]
+        self._at_risk = [[0.0] * _NUM_BINS for _ in range(_NUM_KINDS)]
+        self._marks: OrderedDict[int, _Mark] = OrderedDict()
+        self._open: dict[int, tuple[int, int]] = {}  # visit -> its bin and its tokens
+        self._open_tokens = [[0] * _NUM_BINS for _ in range(_NUM_KINDS)]
+        self._due: list[tuple[float, int, _Mark]] = []
+        self._ids = itertools.count()
+        self._scale_s = 0.0
+        self._tables: list[list[float]] | None = None
+        self._discount_s = math.inf
+
+    # --- Learning ---
+
+    def arrived(self, hashes: Sequence[int], now_s: float) -> int:
+        """A request has come; hashes: of its prompt (`block_hashes`). Its turn: 1 for one that
+        continues nothing known."""
+        for value in reversed(hashes):
+            mark = self._marks.get(value)
+            if mark is not None:
+                self._returned_now(mark, now_s)
+                return mark.turn + 1
+        return 1
+
+    def ended(self, hashes: Sequence[int], *, turn: int, num_tokens: int, now_s: float) -> int:
+        """A request is over; hashes: of its prompt; num_tokens: of its context. The kind of this
+        visit."""
+        kind = _kind(turn, num_tokens)
+        if hashes:
+            mark = _Mark(next(self._ids), kind, turn, now_s)
+            # The last block may end differently in the next turn: templates mark where the reply
+            # begins.
+            self._set_mark(hashes[-1], mark)
+            if len(hashes) > 1:
+                self._set_mark(hashes[-2], mark)
+            self._open[mark.visit_id] = (0, num_tokens)
+            self._open_tokens[kind][0] += num_tokens
+            heapq.heappush(self._due, (now_s + BIN_EDGES_S[1], mark.visit_id, mark))
+        return kind
+
+    def advance(self, now_s: float) -> None:
+        """Say what time it is: who has not come back yet gets older. O(log n) per bin reached."""
+        due = self._due
+        while due and due[0][0] <= now_s:
+            _, visit_id, mark = heapq.heappop(due)
+            state = self._open.get(visit_id)
+            if state is None:
+                continue
+            index, num_tokens = state
+            self._observe(mark.kind, index, 0.0, now_s)
+            tokens = self._open_tokens[mark.kind]
+            tokens[index] -= num_tokens
+            if index + 1 == _NUM_BINS:
+                del self._open[visit_id]
+                continue
+            self._open[visit_id] = (index + 1, num_tokens)
+            tokens[index + 1] += num_tokens
+            end_s = BIN_EDGES_S[index + 2] if index + 2 < _NUM_BINS else _END_S
+            heapq.heappush(due, (mark.end_s + end_s, visit_id, mark))
+
+    def _set_mark(self, value: int, mark: _Mark) -> None:
+        self._marks[value] = mark
+        self._marks.move_to_end(value)
+        if len(self._marks) > _MOST_MARKS:
+            self._marks.popitem(last=False)
+
+    def _returned_now(self, mark: _Mark, now_s: float) -> None:
+        self.advance(now_s)
+        state = self._open.pop(mark.visit_id, None)
+        if state is not None:  # else it has come back before, or after all bins
+            index, num_tokens = state
+            self._open_tokens[mark.kind][index] -= num_tokens
+            self._observe(mark.kind, index, 1.0, now_s)
+
+    def _observe(self, kind: int, index: int, returned: float, at_s: float) -> None:
+        # Newer observations weigh more, instead of older ones less: nothing else must be touched.
+        weight = 2.0 ** ((at_s - self._scale_s) / self._half_life_s)
+        if weight > 1e6:
+            self._rescale(at_s)
+            weight = 1.0
+        self._at_risk[kind][index] += weight
+        self._returned[kind][index] += weight * returned
+
+    def _rescale(self, at_s: float) -> None:
+        factor = 2.0 ** ((self._scale_s - at_s) / self._half_life_s)
+        for table in (*self._at_risk, *self._returned):
+            table[:] = [value * factor for value in table]
+        self._scale_s = at_s
+
+    # --- Asking ---
+
+    def refresh(self, now_s: float, *, discount_s: float = math.inf) -> None:
+        """Take what was learned into the answers. discount_s: how long memory is worth holding for
+        a return [s]; one that comes after t seconds counts exp(-t / discount_s)."""
+        unit = 2.0 ** ((now_s - self._scale_s) / self._half_life_s)  # one visit seen just now
+        self._discount_s = discount_s
+        prior = _PRIOR_WEIGHT * min(unit, 1e6)
+        self._tables = [
+            self._values(
+                [
+                    (came + prior * _PRIOR_HAZARD) / (seen + prior)
+                    for came, seen in zip(returned, at_risk, strict=True)
+                ]
+            )
+            for returned, at_risk in zip(self._returned, self._at_risk, strict=True)
+        ]
+
+    def _values(self, hazards: Sequence[float]) -> list[float]:
+        """The discounted chance of a return for one at the begin of each bin."""
+        value = 0.0
+        values = []
+        for hazard, width_s in zip(reversed(hazards), reversed(_WIDTHS_S), strict=True):
+            half = math.exp(-width_s / 2 / self._discount_s)
+            value = hazard * half + (1 - hazard) * half * half * value
+            values.append(value)
+        return values[::-1]
+
+    def chance(self, kind: int, age_s: float) -> float:
+        """That a visit of this kind and age comes back, discounted as `refresh` was told."""
+        if age_s >= _END_S:
+            return 0.0
+        if self._tables is None:
+            self.refresh(0.0)
+        assert self._tables is not None
+        return self._tables[kind][bisect_right(BIN_EDGES_S, age_s) - 1]
+
+    def expected_tokens(self) -> float:
+        """Of the contexts that have not come back yet, those that are expected to [tokens];
+        discounted as `chance`."""
+        if self._tables is None:
+            return 0.0
+        return sum(
+            chance * tokens
+            for table, counts in zip(self._tables, self._open_tokens, strict=True)
+            for chance, tokens in zip(table, counts, strict=True)
+            if tokens
+        )
+
+    @staticmethod
+    def next_change_s(age_s: float) -> float:
+        """The age at which `chance` changes next [s]; inf: never."""
+        if age_s >= _END_S:
+            return math.inf
+        index = bisect_right(BIN_EDGES_S, age_s)
+        return BIN_EDGES_S[index] if index < _NUM_BINS else _END_S
+
+
+def _kind(turn: int, num_tokens: int) -> int:
+    return (min(turn, _MOST_TURNS) - 1) * (len(_DEPTHS) + 1) + bisect_right(_DEPTHS, num_tokens)
+

@@ -1,0 +1,438 @@
+"""The engine's radix tree as eviction sees it: which nodes there are, who holds them, who waits for
+them.
+
+The engine's own tree stays the truth; this one follows it, told of every insertion, lock and
+eviction (`cosched.engine.tree_core`). It knows beside the tokens what the engine's tree does not:
+when a node was last used and by which class, and how many waiting requests will read it.
+
+Costs: *depth* is the number of nodes from the root to a node; a node is one prefill chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from cosched.offline.radix import TOKEN_BYTES, Shared, common_bytes
+
+__all__ = ["KvNode", "KvTree", "LeafListener", "PathNode", "Visit"]
+
+
+class PathNode(NamedTuple):
+    """A node of the engine's tree on the way from the root. start, end: tokens from the root."""
+
+    node_id: int
+    start: int
+    end: int
+
+
+class Visit(NamedTuple):
+    """An online request that has used a context and gone, maybe to come back with the next turn.
+
+    kind        of visits that come back alike (`cosched.kv.returns`)
+    end_s       when it ended [s]
+    num_tokens  of its context [tokens]
+    ttft_s      its target for the first token [s]; None: it had none
+    """
+
+    kind: int
+    end_s: float
+    num_tokens: int
+    ttft_s: float | None
+
+
+class KvNode:
+    """A run of tokens whose KV is evicted as one. Read-only outside of this module.
+
+    node_id     the engine's
+    segment     its token ids, 4 bytes each
+    start       tokens above it
+    num_holds   locks on it or below it: no part of it can be evicted while there are any
+    last_use    number of the latest use (`KvTree.num_uses`)
+    is_online   an online request has used it
+    visit       the latest visit that it was part of; None: none has ended yet
+    passing     waiting offline requests that begin with all tokens from the root to its end
+    stops       tokens of it -> waiting offline requests that share exactly these and no more
+    rank        where it stands in the order of eviction; None: it cannot be evicted now
+    """
+
+    __slots__ = (
+        "children",
+        "is_online",
+        "last_use",
+        "node_id",
+        "num_holds",
+        "parent",
+        "passing",
+        "rank",
+        "segment",
+        "start",
+        "stops",
+        "visit",
+    )
+
+    def __init__(self, node_id: int, parent: KvNode | None, start: int, segment: bytes) -> None:
+        self.node_id = node_id
+        self.parent = parent
+        self.start = start
+        self.segment = segment
+        self.children: dict[bytes, KvNode] = {}
+        self.num_holds = 0
+        self.last_use = 0
+        self.is_online = False
+        self.visit: Visit | None = None
+        self.passing = 0
+        self.stops: dict[int, int] = {}
+        self.rank: tuple[float, int, int] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.segment) // TOKEN_BYTES
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.segment) // TOKEN_BYTES
+
+    @property
+    def is_leaf(self) -> bool:
+        """It can be evicted now."""
+        return not self.num_holds and not self.children and self.parent is not None
+
+    @property
+    def references(self) -> float:
+        """Waiting offline requests that will read a token of it, in the mean."""
+        if not self.stops:
+            return float(self.passing)
+        partly = sum([tokens * count for tokens, count in self.stops.items()])
+        return self.passing + partly / self.num_tokens
+
+    def upwards(self) -> Iterator[KvNode]:
+        """It and all above it, without the root."""
+        node = self
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
+
+class LeafListener(Protocol):
+    """Hears which nodes can be evicted (`KvNode.is_leaf`)."""
+
+    def add(self, node: KvNode) -> None:
+        """It can be now, and could not before."""
+        ...
+
+    def discard(self, node: KvNode) -> None:
+        """It cannot be any more, or it is gone."""
+        ...
+
+    def changed(self, node: KvNode) -> None:
+        """It still can be, but something about it has changed."""
+        ...
+
+
+class KvTree:
+    """See the module's docstring. Requests of different namespaces share nothing.
+
+    future  who waits for a path (`PrefixPool.future_references`); asked for new nodes only, and
+            only where somebody waits for what is above them
+    """
+
+    def __init__(
+        self,
+        *,
+        page_size: int,
+        leaves: LeafListener,
+        future: Callable[[bytes, Hashable], Sequence[Shared]] | None = None,
+    ) -> None:
+        self._page_bytes = page_size * TOKEN_BYTES
+        self._leaves = leaves
+        self._future = future
+        self.nodes: dict[int, KvNode] = {}
+        self._roots: dict[Hashable, KvNode] = {}
+        self.num_uses = 0
+        self.num_tokens = 0
+        """Of all nodes [tokens]."""
+        self.num_evictable = 0
+        """Of those that nobody holds [tokens]."""
+        self.num_held_online = 0
+        """Of those that are held, and that an online request has used [tokens]."""
+
+    @property
+    def num_held_offline(self) -> int:
+        """Of those that are held, and that no online request has used [tokens]."""
+        return self.num_tokens - self.num_evictable - self.num_held_online
+
+    def reset(self) -> None:
+        """The engine has dropped its tree."""
+        for node in self.nodes.values():
+            if node.rank is not None:
+                self._leaves.discard(node)
+        self.nodes.clear()
+        self._roots.clear()
+        self.num_tokens = self.num_evictable = self.num_held_online = 0
+
+    # --- Following the engine ---
+
+    def settle(
+        self,
+        namespace: Hashable,
+        path: Sequence[PathNode],
+        packed: Callable[[int, int], bytes],
+        *,
+        is_online: bool | None,
+    ) -> None:
+        """The engine has put these tokens into its tree, or looked them up: nodes may be new, or
+        split where the tokens part from others.
+
+        path       from the root to where the tokens end now
+        packed     token ids from a position to another, 4 bytes each
+        is_online  class of the request that uses them now; None: it is no use
+        """
+        first = len(path)
+        while first and not self._is_known(path[first - 1]):
+            first -= 1
+        parent = self._root(namespace) if first == 0 else self.nodes[path[first - 1].node_id]
+        for node_id, start, end in path[first:]:
+            parent = self._enter(parent, node_id, start, end, namespace, packed)
+        if is_online is None:
+            return
+        self.num_uses += 1
+        number = self.num_uses
+        for node in parent.upwards():
+            node.last_use = number
+            if is_online and not node.is_online:
+                node.is_online = True
+                if node.num_holds:
+                    self.num_held_online += node.num_tokens
+        if parent.rank is not None:
+            self._leaves.changed(parent)
+
+    def _is_known(self, place: PathNode) -> bool:
+        node = self.nodes.get(place.node_id)
+        return node is not None and node.start == place.start and node.end == place.end
+
+    def _root(self, namespace: Hashable) -> KvNode:
+        root = self._roots.get(namespace)
+        if root is None:
+            root = self._roots[namespace] = KvNode(-1, None, 0, b"")
+        return root
+
+    def _enter(
+        self,
+        parent: KvNode,
+        node_id: int,
+        start: int,
+        end: int,
+        namespace: Hashable,
+        packed: Callable[[int, int], bytes],
+    ) -> KvNode:
+        """A node that was not there before, or that has been split since."""
+        assert start == parent.end, f"{node_id=} {start=} {parent.end=}"
+        known = self.nodes.get(node_id)
+        if known is not None:
+            # Its upper part was entered a moment ago, and has cut it.
+            assert (known.start, known.end) == (start, end), f"{node_id=} {start=} {end=}"
+            return known
+        segment = packed(start, end)
+        page = segment[: self._page_bytes]
+        below = parent.children.get(page)
+        if below is not None:
+            assert below.segment.startswith(segment), f"{node_id=} is no head of {below.node_id=}"
+            return self._split(below, node_id, end - start)
+        if parent.rank is not None:
+            self._take_out(parent)
+        node = KvNode(node_id, parent, start, segment)
+        parent.children[page] = node
+        self.nodes[node_id] = node
+        self.num_tokens += end - start
+        self.num_evictable += end - start
+        if self._future is not None and (parent.parent is None or parent.passing):
+            self._count_future(node, self._future(packed(0, end), namespace))
+        self._put_in(node)
+        return node
+
+    def _split(self, lower: KvNode, node_id: int, num_tokens: int) -> KvNode:
+        """Cut the first tokens off a node; they are a node of their own above it."""
+        parent = lower.parent
+        assert parent is not None and 0 < num_tokens < lower.num_tokens, f"{num_tokens=}"
+        cut = num_tokens * TOKEN_BYTES
+        upper = KvNode(node_id, parent, lower.start, lower.segment[:cut])
+        upper.num_holds = lower.num_holds
+        upper.last_use, upper.is_online, upper.visit = lower.last_use, lower.is_online, lower.visit
+        upper.passing = lower.passing + sum(
+            count for tokens, count in lower.stops.items() if tokens >= num_tokens
+        )
+        upper.stops = {t: count for t, count in lower.stops.items() if t < num_tokens}
+        lower.stops = {t - num_tokens: c for t, c in lower.stops.items() if t > num_tokens}
+        parent.children[upper.segment[: self._page_bytes]] = upper
+        lower.segment = lower.segment[cut:]
+        lower.start += num_tokens
+        lower.parent = upper
+        upper.children[lower.segment[: self._page_bytes]] = lower
+        self.nodes[node_id] = upper
+        if lower.rank is not None:
+            self._leaves.changed(lower)
+        return upper
+
+    def hold(self, node_id: int) -> None:
+        """The engine has locked a node, and with it all above it. O(depth)."""
+        node = self.nodes.get(node_id)
+        if node is None:
+            return  # a root
+        if node.rank is not None:
+            self._take_out(node)
+        for above in node.upwards():
+            if not above.num_holds:
+                self.num_evictable -= above.num_tokens
+                if above.is_online:
+                    self.num_held_online += above.num_tokens
+            above.num_holds += 1
+
+    def release(self, node_id: int) -> None:
+        """Undo a `hold`. O(depth)."""
+        node = self.nodes.get(node_id)
+        if node is None:
+            return
+        for above in node.upwards():
+            assert above.num_holds > 0, f"{above.node_id=} is not held"
+            above.num_holds -= 1
+            if not above.num_holds:
+                self.num_evictable += above.num_tokens
+                if above.is_online:
+                    self.num_held_online -= above.num_tokens
+        self._put_in(node)
+
+    def evicted(self, node_id: int) -> None:
+        """The engine has evicted a leaf."""
+        node = self.nodes.pop(node_id)
+        assert node.is_leaf and node.parent is not None, f"{node_id=} is no leaf"
+        if node.rank is not None:
+            self._take_out(node)
+        del node.parent.children[node.segment[: self._page_bytes]]
+        self.num_tokens -= node.num_tokens
+        self.num_evictable -= node.num_tokens
+        self._put_in(node.parent)
+
+    def _put_in(self, node: KvNode) -> None:
+        if node.rank is None and node.is_leaf:
+            self._leaves.add(node)
+
+    def _take_out(self, node: KvNode) -> None:
+        self._leaves.discard(node)
+
+    # --- What is known beside ---
+
+    def left(self, node_id: int, visit: Visit) -> None:
+        """An online request that ended at this node has gone. O(depth)."""
+        node = self.nodes.get(node_id)
+        if node is None:
+            return
+        for above in node.upwards():
+            above.visit = visit
+        if node.rank is not None:
+            self._leaves.changed(node)
+
+    def knows(self, namespace: Hashable, page: bytes) -> bool:
+        """Something begins with these tokens of the first page. O(1)."""
+        root = self._roots.get(namespace)
+        return root is not None and page in root.children
+
+    def refer(self, namespace: Hashable, packed: bytes, by: int) -> None:
+        """Requests that begin with these tokens wait now (`by` 1), or do no more (-1). O(depth +
+        tokens compared)."""
+        node = self._roots.get(namespace)
+        position, page = 0, self._page_bytes
+        while node is not None and position < len(packed):
+            node = node.children.get(packed[position : position + page])
+            if node is None:
+                return
+            shared = common_bytes(node.segment, packed, position)
+            position += shared
+            if shared == len(node.segment):
+                node.passing += by
+                assert node.passing >= 0, f"{node.node_id=} {node.passing=}"
+            else:
+                tokens = shared // page * page // TOKEN_BYTES
+                left = node.stops.get(tokens, 0) + by
+                assert left >= 0, f"{node.node_id=} {tokens=} {left=}"
+                if left:
+                    node.stops[tokens] = left
+                else:
+                    del node.stops[tokens]
+            if node.rank is not None:
+                self._leaves.changed(node)
+            if shared < len(node.segment):
+                return
+
+    def _count_future(self, node: KvNode, future: Iterable[Shared]) -> None:
+        """future: prefixes getting longer, each with those that share it."""
+        page = self._page_bytes // TOKEN_BYTES
+        shared = list(future)
+        longer = 0
+        for entry in reversed(shared):
+            count, tokens = entry.num_requests - longer, entry.prefix_len - node.start
+            longer = entry.num_requests
+            if tokens >= node.num_tokens:
+                node.passing += count
+            elif tokens >= page:
+                tokens = tokens // page * page
+                node.stops[tokens] = node.stops.get(tokens, 0) + count
+
+    def evictable_from(self, node_id: int) -> int:
+        """Tokens from a node up to the root that nobody holds. O(depth)."""
+        node = self.nodes.get(node_id)
+        num_tokens = 0
+        while node is not None and node.parent is not None and not node.num_holds:
+            num_tokens += node.num_tokens
+            node = node.parent
+        return num_tokens
+
+    def gain_of_release(self, node_id: int) -> int:
+        """Tokens that nobody would hold if one lock of this node were gone. O(depth)."""
+        node = self.nodes.get(node_id)
+        num_tokens = 0
+        while node is not None and node.parent is not None and node.num_holds == 1:
+            num_tokens += node.num_tokens
+            node = node.parent
+        return num_tokens
+
+    def check_integrity(
+        self, waiting: Iterable[tuple[Hashable, bytes]] | None = None
+    ) -> None:
+        """Assert every invariant, in time proportional to the tree: for tests.
+
+        waiting: namespaces and tokens of all that wait, to count references anew
+        """
+        seen: set[int] = set()
+        evictable = 0
+        stack = list(self._roots.values())
+        while stack:
+            node = stack.pop()
+            below = 0
+            for page, child in node.children.items():
+                assert child.parent is node and child.start == node.end
+                assert child.segment[: self._page_bytes] == page
+                assert not len(child.segment) % self._page_bytes
+                below += child.num_holds
+                stack.append(child)
+            if node.parent is None:
+                continue
+            assert node.num_holds >= below
+            assert self.nodes[node.node_id] is node
+            assert (node.rank is not None) == node.is_leaf
+            seen.add(node.node_id)
+            evictable += 0 if node.num_holds else node.num_tokens
+        assert seen == self.nodes.keys()
+        assert evictable == self.num_evictable
+        held_online = [n.num_tokens for n in self.nodes.values() if n.is_online and n.num_holds]
+        assert sum(held_online) == self.num_held_online
+        assert self.num_tokens == sum(node.num_tokens for node in self.nodes.values())
+        if waiting is not None:
+            counted = {n: (node.passing, dict(node.stops)) for n, node in self.nodes.items()}
+            for node in self.nodes.values():
+                node.passing, node.stops = 0, {}
+            for namespace, packed in waiting:
+                self.refer(namespace, packed, 1)
+            for node_id, node in self.nodes.items():
+                recount = (node.passing, node.stops)
+                assert counted[node_id] == recount, f"{node_id=} {counted[node_id]=} {recount=}"
