@@ -74,6 +74,8 @@ class Arrival:
     """One request to simulate.
 
     num_output_tokens  after so many tokens it ends; the scheduler sees only `max_new_tokens`
+    output_ids         the reply's tokens, where they matter: a later prompt holds them; empty: made
+                       up. The last token is the end of the reply in any case
     """
 
     rid: str
@@ -82,6 +84,7 @@ class Arrival:
     input_ids: array[int]
     num_output_tokens: int
     max_new_tokens: int
+    output_ids: Sequence[int] = ()
     slo: Slo = field(default_factory=Slo)
 
 
@@ -316,7 +319,8 @@ class VirtualEngine:
         return result
 
     def _tokens(self, batch: Any) -> torch.Tensor:
-        """The next token of each request: a function of its length, and EOS at its end.
+        """The next token of each request: the reply's own where the arrival gives it, else a
+        function of the length; EOS at its end.
 
         Equal prompts get equal outputs, as greedy decoding would give them.
         """
@@ -324,8 +328,12 @@ class VirtualEngine:
         for req, length in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True):
             num_output = length - len(req.origin_input_ids) + 1
             following = self._following.get(req.rid)
-            ends = following is None or num_output >= following.arrival.num_output_tokens
-            tokens.append(EOS_ID if ends else _FIRST_ID + length % (VOCAB_SIZE - _FIRST_ID))
+            if following is None or num_output >= following.arrival.num_output_tokens:
+                tokens.append(EOS_ID)
+            elif 0 < num_output <= len(following.arrival.output_ids):
+                tokens.append(following.arrival.output_ids[num_output - 1])
+            else:
+                tokens.append(_FIRST_ID + length % (VOCAB_SIZE - _FIRST_ID))
         return torch.tensor(tokens, dtype=torch.int64)
 
     def _record(self, batch: Any, before: list[int], launched: _Launched) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
+from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -12,21 +15,25 @@ from cosched.engine.virtual import VOCAB_SIZE, Arrival
 from cosched.metrics.records import RequestRecord
 from cosched_traces.workload import TraceRequest
 
-__all__ = ["AimdClient", "ClosedLoopClient", "OpenLoopClient", "arrivals_of"]
+__all__ = ["AimdClient", "ClosedLoopClient", "OpenLoopClient", "SessionClient", "arrivals_of"]
 
 
 def arrivals_of(requests: Iterable[TraceRequest]) -> Iterator[Arrival]:
     """Requests with their tokens, made when they are needed."""
     for request in requests:
-        yield Arrival(
-            rid=request.rid,
-            arrival_s=request.arrival_s,
-            request_class=request.request_class,
-            input_ids=request.prompt(vocab_size=VOCAB_SIZE),
-            num_output_tokens=request.num_output_tokens,
-            max_new_tokens=request.max_new_tokens or request.num_output_tokens,
-            slo=request.slo,
-        )
+        yield _arrival_of(request, request.prompt(vocab_size=VOCAB_SIZE))
+
+
+def _arrival_of(request: TraceRequest, input_ids: array[int]) -> Arrival:
+    return Arrival(
+        rid=request.rid,
+        arrival_s=request.arrival_s,
+        request_class=request.request_class,
+        input_ids=input_ids,
+        num_output_tokens=request.num_output_tokens,
+        max_new_tokens=request.max_new_tokens or request.num_output_tokens,
+        slo=request.slo,
+    )
 
 
 class OpenLoopClient:
@@ -49,6 +56,55 @@ class OpenLoopClient:
 
     def on_finish(self, record: RequestRecord) -> None:
         pass
+
+
+class SessionClient:
+    """Sends each request at its time, and one that waits for another's answer when that has come
+    and its think time is over, whatever became of the answer.
+
+    The next prompt holds the answer before it: where it goes on from this prompt by at least as
+    many tokens as the answer has, the answer consists of just these, and their KV can be found. A
+    trace where it does not (it leaves the model's reasoning out) has the answer computed again.
+    """
+
+    def __init__(self, requests: Sequence[TraceRequest]) -> None:
+        self._followers: dict[str, list[TraceRequest]] = defaultdict(list)
+        self._prompts: dict[str, array[int]] = {}  # made when the request before was sent
+        self._due: list[tuple[float, int, TraceRequest]] = []
+        self._num_pushed = itertools.count()
+        for request in requests:
+            if request.after is None:
+                self._push(request.arrival_s, request)
+            else:
+                self._followers[request.after].append(request)
+
+    def due(self, now_s: float) -> Iterator[Arrival]:
+        while self._due and self._due[0][0] <= now_s:
+            time_s, _, request = heapq.heappop(self._due)
+            yield self._arrival(request, time_s)
+
+    def next_s(self) -> float | None:
+        return self._due[0][0] if self._due else None
+
+    def on_finish(self, record: RequestRecord) -> None:
+        assert record.finish_s is not None, f"{record.rid} has no end"
+        for follower in self._followers.pop(record.rid, ()):
+            self._push(record.finish_s + follower.think_s, follower)
+
+    def _push(self, time_s: float, request: TraceRequest) -> None:
+        heapq.heappush(self._due, (time_s, next(self._num_pushed), request))
+
+    def _arrival(self, request: TraceRequest, time_s: float) -> Arrival:
+        prompt = self._prompts.pop(request.rid, None) or request.prompt(vocab_size=VOCAB_SIZE)
+        output_ids: Sequence[int] = ()
+        for follower in self._followers.get(request.rid, ()):
+            later = follower.prompt(vocab_size=VOCAB_SIZE)
+            self._prompts[follower.rid] = later
+            begin, end = len(prompt), len(prompt) + request.num_output_tokens
+            if end <= len(later) and later[:begin] == prompt:
+                output_ids = later[begin:end]
+        arrival = _arrival_of(request, prompt)
+        return replace(arrival, arrival_s=time_s, output_ids=output_ids)
 
 
 class ClosedLoopClient:

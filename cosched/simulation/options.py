@@ -43,7 +43,14 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
         "--online-rate",
         type=number(above=0),
         metavar="REQ/S",
-        help="mean rate of the online requests",
+        help="mean rate of the online requests; of a workload in sessions: of their starts",
+    )
+    group.add_argument(
+        "--online-sessions",
+        type=whole(at_least=1),
+        metavar="N",
+        help="sessions under way at a time, of an online workload in sessions; a new one begins "
+        "when one ends",
     )
     group.add_argument("--offline", metavar="NAME|FILE", help="offline workload; none without")
     group.add_argument(
@@ -226,6 +233,7 @@ def run_spec_of(arguments: argparse.Namespace, scenario: Scenario) -> RunSpec:
         and WorkloadSpec(
             name=arguments.online,
             rate=arguments.online_rate,
+            num_sessions=arguments.online_sessions,
             peak_window_s=arguments.peak_window,
         ),
         offline=arguments.offline

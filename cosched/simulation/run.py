@@ -49,11 +49,13 @@ __all__ = [
 class WorkloadSpec:
     """A workload of the catalogue and its parameters (`cosched_traces.catalogue.load_workload`).
 
+    num_sessions   sessions under way at a time, of a workload in sessions
     peak_window_s  only the busiest stretch of this length is run [s]; None: all of it
     """
 
     name: str
     rate: float | None = None
+    num_sessions: int | None = None
     num_requests: int | None = None
     peak_window_s: float | None = None
 
@@ -187,7 +189,6 @@ def execute_requests(
     os.environ[ENV_VAR] = config.to_json()
     cost_model = cost_model_of(spec)
     from cosched.engine.virtual import VirtualEngine
-    from cosched.simulation.clients import OpenLoopClient
 
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cosched-model-"))
@@ -201,7 +202,7 @@ def execute_requests(
         except Exception as error:  # SGLang's own checks are assertions and errors of all kinds
             raise ConfigError(f"SGLang refuses to run with {' '.join(flags)}: {error}") from error
         stack.enter_context(engine)
-        sources = [OpenLoopClient(online)]
+        sources = [_online_client(online)]
         if offline:
             sources.append(_offline_client(spec, offline))
         num_offline = len(offline)
@@ -263,10 +264,13 @@ def load_requests(spec: RunSpec) -> tuple[list[TraceRequest], list[TraceRequest]
             request_class=RequestClass.ONLINE,
             data_dir=data_dir,
             rate=spec.online.rate,
+            num_sessions=spec.online.num_sessions,
             duration_s=spec.duration_s,
             num_requests=spec.online.num_requests,
         )
         if spec.online.peak_window_s is not None:
+            if workload.has_sessions:
+                raise ConfigError(f"{workload.name}: sessions have no busiest stretch to cut out")
             workload = busiest_window(workload, spec.online.peak_window_s)
         online.extend(workload.requests)
     if spec.scenario.has_offline and spec.offline is not None:
@@ -293,6 +297,14 @@ def engine_flags(spec: RunSpec) -> list[str]:
         if flag != "--enable-mixed-chunk" or spec.machine.mixed_chunk is None:
             flags += argument
     return flags
+
+
+def _online_client(online: Sequence[TraceRequest]) -> Any:
+    from cosched.simulation.clients import OpenLoopClient, SessionClient
+
+    if any(request.after is not None for request in online):
+        return SessionClient(online)
+    return OpenLoopClient(online)
 
 
 def _offline_client(spec: RunSpec, offline: Sequence[TraceRequest]) -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cosched_traces.errors import RowError
-from cosched_traces.json_lines import json_lines
+from cosched_traces.json_lines import count, json_lines, number
 from cosched_traces.lengths import Lengths
 from cosched_traces.rows import DEFAULTS, ReadOptions, Row, make_workload
 from cosched_traces.seeds import key_base, rng_of
@@ -30,9 +30,9 @@ def read_mooncake_jsonl(path: Path, options: ReadOptions = DEFAULTS) -> Workload
     rows = (
         Row(
             line,
-            _number(path, line, fields, "timestamp") / 1000,
-            _count(path, line, fields, "input_length"),
-            _count(path, line, fields, "output_length"),
+            number(path, line, fields, "timestamp") / 1000,
+            count(path, line, fields, "input_length"),
+            count(path, line, fields, "output_length"),
             _hash_ids(path, line, fields, MOONCAKE_BLOCK_TOKENS),
         )
         for line, fields in json_lines(path)
@@ -57,9 +57,9 @@ def read_servegen_batch_jsonl(
     def rows() -> Iterator[Row]:
         rng = rng_of(seed, "servegen-batch", options.name_for(path))
         for line, fields in json_lines(path):
-            num_prompt_tokens = _count(path, line, fields, "input_length")
+            num_prompt_tokens = count(path, line, fields, "input_length")
             if "output_length" in fields:
-                yield Row(line, 0.0, num_prompt_tokens, _count(path, line, fields, "output_length"))
+                yield Row(line, 0.0, num_prompt_tokens, count(path, line, fields, "output_length"))
             elif output is None:
                 reason = "no output_length (ServeGen's traces a-c); give output= to draw it from"
                 raise RowError(path, line, reason)
@@ -96,7 +96,7 @@ def _hash_ids(path: Path, line: int, fields: dict[str, Any], block_tokens: int) 
         type(hash_id) is int and hash_id >= 0 for hash_id in hash_ids
     ):
         raise RowError(path, line, f"hash_ids is no list of ids: {str(hash_ids)[:80]}")
-    num_tokens = _count(path, line, fields, "input_length")
+    num_tokens = count(path, line, fields, "input_length")
     expected = -(-num_tokens // block_tokens)
     if len(hash_ids) != expected:
         reason = (
@@ -105,21 +105,3 @@ def _hash_ids(path: Path, line: int, fields: dict[str, Any], block_tokens: int) 
         )
         raise RowError(path, line, reason)
     return tuple(hash_ids)
-
-
-def _count(path: Path, line: int, fields: dict[str, Any], field: str) -> int:
-    value = fields.get(field)
-    if type(value) is not int:
-        raise RowError(path, line, f"{field} is no whole number: {value!r}")
-    return value
-
-
-def _number(path: Path, line: int, fields: dict[str, Any], field: str) -> float:
-    value = fields.get(field)
-    if (
-        not isinstance(value, int | float)
-        or isinstance(value, bool)
-        or not abs(value) < float("inf")
-    ):
-        raise RowError(path, line, f"{field} is no number: {value!r}")
-    return float(value)

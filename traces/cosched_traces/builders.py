@@ -24,6 +24,9 @@ from cosched_traces.offline_sets import PrefixGroups, independent_requests, leng
 from cosched_traces.openai_batch import read_openai_batch
 from cosched_traces.rows import ReadOptions
 from cosched_traces.seeds import seed_for
+from cosched_traces.session_sets import SessionSet
+from cosched_traces.session_traces import read_sessions_jsonl
+from cosched_traces.sessions import Sessions, keep_under_way, start_at
 from cosched_traces.transform import (
     at_once,
     period_s,
@@ -43,12 +46,16 @@ __all__ = [
     "chat",
     "diurnal",
     "documents",
+    "generated",
     "loogle",
     "mmlu",
+    "recorded",
+    "sessions",
     "trace",
 ]
 
 DURATION_S = 3600.0
+NUM_SESSIONS = 8
 CHAT_RATE = 1.0
 AZURE_RATE = 5.53  # of the trace itself
 CHAT_REQUESTS = 10_000
@@ -69,6 +76,7 @@ class Asked:
     seed: int
     files: tuple[Path, ...] = ()
     rate: float | None = None
+    num_sessions: int | None = None
     duration_s: float | None = None
     num_requests: int | None = None
     tokenize: Tokenize | None = None
@@ -116,6 +124,39 @@ def chat(dataset: str, *, max_prompt_tokens: int | None = None) -> Build:
         return _with_lengths(asked, dataset, curve, max_prompt_tokens=max_prompt_tokens)
 
     return build
+
+
+def sessions(sessions_of: Callable[[Asked], Sessions]) -> Build:
+    """Sessions, in a closed loop: starts as a Poisson process of the rate, or a fixed number under
+    way at a time (without either, `NUM_SESSIONS`)."""
+
+    def build(asked: Asked) -> Workload:
+        begun = sessions_of(asked)
+        if asked.rate is not None:
+            times = arrival_times(_poisson_curve(asked), seed=asked.own_seed)
+            return start_at(asked.name, begun, times)
+        return keep_under_way(
+            asked.name,
+            begun,
+            num_sessions=asked.num_sessions or NUM_SESSIONS,
+            duration_s=asked.duration_s or DURATION_S,
+            seed=asked.own_seed,
+        )
+
+    return build
+
+
+def recorded(asked: Asked) -> Sessions:
+    """Those of the file, over and over."""
+    read = read_sessions_jsonl(asked.files[0], ReadOptions(name=asked.name))
+    return Sessions(supply=read.supply(seed=asked.own_seed), notes=read.notes)
+
+
+def generated(kind: SessionSet) -> Callable[[Asked], Sessions]:
+    def sessions_of(asked: Asked) -> Sessions:
+        return Sessions(supply=kind.supply(asked.name, seed=asked.own_seed))
+
+    return sessions_of
 
 
 def azure_like(asked: Asked) -> Workload:

@@ -16,6 +16,7 @@ from cosched_traces.errors import WorkloadError
 from cosched_traces.formats import read_trace
 from cosched_traces.mmlu import Tokenize
 from cosched_traces.rows import numbered_lines
+from cosched_traces.session_sets import AGENTS, CHATS
 from cosched_traces.transform import first_requests
 from cosched_traces.workload import Workload
 
@@ -31,6 +32,8 @@ class NamedWorkload:
     classes         the roles it can take, its own first
     files           what it reads, relative to the data folder; each may also lie there as .gz
     needs_files     without a data folder it cannot be made; else it is then generated
+    in_sessions     its requests are turns of sessions: the next is sent when the answer before it
+                    has come and been thought about
     """
 
     classes: tuple[RequestClass, ...]
@@ -38,6 +41,7 @@ class NamedWorkload:
     build: Build
     files: tuple[str, ...] = ()
     needs_files: bool = False
+    in_sessions: bool = False
 
 
 WORKLOADS = {
@@ -74,6 +78,26 @@ WORKLOADS = {
         build=builders.trace(read_mooncake_jsonl),
         files=("arrivals/mooncake_arxiv_first1000.jsonl",),
         needs_files=True,
+    ),
+    "agents": NamedWorkload(
+        classes=(ONLINE,),
+        description="sessions of a coding agent: contexts that grow from 18k to 60k tokens",
+        build=builders.sessions(builders.recorded),
+        files=("sessions/kv_cache_tester_40.jsonl",),
+        needs_files=True,
+        in_sessions=True,
+    ),
+    "agents-like": NamedWorkload(
+        classes=(ONLINE,),
+        description="generated with the lengths, turns and think times of agents",
+        build=builders.sessions(builders.generated(AGENTS)),
+        in_sessions=True,
+    ),
+    "multi-turn": NamedWorkload(
+        classes=(ONLINE,),
+        description="chats of 2-10 turns with ShareGPT lengths and 10-60 s between them",
+        build=builders.sessions(builders.generated(CHATS)),
+        in_sessions=True,
     ),
     "sharegpt": NamedWorkload(
         classes=(ONLINE, OFFLINE),
@@ -147,6 +171,7 @@ def load_workload(
     request_class: RequestClass | None = None,
     data_dir: Path | None = None,
     rate: float | None = None,
+    num_sessions: int | None = None,
     duration_s: float | None = None,
     num_requests: int | None = None,
     tokenize: Tokenize | None = None,
@@ -156,7 +181,8 @@ def load_workload(
     request_class  the role it is to play; None: its own (of a file: online)
     data_dir       the folder with the files that some workloads read
     rate           mean rate [req/s]; a file is sampled down to it (HyGen §5.1); None: a file's own,
-                   for others 1 (azure-like: 5.53)
+                   for others 1 (azure-like: 5.53); of a workload in sessions, starts [1/s]
+    num_sessions   of a workload in sessions, how many are under way at a time, in place of a rate
     duration_s     a file is cut to it, or repeated; None: as long as the file, else an hour
     num_requests   keep the first so many; where requests are generated offline, make so many
     tokenize       text to token ids, for workloads of text; None: lengths estimated from the text
@@ -177,7 +203,16 @@ def load_workload(
         raise WorkloadError(f"{name} is {named.classes[0].value} only")
     if role is OFFLINE and (rate is not None or duration_s is not None):
         raise WorkloadError(f"{name}: offline requests arrive at 0; they have no rate or duration")
-    for what, value in (("rate", rate), ("duration_s", duration_s), ("num_requests", num_requests)):
+    if num_sessions is not None and not named.in_sessions:
+        raise WorkloadError(f"{name} is not in sessions; it has a rate")
+    if num_sessions is not None and rate is not None:
+        raise WorkloadError(f"{name}: a rate of starts or a number under way, not both")
+    for what, value in (
+        ("rate", rate),
+        ("num_sessions", num_sessions),
+        ("duration_s", duration_s),
+        ("num_requests", num_requests),
+    ):
         if value is not None and not value > 0:
             raise WorkloadError(f"{name}: {what} {value} is not above 0")
     asked = Asked(
@@ -186,6 +221,7 @@ def load_workload(
         seed=seed,
         files=files,
         rate=rate,
+        num_sessions=num_sessions,
         duration_s=duration_s,
         num_requests=num_requests,
         tokenize=tokenize,

@@ -13,7 +13,14 @@ from dataclasses import dataclass
 
 from cosched_traces.lengths import Lengths, LogNormal, Quantiles, Uniform, fit_lognormal
 
-__all__ = ["DATASETS", "DatasetLengths", "Published", "dataset_table"]
+__all__ = [
+    "DATASETS",
+    "EDGES",
+    "DatasetLengths",
+    "Published",
+    "dataset_table",
+    "quantile_table",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,15 +63,16 @@ def _fit(given: Published) -> LogNormal:
 
 
 # Probabilities of the tables of quantiles below: finer where the tails are long.
-_EDGES = (
+EDGES = (
     *(0, 0.01, 0.02, 0.05),
     *(round(0.1 + 0.05 * step, 2) for step in range(18)),
     *(0.96, 0.97, 0.98, 0.99, 0.995, 0.999, 1),
 )
 
 
-def _quantiles(text: str) -> Quantiles:
-    return Quantiles(probabilities=_EDGES, tokens=tuple(map(int, text.split())))
+def quantile_table(text: str) -> Quantiles:
+    """The tokens at the probabilities of `EDGES`."""
+    return Quantiles(probabilities=EDGES, tokens=tuple(map(int, text.split())))
 
 
 _OPT_CONTEXT = 2048  # BROS served OPT models: no dataset table of its own bounds, the model does
@@ -102,11 +110,11 @@ DATASETS = {
     ),
     "azure": DatasetLengths(
         source="quantiles of the Azure LLM inference trace 2023, conversation (CC-BY-4.0)",
-        prompt=_quantiles(
+        prompt=quantile_table(
             "2 29 91 181 207 372 387 396 403 414 703 984 1020 1045 1071 1097 1130 1189 1315 1877 "
             "2735 4083 4086 4090 4098 4142 4831 6212 14050"
         ),
-        output=_quantiles(
+        output=quantile_table(
             "7 16 24 41 54 67 77 85 91 96 103 113 129 151 177 217 384 395 400 411 424 451 468 509 "
             "540 601 644 954 1000"
         ),
@@ -115,11 +123,11 @@ DATASETS = {
         source=(
             "quantiles of arXiv summarization, Llama-2 tokenizer, total at most 4096 (Vidur, MIT)"
         ),
-        prompt=_quantiles(
+        prompt=quantile_table(
             "1 73 229 747 1242 1564 1802 1986 2150 2308 2453 2596 2730 2861 2996 3127 3249 3370 "
             "3490 3597 3702 3813 3837 3863 3892 3934 3963 4012 4054"
         ),
-        output=_quantiles(
+        output=quantile_table(
             "5 36 44 60 78 92 104 115 125 135 145 156 167 179 192 206 222 242 268 304 372 737 1324 "
             "2206 2775 3273 3583 3845 4056"
         ),

@@ -10,7 +10,7 @@ from typing import Any
 from cosched_traces.errors import RowError
 from cosched_traces.rows import numbered_lines
 
-__all__ = ["json_lines"]
+__all__ = ["count", "json_lines", "number"]
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -25,3 +25,27 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         if not isinstance(value, dict):
             raise RowError(path, number, f"no JSON object but {type(value).__name__}")
         yield number, value
+
+
+def count(
+    path: Path, line: int, fields: dict[str, Any], field: str, *, at_least: int | None = None
+) -> int:
+    """A whole number of an object."""
+    value = fields.get(field)
+    if type(value) is not int:
+        raise RowError(path, line, f"{field} is no whole number: {value!r}")
+    if at_least is not None and value < at_least:
+        raise RowError(path, line, f"{field} {value} is less than {at_least}")
+    return value
+
+
+def number(path: Path, line: int, fields: dict[str, Any], field: str) -> float:
+    """A finite number of an object."""
+    value = fields.get(field)
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or not abs(value) < float("inf")
+    ):
+        raise RowError(path, line, f"{field} is no number: {value!r}")
+    return float(value)

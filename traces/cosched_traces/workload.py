@@ -31,6 +31,9 @@ class TraceRequest:
     token_ids          the prompt itself, where there is one; then `segments` is empty
     num_output_tokens  tokens it generates (the trace's truth; no scheduler may look at it)
     max_new_tokens     what the client asks for; None: the same as num_output_tokens
+    after              rid of the request whose answer it waits for; it is then sent `think_s` after
+                       that answer's end, and `arrival_s` is only the earliest it could be
+    session            the conversation it is a turn of
     """
 
     rid: str
@@ -40,6 +43,9 @@ class TraceRequest:
     segments: tuple[Segment, ...] = ()
     token_ids: Sequence[int] = ()
     max_new_tokens: int | None = None
+    after: str | None = None
+    think_s: float = 0.0
+    session: str | None = None
     slo: Slo = field(default_factory=Slo)
 
     @property
@@ -73,6 +79,16 @@ class Workload:
     def __post_init__(self) -> None:
         times = [request.arrival_s for request in self.requests]
         assert times == sorted(times), f"{self.name}: requests are not in the order of arrival"
+        if self.has_sessions:
+            seen: set[str] = set()
+            for request in self.requests:
+                assert request.after is None or request.after in seen, f"{request.after=}"
+                seen.add(request.rid)
+
+    @property
+    def has_sessions(self) -> bool:
+        """Some requests wait for the answers to others."""
+        return any(request.after is not None for request in self.requests)
 
     def of_class(self, request_class: RequestClass) -> Workload:
         kept = tuple(r for r in self.requests if r.request_class is request_class)
