@@ -28,7 +28,6 @@ __all__ = ["KvManager"]
 
 _LEARN_PERIOD_S = 1.0
 """Between two times that what was learned is taken into the order."""
-_PRICE_PERIOD_S = 30.0
 _MOST_KEPT = 0.9
 """Share of the memory that is kept for online requests at most: offline work goes on."""
 _TURNOVER_SHARE = 0.1
@@ -63,7 +62,7 @@ class KvManager:
         self.core = cache.tree_core = WatchedTreeCore(cache.tree_core, self.tree, self.leaves)
         self.demand = OnlineDemand(window_s=config.window_s, deviations=config.deviations)
         self._gone: list[TrackedRequest] = []
-        self._learnt_s = self._priced_s = -math.inf
+        self._learnt_s = -math.inf
         self._evicted_before = 0
         self._evicted_per_s = 0.0
 
@@ -104,10 +103,8 @@ class KvManager:
         for tracked in self._gone:
             self._leave(tracked, now_s)
         self._gone.clear()
-        if now_s - self._priced_s >= _PRICE_PERIOD_S:
-            self._priced_s = now_s
-            self.prices.refresh(predictor)
         if now_s - self._learnt_s >= _LEARN_PERIOD_S:
+            self.prices.refresh(predictor)
             self._learn(now_s)
         self.leaves.advance(now_s)
 
@@ -128,8 +125,6 @@ class KvManager:
         self._learnt_s = now_s
         self.returns.advance(now_s)
         self.returns.refresh(now_s, discount_s=self.turnover_s)
-        self.leaves.now_s = now_s
-        self.leaves.refresh()
         self.demand.sample(self._online_tokens(), now_s)
 
     @property

@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
@@ -151,6 +152,10 @@ ORDERS: Mapping[str, type[ValueOrder] | type[EchoOrder]] = {
 }
 
 
+_REFRESHED = 4
+"""Leaves that are valued anew with each plan, whether or not anything is known to have changed."""
+
+
 class Leaves:
     """The evictable leaves of a `KvTree` in the order of eviction. Every change is O(log n)."""
 
@@ -158,9 +163,11 @@ class Leaves:
         self.now_s = 0.0
         self._order = order
         self._worth = worth
-        self._nodes: dict[int, KvNode] = {}
+        self._nodes: OrderedDict[int, KvNode] = OrderedDict()
         self._sorted: SortedList[tuple[float, int, int]] = SortedList()
         self._timers: list[tuple[float, int]] = []
+        self._wakes_s: dict[int, float] = {}
+        """Of each leaf, its one timer that counts."""
         self.curve: LossCurve | None = None
         """Of the leaves as they are; made anew when they change."""
 
@@ -178,6 +185,7 @@ class Leaves:
         self.curve = None
         self._sorted.remove(node.rank)
         del self._nodes[node.node_id]
+        self._wakes_s.pop(node.node_id, None)
         node.rank = None
 
     def changed(self, node: KvNode) -> None:
@@ -194,15 +202,15 @@ class Leaves:
         self.now_s = now_s
         timers = self._timers
         while timers and timers[0][0] <= now_s:
-            _, node_id = heapq.heappop(timers)
-            node = self._nodes.get(node_id)
-            if node is not None:
+            at_s, node_id = heapq.heappop(timers)
+            if self._wakes_s.get(node_id) == at_s:
+                node = self._nodes[node_id]
                 self.changed(node)
                 self._set_timer(node)
-
-    def refresh(self) -> None:
-        """Prices or chances were learned anew. O(n log n)."""
-        for node in list(self._nodes.values()):
+        # Prices and chances are learned anew all the time: everyone has a turn.
+        for _ in range(min(_REFRESHED, len(self._nodes))):
+            node_id, node = self._nodes.popitem(last=False)
+            self._nodes[node_id] = node
             self.changed(node)
 
     def first(self) -> KvNode | None:
@@ -246,7 +254,8 @@ class Leaves:
 
     def _set_timer(self, node: KvNode) -> None:
         at_s = self._order.next_change_s(node, self.now_s)
-        if at_s < math.inf:
+        if at_s < math.inf and self._wakes_s.get(node.node_id) != at_s:
+            self._wakes_s[node.node_id] = at_s
             heapq.heappush(self._timers, (at_s, node.node_id))
 
 

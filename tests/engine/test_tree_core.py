@@ -1,0 +1,241 @@
+"""SGLang's own radix tree, followed through random operations: the copy and the counts agree."""
+
+from __future__ import annotations
+
+import os
+import random
+from array import array
+from types import SimpleNamespace
+
+import cosched.bootstrap  # noqa: F401  # before SGLang
+import pytest
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_cache.tree_core_registry import create_tree_core
+
+from cosched.engine import port
+from cosched.engine.tree_core import WatchedTreeCore
+from cosched.kv.eviction import ORDERS, Leaves, Prices, Worth
+from cosched.kv.returns import ReturnModel
+from cosched.kv.tree import KvTree, Visit
+from cosched.offline.prefix_pool import PoolConfig, PrefixPool
+from cosched.offline.radix import pack
+from tests.factories import Linear, offline
+
+NUM_OPERATIONS = int(os.environ.get("COSCHED_TREE_OPERATIONS", "2500"))
+"""100,000 were run when this was written."""
+
+FULL = ComponentType.FULL
+CORES = [name for name in ("rust", "python") if name == "python" or port.VERSION != "0.5.21"]
+
+
+def make_core(name, page_size):
+    params = CacheInitParams(
+        disable=False,
+        req_to_token_pool=None,
+        token_to_kv_pool_allocator=None,
+        page_size=page_size,
+        tree_components=(FULL,),
+    )
+    components = {}
+    if name == "python":
+        from sglang.srt.mem_cache.unified_cache.components.full import FullComponent
+
+        cache = SimpleNamespace(enable_session_radix_cache=False)
+        components = {FULL: FullComponent(cache, params)}
+    return create_tree_core(name, params, components)
+
+
+class Machine:
+    """An engine's tree and a pool under random operations."""
+
+    def __init__(self, core_name, *, page_size, order, seed):
+        self.draw = random.Random(seed)
+        self.page_size = page_size
+        self.pool = PrefixPool(PoolConfig(utility_ratio=0.9, num_buckets=2))
+        self.returns = ReturnModel()
+        prices = Prices()
+        prices.refresh(Linear())
+        worth = Worth(self.returns, prices)
+        self.leaves = Leaves(ORDERS[order](worth), worth)
+        self.tree = KvTree(
+            page_size=page_size,
+            leaves=self.leaves,
+            future=lambda packed, key: self.pool.future_references(packed, key),
+        )
+        self.core = WatchedTreeCore(make_core(core_name, page_size), self.tree, self.leaves)
+        self.locks = []
+        self.pins = []
+        self.waiting = {}
+        self.nodes = []
+        self.now_s = 0.0
+        self.num_rids = 0
+
+    def tokens(self):
+        """Out of a tiny vocabulary, so that much is shared and parted in the middle."""
+        draw = self.draw
+        head = [draw.randrange(2)] * draw.randrange(0, 12)
+        return head + [draw.randrange(3) for _ in range(draw.randrange(1, 16))]
+
+    def key(self, tokens):
+        key = RadixKey(array("q", tokens), extra_key=self.draw.choice((None, None, "lora")))
+        return key.page_aligned(self.page_size)
+
+    def insert(self):
+        key = self.key(self.tokens())
+        if not len(key):
+            return
+        is_online = self.draw.random() < 0.5
+        params = InsertParams(
+            key=key,
+            value=torch.arange(len(key)),
+            prev_prefix_len=0,
+            priority=0 if is_online else -1,
+        )
+        step = self.core.begin_insert(params)
+        while step.result is None:
+            step.actions.clear()
+            step = self.core.resume_insert()
+        step.actions.clear()
+        self.core.end_insert().clear()
+        self.nodes.append(step.result.last_device_node)
+
+    def match(self):
+        result = self.core.match_prefix(MatchPrefixParams(key=self.key(self.tokens())))
+        result.cache_actions.clear()
+        if result.last_device_node in self.tree.nodes:
+            self.nodes.append(result.last_device_node)
+
+    def some_node(self):
+        nodes = [node for node in self.nodes[-30:] if node in self.tree.nodes]
+        return self.draw.choice(nodes) if nodes else None
+
+    def lock(self):
+        node = self.some_node()
+        if node is not None and len(self.locks) < 20:
+            self.locks.append((node, self.core.inc_lock_ref(node).to_dec_params()))
+
+    def unlock(self):
+        if self.locks:
+            node, receipt = self.locks.pop(self.draw.randrange(len(self.locks)))
+            self.core.dec_lock_ref(node, receipt)
+
+    def pin(self):
+        node = self.some_node()
+        if node is not None and len(self.pins) < 5:
+            self.core.inc_full_pin(node)
+            self.pins.append(node)
+
+    def unpin(self):
+        if self.pins:
+            self.core.dec_full_pin(self.pins.pop(self.draw.randrange(len(self.pins))))
+
+    def evict(self):
+        wanted = self.draw.randrange(1, 40)
+        tracker = {FULL: 0}
+        before = self.tree.num_evictable
+        expected = [node.node_id for node in self.leaves.in_order()]
+        self.core.evict_device_start(FULL, wanted)
+        gone = []
+        while (result := self.core.evict_device_next_node(FULL, tracker)).node_id is not None:
+            gone.append(result.node_id)
+            leaf = self.core.evict_device_leaf(result.node_id, False)
+            tracker[FULL] += leaf.tracker[FULL]
+            leaf.device_frees.clear()
+            leaf.cache_actions.clear()
+        self.core.evict_device_end(FULL)
+        assert tracker[FULL] >= min(wanted, before)
+        assert gone == expected[: len(gone)]
+
+    def wait(self):
+        if len(self.waiting) > 30:
+            return
+        self.num_rids += 1
+        key = self.draw.choice((None, None, "lora"))
+        request = offline(f"r{self.num_rids}", token_ids=self.tokens(), prefix_key=(key, None))
+        self.pool.add(request)
+        self.waiting[request.rid] = request
+        self.tree.refer(request.prefix_key, pack(request.token_ids), 1)
+
+    def leave(self):
+        if self.waiting:
+            rid = self.draw.choice(list(self.waiting))
+            request = self.waiting.pop(rid)
+            (self.pool.remove if self.draw.random() < 0.7 else self.pool.abort)(rid)
+            self.tree.refer(request.prefix_key, pack(request.token_ids), -1)
+
+    def depart(self):
+        node = self.some_node()
+        if node is not None:
+            self.tree.left(node, Visit(0, self.now_s, self.draw.randrange(1, 99), 0.01))
+
+    def tick(self):
+        self.now_s += self.draw.expovariate(0.5)
+        self.leaves.advance(self.now_s)
+
+    def flush(self):
+        if not self.locks and not self.pins and self.draw.random() < 0.05:
+            self.core.reset()
+
+    def audit(self):
+        waiting = [(r.prefix_key, pack(r.token_ids)) for r in self.pool]
+        self.tree.check_integrity(waiting)
+        assert not self.core.is_off
+        assert self.tree.num_evictable == self.core.full_evictable_size()
+        assert self.tree.num_tokens == self.core.total_size()[0]
+        for node_id in self.nodes[-3:]:
+            node = self.tree.nodes.get(node_id)
+            if node is not None:
+                path = [(n.node_id, n.start, n.end) for n in node.upwards()]
+                assert path[::-1] == port.path_of(self.core._core, node_id)
+
+
+OPERATIONS = {
+    Machine.insert: 6,
+    Machine.match: 3,
+    Machine.lock: 3,
+    Machine.unlock: 3,
+    Machine.pin: 1,
+    Machine.unpin: 1,
+    Machine.evict: 4,
+    Machine.wait: 4,
+    Machine.leave: 4,
+    Machine.depart: 1,
+    Machine.tick: 2,
+    Machine.flush: 1,
+}
+
+
+@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize(("page_size", "order"), [(1, "value"), (4, "value"), (1, "echo")])
+def test_the_copy_agrees_with_the_engine_after_every_operation(core, page_size, order):
+    machine = Machine(core, page_size=page_size, order=order, seed=page_size)
+    operations = random.Random(3).choices(
+        list(OPERATIONS), list(OPERATIONS.values()), k=NUM_OPERATIONS
+    )
+    for operation in operations:
+        operation(machine)
+        machine.audit()
+
+
+def test_where_the_copy_is_wrong_the_engines_order_takes_over(caplog):
+    machine = Machine(CORES[0], page_size=1, order="value", seed=1)
+    for _ in range(20):
+        machine.insert()
+    machine.tree.num_evictable += 1
+    before = machine.core.full_evictable_size()
+    machine.core.evict_device_start(FULL, 1)
+    assert machine.core.is_off
+    assert "SGLang's own eviction order is used" in caplog.text
+    node = machine.core.evict_device_next_node(FULL, {FULL: 0}).node_id
+    leaf = machine.core.evict_device_leaf(node, False)
+    leaf.device_frees.clear()
+    leaf.cache_actions.clear()
+    machine.core.evict_device_end(FULL)
+    assert machine.core.full_evictable_size() < before
+    machine.insert()
+    machine.lock()
+    machine.unlock()  # it goes on without the copy

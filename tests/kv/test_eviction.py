@@ -1,0 +1,161 @@
+"""The order in which KV goes, and what is lost by it."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from cosched.kv.eviction import ORDERS, Leaves, Prices, Worth
+from cosched.kv.returns import ReturnModel
+from cosched.kv.tree import KvTree, PathNode, Visit
+from cosched.offline.radix import pack
+from tests.factories import Linear
+
+
+class Kv:
+    """A tree to which contexts are added as an engine would."""
+
+    def __init__(self, order: str = "value") -> None:
+        self.returns = ReturnModel()
+        prices = Prices()
+        prices.refresh(Linear(fixed_s=0.001, token_s=1e-4, longest_s=1e-6))
+        self.worth = Worth(self.returns, prices)
+        self.leaves = Leaves(ORDERS[order](self.worth), self.worth)
+        self.tree = KvTree(page_size=1, leaves=self.leaves)
+        self._ids = iter(range(1, 10_000))
+
+    def add(self, tokens, *, chunk=50, is_online=False):
+        """All new but for whole chunks that are there. The id of its last node."""
+        path = []
+        node = self.tree._root(None)
+        for start in range(0, len(tokens), chunk):
+            piece = pack(tokens[start : start + chunk])
+            child = node.children.get(piece[:4])
+            if child is not None:
+                assert child.segment == piece
+                node_id = child.node_id
+            else:
+                node_id = next(self._ids)
+            path.append(PathNode(node_id, start, min(start + chunk, len(tokens))))
+            self.tree.settle(
+                None,
+                path,
+                lambda a, b: pack(tokens[a:b]),
+                is_online=is_online,
+            )
+            node = self.tree.nodes[node_id]
+        return node_id
+
+    def evict(self):
+        node = self.leaves.first()
+        self.tree.evicted(node.node_id)
+        return node
+
+    def order(self):
+        return [node.node_id for node in self.leaves.in_order()]
+
+
+def context(seed, count=100):
+    return [random.Random(seed).randrange(1, 10**6) for _ in range(count)]
+
+
+def visit(end_s=0.0, num_tokens=100, ttft_s=1.0):
+    return Visit(0, end_s, num_tokens, ttft_s)
+
+
+def wait_for(kv, tokens, count=1):
+    for _ in range(count):
+        kv.tree.refer(None, pack(tokens), 1)
+
+
+def test_what_nobody_comes_for_goes_first_then_the_least_recently_used():
+    kv = Kv()
+    first, second, third = (kv.add(context(seed), chunk=100) for seed in range(3))
+    wait_for(kv, context(0))
+    assert kv.order() == [second, third, first]
+
+
+def test_a_context_that_may_come_back_stays_longer_than_one_that_waited_too_long():
+    kv = Kv()
+    old, fresh = (kv.add(context(s), chunk=100, is_online=True) for s in range(2))
+    dead = kv.add(context(2), chunk=100)
+    kv.tree.left(fresh, visit(end_s=1000.0))
+    kv.tree.left(old, visit(end_s=0.0))
+    kv.leaves.advance(1001.0)
+    assert kv.order() == [dead, old, fresh]
+
+
+def test_values_fall_with_age_without_anything_else_happening():
+    kv = Kv()
+    node = kv.tree.nodes[kv.add(context(0), is_online=True)]
+    kv.tree.left(node.node_id, visit())
+    before = node.rank[0]
+    kv.leaves.advance(100.0)
+    assert 0 < node.rank[0] < before
+    kv.leaves.advance(1e6)
+    assert node.rank[0] == 0
+
+
+def test_a_deep_context_whose_loss_makes_a_user_wait_is_worth_more_than_throughput():
+    kv = Kv()
+    online = kv.add(context(0, 4000), chunk=4000, is_online=True)
+    offline = kv.add(context(1, 4000), chunk=4000)
+    wait_for(kv, context(1, 4000), 20)
+    kv.tree.left(online, visit(num_tokens=4000, ttft_s=0.1))
+    assert kv.order()[0] == offline
+    kv.tree.left(online, visit(num_tokens=4000, ttft_s=100.0))
+    assert kv.order()[0] == online, "with so much time nobody notices"
+
+
+def test_echo_ranks_references_above_finished_online_above_the_rest():
+    kv = Kv("echo")
+    rest = kv.add(context(0), chunk=100)
+    online = kv.add(context(1), chunk=100, is_online=True)
+    two, one = kv.add(context(2), chunk=100), kv.add(context(3), chunk=100)
+    wait_for(kv, context(2), 2)
+    wait_for(kv, context(3), 1)
+    assert kv.order() == [rest, online, one, two]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("seed", range(10))
+def test_the_forecast_is_what_evicting_one_by_one_gives(order, seed):
+    kv = Kv(order)
+    draw = random.Random(seed)
+    for _ in range(30):
+        tokens = [c for _ in range(draw.randrange(1, 5)) for c in context(draw.randrange(4), 50)]
+        node_id = kv.add(tokens, is_online=draw.random() < 0.5)
+        if draw.random() < 0.3:
+            kv.tree.left(node_id, visit(end_s=draw.random() * 100))
+        if draw.random() < 0.3:
+            wait_for(kv, tokens)
+        if draw.random() < 0.2:
+            kv.tree.hold(node_id)
+    kv.leaves.advance(100.0)
+    for _ in range(20):  # everyone has a turn
+        kv.leaves.advance(100.0)
+    kv.tree.check_integrity()
+    forecast = list(kv.leaves.in_order())
+    lost, total = [0.0], 0
+    for node in forecast:
+        lost.append(lost[-1] + node.num_tokens * kv.worth(node, 100.0))
+        total += node.num_tokens
+        assert kv.leaves.loss_s(total) == pytest.approx(lost[-1])
+    assert total == kv.tree.num_evictable
+    assert kv.leaves.loss_s(total + 1) == math.inf
+    assert kv.leaves.loss_s(0) == 0
+    assert [kv.evict().node_id for _ in forecast] == [node.node_id for node in forecast]
+    kv.tree.check_integrity()
+    assert not kv.tree.num_evictable
+
+
+def test_a_leaf_has_one_timer_however_often_it_changes():
+    kv = Kv()
+    node_id = kv.add(context(0), is_online=True)
+    kv.tree.left(node_id, visit())
+    for step in range(1000):
+        wait_for(kv, context(0))
+        kv.leaves.advance(step * 10.0)
+    assert len(kv.leaves._timers) <= 2
