@@ -25,7 +25,7 @@ from cosched.simulation.scenario import SCENARIOS, scenario
 from cosched.simulation.store import ResultStore
 from cosched.versions import versions
 
-__all__ = ["WORKLOADS", "run_yardstick", "yardstick_page"]
+__all__ = ["WORKLOADS", "run_yardstick", "specs_of", "yardstick_page"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,17 +115,7 @@ def run_yardstick(
     Options given on the command line win over the yardstick's own; ``--offline`` picks a pair by
     its number, or those with an offline workload by its name.
     """
-    chosen = {
-        key: pair
-        for key, pair in WORKLOADS.items()
-        if arguments.offline in (None, key, pair.workload)
-    }
-    if not chosen:
-        raise ConfigError(
-            f"--offline {arguments.offline!r} is no set of the yardstick; choose from "
-            f"{choices({*WORKLOADS, *(pair.workload for pair in WORKLOADS.values())})}"
-        )
-    specs = {key: _spec(arguments, pair) for key, pair in chosen.items()}
+    specs = specs_of(arguments)
     planned = [num_runs(spec, names) for spec in specs.values()]
     suites = {}
     with progress_of_runs(
@@ -135,7 +125,7 @@ def run_yardstick(
         quiet=quiet,
     ) as on_run:
         for key, spec in specs.items():
-            suites[chosen[key].title] = run_suite(
+            suites[WORKLOADS[key].title] = run_suite(
                 spec,
                 names,
                 num_jobs=num_jobs,
@@ -149,6 +139,21 @@ def _on_run_of(
     key: str, on_run: Callable[[str, RunResult], None], name: str, result: RunResult
 ) -> None:
     on_run(f"({key}) {name}", result)
+
+
+def specs_of(arguments: argparse.Namespace) -> dict[str, RunSpec]:
+    """What is run for each pair of workloads that the options ask for: its number -> run."""
+    chosen = {
+        key: pair
+        for key, pair in WORKLOADS.items()
+        if arguments.offline in (None, key, pair.workload)
+    }
+    if not chosen:
+        raise ConfigError(
+            f"--offline {arguments.offline!r} is no set of the yardstick; choose from "
+            f"{choices({*WORKLOADS, *(pair.workload for pair in WORKLOADS.values())})}"
+        )
+    return {key: _spec(arguments, pair) for key, pair in chosen.items()}
 
 
 def _spec(arguments: argparse.Namespace, pair: _Pair) -> RunSpec:
