@@ -31,11 +31,8 @@ def test_every_pair_can_be_made_with_and_without_a_data_folder(tmp_path):
 
 def test_sessions_have_targets_and_memory_of_their_own():
     specs = specs_of(arguments_of())
-    assert {key: spec.slo.ttft_s for key, spec in specs.items() if key in ("i", "iv", "iv-b")} == {
-        "i": 1.0,
-        "iv": 3.0,
-        "iv-b": 3.0,
-    }
+    ttft_s = {key: spec.slo.ttft_s for key, spec in specs.items()}
+    assert ttft_s == {"i": 1.0, "ii": 1.0, "iii": 1.0, "iv": 3.0, "iv-b": 3.0, "v": 0.3}
     assert specs["i"].machine.kv_tokens is None
     assert specs["iv"].machine.kv_tokens == 400_000 > specs["v"].machine.kv_tokens
 
