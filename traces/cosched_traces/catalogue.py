@@ -81,7 +81,7 @@ WORKLOADS = {
     ),
     "agents": NamedWorkload(
         classes=(ONLINE,),
-        description="sessions of a coding agent: prompts of 59k tokens (median), 96 % from the turns before",
+        description="coding agents: sessions with prompts of 59k tokens, 96 % from the turns before",
         build=builders.sessions(builders.recorded),
         files=("sessions/kv_cache_tester_40.jsonl",),
         needs_files=True,
