@@ -139,7 +139,7 @@ def _add_yardstick(commands: Any) -> None:
         "yardstick",
         help="the table every policy is held against (docs/yardstick.md)",
     )
-    add_workload_options(parser)
+    add_workload_options(parser, slo_of_rows="; some rows have their own")
     add_machine_options(parser)
     add_config_options(parser)
     _add_common(parser)
@@ -474,6 +474,10 @@ def _live(arguments: argparse.Namespace) -> dict[str, Any]:
         api_key=arguments.api_key,
     )
     online, offline = load_requests(spec)
+    if any(request.after is not None for request in online):
+        raise ConfigError(
+            f"--online {spec.online and spec.online.name}: sessions are simulated only"
+        )
     with Progress(disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task(arguments.scenario, total=spec.duration_s)
         records = asyncio.run(

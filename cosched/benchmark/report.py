@@ -18,6 +18,7 @@ _HEADERS = (
     "s0 in that window %",
     "TTFT p50 / p99 s",
     "TPOT p50 / p99 ms",
+    "online hit %",
     "offline tok/s",
     "% of ceiling",
     "offline hit %",
@@ -48,6 +49,7 @@ def _cells(row: Row) -> list[str]:
         f"{_number(online.tpot_s.p50, 1, 1e3)} / {_number(online.tpot_s.p99, 1, 1e3)}"
         if has_online
         else "",
+        _percent(online.hit_ratio) if has_online else "",
         f"{offline.tokens_per_s or 0:,.0f}" if has_offline else "",
         _percent(row.summary.ceiling.ratio) if has_offline else "",
         _percent(offline.hit_ratio) if has_offline else "",

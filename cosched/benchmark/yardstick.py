@@ -1,49 +1,108 @@
 """The yardstick: one table that every policy is held against.
 
-Llama-3.1-8B on an A100-80G, the Azure conversation trace as online at 2.5 req/s, and three offline
-sets: documents of arXiv length that share nothing, shuffled MMLU 5-shot prompts, and 20 questions
-on each of 100 documents, shuffled.
+Llama-3.1-8B on an A100-80G. The Azure conversation trace as online at 2.5 req/s beside three
+offline sets: documents of arXiv length that share nothing, shuffled MMLU 5-shot prompts, and 20
+questions on each of 100 documents, shuffled. Sessions of a coding agent beside two of these, and
+chats of several turns beside MMLU: there the KV that an offline request takes is what the next turn
+would have found.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from cosched.benchmark.progress import progress_of_runs
 from cosched.benchmark.report import markdown_table
 from cosched.benchmark.suite import SuiteResult, num_runs, run_suite
+from cosched.core.request import Slo
 from cosched.errors import ConfigError, choices
 from cosched.simulation.options import data_dir_of, run_spec_of
-from cosched.simulation.run import RunResult, RunSpec, WorkloadSpec
+from cosched.simulation.run import DEFAULT_SLO, RunResult, RunSpec, WorkloadSpec
 from cosched.simulation.scenario import SCENARIOS, scenario
 from cosched.simulation.store import ResultStore
 from cosched.versions import versions
 
-__all__ = ["WORKLOADS", "run_yardstick", "yardstick_page"]
-
-ONLINE_RATE = 2.5
+__all__ = ["WORKLOADS", "run_yardstick", "specs_of", "yardstick_page"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _OfflineSet:
-    """An offline workload of the yardstick; num_requests None: the whole of it."""
+class _Pair:
+    """An offline workload of the yardstick and the online one beside it.
+
+    num_requests  of the offline workload; None: the whole of it
+    online        by whether there is a data folder: without one it is generated
+    kv_tokens     capacity of the KV pool; None: what the GPU has left
+    """
 
     workload: str
     title: str
+    online: Mapping[bool, WorkloadSpec]
     num_requests: int | None = None
+    slo: Slo = DEFAULT_SLO
+    kv_tokens: int | None = None
 
 
-WORKLOADS: Mapping[str, _OfflineSet] = {
-    # More than any run gets through: stock dfs-weight looks at every waiting request in every pass.
-    "i": _OfflineSet(
-        workload="arxiv", title="(i) documents of arXiv length, nothing shared", num_requests=3000
+_CHAT = {
+    True: WorkloadSpec(name="azure-conv", rate=2.5),
+    False: WorkloadSpec(name="azure-like", rate=2.5),
+}
+
+# As many as the GPU bears: with six, stock scheduling misses a quarter of the targets without any
+# offline request. Their contexts fit the pool, and leave little of it.
+_AGENTS = {
+    True: WorkloadSpec(name="agents", num_sessions=5),
+    False: WorkloadSpec(name="agents-like", num_sessions=5),
+}
+_AGENTS_SLO = Slo(ttft_s=3.0, tpot_s=0.05)
+_AGENTS_KV_TOKENS = 400_000
+
+# A turn whose context is in the cache is answered in a twentieth of a second: a target of a second
+# would not tell whether it is.
+_CHATS_SLO = Slo(ttft_s=0.3, tpot_s=0.05)
+
+# More than any run gets through: stock dfs-weight looks at every waiting request in every pass.
+_NUM_ARXIV = 3000
+
+WORKLOADS: Mapping[str, _Pair] = {
+    "i": _Pair(
+        workload="arxiv",
+        title="(i) documents of arXiv length, nothing shared",
+        num_requests=_NUM_ARXIV,
+        online=_CHAT,
     ),
-    "ii": _OfflineSet(workload="mmlu", title="(ii) MMLU 5-shot, shuffled: 57 shared heads"),
-    "iii": _OfflineSet(
-        workload="documents", title="(iii) 20 questions on each of 100 documents of 6-14k tokens"
+    "ii": _Pair(workload="mmlu", title="(ii) MMLU 5-shot, shuffled: 57 shared heads", online=_CHAT),
+    "iii": _Pair(
+        workload="documents",
+        title="(iii) 20 questions on each of 100 documents of 6-14k tokens",
+        online=_CHAT,
+    ),
+    "iv": _Pair(
+        workload="arxiv",
+        title="(iv) sessions of a coding agent beside the documents of (i)",
+        num_requests=_NUM_ARXIV,
+        online=_AGENTS,
+        slo=_AGENTS_SLO,
+        kv_tokens=_AGENTS_KV_TOKENS,
+    ),
+    "iv-b": _Pair(
+        workload="documents",
+        title="(iv-b) sessions of a coding agent beside the questions of (iii)",
+        online=_AGENTS,
+        slo=_AGENTS_SLO,
+        kv_tokens=_AGENTS_KV_TOKENS,
+    ),
+    "v": _Pair(
+        workload="mmlu",
+        title="(v) chats of several turns beside the prompts of (ii), in a pool too small for both",
+        online={
+            has_data: WorkloadSpec(name="multi-turn", num_sessions=128)
+            for has_data in (True, False)
+        },
+        slo=_CHATS_SLO,
+        kv_tokens=280_000,
     ),
 }
 
@@ -56,21 +115,12 @@ def run_yardstick(
     names: Sequence[str],
     store: ResultStore | None = None,
 ) -> dict[str, SuiteResult]:
-    """Run every scenario on the three workloads: title -> results.
+    """Run every scenario on each pair of workloads: title -> results.
 
-    Options given on the command line win over the yardstick's own; ``--offline`` picks one set.
+    Options given on the command line win over the yardstick's own; ``--offline`` picks a pair by
+    its number, or those with an offline workload by its name.
     """
-    chosen = {
-        key: offline
-        for key, offline in WORKLOADS.items()
-        if arguments.offline in (None, key, offline.workload)
-    }
-    if not chosen:
-        raise ConfigError(
-            f"--offline {arguments.offline!r} is no set of the yardstick; choose from "
-            f"{choices([*WORKLOADS, *(offline.workload for offline in WORKLOADS.values())])}"
-        )
-    specs = {key: _spec(arguments, offline) for key, offline in chosen.items()}
+    specs = specs_of(arguments)
     planned = [num_runs(spec, names) for spec in specs.values()]
     suites = {}
     with progress_of_runs(
@@ -80,7 +130,7 @@ def run_yardstick(
         quiet=quiet,
     ) as on_run:
         for key, spec in specs.items():
-            suites[chosen[key].title] = run_suite(
+            suites[WORKLOADS[key].title] = run_suite(
                 spec,
                 names,
                 num_jobs=num_jobs,
@@ -96,19 +146,38 @@ def _on_run_of(
     on_run(f"({key}) {name}", result)
 
 
-def _spec(arguments: argparse.Namespace, offline: _OfflineSet) -> RunSpec:
+def specs_of(arguments: argparse.Namespace) -> dict[str, RunSpec]:
+    """What is run for each pair of workloads that the options ask for: its number -> run."""
+    chosen = {
+        key: pair
+        for key, pair in WORKLOADS.items()
+        if arguments.offline in (None, key, pair.workload)
+    }
+    if not chosen:
+        raise ConfigError(
+            f"--offline {arguments.offline!r} is no set of the yardstick; choose from "
+            f"{choices({*WORKLOADS, *(pair.workload for pair in WORKLOADS.values())})}"
+        )
+    return {key: _spec(arguments, pair) for key, pair in chosen.items()}
+
+
+def _spec(arguments: argparse.Namespace, pair: _Pair) -> RunSpec:
+    online = pair.online[data_dir_of(arguments) is not None]
     given = argparse.Namespace(**vars(arguments))
-    given.offline = offline.workload
-    given.online = arguments.online or ("azure-conv" if data_dir_of(arguments) else "azure-like")
-    given.online_rate = arguments.online_rate or ONLINE_RATE
-    spec = run_spec_of(given, scenario("s1"))
-    num_requests = arguments.offline_requests or offline.num_requests
-    return replace(spec, offline=WorkloadSpec(name=offline.workload, num_requests=num_requests))
+    given.offline = pair.workload
+    given.offline_requests = arguments.offline_requests or pair.num_requests
+    given.kv_tokens = arguments.kv_tokens or pair.kv_tokens
+    given.slo_ttft = arguments.slo_ttft or pair.slo.ttft_s
+    given.slo_tpot = arguments.slo_tpot or pair.slo.tpot_s
+    given.online = arguments.online or online.name
+    if arguments.online_rate is None and arguments.online_sessions is None:
+        given.online_rate, given.online_sessions = online.rate, online.num_sessions
+    return run_spec_of(given, scenario("s1"))
 
 
 def yardstick_page(arguments: argparse.Namespace, suites: Mapping[str, SuiteResult]) -> str:
     """docs/yardstick.md: what is compared, the tables, and the command that made them."""
-    spec = next(iter(next(iter(suites.values())).rows.values())).result.spec
+    spec = _spec_of(next(iter(suites.values())))
     made_with = versions()
     parts = [
         "# The yardstick\n",
@@ -125,7 +194,7 @@ def yardstick_page(arguments: argparse.Namespace, suites: Mapping[str, SuiteResu
         "`offline-fcfs`, that keeps the attainment within 1 point of s0's.\n",
     ]
     for title, suite in suites.items():
-        parts += [f"## {title}\n", markdown_table(suite.rows)]
+        parts += [f"## {title}\n", _beside(_spec_of(suite)), markdown_table(suite.rows)]
         for name, sweep in suite.sweeps.items():
             parts += [
                 f"<details><summary>the sweep behind {name}</summary>\n",
@@ -156,15 +225,30 @@ def yardstick_page(arguments: argparse.Namespace, suites: Mapping[str, SuiteResu
     return "\n".join(parts)
 
 
+def _spec_of(suite: SuiteResult) -> RunSpec:
+    return next(iter(suite.rows.values())).result.spec
+
+
+def _beside(spec: RunSpec) -> str:
+    """What differs between the pairs of workloads."""
+    online = spec.online
+    load = "No online requests"
+    if online is not None and online.num_sessions is not None:
+        load = f"Online `{online.name}`, {online.num_sessions} sessions at a time"
+    elif online is not None:
+        load = f"Online `{online.name}` at {online.rate or 'its own'} req/s"
+    return (
+        f"{load}; targets TTFT {spec.slo.ttft_s} s and TPOT {spec.slo.tpot_s} s; "
+        f"{spec.machine.capacity():,} KV tokens.\n"
+    )
+
+
 def _what(spec: RunSpec) -> str:
     machine = spec.machine.describe()
-    online = spec.online
     return (
-        f"{machine['model']} on {machine['tp']} x {machine['gpu']} with {machine['kv_tokens']:,} "
-        f"KV tokens; cost model `{spec.cost.name}`; online `{online.name if online else '-'}` at "
-        f"{online.rate if online else 0} req/s for {spec.duration_s:g} s; targets TTFT "
-        f"{spec.slo.ttft_s} s and TPOT {spec.slo.tpot_s} s. SGLang's own scheduler runs in virtual "
-        "time; only the forward pass is modelled (docs/architecture.md).\n\n"
+        f"{machine['model']} on {machine['tp']} x {machine['gpu']}; cost model "
+        f"`{spec.cost.name}`; {spec.duration_s:g} s. SGLang's own scheduler runs in virtual time; "
+        "only the forward pass is modelled (docs/architecture.md).\n\n"
         "A run ends with its window, or when its offline set is done. *s0 in that window* is what "
         "online requests alone reach in the same time. *Offline tok/s* counts the prompts whose "
         "first token came out and all output tokens; the *ceiling* is the best of the "

@@ -15,7 +15,7 @@ from cosched.errors import ConfigError
 from cosched.latency.registry import COST_MODELS
 from cosched.latency.specs import GPUS, MODELS
 from cosched.simulation.machine import Machine
-from cosched.simulation.run import CostSpec, RunSpec, WorkloadSpec
+from cosched.simulation.run import DEFAULT_SLO, CostSpec, RunSpec, WorkloadSpec
 from cosched.simulation.scenario import Scenario
 
 __all__ = [
@@ -36,7 +36,8 @@ DATA_ENV = "COSCHED_DATA"
 """Environment variable that names the data folder when ``--data-dir`` does not."""
 
 
-def add_workload_options(parser: argparse.ArgumentParser) -> None:
+def add_workload_options(parser: argparse.ArgumentParser, *, slo_of_rows: str = "") -> None:
+    """slo_of_rows: what the help adds to the default targets, of a command that has others too."""
     group = parser.add_argument_group("workload (names and formats: docs/workloads.md)")
     group.add_argument("--online", metavar="NAME|FILE", help="online workload; none without")
     group.add_argument(
@@ -73,16 +74,14 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--slo-ttft",
         type=number(above=0),
-        default=1.0,
         metavar="S",
-        help="TTFT target of online requests (default: %(default)s s)",
+        help=f"TTFT target of online requests (default: {DEFAULT_SLO.ttft_s} s{slo_of_rows})",
     )
     group.add_argument(
         "--slo-tpot",
         type=number(above=0),
-        default=0.05,
         metavar="S",
-        help="TPOT target of online requests (default: %(default)s s)",
+        help=f"TPOT target of online requests (default: {DEFAULT_SLO.tpot_s} s{slo_of_rows})",
     )
     group.add_argument("--seed", type=SEED, default=0, help="default: %(default)s")
     group.add_argument(
@@ -239,7 +238,10 @@ def run_spec_of(arguments: argparse.Namespace, scenario: Scenario) -> RunSpec:
         offline=arguments.offline
         and WorkloadSpec(name=arguments.offline, num_requests=arguments.offline_requests),
         cost=cost_of(arguments),
-        slo=Slo(ttft_s=arguments.slo_ttft, tpot_s=arguments.slo_tpot),
+        slo=Slo(
+            ttft_s=arguments.slo_ttft or DEFAULT_SLO.ttft_s,
+            tpot_s=arguments.slo_tpot or DEFAULT_SLO.tpot_s,
+        ),
         duration_s=arguments.duration,
         seed=arguments.seed,
         data_dir=str(data_dir) if data_dir else None,

@@ -32,6 +32,7 @@ from cosched_traces.transform import busiest_window
 from cosched_traces.workload import TraceRequest
 
 __all__ = [
+    "DEFAULT_SLO",
     "CostSpec",
     "RunResult",
     "RunSpec",
@@ -43,6 +44,9 @@ __all__ = [
     "execute_requests",
     "identity_of",
 ]
+
+
+DEFAULT_SLO = Slo(ttft_s=1.0, tpot_s=0.05)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +92,7 @@ class RunSpec:
     online: WorkloadSpec | None = None
     offline: WorkloadSpec | None = None
     cost: CostSpec = field(default_factory=CostSpec)
-    slo: Slo = field(default_factory=lambda: Slo(ttft_s=1.0, tpot_s=0.05))
+    slo: Slo = DEFAULT_SLO
     duration_s: float = 3600.0
     seed: int = 0
     data_dir: str | None = None
@@ -269,8 +273,6 @@ def load_requests(spec: RunSpec) -> tuple[list[TraceRequest], list[TraceRequest]
             num_requests=spec.online.num_requests,
         )
         if spec.online.peak_window_s is not None:
-            if workload.has_sessions:
-                raise ConfigError(f"{workload.name}: sessions have no busiest stretch to cut out")
             workload = busiest_window(workload, spec.online.peak_window_s)
         online.extend(workload.requests)
     if spec.scenario.has_offline and spec.offline is not None:

@@ -45,7 +45,9 @@ def test_generated_workloads_follow_what_is_asked(name):
     assert {r.request_class for r in made.requests} == {role}
     assert all(p >= 1 and o >= 1 for p, o in lengths_of(made))
     if role is ONLINE:
-        assert len(made.requests) == pytest.approx(1200, rel=0.1)
+        starts = [r for r in made.requests if r.after is None]
+        assert len(starts) == pytest.approx(1200, rel=0.1)
+        assert WORKLOADS[name].in_sessions == (len(starts) < len(made.requests))
         assert 0 <= made.requests[0].arrival_s <= made.requests[-1].arrival_s < 600
     else:
         assert len(made.requests) == 300
@@ -132,7 +134,7 @@ def test_files_of_offline_sets(tmp_path):
 @pytest.mark.parametrize(
     ("name", "asked", "reason"),
     [
-        ("documnets", {}, r"no workload and no file 'documnets'; choose from alpaca, arxiv,"),
+        ("documnets", {}, r"no workload and no file 'documnets'; choose from agents, agents-like,"),
         ("azure-conv", {}, r"azure-conv reads arrivals/azure2023_conv.csv of a data folder"),
         ("documents", {"rate": 1}, "documents: offline requests arrive at 0"),
         ("documents", {"request_class": ONLINE}, "documents is offline only"),
@@ -140,6 +142,11 @@ def test_files_of_offline_sets(tmp_path):
         ("sharegpt", {"rate": 0}, "sharegpt: rate 0 is not above 0"),
         ("sharegpt", {"rate": 1e-9}, "no request arrives at 1e-09 req/s in 3600 s"),
         ("documents", {"num_requests": 0}, "num_requests 0 is not above 0"),
+        ("sharegpt", {"num_sessions": 3}, "sharegpt is not in sessions; it has a rate"),
+        ("multi-turn", {"num_sessions": 0}, "multi-turn: num_sessions 0 is not above 0"),
+        ("multi-turn", {"num_sessions": 3, "rate": 1}, "a rate of starts or a number under way"),
+        ("multi-turn", {"request_class": OFFLINE}, "multi-turn is online only"),
+        ("agents", {}, r"agents reads sessions/kv_cache_tester_40.jsonl of a data folder"),
     ],
 )
 def test_what_cannot_be_is_said(name, asked, reason):

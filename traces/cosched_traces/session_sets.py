@@ -69,7 +69,7 @@ class SessionSet:
         num_turns = int(self.turns.sample(rng, 1)[0])
         brought = [*self.first.sample(rng, 1).tolist(), *self.later.sample(rng, num_turns).tolist()]
         outputs = self.output.sample(rng, num_turns).tolist()
-        think_s = self.think.sample(rng, num_turns)
+        think_s = [0.0, *self.think.sample(rng, num_turns - 1)]
         head: tuple[Segment, ...] = ()
         if self.head_tokens:
             kind = int(rng.integers(len(self.head_tokens)))

@@ -138,8 +138,8 @@ def _session(path: Path, line: int, name: str, recorded: _Recorded, heads: Heads
     stretches = _Stretches(recorded.block_tokens, key_base("session", name))
     if head_key is not None:
         stretches.begin_with(recorded.turns[0].ids[:num_head_blocks], head_key)
-    for turn in recorded.turns:
-        if not stretches.learn(turn.ids):
+    for request in recorded.turns:
+        if not stretches.learn(request.ids):
             raise RowError(path, line, "an id of hash_ids follows another id than it did before")
     turns: list[Turn] = []
     later: tuple[_Request, _Place] | None = None

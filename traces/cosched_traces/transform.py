@@ -20,6 +20,7 @@ from cosched_traces.workload import Segment, Workload
 __all__ = [
     "at_once",
     "busiest_window",
+    "check_no_sessions",
     "check_positive",
     "first_requests",
     "mean_rate",
@@ -66,6 +67,7 @@ def sample_to_rate(
     """HyGen §5.1: of the first T seconds, T·Q requests drawn evenly without replacement, their
     arrival times kept. T = `duration_s`, at most what the workload lasts; Q = `rate` [req/s]."""
     check_positive("rate", rate)
+    check_no_sessions(workload)
     window_s = period_s(workload)
     if duration_s is not None and duration_s < window_s:
         workload, window_s = slice_time(workload, 0.0, duration_s), duration_s
@@ -100,6 +102,7 @@ def busiest_window(workload: Workload, length_s: float) -> Workload:
     Of equal ones the first. A workload that is shorter stays whole.
     """
     check_positive("length_s", length_s)
+    check_no_sessions(workload)
     requests = workload.requests
     weights = [r.num_prompt_tokens + r.num_output_tokens for r in requests]
     best, best_start_s, held, end = -1, 0.0, 0, 0
@@ -120,6 +123,7 @@ def repeat(workload: Workload, duration_s: float) -> Workload:
     earlier one left; sharing within a lap is kept. Rids get the lap's number. Requests that carry
     token ids cannot be made new.
     """
+    check_no_sessions(workload)
     lap_s = period_s(workload)
     if duration_s <= lap_s:
         return slice_time(workload, 0.0, duration_s)
@@ -161,6 +165,7 @@ def merge(*workloads: Workload, name: str) -> Workload:
 
 def shuffle(workload: Workload, *, seed: int) -> Workload:
     """The requests change places; the arrival times stay where they are."""
+    check_no_sessions(workload)
     order = rng_of(seed, "shuffle").permutation(len(workload.requests)).tolist()
     requests = tuple(
         replace(workload.requests[index], arrival_s=place.arrival_s)
@@ -171,12 +176,14 @@ def shuffle(workload: Workload, *, seed: int) -> Workload:
 
 def with_rids(workload: Workload, prefix: str) -> Workload:
     """New rids ``prefix0``, ``prefix1``, … in the order of arrival."""
+    check_no_sessions(workload)
     requests = tuple(replace(r, rid=f"{prefix}{i}") for i, r in enumerate(workload.requests))
     return replace(workload, requests=requests)
 
 
 def with_arrivals(workload: Workload, arrivals_s: Sequence[float]) -> Workload:
     """The first ``len(arrivals_s)`` requests, in their order, at the times given (ascending)."""
+    check_no_sessions(workload)
     present = len(workload.requests)
     if len(arrivals_s) > present:
         raise WorkloadError(f"{workload.name}: {len(arrivals_s)} arrivals for {present} requests")
@@ -191,10 +198,17 @@ def with_arrivals(workload: Workload, arrivals_s: Sequence[float]) -> Workload:
 
 def at_once(workload: Workload, request_class: RequestClass) -> Workload:
     """Every request at 0 and of the class given: a trace as an offline set."""
+    check_no_sessions(workload)
     requests = tuple(
         replace(r, arrival_s=0.0, request_class=request_class) for r in workload.requests
     )
     return workload.changed(requests, f"all at 0, {request_class.value}")
+
+
+def check_no_sessions(workload: Workload) -> None:
+    """Raises `WorkloadError`: a turn has no time and no place of its own."""
+    if workload.has_sessions:
+        raise WorkloadError(f"{workload.name}: turns of sessions cannot be moved or drawn apart")
 
 
 def check_positive(what: str, value: float) -> None:
