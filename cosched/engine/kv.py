@@ -51,7 +51,7 @@ class KvManager:
         self._pool = pool
         self._ttft_s = ttft_s
         self.config = config
-        self.returns = ReturnModel(half_life_s=config.half_life_s)
+        self.returns = ReturnModel(half_life_s=config.half_life_s, horizon_s=config.horizon_s)
         self.prices = Prices()
         worth = Worth(self.returns, self.prices, late_weight=config.late_weight)
         self.leaves = Leaves(ORDERS[config.eviction](worth), worth)

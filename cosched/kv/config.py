@@ -24,6 +24,7 @@ class KvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     admission       an offline request is not admitted while what it would evict is worth more than
                     it computes
     late_weight     how much more a second weighs that makes an online request miss its target
+    horizon_s       within which a context is expected back that is counted as demand [s]
     half_life_s     after which an observed return counts half [s]
     """
 
@@ -33,6 +34,7 @@ class KvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     window_s: float = 300.0
     admission: bool = True
     late_weight: float = 4.0
+    horizon_s: float = 120.0
     half_life_s: float = 3600.0
 
     def __post_init__(self) -> None:
@@ -43,7 +45,7 @@ class KvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             value = getattr(self, name)
             if not 0 <= value < float("inf"):
                 raise ConfigError(f"kv.{name} must be 0 or more, not {value}")
-        for name in ("window_s", "half_life_s"):
+        for name in ("window_s", "horizon_s", "half_life_s"):
             value = getattr(self, name)
             if not 0 < value < float("inf"):
                 raise ConfigError(f"kv.{name} must be a positive number of seconds, not {value}")
