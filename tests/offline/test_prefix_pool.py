@@ -17,6 +17,7 @@ from cosched.core.request import Slo
 from cosched.errors import ConfigError
 from cosched.offline.buckets import SAMPLE_SIZE, quantile_boundaries
 from cosched.offline.prefix_pool import PoolConfig, PrefixPool
+from cosched.offline.radix import pack
 from tests.offline.naive_pool import NaivePool
 from tests.offline.prefixes import prefixed, shared_len
 
@@ -416,7 +417,7 @@ def test_future_references_count_all_buckets(boundaries):
         if rng.random() < 0.4:
             pool.remove(waiting.pop(rng.randrange(len(waiting))).rid)
         probe = random_request(rng)
-        entries = pool.future_references(probe.token_ids, prefix_key=probe.prefix_key)
+        entries = pool.future_references(pack(probe.token_ids), probe.prefix_key)
         assert [e.prefix_len for e in entries] == sorted({e.prefix_len for e in entries} - {0})
         for num_tokens in range(1, len(probe.token_ids) + 1):
             sharing = [r for r in waiting if shared_len(probe, r) >= num_tokens]

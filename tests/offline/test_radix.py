@@ -9,7 +9,7 @@ from array import array
 
 import pytest
 
-from cosched.offline.radix import Place, RadixTree
+from cosched.offline.radix import Place, RadixTree, pack
 from tests.offline.prefixes import NaiveTree, prefixed, shared_len
 
 NUM_OPERATIONS = 4000
@@ -106,7 +106,7 @@ def test_questions_are_answered_as_by_looking_at_every_request(seed):
         if rng.random() < 0.5:
             pair.admit(rng.choice(pair.model.order))
         probe = random_request(rng)
-        path = pair.tree.path(probe.token_ids, key=probe.prefix_key)
+        path = pair.tree.path(pack(probe.token_ids), key=probe.prefix_key)
         for num_tokens in range(1, len(probe.token_ids) + 1):
             sharing = pair.model.sharing(probe, num_tokens)
             entry = next((entry for entry in path if entry.prefix_len >= num_tokens), None)
