@@ -81,7 +81,7 @@ WORKLOADS = {
     ),
     "agents": NamedWorkload(
         classes=(ONLINE,),
-        description="coding agents: sessions with prompts of 59k tokens, 96 % from the turns before",
+        description="sessions of coding agents: prompts of 59k tokens, 96 % from earlier turns",
         build=builders.sessions(builders.recorded),
         files=("sessions/kv_cache_tester_40.jsonl",),
         needs_files=True,
