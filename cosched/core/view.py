@@ -275,7 +275,7 @@ class View(Protocol):
     def eviction_loss_s(self, num_tokens: int) -> float:
         """What is lost when so many evictable tokens go: seconds of the device that are expected to
         compute them anew, those that would make an online request late counting more [s]. 0.0 where
-        nobody knows; inf where there are not so many. O(nodes evicted), once per plan."""
+        nobody knows. O(nodes evicted), once per plan."""
         ...
 
     def reserve_of(self, request: Request) -> int:

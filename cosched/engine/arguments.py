@@ -11,7 +11,8 @@ from typing import Any
 
 import cosched.bootstrap
 from cosched.config import Config
-from cosched.errors import ConfigError
+from cosched.errors import ConfigError, choices
+from cosched.kv.config import ENGINE_ORDERS
 from cosched.policy.registry import policy_entry
 
 __all__ = [
@@ -20,8 +21,11 @@ __all__ = [
     "check_files",
     "check_ports",
     "engine_arguments",
+    "eviction_arguments",
     "refused_arguments",
 ]
+
+EVICTION_FLAG = "--radix-eviction-policy"
 
 _CPU_BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
 
@@ -35,6 +39,8 @@ def engine_arguments(argv: Sequence[str], config: Config, *, mixed_chunk: bool) 
             continue
         if not _given(argv, flag):
             arguments += argument
+    if not _given(argv, EVICTION_FLAG):
+        arguments += eviction_arguments(config)
     device = _value(argv, "--device")
     if not cosched.bootstrap.has_cuda() and device in (None, "cpu"):
         if device is None:
@@ -48,6 +54,13 @@ def engine_arguments(argv: Sequence[str], config: Config, *, mixed_chunk: bool) 
             # An idle scheduler would otherwise keep a whole core busy asking for requests.
             arguments.append("--sleep-on-idle")
     return arguments
+
+
+def eviction_arguments(config: Config) -> list[str]:
+    """What makes SGLang's tree evict in the order of the configuration, where that is its own."""
+    if policy_entry(config.policy).make is None or config.kv.is_ours:
+        return []
+    return [EVICTION_FLAG, config.kv.eviction]
 
 
 def _check_no_gpu_is_left_out() -> None:
@@ -147,6 +160,13 @@ def check_arguments(server_args: Any, config: Config) -> None:
                 f"{flag} {value} cannot go with --cosched-policy {config.policy}: {why}; "
                 f"drop the flag or use --cosched-policy sglang"
             )
+    order = resolved.radix_eviction_policy
+    expected = "lru" if config.kv.is_ours else config.kv.eviction
+    if order != expected:
+        raise ConfigError(
+            f"{EVICTION_FLAG} {order} cannot go with kv.eviction {config.kv.eviction!r}: drop the "
+            f"flag, or set kv.eviction to {choices(ENGINE_ORDERS)}"
+        )
 
 
 def refused_arguments() -> tuple[tuple[str, Any, str], ...]:

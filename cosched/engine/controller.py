@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
 from sglang.srt.runtime_context import get_parallel
 
 from cosched.config import Config
@@ -160,7 +161,8 @@ class Controller:
         if config.kv.is_ours and get_parallel().tp_size == 1 and can_watch(scheduler):
             self.kv = KvManager(
                 scheduler,
-                config.kv,
+                # What is lost in seconds can be weighed where seconds are known.
+                config.kv if entry.timed else msgspec.structs.replace(config.kv, admission=False),
                 pool=lambda: self.waiting.offline,
                 ttft_s=self.settings.slo.ttft_s,
             )

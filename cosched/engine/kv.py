@@ -146,7 +146,7 @@ class KvManager:
     # --- What a view asks ---
 
     def loss_s(self, num_tokens: int) -> float:
-        """What evicting so many tokens costs [s]; inf where there are not so many."""
+        """What evicting so many tokens costs [s]."""
         if num_tokens <= 0 or not self.config.admission:
             return 0.0
         return self.leaves.loss_s(num_tokens)

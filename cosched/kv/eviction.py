@@ -50,6 +50,17 @@ class Prices:
         """Seconds for one token with `depth` tokens before it."""
         return self._per_token[min(depth // self._STEP, self._NUM_STEPS - 1)]
 
+    @property
+    def unit_s(self) -> float:
+        """Seconds for one token with none before it."""
+        return self._per_token[0]
+
+    def relative(self, depth: int) -> float:
+        """`per_token` by `unit_s`: what is learned about the speed of the device leaves it nearly as
+        it is."""
+        unit_s = self._per_token[0]
+        return self.per_token(depth) / unit_s if unit_s else 1.0
+
     def seconds(self, start: int, end: int) -> float:
         """For the tokens from `start` to `end`."""
         return self._until(end) - self._until(start)
@@ -63,7 +74,8 @@ class Prices:
 
 
 class Worth:
-    """What a node is worth: seconds that are expected to be lost per token if it goes.
+    """What a node is worth: what is expected to be lost per token if it goes, in prices of a token
+    with none before it (`Prices.unit_s`).
 
     *Offline*: those who wait for it are known. Requests that begin alike run one after the other,
     so what is evicted is computed once more and no more often; each more that waits makes it surer
@@ -90,7 +102,7 @@ class Worth:
         self._free_share = free_share
 
     def __call__(self, node: KvNode, now_s: float) -> float:
-        """Seconds per token."""
+        """Per token."""
         chance = 0.0
         references = node.references
         if references:
@@ -103,7 +115,7 @@ class Worth:
                 late = (lost_s / visit.ttft_s - self._free_share) / (1.0 - self._free_share)
                 returns *= 1.0 + self._late_weight * min(max(late, 0.0), 1.0)
             chance = max(chance, returns)
-        return chance * self.prices.per_token(node.start)
+        return chance * self.prices.relative(node.start)
 
     def next_change_s(self, node: KvNode, now_s: float) -> float:
         """When it changes by time alone [s]; inf: it does not."""
@@ -244,13 +256,15 @@ class Leaves:
             heapq.heappush(freed, (value, parent.last_use, parent.node_id, parent))
 
     def loss_s(self, num_tokens: int) -> float:
-        """What evicting so many tokens costs, by `Worth` [s]; inf where there are not so many."""
+        """What evicting so many tokens costs, by `Worth` [s]; of all there are where
+        there are fewer."""
         if self.curve is None:
             self.curve = LossCurve(self)
         return self.curve.seconds(num_tokens)
 
-    def worth_of(self, node: KvNode) -> float:
-        return self._worth(node, self.now_s)
+    def price_of(self, node: KvNode) -> float:
+        """What is expected to be lost with each of its tokens [s]."""
+        return self._worth(node, self.now_s) * self._worth.prices.unit_s
 
     def _set_timer(self, node: KvNode) -> None:
         at_s = self._order.next_change_s(node, self.now_s)
@@ -274,9 +288,9 @@ class LossCurve:
         while tokens[-1] < num_tokens:
             node = next(self._order, None)
             if node is None:
-                return math.inf
+                return seconds[-1]
             tokens.append(tokens[-1] + node.num_tokens)
-            seconds.append(seconds[-1] + node.num_tokens * self._leaves.worth_of(node))
+            seconds.append(seconds[-1] + node.num_tokens * self._leaves.price_of(node))
         # The part of the last node is lost as a part: what is cut is its tail.
         index = bisect_left(tokens, num_tokens)
         if index == 0:

@@ -16,6 +16,7 @@ import msgspec
 
 from cosched.config import ENV_VAR, Config, SloConfig, parse_config
 from cosched.core.request import RequestClass, Slo
+from cosched.engine.arguments import eviction_arguments
 from cosched.errors import ConfigError, CoschedError
 from cosched.latency.base import OVERLAPPED, SYNCHRONOUS, CostModel
 from cosched.latency.profile_file import EngineIdentity, Profile
@@ -298,7 +299,7 @@ def engine_flags(spec: RunSpec) -> list[str]:
     for flag, argument in policy_entry(spec.scenario.policy).arguments().items():
         if flag != "--enable-mixed-chunk" or spec.machine.mixed_chunk is None:
             flags += argument
-    return flags
+    return flags + eviction_arguments(config_of(spec))
 
 
 def _online_client(online: Sequence[TraceRequest]) -> Any:

@@ -69,6 +69,10 @@ def assert_drained(engine) -> None:
     controller = getattr(scheduler, "cosched", None)
     if controller is not None:
         assert controller.waiting.num_tokens == 0
+        if controller.kv is not None:
+            assert not controller.kv.core.is_off
+            controller.kv.tree.check_integrity([])
+            assert controller.kv.tree.num_evictable == scheduler.tree_cache.evictable_size()
 
 
 def view_now(scheduler):

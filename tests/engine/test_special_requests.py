@@ -390,7 +390,7 @@ def test_looking_changes_nothing_that_eviction_sees(make_engine):
     from cosched.engine.view_of import num_cached
 
     def left_after_eviction(num_looks):
-        engine = make_engine(max_total_tokens=1000)
+        engine = make_engine(max_total_tokens=1000, config={"kv": {"eviction": "lru"}})
         scheduler = engine.scheduler
         for i in range(6):
             engine.submit(f"r{i}", prompt(i, 100), max_new_tokens=2)
