@@ -55,9 +55,7 @@ class KvManager:
         self.prices = Prices()
         worth = Worth(self.returns, self.prices, late_weight=config.late_weight)
         self.leaves = Leaves(ORDERS[config.eviction](worth), worth)
-        self.tree = KvTree(
-            page_size=scheduler.page_size, leaves=self.leaves, future=self._future
-        )
+        self.tree = KvTree(page_size=scheduler.page_size, leaves=self.leaves, future=self._future)
         cache = scheduler.tree_cache
         self.core = cache.tree_core = WatchedTreeCore(cache.tree_core, self.tree, self.leaves)
         self.demand = OnlineDemand(window_s=config.window_s, deviations=config.deviations)

@@ -1,13 +1,12 @@
-"""SGLang's radix tree, watched: what it does is told to a `KvTree`, and who is evicted next is asked
-there.
+"""SGLang's radix tree, watched: a `KvTree` is told what happens, and asked who is evicted next.
 
 SGLang drives eviction step by step (`UnifiedRadixCache._evict_components`): start, next node, evict
 this leaf, end. Its tree core answers "next node" by its own order, which knows no classes and no
-future. `WatchedTreeCore` stands before the core, passes everything on, and answers that one question
-itself. The default core is Rust and panics for good when it is told to evict anything but an
-evictable leaf, so `KvTree` follows every lock and every split, and its sum of evictable tokens is
-compared with the core's before each eviction: should they ever differ, the engine's own order takes
-over until the server is started again.
+future. `WatchedTreeCore` stands before the core, passes everything on, and answers that one
+question itself. The default core is Rust and panics for good when it is told to evict anything but
+an evictable leaf, so `KvTree` follows every lock and every split, and its sum of evictable tokens
+is compared with the core's before each eviction: should they ever differ, the engine's own order
+takes over until the server is started again.
 
 Only trees of full attention without host memory: state-space layers and sliding windows evict by
 other rules, and nodes with a copy on the host stay in the tree.
@@ -16,10 +15,13 @@ other rules, and nodes with a copy on the host stay in the tree.
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import (
     EvictDeviceNextNodeResult,
@@ -30,12 +32,15 @@ from cosched.core.request import RequestClass
 from cosched.core.wire import class_of_priority
 from cosched.engine import port
 from cosched.kv.eviction import Leaves
-from cosched.kv.tree import KvTree
+from cosched.kv.tree import KvNode, KvTree
 from cosched.offline.radix import pack
 
 __all__ = ["WatchedTreeCore", "can_watch"]
 
 logger = logging.getLogger(__name__)
+
+_LEAST_TAIL = 256
+"""Tokens that are worth cutting a node for, and left of it."""
 
 _OWN = frozenset({"_core", "_insert", "_leaves", "_quota", "_tree", "is_off", "num_evicted"})
 
@@ -161,10 +166,25 @@ class WatchedTreeCore:
     def evict_device_next_node(self, component_type: Any, tracker: Any) -> Any:
         if self.is_off:
             return self._core.evict_device_next_node(component_type, tracker)
-        node = self._leaves.first() if tracker[component_type] < self._quota else None
+        wanted = self._quota - tracker[component_type]
+        node = self._leaves.first() if wanted > 0 else None
         if node is None:
             return EvictDeviceNextNodeResult()
+        assert node.rank is not None
+        if node.rank[0] > 0:
+            self._keep_head(node, wanted)
         return EvictDeviceNextNodeResult(node_id=node.node_id, made_progress=True)
+
+    def _keep_head(self, node: KvNode, wanted: int) -> None:
+        """Cut a leaf that somebody may come for, so that only its tail goes (BROS §5.2 in the
+        tree's terms). The tail keeps the node's id."""
+        num_left = node.num_tokens - max(wanted, _LEAST_TAIL)
+        num_left -= num_left % self._core.page_size
+        if num_left >= _LEAST_TAIL:
+            # A lookup of the head splits the node where the head ends.
+            namespace, packed = node.head(num_left)
+            result = self._core.match_prefix(MatchPrefixParams(key=_key(namespace, packed)))
+            self._follow(_key(namespace, packed), result.last_device_node, None)
 
     def evict_device_leaf(self, node_id: int, is_write_back: bool) -> Any:
         result = self._core.evict_device_leaf(node_id, is_write_back)
@@ -188,6 +208,13 @@ def _is_online(priority: int | None) -> bool:
     return class_of_priority(priority) is RequestClass.ONLINE
 
 
+def _key(namespace: Hashable, packed: bytes) -> Any:
+    assert isinstance(namespace, tuple)
+    extra_key, cache_salt = namespace
+    ids = array("q", np.frombuffer(packed, dtype=np.int32).astype(np.int64).tobytes())
+    return RadixKey(ids, extra_key, cache_salt=cache_salt)
+
+
 def _namespace(key: Any) -> Hashable:
     return key.extra_key, key.cache_salt
 
@@ -196,6 +223,6 @@ def _packer(key: Any) -> Callable[[int, int], bytes]:
     ids = key.raw_token_ids()
 
     def packed(start: int, end: int) -> bytes:
-        return pack(np.asarray(ids)[start:end])
+        return pack(ids[start:end])
 
     return packed

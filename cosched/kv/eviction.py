@@ -56,8 +56,7 @@ class Prices:
         return self._per_token[0]
 
     def relative(self, depth: int) -> float:
-        """`per_token` by `unit_s`: what is learned about the speed of the device leaves it nearly as
-        it is."""
+        """`per_token` by `unit_s`: learning how fast the device is hardly changes it."""
         unit_s = self._per_token[0]
         return self.per_token(depth) / unit_s if unit_s else 1.0
 

@@ -28,9 +28,7 @@ BIN_EDGES_S: tuple[float, ...] = (0.0, *[0.5 * 2.0**i for i in range(14)])
 is expected."""
 
 _END_S = 2 * BIN_EDGES_S[-1]
-_WIDTHS_S = tuple(
-    b - a for a, b in zip(BIN_EDGES_S, (*BIN_EDGES_S[1:], _END_S), strict=True)
-)
+_WIDTHS_S = tuple(b - a for a, b in zip(BIN_EDGES_S, (*BIN_EDGES_S[1:], _END_S), strict=True))
 _NUM_BINS = len(BIN_EDGES_S)
 
 BLOCK = 64
@@ -225,4 +223,3 @@ def _chances(hazards: Sequence[float], discount_s: float) -> list[float]:
 
 def _kind(turn: int, num_tokens: int) -> int:
     return (min(turn, _MOST_TURNS) - 1) * (len(_DEPTHS) + 1) + bisect_right(_DEPTHS, num_tokens)
-

@@ -53,6 +53,7 @@ class KvNode:
     visit       the latest visit that it was part of; None: none has ended yet
     passing     waiting offline requests that begin with all tokens from the root to its end
     stops       tokens of it -> waiting offline requests that share exactly these and no more
+    namespace   of a root: requests of others share nothing with it
     rank        where it stands in the order of eviction; None: it cannot be evicted now
     """
 
@@ -60,6 +61,7 @@ class KvNode:
         "children",
         "is_online",
         "last_use",
+        "namespace",
         "node_id",
         "num_holds",
         "parent",
@@ -83,6 +85,7 @@ class KvNode:
         self.visit: Visit | None = None
         self.passing = 0
         self.stops: dict[int, int] = {}
+        self.namespace: Hashable = None
         self.rank: tuple[float, int, int] | None = None
 
     @property
@@ -105,6 +108,16 @@ class KvNode:
             return float(self.passing)
         partly = sum([tokens * count for tokens, count in self.stops.items()])
         return self.passing + partly / self.num_tokens
+
+    def head(self, num_tokens: int) -> tuple[Hashable, bytes]:
+        """The namespace, and the token ids from the root up to so many tokens of the node itself, 4
+        bytes each. O(depth + tokens)."""
+        segments = [self.segment[: num_tokens * TOKEN_BYTES]]
+        node = self.parent
+        while node is not None and node.parent is not None:
+            segments.append(node.segment)
+            node = node.parent
+        return node.namespace if node is not None else None, b"".join(reversed(segments))
 
     def upwards(self) -> Iterator[KvNode]:
         """It and all above it, without the root."""
@@ -215,6 +228,7 @@ class KvTree:
         root = self._roots.get(namespace)
         if root is None:
             root = self._roots[namespace] = KvNode(-1, None, 0, b"")
+            root.namespace = namespace
         return root
 
     def _enter(
@@ -396,9 +410,7 @@ class KvTree:
             node = node.parent
         return num_tokens
 
-    def check_integrity(
-        self, waiting: Iterable[tuple[Hashable, bytes]] | None = None
-    ) -> None:
+    def check_integrity(self, waiting: Iterable[tuple[Hashable, bytes]] | None = None) -> None:
         """Assert every invariant, in time proportional to the tree: for tests.
 
         waiting: namespaces and tokens of all that wait, to count references anew

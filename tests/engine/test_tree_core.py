@@ -7,7 +7,6 @@ import random
 from array import array
 from types import SimpleNamespace
 
-import cosched.bootstrap  # noqa: F401  # before SGLang
 import pytest
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
@@ -16,6 +15,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.tree_core_registry import create_tree_core
 
+import cosched.bootstrap  # noqa: F401  # before SGLang
 from cosched.engine import port
 from cosched.engine.tree_core import WatchedTreeCore
 from cosched.kv.eviction import ORDERS, Leaves, Prices, Worth
@@ -211,7 +211,8 @@ OPERATIONS = {
 
 @pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize(("page_size", "order"), [(1, "value"), (4, "value"), (1, "echo")])
-def test_the_copy_agrees_with_the_engine_after_every_operation(core, page_size, order):
+def test_the_copy_agrees_with_the_engine_after_every_operation(monkeypatch, core, page_size, order):
+    monkeypatch.setattr("cosched.engine.tree_core._LEAST_TAIL", 2)  # nodes are short here
     machine = Machine(core, page_size=page_size, order=order, seed=page_size)
     operations = random.Random(3).choices(
         list(OPERATIONS), list(OPERATIONS.values()), k=NUM_OPERATIONS
