@@ -57,7 +57,8 @@ class KvManager:
         self.leaves = Leaves(ORDERS[config.eviction](worth), worth)
         self.tree = KvTree(page_size=scheduler.page_size, leaves=self.leaves, future=self._future)
         cache = scheduler.tree_cache
-        self.core = cache.tree_core = WatchedTreeCore(cache.tree_core, self.tree, self.leaves)
+        self.core = WatchedTreeCore(cache.tree_core, self.tree, self.leaves)
+        self.core.watch(cache)
         self.demand = OnlineDemand(window_s=config.window_s, deviations=config.deviations)
         self._gone: list[TrackedRequest] = []
         self._learnt_s = -math.inf

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 _LEAST_TAIL = 256
 """Tokens that are worth cutting a node for, and left of it."""
 
-_OWN = frozenset({"_core", "_insert", "_leaves", "_quota", "_tree", "is_off", "num_evicted"})
+_OWN = frozenset({"_core", "_insert", "_leaves", "_quota", "_tree", "_wanted", "is_off", "num_evicted"})
 
 
 def can_watch(scheduler: Any) -> bool:
@@ -67,6 +67,7 @@ class WatchedTreeCore:
         self._leaves = leaves
         self._insert: Any = None
         self._quota = 0
+        self._wanted: int | None = None
         self.is_off = False
         """The engine's own order holds: something was not as it should be."""
         self.num_evicted = 0
@@ -153,6 +154,24 @@ class WatchedTreeCore:
 
     # --- Eviction ---
 
+    def watch(self, cache: Any) -> None:
+        """Take the place of a cache's tree core.
+
+        What an allocation misses is noted on the way: the walk over the tree is told to go on until
+        the allocation fits, and not how little that may be.
+        """
+        cache.tree_core = self
+        original = cache.evict_for_alloc
+
+        def evict_for_alloc(params: Any, **kwargs: Any) -> Any:
+            self._wanted = params.num_tokens
+            try:
+                return original(params, **kwargs)
+            finally:
+                self._wanted = None
+
+        cache.evict_for_alloc = evict_for_alloc
+
     def evict_device_start(self, component_type: Any, request_cnt: int) -> None:
         if not self.is_off and self._tree.num_evictable != self._core.full_evictable_size():
             self._switch_off(
@@ -166,8 +185,9 @@ class WatchedTreeCore:
     def evict_device_next_node(self, component_type: Any, tracker: Any) -> Any:
         if self.is_off:
             return self._core.evict_device_next_node(component_type, tracker)
-        wanted = self._quota - tracker[component_type]
-        node = self._leaves.first() if wanted > 0 else None
+        wanted = self._quota if self._wanted is None else self._wanted
+        wanted -= tracker[component_type]
+        node = self._leaves.first() if tracker[component_type] < self._quota else None
         if node is None:
             return EvictDeviceNextNodeResult()
         assert node.rank is not None
