@@ -358,6 +358,7 @@ class Controller:
             },
             offline_limits=self.waiting.offline_limits,
             pool=pool.stats() if isinstance(pool, PrefixPool) else None,
+            kv=None if self.kv is None else self.kv.occupancy(),
             logs_off=tuple(name for name, log in self.logs.items() if log.is_off),
         )
 

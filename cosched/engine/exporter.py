@@ -18,6 +18,7 @@ from cosched.core.request import RequestClass
 from cosched.engine.iteration import Iteration
 from cosched.engine.service import TARGETS
 from cosched.engine.state import ReplicaState
+from cosched.kv.occupancy import KvOccupancy
 
 if TYPE_CHECKING:
     from cosched.engine.controller import Controller
@@ -60,6 +61,7 @@ class Metric(NamedTuple):
 _CLASS = ("request_class",)
 _TARGET = ("request_class", "target")
 _BUCKET = ("min_prompt_tokens",)
+_USE = ("use",)
 
 METRICS = (
     Metric("ttft_seconds", Kind.HISTOGRAM, "Arrival to first token.", _CLASS, _TTFT_S),
@@ -107,6 +109,10 @@ METRICS = (
         Kind.GAUGE,
         "Hit rate to expect of serving them in the pool's order.",
     ),
+    Metric("kv_tokens", Kind.GAUGE, "KV memory by what it is used for [tokens].", _USE),
+    Metric("kv_kept_tokens", Kind.GAUGE, "What offline requests leave to online ones [tokens]."),
+    Metric("kv_evicted_tokens", Kind.COUNTER, "Evicted, by the class that had used it.", _CLASS),
+    Metric("kv_missed_tokens", Kind.COUNTER, "Of these, what somebody may come for.", _USE),
 )
 
 
@@ -199,6 +205,8 @@ class MetricsExporter:
         self._of("offline_max_running").set(math.inf if most is None else most)
         for log in state.logs_off:
             self._of("log_switched_off", log=log).set(1)
+        if state.kv is not None:
+            self._refresh_kv(state.kv, None if before is None else before.kv)
         pool = state.pool
         if pool is None:
             return
@@ -210,6 +218,22 @@ class MetricsExporter:
         self._of("pool_sharing_ratio").set(pool.sharing_ratio)
         self._of("pool_expected_hit_ratio").set(pool.expected_hit_ratio)
 
+    def _refresh_kv(self, kv: KvOccupancy, before: KvOccupancy | None) -> None:
+        for use in KV_USES:
+            self._of("kv_tokens", use=use).set(getattr(kv, use))
+        self._of("kv_kept_tokens").set(kv.kept)
+        for request_class in RequestClass:
+            field = f"evicted_{request_class.value}"
+            count = getattr(kv, field) - (0 if before is None else getattr(before, field))
+            self._of("kv_evicted_tokens", request_class=request_class.value).inc(count)
+        for use in ("referenced", "returning"):
+            field = f"evicted_{use}"
+            count = getattr(kv, field) - (0 if before is None else getattr(before, field))
+            self._of("kv_missed_tokens", use=use).inc(count)
+
+
+KV_USES = ("free", "running_online", "running_offline", "returning", "referenced", "dead")
+"""The fields of `KvOccupancy` that add up to the capacity."""
 
 _ONLINE, _OFFLINE = ({"request_class": name.value} for name in RequestClass)
 _COUNTED: tuple[tuple[str, str, dict[str, str]], ...] = (

@@ -18,6 +18,7 @@ from cosched.engine.tree_core import WatchedTreeCore
 from cosched.kv.config import KvConfig
 from cosched.kv.demand import OnlineDemand
 from cosched.kv.eviction import ORDERS, Leaves, Prices, Worth
+from cosched.kv.occupancy import KvOccupancy, occupancy_of
 from cosched.kv.returns import ReturnModel, block_hashes
 from cosched.kv.tree import KvTree, Visit
 from cosched.offline.pool import OfflinePool
@@ -118,9 +119,9 @@ class KvManager:
 
     def _learn(self, now_s: float) -> None:
         if self._learnt_s > -math.inf:
-            rate = (self.core.num_evicted - self._evicted_before) / (now_s - self._learnt_s)
+            rate = (self.core.evicted["all"] - self._evicted_before) / (now_s - self._learnt_s)
             self._evicted_per_s += _TURNOVER_SHARE * (rate - self._evicted_per_s)
-        self._evicted_before = self.core.num_evicted
+        self._evicted_before = self.core.evicted["all"]
         self._learnt_s = now_s
         self.returns.advance(now_s)
         self.returns.refresh(now_s, discount_s=self.turnover_s)
@@ -135,12 +136,30 @@ class KvManager:
 
     def _online_tokens(self) -> int:
         """Held by online requests, and expected to be used again."""
-        own = 0
+        expected = round(self.returns.expected_tokens())
+        return self._own_tokens()[0] + self.tree.num_held_online + expected
+
+    def _own_tokens(self) -> tuple[int, int]:
+        """What requests under way hold outside the tree: online, offline."""
+        own = dict.fromkeys(RequestClass, 0)
         for req in port.under_way(self._scheduler):
             tracked = TrackedRequest.of(req)
-            if tracked is not None and tracked.request_class is RequestClass.ONLINE:
-                own += port.num_own(req)
-        return own + self.tree.num_held_online + round(self.returns.expected_tokens())
+            if tracked is not None:
+                own[tracked.request_class] += port.num_own(req)
+        return own[RequestClass.ONLINE], own[RequestClass.OFFLINE]
+
+    def occupancy(self) -> KvOccupancy:
+        """Who has the memory now. O(nodes)."""
+        return occupancy_of(
+            self.tree,
+            self.leaves.worth,
+            now_s=self.leaves.now_s,
+            free=port.kv_free(self._scheduler),
+            own=self._own_tokens(),
+            kept=self.kept,
+            evicted=self.core.evicted,
+            is_watched=not self.core.is_off,
+        )
 
     # --- What a view asks ---
 

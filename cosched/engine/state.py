@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from cosched.core.view import OfflineLimits
+from cosched.kv.occupancy import KvOccupancy
 from cosched.offline.prefix_pool import PoolStats
 
 __all__ = ["PlanningTimes", "ReplicaState"]
@@ -28,6 +29,7 @@ class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
     failures         what failed and was left out (`cosched.engine.guard`) -> how often
     attainment       target -> (requests that met it, requests that missed it)
     pool             None: offline requests wait in the order of arrival
+    kv               None: the engine's own order of eviction holds
     logs_off         logs that were switched off because a line could not be written
     """
 
@@ -55,6 +57,7 @@ class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
     attainment: dict[str, tuple[int, int]]
     offline_limits: OfflineLimits
     pool: PoolStats | None
+    kv: KvOccupancy | None
     logs_off: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from array import array
+from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -32,6 +33,7 @@ from cosched.core.request import RequestClass
 from cosched.core.wire import class_of_priority
 from cosched.engine import port
 from cosched.kv.eviction import Leaves
+from cosched.kv.occupancy import LIKELY
 from cosched.kv.tree import KvNode, KvTree
 from cosched.offline.radix import pack
 
@@ -42,7 +44,7 @@ logger = logging.getLogger(__name__)
 _LEAST_TAIL = 256
 """Tokens that are worth cutting a node for, and left of it."""
 
-_OWN = frozenset({"_core", "_insert", "_leaves", "_quota", "_tree", "_wanted", "is_off", "num_evicted"})
+_OWN = frozenset({"_core", "_insert", "_leaves", "_quota", "_tree", "_wanted", "evicted", "is_off"})
 
 
 def can_watch(scheduler: Any) -> bool:
@@ -70,8 +72,8 @@ class WatchedTreeCore:
         self._wanted: int | None = None
         self.is_off = False
         """The engine's own order holds: something was not as it should be."""
-        self.num_evicted = 0
-        """Tokens evicted since the start."""
+        self.evicted: Counter[str] = Counter()
+        """Tokens evicted since the start: all of them, and by what they were (`KvOccupancy`)."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._core, name)
@@ -208,8 +210,16 @@ class WatchedTreeCore:
 
     def evict_device_leaf(self, node_id: int, is_write_back: bool) -> Any:
         result = self._core.evict_device_leaf(node_id, is_write_back)
-        self.num_evicted += result.tracker[ComponentType.FULL]
+        num_tokens = result.tracker[ComponentType.FULL]
+        evicted = self.evicted
+        evicted["all"] += num_tokens
         if not self.is_off:
+            node = self._tree.nodes[node_id]
+            evicted["online" if node.is_online else "offline"] += num_tokens
+            if node.references:
+                evicted["referenced"] += num_tokens
+            if self._leaves.worth.chance_of_return(node, self._leaves.now_s) >= LIKELY:
+                evicted["returning"] += num_tokens
             self._tree.evicted(node_id)
         return result
 

@@ -108,13 +108,18 @@ class Worth:
             chance = 1.0 - 0.5**references
         visit = node.visit
         if visit is not None:
-            returns = self.returns.chance(visit.kind, now_s - visit.end_s)
+            returns = self.chance_of_return(node, now_s)
             if visit.ttft_s:
                 lost_s = self.prices.seconds(node.start, max(visit.num_tokens, node.end))
                 late = (lost_s / visit.ttft_s - self._free_share) / (1.0 - self._free_share)
                 returns *= 1.0 + self._late_weight * min(max(late, 0.0), 1.0)
             chance = max(chance, returns)
         return chance * self.prices.relative(node.start)
+
+    def chance_of_return(self, node: KvNode, now_s: float) -> float:
+        """That the session of an online context goes on while it can be kept."""
+        visit = node.visit
+        return 0.0 if visit is None else self.returns.chance(visit.kind, now_s - visit.end_s)
 
     def next_change_s(self, node: KvNode, now_s: float) -> float:
         """When it changes by time alone [s]; inf: it does not."""
@@ -173,7 +178,7 @@ class Leaves:
     def __init__(self, order: EvictionOrder, worth: Worth) -> None:
         self.now_s = 0.0
         self._order = order
-        self._worth = worth
+        self.worth = worth
         self._nodes: OrderedDict[int, KvNode] = OrderedDict()
         self._sorted: SortedList[tuple[float, int, int]] = SortedList()
         self._timers: list[tuple[float, int]] = []
@@ -263,7 +268,7 @@ class Leaves:
 
     def price_of(self, node: KvNode) -> float:
         """What is expected to be lost with each of its tokens [s]."""
-        return self._worth(node, self.now_s) * self._worth.prices.unit_s
+        return self.worth(node, self.now_s) * self.worth.prices.unit_s
 
     def _set_timer(self, node: KvNode) -> None:
         at_s = self._order.next_change_s(node, self.now_s)

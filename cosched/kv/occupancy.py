@@ -1,0 +1,81 @@
+"""Who has the KV memory, by class and by what it is still good for (Echo Fig. 10)."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+
+from cosched.kv.eviction import Worth
+from cosched.kv.tree import KvTree
+
+__all__ = ["LIKELY", "KvOccupancy", "occupancy_of"]
+
+LIKELY = 0.1
+"""Chance from which on a context counts as one that will return."""
+
+
+class KvOccupancy(msgspec.Struct, kw_only=True, frozen=True):
+    """Tokens of KV memory. All but the last six add up to the capacity.
+
+    free             not allocated
+    running_online   held by online requests, in the tree and outside
+    running_offline  held by offline requests alone
+    returning        cached, of sessions that are likely to go on
+    referenced       cached, and waiting offline requests begin with it
+    dead             cached, and nobody is expected to come for it
+    kept             what offline requests leave to online ones
+    evicted_online, evicted_offline  evicted since the start, by the class that had used it
+    evicted_referenced  of these, what waiting offline requests still began with
+    evicted_returning   of these, what was likely to return
+    is_watched       the order is cosched's; False: the engine's own has taken over
+    """
+
+    free: int
+    running_online: int
+    running_offline: int
+    returning: int
+    referenced: int
+    dead: int
+    kept: int
+    evicted_online: int
+    evicted_offline: int
+    evicted_referenced: int
+    evicted_returning: int
+    is_watched: bool
+
+
+def occupancy_of(
+    tree: KvTree,
+    worth: Worth,
+    *,
+    now_s: float,
+    free: int,
+    own: tuple[int, int],
+    kept: int,
+    evicted: Counter[str],
+    is_watched: bool,
+) -> KvOccupancy:
+    """own: tokens that running online and offline requests hold outside the tree. O(nodes)."""
+    returning = referenced = 0
+    for node in tree.nodes.values():
+        if node.num_holds:
+            continue
+        if worth.chance_of_return(node, now_s) >= LIKELY:
+            returning += node.num_tokens
+        elif node.references:
+            referenced += node.num_tokens
+    return KvOccupancy(
+        free=free,
+        running_online=tree.num_held_online + own[0],
+        running_offline=tree.num_held_offline + own[1],
+        returning=returning,
+        referenced=referenced,
+        dead=tree.num_evictable - returning - referenced,
+        kept=kept,
+        evicted_online=evicted["online"],
+        evicted_offline=evicted["offline"],
+        evicted_referenced=evicted["referenced"],
+        evicted_returning=evicted["returning"],
+        is_watched=is_watched,
+    )
