@@ -56,9 +56,11 @@ class KvManager:
         self.prices = Prices()
         worth = Worth(self.returns, self.prices, late_weight=config.late_weight)
         self.leaves = Leaves(ORDERS[config.eviction](worth), worth)
-        self.tree = KvTree(page_size=scheduler.page_size, leaves=self.leaves, future=self._future)
+        self.kv_tree = KvTree(
+            page_size=scheduler.page_size, leaves=self.leaves, future=self._future
+        )
         cache = scheduler.tree_cache
-        self.core = WatchedTreeCore(cache.tree_core, self.tree, self.leaves)
+        self.core = WatchedTreeCore(cache.tree_core, self.kv_tree, self.leaves)
         self.core.watch(cache)
         self.demand = OnlineDemand(window_s=config.window_s, deviations=config.deviations)
         self._gone: list[TrackedRequest] = []
@@ -79,8 +81,8 @@ class KvManager:
         if not isinstance(self._pool(), PrefixPool):
             return
         ids = port.token_ids(tracked.req)
-        if self.tree.knows(tracked.prefix_key, pack(ids[: self._scheduler.page_size])):
-            self.tree.refer(tracked.prefix_key, pack(ids), by)
+        if self.kv_tree.knows(tracked.prefix_key, pack(ids[: self._scheduler.page_size])):
+            self.kv_tree.refer(tracked.prefix_key, pack(ids), by)
 
     def ended(self, tracked: TrackedRequest) -> None:
         """A request is over; its memory is given back before the next plan."""
@@ -89,7 +91,7 @@ class KvManager:
 
     def forget_waiting(self) -> None:
         """The pool does not say any more who waits."""
-        for node in self.tree.nodes.values():
+        for node in self.kv_tree.nodes.values():
             node.passing, node.stops = 0, {}
 
     def _future(self, packed: bytes, namespace: Hashable) -> Sequence[Shared]:
@@ -115,7 +117,7 @@ class KvManager:
         )
         tracked.kv_hashes = ()
         visit = Visit(kind, now_s, num_tokens, tracked.slo.ttft_s or self._ttft_s)
-        self.tree.left(tracked.req.last_node, visit)
+        self.kv_tree.left(tracked.req.last_node, visit)
 
     def _learn(self, now_s: float) -> None:
         if self._learnt_s > -math.inf:
@@ -132,12 +134,12 @@ class KvManager:
         """How long it takes until as much is evicted as can be [s]; inf: nothing is."""
         if self._evicted_per_s <= 0:
             return math.inf
-        return max(self.tree.num_evictable / self._evicted_per_s, 1.0)
+        return max(self.kv_tree.num_evictable / self._evicted_per_s, 1.0)
 
     def _online_tokens(self) -> int:
         """Held by online requests, and expected to be used again."""
         expected = round(self.returns.expected_tokens())
-        return self._own_tokens()[0] + self.tree.num_held_online + expected
+        return self._own_tokens()[0] + self.kv_tree.num_held_online + expected
 
     def _own_tokens(self) -> tuple[int, int]:
         """What requests under way hold outside the tree: online, offline."""
@@ -151,7 +153,7 @@ class KvManager:
     def occupancy(self) -> KvOccupancy:
         """Who has the memory now. O(nodes)."""
         return occupancy_of(
-            self.tree,
+            self.kv_tree,
             self.leaves.worth,
             now_s=self.leaves.now_s,
             free=port.kv_free(self._scheduler),

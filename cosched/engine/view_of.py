@@ -166,7 +166,7 @@ class SchedulerView:
             reserved=self._reserve(self._running.remaining)
             + self._reserve(self._running.certain, whole=True),
             next_step=self._running.next_step,
-            shared_offline=0 if self._kv is None else self._kv.tree.num_held_offline,
+            shared_offline=0 if self._kv is None else self._kv.kv_tree.num_held_offline,
             kept=0 if self._kv is None else self._kv.kept,
         )
 
@@ -228,7 +228,7 @@ class SchedulerView:
         evictable = (
             port.evictable_at(tree, node)
             if self._kv is None
-            else self._kv.tree.evictable_from(node)
+            else self._kv.kv_tree.evictable_from(node)
         )
         held = max(evictable - (num_pinned - num_tokens), 0)
         return Match(cached=num_tokens, evictable=held)
@@ -241,7 +241,7 @@ class SchedulerView:
             if self._kv is None:
                 gain = port.gain_of_stopping(self._scheduler.tree_cache, req)
             else:
-                gain = port.num_own(req) + self._kv.tree.gain_of_release(req.last_node)
+                gain = port.num_own(req) + self._kv.kv_tree.gain_of_release(req.last_node)
             self._gains[request] = gain
         return gain
 

@@ -71,8 +71,8 @@ def assert_drained(engine) -> None:
         assert controller.waiting.num_tokens == 0
         if controller.kv is not None:
             assert not controller.kv.core.is_off
-            controller.kv.tree.check_integrity([])
-            assert controller.kv.tree.num_evictable == scheduler.tree_cache.evictable_size()
+            controller.kv.kv_tree.check_integrity([])
+            assert controller.kv.kv_tree.num_evictable == scheduler.tree_cache.evictable_size()
 
 
 def view_now(scheduler):
