@@ -11,19 +11,22 @@ import pytest
 from hypothesis import settings
 
 from cosched.demo_model import ensure_demo_model
-from tests.serving import Server, start_server
+from tests.serving import SHARED_FLAGS, Server, Servers
 
 # How long an example takes says nothing on a machine that others use too.
 settings.register_profile("cosched", deadline=None)
 settings.load_profile("cosched")
 
+ORDER = ("ends_server", "server")
+
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if "server" in getattr(item, "fixturenames", ()):
+        if "servers" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.server)
-    # A server takes long to start and shares the cores: first what needs none.
-    items.sort(key=lambda item: item.get_closest_marker("server") is not None)
+    # A server takes long to start and shares the cores: first what needs none, last what ends those
+    # that others use.
+    items.sort(key=lambda item: [item.get_closest_marker(m) is not None for m in ORDER])
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     # Only then: importing torch takes longer than many a test run.
     if gpu_items:
@@ -48,7 +51,14 @@ def tiny_model() -> Path:
 
 
 @pytest.fixture(scope="session")
-def server(tiny_model: Path) -> Iterator[Server]:
+def servers(tiny_model: Path) -> Iterator[Servers]:
+    """`servers.get(*flags)` -> a server of the tiny model that all tests with these flags share."""
+    running = Servers(tiny_model)
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def server(servers: Servers) -> Server:
     """One server for all tests that need nothing special of it: policy sarathi, tiny model."""
-    with start_server(tiny_model, "--cosched-policy", "sarathi") as running:
-        yield running
+    return servers.get(*SHARED_FLAGS)

@@ -27,6 +27,10 @@ SEARCH_PATH = os.pathsep.join(filter(None, (*map(str, SOURCE_ROOTS), os.environ.
 # would take float16 for a float32 model.
 TEST_FLAGS = ("--dtype", "float32", "--max-total-tokens", "20000", "--mem-fraction-static", "0.2")
 
+# Of the server that all tests share which need nothing special of theirs.
+SHARED_DRAIN_S = 15
+SHARED_FLAGS = ("--cosched-policy", "sarathi", "--cosched-drain-s", str(SHARED_DRAIN_S))
+
 
 class ServerError(AssertionError):
     """The server did not become ready; the message ends with the tail of its log."""
@@ -96,6 +100,51 @@ def start_server(
             yield server
         finally:
             _stop(process)
+
+
+class Servers:
+    """Servers of one model, each started when first asked for and then shared.
+
+    At most ``most`` run at a time: of more, the one that was asked for least recently is stopped.
+    """
+
+    def __init__(self, model_path: Path, *, most: int = 2) -> None:
+        self.model_path = model_path
+        self.most = most
+        self._running: dict[tuple[str, ...], tuple[Server, contextlib.ExitStack]] = {}
+
+    def get(self, *flags: str, port: int | None = None) -> Server:
+        """The server with these flags, to be left as it was found. ``port``: of a new one."""
+        entry = self._running.pop(flags, None)
+        if entry is None:
+            while len(self._running) >= self.most:
+                self._stop(next(iter(self._running)))
+            stack = contextlib.ExitStack()
+            # Other servers may start meanwhile, on the same cores.
+            server = stack.enter_context(
+                start_server(self.model_path, *flags, port=port, ready_timeout_s=400)
+            )
+            entry = server, stack
+        self._running[flags] = entry  # the most recent one is the last
+        return entry[0]
+
+    @contextlib.contextmanager
+    def take(self, *flags: str) -> Iterator[Server]:
+        """A server for this block alone, which may end it; without flags, any that runs."""
+        flags = flags or next(reversed(self._running), SHARED_FLAGS)
+        self.get(*flags)
+        server, stack = self._running.pop(flags)
+        with stack:
+            yield server
+
+    def close(self) -> None:
+        """Stop all."""
+        for flags in list(self._running):
+            self._stop(flags)
+
+    def _stop(self, flags: tuple[str, ...]) -> None:
+        _, stack = self._running.pop(flags)
+        stack.close()
 
 
 def _wait_until_ready(

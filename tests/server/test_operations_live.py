@@ -11,23 +11,23 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import httpx
+import openai
 import pytest
 
+import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.engine.exporter import METRICS, Kind
-from tests.serving import ROOT, SEARCH_PATH, TEST_FLAGS
-from tests.serving import start_server as start_any_server
+from tests.serving import ROOT, SEARCH_PATH, SHARED_DRAIN_S, SHARED_FLAGS, TEST_FLAGS
 
 pytestmark = pytest.mark.server
 
-# Several servers start here, on cores that others use too.
-start_server = partial(start_any_server, ready_timeout_s=400)
-
 FLEX = {"service_tier": "flex"}
-DRAIN_S = 15
-WITHIN_S = DRAIN_S + 25  # plus the end of the processes
+WITHIN_S = SHARED_DRAIN_S + 25  # plus the end of the processes
+CLAIMS = {
+    "ignore": ["priority"],
+    "keys": {"tenant": {"max_online": 1}, "barred": {"max_offline": 0}},
+}
 
 
 def completion(url, prompt, *, tokens=4, **more):
@@ -73,8 +73,12 @@ def wait_for_end(pid, within_s):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-@pytest.mark.parametrize("whole_group", [False, True], ids=["process", "group"])
-def test_sigterm_lets_chats_finish_and_a_batch_go(tiny_model, tmp_path, whole_group):
+# Drains for a second only.
+IMPATIENT = ("--cosched-drain-s", "1")
+
+
+@pytest.mark.ends_server
+def test_sigterm_lets_chats_finish_and_a_batch_go(servers, tmp_path):
     """A supervisor that signals the whole group must not take the schedulers from the chats."""
     lines = [
         {
@@ -89,8 +93,8 @@ def test_sigterm_lets_chats_finish_and_a_batch_go(tiny_model, tmp_path, whole_gr
     batch.write_text("".join(json.dumps(line) + "\n" for line in lines))
     job = [sys.executable, "-m", "cosched.run_batch", "-i", str(batch), "-o", str(out)]
     job += ["--concurrency", "40", "--base-url"]
-    flags = ("--cosched-drain-s", str(DRAIN_S))
-    with start_server(tiny_model, *flags) as server, ThreadPoolExecutor() as pool:
+    with servers.take(*SHARED_FLAGS) as server, ThreadPoolExecutor() as pool:
+        logged = len(server.log())
         running = subprocess.Popen([*job, server.url], env=environment())
         try:
             while running_offline(server.url) == 0:
@@ -99,7 +103,7 @@ def test_sigterm_lets_chats_finish_and_a_batch_go(tiny_model, tmp_path, whole_gr
             started = threading.Event()
             chat = pool.submit(stream, server.url, started, tokens=200)
             assert started.wait(60)
-            (os.killpg if whole_group else os.kill)(server.pid, signal.SIGTERM)
+            os.killpg(server.pid, signal.SIGTERM)
             time.sleep(0.2)
             refused = completion(server.url, "new")
             assert refused.status_code == 503 and refused.headers["retry-after"].isdecimal()
@@ -111,25 +115,22 @@ def test_sigterm_lets_chats_finish_and_a_batch_go(tiny_model, tmp_path, whole_gr
         finally:
             running.terminate()
             running.wait(30)
-        log = server.log()
-        assert "online ones may take 15 s, offline ones are let go" in log
+        log = server.log()[logged:]
+        assert f"online ones may take {SHARED_DRAIN_S} s, offline ones are let go" in log
         assert "Traceback" not in log
         port = server.port
     answered = len(out.read_text().splitlines())
     assert answered < 60
-    if whole_group:
-        return
-    with start_server(tiny_model, port=port) as server:
-        subprocess.run([*job, server.url], env=environment(), check=True, timeout=400)
+    # The next test ends this one.
+    server = servers.get(*IMPATIENT, port=port)
+    subprocess.run([*job, server.url], env=environment(), check=True, timeout=400)
     assert len(out.read_text().splitlines()) == 60
     assert (tmp_path / "out.jsonl.errors.jsonl").read_text() == ""
 
 
-def test_chats_are_aborted_after_the_bound(tiny_model):
-    with (
-        start_server(tiny_model, "--cosched-drain-s", "1") as server,
-        ThreadPoolExecutor() as pool,
-    ):
+@pytest.mark.ends_server
+def test_chats_are_aborted_after_the_bound(servers):
+    with servers.take(*IMPATIENT) as server, ThreadPoolExecutor() as pool:
         started = threading.Event()
         streamed = pool.submit(stream, server.url, started, tokens=15_000)
         whole = pool.submit(completion, server.url, "hello", tokens=15_000)
@@ -140,17 +141,18 @@ def test_chats_are_aborted_after_the_bound(tiny_model):
         assert wait_for_end(server.pid, 30) == 0
 
 
-@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_ends_it_at_once(tiny_model, second):
-    with start_server(tiny_model) as server, ThreadPoolExecutor() as pool:
+@pytest.mark.ends_server
+def test_a_second_signal_ends_it_at_once(servers):
+    # Of any server that is left; they all drain for longer than this test takes.
+    with servers.take() as server, ThreadPoolExecutor() as pool:
         started = threading.Event()
         chat = pool.submit(stream, server.url, started, tokens=15_000)
         assert started.wait(60)
         os.kill(server.pid, signal.SIGINT)
         time.sleep(1)
         assert not has_ended(server.pid)
-        os.kill(server.pid, second)
-        assert wait_for_end(server.pid, 10) == 128 + second
+        os.kill(server.pid, signal.SIGTERM)
+        assert wait_for_end(server.pid, 10) == 128 + signal.SIGTERM
         with pytest.raises(httpx.TransportError):
             chat.result()
 
@@ -164,12 +166,11 @@ def environment():
     return {**os.environ, "PYTHONPATH": SEARCH_PATH}
 
 
-@pytest.fixture(scope="module")
-def guarded(tiny_model):
-    """With metrics, an admin key and a small pool."""
+@pytest.fixture
+def guarded(servers):
+    """With metrics, an admin key, claims and a small pool."""
     flags = ["--enable-metrics", "--admin-api-key", "secret", "--cosched-max-offline-waiting", "3"]
-    with start_server(tiny_model, *flags) as running:
-        yield running
+    return servers.get(*flags, "--cosched-claims", json.dumps(CLAIMS))
 
 
 def order(server, key="secret", **body):
@@ -254,6 +255,31 @@ def test_the_log_says_what_runs_at_the_start_and_when_ready(guarded):
     after = guarded.log().split("ready to roll!", 1)[1]
     assert f"cosched: ready on {guarded.url}" in after
     assert f"cosched: try offline: curl {guarded.url}/v1/chat/completions" in after
+
+
+def test_limits_per_key(guarded):
+    def client_of(key, *, retries=0):
+        return openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=key, max_retries=retries)
+
+    def ask(client, **kwargs):
+        messages = [{"role": "user", "content": "Name a number."}]
+        return client.chat.completions.create(model="m", messages=messages, **kwargs)
+
+    tenant, barred, other = client_of("tenant"), client_of("barred"), client_of("other")
+    stream = ask(tenant, max_tokens=3000, stream=True, extra_body={"ignore_eos": True})
+    assert next(iter(stream)).service_tier == "default"
+    with pytest.raises(openai.RateLimitError) as caught:
+        ask(tenant, max_tokens=1)
+    assert caught.value.response.headers["retry-after"] == "1"
+    assert "may have 1 online sequences under way; it has 1" in str(caught.value)
+    with pytest.raises(openai.RateLimitError):
+        ask(barred, max_tokens=1, service_tier="flex")
+    # Another key, another class and a sign that is ignored.
+    assert ask(other, max_tokens=1, extra_body={"priority": -5}).service_tier == "default"
+    assert ask(tenant, max_tokens=1, service_tier="flex").service_tier == "flex"
+    # Whoever hangs up has nothing under way any more.
+    stream.close()
+    assert ask(client_of("tenant", retries=20), max_tokens=1).service_tier == "default"
 
 
 def launch(*flags, module="cosched.launch_server", env=None):
