@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +36,13 @@ def pytest_collection_modifyitems(items):
         if not has_cuda():
             for item in gpu_items:
                 item.add_marker(pytest.mark.skip(reason="no CUDA GPU here"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def few_objects_to_collect() -> None:
+    """Each engine collects garbage when it is made; what was imported is none."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
