@@ -11,7 +11,9 @@ from unittest import mock
 import pytest
 from hypothesis import settings
 
+from cosched.config import ENV_VAR
 from cosched.demo_model import ensure_demo_model
+from tests.forks import Forks
 from tests.serving import SHARED_FLAGS, Server, Servers
 
 # How long an example takes says nothing on a machine that others use too.
@@ -38,9 +40,9 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="no CUDA GPU here"))
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def few_objects_to_collect() -> None:
-    """Each engine collects garbage when it is made; what was imported is none."""
+    """Each engine and each simulation collects garbage; what was there before is none."""
     gc.collect()
     gc.freeze()
 
@@ -56,6 +58,14 @@ def environment() -> Iterator[None]:
 def tiny_model() -> Path:
     """Directory of the tiny model, float32. Made once per machine, in the user's cache."""
     return ensure_demo_model(size="tiny", dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    """`forks.run(code, *arguments)`: in a process of its own that has SGLang imported, not more."""
+    running = Forks(tmp_path_factory.mktemp("forks"), cleared=(ENV_VAR, "SGLANG_PLUGINS"))
+    yield running
+    running.close()
 
 
 @pytest.fixture(scope="session")

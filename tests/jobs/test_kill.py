@@ -7,8 +7,8 @@ import subprocess
 import time
 from collections import Counter
 
-NUM_KILLS = 20
-NUM_LINES = 1500
+NUM_KILLS = 10
+NUM_LINES = 700
 SEED = 20240611
 
 

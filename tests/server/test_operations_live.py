@@ -1,11 +1,10 @@
-"""The operator's side of a real server: its end, its limits, its metrics, its early checks."""
+"""The operator's side of a real server: its end, its limits, its metrics."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +17,7 @@ import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.engine.exporter import METRICS, Kind
-from tests.serving import ROOT, SEARCH_PATH, SHARED_DRAIN_S, SHARED_FLAGS, TEST_FLAGS
+from tests.serving import SEARCH_PATH, SHARED_DRAIN_S, SHARED_FLAGS
 
 pytestmark = pytest.mark.server
 
@@ -280,40 +279,3 @@ def test_limits_per_key(guarded):
     # Whoever hangs up has nothing under way any more.
     stream.close()
     assert ask(client_of("tenant", retries=20), max_tokens=1).service_tier == "default"
-
-
-def launch(*flags, module="cosched.launch_server", env=None):
-    """A start that shall fail: (exit code, everything printed)."""
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", module, *flags],
-        cwd=ROOT,
-        env=environment() | (env or {}),
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    return ended.returncode, ended.stdout + ended.stderr
-
-
-def test_a_port_in_use_is_said_before_the_model_is_loaded(tiny_model):
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        flags = ["--model-path", str(tiny_model), "--port", str(port), *TEST_FLAGS]
-        code, text = launch(*flags)
-    assert code == 2
-    last = text.strip().splitlines()[-1]
-    assert last == f"cosched: cannot listen on --port {port} of 127.0.0.1: Address already in use"
-    assert "ready to roll" not in text and "Load weight" not in text
-
-
-def test_sglangs_own_entry_point_refuses_too(tiny_model):
-    flags = ["--model-path", str(tiny_model), *TEST_FLAGS, "--disable-radix-cache"]
-    code, text = launch(
-        *flags, module="tests.plain_sglang", env={"COSCHED_CONFIG": '{"policy": "hygen"}'}
-    )
-    assert code != 0
-    assert "--disable-radix-cache True cannot go with --cosched-policy hygen: stopped" in text
-    assert "ready to roll" not in text and "Load weight" not in text
