@@ -20,16 +20,30 @@ from tests.serving import SHARED_FLAGS, Server, Servers
 settings.register_profile("cosched", deadline=None)
 settings.load_profile("cosched")
 
-ORDER = ("ends_server", "server")
+
+# The files of tests with servers. One worker runs them all, so that they can share servers.
+WITH_SERVERS = (
+    "tests/server/",
+    "tests/benchmark/test_fidelity.py",
+    "tests/benchmark/test_live_client.py",
+    "tests/test_demo.py",
+    "tests/test_demo_model.py",
+)
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     for item in items:
         if "servers" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.server)
-    # A server takes long to start and shares the cores: first what needs none, last what ends those
-    # that others use.
-    items.sort(key=lambda item: [item.get_closest_marker(m) is not None for m in ORDER])
+        if is_marked(item, "server") and not item.nodeid.startswith(WITH_SERVERS):
+            raise pytest.UsageError(f"add the file of {item.nodeid} to WITH_SERVERS")
+    # A server takes long to start: what needs none comes first, or at the same time where there are
+    # several workers. Last comes what ends servers that others use.
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: not item.nodeid.startswith(WITH_SERVERS))
+    else:
+        items.sort(key=lambda item: is_marked(item, "server"))
+    items.sort(key=lambda item: is_marked(item, "ends_server"))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     # Only then: importing torch takes longer than many a test run.
     if gpu_items:
@@ -38,6 +52,23 @@ def pytest_collection_modifyitems(items):
         if not has_cuda():
             for item in gpu_items:
                 item.add_marker(pytest.mark.skip(reason="no CUDA GPU here"))
+
+
+def is_marked(item, name):
+    return item.get_closest_marker(name) is not None
+
+
+@pytest.hookimpl(optionalhook=True)  # there is none without xdist
+def pytest_xdist_make_scheduler(config, log):
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ServersTogether(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            return "servers" if nodeid.startswith(WITH_SERVERS) else super()._split_scope(nodeid)
+
+    return ServersTogether(config, log)
 
 
 @pytest.fixture(scope="module", autouse=True)
