@@ -65,13 +65,13 @@ def start_server(
     module: str = "cosched.launch_server",
     env: Mapping[str, str] | None = None,
     port: int | None = None,
-    ready_timeout_s: float = 120.0,
+    ready_timeout_s: float = 400.0,
 ) -> Iterator[Server]:
     """Run ``python -m module`` on 127.0.0.1 until the block ends; yield it once it generates.
 
     ``flags`` come after :data:`TEST_FLAGS`, so they win; ``env`` is added to this process's. At the
     end the whole process group is killed. Raises :class:`ServerError` when the process ends, or
-    does not answer within ``ready_timeout_s``.
+    does not answer within ``ready_timeout_s``: far more than it takes where nothing else runs.
     """
     port = free_port() if port is None else port
     command = [sys.executable, "-m", module, "--model-path", str(model_path)]
@@ -113,18 +113,14 @@ class Servers:
         self.most = most
         self._running: dict[tuple[str, ...], tuple[Server, contextlib.ExitStack]] = {}
 
-    def get(self, *flags: str, port: int | None = None) -> Server:
-        """The server with these flags, to be left as it was found. ``port``: of a new one."""
+    def get(self, *flags: str) -> Server:
+        """The server with these flags, to be left as it was found."""
         entry = self._running.pop(flags, None)
         if entry is None:
             while len(self._running) >= self.most:
                 self._stop(next(iter(self._running)))
             stack = contextlib.ExitStack()
-            # Other servers may start meanwhile, on the same cores.
-            server = stack.enter_context(
-                start_server(self.model_path, *flags, port=port, ready_timeout_s=400)
-            )
-            entry = server, stack
+            entry = stack.enter_context(start_server(self.model_path, *flags)), stack
         self._running[flags] = entry  # the most recent one is the last
         return entry[0]
 

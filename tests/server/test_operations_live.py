@@ -22,6 +22,7 @@ from tests.serving import SEARCH_PATH, SHARED_DRAIN_S, SHARED_FLAGS
 pytestmark = pytest.mark.server
 
 FLEX = {"service_tier": "flex"}
+POOL = 20  # offline requests that may wait
 WITHIN_S = SHARED_DRAIN_S + 25  # plus the end of the processes
 CLAIMS = {
     "ignore": ["priority"],
@@ -72,12 +73,8 @@ def wait_for_end(pid, within_s):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-# Drains for a second only.
-IMPATIENT = ("--cosched-drain-s", "1")
-
-
 @pytest.mark.ends_server
-def test_sigterm_lets_chats_finish_and_a_batch_go(servers, tmp_path):
+def test_sigterm_lets_chats_finish_within_the_bound_and_a_batch_go(servers, guarded, tmp_path):
     """A supervisor that signals the whole group must not take the schedulers from the chats."""
     lines = [
         {
@@ -91,7 +88,7 @@ def test_sigterm_lets_chats_finish_and_a_batch_go(servers, tmp_path):
     batch, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     batch.write_text("".join(json.dumps(line) + "\n" for line in lines))
     job = [sys.executable, "-m", "cosched.run_batch", "-i", str(batch), "-o", str(out)]
-    job += ["--concurrency", "40", "--base-url"]
+    job += ["--concurrency", str(POOL), "--base-url"]
     with servers.take(*SHARED_FLAGS) as server, ThreadPoolExecutor() as pool:
         logged = len(server.log())
         running = subprocess.Popen([*job, server.url], env=environment())
@@ -99,16 +96,20 @@ def test_sigterm_lets_chats_finish_and_a_batch_go(servers, tmp_path):
             while running_offline(server.url) == 0:
                 assert running.poll() is None
                 time.sleep(0.1)
-            started = threading.Event()
-            chat = pool.submit(stream, server.url, started, tokens=200)
-            assert started.wait(60)
+            both_started = [threading.Event(), threading.Event()]
+            short = pool.submit(stream, server.url, both_started[0], tokens=200)
+            endless = pool.submit(stream, server.url, both_started[1], tokens=9_000)
+            whole = pool.submit(completion, server.url, "hello", tokens=9_000)
+            assert all(started.wait(60) for started in both_started)
             os.killpg(server.pid, signal.SIGTERM)
             time.sleep(0.2)
             refused = completion(server.url, "new")
             assert refused.status_code == 503 and refused.headers["retry-after"].isdecimal()
             assert httpx.get(f"{server.url}/health", timeout=30).status_code == 503
-            usage, reasons = chat.result()
+            usage, reasons = short.result()
             assert usage["completion_tokens"] == 200 and reasons == {"length"}
+            assert whole.result().status_code == 503
+            assert "length" not in endless.result()[1]
             assert wait_for_end(server.pid, WITHIN_S) == 0
             assert running.poll() is None, "the job waits for the server to come back"
         finally:
@@ -117,27 +118,10 @@ def test_sigterm_lets_chats_finish_and_a_batch_go(servers, tmp_path):
         log = server.log()[logged:]
         assert f"online ones may take {SHARED_DRAIN_S} s, offline ones are let go" in log
         assert "Traceback" not in log
-        port = server.port
-    answered = len(out.read_text().splitlines())
-    assert answered < 60
-    # The next test ends this one.
-    server = servers.get(*IMPATIENT, port=port)
-    subprocess.run([*job, server.url], env=environment(), check=True, timeout=400)
+    assert len(out.read_text().splitlines()) < 60
+    subprocess.run([*job, guarded.url], env=environment(), check=True, timeout=400)
     assert len(out.read_text().splitlines()) == 60
     assert (tmp_path / "out.jsonl.errors.jsonl").read_text() == ""
-
-
-@pytest.mark.ends_server
-def test_chats_are_aborted_after_the_bound(servers):
-    with servers.take(*IMPATIENT) as server, ThreadPoolExecutor() as pool:
-        started = threading.Event()
-        streamed = pool.submit(stream, server.url, started, tokens=15_000)
-        whole = pool.submit(completion, server.url, "hello", tokens=15_000)
-        assert started.wait(60)
-        os.kill(server.pid, signal.SIGTERM)
-        assert whole.result().status_code == 503
-        assert "length" not in streamed.result()[1]
-        assert wait_for_end(server.pid, 30) == 0
 
 
 @pytest.mark.ends_server
@@ -168,8 +152,9 @@ def environment():
 @pytest.fixture
 def guarded(servers):
     """With metrics, an admin key, claims and a small pool."""
-    flags = ["--enable-metrics", "--admin-api-key", "secret", "--cosched-max-offline-waiting", "3"]
-    return servers.get(*flags, "--cosched-claims", json.dumps(CLAIMS))
+    flags = ["--enable-metrics", "--admin-api-key", "secret", "--cosched-claims"]
+    flags += [json.dumps(CLAIMS), "--cosched-max-offline-waiting", str(POOL)]
+    return servers.get(*flags)
 
 
 def order(server, key="secret", **body):
@@ -209,9 +194,9 @@ def test_only_the_admin_may_look_and_order(guarded):
 
 def test_a_paused_pool_waits_and_a_full_one_answers_429(guarded):
     assert order(guarded, paused=True).json()["replicas"][0]["offline_limits"]["paused"]
-    with ThreadPoolExecutor() as pool:
-        waiting = [pool.submit(completion, guarded.url, f"o{i}", **FLEX) for i in range(3)]
-        while show(guarded)["replicas"][0]["num_waiting_offline"] < 3:
+    with ThreadPoolExecutor(POOL) as pool:
+        waiting = [pool.submit(completion, guarded.url, f"o{i}", **FLEX) for i in range(POOL)]
+        while show(guarded)["replicas"][0]["num_waiting_offline"] < POOL:
             time.sleep(0.05)
         for more in ({}, {"stream": True}):
             refused = completion(guarded.url, "one too many", **FLEX, **more)
@@ -223,7 +208,7 @@ def test_a_paused_pool_waits_and_a_full_one_answers_429(guarded):
         assert httpx.post(f"{guarded.url}/flush_cache", **flush).status_code == 200
         assert not any(future.done() for future in waiting)
         assert order(guarded).status_code == 200
-        assert [future.result().status_code for future in waiting] == [200] * 3
+        assert [future.result().status_code for future in waiting] == [200] * POOL
 
 
 def test_prometheus_has_every_metric_and_counts_both_classes(guarded):

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.server
 )
 def test_two_ranks_serve_both_classes(tiny_model, flags):
     limits = ("--max-running-requests", "4", "--chunked-prefill-size", "64")
-    with start_server(tiny_model, *flags, *limits, ready_timeout_s=240) as server:
+    with start_server(tiny_model, *flags, *limits) as server:
 
         def ask(index):
             body = {
