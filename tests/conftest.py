@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,20 +11,39 @@ from unittest import mock
 import pytest
 from hypothesis import settings
 
+from cosched.config import ENV_VAR
 from cosched.demo_model import ensure_demo_model
-from tests.serving import Server, start_server
+from tests.forks import Forks
+from tests.serving import SHARED_FLAGS, Server, Servers
 
 # How long an example takes says nothing on a machine that others use too.
 settings.register_profile("cosched", deadline=None)
 settings.load_profile("cosched")
 
 
-def pytest_collection_modifyitems(items):
+# The files of tests with servers. One worker runs them all, so that they can share servers.
+WITH_SERVERS = (
+    "tests/server/",
+    "tests/benchmark/test_fidelity.py",
+    "tests/benchmark/test_live_client.py",
+    "tests/test_demo.py",
+    "tests/test_demo_model.py",
+)
+
+
+def pytest_collection_modifyitems(config, items):
     for item in items:
-        if "server" in getattr(item, "fixturenames", ()):
+        if "servers" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.server)
-    # A server takes long to start and shares the cores: first what needs none.
-    items.sort(key=lambda item: item.get_closest_marker("server") is not None)
+        if is_marked(item, "server") and not item.nodeid.startswith(WITH_SERVERS):
+            raise pytest.UsageError(f"add the file of {item.nodeid} to WITH_SERVERS")
+    # A server takes long to start: what needs none comes first, or at the same time where there are
+    # several workers. Last comes what ends servers that others use.
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: not item.nodeid.startswith(WITH_SERVERS))
+    else:
+        items.sort(key=lambda item: is_marked(item, "server"))
+    items.sort(key=lambda item: is_marked(item, "ends_server"))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     # Only then: importing torch takes longer than many a test run.
     if gpu_items:
@@ -32,6 +52,30 @@ def pytest_collection_modifyitems(items):
         if not has_cuda():
             for item in gpu_items:
                 item.add_marker(pytest.mark.skip(reason="no CUDA GPU here"))
+
+
+def is_marked(item, name):
+    return item.get_closest_marker(name) is not None
+
+
+@pytest.hookimpl(optionalhook=True)  # there is none without xdist
+def pytest_xdist_make_scheduler(config, log):
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ServersTogether(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            return "servers" if nodeid.startswith(WITH_SERVERS) else super()._split_scope(nodeid)
+
+    return ServersTogether(config, log)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_objects_to_collect() -> None:
+    """Each engine and each simulation collects garbage; what was there before is none."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +92,22 @@ def tiny_model() -> Path:
 
 
 @pytest.fixture(scope="session")
-def server(tiny_model: Path) -> Iterator[Server]:
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    """`forks.run(code, *arguments)`: in a process of its own that has SGLang imported, not more."""
+    running = Forks(tmp_path_factory.mktemp("forks"), cleared=(ENV_VAR, "SGLANG_PLUGINS"))
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="session")
+def servers(tiny_model: Path) -> Iterator[Servers]:
+    """`servers.get(*flags)` -> a server of the tiny model that all tests with these flags share."""
+    running = Servers(tiny_model)
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def server(servers: Servers) -> Server:
     """One server for all tests that need nothing special of it: policy sarathi, tiny model."""
-    with start_server(tiny_model, "--cosched-policy", "sarathi") as running:
-        yield running
+    return servers.get(*SHARED_FLAGS)

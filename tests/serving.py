@@ -27,6 +27,10 @@ SEARCH_PATH = os.pathsep.join(filter(None, (*map(str, SOURCE_ROOTS), os.environ.
 # would take float16 for a float32 model.
 TEST_FLAGS = ("--dtype", "float32", "--max-total-tokens", "20000", "--mem-fraction-static", "0.2")
 
+# Of the server that all tests share which need nothing special of theirs.
+SHARED_DRAIN_S = 15
+SHARED_FLAGS = ("--cosched-policy", "sarathi", "--cosched-drain-s", str(SHARED_DRAIN_S))
+
 
 class ServerError(AssertionError):
     """The server did not become ready; the message ends with the tail of its log."""
@@ -61,13 +65,13 @@ def start_server(
     module: str = "cosched.launch_server",
     env: Mapping[str, str] | None = None,
     port: int | None = None,
-    ready_timeout_s: float = 120.0,
+    ready_timeout_s: float = 400.0,
 ) -> Iterator[Server]:
     """Run ``python -m module`` on 127.0.0.1 until the block ends; yield it once it generates.
 
     ``flags`` come after :data:`TEST_FLAGS`, so they win; ``env`` is added to this process's. At the
     end the whole process group is killed. Raises :class:`ServerError` when the process ends, or
-    does not answer within ``ready_timeout_s``.
+    does not answer within ``ready_timeout_s``: far more than it takes where nothing else runs.
     """
     port = free_port() if port is None else port
     command = [sys.executable, "-m", module, "--model-path", str(model_path)]
@@ -96,6 +100,47 @@ def start_server(
             yield server
         finally:
             _stop(process)
+
+
+class Servers:
+    """Servers of one model, each started when first asked for and then shared.
+
+    At most ``most`` run at a time: of more, the one that was asked for least recently is stopped.
+    """
+
+    def __init__(self, model_path: Path, *, most: int = 2) -> None:
+        self.model_path = model_path
+        self.most = most
+        self._running: dict[tuple[str, ...], tuple[Server, contextlib.ExitStack]] = {}
+
+    def get(self, *flags: str) -> Server:
+        """The server with these flags, to be left as it was found."""
+        entry = self._running.pop(flags, None)
+        if entry is None:
+            while len(self._running) >= self.most:
+                self._stop(next(iter(self._running)))
+            stack = contextlib.ExitStack()
+            entry = stack.enter_context(start_server(self.model_path, *flags)), stack
+        self._running[flags] = entry  # the most recent one is the last
+        return entry[0]
+
+    @contextlib.contextmanager
+    def take(self, *flags: str) -> Iterator[Server]:
+        """A server for this block alone, which may end it; without flags, any that runs."""
+        flags = flags or next(reversed(self._running), SHARED_FLAGS)
+        self.get(*flags)
+        server, stack = self._running.pop(flags)
+        with stack:
+            yield server
+
+    def close(self) -> None:
+        """Stop all."""
+        for flags in list(self._running):
+            self._stop(flags)
+
+    def _stop(self, flags: tuple[str, ...]) -> None:
+        _, stack = self._running.pop(flags)
+        stack.close()
 
 
 def _wait_until_ready(

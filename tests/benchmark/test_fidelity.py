@@ -2,15 +2,12 @@
 
 import pytest
 
-from cosched.benchmark.fidelity import (
-    FidelityCase,
-    compare_runs,
-    run_fidelity,
-)
+from cosched.benchmark import fidelity
+from cosched.benchmark.fidelity import FidelityCase, compare_runs, run_fidelity
 from cosched.core.request import RequestClass
 from cosched.metrics.records import RequestRecord
 from cosched.simulation.machine import Machine
-from cosched.simulation.run import WorkloadSpec
+from cosched.simulation.run import WorkloadSpec, execute
 
 
 def record(rid, request_class=RequestClass.ONLINE, *, first_s, finish_s, cached=0):
@@ -56,7 +53,11 @@ def test_the_duration_is_that_of_equal_work():
 
 
 @pytest.mark.server
-def test_a_server_is_profiled_run_and_simulated(tiny_model):
+def test_a_server_is_profiled_run_and_simulated(tiny_model, monkeypatch):
+    def in_this_process(specs, *, num_jobs):
+        yield from enumerate(map(execute, specs))
+
+    monkeypatch.setattr(fidelity, "execute_all", in_this_process)
     case = FidelityCase(
         name="small",
         model_path=str(tiny_model),
@@ -65,7 +66,7 @@ def test_a_server_is_profiled_run_and_simulated(tiny_model):
         ),
         online=WorkloadSpec(name="alpaca", rate=2.0),
         offline=WorkloadSpec(name="mmlu-like", num_requests=200),
-        duration_s=10.0,
+        duration_s=6.0,
     )
     result = run_fidelity(case, show=lambda text: None)
     # Times are too noisy here to hold against each other, and a busy machine may answer few online

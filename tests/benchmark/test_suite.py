@@ -19,13 +19,14 @@ SMALL = [
 ]
 
 
-def test_run_prints_a_table_and_one_json_line_and_compare_reads_it(capsys, tmp_path):
+def test_run_prints_a_table_and_one_json_line_and_compare_reads_it(capsys, tmp_path, ran):
     bench.main(["run", "--scenarios", "s0,offline-fcfs,sarathi", *SMALL])
     shown = capsys.readouterr().out
     assert "sarathi" in shown
     result = json.loads(shown.splitlines()[-1])
     rows = result["scenarios"]
     assert list(rows) == ["offline-fcfs", "s0", "sarathi"]
+    assert len(ran) == len(rows)
     assert rows["sarathi"]["ceiling_ratio"] == pytest.approx(
         rows["sarathi"]["offline_tokens_per_s"] / rows["offline-fcfs"]["offline_tokens_per_s"],
         rel=1e-4,

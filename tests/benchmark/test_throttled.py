@@ -54,7 +54,10 @@ def test_the_largest_good_rate_is_shown_else_the_one_nearest_to_the_goal(
     assert list(tried) == heard == ["1 req/s", "2 req/s", "4 req/s"]
 
 
-def test_the_comparison_searches_once_and_goes_on_from_its_results(small_spec, ran, store):
+def test_the_comparison_searches_once_and_goes_on_from_its_results(
+    small_spec, ran, store, monkeypatch
+):
+    monkeypatch.setattr(throttled, "TOLERANCE", 0.9)
     options = {"num_jobs": 1, "quiet": True, "store": store}
     first = run_suite(small_spec, ["s0", THROTTLED], **options)
     names = [spec.scenario.name for spec in ran]

@@ -14,6 +14,7 @@ from cosched.engine import arguments as engine_side
 from cosched.engine import port
 from cosched.errors import ConfigError
 from cosched.policy.registry import POLICIES
+from tests.serving import TEST_FLAGS
 
 
 def flags_of(*argv):
@@ -118,14 +119,10 @@ def test_cpu_ranks_share_the_cores(monkeypatch, argv, expected):
     assert environ.get("SGLANG_CPU_OMP_THREADS_BIND") == expected
 
 
-def test_help_shows_our_flags_first_and_fits_a_terminal():
-    shown = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "cosched.launch_server", "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"COLUMNS": "80"},
-    ).stdout
+def test_help_shows_our_flags_first_and_fits_a_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    launch_server.main(["--help"])
+    shown = capsys.readouterr().out
     ours, engines = shown.split("\nSGLang:\n")
     for text in ("--cosched-policy", "sarathi", "--cosched-slo-ttft-ms MS", "[ms]"):
         assert text in ours
@@ -158,20 +155,13 @@ def test_a_wrong_flag_ends_with_one_sentence_and_status_2():
 class TestEarlyChecks:
     """What is wrong is said in one sentence before a model is loaded."""
 
-    def refusal(self, *flags):
-        ended = subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", "cosched.launch_server", *flags],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert ended.returncode == 2, ended.stderr
-        return ended.stderr.strip().splitlines()[-1]
-
-    def test_a_log_without_a_folder(self, tmp_path):
+    def test_a_log_without_a_folder(self, tmp_path, capsys):
         path = str(tmp_path / "absent" / "log")
-        said = self.refusal("--decision-log", path, "--model-path", "x")
-        assert said == f"cosched: cannot write --decision-log '{path}': No such file or directory"
+        with pytest.raises(SystemExit) as ended:
+            launch_server.main(["--decision-log", path, "--model-path", "x"])
+        assert ended.value.code == 2
+        last = capsys.readouterr().err.strip().splitlines()[-1]
+        assert last == f"cosched: cannot write --decision-log '{path}': No such file or directory"
 
     @pytest.mark.parametrize(
         ("key", "flag"),
@@ -222,6 +212,36 @@ class TestEarlyChecks:
     def test_nonsense(self, flags, message):
         with pytest.raises(ConfigError, match=message):
             launch_server.config_from(flags_of(*flags)[0])
+
+
+class TestBeforeTheModelIsLoaded:
+    """In processes of their own: these get as far as SGLang's plugins."""
+
+    def test_a_port_in_use_is_said(self, forks, tiny_model):
+        with socket.socket() as other:
+            other.bind(("127.0.0.1", 0))
+            other.listen()
+            port = other.getsockname()[1]
+            flags = ["--model-path", str(tiny_model), "--port", str(port), *TEST_FLAGS]
+            ended = forks.run_module("cosched.launch_server", *flags)
+        assert ended.returncode == 2
+        last = ended.stderr.strip().splitlines()[-1]
+        in_use = "Address already in use"
+        assert last == f"cosched: cannot listen on --port {port} of 127.0.0.1: {in_use}"
+        self.check_not_loaded(ended)
+
+    def test_sglangs_own_entry_point_refuses_too(self, forks, tiny_model):
+        flags = ["--model-path", str(tiny_model), *TEST_FLAGS, "--disable-radix-cache"]
+        env = {ENV_VAR: '{"policy": "hygen"}'}
+        ended = forks.run_module("tests.plain_sglang", *flags, env=env)
+        assert ended.returncode != 0
+        refusal = "--disable-radix-cache True cannot go with --cosched-policy hygen: stopped"
+        assert refusal in ended.stderr
+        self.check_not_loaded(ended)
+
+    def check_not_loaded(self, ended):
+        text = ended.stdout + ended.stderr
+        assert "ready to roll" not in text and "Load weight" not in text
 
 
 class TestAGpuThatTorchCannotUse:

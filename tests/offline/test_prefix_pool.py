@@ -66,7 +66,7 @@ def test_pool_orders_as_sorting_everything_anew_would(name, seed):
     pool = PrefixPool(CONFIGS[name], num_cached=known)
     model = NaivePool(CONFIGS[name], num_cached=known)
     stopped = []
-    for step in range(1500):
+    for step in range(900):
         model.now_s += rng.random()
         pool.advance(model.now_s)
         busy = step % 150 >= 90
@@ -498,15 +498,13 @@ def memory_shapes(rng):
     }
 
 
-COUNT = 22_000  # just above a size at which the dicts have grown
+COUNT = 11_000  # just above a size at which the dicts have grown
 
 
 @pytest.mark.parametrize(
     ("shape", "deadline_s"),
     [
         ("heads", None),
-        ("heads", 3600.0),
-        ("short", None),
         ("short", 3600.0),
         ("forked everywhere", None),
     ],

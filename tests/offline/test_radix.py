@@ -12,7 +12,7 @@ import pytest
 from cosched.offline.radix import Place, RadixTree, pack
 from tests.offline.prefixes import NaiveTree, prefixed, shared_len
 
-NUM_OPERATIONS = 4000
+NUM_OPERATIONS = 2400
 
 
 class Pair:

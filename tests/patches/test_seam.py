@@ -184,19 +184,6 @@ class TestSeams:
             assert inspect.getmodule(each.hook).__doc__, each
 
 
-def run_python(code, *arguments, **env):
-    """A process of its own: SGLang's plugin state cannot be rolled back."""
-    cleared = {name: "" for name in (ENV_VAR, "SGLANG_PLUGINS")}
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), *arguments],
-        env=os.environ | cleared | {"PYTHONPATH": SEARCH_PATH} | env,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
 ACTIVE = {ENV_VAR: json.dumps({"policy": "sarathi"})}
 
 CHANGED_SGLANG = """
@@ -337,8 +324,10 @@ class Assigned(_Base):
 
 
 class TestProcess:
+    """Each in a process of its own: SGLang's plugin state cannot be rolled back."""
+
     @pytest.mark.parametrize("module", ["sglang.launch_server", "cosched.launch_server"])
-    def test_changed_sglang_stops_the_server(self, module, tiny_model):
+    def test_changed_sglang_stops_the_server(self, forks, module, tiny_model):
         code = textwrap.dedent(CHANGED_SGLANG) + textwrap.dedent(
             f"""
             import runpy, sys
@@ -349,16 +338,16 @@ class TestProcess:
             runpy.run_module({module!r}, run_name="__main__")
             """
         )
-        done = run_python(code, "--model-path", str(tiny_model), **ACTIVE)
+        done = forks.run(code, "--model-path", str(tiny_model), env=ACTIVE)
         assert_stopped(done)
         assert "went on" not in done.stdout
 
-    def test_wrong_configuration_stops_the_process(self):
+    def test_wrong_configuration_stops_the_process(self, forks):
         code = """
             from sglang.srt.plugins import load_plugins
             load_plugins()
         """
-        done = run_python("import cosched.bootstrap\n" + textwrap.dedent(code), **{ENV_VAR: "{1}"})
+        done = forks.run(code, env={ENV_VAR: "{1}"})
         assert done.returncode == 1
         assert "cosched: COSCHED_CONFIG: " in done.stderr.strip().splitlines()[-1]
 
@@ -368,9 +357,11 @@ class TestProcess:
             import cosched_patches.plugin, cosched_patches.seams
             print(sorted({name.split(".")[0] for name in sys.modules} & {"sglang", "torch"}))
         """
-        assert run_python(code).stdout.strip() == "[]"
+        env = os.environ | {"PYTHONPATH": SEARCH_PATH}
+        command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)]
+        assert subprocess.check_output(command, env=env, cwd=ROOT, text=True).strip() == "[]"
 
-    def test_active_plugin_hooks_every_seam(self):
+    def test_active_plugin_hooks_every_seam(self, forks):
         code = """
             import cosched.bootstrap
             from sglang.srt.plugins import load_plugins
@@ -384,10 +375,10 @@ class TestProcess:
             check_wrapped(seams)
             print(HookRegistry._patched == {seam.target for seam in seams})
         """
-        done = run_python(code, **ACTIVE)
+        done = forks.run(code, env=ACTIVE)
         assert done.stdout.strip().endswith("True"), done.stderr
 
-    def test_inactive_plugin_changes_nothing(self):
+    def test_inactive_plugin_changes_nothing(self, forks):
         code = """
             import pkgutil, sys
             import cosched.bootstrap
@@ -422,7 +413,7 @@ class TestProcess:
             print(sorted(map(str, changed)), HookRegistry._patched, dict(HookRegistry._hooks))
             print("cosched_patches.plugin" in sys.modules)
         """
-        done = run_python(code, SGLANG_PLUGINS="cosched")
+        done = forks.run(code, env={"SGLANG_PLUGINS": "cosched"})
         changed, loaded = done.stdout.strip().splitlines()[-2:]
         assert loaded == "True", done.stderr
         # That plugins are loaded is all that SGLang remembers.

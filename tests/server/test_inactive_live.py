@@ -1,8 +1,6 @@
-"""Installed without ``COSCHED_CONFIG``, the plugin leaves every answer as it is, byte for byte."""
+"""Installed without ``COSCHED_CONFIG``, the plugin does nothing to any answer."""
 
 from __future__ import annotations
-
-import re
 
 import httpx
 import pytest
@@ -33,28 +31,19 @@ REQUESTS = [
     ("/generate", {"sampling_params": SAMPLING}),
 ]
 
-# What differs between any two runs: ids, times, and durations.
-VARIES = re.compile(
-    r'"(id|created|e2e_latency|response_sent_to_client_ts|\w*_time|\w*_ts|\w*throughput)":'
-    r'("[^"]*"|[-\d.eE+]+|null)'
-)
-
-
-def answers(model, **env):
-    """Status, content type and body of each request, on a fresh server."""
-    found = []
-    with start_server(model, module="tests.plain_sglang", env={ENV_VAR: "", **env}) as server:
-        for path, body in REQUESTS:
-            reply = httpx.post(server.url + path, json=body, headers=HEADERS, timeout=60)
-            text = VARIES.sub(r'"\1":_', reply.text)
-            found.append((path, reply.status_code, reply.headers["content-type"], text))
-        info = httpx.get(f"{server.url}/get_server_info", timeout=30).json()
-        assert "cosched" not in info["internal_states"][0]
-    return found
-
 
 @pytest.mark.server
-def test_same_answers_with_and_without_the_inactive_plugin(tiny_model):
-    stock = answers(tiny_model, SGLANG_PLUGINS="none")
-    assert [status for _, status, _, _ in stock].count(200) == 8
-    assert answers(tiny_model, SGLANG_PLUGINS="cosched") == stock
+def test_the_inactive_plugin_shows_in_no_answer(tiny_model):
+    """That it leaves SGLang's code as it is, tests/patches/test_seam.py compares."""
+    env = {ENV_VAR: "", "SGLANG_PLUGINS": "cosched"}
+    statuses = []
+    with start_server(tiny_model, module="tests.plain_sglang", env=env) as server:
+        for path, body in REQUESTS:
+            reply = httpx.post(server.url + path, json=body, headers=HEADERS, timeout=60)
+            statuses.append(reply.status_code)
+            assert "cosched" not in f"{reply.headers} {reply.text}", path
+            assert "flex" not in reply.text.replace("flexible", "")
+        info = httpx.get(f"{server.url}/get_server_info", timeout=30).json()
+        assert "cosched" not in info["internal_states"][0]
+    # What cosched refuses, SGLang takes, as far as it knows it at all.
+    assert statuses == [200, 200, 200, 200, 400, 200, 200, 400, 200, 200, 400, 400]

@@ -1,33 +1,33 @@
-"""The operator's side of a real server: its end, its limits, its metrics, its early checks."""
+"""The operator's side of a real server: its end, its limits, its metrics."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import httpx
+import openai
 import pytest
 
+import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.engine.exporter import METRICS, Kind
-from tests.serving import ROOT, SEARCH_PATH, TEST_FLAGS
-from tests.serving import start_server as start_any_server
+from tests.serving import SEARCH_PATH, SHARED_DRAIN_S, SHARED_FLAGS
 
 pytestmark = pytest.mark.server
 
-# Several servers start here, on cores that others use too.
-start_server = partial(start_any_server, ready_timeout_s=400)
-
 FLEX = {"service_tier": "flex"}
-DRAIN_S = 15
-WITHIN_S = DRAIN_S + 25  # plus the end of the processes
+POOL = 20  # offline requests that may wait
+WITHIN_S = SHARED_DRAIN_S + 25  # plus the end of the processes
+CLAIMS = {
+    "ignore": ["priority"],
+    "keys": {"tenant": {"max_online": 1}, "barred": {"max_offline": 0}},
+}
 
 
 def completion(url, prompt, *, tokens=4, **more):
@@ -73,8 +73,8 @@ def wait_for_end(pid, within_s):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-@pytest.mark.parametrize("whole_group", [False, True], ids=["process", "group"])
-def test_sigterm_lets_chats_finish_and_a_batch_go(tiny_model, tmp_path, whole_group):
+@pytest.mark.ends_server
+def test_sigterm_lets_chats_finish_within_the_bound_and_a_batch_go(servers, guarded, tmp_path):
     """A supervisor that signals the whole group must not take the schedulers from the chats."""
     lines = [
         {
@@ -88,69 +88,54 @@ def test_sigterm_lets_chats_finish_and_a_batch_go(tiny_model, tmp_path, whole_gr
     batch, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     batch.write_text("".join(json.dumps(line) + "\n" for line in lines))
     job = [sys.executable, "-m", "cosched.run_batch", "-i", str(batch), "-o", str(out)]
-    job += ["--concurrency", "40", "--base-url"]
-    flags = ("--cosched-drain-s", str(DRAIN_S))
-    with start_server(tiny_model, *flags) as server, ThreadPoolExecutor() as pool:
+    job += ["--concurrency", str(POOL), "--base-url"]
+    with servers.take(*SHARED_FLAGS) as server, ThreadPoolExecutor() as pool:
+        logged = len(server.log())
         running = subprocess.Popen([*job, server.url], env=environment())
         try:
             while running_offline(server.url) == 0:
                 assert running.poll() is None
                 time.sleep(0.1)
-            started = threading.Event()
-            chat = pool.submit(stream, server.url, started, tokens=200)
-            assert started.wait(60)
-            (os.killpg if whole_group else os.kill)(server.pid, signal.SIGTERM)
+            both_started = [threading.Event(), threading.Event()]
+            short = pool.submit(stream, server.url, both_started[0], tokens=200)
+            endless = pool.submit(stream, server.url, both_started[1], tokens=9_000)
+            whole = pool.submit(completion, server.url, "hello", tokens=9_000)
+            assert all(started.wait(60) for started in both_started)
+            os.killpg(server.pid, signal.SIGTERM)
             time.sleep(0.2)
             refused = completion(server.url, "new")
             assert refused.status_code == 503 and refused.headers["retry-after"].isdecimal()
             assert httpx.get(f"{server.url}/health", timeout=30).status_code == 503
-            usage, reasons = chat.result()
+            usage, reasons = short.result()
             assert usage["completion_tokens"] == 200 and reasons == {"length"}
+            assert whole.result().status_code == 503
+            assert "length" not in endless.result()[1]
             assert wait_for_end(server.pid, WITHIN_S) == 0
             assert running.poll() is None, "the job waits for the server to come back"
         finally:
             running.terminate()
             running.wait(30)
-        log = server.log()
-        assert "online ones may take 15 s, offline ones are let go" in log
+        log = server.log()[logged:]
+        assert f"online ones may take {SHARED_DRAIN_S} s, offline ones are let go" in log
         assert "Traceback" not in log
-        port = server.port
-    answered = len(out.read_text().splitlines())
-    assert answered < 60
-    if whole_group:
-        return
-    with start_server(tiny_model, port=port) as server:
-        subprocess.run([*job, server.url], env=environment(), check=True, timeout=400)
+    assert len(out.read_text().splitlines()) < 60
+    subprocess.run([*job, guarded.url], env=environment(), check=True, timeout=400)
     assert len(out.read_text().splitlines()) == 60
     assert (tmp_path / "out.jsonl.errors.jsonl").read_text() == ""
 
 
-def test_chats_are_aborted_after_the_bound(tiny_model):
-    with (
-        start_server(tiny_model, "--cosched-drain-s", "1") as server,
-        ThreadPoolExecutor() as pool,
-    ):
-        started = threading.Event()
-        streamed = pool.submit(stream, server.url, started, tokens=15_000)
-        whole = pool.submit(completion, server.url, "hello", tokens=15_000)
-        assert started.wait(60)
-        os.kill(server.pid, signal.SIGTERM)
-        assert whole.result().status_code == 503
-        assert "length" not in streamed.result()[1]
-        assert wait_for_end(server.pid, 30) == 0
-
-
-@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_ends_it_at_once(tiny_model, second):
-    with start_server(tiny_model) as server, ThreadPoolExecutor() as pool:
+@pytest.mark.ends_server
+def test_a_second_signal_ends_it_at_once(servers):
+    # Of any server that is left; they all drain for longer than this test takes.
+    with servers.take() as server, ThreadPoolExecutor() as pool:
         started = threading.Event()
         chat = pool.submit(stream, server.url, started, tokens=15_000)
         assert started.wait(60)
         os.kill(server.pid, signal.SIGINT)
         time.sleep(1)
         assert not has_ended(server.pid)
-        os.kill(server.pid, second)
-        assert wait_for_end(server.pid, 10) == 128 + second
+        os.kill(server.pid, signal.SIGTERM)
+        assert wait_for_end(server.pid, 10) == 128 + signal.SIGTERM
         with pytest.raises(httpx.TransportError):
             chat.result()
 
@@ -164,12 +149,12 @@ def environment():
     return {**os.environ, "PYTHONPATH": SEARCH_PATH}
 
 
-@pytest.fixture(scope="module")
-def guarded(tiny_model):
-    """With metrics, an admin key and a small pool."""
-    flags = ["--enable-metrics", "--admin-api-key", "secret", "--cosched-max-offline-waiting", "3"]
-    with start_server(tiny_model, *flags) as running:
-        yield running
+@pytest.fixture
+def guarded(servers):
+    """With metrics, an admin key, claims and a small pool."""
+    flags = ["--enable-metrics", "--admin-api-key", "secret", "--cosched-claims"]
+    flags += [json.dumps(CLAIMS), "--cosched-max-offline-waiting", str(POOL)]
+    return servers.get(*flags)
 
 
 def order(server, key="secret", **body):
@@ -209,9 +194,9 @@ def test_only_the_admin_may_look_and_order(guarded):
 
 def test_a_paused_pool_waits_and_a_full_one_answers_429(guarded):
     assert order(guarded, paused=True).json()["replicas"][0]["offline_limits"]["paused"]
-    with ThreadPoolExecutor() as pool:
-        waiting = [pool.submit(completion, guarded.url, f"o{i}", **FLEX) for i in range(3)]
-        while show(guarded)["replicas"][0]["num_waiting_offline"] < 3:
+    with ThreadPoolExecutor(POOL) as pool:
+        waiting = [pool.submit(completion, guarded.url, f"o{i}", **FLEX) for i in range(POOL)]
+        while show(guarded)["replicas"][0]["num_waiting_offline"] < POOL:
             time.sleep(0.05)
         for more in ({}, {"stream": True}):
             refused = completion(guarded.url, "one too many", **FLEX, **more)
@@ -223,7 +208,7 @@ def test_a_paused_pool_waits_and_a_full_one_answers_429(guarded):
         assert httpx.post(f"{guarded.url}/flush_cache", **flush).status_code == 200
         assert not any(future.done() for future in waiting)
         assert order(guarded).status_code == 200
-        assert [future.result().status_code for future in waiting] == [200] * 3
+        assert [future.result().status_code for future in waiting] == [200] * POOL
 
 
 def test_prometheus_has_every_metric_and_counts_both_classes(guarded):
@@ -256,38 +241,26 @@ def test_the_log_says_what_runs_at_the_start_and_when_ready(guarded):
     assert f"cosched: try offline: curl {guarded.url}/v1/chat/completions" in after
 
 
-def launch(*flags, module="cosched.launch_server", env=None):
-    """A start that shall fail: (exit code, everything printed)."""
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", module, *flags],
-        cwd=ROOT,
-        env=environment() | (env or {}),
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    return ended.returncode, ended.stdout + ended.stderr
+def test_limits_per_key(guarded):
+    def client_of(key, *, retries=0):
+        return openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=key, max_retries=retries)
 
+    def ask(client, **kwargs):
+        messages = [{"role": "user", "content": "Name a number."}]
+        return client.chat.completions.create(model="m", messages=messages, **kwargs)
 
-def test_a_port_in_use_is_said_before_the_model_is_loaded(tiny_model):
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        flags = ["--model-path", str(tiny_model), "--port", str(port), *TEST_FLAGS]
-        code, text = launch(*flags)
-    assert code == 2
-    last = text.strip().splitlines()[-1]
-    assert last == f"cosched: cannot listen on --port {port} of 127.0.0.1: Address already in use"
-    assert "ready to roll" not in text and "Load weight" not in text
-
-
-def test_sglangs_own_entry_point_refuses_too(tiny_model):
-    flags = ["--model-path", str(tiny_model), *TEST_FLAGS, "--disable-radix-cache"]
-    code, text = launch(
-        *flags, module="tests.plain_sglang", env={"COSCHED_CONFIG": '{"policy": "hygen"}'}
-    )
-    assert code != 0
-    assert "--disable-radix-cache True cannot go with --cosched-policy hygen: stopped" in text
-    assert "ready to roll" not in text and "Load weight" not in text
+    tenant, barred, other = client_of("tenant"), client_of("barred"), client_of("other")
+    stream = ask(tenant, max_tokens=3000, stream=True, extra_body={"ignore_eos": True})
+    assert next(iter(stream)).service_tier == "default"
+    with pytest.raises(openai.RateLimitError) as caught:
+        ask(tenant, max_tokens=1)
+    assert caught.value.response.headers["retry-after"] == "1"
+    assert "may have 1 online sequences under way; it has 1" in str(caught.value)
+    with pytest.raises(openai.RateLimitError):
+        ask(barred, max_tokens=1, service_tier="flex")
+    # Another key, another class and a sign that is ignored.
+    assert ask(other, max_tokens=1, extra_body={"priority": -5}).service_tier == "default"
+    assert ask(tenant, max_tokens=1, service_tier="flex").service_tier == "flex"
+    # Whoever hangs up has nothing under way any more.
+    stream.close()
+    assert ask(client_of("tenant", retries=20), max_tokens=1).service_tier == "default"

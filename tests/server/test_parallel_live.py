@@ -1,5 +1,6 @@
 """Several ranks on a CPU serve both classes correctly."""
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -14,7 +15,6 @@ pytestmark = pytest.mark.server
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--tp", "2"),
         ("--dp-size", "2"),
         # Its plans depend on measured times, which the ranks must agree on.
         ("--tp", "2", "--cosched-policy", "hygen", "--enable-metrics"),
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.server
 )
 def test_two_ranks_serve_both_classes(tiny_model, flags):
     limits = ("--max-running-requests", "4", "--chunked-prefill-size", "64")
-    with start_server(tiny_model, *flags, *limits, ready_timeout_s=240) as server:
+    with start_server(tiny_model, *flags, *limits) as server:
 
         def ask(index):
             body = {
@@ -77,15 +77,26 @@ def check_metrics(url, state):
     assert 0 <= values[("cosched:pool_sharing_ratio",)] <= 1
 
 
-def test_an_embedding_model_serves_both_classes(tiny_model):
-    with start_server(tiny_model, "--is-embedding") as server:
+def test_an_embedding_model_serves_both_classes_beside_sglangs_key(tiny_model):
+    claims = {"keys": {"secret": {"floors": {"ttft_ms": 800}}}}
+    flags = ("--is-embedding", "--cosched-claims", json.dumps(claims), "--api-key", "secret")
+    with start_server(tiny_model, *flags) as server:
 
-        def embed(index):
+        def embed(index, key="secret"):
             body = {"model": "tiny", "input": "some words " * (index + 1), "priority": -(index % 2)}
-            reply = httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=60)
-            assert reply.status_code == 200, reply.text
-            return reply.json()["data"][0]["embedding"]
+            headers = {"authorization": f"Bearer {key}", "x-slo-ttft-ms": "600"}
+            url = f"{server.url}/v1/embeddings"
+            return httpx.post(url, json=body, headers=headers, timeout=60)
 
         with ThreadPoolExecutor(8) as threads:
-            vectors = list(threads.map(embed, range(16)))
-        assert len({len(vector) for vector in vectors}) == 1
+            replies = list(threads.map(embed, range(16)))
+        assert {reply.status_code for reply in replies} == {200}
+        assert len({len(reply.json()["data"][0]["embedding"]) for reply in replies}) == 1
+        classes = [reply.headers["x-cosched-class"] for reply in replies]
+        assert classes == ["online", "offline"] * 8
+        # The key is known to the claims too.
+        assert {r.headers["x-cosched-targets"] for r in replies} == {"ttft_slo_ms=800"}
+        refused = embed(0, key="wrong")
+        assert refused.status_code == 401
+        assert "x-cosched-class" not in refused.headers
+        assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200

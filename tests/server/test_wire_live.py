@@ -14,7 +14,7 @@ numbers = itertools.count()
 ONLINE, OFFLINE = "online", "offline"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def client(server):
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client

@@ -88,17 +88,17 @@ def test_a_question_is_answered_by_simulations(monkeypatch):
     spec = RunSpec(
         scenario=scenario("s0"),
         machine=Machine(kv_tokens=20_000, chunk_tokens=512, max_running_requests=16),
-        online=WorkloadSpec(name="alpaca", rate=32.0),
+        online=WorkloadSpec(name="alpaca", rate=16.0),
         cost=CostSpec(name="roofline"),
         slo=Slo(ttft_s=0.3, tpot_s=0.05),
-        duration_s=3.0,
+        duration_s=2.0,
     )
-    answer = find("max-online-rate", spec, attainment=0.9, tolerance=0.5, quiet=True)
+    answer = find("max-online-rate", spec, attainment=0.9, tolerance=0.9, quiet=True)
     tried = {probe["value"]: probe["attainment"] for probe in answer.probes}
     assert {one.online.rate for one in ran} == set(tried)
-    assert answer.bounds == (2.0, 512.0)
+    assert answer.bounds == (1.0, 256.0)
     assert answer.value is not None and tried[answer.value] >= 0.9
     above = min(value for value in tried if value > answer.value)
     assert tried[above] < 0.9
-    assert above - answer.value <= 0.5 * answer.value
+    assert above - answer.value <= 0.9 * answer.value
     assert f"{answer.value:g} req/s" in answer.sentence()

@@ -22,9 +22,9 @@ SPEC = RunSpec(
     scenario=scenario("hygen"),
     machine=Machine(kv_tokens=20_000, chunk_tokens=512, max_running_requests=32),
     online=WorkloadSpec(name="alpaca", rate=8.0),
-    offline=WorkloadSpec(name="bros-offline", num_requests=200),
+    offline=WorkloadSpec(name="bros-offline", num_requests=60),
     cost=CostSpec(name="roofline"),
-    duration_s=6.0,
+    duration_s=3.0,
 )
 
 
@@ -93,8 +93,8 @@ def test_a_real_search_meets_its_goals_and_the_next_value_does_not(monkeypatch):
         SPEC,
         goals,
         low=10.0,
-        high=200.0,
-        tolerance=0.3,
+        high=80.0,
+        tolerance=0.6,
         on_run=lambda what, _: ran.append(what),
     )
     assert answer.value is not None
@@ -105,4 +105,4 @@ def test_a_real_search_meets_its_goals_and_the_next_value_does_not(monkeypatch):
     assert by_value[answer.value].is_good
     assert all(r <= b for r, b in zip(by_value[answer.value].reached, answer.bounds, strict=True))
     above = min(value for value in by_value if value > answer.value)
-    assert not by_value[above].is_good and above <= answer.value * 1.301
+    assert not by_value[above].is_good and above <= answer.value * 1.601

@@ -25,7 +25,7 @@ def make_spec(name, **changes):
             online=WorkloadSpec(name="alpaca", rate=8.0),
             offline=WorkloadSpec(name="bros-offline", num_requests=60),
             cost=CostSpec(name="roofline"),
-            duration_s=6.0,
+            duration_s=4.0,
         ),
         **changes,
     )
@@ -105,10 +105,10 @@ def test_iterations_fill_time_without_overlapping():
 
 
 def test_idle_time_is_skipped():
-    spec = make_spec("s0", online=WorkloadSpec(name="alpaca", rate=0.02), duration_s=3600.0)
+    spec = make_spec("s0", online=WorkloadSpec(name="alpaca", rate=0.02), duration_s=1800.0)
     result = execute(spec)
-    assert len(online(result)) > 30
-    assert result.wall_s < 60, "an hour with a request every 50 s"
+    assert len(online(result)) > 15
+    assert result.wall_s < 60, "half an hour with a request every 50 s"
     assert all(r.ttft_s < 0.5 for r in online(result) if r.is_finished)
 
 
@@ -157,9 +157,10 @@ def test_aimd_raises_its_cap_while_targets_are_met_and_halves_it_when_not():
 
 
 def test_online_latency_suffers_least_under_sarathi():
-    both = execute(make_spec("s1")).summary.online
-    alone = execute(make_spec("s0")).summary.online
-    planned = execute(make_spec("sarathi")).summary.online
+    # Long enough for requests to be answered under stock scheduling too.
+    both, alone, planned = (
+        execute(make_spec(name, duration_s=6.0)).summary.online for name in ("s1", "s0", "sarathi")
+    )
     assert alone.ttft_s.p99 <= planned.ttft_s.p99 < both.ttft_s.p99
 
 

@@ -99,6 +99,8 @@ def front(tiny_model):
     manager, templates = init_tokenizer_manager(server_args, PortArgs.init_new(server_args))
     manager.max_req_input_len = 1000
     manager.auto_create_handle_loop = lambda: None
+    # Each stream would end with a wait of 2 s for a client that may be gone.
+    manager.create_abort_task = lambda obj: None
     front = Front(http_server.app, manager)
 
     async def answer(*, obj, state, request=None):
