@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from cosched import bench
+from cosched.benchmark import tolerance
 from cosched.benchmark.tolerance import (
     Found,
     ToleranceSweep,
@@ -17,7 +18,9 @@ from cosched.benchmark.tolerance import (
 )
 
 
-def test_more_tolerance_never_buys_less_and_is_kept(small_spec, ran, store):
+def test_more_tolerance_never_buys_less_and_is_kept(small_spec, ran, store, monkeypatch):
+    ranges = tolerance._ranges
+    monkeypatch.setattr(tolerance, "_ranges", lambda run: ranges(run) | {"budget": (8.0, 100.0)})
     sweep = sweep_tolerances(
         replace(small_spec, duration_s=1.0),
         ["mean_tbt"],

@@ -202,15 +202,17 @@ def test_decodes_go_on_beside_prefills_that_cannot_be_mixed_with_them(make_engin
     # More prefill than the 60 iterations take.
     for i in range(15):
         engine.submit(f"off{i}", prompt(100 + i, 300), max_new_tokens=10, priority=OFFLINE)
-    ended = []
+    ended, prefilling = [], []
 
     def act(iteration):
         reply = engine.replies.get("online")
         if reply is not None and reply.finish_reason and not ended:
             ended.append(iteration)
+        if not engine.replies.keys() >= {f"off{i}" for i in range(15)}:
+            prefilling.append(iteration)
 
     engine.run_until_idle(on_iteration=act, max_iterations=6000)
-    assert ended[0] <= 60
+    assert ended[0] <= 60 < prefilling[-1]
     assert_drained(engine)
 
 
