@@ -31,6 +31,8 @@ from cosched.engine.arguments import (
     engine_arguments,
 )
 from cosched.errors import ConfigError, CoschedError
+from cosched.kv.config import ENGINE_ORDERS
+from cosched.kv.eviction import ORDERS
 from cosched.latency.profile_file import Profile
 from cosched.policy.registry import policy_entry, policy_names
 
@@ -100,6 +102,12 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="profile of this engine that `python -m cosched.profile measure` wrote, for policies "
         "that predict; without one they learn while they run",
+    )
+    group.add_argument(
+        "--cosched-kv-eviction",
+        metavar="NAME",
+        help="which KV goes first (docs/kv_memory.md): "
+        f"{', '.join((*ORDERS, *ENGINE_ORDERS))} (default: {defaults.kv.eviction})",
     )
     group.add_argument(
         "--cosched-max-offline-waiting",
@@ -174,8 +182,11 @@ def config_from(flags: argparse.Namespace) -> Config:
     claims = base.claims
     if flags.cosched_claims is not None:
         claims = read_claims(flags.cosched_claims, source="--cosched-claims")
+    kv = base.kv
+    if flags.cosched_kv_eviction is not None:
+        kv = msgspec.structs.replace(kv, eviction=flags.cosched_kv_eviction)
     try:
-        return msgspec.structs.replace(base, slo=slo, claims=claims, **given)
+        return msgspec.structs.replace(base, slo=slo, claims=claims, kv=kv, **given)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 

@@ -202,6 +202,7 @@ class TestEarlyChecks:
         [
             (["--cosched-drain-s", "-1"], "drain_s must be 0 or more"),
             (["--cosched-drain-s", "nan"], "drain_s must be 0 or more"),
+            (["--cosched-kv-eviction", "fifo"], "kv.eviction 'fifo' is unknown.*slru"),
             (["--cosched-max-offline-waiting", "0"], "max_offline_waiting must be at least 1"),
             (
                 ["--cosched-max-offline-waiting", "5", "--cosched-policy", "priority"],
