@@ -13,6 +13,8 @@ from cosched.config import ENV_VAR, Config
 from cosched.engine import arguments as engine_side
 from cosched.engine import port
 from cosched.errors import ConfigError
+from cosched.kv.config import ENGINE_ORDERS, KvConfig
+from cosched.kv.eviction import ORDERS
 from cosched.policy.registry import POLICIES
 from tests.serving import TEST_FLAGS
 
@@ -69,6 +71,37 @@ def test_nothing_is_added_on_a_gpu_but_what_the_policy_needs(monkeypatch):
     assert launch_server.engine_arguments(given, sarathi, mixed_chunk=False) == given
 
 
+def resolved_arguments(monkeypatch):
+    """Server arguments with which everything is well, to be changed."""
+    resolved = SimpleNamespace(**{flag: good for flag, good, _ in engine_side.refused_arguments()})
+    resolved.radix_eviction_policy = "lru"
+    monkeypatch.setattr(engine_side, "_resolved", lambda server_args: resolved)
+    return resolved
+
+
+@pytest.mark.parametrize("ours", ORDERS)
+def test_an_order_of_eviction_of_sglang_is_not_given_beside_one_of_cosched(monkeypatch, ours):
+    resolved = resolved_arguments(monkeypatch)
+    resolved.radix_eviction_policy = "priority"
+    with pytest.raises(ConfigError) as error:
+        launch_server.check_arguments(None, Config(kv=KvConfig(eviction=ours)))
+    assert f"--radix-eviction-policy priority cannot go with kv.eviction '{ours}'" in str(
+        error.value
+    )
+    launch_server.check_arguments(None, Config(kv=KvConfig(eviction="priority")))
+    launch_server.check_arguments(None, Config(policy="sglang"))
+
+
+@pytest.mark.parametrize("theirs", ENGINE_ORDERS)
+def test_an_order_of_sglang_is_told_to_it(theirs):
+    config = Config(kv=KvConfig(eviction=theirs))
+    added = launch_server.engine_arguments(["--model-path", "x"], config, mixed_chunk=True)
+    assert added[added.index("--radix-eviction-policy") + 1] == theirs
+    given = ["--radix-eviction-policy", "slru"]
+    added = launch_server.engine_arguments(given, config, mixed_chunk=True)
+    assert added.count("--radix-eviction-policy") == 1
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -82,8 +115,7 @@ def test_nothing_is_added_on_a_gpu_but_what_the_policy_needs(monkeypatch):
     ],
 )
 def test_flags_that_cannot_go_together_are_refused_in_one_sentence(monkeypatch, name, value):
-    resolved = SimpleNamespace(**{flag: good for flag, good, _ in engine_side.refused_arguments()})
-    monkeypatch.setattr(engine_side, "_resolved", lambda server_args: resolved)
+    resolved = resolved_arguments(monkeypatch)
     launch_server.check_arguments(None, Config(policy="sarathi"))
     setattr(resolved, name, value)
     with pytest.raises(ConfigError) as error:
