@@ -214,7 +214,8 @@ class Controller:
         self._before = _Before(self._carry, moment.ended)
         self.waiting.advance(moment.now_s)
         if self.kv is not None:
-            self.kv.advance(moment.now_s, self.predictor)
+            with self.guard.watching("kv"):
+                self.kv.advance(moment.now_s, self.predictor)
         self.predictor.error = error_factor(self.config.predictor_error, self.counters.num_plans)
         view = self.view(running_batch, moment)
         watched = self._watched(view)
@@ -251,7 +252,7 @@ class Controller:
             predictor=self.predictor,
             decodes_due=self.decodes_due,
             is_barred=self._is_barred,
-            kv=self.kv,
+            kv=self.kv if self.kv is not None and not self.kv.core.is_off else None,
         )
 
     def _watched(self, view: View) -> View:

@@ -28,7 +28,9 @@ from cosched.offline.radix import Shared, pack
 __all__ = ["KvManager"]
 
 _LEARN_PERIOD_S = 1.0
-"""Between two times that what was learned is taken into the order."""
+"""Between two samples of the demand and of the turnover."""
+_STEPS_PER_PLAN = 4
+"""Depths at which the price of a token is asked anew with each plan."""
 _MOST_KEPT = 0.9
 """Share of the memory that is kept for online requests at most: offline work goes on."""
 _TURNOVER_SHARE = 0.1
@@ -105,8 +107,13 @@ class KvManager:
         for tracked in self._gone:
             self._leave(tracked, now_s)
         self._gone.clear()
-        if now_s - self._learnt_s >= _LEARN_PERIOD_S:
+        self.returns.advance(now_s)
+        if self._learnt_s == -math.inf:
             self.prices.refresh(predictor)
+        # A little with each plan: all at once would be felt.
+        self.prices.refresh(predictor, num_steps=_STEPS_PER_PLAN)
+        self.returns.refresh(now_s, discount_s=self.turnover_s, num_kinds=1)
+        if now_s - self._learnt_s >= _LEARN_PERIOD_S:
             self._learn(now_s)
         self.leaves.advance(now_s)
 
@@ -125,8 +132,6 @@ class KvManager:
             self._evicted_per_s += _TURNOVER_SHARE * (rate - self._evicted_per_s)
         self._evicted_before = self.core.evicted["all"]
         self._learnt_s = now_s
-        self.returns.advance(now_s)
-        self.returns.refresh(now_s, discount_s=self.turnover_s)
         self.demand.sample(self._online_tokens(), now_s)
 
     @property

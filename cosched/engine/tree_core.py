@@ -125,8 +125,8 @@ class WatchedTreeCore:
         try:
             path = port.path_of(self._core, node_id)
             self._tree.settle(_namespace(key), path, _packer(key), is_online=is_online)
-        except AssertionError as error:
-            self._switch_off(f"a node is not where it should be: {error}")
+        except Exception as error:
+            self._switch_off(f"a node is not where it should be: {error!r}")
 
     def inc_lock_ref(self, node_id: int, *args: Any, **kwargs: Any) -> Any:
         result = self._core.inc_lock_ref(node_id, *args, **kwargs)
@@ -151,8 +151,8 @@ class WatchedTreeCore:
             return
         try:
             self._tree.release(node_id)
-        except AssertionError as error:
-            self._switch_off(f"a lock was released that was not there: {error}")
+        except Exception as error:
+            self._switch_off(f"a lock was released that was not there: {error!r}")
 
     # --- Eviction ---
 
@@ -211,17 +211,22 @@ class WatchedTreeCore:
     def evict_device_leaf(self, node_id: int, is_write_back: bool) -> Any:
         result = self._core.evict_device_leaf(node_id, is_write_back)
         num_tokens = result.tracker[ComponentType.FULL]
-        evicted = self.evicted
-        evicted["all"] += num_tokens
+        self.evicted["all"] += num_tokens
         if not self.is_off:
-            node = self._tree.nodes[node_id]
-            evicted["online" if node.is_online else "offline"] += num_tokens
-            if node.references:
-                evicted["referenced"] += num_tokens
-            if self._leaves.worth.chance_of_return(node, self._leaves.now_s) >= LIKELY:
-                evicted["returning"] += num_tokens
-            self._tree.evicted(node_id)
+            try:
+                self._count(self._tree.nodes[node_id], num_tokens)
+                self._tree.evicted(node_id)
+            except Exception as error:
+                self._switch_off(f"what was evicted was no leaf: {error!r}")
         return result
+
+    def _count(self, node: KvNode, num_tokens: int) -> None:
+        evicted = self.evicted
+        evicted["online" if node.is_online else "offline"] += num_tokens
+        if node.references:
+            evicted["referenced"] += num_tokens
+        if self._leaves.worth.chance_of_return(node, self._leaves.now_s) >= LIKELY:
+            evicted["returning"] += num_tokens
 
     def evict_device_end(self, component_type: Any) -> None:
         if self.is_off:

@@ -90,7 +90,8 @@ class WaitingQueue:
                 bounds=self._bounds,
             )
             if self.kv is not None:
-                self.kv.arrived(tracked, tracked.arrival_s)
+                with self._guard.watching("kv"):
+                    self.kv.arrived(tracked, tracked.arrival_s)
         self._all.add(tracked)
         self._rids.add(tracked.rid)
         if tracked.request_class is RequestClass.ONLINE:

@@ -9,6 +9,7 @@ worth least per token.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from bisect import bisect_left
 from collections import OrderedDict
@@ -34,17 +35,17 @@ class Prices:
     def __init__(self) -> None:
         self._per_token = [0.0] * self._NUM_STEPS
         self._sums = [0.0] * (self._NUM_STEPS + 1)
+        self._next = 0
 
-    def refresh(self, predictor: Predictor) -> None:
-        """Ask the predictor anew: it learns. O(steps), about 0.1 ms."""
-        total = 0.0
-        for step in range(self._NUM_STEPS):
+    def refresh(self, predictor: Predictor, num_steps: int = _NUM_STEPS) -> None:
+        """Ask the predictor anew, which learns: at so many depths, at the others in turn later."""
+        for step in range(self._next, self._next + num_steps):
+            step %= self._NUM_STEPS
             totals = BatchTotals()
             totals.add_prefill(self._STEP, step * self._STEP)
-            seconds = predictor.predict_s(totals)
-            self._per_token[step] = seconds / self._STEP
-            total += seconds
-            self._sums[step + 1] = total
+            self._per_token[step] = predictor.predict_s(totals) / self._STEP
+        self._next = (self._next + num_steps) % self._NUM_STEPS
+        self._sums = [0.0, *itertools.accumulate(n * self._STEP for n in self._per_token)]
 
     def per_token(self, depth: int) -> float:
         """Seconds for one token with `depth` tokens before it."""

@@ -48,6 +48,9 @@ too low costs chat."""
 _PRIOR_WEIGHT = 2.0
 """Visits that this belief is worth, in each bin."""
 
+_MOST_DOUBLINGS = 20.0
+"""Half-lives after which the weights of observations are counted from a new beginning."""
+
 _MOST_MARKS = 100_000
 
 
@@ -85,8 +88,9 @@ class ReturnModel:
         self._due: list[tuple[float, int, _Mark]] = []
         self._ids = itertools.count()
         self._scale_s = 0.0
-        self._tables: list[list[float]] | None = None
-        self._soon: list[list[float]] = []
+        self._chances = [_chances(_PRIOR_HAZARDS, math.inf) for _ in range(_NUM_KINDS)]
+        self._soon = [_chances(_PRIOR_HAZARDS, horizon_s) for _ in range(_NUM_KINDS)]
+        self._next = 0
 
     # --- Learning ---
 
@@ -152,10 +156,11 @@ class ReturnModel:
 
     def _observe(self, kind: int, index: int, returned: float, at_s: float) -> None:
         # Newer observations weigh more, instead of older ones less: nothing else must be touched.
-        weight = 2.0 ** ((at_s - self._scale_s) / self._half_life_s)
-        if weight > 1e6:
+        doublings = (at_s - self._scale_s) / self._half_life_s
+        if doublings > _MOST_DOUBLINGS:
             self._rescale(at_s)
-            weight = 1.0
+            doublings = 0.0
+        weight = 2.0**doublings
         self._at_risk[kind][index] += weight
         self._returned[kind][index] += weight * returned
 
@@ -167,20 +172,22 @@ class ReturnModel:
 
     # --- Asking ---
 
-    def refresh(self, now_s: float, *, discount_s: float = math.inf) -> None:
-        """Take what was learned into the answers. discount_s: how long memory is worth holding for
-        a return [s]; one that comes after t seconds counts exp(-t / discount_s)."""
-        unit = 2.0 ** ((now_s - self._scale_s) / self._half_life_s)  # one visit seen just now
-        prior = _PRIOR_WEIGHT * min(unit, 1e6)
-        hazards = [
-            [
-                (came + prior * before) / (seen + prior)
-                for came, seen, before in zip(returned, at_risk, _PRIOR_HAZARDS, strict=True)
-            ]
-            for returned, at_risk in zip(self._returned, self._at_risk, strict=True)
-        ]
-        self._tables = [_chances(of_kind, discount_s) for of_kind in hazards]
-        self._soon = [_chances(of_kind, self._horizon_s) for of_kind in hazards]
+    def refresh(
+        self, now_s: float, *, discount_s: float = math.inf, num_kinds: int = _NUM_KINDS
+    ) -> None:
+        """Take what was learned into the answers: of so many kinds, of the others in turn later.
+        discount_s: how long memory is worth holding for a return [s]; one that comes after t
+        seconds counts exp(-t / discount_s)."""
+        # What one visit seen just now weighs.
+        unit = 2.0 ** min((now_s - self._scale_s) / self._half_life_s, _MOST_DOUBLINGS)
+        prior = _PRIOR_WEIGHT * unit
+        for kind in range(self._next, self._next + num_kinds):
+            kind %= _NUM_KINDS
+            observed = zip(self._returned[kind], self._at_risk[kind], _PRIOR_HAZARDS, strict=True)
+            hazards = [(came + prior * before) / (seen + prior) for came, seen, before in observed]
+            self._chances[kind] = _chances(hazards, discount_s)
+            self._soon[kind] = _chances(hazards, self._horizon_s)
+        self._next = (self._next + num_kinds) % _NUM_KINDS
 
     @staticmethod
     def next_change_s(age_s: float) -> float:
@@ -194,17 +201,14 @@ class ReturnModel:
         """That a visit of this kind and age comes back, discounted as `refresh` was told."""
         if age_s >= _END_S:
             return 0.0
-        if self._tables is None:
-            self.refresh(0.0)
-        assert self._tables is not None
-        return self._tables[kind][bisect_right(BIN_EDGES_S, age_s) - 1]
+        return self._chances[kind][bisect_right(BIN_EDGES_S, age_s) - 1]
 
     def expected_tokens(self) -> float:
         """Of the contexts that have not come back yet, those that are expected to soon [tokens]: a
         return after t seconds counts exp(-t / horizon_s)."""
         return sum(
             chance * tokens
-            for table, counts in zip(self._soon, self._open_tokens, strict=False)
+            for table, counts in zip(self._soon, self._open_tokens, strict=True)
             for chance, tokens in zip(table, counts, strict=True)
             if tokens
         )

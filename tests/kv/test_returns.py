@@ -126,3 +126,16 @@ def test_chances_change_only_where_it_is_said(age_s):
     before = math.nextafter(change_s, 0) if change_s < math.inf else 1e9
     assert model.chance(0, age_s) == model.chance(0, before)
     assert 0 <= model.chance(0, age_s) <= 1
+
+
+def test_a_clock_may_begin_anywhere():
+    model = ReturnModel(half_life_s=60.0)
+    for step in range(50):
+        now_s = 2e9 + 1000.0 * step
+        hashes = block_hashes(tokens(step, 200))
+        model.ended(hashes, turn=model.arrived(hashes, now_s), num_tokens=220, now_s=now_s)
+        model.arrived(hashes, now_s + 5.0)
+        model.refresh(now_s)
+    assert model.chance(0, 0.0) > 0.8
+    model.refresh(1e12)
+    assert 0.5 < model.chance(0, 0.0) < 0.9, "what was learned is long forgotten"
