@@ -222,14 +222,9 @@ class MetricsExporter:
         for use in KV_USES:
             self._of("kv_tokens", use=use).set(getattr(kv, use))
         self._of("kv_kept_tokens").set(kv.kept)
-        for request_class in RequestClass:
-            field = f"evicted_{request_class.value}"
+        for name, field, more in _KV_COUNTED:
             count = getattr(kv, field) - (0 if before is None else getattr(before, field))
-            self._of("kv_evicted_tokens", request_class=request_class.value).inc(count)
-        for use in ("referenced", "returning"):
-            field = f"evicted_{use}"
-            count = getattr(kv, field) - (0 if before is None else getattr(before, field))
-            self._of("kv_missed_tokens", use=use).inc(count)
+            self._of(name, **more).inc(count)
 
 
 KV_USES = ("free", "running_online", "running_offline", "returning", "referenced", "dead")
@@ -247,6 +242,14 @@ _COUNTED: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("output_tokens", "offline_output_tokens", _OFFLINE),
 )
 """Counter, the field of the state that it follows, labels."""
+
+_KV_COUNTED: tuple[tuple[str, str, dict[str, str]], ...] = (
+    ("kv_evicted_tokens", "evicted_online", _ONLINE),
+    ("kv_evicted_tokens", "evicted_offline", _OFFLINE),
+    ("kv_missed_tokens", "evicted_referenced", {"use": "referenced"}),
+    ("kv_missed_tokens", "evicted_returning", {"use": "returning"}),
+)
+"""The same of `KvOccupancy`."""
 
 _LEVELS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("policy_given_up", "policy_given_up", {}),

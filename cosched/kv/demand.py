@@ -15,23 +15,16 @@ __all__ = ["OnlineDemand"]
 
 
 class OnlineDemand:
-    """Samples of a number of tokens, at most one per `period_s`."""
+    """Samples of a number of tokens, taken at even times."""
 
-    def __init__(
-        self, *, window_s: float = 300.0, deviations: float = 2.0, period_s: float = 1.0
-    ) -> None:
+    def __init__(self, *, window_s: float = 300.0, deviations: float = 2.0) -> None:
         self._window_s = window_s
         self._deviations = deviations
-        self._period_s = period_s
         self._samples: deque[tuple[float, int]] = deque()
         self._sum = 0
         self._squares = 0
         self.now = 0
         """The newest sample [tokens]."""
-
-    def is_due(self, now_s: float) -> bool:
-        """A new sample is wanted."""
-        return not self._samples or now_s - self._samples[-1][0] >= self._period_s
 
     def sample(self, num_tokens: int, now_s: float) -> None:
         """The demand is so many tokens now. O(1) amortized."""
