@@ -25,7 +25,7 @@ from cosched.engine.exporter import MetricsExporter
 from cosched.engine.guard import Guard
 from cosched.engine.identity import identity_of
 from cosched.engine.iteration import Iteration
-from cosched.engine.kv import KvManager
+from cosched.engine.kv import KvManager, transfer_s_of
 from cosched.engine.observe import IterationObserver
 from cosched.engine.partial import SplitBatch
 from cosched.engine.ranks import Ranks
@@ -169,6 +169,8 @@ class Controller:
             self.waiting.kv = self.kv
             if self.timekeeper is not None:
                 self.timekeeper.on_end = self.kv.ended
+        if scheduler.enable_hierarchical_cache:
+            self.use_transfer(transfer_s_of(scheduler, config.kv.host_bandwidth_gb_s))
         for req in scheduler.waiting_queue:
             self.waiting.append(req)
         scheduler.waiting_queue = self.waiting
@@ -182,6 +184,12 @@ class Controller:
         self.waiting.clock = clock
         if self.timekeeper is not None:
             self.timekeeper.clock = clock
+
+    def use_transfer(self, transfer_s: float) -> None:
+        """A token of KV takes so long from host memory or to it [s]."""
+        self.predictor.load_s_per_token = transfer_s
+        if self.kv is not None:
+            self.kv.use_transfer(transfer_s)
 
     def use_policy(self, policy: Policy[Any]) -> Policy[Any]:
         """Plan by another policy from now on; returns the one before."""

@@ -163,6 +163,7 @@ class BeliefState(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True)
     margin: float
     seen: tuple[int, int, int, int] | None
     error: float = 1.0
+    load_s_per_token: float = 0.0
 
 
 class PlanState(msgspec.Struct, kw_only=True, omit_defaults=True):

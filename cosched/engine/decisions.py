@@ -499,6 +499,7 @@ def _belief_state(belief: Belief) -> BeliefState:
         margin=belief.margin,
         seen=belief.seen,
         error=belief.error,
+        load_s_per_token=belief.load_s_per_token,
     )
 
 

@@ -13,11 +13,12 @@ from typing import Any
 from cosched.core.estimates import Predictor
 from cosched.core.request import RequestClass
 from cosched.engine import port
+from cosched.engine.host_core import HostedTreeCore
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.tree_core import WatchedTreeCore
 from cosched.kv.config import KvConfig
 from cosched.kv.demand import OnlineDemand
-from cosched.kv.eviction import ORDERS, Leaves, Prices, Worth
+from cosched.kv.eviction import ORDERS, CopyOrder, Leaves, Prices, Worth
 from cosched.kv.occupancy import KvOccupancy, occupancy_of
 from cosched.kv.returns import ReturnModel, block_hashes
 from cosched.kv.tree import KvTree, Visit
@@ -25,7 +26,7 @@ from cosched.offline.pool import OfflinePool
 from cosched.offline.prefix_pool import PrefixPool
 from cosched.offline.radix import Shared, pack
 
-__all__ = ["KvManager"]
+__all__ = ["KvManager", "transfer_s_of"]
 
 _LEARN_PERIOD_S = 1.0
 """Between two samples of the demand and of the turnover."""
@@ -35,6 +36,18 @@ _MOST_KEPT = 0.9
 """Share of the memory that is kept for online requests at most: offline work goes on."""
 _TURNOVER_SHARE = 0.1
 """Of the newest second in the moving average of evicted tokens."""
+_CHUNKS_AHEAD = 2
+"""So many iterations' tokens are copied to host memory before their place is needed."""
+_MOST_AHEAD = 0.25
+"""Of the device's memory, that is copied ahead at most."""
+
+
+def transfer_s_of(scheduler: Any, bandwidth_gb_s: float) -> float:
+    """What a token of KV takes from host memory or to it [s]; inf: there is none."""
+    if not scheduler.enable_hierarchical_cache:
+        return math.inf
+    pool = scheduler.tree_cache.cache_controller.mem_pool_host
+    return float(pool.size_per_token) / (bandwidth_gb_s * 1e9)
 
 
 class KvManager:
@@ -57,13 +70,31 @@ class KvManager:
         self.returns = ReturnModel(half_life_s=config.half_life_s, horizon_s=config.horizon_s)
         self.prices = Prices()
         worth = Worth(self.returns, self.prices, late_weight=config.late_weight)
+        worth.transfer_s = transfer_s_of(scheduler, config.host_bandwidth_gb_s)
         self.leaves = Leaves(ORDERS[config.eviction](worth), worth)
+        self.copies: Leaves | None = None
+        """What is in host memory and can be given up; None: there is no host memory."""
+        if scheduler.enable_hierarchical_cache:
+            self.copies = Leaves(CopyOrder(worth), worth, slot="host_rank")
         self.kv_tree = KvTree(
-            page_size=scheduler.page_size, leaves=self.leaves, future=self._future
+            page_size=scheduler.page_size,
+            leaves=self.leaves,
+            copies=self.copies,
+            future=self._future,
         )
         cache = scheduler.tree_cache
-        self.core = WatchedTreeCore(cache.tree_core, self.kv_tree, self.leaves)
+        self.core: WatchedTreeCore = (
+            WatchedTreeCore(cache.tree_core, self.kv_tree, self.leaves)
+            if self.copies is None
+            else HostedTreeCore(
+                cache.tree_core, self.kv_tree, self.leaves, self.copies, self._host_free
+            )
+        )
         self.core.watch(cache)
+        self._num_ahead = min(
+            _CHUNKS_AHEAD * (scheduler.chunked_prefill_size or scheduler.max_prefill_tokens),
+            int(_MOST_AHEAD * port.kv_total(scheduler)),
+        )
         self.demand = OnlineDemand(window_s=config.window_s, deviations=config.deviations)
         self._gone: list[TrackedRequest] = []
         self._learnt_s = -math.inf
@@ -116,6 +147,37 @@ class KvManager:
         if now_s - self._learnt_s >= _LEARN_PERIOD_S:
             self._learn(now_s)
         self.leaves.advance(now_s)
+        if self.copies is not None:
+            self.copies.advance(now_s)
+            self._write_ahead()
+
+    def use_transfer(self, transfer_s: float) -> None:
+        """A token takes so long from host memory or to it [s]."""
+        self.leaves.worth.transfer_s = transfer_s
+
+    def _write_ahead(self) -> None:
+        core = self.core
+        assert isinstance(core, HostedTreeCore)
+        missing = self._num_ahead - port.kv_free(self._scheduler)
+        if missing > 0:
+            core.write_ahead(missing - core.num_writing)
+
+    def _host_free(self) -> int:
+        pool = self._scheduler.tree_cache.cache_controller.mem_pool_host
+        return int(pool.available_size())
+
+    def num_on_host(self, tracked: TrackedRequest, node_id: int, num_device: int) -> int:
+        """Tokens of a waiting request that admission loads from host memory, behind those that are
+        found on the device, which end with this node. Changes nothing."""
+        if self.copies is None or self.core.is_off:
+            return 0
+        found = self.kv_tree.num_host_behind(
+            tracked.prefix_key,
+            node_id,
+            num_device,
+            lambda: pack(port.lookup_key(tracked.req).raw_token_ids()),
+        )
+        return found if found >= self._scheduler.tree_cache.load_back_threshold else 0
 
     def _leave(self, tracked: TrackedRequest, now_s: float) -> None:
         num_tokens = tracked.num_prompt_tokens + tracked.num_output_tokens

@@ -216,7 +216,11 @@ class SchedulerView:
         num_held = port.num_in_session(tree, req)
         if num_held is not None:
             return Match(cached=min(num_held, port.lookup_key(req).limit), evictable=0)
-        if self._scheduler.enable_hierarchical_cache and get_parallel().tp_size == 1:
+        if (
+            self._kv is None
+            and self._scheduler.enable_hierarchical_cache
+            and get_parallel().tp_size == 1
+        ):
             # Only the whole search knows what is on the host. It touches what it finds, so with
             # several ranks, of which one plans, their trees would differ.
             found = port.find(tree, req)
@@ -231,7 +235,11 @@ class SchedulerView:
             else self._kv.kv_tree.evictable_from(node)
         )
         held = max(evictable - (num_pinned - num_tokens), 0)
-        return Match(cached=num_tokens, evictable=held)
+        if self._kv is None:
+            return Match(cached=num_tokens, evictable=held)
+        assert isinstance(request, TrackedRequest), f"{type(request)=}"
+        host = self._kv.num_on_host(request, node, num_tokens)
+        return Match(cached=num_tokens + host, evictable=held, host=host)
 
     def preemption_gain(self, request: Request) -> int:
         """Looked up once."""

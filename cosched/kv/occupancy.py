@@ -59,7 +59,7 @@ def occupancy_of(
     """own: tokens that running online and offline requests hold outside the tree. O(nodes)."""
     returning = referenced = 0
     for node in tree.nodes.values():
-        if node.num_holds:
+        if node.num_holds or not node.on_device:
             continue
         if worth.chance_of_return(node, now_s) >= LIKELY:
             returning += node.num_tokens
