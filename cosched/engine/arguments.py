@@ -22,10 +22,12 @@ __all__ = [
     "check_ports",
     "engine_arguments",
     "eviction_arguments",
+    "host_arguments",
     "refused_arguments",
 ]
 
 EVICTION_FLAG = "--radix-eviction-policy"
+HOST_WRITE_FLAG = "--hicache-write-policy"
 
 _CPU_BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
 
@@ -41,6 +43,7 @@ def engine_arguments(argv: Sequence[str], config: Config, *, mixed_chunk: bool) 
             arguments += argument
     if not _given(argv, EVICTION_FLAG):
         arguments += eviction_arguments(config)
+    arguments += host_arguments(argv, config)
     device = _value(argv, "--device")
     if not cosched.bootstrap.has_cuda() and device in (None, "cpu"):
         if device is None:
@@ -61,6 +64,16 @@ def eviction_arguments(config: Config) -> list[str]:
     if policy_entry(config.policy).make is None or config.kv.is_ours:
         return []
     return [EVICTION_FLAG, config.kv.eviction]
+
+
+def host_arguments(argv: Sequence[str], config: Config) -> list[str]:
+    """What leaves it to cosched what is copied to host memory, where there is any and nothing else
+    is given: SGLang's default is to copy everything."""
+    if policy_entry(config.policy).make is None or not config.kv.is_ours:
+        return []
+    if not _given(argv, "--enable-hierarchical-cache") or _given(argv, HOST_WRITE_FLAG):
+        return []
+    return [HOST_WRITE_FLAG, "write_back"]
 
 
 def _check_no_gpu_is_left_out() -> None:

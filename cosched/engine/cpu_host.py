@@ -30,7 +30,7 @@ def _allocate(
 def _check_layout(pool: Any) -> None:
     if pool.layout not in ("layer_first", "page_first"):
         raise NotImplementedError(
-            f"--hicache-mem-layout {pool.layout} needs a GPU; on a CPU use layer_first or page_first"
+            f"--hicache-mem-layout {pool.layout} needs a GPU; on a CPU: layer_first, page_first"
         )
 
 
