@@ -19,7 +19,12 @@ from cosched.engine.tree_core import WatchedTreeCore
 from cosched.kv.config import KvConfig
 from cosched.kv.demand import OnlineDemand
 from cosched.kv.eviction import ORDERS, CopyOrder, Leaves, Prices, Worth
-from cosched.kv.occupancy import KvOccupancy, occupancy_of
+from cosched.kv.occupancy import (
+    HostOccupancy,
+    KvOccupancy,
+    host_occupancy_of,
+    occupancy_of,
+)
 from cosched.kv.returns import ReturnModel, block_hashes
 from cosched.kv.tree import KvTree, Visit
 from cosched.offline.pool import OfflinePool
@@ -228,6 +233,19 @@ class KvManager:
             kept=self.kept,
             evicted=self.core.evicted,
             is_watched=not self.core.is_off,
+            host=self._host_occupancy(),
+        )
+
+    def _host_occupancy(self) -> HostOccupancy | None:
+        if not isinstance(self.core, HostedTreeCore):
+            return None
+        return host_occupancy_of(
+            self.kv_tree,
+            self.leaves.worth,
+            now_s=self.leaves.now_s,
+            free=self._host_free(),
+            demoted=self.core.evicted["demoted"],
+            transferred=self.core.transferred,
         )
 
     # --- What a view asks ---
