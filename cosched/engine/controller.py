@@ -164,6 +164,7 @@ class Controller:
                 # What is lost in seconds can be weighed where seconds are known.
                 config.kv if entry.timed else msgspec.structs.replace(config.kv, admission=False),
                 pool=lambda: self.waiting.offline,
+                online=self.waiting.online,
                 ttft_s=self.settings.slo.ttft_s,
             )
             self.waiting.kv = self.kv
@@ -312,6 +313,8 @@ class Controller:
 
     def _is_barred(self, request: Request) -> bool:
         assert isinstance(request, TrackedRequest), f"{type(request)=}"
+        if self.kv is not None and self.kv.is_restoring(request):
+            return True
         return request.barred_until > self.counters.num_plans
 
     def export_to(self, exporter: MetricsExporter) -> None:

@@ -8,7 +8,9 @@ and gives up what was used least recently. Here, with ``write_back``,
   step that SGLang itself takes when host memory is full;
 * what is about to be evicted is copied before its place is needed (`write_ahead`), while iterations
   run: SGLang waits for each copy. Where one was not foreseen it still does;
-* of the copies those go first that are worth least.
+* of the copies those go first that are worth least;
+* what a waiting request has there is loaded before it is admitted (`restore`), while iterations
+  run: SGLang loads it in the iteration that admits it, and all that decodes in that one waits too.
 
 The tree core offers no way to name the copy that goes. But it leaves alone what is locked in host
 memory, so every copy is locked, and the one to go is let loose. With the other write policies
@@ -22,7 +24,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import (
@@ -30,6 +32,7 @@ from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import (
     EvictDeviceLeafResult,
 )
 
+from cosched.engine import port
 from cosched.engine.tree_core import WatchedTreeCore
 from cosched.kv.eviction import Leaves
 from cosched.kv.tree import KvNode, KvTree
@@ -51,7 +54,8 @@ class HostedTreeCore(WatchedTreeCore):
     """
 
     _OWN: ClassVar[frozenset[str]] = WatchedTreeCore._OWN | {
-        *("_cache", "_copies", "_host_free", "_least", "_locks", "transferred"),
+        *("_awaits_load", "_cache", "_copies", "_host_free", "_least", "_loads", "_locks"),
+        "transferred",
     }
 
     def __init__(
@@ -65,6 +69,11 @@ class HostedTreeCore(WatchedTreeCore):
         """Node -> the receipt of the lock that its copy is kept by."""
         self._least = float("inf")
         """Copies worth as much as this are not given up now."""
+        self._loads: dict[int, tuple[int, int]] = {}
+        """Node that is being loaded ahead, with what is above it -> SGLang's number of that load,
+        and the position from which on it loads."""
+        self._awaits_load = False
+        """The batch that is being built reads something that is still being loaded."""
         self.transferred = {"to_host": 0, "to_device": 0, "waited": 0}
         """Tokens copied since the start; ``waited``: those of them that an eviction waited for."""
 
@@ -77,7 +86,14 @@ class HostedTreeCore(WatchedTreeCore):
 
     def reset(self) -> None:
         self._locks.clear()  # the core has forgotten them
+        self._loads.clear()
         super().reset()
+
+    def match_prefix(self, params: Any) -> Any:
+        result = super().match_prefix(params)
+        if self._loads and params.req is not None and self._is_loading(result.last_device_node):
+            self._awaits_load = True
+        return result
 
     def _end_of(self, match: Any) -> int:
         node_id: int = match.best_match_node
@@ -130,13 +146,46 @@ class HostedTreeCore(WatchedTreeCore):
     def _unlock(self, node_id: int) -> None:
         self._core.dec_host_lock_ref(node_id, self._locks.pop(node_id))
 
+    # --- What is loaded ahead ---
+
+    def restore(self, req: Any) -> int | None:
+        """Begin to load what a waiting request has in host memory, or None: not now. The node that
+        `is_restoring` tells of."""
+        cache = self._cache
+        if cache.cache_controller.load_queue or not cache.has_free_load_back_slot():
+            return None
+        found = cache.match_prefix(MatchPrefixParams(key=port.lookup_key(req)))
+        node_id: int = found.best_match_node
+        if not found.host_hit_length or not cache.load_back(node_id):
+            return None
+        self._loads[node_id] = (cache.cache_controller.start_loading(), found.device_prefix_len)
+        return node_id
+
+    def is_restoring(self, node_id: int) -> bool:
+        """It is on its way."""
+        return node_id in self._cache.ongoing_load_back
+
+    def _is_loading(self, node_id: int) -> bool:
+        """Some of a path is still being loaded ahead."""
+        nodes = self._tree.nodes
+        for anchor in [anchor for anchor in self._loads if not self.is_restoring(anchor)]:
+            del self._loads[anchor]
+        loading = {
+            node.node_id
+            for anchor, (_, start) in self._loads.items()
+            for node in nodes[anchor].upwards()
+            if node.start >= start
+        }
+        last = nodes.get(node_id)
+        return last is not None and any(node.node_id in loading for node in last.upwards())
+
     # --- What leaves the device ---
 
-    def wants_copy(self, node: KvNode) -> bool:
+    def wants_copy(self, node: KvNode, *, is_ahead: bool = False) -> bool:
         """Whether a leaf is worth the way to host memory, and worth more than what would have to go
-        there."""
+        there. is_ahead: nobody waits for it."""
         worth, now_s = self._leaves.worth, self._leaves.now_s
-        if worth.gain_of_copying(node, now_s) <= 0:
+        if worth.gain_of_copying(node, now_s, is_ahead=is_ahead) <= 0:
             return False
         if self._host_free() >= node.num_tokens:
             return True
@@ -265,6 +314,18 @@ class HostedTreeCore(WatchedTreeCore):
             check(write_back=write_back, finish_count=finish_count)
 
         cache.writing_check = writing_check
+        ready = cache.ready_to_load_host_cache
+
+        def ready_to_load_host_cache() -> int:
+            """The load that the batch waits for, layer by layer: one after the other, so that the
+            latest stands for all."""
+            number: int = ready()
+            awaits, self._awaits_load = self._awaits_load, False
+            if number < 0 and awaits and self._loads:
+                number = list(self._loads.values())[-1][0]
+            return number
+
+        cache.ready_to_load_host_cache = ready_to_load_host_cache
         super().watch(cache)
         evict_for_alloc = cache.evict_for_alloc
 
@@ -295,7 +356,7 @@ class HostedTreeCore(WatchedTreeCore):
                 break
         worth, now_s = self._leaves.worth, self._leaves.now_s
         for node, wanted in next_ones:
-            if not node.on_host and self.wants_copy(node):
+            if not node.on_host and self.wants_copy(node, is_ahead=True):
                 self._keep_head(node, wanted)
                 self._least = worth.of_copy(node, now_s)
                 self._cache._execute_and_commit_kv_backup(BackupKV([node.node_id]))

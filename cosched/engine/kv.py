@@ -6,8 +6,9 @@ waits, the returns that are learned from requests that come and go, the prices o
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 from cosched.core.estimates import Predictor
@@ -43,6 +44,12 @@ _TURNOVER_SHARE = 0.1
 """Of the newest second in the moving average of evicted tokens."""
 _CHUNKS_AHEAD = 2
 """So many iterations' tokens are copied to host memory before their place is needed."""
+_MOST_RESTORING = 4
+"""Waiting online requests that are looked at for what they have in host memory."""
+_LEAST_WAIT_S = 0.01
+"""What takes less to load is loaded in the iteration that needs it."""
+_LEFT_SHARE = 0.05
+"""Of the device's memory, that loading ahead leaves to what runs."""
 _MOST_AHEAD = 0.25
 """Of the device's memory, that is copied ahead at most."""
 
@@ -64,12 +71,14 @@ class KvManager:
         config: KvConfig,
         *,
         pool: Callable[[], OfflinePool[TrackedRequest]],
+        online: Iterable[TrackedRequest],
         ttft_s: float | None,
     ) -> None:
-        """pool: where offline requests wait now. ttft_s: target of online requests that name
-        none."""
+        """pool: where offline requests wait now; online: online requests that wait, oldest first.
+        ttft_s: target of online requests that name none."""
         self._scheduler = scheduler
         self._pool = pool
+        self._online = online
         self._ttft_s = ttft_s
         self.config = config
         self.returns = ReturnModel(half_life_s=config.half_life_s, horizon_s=config.horizon_s)
@@ -102,6 +111,8 @@ class KvManager:
         )
         self.demand = OnlineDemand(window_s=config.window_s, deviations=config.deviations)
         self._gone: list[TrackedRequest] = []
+        self._restoring: dict[TrackedRequest, int] = {}
+        """Waiting requests whose KV is on its way from host memory, and where it ends."""
         self._learnt_s = -math.inf
         self._evicted_before = 0
         self._evicted_per_s = 0.0
@@ -154,11 +165,42 @@ class KvManager:
         self.leaves.advance(now_s)
         if self.copies is not None:
             self.copies.advance(now_s)
+            self._restore_ahead()
             self._write_ahead()
 
     def use_transfer(self, transfer_s: float) -> None:
         """A token takes so long from host memory or to it [s]."""
         self.leaves.worth.transfer_s = transfer_s
+
+    def is_restoring(self, tracked: TrackedRequest) -> bool:
+        """Its KV is on its way from host memory: it is admitted when that is there."""
+        return tracked in self._restoring
+
+    def _restore_ahead(self) -> None:
+        """Begin to load what the oldest online requests have in host memory, where an iteration
+        would wait for it."""
+        core = self.core
+        assert isinstance(core, HostedTreeCore)
+        for tracked, node_id in list(self._restoring.items()):
+            if not core.is_restoring(node_id):
+                del self._restoring[tracked]
+        if not self.kv_tree.num_on_host or core.is_off:
+            return
+        tree = self._scheduler.tree_cache
+        for tracked in itertools.islice(self._online, _MOST_RESTORING):
+            if tracked in self._restoring:
+                continue
+            found = port.peek(tree, tracked.req)
+            num_host = self.num_on_host(tracked, found.node, found.num_tokens)
+            if num_host * self.leaves.worth.transfer_s < _LEAST_WAIT_S:
+                continue
+            need = num_host + len(port.token_ids(tracked.req)) - found.num_tokens
+            room = port.kv_free(self._scheduler) + self.kv_tree.num_evictable
+            if need > room - _LEFT_SHARE * port.kv_total(self._scheduler):
+                continue
+            node_id = core.restore(tracked.req)
+            if node_id is not None:
+                self._restoring[tracked] = node_id
 
     def _write_ahead(self) -> None:
         core = self.core
@@ -170,6 +212,11 @@ class KvManager:
     def _host_free(self) -> int:
         pool = self._scheduler.tree_cache.cache_controller.mem_pool_host
         return int(pool.available_size())
+
+    def _host_total(self) -> int:
+        if self.copies is None or self.core.is_off:
+            return 0
+        return int(self._scheduler.tree_cache.cache_controller.mem_pool_host.size)
 
     def num_on_host(self, tracked: TrackedRequest, node_id: int, num_device: int) -> int:
         """Tokens of a waiting request that admission loads from host memory, behind those that are
@@ -210,8 +257,13 @@ class KvManager:
 
     def _online_tokens(self) -> int:
         """Held by online requests, and expected to be used again."""
-        expected = round(self.returns.expected_tokens())
-        return self._own_tokens()[0] + self.kv_tree.num_held_online + expected
+        expected = self.returns.expected_tokens()
+        # What waits in host memory needs a place when it comes back, but not until then: of it only
+        # as much counts as loading takes of the time that computing it anew would.
+        on_host = min(expected, self._host_total())
+        loading = self.leaves.worth.loading_share
+        expected -= on_host * (1.0 - loading)
+        return self._own_tokens()[0] + self.kv_tree.num_held_online + round(expected)
 
     def _own_tokens(self) -> tuple[int, int]:
         """What requests under way hold outside the tree: online, offline."""

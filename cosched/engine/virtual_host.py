@@ -1,8 +1,8 @@
 """Host memory in virtual time: copies take as long as the link says, and copy nothing.
 
 SGLang's HiCache runs as it is, with its queues, locks and events; only what moves the bytes
-(`L2TransferEngine`) is replaced. Both directions go on at once, beside the model's computation, each
-copy after the one before it and after the iteration that was launched before it, as SGLang's
+(`L2TransferEngine`) is replaced. Both directions go on at once, beside the model's computation,
+each copy after the one before it and after the iteration that was launched before it, as SGLang's
 streams wait for each other. An iteration that loads computes a layer as soon as that is there.
 """
 

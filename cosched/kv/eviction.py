@@ -38,6 +38,10 @@ __all__ = [
 ]
 
 
+_BESIDE = 0.1
+"""What a second of copying counts that nobody waits for."""
+
+
 class Prices:
     """What computing prompt tokens costs at each depth [s], from the predictor of iterations."""
 
@@ -134,12 +138,24 @@ class Worth:
         computed = self._lost(node, now_s, is_loaded=False)
         return max(computed - self._lost(node, now_s, is_loaded=True), 0.0)
 
-    def gain_of_copying(self, node: KvNode, now_s: float) -> float:
+    @property
+    def loading_share(self) -> float:
+        """What loading a token takes of what computing it anew would, 0 to 1; 1: there is no host
+        memory."""
+        if self.transfer_s == math.inf:
+            return 1.0
+        return min(self.prices.to_units(self.transfer_s), 1.0)
+
+    def gain_of_copying(self, node: KvNode, now_s: float, *, is_ahead: bool = True) -> float:
         """Per token, of copying it to host memory before it is evicted: `of_copy` less the way
-        there. Above 0: it is worth it."""
+        there. Above 0: it is worth it.
+
+        is_ahead: iterations go on meanwhile, so that the way costs little
+        """
         if self.transfer_s == math.inf:
             return 0.0
-        return self.of_copy(node, now_s) - self.prices.to_units(self.transfer_s)
+        cost = self.prices.to_units(self.transfer_s) * (_BESIDE if is_ahead else 1.0)
+        return self.of_copy(node, now_s) - cost
 
     def _lost(self, node: KvNode, now_s: float, *, is_loaded: bool) -> float:
         chance = 0.0

@@ -172,8 +172,8 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--hicache-write-policy",
         choices=["write_back", "write_through", "write_through_selective"],
-        help="what is copied to host memory; default: what cosched finds worth it, and where SGLang "
-        "decides, its own default",
+        help="what is copied to host memory; default: what cosched finds worth it, and where "
+        "SGLang decides, its own default",
     )
     group.add_argument(
         "--cost-model",

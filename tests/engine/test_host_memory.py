@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from sglang.srt.mem_cache.l2_transfer import TransferCompletion
 
 from cosched.engine import port
 from cosched.kv.occupancy import HostOccupancy
@@ -15,29 +16,51 @@ pytestmark = pytest.mark.skipif(port.VERSION == "0.5.21", reason="its cores lock
 HOST = {"switches": ["--enable-hierarchical-cache"], "hicache_size": 0}
 
 
-class LateEvent:
-    """Done when it has been asked a few times, or waited for."""
+class LateTransfers:
+    """Copies nothing until the event of a copy has been asked a few times or waited for, or until a
+    batch waits for what it loads: whoever reads too early reads something else."""
 
-    def __init__(self, num_polls):
+    def __init__(self, engine, num_polls):
         self.num_polls = num_polls
+        self.pending = []
+        controller = engine.scheduler.tree_cache.cache_controller
+        transfers = controller.l2_transfer_engine
+        for name in ("submit_device_to_host", "submit_host_to_device"):
+            setattr(transfers, name, self.later(getattr(transfers, name)))
+        counter = controller.layer_done_counter
+
+        def wait_until(layer):
+            if counter.consumer_index >= 0:
+                for event in list(self.pending):
+                    event.synchronize()
+
+        counter.wait_until = wait_until
+
+    def later(self, submit):
+        def submit_later(*args, **kwargs):
+            event = LateEvent(self, lambda: submit(*args, **kwargs))
+            self.pending.append(event)
+            return TransferCompletion(event, event, False)
+
+        return submit_later
+
+
+class LateEvent:
+    def __init__(self, transfers, copy):
+        self.transfers = transfers
+        self.num_polls = transfers.num_polls
+        self.copy = copy
 
     def query(self):
         self.num_polls -= 1
-        return self.num_polls < 0
+        if self.num_polls < 0:
+            self.synchronize()
+        return self not in self.transfers.pending
 
     def synchronize(self):
-        self.num_polls = 0
-
-
-def make_late(engine, num_polls):
-    """Transfers are done later than when they are begun, as on a GPU."""
-    transfers = engine.scheduler.tree_cache.cache_controller.l2_transfer_engine
-    for name in ("submit_device_to_host", "submit_host_to_device"):
-
-        def submit(*args, original=getattr(transfers, name), **kwargs):
-            return original(*args, **kwargs)._replace(finish_event=LateEvent(num_polls))
-
-        setattr(transfers, name, submit)
+        """Its copy is done, and those before it."""
+        while self in self.transfers.pending:
+            self.transfers.pending.pop(0).copy()
 
 
 def serve(engine, *, seed=1, num_rounds=6):
@@ -63,16 +86,21 @@ def serve(engine, *, seed=1, num_rounds=6):
 
 
 @pytest.mark.parametrize(
-    ("write", "page_size", "num_polls", "ratio"),
+    ("write", "page_size", "num_polls", "ratio", "is_ahead"),
     [
-        ("write_back", 1, 0, 1.5),
-        ("write_back", 16, 3, 1.5),
-        ("write_back", 1, 6, 0.4),
-        ("write_through", 1, 2, 1.5),
-        ("write_through_selective", 16, 0, 0.4),
+        ("write_back", 1, 0, 1.5, False),
+        ("write_back", 16, 3, 1.5, True),
+        ("write_back", 1, 9, 1.5, True),
+        ("write_back", 1, 6, 0.4, False),
+        ("write_through", 1, 2, 1.5, True),
+        ("write_through_selective", 16, 0, 0.4, False),
     ],
 )
-def test_tokens_are_the_same_with_host_memory(make_engine, write, page_size, num_polls, ratio):
+def test_tokens_are_the_same_with_host_memory(
+    make_engine, monkeypatch, write, page_size, num_polls, ratio, is_ahead
+):
+    if is_ahead:
+        monkeypatch.setattr("cosched.engine.kv._LEAST_WAIT_S", 0.0)
     expected = serve(make_engine(policy="hygen", overlap=True, max_total_tokens=4000))
     engine = make_engine(
         policy="hygen",
@@ -84,7 +112,7 @@ def test_tokens_are_the_same_with_host_memory(make_engine, write, page_size, num
         hicache_ratio=ratio,
         **HOST,
     )
-    make_late(engine, num_polls)
+    LateTransfers(engine, num_polls)
     assert serve(engine) == expected
     kv = engine.scheduler.cosched.kv
     host = kv.occupancy().host
@@ -126,6 +154,33 @@ def test_a_context_on_the_host_is_loaded_and_not_computed(make_engine):
     engine.run_until_idle()
     assert engine.scheduler.cosched.kv.core.transferred["to_device"] > 200
     assert counters.online_prefill_tokens - before < 50
+    assert_drained(engine)
+
+
+def test_what_takes_long_is_loaded_before_it_is_admitted(make_engine, monkeypatch):
+    """Others go on meanwhile."""
+    monkeypatch.setattr("cosched.engine.kv._LEAST_WAIT_S", 0.0)
+    engine = with_host(make_engine)
+    scheduler = engine.scheduler
+    LateTransfers(engine, 4)
+    engine.submit("first", prompt(1, 300), max_new_tokens=2)
+    engine.run_until_idle()
+    overflow(engine, "other", 500, seed=2)
+    kv = scheduler.cosched.kv
+    waits, decoded = [], []
+
+    def watch(iteration):
+        if iteration == 3:
+            engine.submit("second", prompt(1, 300) + prompt(3, 40), max_new_tokens=2)
+        if any(request.rid == "second" for request in scheduler.cosched.waiting.online):
+            waits.append(bool(kv._restoring))
+            decoded.append(len(engine.replies["beside"].output_ids))
+
+    engine.submit("beside", prompt(5, 20), max_new_tokens=30)
+    engine.run_until_idle(on_iteration=watch)
+    assert waits.count(True) >= 3
+    assert decoded[-1] - decoded[0] >= 3
+    assert not kv._restoring
     assert_drained(engine)
 
 
@@ -190,7 +245,7 @@ def test_a_full_host_keeps_what_is_worth_more(make_engine):
 
 def test_a_flush_empties_both(make_engine):
     engine = with_host(make_engine)
-    make_late(engine, 2)
+    LateTransfers(engine, 2)
     for i in range(4):
         engine.submit(f"r{i}", prompt(i + 1, 300), max_new_tokens=2)
         engine.run_until_idle()
