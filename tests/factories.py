@@ -129,6 +129,7 @@ class FakeView:
     unholdable: Collection[str] = ()
     loss_per_token_s: float = 0.0
     kept: int = 0
+    host_free: int = 0
     offline_limits: OfflineLimits = field(default_factory=OfflineLimits)
 
     @property
@@ -150,6 +151,7 @@ class FakeView:
                 if r.request_class is RequestClass.OFFLINE
             ),
             kept=self.kept,
+            host_free=self.host_free,
         )
 
     @property

@@ -173,6 +173,8 @@ def _stop(controller: Controller, req: Any, mode: PreemptMode) -> None:
     """Give back a request's memory and send it back to where it waits."""
     scheduler = controller.scheduler
     port.release(scheduler.tree_cache, req, keep=mode is not PreemptMode.RECOMPUTE)
+    if mode is PreemptMode.CHECKPOINT and controller.kv is not None:
+        controller.kv.checkpoint(req.cosched)
     controller.counters.num_preemptions += 1
     port.put_back(scheduler, req)
 

@@ -46,6 +46,10 @@ _MOST_TRIES = 16
 asked of it."""
 
 
+_MOST_AHEAD = 64
+"""Nodes that are looked at for what is evicted next."""
+
+
 class HostedTreeCore(WatchedTreeCore):
     """See the module's docstring.
 
@@ -147,6 +151,13 @@ class HostedTreeCore(WatchedTreeCore):
         self._core.dec_host_lock_ref(node_id, self._locks.pop(node_id))
 
     # --- What is loaded ahead ---
+
+    def make_way(self, num_tokens: int) -> bool:
+        """Whether so many tokens can be evicted without waiting for copies of them; else these are
+        begun."""
+        if self._core.is_write_back and not self.num_writing and self._uncopied(num_tokens):
+            self.write_ahead(num_tokens)
+        return not self.num_writing
 
     def restore(self, req: Any) -> int | None:
         """Begin to load what a waiting request has in host memory, or None: not now. The node that
@@ -282,6 +293,7 @@ class HostedTreeCore(WatchedTreeCore):
             else:
                 if not node.on_device:
                     self._count(node, size)
+                    self.evicted["host"] += size
                 self._tree.copy_dropped(node_id)
             _move(result, total)
             if self.is_off:
@@ -348,20 +360,40 @@ class HostedTreeCore(WatchedTreeCore):
         """Begin to copy what is worth it of so many tokens that are evicted next. O(nodes)."""
         if self.is_off or not self._core.is_write_back or num_tokens <= 0:
             return
-        next_ones: list[tuple[KvNode, int]] = []
-        for node in itertools.islice(self._leaves.sorted_nodes(), _MOST_TRIES):
-            next_ones.append((node, num_tokens))
+        for node, wanted in self._uncopied(num_tokens):
+            if node.rank is not None:
+                self._keep_head(node, wanted)
+            self._write(node, self._leaves.worth.of_copy(node, self._leaves.now_s))
+        self._cache.flush_pending_backups()
+
+    def _uncopied(self, num_tokens: int) -> list[tuple[KvNode, int]]:
+        """What is worth a copy, and has none, of so many tokens that are evicted next; with each,
+        how many of them are still to come."""
+        found = []
+        for node in itertools.islice(self._leaves.in_order(), _MOST_AHEAD):
+            if not node.on_host and self.wants_copy(node, is_ahead=True):
+                found.append((node, num_tokens))
             num_tokens -= node.num_tokens
             if num_tokens <= 0:
                 break
-        worth, now_s = self._leaves.worth, self._leaves.now_s
-        for node, wanted in next_ones:
-            if not node.on_host and self.wants_copy(node, is_ahead=True):
-                self._keep_head(node, wanted)
-                self._least = worth.of_copy(node, now_s)
-                self._cache._execute_and_commit_kv_backup(BackupKV([node.node_id]))
-        self._least = float("inf")
+        return found
+
+    def write(self, node_id: int) -> None:
+        """Begin to copy the nodes from this one up to the first that is held or has a copy:
+        somebody will surely come for them. O(depth)."""
+        if self.is_off or not self._core.is_write_back or node_id not in self._tree.nodes:
+            return
+        path = self._tree.nodes[node_id].upwards()
+        free = itertools.takewhile(lambda n: n.on_device and not (n.on_host or n.num_holds), path)
+        for node in list(free):
+            self._write(node, self._leaves.worth.prices.relative(node.start))
         self._cache.flush_pending_backups()
+
+    def _write(self, node: KvNode, least: float) -> None:
+        """least: what copies that make room for it are worth less than."""
+        self._least = least
+        self._cache._execute_and_commit_kv_backup(BackupKV([node.node_id]))
+        self._least = float("inf")
 
     @property
     def num_writing(self) -> int:

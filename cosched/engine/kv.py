@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from cosched.core.estimates import Predictor
 from cosched.core.request import RequestClass
@@ -48,6 +49,8 @@ _MOST_RESTORING = 4
 """Waiting online requests that are looked at for what they have in host memory."""
 _LEAST_WAIT_S = 0.01
 """What takes less to load is loaded in the iteration that needs it."""
+_MOST_WAITED = 20
+"""Plans for which a request waits until what goes for it is copied."""
 _LEFT_SHARE = 0.05
 """Of the device's memory, that loading ahead leaves to what runs."""
 _MOST_AHEAD = 0.25
@@ -60,6 +63,18 @@ def transfer_s_of(scheduler: Any, bandwidth_gb_s: float) -> float:
         return math.inf
     pool = scheduler.tree_cache.cache_controller.mem_pool_host
     return float(pool.size_per_token) / (bandwidth_gb_s * 1e9)
+
+
+class _Loading(NamedTuple):
+    """What a waiting request has in host memory is being loaded; it ends with this node."""
+
+    node_id: int
+
+
+class _MakingWay(NamedTuple):
+    """What goes for it is being copied, for so many plans."""
+
+    num_plans: int
 
 
 class KvManager:
@@ -101,7 +116,11 @@ class KvManager:
             WatchedTreeCore(cache.tree_core, self.kv_tree, self.leaves)
             if self.copies is None
             else HostedTreeCore(
-                cache.tree_core, self.kv_tree, self.leaves, self.copies, self._host_free
+                cache.tree_core,
+                self.kv_tree,
+                self.leaves,
+                self.copies,
+                partial(port.host_free, scheduler),
             )
         )
         self.core.watch(cache)
@@ -111,11 +130,13 @@ class KvManager:
         )
         self.demand = OnlineDemand(window_s=config.window_s, deviations=config.deviations)
         self._gone: list[TrackedRequest] = []
-        self._restoring: dict[TrackedRequest, int] = {}
-        """Waiting requests whose KV is on its way from host memory, and where it ends."""
+        self._restoring: dict[TrackedRequest, _Loading | _MakingWay] = {}
+        """Waiting requests whose KV is on its way from host memory."""
         self._learnt_s = -math.inf
         self._evicted_before = 0
         self._evicted_per_s = 0.0
+        self._given_up_before = 0
+        self._given_up_per_s = 0.0
 
     # --- Requests come and go ---
 
@@ -159,7 +180,12 @@ class KvManager:
             self.prices.refresh(predictor)
         # A little with each plan: all at once would be felt.
         self.prices.refresh(predictor, num_steps=_STEPS_PER_PLAN)
-        self.returns.refresh(now_s, discount_s=self.turnover_s, num_kinds=1)
+        self.returns.refresh(
+            now_s,
+            discount_s=self.turnover_s,
+            host_discount_s=self.host_turnover_s,
+            num_kinds=1,
+        )
         if now_s - self._learnt_s >= _LEARN_PERIOD_S:
             self._learn(now_s)
         self.leaves.advance(now_s)
@@ -181,26 +207,38 @@ class KvManager:
         would wait for it."""
         core = self.core
         assert isinstance(core, HostedTreeCore)
-        for tracked, node_id in list(self._restoring.items()):
-            if not core.is_restoring(node_id):
-                del self._restoring[tracked]
+        before, self._restoring = self._restoring, {}
+        for tracked, state in before.items():
+            if isinstance(state, _Loading) and core.is_restoring(state.node_id):
+                self._restoring[tracked] = state
         if not self.kv_tree.num_on_host or core.is_off:
             return
-        tree = self._scheduler.tree_cache
         for tracked in itertools.islice(self._online, _MOST_RESTORING):
-            if tracked in self._restoring:
-                continue
-            found = port.peek(tree, tracked.req)
-            num_host = self.num_on_host(tracked, found.node, found.num_tokens)
-            if num_host * self.leaves.worth.transfer_s < _LEAST_WAIT_S:
-                continue
-            need = num_host + len(port.token_ids(tracked.req)) - found.num_tokens
-            room = port.kv_free(self._scheduler) + self.kv_tree.num_evictable
-            if need > room - _LEFT_SHARE * port.kv_total(self._scheduler):
-                continue
-            node_id = core.restore(tracked.req)
-            if node_id is not None:
-                self._restoring[tracked] = node_id
+            if tracked not in self._restoring:
+                state = self._restore(tracked, before.get(tracked))
+                if state is not None:
+                    self._restoring[tracked] = state
+
+    def _restore(
+        self, tracked: TrackedRequest, before: _Loading | _MakingWay | None
+    ) -> _Loading | _MakingWay | None:
+        """One step; None: there is nothing to wait for."""
+        core, scheduler = self.core, self._scheduler
+        assert isinstance(core, HostedTreeCore)
+        found = port.peek(scheduler.tree_cache, tracked.req)
+        num_host = self.num_on_host(tracked, found.node, found.num_tokens)
+        if num_host * self.leaves.worth.transfer_s < _LEAST_WAIT_S:
+            return None
+        need = num_host + len(port.token_ids(tracked.req)) - found.num_tokens
+        free = port.kv_free(scheduler)
+        room = free + self.kv_tree.num_evictable + core.num_writing
+        if need > room - _LEFT_SHARE * port.kv_total(scheduler):
+            return None
+        num_plans = before.num_plans + 1 if isinstance(before, _MakingWay) else 0
+        if num_plans < _MOST_WAITED and not core.make_way(num_host - free):
+            return _MakingWay(num_plans)
+        node_id = core.restore(tracked.req)
+        return None if node_id is None else _Loading(node_id)
 
     def _write_ahead(self) -> None:
         core = self.core
@@ -209,14 +247,11 @@ class KvManager:
         if missing > 0:
             core.write_ahead(missing - core.num_writing)
 
-    def _host_free(self) -> int:
-        pool = self._scheduler.tree_cache.cache_controller.mem_pool_host
-        return int(pool.available_size())
-
-    def _host_total(self) -> int:
-        if self.copies is None or self.core.is_off:
-            return 0
-        return int(self._scheduler.tree_cache.cache_controller.mem_pool_host.size)
+    def checkpoint(self, tracked: TrackedRequest) -> None:
+        """A request has given back its memory, and comes again: begin to copy to host memory what
+        it has left in the tree."""
+        if isinstance(self.core, HostedTreeCore):
+            self.core.write(tracked.req.last_node)
 
     def num_on_host(self, tracked: TrackedRequest, node_id: int, num_device: int) -> int:
         """Tokens of a waiting request that admission loads from host memory, behind those that are
@@ -244,7 +279,11 @@ class KvManager:
         if self._learnt_s > -math.inf:
             rate = (self.core.evicted["all"] - self._evicted_before) / (now_s - self._learnt_s)
             self._evicted_per_s += _TURNOVER_SHARE * (rate - self._evicted_per_s)
+            given_up = self.core.evicted["host"] - self._given_up_before
+            rate = given_up / (now_s - self._learnt_s)
+            self._given_up_per_s += _TURNOVER_SHARE * (rate - self._given_up_per_s)
         self._evicted_before = self.core.evicted["all"]
+        self._given_up_before = self.core.evicted["host"]
         self._learnt_s = now_s
         self.demand.sample(self._online_tokens(), now_s)
 
@@ -255,12 +294,19 @@ class KvManager:
             return math.inf
         return max(self.kv_tree.num_evictable / self._evicted_per_s, 1.0)
 
+    @property
+    def host_turnover_s(self) -> float:
+        """The same of host memory: until as much is given up there as it holds [s]."""
+        if self._given_up_per_s <= 0:
+            return math.inf
+        return max(self.kv_tree.num_on_host / self._given_up_per_s, 1.0)
+
     def _online_tokens(self) -> int:
         """Held by online requests, and expected to be used again."""
         expected = self.returns.expected_tokens()
         # What waits in host memory needs a place when it comes back, but not until then: of it only
         # as much counts as loading takes of the time that computing it anew would.
-        on_host = min(expected, self._host_total())
+        on_host = 0 if self.core.is_off else min(expected, port.host_total(self._scheduler))
         loading = self.leaves.worth.loading_share
         expected -= on_host * (1.0 - loading)
         return self._own_tokens()[0] + self.kv_tree.num_held_online + round(expected)
@@ -295,7 +341,7 @@ class KvManager:
             self.kv_tree,
             self.leaves.worth,
             now_s=self.leaves.now_s,
-            free=self._host_free(),
+            free=port.host_free(self._scheduler),
             demoted=self.core.evicted["demoted"],
             transferred=self.core.transferred,
         )

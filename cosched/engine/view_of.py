@@ -171,6 +171,7 @@ class SchedulerView:
             reserved=self._reserve(self._running.remaining)
             + self._reserve(self._running.certain, whole=True),
             next_step=self._running.next_step,
+            host_free=port.host_free(scheduler),
             shared_offline=0 if self._kv is None else self._kv.kv_tree.num_held_offline,
             kept=0 if self._kv is None else self._kv.kept,
         )

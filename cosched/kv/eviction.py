@@ -135,8 +135,8 @@ class Worth:
         device no longer: what computing it anew costs more than loading it."""
         if self.transfer_s == math.inf:
             return 0.0
-        computed = self._lost(node, now_s, is_loaded=False)
-        return max(computed - self._lost(node, now_s, is_loaded=True), 0.0)
+        computed = self._lost(node, now_s, is_loaded=False, on_host=True)
+        return max(computed - self._lost(node, now_s, is_loaded=True, on_host=True), 0.0)
 
     @property
     def loading_share(self) -> float:
@@ -157,14 +157,15 @@ class Worth:
         cost = self.prices.to_units(self.transfer_s) * (_BESIDE if is_ahead else 1.0)
         return self.of_copy(node, now_s) - cost
 
-    def _lost(self, node: KvNode, now_s: float, *, is_loaded: bool) -> float:
+    def _lost(self, node: KvNode, now_s: float, *, is_loaded: bool, on_host: bool = False) -> float:
+        """on_host: as long as it can stay in host memory, and not on the device."""
         chance = 0.0
         references = node.references
         if references:
             chance = 1.0 - 0.5**references
         visit = node.visit
         if visit is not None:
-            returns = self.chance_of_return(node, now_s)
+            returns = self.chance_of_return(node, now_s, on_host=on_host)
             if visit.ttft_s:
                 end = max(visit.num_tokens, node.end)
                 lost_s = self.prices.seconds(node.start, end)
@@ -178,10 +179,13 @@ class Worth:
             price = min(price, self.prices.to_units(self.transfer_s))
         return chance * price
 
-    def chance_of_return(self, node: KvNode, now_s: float) -> float:
-        """That the session of an online context goes on while it can be kept."""
+    def chance_of_return(self, node: KvNode, now_s: float, *, on_host: bool = False) -> float:
+        """That the session of an online context goes on while it can be kept on the device, or in
+        host memory."""
         visit = node.visit
-        return 0.0 if visit is None else self.returns.chance(visit.kind, now_s - visit.end_s)
+        if visit is None:
+            return 0.0
+        return self.returns.chance(visit.kind, now_s - visit.end_s, on_host=on_host)
 
     def next_change_s(self, node: KvNode, now_s: float) -> float:
         """When it changes by time alone [s]; inf: it does not."""

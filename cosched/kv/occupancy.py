@@ -125,7 +125,7 @@ def host_occupancy_of(
             continue
         if node.on_device:
             use = "doubled"
-        elif worth.chance_of_return(node, now_s) >= LIKELY:
+        elif worth.chance_of_return(node, now_s, on_host=True) >= LIKELY:
             use = "returning"
         else:
             use = "referenced" if node.references else "dead"

@@ -12,6 +12,7 @@ from cosched.core.plan import Plan, Preemption, PreemptMode, SkipReason
 from cosched.core.request import Request, RequestClass
 from cosched.core.view import Decodes, Match, View
 from cosched.planning.ledger import Ledger
+from cosched.planning.stopping import stop_mode
 
 __all__ = ["PlanBuilder", "mixes", "num_tokens_of"]
 
@@ -131,8 +132,11 @@ class PlanBuilder:
         self.ledger.charge_hold(request)
         del self.skipped[request.rid]
 
-    def preempt(self, request: Request, mode: PreemptMode = PreemptMode.KEEP_KV) -> None:
-        """Stop a running request or an unfinished prefill; it waits again."""
+    def preempt(self, request: Request, mode: PreemptMode | None = None) -> None:
+        """Stop a running request or an unfinished prefill; it waits again. mode: None, the one that
+        costs least (`stop_mode`)."""
+        if mode is None:
+            mode = stop_mode(self.view, request)
         if request.rid in self.held:
             self._release(request)
         self._preempted[request.rid] = Preemption(rid=request.rid, mode=mode)

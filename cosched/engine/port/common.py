@@ -30,6 +30,8 @@ __all__ = [
     "evictable_at",
     "free_slots",
     "graph_sizes_of",
+    "host_free",
+    "host_total",
     "is_under_way",
     "kv_evictable",
     "kv_free",
@@ -91,6 +93,7 @@ def caps_of(scheduler: Any) -> EngineCaps:
         max_adapters=scheduler.max_loras_per_batch if scheduler.enable_lora else None,
         mixed_batches=bool(scheduler.is_mixed_chunk),
         partial_decode=can_split(scheduler),
+        host_tokens=host_total(scheduler),
     )
 
 
@@ -141,6 +144,20 @@ def kv_evictable(scheduler: Any) -> int:
 def kv_shared(scheduler: Any) -> int:
     """KV tokens of the radix tree that requests use, each once."""
     return int(scheduler.tree_cache.protected_size())
+
+
+def host_total(scheduler: Any) -> int:
+    """KV tokens of host memory; 0: there is none."""
+    if not scheduler.enable_hierarchical_cache:
+        return 0
+    return int(scheduler.tree_cache.cache_controller.mem_pool_host.size)
+
+
+def host_free(scheduler: Any) -> int:
+    """KV tokens of host memory that nobody uses."""
+    if not scheduler.enable_hierarchical_cache:
+        return 0
+    return int(scheduler.tree_cache.cache_controller.mem_pool_host.available_size())
 
 
 def free_slots(scheduler: Any, running_batch: Any) -> int:
