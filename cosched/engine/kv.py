@@ -12,15 +12,18 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from sglang.srt.runtime_context import get_parallel
+
 from cosched.core.estimates import Predictor
 from cosched.core.request import RequestClass
 from cosched.engine import port
 from cosched.engine.host_core import HostedTreeCore
+from cosched.engine.ranked_core import RankedTreeCore
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.tree_core import WatchedTreeCore
 from cosched.kv.config import KvConfig
 from cosched.kv.demand import OnlineDemand
-from cosched.kv.eviction import ORDERS, CopyOrder, Leaves, Prices, Worth
+from cosched.kv.eviction import ORDERS, CopyOrder, Eviction, Leaves, Prices, Worth
 from cosched.kv.occupancy import (
     HostOccupancy,
     KvOccupancy,
@@ -112,17 +115,7 @@ class KvManager:
             future=self._future,
         )
         cache = scheduler.tree_cache
-        self.core: WatchedTreeCore = (
-            WatchedTreeCore(cache.tree_core, self.kv_tree, self.leaves)
-            if self.copies is None
-            else HostedTreeCore(
-                cache.tree_core,
-                self.kv_tree,
-                self.leaves,
-                self.copies,
-                partial(port.host_free, scheduler),
-            )
-        )
+        self.core = self._core_of(cache)
         self.core.watch(cache)
         self._num_ahead = min(
             _CHUNKS_AHEAD * (scheduler.chunked_prefill_size or scheduler.max_prefill_tokens),
@@ -137,6 +130,14 @@ class KvManager:
         self._evicted_per_s = 0.0
         self._given_up_before = 0
         self._given_up_per_s = 0.0
+
+    def _core_of(self, cache: Any) -> WatchedTreeCore:
+        watched = cache.tree_core, self.kv_tree, self.leaves
+        if self.copies is not None:
+            return HostedTreeCore(*watched, self.copies, partial(port.host_free, self._scheduler))
+        if get_parallel().tp_size > 1:
+            return RankedTreeCore(*watched)
+        return WatchedTreeCore(*watched)
 
     # --- Requests come and go ---
 
@@ -345,6 +346,17 @@ class KvManager:
             demoted=self.core.evicted["demoted"],
             transferred=self.core.transferred,
         )
+
+    # --- Several ranks ---
+
+    def next_to_go(self, num_tokens: int) -> Sequence[Eviction]:
+        """What goes where so many tokens are allocated."""
+        return self.leaves.next_to_go(num_tokens - port.kv_free(self._scheduler))
+
+    def give(self, evictions: Sequence[Eviction] | None) -> None:
+        """What goes until the next plan; None: the engine's order holds."""
+        assert isinstance(self.core, RankedTreeCore), f"{type(self.core)=}"
+        self.core.give(evictions)
 
     # --- What a view asks ---
 

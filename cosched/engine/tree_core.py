@@ -28,6 +28,7 @@ from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import (
     EvictDeviceNextNodeResult,
 )
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.runtime_context import get_parallel
 
 from cosched.core.request import RequestClass
 from cosched.core.wire import class_of_priority
@@ -54,6 +55,8 @@ def can_watch(scheduler: Any) -> bool:
         and tuple(tree.tree_components) == (ComponentType.FULL,)
         and not tree.tree_core.is_eagle
         and (not scheduler.enable_hierarchical_cache or _can_watch_host(tree))
+        # What is copied when depends on clocks, which differ between ranks.
+        and (not scheduler.enable_hierarchical_cache or get_parallel().tp_size == 1)
         and port.can_tell_path(tree.tree_core)
     )
 
@@ -197,12 +200,16 @@ class WatchedTreeCore:
 
         cache.evict_for_alloc = evict_for_alloc
 
-    def evict_device_start(self, component_type: Any, request_cnt: int) -> None:
+    def _compare(self) -> None:
+        """Switch off where the engine's tree is not what it is taken for."""
         if not self.is_off and self._tree.num_evictable != self._core.full_evictable_size():
             self._switch_off(
                 f"{self._tree.num_evictable} tokens are evictable by its own count, "
                 f"{self._core.full_evictable_size()} by the engine's"
             )
+
+    def evict_device_start(self, component_type: Any, request_cnt: int) -> None:
+        self._compare()
         self._quota = request_cnt
         if self.is_off:
             self._core.evict_device_start(component_type, request_cnt)
@@ -210,15 +217,17 @@ class WatchedTreeCore:
     def evict_device_next_node(self, component_type: Any, tracker: Any) -> Any:
         if self.is_off:
             return self._core.evict_device_next_node(component_type, tracker)
-        wanted = self._quota if self._wanted is None else self._wanted
-        wanted -= tracker[component_type]
         node = self._leaves.first() if tracker[component_type] < self._quota else None
         if node is None:
             return EvictDeviceNextNodeResult()
         assert node.rank is not None
         if node.rank[0] > 0:
-            self._keep_head(node, wanted)
+            self._keep_head(node, self._missing(tracker[component_type]))
         return EvictDeviceNextNodeResult(node_id=node.node_id, made_progress=True)
+
+    def _missing(self, num_evicted: int) -> int:
+        """Tokens that the allocation still needs."""
+        return (self._quota if self._wanted is None else self._wanted) - num_evicted
 
     def _keep_head(self, node: KvNode, wanted: int) -> None:
         """Cut a leaf that somebody may come for, so that only its tail goes (BROS §5.2 in the

@@ -17,7 +17,7 @@ import math
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from sortedcontainers import SortedList
 
@@ -30,6 +30,7 @@ __all__ = [
     "ORDERS",
     "CopyOrder",
     "EchoOrder",
+    "Eviction",
     "EvictionOrder",
     "Leaves",
     "LossCurve",
@@ -252,6 +253,14 @@ _REFRESHED = 4
 """Leaves that are valued anew with each plan, whether or not anything is known to have changed."""
 
 
+class Eviction(NamedTuple):
+    """A node that goes. keeps_head: somebody may come for it, so only its tail goes where that is
+    enough."""
+
+    node_id: int
+    keeps_head: bool
+
+
 class Leaves:
     """What can be evicted of a `KvTree`, in the order of eviction. Every change is O(log n).
 
@@ -325,6 +334,16 @@ class Leaves:
         """As they are, in the order of eviction. Valid until a change."""
         for _, _, node_id in self._sorted:
             yield self._nodes[node_id]
+
+    def next_to_go(self, num_tokens: int) -> list[Eviction]:
+        """What goes for so many tokens."""
+        evictions: list[Eviction] = []
+        for node in self.in_order() if num_tokens > 0 else ():
+            evictions.append(Eviction(node.node_id, self._order(node, self.now_s) > 0))
+            num_tokens -= node.num_tokens
+            if num_tokens <= 0:
+                break
+        return evictions
 
     def in_order(self) -> Iterator[KvNode]:
         """Leaves and what becomes a leaf when they go, in the order of eviction. Valid until a
