@@ -285,9 +285,11 @@ class HostedTreeCore(WatchedTreeCore):
             self._unlock(node_id)
             result = self._core.drive_host_eviction(component_type, 1)
             freed = result.tracker[component_type]
+            _move(result, total)
             if freed not in (0, size):
                 self._switch_off(f"{freed} tokens left host memory where {size} were let loose")
-            elif not freed:
+                break
+            if not freed:
                 self._lock(node_id)
                 kept.append(node)
             else:
@@ -295,9 +297,6 @@ class HostedTreeCore(WatchedTreeCore):
                     self._count(node, size)
                     self.evicted["host"] += size
                 self._tree.copy_dropped(node_id)
-            _move(result, total)
-            if self.is_off:
-                break
         return total
 
     def _first_copy(self, kept: list[KvNode]) -> KvNode | None:

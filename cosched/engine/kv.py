@@ -216,9 +216,9 @@ class KvManager:
             return
         for tracked in itertools.islice(self._online, _MOST_RESTORING):
             if tracked not in self._restoring:
-                state = self._restore(tracked, before.get(tracked))
-                if state is not None:
-                    self._restoring[tracked] = state
+                step = self._restore(tracked, before.get(tracked))
+                if step is not None:
+                    self._restoring[tracked] = step
 
     def _restore(
         self, tracked: TrackedRequest, before: _Loading | _MakingWay | None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cosched.core.batch import BatchShape, Prefill
+from cosched.engine import port
 
 __all__ = ["shape_of"]
 
@@ -23,12 +24,5 @@ def shape_of(batch: Any) -> BatchShape:
             )
         ],
         decodes=[cached + 1 for cached in batch.prefix_lens[num_prefills:]],
-        num_loaded=_num_loaded(batch),
+        num_loaded=port.num_loaded(batch),
     )
-
-
-def _num_loaded(batch: Any) -> int:
-    """Tokens that are loaded from host memory while it runs: begun when it was built."""
-    if batch.hicache_consumer_index < 0:
-        return 0
-    return int(batch.tree_cache.cache_controller.ack_load_queue[-1].num_tokens)

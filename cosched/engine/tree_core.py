@@ -62,13 +62,8 @@ def can_watch(scheduler: Any) -> bool:
 
 
 def _can_watch_host(tree: Any) -> bool:
-    """Whether the core locks copies in host memory, and drops what has none."""
-    return (
-        hasattr(tree.tree_core, "drop_subtree_no_host")
-        and hasattr(tree.tree_core, "inc_host_lock_ref")
-        and tree.host_memory_mode == "cache"
-        and not tree.enable_storage
-    )
+    """Whether it keeps contexts there, and has nothing below it."""
+    return port.KNOWS_HOST and tree.host_memory_mode == "cache" and not tree.enable_storage
 
 
 class WatchedTreeCore:

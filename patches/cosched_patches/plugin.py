@@ -33,7 +33,8 @@ def register() -> None:
             from cosched.engine import cpu_attention, cpu_host, cpu_paging, port
 
             cpu_attention.install()
-            cpu_host.install()
+            if port.KNOWS_HOST:
+                cpu_host.install()
             if port.PAGES_NEED_TRITON:
                 cpu_paging.install()
     except CoschedError as error:

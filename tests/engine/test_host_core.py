@@ -16,7 +16,7 @@ from cosched.engine.host_core import HostedTreeCore
 from cosched.kv.eviction import CopyOrder, Leaves
 from tests.engine.test_tree_core import CORES, NUM_OPERATIONS, OPERATIONS, Machine
 
-pytestmark = pytest.mark.skipif(port.VERSION == "0.5.21", reason="its cores lock nothing on a host")
+pytestmark = pytest.mark.skipif(not port.KNOWS_HOST, reason="not with this version of SGLang")
 
 FULL = ComponentType.FULL
 HOST_TOKENS = 60
@@ -47,6 +47,7 @@ class HostMachine(Machine):
             writing_check=lambda **kwargs: None,
             evict_for_alloc=None,
             flush_pending_backups=lambda: None,
+            ready_to_load_host_cache=lambda: -1,
         )
         self.core.watch(self.cache)
         self.loading = []
@@ -170,6 +171,14 @@ class HostMachine(Machine):
     def ahead(self):
         self.core.write_ahead(self.draw.randrange(1, 30))
 
+    def way(self):
+        self.core.make_way(self.draw.randrange(1, 30))
+
+    def checkpoint(self):
+        node_id = self.some_node()
+        if node_id is not None:
+            self.core.write(node_id)
+
     def evict(self):
         wanted = self.draw.randrange(1, 40)
         tracker = {FULL: 0}
@@ -220,6 +229,8 @@ HOST_OPERATIONS = {getattr(HostMachine, op.__name__): n for op, n in OPERATIONS.
     HostMachine.load: 4,
     HostMachine.finish: 6,
     HostMachine.ahead: 3,
+    HostMachine.way: 1,
+    HostMachine.checkpoint: 2,
     HostMachine.peek: 2,
 }
 
@@ -240,3 +251,39 @@ def test_the_copy_agrees_on_both_tiers(monkeypatch, core, page_size, is_write_ba
     assert machine.core.transferred["to_host"] > 0
     assert machine.core.transferred["to_device"] > 0
     assert machine.core.evicted["demoted"] > 0
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_where_the_copy_is_wrong_the_engines_orders_take_over(monkeypatch, core, caplog):
+    """It goes on, host memory can be used up, and nothing is lost."""
+    machine = HostMachine(core, page_size=1, seed=3, is_write_back=True)
+    steps = (HostMachine.insert, HostMachine.match, HostMachine.evict, HostMachine.finish)
+    draw = random.Random(1)
+    for _ in range(200):
+        draw.choice((*steps, HostMachine.depart, HostMachine.ahead))(machine)
+    assert machine.tree.num_on_host > 0
+    machine.tree.num_evictable += 1
+    before = caplog.text.count("SGLang's own eviction order")
+    for _ in range(300):
+        draw.choice(steps)(machine)
+    assert machine.core.is_off
+    assert caplog.text.count("SGLang's own eviction order") == before + 1
+    assert not machine.core._locks
+    # All of both can be given up in the engine's own order.
+    while machine.cache.ongoing_write_through:
+        machine.finish()
+    held = machine.core.full_evictable_size()
+    tracker = {FULL: 0}
+    machine.core.evict_device_start(FULL, held)
+    while (step := machine.core.evict_device_next_node(FULL, tracker)).node_id is not None:
+        leaf = machine.core.evict_device_leaf(step.node_id, True)
+        tracker[FULL] += leaf.tracker[FULL]
+        machine.drain(leaf)
+        if leaf.backup_kv is not None:
+            gone = machine.core.drop_subtree_no_host(step.node_id)
+            tracker[FULL] += gone.tracker[FULL]
+            machine.drain(gone)
+    machine.core.evict_device_end(FULL)
+    machine.drain(machine.core.drive_host_eviction(FULL, HOST_TOKENS))
+    assert machine.core.full_evictable_size() == 0
+    assert len(machine.host_free) == HOST_TOKENS

@@ -40,6 +40,7 @@ __all__ = [
     "lookup_key",
     "num_committed",
     "num_in_session",
+    "num_loaded",
     "num_own",
     "peek",
     "prefills_of",
@@ -268,6 +269,14 @@ def prefills_of(batch: Any) -> Iterator[tuple[Any, int]]:
     were mixed into it. From the batch: a mixed decode leaves other numbers on its request."""
     num_prefills = len(batch.reqs) - len(batch.decoding_reqs or ())
     return zip(batch.reqs[:num_prefills], batch.extend_lens[:num_prefills], strict=True)
+
+
+def num_loaded(batch: Any) -> int:
+    """Tokens that are loaded from host memory while a batch runs: begun when it was built."""
+    if batch.hicache_consumer_index < 0:
+        return 0
+    loads = batch.tree_cache.cache_controller.ack_load_queue
+    return int(loads[-1].num_tokens) if loads else 0
 
 
 def under_way(scheduler: Any) -> list[Any]:
