@@ -50,12 +50,12 @@ def test_two_ranks_serve_both_classes(tiny_model, flags):
 def test_two_ranks_evict_the_same(tiny_model):
     """Memory for a few of the prompts: all are asked again and again, by both classes."""
     limits = ("--max-running-requests", "4", "--chunked-prefill-size", "64")
-    memory = ("--max-total-tokens", "512")
+    memory = ("--max-total-tokens", "1200")
     with start_server(tiny_model, "--tp", "2", *limits, *memory) as server:
 
         def ask(index):
             body = {
-                "text": f"{index % 9} says hello there " * (5 + index % 9),
+                "text": f"{index % 9} says hello there " * (30 + 4 * (index % 9)),
                 "sampling_params": {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True},
                 "priority": -1 if index % 2 else 0,
             }
@@ -64,7 +64,7 @@ def test_two_ranks_evict_the_same(tiny_model):
             return index % 9, tuple(reply.json()["output_ids"])
 
         with ThreadPoolExecutor(8) as threads:
-            answers = list(threads.map(ask, range(180)))
+            answers = list(threads.map(ask, range(120)))
         assert len(set(answers)) == 9, "the same prompt gets the same tokens"
         states = httpx.get(f"{server.url}/get_server_info", timeout=30).json()["internal_states"]
         kv = states[0]["cosched"]["kv"]
