@@ -63,7 +63,7 @@ class Traffic:
     """A source for `VirtualEngine`: everything offline at the start, online all the time."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        from cosched.engine.virtual import Arrival
+        from cosched.simulation.virtual import Arrival
 
         self._make = Arrival
         self._options = options
@@ -165,8 +165,8 @@ def measure(scenario: Scenario, num_iterations: int, options: argparse.Namespace
         config=(("latency_model", options.latency_model),) if options.latency_model else (),
     )
     os.environ[ENV_VAR] = config_of(spec).to_json()
-    from cosched.engine.virtual import VirtualEngine
     from cosched.simulation.run import identity_of
+    from cosched.simulation.virtual import VirtualEngine
 
     watch = Stopwatch(CLOCKS[options.clock])
     with (

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
-from sglang.srt.runtime_context import get_parallel
 
 from cosched.config import Config
 from cosched.core.plan import Plan
@@ -27,7 +26,7 @@ from cosched.engine.identity import identity_of
 from cosched.engine.iteration import Iteration
 from cosched.engine.kv import KvManager
 from cosched.engine.observe import IterationObserver
-from cosched.engine.partial import SplitBatch
+from cosched.engine.port.partial import SplitBatch
 from cosched.engine.ranks import Ranks
 from cosched.engine.service import ServiceRecord
 from cosched.engine.state import PlanningTimes, ReplicaState
@@ -110,7 +109,7 @@ class Controller:
         self.observer = observer
         self.caps = port.caps_of(scheduler)
         self.predictor = Calibrator(
-            _belief(scheduler, entry, config), graphs=port.graph_sizes_of(scheduler)
+            _known_predictor(scheduler, entry, config), graphs=port.graph_sizes_of(scheduler)
         )
         assert entry.make is not None, f"{entry.name} plans nothing"
         self.settings = PolicySettings(
@@ -128,8 +127,9 @@ class Controller:
         """Planned, and not launched yet."""
         self.guard = guard
         self.ranks: Ranks | None = None
-        if get_parallel().tp_size > 1:
-            self.ranks = Ranks(scheduler.tp_cpu_group, is_source=get_parallel().tp_rank == 0)
+        parallel = port.parallel()
+        if parallel.tp_size > 1:
+            self.ranks = Ranks(port.rank_group(scheduler), is_source=parallel.tp_rank == 0)
         self.is_source = self.ranks is None or self.ranks.is_source
         """This rank plans; the others do as it says."""
         self.timekeeper: Timekeeper | None = None
@@ -158,7 +158,7 @@ class Controller:
         )
         self.kv: KvManager | None = None
         """None: SGLang's own eviction order holds."""
-        if config.kv.is_ours and get_parallel().tp_size == 1 and can_watch(scheduler):
+        if config.kv.is_ours and parallel.tp_size == 1 and can_watch(scheduler):
             self.kv = KvManager(
                 scheduler,
                 # What is lost in seconds can be weighed where seconds are known.
@@ -172,16 +172,7 @@ class Controller:
         for req in scheduler.waiting_queue:
             self.waiting.append(req)
         scheduler.waiting_queue = self.waiting
-        summary = WaitingSummary(self.waiting)
-        # The inquirer is a frozen dataclass of callables that the scheduler itself builds.
-        object.__setattr__(scheduler.load_inquirer, "get_waiting_queue", lambda: summary)
-
-    def use_clock(self, clock: Clock) -> None:
-        """Take time from another clock; before the first request comes."""
-        self.clock = clock
-        self.waiting.clock = clock
-        if self.timekeeper is not None:
-            self.timekeeper.clock = clock
+        port.report_waiting(scheduler, WaitingSummary(self.waiting))
 
     def use_policy(self, policy: Policy[Any]) -> Policy[Any]:
         """Plan by another policy from now on; returns the one before."""
@@ -372,7 +363,7 @@ def _us(seconds: float) -> float:
     return round(seconds * 1e6, 1)
 
 
-def _belief(scheduler: Any, entry: PolicyEntry, config: Config) -> FittedPredictor | None:
+def _known_predictor(scheduler: Any, entry: PolicyEntry, config: Config) -> FittedPredictor | None:
     """What the configuration says of this engine's times, None: nothing. ConfigError when it is of
     another engine."""
     if config.latency_model is None or not entry.timed:

@@ -352,7 +352,7 @@ class DecisionLog:
             self._planned.decision.result.outcome = Outcome.REPLANNED
             self._close(self._planned)
         # Until it is known to have run, nothing has.
-        result = Result(outcome=Outcome.NO_BATCH, planning_s=iteration.planning_s)
+        result = Result(outcome=Outcome.NO_BATCH, planning_s=iteration.planning_s or 0.0)
         plan = iteration.plan
         decision = Decision(
             number=self._num_plans,

@@ -54,7 +54,7 @@ def test_two_runs_give_the_same_bytes(name):
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_virtual_time_contains_no_host_time(monkeypatch, overlap):
-    from cosched.engine.virtual import VirtualEngine
+    from cosched.simulation.virtual import VirtualEngine
 
     spec = make_spec("sarathi", duration_s=2.0, machine=replace(SMALL, overlap=overlap))
     fast = execute(spec)
