@@ -249,6 +249,15 @@ class Ledger:
             need += self._reserve(request)
         return num_tokens if need <= self.headroom else 0
 
+    def why_it_stops(self, request: Request) -> SkipReason | None:
+        """Why an unfinished prefill cannot go on by one token, or None: only a limit that the
+        caller set is in its way."""
+        if not self.may_continue:
+            return SkipReason.REQUEST_SLOTS
+        if self.continuation(request) > 0:
+            return None
+        return SkipReason.TOKEN_BUDGET if self.tokens <= 0 else SkipReason.MEMORY_BUDGET
+
     def charge_continuation(self, request: Request, num_tokens: int) -> None:
         """Spend what `num_tokens` more of an unfinished prefill take."""
         self.slots -= 1

@@ -10,7 +10,7 @@ import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.core.request import RequestClass
 from cosched.errors import ConfigError
 from cosched.metrics.records import record_line
-from cosched.simulation.machine import Machine, default_chunk_tokens
+from cosched.simulation.machine import Machine
 from cosched.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
 from cosched.simulation.scenario import SCENARIOS, scenario
 
@@ -167,7 +167,6 @@ def test_online_latency_suffers_least_under_sarathi():
 def test_machine_takes_sglangs_defaults_of_the_gpu():
     assert Machine(gpu="A100-80").chunk() == 8192
     assert Machine(gpu="A100-40").chunk() == 4096
-    assert default_chunk_tokens(16 << 30) == 2048
     assert 400_000 < Machine(gpu="A100-80").capacity() < 500_000
     assert Machine(kv_tokens=1000, page_size=64).capacity() == 960
     with pytest.raises(ConfigError, match="less than one page"):
