@@ -7,8 +7,9 @@
 SGLang's own scheduler runs in this process on a virtual A100 (see docs/simulation.md): the policy,
 the view, the adapter, SGLang's loop and its queues are the production ones, the forward pass alone
 is modelled. --waiting offline requests are there from the start, of --tokens tokens, behind 57
-shared heads of nine tenths of the prompt, as MMLU's subjects with five shots; --online-rate online
-requests a second come beside them. Once --running requests run (nearly), --iterations are timed:
+shared prefixes of nine tenths of the prompt, as MMLU's subjects with five shots; --online-rate
+online requests a second come beside them. Once --running requests run (nearly), --iterations
+are timed:
 
   plan      view, policy and check of the plan, learning from the last iteration included
   apply     the rest of SGLang's `get_next_batch_to_run`: building the batch

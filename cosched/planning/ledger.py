@@ -182,7 +182,7 @@ class Ledger:
         at once, no more than `at_most`: all that remain, or a chunk of whole units
         (`EngineCaps.chunk_unit`) when a prefill may stay unfinished, or 0.
 
-        num_loaded: tokens of its cached head that must be loaded from the host
+        num_loaded: tokens of its cached prefix that must be loaded from the host
         """
         remaining = _num_tokens(request) - num_cached
         room = self._room(num_loaded)
