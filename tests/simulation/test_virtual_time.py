@@ -52,6 +52,13 @@ def test_two_runs_give_the_same_bytes(name):
     assert bytes_of(first) == bytes_of(second)
 
 
+def test_the_host_time_of_plans_is_reported_where_plans_are_made():
+    planned, stock = (execute(make_spec(name, duration_s=1.0)) for name in ("sarathi", "priority"))
+    times = planned.summary.host.planning_s
+    assert 0.9 * len(planned.iterations) < times.num_samples and 0 < times.p50 < 1
+    assert stock.summary.host.planning_s.num_samples == 0
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_virtual_time_contains_no_host_time(monkeypatch, overlap):
     from cosched.simulation.virtual import VirtualEngine
