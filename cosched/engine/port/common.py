@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from http import HTTPStatus
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
@@ -23,6 +23,7 @@ __all__ = [
     "Found",
     "Parallel",
     "Peek",
+    "Progress",
     "WaitingTotal",
     "admit_ready_grammars",
     "can_hold",
@@ -59,6 +60,7 @@ __all__ = [
     "peek",
     "prefills_of",
     "prefix_key",
+    "progress_of",
     "put_back",
     "rank_group",
     "report_waiting",
@@ -256,6 +258,10 @@ def reserve_ratio(scheduler: Any) -> float:
 
 # --- A request ---
 
+Progress: TypeAlias = tuple[Any, int, int, int, bool]
+"""What cosched keeps of a request, tokens whose KV is computed, KV tokens that it holds beside what
+the radix tree owns, generated tokens, and whether it is about to end."""
+
 
 def token_ids(req: Any) -> array[int]:
     """Prompt and generated tokens. Not to be written: without output it is the prompt itself."""
@@ -331,6 +337,23 @@ def has_penalties(req: Any) -> bool:
         or params.repetition_penalty != 1.0
         or params.min_new_tokens
     )
+
+
+def progress_of(running_batch: Any) -> list[Progress]:
+    """Of each request that goes on. The only pass over all that runs that a plan needs, and the
+    dearest part of many a plan: one expression."""
+    return [
+        (
+            req.cosched,
+            kv.kv_committed_len,
+            kv.kv_allocated_len - kv.cache_protected_len,
+            len(req.output_ids),
+            req.to_finish is not None,
+        )
+        for req in running_batch.reqs
+        if req.finished_reason is None
+        for kv in (req.kv,)
+    ]
 
 
 # --- The radix tree ---
