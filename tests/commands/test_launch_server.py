@@ -19,6 +19,12 @@ from cosched.policy.registry import POLICIES
 from tests.serving import TEST_FLAGS
 
 
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch):
+    """A simulation in this process before leaves its configuration behind."""
+    monkeypatch.delenv(ENV_VAR, raising=False)
+
+
 def flags_of(*argv):
     return launch_server.build_parser().parse_known_args(argv)
 
