@@ -37,6 +37,7 @@ class SkipReason(Enum):
     ENGINE_REFUSED = "engine_refused"
     ONLINE_RESERVE = "online_reserve"
     EVICTION_LOSS = "eviction_loss"
+    RECOMPUTE_DEBT = "recompute_debt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
