@@ -29,7 +29,7 @@ class SkipReason(Enum):
     unfinished_prefill (another one's is under way, and this one does not fit whole), adapters,
     decodes_due (the last iteration left the decodes out), engine_refused (a moment ago).
     The policy's: latency_budget (time), batch_size (requests at once), rate_limit (requests per
-    second), online_reserve and eviction_loss (KV memory; docs/kv_memory.md).
+    second), online_reserve, eviction_loss and recompute_debt (KV memory; docs/kv_memory.md).
     The operator's: operator_limit.
     """
 
@@ -46,6 +46,7 @@ class SkipReason(Enum):
     ENGINE_REFUSED = "engine_refused"
     ONLINE_RESERVE = "online_reserve"
     EVICTION_LOSS = "eviction_loss"
+    RECOMPUTE_DEBT = "recompute_debt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -117,8 +117,8 @@ def _preempt(controller: Controller, plan: Plan, running_batch: Any) -> None:
 def _stop(controller: Controller, req: Any, mode: PreemptMode) -> None:
     """Give back a request's memory and send it back to where it waits."""
     scheduler = controller.scheduler
+    controller.stopped(req)
     port.release(scheduler.tree_cache, req, keep=mode is not PreemptMode.RECOMPUTE)
-    controller.counters.num_preemptions += 1
     port.put_back(scheduler, req)
 
 
@@ -144,7 +144,7 @@ def _build_batch(
     for req in candidates:
         if req.rid not in refused:
             waiting.remove_rid(req.rid)
-            req.cosched.num_refusals = 0
+            controller.admitted(req.cosched)
     for req in left:
         if req in waiting:
             controller.bar(req.cosched)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from cosched.config import Config
+from cosched.core.batch import BatchTotals
 from cosched.core.plan import Plan
 from cosched.core.request import Request, RequestClass
 from cosched.core.view import Ended, View
@@ -35,6 +36,7 @@ from cosched.engine.tracked import TrackedRequest
 from cosched.engine.tree_core import can_watch
 from cosched.engine.view_of import SchedulerView, num_cached
 from cosched.engine.waiting import WaitingQueue, WaitingSummary
+from cosched.kv.recompute import RecomputeBudget
 from cosched.latency.calibration import Calibrator
 from cosched.latency.predictor import FittedPredictor
 from cosched.latency.profile_file import Profile
@@ -69,6 +71,11 @@ class Counters:
     num_engine_refusals: int = 0
     online_prefill_tokens: int = 0
     offline_prefill_tokens: int = 0
+    recomputed_tokens: int = 0
+
+
+RECOMPUTE_WINDOW_S = 60.0
+"""What may be computed anew at once is the share of so much time (`KvConfig.recompute_share`)."""
 
 
 class _Before(NamedTuple):
@@ -120,6 +127,7 @@ class Controller:
             offline_rate=config.offline_rate,
         )
         self.policy: Policy[Any] = entry.make(self.settings)
+        self._is_timed = entry.timed
         self._carry = self.policy.initial
         self._before: _Before | None = None
         """What the latest plan was made with, for it to be made again."""
@@ -169,6 +177,8 @@ class Controller:
             self.waiting.kv = self.kv
             if self.timekeeper is not None:
                 self.timekeeper.on_end = self.kv.ended
+        share = config.kv.recompute_share
+        self._recompute = RecomputeBudget(share=share, most_s=share * RECOMPUTE_WINDOW_S)
         for req in scheduler.waiting_queue:
             self.waiting.append(req)
         scheduler.waiting_queue = self.waiting
@@ -243,6 +253,7 @@ class Controller:
             predictor=self.predictor,
             decodes_due=self.decodes_due,
             is_barred=self._is_barred,
+            recompute_debt_s=self._recompute.debt_s(moment.now_s),
             kv=self.kv if self.kv is not None and not self.kv.core.is_off else None,
         )
 
@@ -302,6 +313,26 @@ class Controller:
         self.exporter = exporter
         self.observer.add_listener(exporter.measured)
 
+    def stopped(self, req: Any) -> None:
+        """A plan stops a request, whose memory is about to be given back."""
+        self.counters.num_preemptions += 1
+        tracked = TrackedRequest.of(req)
+        if tracked is not None:
+            tracked.num_stopped_at = tracked.num_computed_tokens
+
+    def admitted(self, tracked: TrackedRequest) -> None:
+        """A waiting request is in the batch that is being built."""
+        tracked.num_refusals = 0
+        num_cached = tracked.num_prefix_tokens
+        num_lost = tracked.num_stopped_at - num_cached
+        tracked.num_stopped_at = 0
+        if num_lost > 0:
+            self.counters.recomputed_tokens += num_lost
+            totals = BatchTotals()
+            totals.add_prefill(num_lost, num_cached)
+            if self._is_timed:
+                self._recompute.pay(self.predictor.predict_s(totals), self.clock.now_s())
+
     def count_prefill(self, req: Any, num_tokens: int) -> None:
         """Count prompt tokens that the engine admitted."""
         tracked = TrackedRequest.of(req)
@@ -342,6 +373,7 @@ class Controller:
             ),
             online_prefill_tokens=counters.online_prefill_tokens,
             offline_prefill_tokens=counters.offline_prefill_tokens,
+            recomputed_tokens=counters.recomputed_tokens,
             online_output_tokens=output_tokens[RequestClass.ONLINE],
             offline_output_tokens=output_tokens[RequestClass.OFFLINE],
             attainment={

@@ -127,6 +127,7 @@ class ViewState(msgspec.Struct, kw_only=True, omit_defaults=True):
     free_slots: int
     num_offline: int
     mean_iteration_s: float = 0.0
+    recompute_debt_s: float = 0.0
     rules: BatchRules | None = None
     running: list[RequestRow] = []
     unfinished: list[RequestRow] = []

@@ -191,6 +191,10 @@ class RecordingView:
         return self._view.offline_limits
 
     @property
+    def recompute_debt_s(self) -> float:
+        return self._view.recompute_debt_s
+
+    @property
     def free_slots(self) -> int:
         return self._view.free_slots
 
@@ -241,6 +245,7 @@ class RecordingView:
             mean_iteration_s=self.mean_iteration_s,
             kv=self.kv,
             free_slots=self.free_slots,
+            recompute_debt_s=self.recompute_debt_s,
             num_offline=self.num_offline,
             rules=self.rules,
             offline_limits=None if limits == OfflineLimits() else limits,

@@ -39,6 +39,7 @@ class TrackedRequest:
         "num_queued_tokens",
         "num_refusals",
         "num_reported_tokens",
+        "num_stopped_at",
         "req",
         "request_class",
         "reserves_all",
@@ -70,6 +71,8 @@ class TrackedRequest:
         """The engine keeps all of its output to come free, and not a share."""
         self.num_penalized = 0
         """Generated tokens that its penalties have counted (`cosched.engine.port.penalties`)."""
+        self.num_stopped_at = 0
+        """Tokens whose KV it had when it was stopped; 0: it was not, or has resumed."""
         self.num_refusals = 0
         """Times in a row that the engine did not admit it although the plan did."""
         self.barred_until = 0

@@ -51,6 +51,7 @@ class SchedulerView:
         predictor: Predictor,
         decodes_due: bool,
         is_barred: Callable[[Request], bool],
+        recompute_debt_s: float = 0.0,
         kv: KvManager | None = None,
     ) -> None:
         self._kv = kv
@@ -64,6 +65,7 @@ class SchedulerView:
         self.ended: Sequence[Ended] = moment.ended
         self.predictor = predictor
         self.is_barred = is_barred
+        self.recompute_debt_s = recompute_debt_s
         self._decodes_due = decodes_due
         self._matches: dict[Request, Match] = {}
         self._gains: dict[Request, int] = {}
