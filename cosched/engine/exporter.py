@@ -77,6 +77,7 @@ METRICS = (
     Metric("waiting_requests", Kind.GAUGE, "Requests that wait.", _CLASS),
     Metric("running_requests", Kind.GAUGE, "Requests that run.", _CLASS),
     Metric("preemptions", Kind.COUNTER, "Requests stopped by a plan."),
+    Metric("recomputed_tokens", Kind.COUNTER, "Computed again after a stop had lost them."),
     Metric("engine_refusals", Kind.COUNTER, "Admissions of a plan that the engine refused."),
     Metric("safe_plans", Kind.COUNTER, "Plans by the safe rule, because the policy failed."),
     Metric("policy_given_up", Kind.GAUGE, "1 while the safe rule has taken the policy's place."),
@@ -250,6 +251,7 @@ HOST_USES = ("free", "doubled", "returning", "referenced", "dead")
 _ONLINE, _OFFLINE = ({"request_class": name.value} for name in RequestClass)
 _COUNTED: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("preemptions", "num_preemptions", {}),
+    ("recomputed_tokens", "recomputed_tokens", {}),
     ("engine_refusals", "num_engine_refusals", {}),
     ("safe_plans", "num_safe_plans", {}),
     ("offline_turned_away", "num_turned_away", {}),

@@ -12,8 +12,6 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from sglang.srt.runtime_context import get_parallel
-
 from cosched.core.estimates import Predictor
 from cosched.core.request import RequestClass
 from cosched.engine import port
@@ -135,7 +133,7 @@ class KvManager:
         watched = cache.tree_core, self.kv_tree, self.leaves
         if self.copies is not None:
             return HostedTreeCore(*watched, self.copies, partial(port.host_free, self._scheduler))
-        if get_parallel().tp_size > 1:
+        if port.parallel().tp_size > 1:
             return RankedTreeCore(*watched)
         return WatchedTreeCore(*watched)
 

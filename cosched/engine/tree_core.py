@@ -28,7 +28,6 @@ from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import (
     EvictDeviceNextNodeResult,
 )
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-from sglang.srt.runtime_context import get_parallel
 
 from cosched.core.request import RequestClass
 from cosched.core.wire import class_of_priority
@@ -56,7 +55,7 @@ def can_watch(scheduler: Any) -> bool:
         and not tree.tree_core.is_eagle
         and (not scheduler.enable_hierarchical_cache or _can_watch_host(tree))
         # What is copied when depends on clocks, which differ between ranks.
-        and (not scheduler.enable_hierarchical_cache or get_parallel().tp_size == 1)
+        and (not scheduler.enable_hierarchical_cache or port.parallel().tp_size == 1)
         and port.can_tell_path(tree.tree_core)
     )
 

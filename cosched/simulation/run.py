@@ -193,7 +193,7 @@ def execute_requests(
         Profile.predictor_for(Path(config.latency_model), identity)
     os.environ[ENV_VAR] = config.to_json()
     cost_model = cost_model_of(spec)
-    from cosched.engine.virtual import HostLink, VirtualEngine
+    from cosched.simulation.virtual import HostLink, VirtualEngine
 
     machine = spec.machine
     host_link = None

@@ -7,6 +7,7 @@ import pytest
 import torch
 from sglang.srt.mem_cache.l2_transfer import TransferCompletion
 
+from cosched.core.plan import PreemptMode
 from cosched.engine import port
 from cosched.kv.occupancy import HostOccupancy
 from tests.engine.conftest import assert_drained, prompt, view_now
@@ -290,3 +291,37 @@ def test_copies_are_exact_in_every_layer(make_engine):
     assert scheduler.cosched.kv.core.transferred["to_device"] > 200
     for one, other in zip(taken["second"], taken["third"], strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_a_stopped_request_is_copied_and_goes_on(make_engine, monkeypatch):
+    """With the mode that the plan has chosen; the tokens are those of an engine with room."""
+
+    def submit(engine):
+        engine.submit("offline", prompt(1, 250), max_new_tokens=60, priority=-1)
+
+        def more(iteration):
+            if iteration == 20:
+                engine.submit("online", prompt(2, 420), max_new_tokens=20)
+
+        engine.run_until_idle(on_iteration=more)
+        return {rid: reply.output_ids for rid, reply in engine.replies.items()}
+
+    expected = submit(make_engine(policy="hygen", max_total_tokens=4000))
+    engine = with_host(make_engine)
+    LateTransfers(engine, 2)
+    modes = []
+    controller = engine.scheduler.cosched
+    original = controller._plan
+
+    def plan(*args, **kwargs):
+        made = original(*args, **kwargs)
+        modes.extend(preemption.mode for preemption in made.preempt)
+        return made
+
+    monkeypatch.setattr(controller, "_plan", plan)
+    assert submit(engine) == expected
+    assert PreemptMode.CHECKPOINT in modes
+    host = controller.kv.occupancy().host
+    assert host.to_host >= 250 and 0 < host.to_device <= 310  # the tail that went
+    assert controller.counters.offline_prefill_tokens < 250 + 30
+    assert_drained(engine)

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
-from cosched.engine.virtual import VirtualClock
-from cosched.engine.virtual_host import VirtualTransfers
 from cosched.metrics.records import record_line
 from cosched.simulation.machine import Machine
 from cosched.simulation.run import CostSpec, RunSpec, execute_requests
 from cosched.simulation.scenario import scenario
+from cosched.simulation.virtual import VirtualClock
+from cosched.simulation.virtual_host import VirtualTransfers
 from tests.traces.samples import request
 
 SPEC = RunSpec(

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from sglang.srt.managers.utils import GenerationBatchResult
 
 from cosched.core.batch import BatchShape
 from cosched.core.request import RequestClass, Slo
@@ -29,12 +28,12 @@ from cosched.core.wire import OFFLINE_PRIORITY, PARAMS_KEY, class_of_priority, p
 from cosched.engine import port
 from cosched.engine.attach import use_virtual_device
 from cosched.engine.identity import STANDS_FOR
-from cosched.engine.local import LocalEngine
-from cosched.engine.shape import shape_of
-from cosched.engine.virtual_host import VirtualTransfers
+from cosched.engine.iteration import Iteration
+from cosched.engine.port.local import LocalEngine, lengths_of, made_up
 from cosched.latency.graphs import GraphSizes
 from cosched.latency.profile_file import EngineIdentity
 from cosched.metrics.records import IterationLog, IterationRecord, RequestRecord
+from cosched.simulation.virtual_host import VirtualTransfers
 
 __all__ = [
     "EOS_ID",
@@ -156,7 +155,7 @@ class _Following:
             token_times=self.token_times,
             num_cached_tokens=self.num_cached,
             num_recomputed_tokens=self._num_recomputed(),
-            num_preemptions=0 if req is None else req.retraction_count,
+            num_preemptions=0 if req is None else port.num_retractions(req),
             finish_reason=reason,
             ok=reason != "abort",
             slo=arrival.slo,
@@ -302,31 +301,25 @@ class VirtualEngine:
             num_layers=link.num_layers,
             gpu_free_s=lambda: self._gpu_free_s,
         )
-        self.scheduler.tree_cache.cache_controller.l2_transfer_engine = self._transfers
+        self.local.replace_transfers(self._transfers)
         controller = getattr(self.scheduler, "cosched", None)
         if controller is not None:
             controller.use_transfer(link.s_per_token)
 
     def _take_over(self) -> None:
-        scheduler = self.scheduler
-        use_virtual_device(scheduler, self.clock, self._cost_model.graph_sizes)
-        # Reports to a server that is not there; they walk the queues at every prefill.
-        scheduler.load_snapshot_writer = None
-        # Guards against a forward that still reads or writes the batch: this one is over at once.
-        scheduler._forward_isolation = lambda batch, *, overlap: contextlib.nullcontext()
-        scheduler.model_worker.forward_batch_generation = self._forward
-        process = scheduler.process_batch_result
+        use_virtual_device(self.scheduler, self.clock, self._cost_model.graph_sizes)
+        self.local.replace_forward(self._forward)
 
         def process_when_done(batch: Any, result: Any) -> None:
             launched: _Launched = result.virtual
             self._num_in_flight -= 1
             self.clock.advance_to(launched.done_s)
             before = [len(req.output_ids) for req in batch.reqs]
-            self._log_iteration(batch, launched, result.cosched.predicted_s)
+            self._log_iteration(batch, launched, result.cosched)
             process(batch, result)
             self._record(batch, before, launched)
 
-        scheduler.process_batch_result = process_when_done
+        process = self.local.replace_processing(process_when_done)
 
     def _submit(self, arrival: Arrival) -> None:
         assert arrival.rid not in self._following, f"rid used twice: {arrival.rid}"
@@ -343,16 +336,16 @@ class VirtualEngine:
             stream=False,
         )
 
-    def _forward(self, batch: Any, **options: Any) -> GenerationBatchResult:
+    def _forward(self, batch: Any, **options: Any) -> Any:
         """Takes the place of the model worker's forward: no computation, modelled time."""
-        shape = shape_of(batch)
+        shape = port.shape_of(batch)
         start_s = max(self.clock.now_s(), self._gpu_free_s)
         seconds = self._cost_model.iteration_s(shape)
         if shape.num_loaded and self._transfers is not None:
             seconds = self._transfers.iteration_s(start_s, seconds)
         self._gpu_free_s = start_s + seconds
         self._num_launched += 1
-        result = GenerationBatchResult(next_token_ids=self._tokens(batch))
+        result = made_up(self._tokens(batch))
         result.virtual = _Launched(shape, start_s, self._gpu_free_s)
         self._num_in_flight += 1
         for req in batch.reqs:
@@ -362,14 +355,14 @@ class VirtualEngine:
                 self._reqs[req.rid] = req
         return result
 
-    def _tokens(self, batch: Any) -> torch.Tensor:
+    def _tokens(self, batch: Any) -> list[int]:
         """The next token of each request: the reply's own where the arrival gives it, else a
         function of the length; EOS at its end.
 
         Equal prompts get equal outputs, as greedy decoding would give them.
         """
         tokens = []
-        for req, length in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True):
+        for req, length in zip(batch.reqs, lengths_of(batch), strict=True):
             num_output = length - len(req.origin_input_ids) + 1
             following = self._following.get(req.rid)
             if following is None or num_output >= following.arrival.num_output_tokens:
@@ -378,7 +371,7 @@ class VirtualEngine:
                 tokens.append(following.arrival.output_ids[num_output - 1])
             else:
                 tokens.append(_FIRST_ID + length % (VOCAB_SIZE - _FIRST_ID))
-        return torch.tensor(tokens, dtype=torch.int64)
+        return tokens
 
     def _record(self, batch: Any, before: list[int], launched: _Launched) -> None:
         now_s = self.clock.now_s()
@@ -403,7 +396,7 @@ class VirtualEngine:
                 for source in self._sources:
                     source.on_finish(record)
 
-    def _log_iteration(self, batch: Any, launched: _Launched, predicted_s: float | None) -> None:
+    def _log_iteration(self, batch: Any, launched: _Launched, iteration: Iteration) -> None:
         shape = launched.shape
         scheduler = self.scheduler
         counts = {RequestClass.ONLINE: [0, 0, 0, 0], RequestClass.OFFLINE: [0, 0, 0, 0]}
@@ -425,7 +418,8 @@ class VirtualEngine:
             IterationRecord(
                 start_s=launched.start_s,
                 duration_s=launched.done_s - launched.start_s,
-                predicted_s=predicted_s,
+                predicted_s=iteration.predicted_s,
+                planning_s=iteration.planning_s,
                 num_online_prefill_tokens=on[0],
                 num_offline_prefill_tokens=off[0],
                 num_online_prefills=on[1],

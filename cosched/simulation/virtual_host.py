@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from sglang.srt.mem_cache.l2_transfer import TransferCompletion
 
 __all__ = ["VirtualTransfers"]
 
@@ -36,6 +35,14 @@ class _Event:
 
     def synchronize(self) -> None:
         self._clock.advance_to(self._done_s)
+
+
+class _Completion(NamedTuple):
+    """What SGLang's `TransferCompletion` holds."""
+
+    start_event: _Event
+    finish_event: _Event
+    timing_enabled: bool = False
 
 
 class VirtualTransfers:
@@ -62,12 +69,12 @@ class VirtualTransfers:
         self._to_host_s = self._to_device_s = 0.0
         """When the latest copy is done, each way."""
 
-    def submit_device_to_host(self, transfers: list[Any]) -> TransferCompletion:
+    def submit_device_to_host(self, transfers: list[Any]) -> _Completion:
         start_s = self._start_s(self._to_host_s)
         self._to_host_s = start_s + self._seconds(transfers)
         return self._completion(start_s, self._to_host_s)
 
-    def submit_host_to_device(self, transfers: list[Any], **options: Any) -> TransferCompletion:
+    def submit_host_to_device(self, transfers: list[Any], **options: Any) -> _Completion:
         start_s = self._start_s(self._to_device_s)
         self._to_device_s = start_s + self._seconds(transfers)
         return self._completion(start_s, self._to_device_s)
@@ -91,6 +98,6 @@ class VirtualTransfers:
     def _seconds(self, transfers: list[Any]) -> float:
         return len(transfers[0].device_indices) * self._s_per_token
 
-    def _completion(self, start_s: float, done_s: float) -> TransferCompletion:
+    def _completion(self, start_s: float, done_s: float) -> _Completion:
         assert math.isfinite(done_s), f"{done_s=}"
-        return TransferCompletion(_Event(self._clock, start_s), _Event(self._clock, done_s), False)
+        return _Completion(_Event(self._clock, start_s), _Event(self._clock, done_s))
