@@ -120,7 +120,12 @@ class KvManager:
             int(_MOST_AHEAD * port.kv_total(scheduler)),
         )
         self.demand = OnlineDemand(window_s=config.window_s, deviations=config.deviations)
+        self._used_before = 0
+        """Tokens that were evicted since the start, less those free, when it was last looked at
+        what goes next."""
         self._gone: list[TrackedRequest] = []
+        self._with_nothing: set[TrackedRequest] = set()
+        """Waiting requests that were seen to have next to nothing in host memory."""
         self._restoring: dict[TrackedRequest, _Loading | _MakingWay] = {}
         """Waiting requests whose KV is on its way from host memory."""
         self._learnt_s = -math.inf
@@ -212,8 +217,10 @@ class KvManager:
                 self._restoring[tracked] = state
         if not self.kv_tree.num_on_host or core.is_off:
             return
-        for tracked in itertools.islice(self._online, _MOST_RESTORING):
-            if tracked not in self._restoring:
+        oldest = list(itertools.islice(self._online, _MOST_RESTORING))
+        self._with_nothing.intersection_update(oldest)
+        for tracked in oldest:
+            if tracked not in self._restoring and tracked not in self._with_nothing:
                 step = self._restore(tracked, before.get(tracked))
                 if step is not None:
                     self._restoring[tracked] = step
@@ -227,6 +234,7 @@ class KvManager:
         found = port.peek(scheduler.tree_cache, tracked.req)
         num_host = self.num_on_host(tracked, found.node, found.num_tokens)
         if num_host * self.leaves.worth.transfer_s < _LEAST_WAIT_S:
+            self._with_nothing.add(tracked)
             return None
         need = num_host + len(port.token_ids(tracked.req)) - found.num_tokens
         free = port.kv_free(scheduler)
@@ -242,8 +250,12 @@ class KvManager:
     def _write_ahead(self) -> None:
         core = self.core
         assert isinstance(core, HostedTreeCore)
-        missing = self._num_ahead - port.kv_free(self._scheduler)
-        if missing > 0:
+        free = port.kv_free(self._scheduler)
+        missing = self._num_ahead - free
+        # Looked at again when an eighth of what was looked at is used up.
+        used = self.core.evicted["all"] - free
+        if missing > 0 and abs(used - self._used_before) >= self._num_ahead // 8:
+            self._used_before = used
             core.write_ahead(missing - core.num_writing)
 
     def checkpoint(self, tracked: TrackedRequest) -> None:
