@@ -38,8 +38,9 @@ __all__ = ["KvManager", "transfer_s_of"]
 
 _LEARN_PERIOD_S = 1.0
 """Between two samples of the demand and of the turnover."""
-_STEPS_PER_PLAN = 4
-"""Depths at which the price of a token is asked anew with each plan."""
+_PRICED_AT_ONCE = 8
+"""Depths at which the price of a token is asked anew with each `_PLANS_PER_PRICE`th plan."""
+_PLANS_PER_PRICE = 8
 _MOST_KEPT = 0.9
 """Share of the memory that is kept for online requests at most: offline work goes on."""
 _TURNOVER_SHARE = 0.1
@@ -128,6 +129,7 @@ class KvManager:
         """Waiting requests that were seen to have next to nothing in host memory."""
         self._restoring: dict[TrackedRequest, _Loading | _MakingWay] = {}
         """Waiting requests whose KV is on its way from host memory."""
+        self._num_plans = 0
         self._learnt_s = -math.inf
         self._evicted_before = 0
         self._evicted_per_s = 0.0
@@ -182,8 +184,10 @@ class KvManager:
         self.returns.advance(now_s)
         if self._learnt_s == -math.inf:
             self.prices.refresh(predictor)
-        # A little with each plan: all at once would be felt.
-        self.prices.refresh(predictor, num_steps=_STEPS_PER_PLAN)
+        # A little at a time: all at once would be felt.
+        self._num_plans += 1
+        if not self._num_plans % _PLANS_PER_PRICE:
+            self.prices.refresh(predictor, num_steps=_PRICED_AT_ONCE)
         self.returns.refresh(
             now_s,
             discount_s=self.turnover_s,

@@ -81,13 +81,15 @@ def _replay_preemptions(
 def _replay_holds(
     plan: Plan, view: View, ledger: Ledger, running: dict[str, Request], preempted: set[str]
 ) -> None:
+    held: list[Request] = []
     for rid in plan.hold:
         request = running.get(rid)
         if request is None or rid in preempted:
             raise PlanError(f"held but not running: {rid}")
         if not view.can_hold(request):
             raise PlanError(f"held, but it cannot sit out now: {rid}")
-        ledger.refund_hold(request)
+        held.append(request)
+    ledger.refund_holds(held)
     num_running = len(running) - len(preempted & running.keys())
     if plan.hold and not plan.prefill and len(plan.hold) == num_running:
         raise PlanError("all running requests are held and nothing is prefilled")
