@@ -42,8 +42,7 @@ class RankedTreeCore(WatchedTreeCore):
         if self._given is not None:
             if self.is_off:
                 raise RuntimeError("this rank has lost track of its KV since the others were told")
-            self._compare()
-            if self.is_off:
+            if not self._agrees():
                 self._given = None  # on all ranks: what they compare is equal
         self._quota = request_cnt
         self._is_by_engine = self._given is None

@@ -194,18 +194,19 @@ class WatchedTreeCore:
 
         cache.evict_for_alloc = evict_for_alloc
 
-    def _compare(self) -> None:
-        """Switch off where the engine's tree is not what it is taken for."""
+    def _agrees(self) -> bool:
+        """Whether the engine's tree is what it is taken for; where it is not, the order is switched
+        off."""
         if not self.is_off and self._tree.num_evictable != self._core.full_evictable_size():
             self._switch_off(
                 f"{self._tree.num_evictable} tokens are evictable by its own count, "
                 f"{self._core.full_evictable_size()} by the engine's"
             )
+        return not self.is_off
 
     def evict_device_start(self, component_type: Any, request_cnt: int) -> None:
-        self._compare()
         self._quota = request_cnt
-        if self.is_off:
+        if not self._agrees():
             self._core.evict_device_start(component_type, request_cnt)
 
     def evict_device_next_node(self, component_type: Any, tracker: Any) -> Any:

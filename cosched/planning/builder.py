@@ -153,7 +153,8 @@ class PlanBuilder:
     ) -> list[Request]:
         """Running requests sit this iteration out, their KV kept. Returns those that cannot."""
         can_hold, held = self.view.can_hold, self.held
-        going, staying = [], []
+        going: list[Request] = []
+        staying: list[Request] = []
         for request in requests:
             is_free = request.rid not in held and can_hold(request)
             (going if is_free else staying).append(request)

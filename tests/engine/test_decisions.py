@@ -40,11 +40,11 @@ def spec_of(policy, *, overlap):
             name=policy, summary="", policy=policy, has_online=True, has_offline=True
         ),
         machine=replace(SMALL, overlap=overlap),
-        online=WorkloadSpec(name="alpaca", rate=10.0),
+        online=WorkloadSpec(name="alpaca", rate=14.0),
         offline=WorkloadSpec(name="bros-offline", num_requests=60),
         cost=CostSpec(name="roofline"),
         slo=Slo(ttft_s=1.0, tpot_s=0.02),
-        duration_s=4.0,
+        duration_s=5.0,
     )
 
 
