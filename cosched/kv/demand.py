@@ -6,8 +6,8 @@ still cached, and never less than the demand of now is kept: a burst is answered
 window only decides how long it is remembered.
 
 Nor is more kept than the demand of now can become while an offline request is under way: it ends
-soon, or is stopped, and gives its memory back. So the rises of the demand over `reaction_s` are looked
-at in the same way, and after a burst the memory is not kept for another one in its midst.
+soon, or is stopped, and gives its memory back. So the rises of the demand over `reaction_s` are
+looked at in the same way, and after a burst the memory is not kept for another one on top of it.
 """
 
 from __future__ import annotations

@@ -68,8 +68,8 @@ WORKLOADS = {
     "burst": NamedWorkload(
         classes=(ONLINE,),
         description=(
-            "chat with one burst: 4x the rate in the sixth in the middle of the duration asked for; "
-            "lengths of azure-conv"
+            "chat with one burst: 4x the rate in the sixth in the middle of the duration asked "
+            "for; lengths of azure-conv"
         ),
         build=builders.burst,
     ),
