@@ -185,7 +185,7 @@ class ReturnModel:
             kind %= _NUM_KINDS
             self._chances[kind] = _chances(self._hazards(kind, prior, 1.0), discount_s)
             # How many come is soon known, when they come is not: what is kept for them while they
-            # are away costs offline work, and those that never come would be waited for at each age.
+            # are away costs offline work, and who never comes would be waited for at each age.
             share = self._share_of_prior(kind, prior)
             self._soon[kind] = _chances(self._hazards(kind, prior, share), self._horizon_s)
         self._next = (self._next + num_kinds) % _NUM_KINDS

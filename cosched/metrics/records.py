@@ -348,8 +348,8 @@ class IterationLog(ColumnLog):
             self.append(record)
 
     def __getitem__(self, index: int) -> IterationRecord:
-        values = (column[index] for column in self._columns.values())
-        return IterationRecord(*(None if math.isnan(value) else value for value in values))
+        values: Iterator[Any] = (column[index] for column in self._columns.values())
+        return IterationRecord._make(None if math.isnan(value) else value for value in values)
 
     def __iter__(self) -> Iterator[IterationRecord]:
         return (self[index] for index in range(len(self)))
