@@ -2,7 +2,7 @@
 """Host time of scheduling, iteration by iteration, with 100,000 requests waiting.
 
     .venv/bin/python scripts/bench_planning.py --data-dir DIR
-    .venv/bin/python scripts/bench_planning.py --waiting 10000 --policies hygen --no-stock
+    .venv/bin/python scripts/bench_planning.py --waiting 10000 --policies hygen --stock
 
 SGLang's own scheduler runs in this process on a virtual A100 (see docs/simulation.md): the policy,
 the view, the adapter, SGLang's loop and its queues are the production ones, the forward pass alone

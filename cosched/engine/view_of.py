@@ -76,32 +76,37 @@ class SchedulerView:
         everyone: list[TrackedRequest] = []
         remaining: list[int] = []
         certain: list[int] = []
-        next_step = 0
+        ending: set[str] = set()
+        own = dict.fromkeys(RequestClass, 0)
+        next_step = num_plain = 0
         mixes = True
         page = self.caps.page_size
         decodes: dict[RequestClass, tuple[list[TrackedRequest], list[int]]]
         decodes = {request_class: ([], []) for request_class in RequestClass}
-        own = dict.fromkeys(RequestClass, 0)
-        for req in self._batch.reqs:
-            if not port.is_under_way(req):
-                continue
-            tracked = req.cosched
+        for tracked, num_computed, num_own, num_output, is_ending in port.progress_of(self._batch):
             everyone.append(tracked)
-            to_come = tracked.max_new_tokens - len(req.output_ids)
-            requests, contexts = decodes[tracked.request_class]
+            request_class = tracked.request_class
+            requests, contexts = decodes[request_class]
             requests.append(tracked)
-            num_computed = port.num_committed(req)
             contexts.append(num_computed + 1)
-            own[tracked.request_class] += port.num_own(req)
-            traits = tracked.traits
-            if traits is not PLAIN:
-                mixes = mixes and traits.can_mix
-                to_come *= traits.num_rows
+            own[request_class] += num_own
+            to_come = tracked.max_new_tokens - num_output
+            num_rows = 1
+            if tracked.traits is PLAIN:
+                num_plain += 1
+            else:
+                mixes = mixes and tracked.traits.can_mix
+                num_rows = tracked.traits.num_rows
             if not num_computed % page:
-                next_step += page * traits.num_rows
-            (certain if tracked.reserves_all else remaining).append(to_come)
+                next_step += page * num_rows
+            (certain if tracked.reserves_all else remaining).append(to_come * num_rows)
+            if is_ending:
+                ending.add(tracked.rid)
         by_class = {request_class: Decodes(*lists) for request_class, lists in decodes.items()}
-        return _Running(everyone, by_class, own, remaining, certain, next_step, mixes)
+        are_plain = num_plain == len(self._batch.reqs)
+        return _Running(
+            everyone, by_class, own, remaining, certain, next_step, mixes, ending, are_plain
+        )
 
     @property
     def running(self) -> Sequence[TrackedRequest]:
@@ -122,7 +127,7 @@ class SchedulerView:
             mixed=caps.mixed_batches
             and self._running.mixes
             and all(request.traits.can_mix for request in self.unfinished),
-            partial=caps.partial_decode and port.can_hold(self._batch),
+            partial=caps.partial_decode and (self._running.are_plain or port.can_hold(self._batch)),
             decodes_due=self._decodes_due,
         )
 
@@ -136,7 +141,7 @@ class SchedulerView:
 
     def can_hold(self, request: Request) -> bool:
         """One that is about to end is not held: the engine would not see its end."""
-        return self.rules.partial and _req(request).to_finish is None
+        return self.rules.partial and request.rid not in self._running.ending
 
     @property
     def online(self) -> Iterable[TrackedRequest]:
@@ -254,6 +259,8 @@ class _Running(NamedTuple):
     certain    output still to come of each that cannot
     next_step  KV tokens that their next decodes take
     mixes      all of them may decode beside a prefill
+    ending     ids of those that are about to end
+    are_plain  nothing of theirs is special (`Traits`), nor of any that is still in the batch
     """
 
     everyone: list[TrackedRequest]
@@ -263,6 +270,8 @@ class _Running(NamedTuple):
     certain: list[int]
     next_step: int
     mixes: bool
+    ending: set[str]
+    are_plain: bool
 
 
 def _req(request: Request) -> Any:

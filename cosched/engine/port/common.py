@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from http import HTTPStatus
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
@@ -19,6 +19,7 @@ from cosched.latency.graphs import GraphSizes
 __all__ = [
     "Found",
     "Peek",
+    "Progress",
     "admit_ready_grammars",
     "can_hold",
     "can_split",
@@ -40,6 +41,7 @@ __all__ = [
     "num_own",
     "peek",
     "prefills_of",
+    "progress_of",
     "put_back",
     "reserve_ratio",
     "take_out_unanswered",
@@ -155,6 +157,10 @@ def reserve_ratio(scheduler: Any) -> float:
 
 # --- A request ---
 
+Progress: TypeAlias = tuple[Any, int, int, int, bool]
+"""What cosched keeps of a request, tokens whose KV is computed, KV tokens that it holds beside what
+the radix tree owns, generated tokens, and whether it is about to end."""
+
 
 def token_ids(req: Any) -> array[int]:
     """Prompt and generated tokens. Not to be written: without output it is the prompt itself."""
@@ -186,6 +192,23 @@ def is_under_way(req: Any) -> bool:
     """Whether a request of the running batch goes on: one that has ended stays in it until it is
     next filtered."""
     return req.finished_reason is None
+
+
+def progress_of(running_batch: Any) -> list[Progress]:
+    """Of each request that goes on. The only pass over all that runs that a plan needs, and the
+    dearest part of many a plan: one expression."""
+    return [
+        (
+            req.cosched,
+            kv.kv_committed_len,
+            kv.kv_allocated_len - kv.cache_protected_len,
+            len(req.output_ids),
+            req.to_finish is not None,
+        )
+        for req in running_batch.reqs
+        if req.finished_reason is None
+        for kv in (req.kv,)
+    ]
 
 
 # --- The radix tree ---
