@@ -52,7 +52,7 @@ def demand_of(args: argparse.Namespace, name: str, rate: float | None) -> Floats
     workload = load_workload(
         name, seed=args.seed, data_dir=args.data_dir, rate=rate, duration_s=args.duration
     )
-    demand = np.zeros(int(args.duration) + 1)
+    demand = np.zeros(int(args.duration))
     for request in workload.requests:
         num_prompt = sum(segment.num_tokens for segment in request.segments)
         end_s = request.arrival_s + args.ttft + args.tpot * request.num_output_tokens
