@@ -45,10 +45,12 @@ VOCAB_SIZE = 32_000
 EOS_ID = 2
 _FIRST_ID = 10
 
+_KV_FIELDS = tuple(f.name for f in msgspec.structs.fields(KvOccupancy) if f.type in (int, bool))
+
 KV_COLUMNS = (
     "time_s",
     *(f"recomputed_{request_class.value}" for request_class in RequestClass),
-    *KvOccupancy.__struct_fields__,
+    *_KV_FIELDS,
 )
 """Of `VirtualEngine.kv`. recomputed_*: prefill tokens since the start that had been computed
 before, by whomever, and were evicted."""
@@ -437,8 +439,9 @@ class VirtualEngine:
         if controller is None or controller.kv is None or now_s < self._kv_due_s:
             return
         self._kv_due_s = now_s + KV_PERIOD_S
-        occupancy = msgspec.structs.astuple(controller.kv.occupancy())
-        self.kv.append((now_s, *self._num_again.values(), *occupancy))
+        occupancy = controller.kv.occupancy()
+        tokens = (getattr(occupancy, name) for name in _KV_FIELDS)
+        self.kv.append((now_s, *self._num_again.values(), *tokens))
 
     def _log_iteration(self, batch: Any, launched: _Launched, predicted_s: float | None) -> None:
         shape = launched.shape
