@@ -308,32 +308,32 @@ def _calibrate(arguments: argparse.Namespace) -> dict[str, Any]:
     noisy = _noisy(truth, arguments)
     calibrator = Calibrator(graphs=graphs)
     slow = range(len(batches) // 2, len(batches) * 3 // 4)
-    true_s, belief_s, predicted_s = [], [], []
+    true_s, estimate_s, predicted_s = [], [], []
     for i, batch in enumerate(batches):
         factor = arguments.slower if i in slow else 1.0
         totals = BatchTotals.of(batch)
         true_s.append(truth.iteration_s(batch) * factor)
-        belief_s.append(calibrator.belief_s(totals))
+        estimate_s.append(calibrator.estimate_s(totals))
         predicted_s.append(calibrator.predict_s(totals))
         calibrator.observe(batch, noisy.iteration_s(batch) * factor)
 
-    print("error of belief and prediction against the time without noise [%]")
-    print(f"{'iterations':<16}{'belief':>10}{'predicted':>12}{'too short by > 3 %':>22}")
+    print("error of estimate and prediction against the time without noise [%]")
+    print(f"{'iterations':<16}{'estimate':>10}{'predicted':>12}{'too short by > 3 %':>22}")
     rows = []
     for first, last in _stretches(len(batches), slow):
         true = np.array(true_s[first:last])
-        belief = summarise(belief_s[first:last], true.tolist())
+        estimate = summarise(estimate_s[first:last], true.tolist())
         ratio = np.array(predicted_s[first:last]) / true - 1
         short = float((ratio < -0.03).mean())
         print(
-            f"{f'{first}-{last}':<16}{_pc(belief.mean, 10)}"
+            f"{f'{first}-{last}':<16}{_pc(estimate.mean, 10)}"
             f"{f'{100 * ratio.mean():+.2f}':>12}{_pc(short, 22)}"
         )
         rows.append(
             {
                 "first": first,
                 "last": last,
-                "belief": asdict(belief),
+                "estimate": asdict(estimate),
                 "predicted_bias": float(ratio.mean()),
                 "too_short_ratio": short,
             }

@@ -247,7 +247,7 @@ _Engine = tuple[Any, EngineIdentity, GraphSizes | None]
 def _virtual_engine(arguments: argparse.Namespace) -> Iterator[_Engine]:
     machine = _machine_parser().parse_args(arguments.rest)
     data_dir = data_dir_of(machine)
-    from cosched.engine.virtual import VirtualEngine
+    from cosched.simulation.virtual import VirtualEngine
 
     spec = RunSpec(
         scenario=scenario(_POLICY),
@@ -280,8 +280,8 @@ def _live_engine(arguments: argparse.Namespace) -> Iterator[_Engine]:
     from sglang.srt.server_args import prepare_server_args
 
     from cosched.engine import identity
-    from cosched.engine.local import LocalEngine
     from cosched.engine.port import graph_sizes_of
+    from cosched.engine.port.local import LocalEngine
 
     config = Config(policy=_POLICY)
     flags = engine_arguments(arguments.rest, config, mixed_chunk=True)
@@ -308,7 +308,7 @@ def _live_engine(arguments: argparse.Namespace) -> Iterator[_Engine]:
 def _measured_points(
     arguments: argparse.Namespace, local: Any
 ) -> tuple[tuple[MeasuredPoint, ...], dict[str, Any]]:
-    from cosched.engine.measure import limits_of, measure_rounds
+    from cosched.profiling.measure import limits_of, measure_rounds
 
     limits = limits_of(local.scheduler, max_context=arguments.max_context)
     rounds = design_rounds(limits, num_batches=arguments.batches, seed=arguments.seed)

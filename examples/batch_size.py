@@ -8,7 +8,7 @@ import msgspec
 from cosched.core.plan import Plan, SkipReason
 from cosched.core.request import Request, RequestClass
 from cosched.core.view import View
-from cosched.planning.builder import PlanBuilder, num_tokens_of
+from cosched.planning.builder import PlanBuilder
 from cosched.policy.base import PolicySettings
 
 
@@ -24,19 +24,19 @@ class BatchSize:
     def __init__(self, settings: PolicySettings) -> None:
         self.slo = settings.slo
 
-    def residual_s(self, request: Request, start_s: float) -> float:
-        """Time until its next token is due [s]; one on its way comes out at `start_s`."""
-        is_on_its_way = request.num_computed_tokens == num_tokens_of(request)
-        since_s = start_s if is_on_its_way else request.last_token_s
-        if since_s is None:
-            return request.arrival_s + (request.slo.ttft_s or self.slo.ttft_s) - start_s
-        return since_s + (request.slo.tpot_s or self.slo.tpot_s) - start_s
+    def residual_s(self, builder: PlanBuilder, request: Request) -> float:
+        """Time until its next token is due [s]."""
+        gap_s = builder.gap_s(request)
+        if gap_s is None:
+            waited_s = builder.view.start_s - request.arrival_s
+            return (request.slo.ttft_s or self.slo.ttft_s) - waited_s
+        return (request.slo.tpot_s or self.slo.tpot_s) - gap_s
 
     def plan(self, view: View, carry: Active) -> tuple[Plan, Active]:
         builder, most = PlanBuilder(view), min(2 * carry.most, view.caps.max_running_requests)
         known = [*view.running, *view.unfinished, *view.online]
         online = (r for r in known if r.request_class is RequestClass.ONLINE)
-        left_s = {r.rid: self.residual_s(r, view.start_s) for r in online}
+        left_s = {r.rid: self.residual_s(builder, r) for r in online}
         # One that an average iteration makes late limits nobody any more.
         limit_s = min((s for s in left_s.values() if s > view.mean_iteration_s), default=inf)
         bound = {r.rid for r in view.running if not view.can_hold(r)}  # these run in any case
@@ -45,28 +45,16 @@ class BatchSize:
         taken: set[str] = set()
         for request in filterfalse(view.is_barred, chain(known, view.offline_order())):
             if len(taken) >= carry.most:
+                builder.skip(request, SkipReason.BATCH_SIZE)
                 break
-            if take(builder, request, limit_s):
+            if builder.take(request, limit_s):
                 taken.add(request.rid)
             elif request.rid not in left_s:
                 break
-            elif builder.skipped.get(request.rid) in (None, SkipReason.LATENCY_BUDGET):
+            elif builder.skipped[request.rid] is SkipReason.LATENCY_BUDGET:
                 most = 128
                 break
         for request in view.running:
             if request.rid not in taken:
                 builder.hold(request)
         return builder.build(), Active(most)
-
-
-def take(builder: PlanBuilder, request: Request, limit_s: float) -> bool:
-    """Let it run if the iteration stays within `limit_s`; of a prompt as much as does."""
-    view, ledger = builder.view, builder.ledger
-    match = view.match(request) if view.waiting(request.rid) else None
-    if match is None and request not in view.unfinished:
-        ledger.add_decodes([request.num_computed_tokens + 1])
-        return ledger.seconds() <= limit_s
-    cached = match.cached if match else request.num_computed_tokens
-    num_tokens = num_tokens_of(request) - cached
-    at_most = view.predictor.max_prefill(ledger.totals, cached, limit_s, num_tokens)
-    return builder.admit(request, match, at_most) if match else builder.go_on(request, at_most)

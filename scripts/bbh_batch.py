@@ -9,7 +9,7 @@
 ``write`` makes the input of ``python -m cosched.run_batch``. ``run`` also serves a demo model,
 sends the job beside a light stream of online requests (none with ``--rate 0``), and checks that
 every line was answered once. ``--lines`` takes so many lines by chance, in mixed order: with a KV
-pool that does not hold all tasks' heads, what is computed then depends on the order of the pool.
+pool that does not hold all tasks' prefixes, what is computed then depends on the order of the pool.
 
 DIR (default: $COSCHED_DATA) holds ``tasks/*.json`` and ``cot-prompts/*.txt`` of
 https://github.com/suzgunmirac/BIG-Bench-Hard, by themselves or in ``prompts/bbh``. The project

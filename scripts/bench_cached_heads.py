@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What it is worth to serve heads next that online requests brought into the cache.
+"""What it is worth to serve prefixes next that online requests brought into the cache.
 
     .venv/bin/python scripts/bench_cached_heads.py
 

@@ -7,8 +7,9 @@
 SGLang's own scheduler runs in this process on a virtual A100 (see docs/simulation.md): the policy,
 the view, the adapter, SGLang's loop and its queues are the production ones, the forward pass alone
 is modelled. --waiting offline requests are there from the start, of --tokens tokens, behind 57
-shared heads of nine tenths of the prompt, as MMLU's subjects with five shots; --online-rate online
-requests a second come beside them. Once --running requests run (nearly), --iterations are timed:
+shared prefixes of nine tenths of the prompt, as MMLU's subjects with five shots; --online-rate
+online requests a second come beside them. Once --running requests run (nearly), --iterations
+are timed:
 
   plan      view, policy and check of the plan, learning from the last iteration included
   apply     the rest of SGLang's `get_next_batch_to_run`: building the batch
@@ -63,7 +64,7 @@ class Traffic:
     """A source for `VirtualEngine`: everything offline at the start, online all the time."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        from cosched.engine.virtual import Arrival
+        from cosched.simulation.virtual import Arrival
 
         self._make = Arrival
         self._options = options
@@ -165,8 +166,8 @@ def measure(scenario: Scenario, num_iterations: int, options: argparse.Namespace
         config=(("latency_model", options.latency_model),) if options.latency_model else (),
     )
     os.environ[ENV_VAR] = config_of(spec).to_json()
-    from cosched.engine.virtual import VirtualEngine
     from cosched.simulation.run import identity_of
+    from cosched.simulation.virtual import VirtualEngine
 
     watch = Stopwatch(CLOCKS[options.clock])
     with (

@@ -9,9 +9,9 @@ each time looking up the next candidate and taking it out (pick: median, p99, p9
 the process grew by, resident, when the requests and their tokens were there already; the limit is
 1.3 times the distinct tokens at 4 bytes plus 500 bytes a request.
 
-Shapes, all of --tokens tokens: `heads`, 57 heads of nine tenths of the prompt, as MMLU's subjects
-with five shots; `documents`, twenty requests each behind a document of nine tenths, shuffled;
-`unique`, nothing shared. `short` is --short-requests unique ones of --short-tokens.
+Shapes, all of --tokens tokens: `heads`, 57 prefixes of nine tenths of the prompt, as MMLU's
+subjects with five shots; `documents`, twenty requests each behind a document of nine tenths,
+shuffled; `unique`, nothing shared. `short` is --short-requests unique ones of --short-tokens.
 
 Stock: SGLang's `SchedulePolicy` orders the same requests (`lpm`, which SGLang itself gives up above
 128 waiting requests, and `dfs-weight`), with the heads in the radix cache, for one plan. Ours for

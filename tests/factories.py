@@ -128,6 +128,7 @@ class FakeView:
     ended: Sequence[Ended] = ()
     unholdable: Collection[str] = ()
     loss_per_token_s: float = 0.0
+    recompute_debt_s: float = 0.0
     kept: int = 0
     offline_limits: OfflineLimits = field(default_factory=OfflineLimits)
 

@@ -11,7 +11,7 @@ from cosched.core.request import Slo
 from cosched.engine.decision_records import Header
 from cosched.engine.decisions import DecisionLog
 from cosched.engine.iteration import Iteration
-from cosched.engine.shape import shape_of
+from cosched.engine.port import shape_of
 from cosched.latency.calibration import Calibrator
 from cosched.policy.base import Budgets
 from cosched.policy.sarathi import SarathiPolicy

@@ -109,7 +109,7 @@ def test_offline_prompts_share_a_few_heads_in_no_order():
     assert all(len(head) > 300 for head in heads)
     assert len({prompt.prompt for prompt in job}) > 395
     num_runs = sum(1 for _ in groupby(heads))
-    assert num_runs > 300, "prompts of one head follow each other"
+    assert num_runs > 300, "prompts of one prefix follow each other"
 
 
 def test_warm_up_prompts_are_not_those_measured():

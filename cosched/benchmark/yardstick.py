@@ -73,7 +73,9 @@ WORKLOADS: Mapping[str, _Pair] = {
         num_requests=_NUM_ARXIV,
         online=_CHAT,
     ),
-    "ii": _Pair(workload="mmlu", title="(ii) MMLU 5-shot, shuffled: 57 shared heads", online=_CHAT),
+    "ii": _Pair(
+        workload="mmlu", title="(ii) MMLU 5-shot, shuffled: 57 shared prefixes", online=_CHAT
+    ),
     "iii": _Pair(
         workload="documents",
         title="(iii) 20 questions on each of 100 documents of 6-14k tokens",

@@ -23,13 +23,22 @@ class PreemptMode(Enum):
 
 
 class SkipReason(Enum):
-    """Why a request that was looked at does not run in this iteration."""
+    """Why a request that was looked at does not run in this iteration.
+
+    The engine's limits: token_budget (prompt tokens of an iteration), memory_budget, request_slots,
+    unfinished_prefill (another one's is under way, and this one does not fit whole), adapters,
+    decodes_due (the last iteration left the decodes out), engine_refused (a moment ago).
+    The policy's: latency_budget (time), batch_size (requests at once), rate_limit (requests per
+    second), online_reserve, eviction_loss and recompute_debt (KV memory; docs/kv_memory.md).
+    The operator's: operator_limit.
+    """
 
     TOKEN_BUDGET = "token_budget"
     MEMORY_BUDGET = "memory_budget"
     REQUEST_SLOTS = "request_slots"
     UNFINISHED_PREFILL = "unfinished_prefill"
     LATENCY_BUDGET = "latency_budget"
+    BATCH_SIZE = "batch_size"
     RATE_LIMIT = "rate_limit"
     ADAPTERS = "adapters"
     DECODES_DUE = "decodes_due"
@@ -37,6 +46,7 @@ class SkipReason(Enum):
     ENGINE_REFUSED = "engine_refused"
     ONLINE_RESERVE = "online_reserve"
     EVICTION_LOSS = "eviction_loss"
+    RECOMPUTE_DEBT = "recompute_debt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -278,6 +278,12 @@ class View(Protocol):
         nobody knows. O(nodes evicted), once per plan."""
         ...
 
+    @property
+    def recompute_debt_s(self) -> float:
+        """By how much the device has computed more anew of what stops had lost than it is to spend
+        on that [s]; 0.0: there is no reason to hold back."""
+        ...
+
     def reserve_of(self, request: Request) -> int:
         """Tokens of `KvState.reserved` that stand for this running request."""
         ...

@@ -19,7 +19,7 @@ from cosched.engine.decision_records import (
 )
 from cosched.engine.parts import parts_of
 from cosched.errors import ConfigError
-from cosched.latency.calibration import Belief
+from cosched.latency.calibration import CalibratorState
 from cosched.latency.predictor import predictor_from_dict
 
 __all__ = ["Entry", "read_log"]
@@ -30,14 +30,14 @@ class Entry:
     """One decision, and what the log says elsewhere of what it names. Valid until the next one.
 
     facts, first_tokens  by seq
-    belief               None: the policy predicts nothing
+    calibrator           None: the policy predicts nothing
     """
 
     header: Header
     decision: Decision
     facts: dict[int, RequestFacts]
     first_tokens: dict[int, float]
-    belief: Belief | None
+    calibrator: CalibratorState | None
 
 
 def read_log(path: Path, *, report: Callable[[str], None]) -> Iterator[Entry]:
@@ -82,7 +82,7 @@ class _PartReader:
         self._facts: dict[int, RequestFacts] = {}
         self._first_tokens: dict[int, float] = {}
         self._shapes: Shapes = (None, None)
-        self._belief: Belief | None = None
+        self._calibrator: CalibratorState | None = None
 
     @property
     def has_header(self) -> bool:
@@ -107,7 +107,7 @@ class _PartReader:
         for facts in record.requests:
             self._facts[facts.seq] = facts
         self._first_tokens.update(record.first_tokens)
-        self._read_belief(record)
+        self._read_calibrator(record)
         for seq in _named(record):
             if seq not in self._facts:
                 raise _BadLineError(f"it names request {seq}, which no line before it describes")
@@ -116,21 +116,21 @@ class _PartReader:
             decision=record,
             facts=self._facts,
             first_tokens=self._first_tokens,
-            belief=self._belief,
+            calibrator=self._calibrator,
         )
 
-    def _read_belief(self, record: Decision) -> None:
-        shapes = None if self._belief is None else self._belief.shapes
+    def _read_calibrator(self, record: Decision) -> None:
+        shapes = None if self._calibrator is None else self._calibrator.shapes
         if record.shapes is not None:
             try:
                 shapes = _shape(record.shapes[0]), _shape(record.shapes[1])
             except ConfigError as error:
                 raise _BadLineError(f"shapes: {error}") from None
-        state = record.belief
+        state = record.calibrator
         if state is not None:
             if shapes is None:
-                raise _BadLineError("a belief without shapes, and none before it")
-            self._belief = Belief(
+                raise _BadLineError("a calibrator without shapes, and none before it")
+            self._calibrator = CalibratorState(
                 shapes=shapes,
                 scales=state.scales,
                 cold_scale=state.cold_scale,

@@ -48,7 +48,7 @@ class Replanned:
 
 def replan(entries: Iterable[Entry], *, policy: str | None = None) -> Replanned:
     """Plan every recorded view with the named policy, or with the recorded one, built with the
-    recorded settings and asked with the recorded belief.
+    recorded settings and asked with the recorded calibrator.
 
     Another policy sees of what waits what the recorded one looked at. ConfigError for a policy that
     plans nothing, for one that asks from the beginning for what this log does not hold, and for a
@@ -134,9 +134,9 @@ class _Believed(Predictor):
         self._is_known = False
 
     def use(self, entry: Entry) -> None:
-        self._is_known = entry.belief is not None
-        if entry.belief is not None:
-            self._calibrator.believe(entry.belief)
+        self._is_known = entry.calibrator is not None
+        if entry.calibrator is not None:
+            self._calibrator.restore(entry.calibrator)
 
     @property
     def name(self) -> str:

@@ -163,6 +163,7 @@ class RecordedView:
             mixed=self.caps.mixed_batches, partial=self.caps.partial_decode
         )
         self.free_slots = state.free_slots
+        self.recompute_debt_s = state.recompute_debt_s
         self.running: Sequence[Request] = self._requests(state.running)
         self.unfinished: Sequence[Request] = self._requests(state.unfinished)
         self._online = self._requests(state.online)

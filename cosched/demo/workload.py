@@ -102,7 +102,7 @@ def make_chat_trace(spec: WorkloadSpec) -> tuple[ChatRequest, ...]:
 
 
 def make_offline_job(spec: WorkloadSpec) -> tuple[OfflinePrompt, ...]:
-    """The job's prompts, in an order that ignores which of them share a head."""
+    """The job's prompts, in an order that ignores which of them share a prefix."""
     draw = _Draw(f"offline {spec.seed}")
     kinds: tuple[Callable[[_Draw], _Shot], ...] = (_sorting, _counting, _adding, _reading)
     groups = []

@@ -1,74 +1,19 @@
-"""A plan applied to SGLang: what is stopped, what is handed to the engine, chunk by chunk.
-
-SGLang's `Scheduler._get_new_batch_prefill_raw` stays in charge of building batches. It is given a
-short waiting queue (the requests of the plan, in its order) and a `PrefillAdder` that knows how
-many tokens each of them gets; everything else it does (LoRA, mixed batches, HiCache, logprobs) is
-its own.
-"""
+"""A plan applied to SGLang: what is stopped, what is held, what the engine is to build."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Set
 from dataclasses import replace
 from typing import Any
-
-from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
 from cosched.core.plan import Plan, PreemptMode
 from cosched.engine import port
 from cosched.engine.controller import Controller
-from cosched.engine.partial import split
-from cosched.engine.penalties import count_resumed
+from cosched.engine.port.building import build_prefill
+from cosched.engine.port.partial import split
+from cosched.engine.port.penalties import count_resumed
 
-__all__ = ["PlannedPrefillAdder", "held_adapters", "rejoin_held", "schedule_prefill"]
-
-# The scheduler builds its adder from fixed arguments, so the plan reaches it past them. A scheduler
-# process has one thread that schedules.
-_active_plan: Plan | None = None
-
-
-class PlannedPrefillAdder(PrefillAdder):  # type: ignore[misc]  # SGLang's classes are untyped here
-    """SGLang's adder with a token limit per request. Without an active plan it is the stock one.
-
-    Memory, slot and alignment rules are the stock ones; a refusal of one request does not end the
-    admission of those behind it, because the plan already says what fits.
-    """
-
-    rem_chunk_tokens: int | None
-
-    def add_chunked_req(self, req: Any) -> Any:
-        if _active_plan is not None:
-            self.chunked_req_limit = _active_plan.prefill[req.rid]
-        return super().add_chunked_req(req)
-
-    def add_one_req(self, req: Any, *args: Any, **kwargs: Any) -> Any:
-        if _active_plan is None:
-            return super().add_one_req(req, *args, **kwargs)
-        # Whole pages, as the stock adder counts: a chunk of the plan ends on a page boundary, and
-        # the end of a prompt is rounded up.
-        limit = self.ceil_paged_tokens(_active_plan.prefill.get(req.rid, 0))
-        if limit <= 0:
-            return AddReqResult.CONTINUE
-        outer = self.rem_chunk_tokens
-        if outer is not None:
-            self.rem_chunk_tokens = limit
-        super().add_one_req(req, *args, **kwargs)
-        if outer is not None:
-            assert self.rem_chunk_tokens is not None
-            self.rem_chunk_tokens = outer - (limit - self.rem_chunk_tokens)
-        return AddReqResult.CONTINUE
-
-
-@contextlib.contextmanager
-def _applying(plan: Plan) -> Iterator[None]:
-    global _active_plan
-    assert _active_plan is None
-    _active_plan = plan
-    try:
-        yield
-    finally:
-        _active_plan = None
+__all__ = ["held_adapters", "rejoin_held", "schedule_prefill"]
 
 
 def schedule_prefill(
@@ -109,7 +54,7 @@ def schedule_prefill(
         original, controller, plan, running_batch, prefill_delayer_single_pass
     )
     if batch is not None:
-        controller.decodes_due = not batch.decoding_reqs and not running_batch.is_empty()
+        controller.decodes_due = not port.decodes_of(batch) and not running_batch.is_empty()
         count_resumed(batch)
     return batch, running_batch
 
@@ -119,16 +64,16 @@ def held_adapters(controller: Controller) -> Set[str | None]:
     return frozenset() if controller.split is None else controller.split.adapters
 
 
-def rejoin_held(controller: Controller, next_batch: Any) -> Any:
-    """Put the requests that sit out the iteration back among the running ones; its batch is ready.
+def rejoin_held(controller: Controller, batch: Any | None, running_batch: Any) -> Any:
+    """Put the requests that sit out the iteration back among the running ones, and return these.
 
-    `next_batch` is what `Scheduler.get_next_batch_to_run` returns.
+    batch: of the iteration, ready to run; None: nothing runs
     """
     if controller.split is not None:
-        next_batch.running_batch = controller.split.rejoin(next_batch.batch_to_run)
+        running_batch = controller.split.rejoin(batch)
         controller.split = None
-    controller.on_launch(next_batch.batch_to_run)
-    return next_batch
+    controller.on_launch(batch)
+    return running_batch
 
 
 def _after_draining(controller: Controller, plan: Plan, running_batch: Any) -> Plan:
@@ -172,8 +117,8 @@ def _preempt(controller: Controller, plan: Plan, running_batch: Any) -> None:
 def _stop(controller: Controller, req: Any, mode: PreemptMode) -> None:
     """Give back a request's memory and send it back to where it waits."""
     scheduler = controller.scheduler
+    controller.stopped(req)
     port.release(scheduler.tree_cache, req, keep=mode is not PreemptMode.RECOMPUTE)
-    controller.counters.num_preemptions += 1
     port.put_back(scheduler, req)
 
 
@@ -184,40 +129,22 @@ def _build_batch(
     running_batch: Any,
     prefill_delayer_single_pass: Any,
 ) -> tuple[Any, Any]:
-    scheduler = controller.scheduler
     waiting = controller.waiting
     candidates = [t.req for rid in plan.prefill if (t := waiting.get(rid)) is not None]
-    chunk_size = scheduler.chunked_prefill_size
-    limit = chunk_size
-    if chunk_size is not None:
-        num_mixed = len(running_batch.reqs) if scheduler.is_mixed_chunk else 0
-        limit = num_mixed + sum(map(controller.caps.ceil_to_page, plan.prefill.values()))
-
-    def build(running_batch: Any) -> tuple[Any, Any]:
-        running_batch.batch_is_full = False  # it remembers a verdict on another plan
-        scheduler.waiting_queue = list(candidates)
-        return original(
-            prefill_delayer_single_pass=prefill_delayer_single_pass, running_batch=running_batch
-        )
-
-    try:
-        scheduler.chunked_prefill_size = limit
-        with _applying(plan):
-            batch, running_batch = build(running_batch)
-        scheduler.chunked_prefill_size = chunk_size
-        if batch is None and running_batch.is_empty():
-            # The engine is idle and takes nothing as it was planned, by a rule that no plan knows.
-            # Its own cut gets it going.
-            batch, running_batch = build(running_batch)
-    finally:
-        left = scheduler.waiting_queue
-        scheduler.waiting_queue = waiting
-        scheduler.chunked_prefill_size = chunk_size
+    batch, running_batch, left = build_prefill(
+        original,
+        controller.scheduler,
+        prefill=plan.prefill,
+        num_tokens=sum(map(controller.caps.ceil_to_page, plan.prefill.values())),
+        candidates=candidates,
+        running_batch=running_batch,
+        prefill_delayer_single_pass=prefill_delayer_single_pass,
+    )
     refused = {req.rid for req in left}
     for req in candidates:
         if req.rid not in refused:
             waiting.remove_rid(req.rid)
-            req.cosched.num_refusals = 0
+            controller.admitted(req.cosched)
     for req in left:
         if req in waiting:
             controller.bar(req.cosched)

@@ -28,6 +28,7 @@ __all__ = [
 
 EVICTION_FLAG = "--radix-eviction-policy"
 
+_INTERVAL_FLAG = "--prefill-decode-interval"
 _CPU_BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
 
 
@@ -42,6 +43,9 @@ def engine_arguments(argv: Sequence[str], config: Config, *, mixed_chunk: bool) 
             arguments += argument
     if not _given(argv, EVICTION_FLAG):
         arguments += eviction_arguments(config)
+    plans = policy_entry(config.policy).make is not None
+    if plans and not _given(argv, _INTERVAL_FLAG):
+        arguments += [_INTERVAL_FLAG, "0"]  # for some models SGLang has another default
     device = _value(argv, "--device")
     if not cosched.bootstrap.has_cuda() and device in (None, "cpu"):
         if device is None:
@@ -137,6 +141,7 @@ _REFUSED: tuple[tuple[str, Any, str], ...] = (
     ("enable_pdmux", False, "PD multiplexing schedules prefill and decode on its own"),
     ("enable_prefill_delayer", False, "the prefill delayer would undo the plan"),
     ("min_free_slots_delay", None, "the slot delay would undo the plan"),
+    ("prefill_decode_interval", 0, "for so many iterations after a prefill nobody would plan"),
     ("enable_hisparse", False, "HiSparse moves requests between prefill and decode on its own"),
     ("enable_priority_scheduling", False, "the policy orders the requests itself"),
     ("disable_radix_cache", False, "stopped requests keep their KV in the radix cache"),

@@ -7,10 +7,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from sglang.srt.runtime_context import get_parallel
-
 from cosched.config import Config
-from cosched.engine.clock import Clock, WallClock
+from cosched.engine import port
+from cosched.engine.clock import Clock, EngineClock
 from cosched.engine.controller import Controller, Log
 from cosched.engine.decision_records import Header
 from cosched.engine.decisions import DecisionLog
@@ -34,37 +33,35 @@ def attach(scheduler: Any, config: Config) -> None:
 
     ConfigError when the policy cannot serve its model.
     """
-    clock = WallClock()
+    clock = EngineClock()
     guard = Guard(is_strict=config.strict)
     observer = IterationObserver(scheduler, clock=clock, guard=guard)
     scheduler.cosched_observer = observer
     logs: dict[str, Log] = {}
-    if config.iteration_log is not None and get_parallel().tp_rank == 0:
+    if config.iteration_log is not None and port.parallel().tp_rank == 0:
         logs["iteration"] = iteration_log = IterationLogFile(_log_path(config.iteration_log))
         observer.add_listener(iteration_log)
     entry = policy_entry(config.policy)
     scheduler.cosched_offline = OfflineGate(scheduler, max_waiting=config.max_offline_waiting)
-    _leave_a_page(scheduler)
+    port.leave_a_page(scheduler)
     if entry.make is None:
         return
-    if scheduler.is_hybrid_swa or scheduler.is_hybrid_ssm:
+    if not port.has_one_pool(scheduler):
         raise ConfigError(
             f"policy {config.policy!r} does not support models with sliding-window or state-space "
             "layers yet (their KV has a second pool); use --cosched-policy sglang"
         )
-    if not scheduler.is_generation:
-        # Nothing decodes, and SGLang's mixed batches assume a model that generates.
-        scheduler.is_mixed_chunk = False
-    if get_parallel().tp_rank == 0:
+    port.mix_only_decodes(scheduler)
+    if port.parallel().tp_rank == 0:
         logger.info("cosched: %s", describe(config, scheduler.server_args))
     scheduler.cosched = controller = Controller(
         scheduler, entry=entry, config=config, clock=clock, observer=observer, guard=guard
     )
     controller.logs = logs
-    metrics = scheduler.metrics_collector_context
-    if metrics.current_scheduler_metrics_enabled:
-        controller.export_to(MetricsExporter(controller, metrics.collector.labels))
-    if config.decision_log is not None and get_parallel().tp_rank == 0:
+    labels = port.metric_labels(scheduler)
+    if labels is not None:
+        controller.export_to(MetricsExporter(controller, labels))
+    if config.decision_log is not None and port.parallel().tp_rank == 0:
         logs["decision"] = controller.decisions = DecisionLog(
             _log_path(config.decision_log),
             header=Header.of(
@@ -77,26 +74,16 @@ def attach(scheduler: Any, config: Config) -> None:
         )
 
 
-def _leave_a_page(scheduler: Any) -> None:
-    """Lower SGLang's limit of a request's length by what its `PrefillAdder` asks for beside it, a
-    page. Requests between the two would be taken and never admitted, and block all behind them."""
-    beyond = scheduler.max_req_len - (scheduler.max_total_num_tokens - scheduler.page_size)
-    if beyond > 0:
-        scheduler.max_req_len -= beyond
-        scheduler.max_req_input_len -= beyond
-
-
 def use_virtual_device(scheduler: Any, clock: Clock, graphs: GraphSizes | None) -> None:
     """Take time from another clock and CUDA graphs from a modelled GPU; before the first request
     comes."""
     scheduler.cosched_observer.use_virtual_clock(clock)
     controller = getattr(scheduler, "cosched", None)
     if controller is not None:
-        controller.use_clock(clock)
         controller.predictor.use_graphs(graphs)
 
 
 def _log_path(path: str) -> Path:
     """One file per replica: with data parallelism the replica's number is appended."""
-    dp_rank = get_parallel().dp_rank
+    dp_rank = port.parallel().dp_rank
     return Path(path if dp_rank is None else f"{path}.{dp_rank}")

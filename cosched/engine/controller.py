@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
-from sglang.srt.runtime_context import get_parallel
 
 from cosched.config import Config
+from cosched.core.batch import BatchTotals
 from cosched.core.plan import Plan
 from cosched.core.request import Request, RequestClass
 from cosched.core.view import Ended, View
@@ -27,7 +27,7 @@ from cosched.engine.identity import identity_of
 from cosched.engine.iteration import Iteration
 from cosched.engine.kv import KvManager
 from cosched.engine.observe import IterationObserver
-from cosched.engine.partial import SplitBatch
+from cosched.engine.port.partial import SplitBatch
 from cosched.engine.ranks import Ranks
 from cosched.engine.service import ServiceRecord
 from cosched.engine.state import PlanningTimes, ReplicaState
@@ -36,6 +36,7 @@ from cosched.engine.tracked import TrackedRequest
 from cosched.engine.tree_core import can_watch
 from cosched.engine.view_of import SchedulerView, num_cached
 from cosched.engine.waiting import WaitingQueue, WaitingSummary
+from cosched.kv.recompute import RecomputeBudget
 from cosched.latency.calibration import Calibrator
 from cosched.latency.predictor import FittedPredictor
 from cosched.latency.profile_file import Profile
@@ -70,6 +71,11 @@ class Counters:
     num_engine_refusals: int = 0
     online_prefill_tokens: int = 0
     offline_prefill_tokens: int = 0
+    recomputed_tokens: int = 0
+
+
+RECOMPUTE_WINDOW_S = 60.0
+"""What may be computed anew at once is the share of so much time (`KvConfig.recompute_share`)."""
 
 
 class _Before(NamedTuple):
@@ -110,7 +116,7 @@ class Controller:
         self.observer = observer
         self.caps = port.caps_of(scheduler)
         self.predictor = Calibrator(
-            _belief(scheduler, entry, config), graphs=port.graph_sizes_of(scheduler)
+            _known_predictor(scheduler, entry, config), graphs=port.graph_sizes_of(scheduler)
         )
         assert entry.make is not None, f"{entry.name} plans nothing"
         self.settings = PolicySettings(
@@ -121,6 +127,7 @@ class Controller:
             offline_rate=config.offline_rate,
         )
         self.policy: Policy[Any] = entry.make(self.settings)
+        self._is_timed = entry.timed
         self._carry = self.policy.initial
         self._before: _Before | None = None
         """What the latest plan was made with, for it to be made again."""
@@ -128,8 +135,9 @@ class Controller:
         """Planned, and not launched yet."""
         self.guard = guard
         self.ranks: Ranks | None = None
-        if get_parallel().tp_size > 1:
-            self.ranks = Ranks(scheduler.tp_cpu_group, is_source=get_parallel().tp_rank == 0)
+        parallel = port.parallel()
+        if parallel.tp_size > 1:
+            self.ranks = Ranks(port.rank_group(scheduler), is_source=parallel.tp_rank == 0)
         self.is_source = self.ranks is None or self.ranks.is_source
         """This rank plans; the others do as it says."""
         self.timekeeper: Timekeeper | None = None
@@ -158,7 +166,7 @@ class Controller:
         )
         self.kv: KvManager | None = None
         """None: SGLang's own eviction order holds."""
-        if config.kv.is_ours and get_parallel().tp_size == 1 and can_watch(scheduler):
+        if config.kv.is_ours and parallel.tp_size == 1 and can_watch(scheduler):
             self.kv = KvManager(
                 scheduler,
                 # What is lost in seconds can be weighed where seconds are known.
@@ -169,19 +177,12 @@ class Controller:
             self.waiting.kv = self.kv
             if self.timekeeper is not None:
                 self.timekeeper.on_end = self.kv.ended
+        share = config.kv.recompute_share
+        self._recompute = RecomputeBudget(share=share, most_s=share * RECOMPUTE_WINDOW_S)
         for req in scheduler.waiting_queue:
             self.waiting.append(req)
         scheduler.waiting_queue = self.waiting
-        summary = WaitingSummary(self.waiting)
-        # The inquirer is a frozen dataclass of callables that the scheduler itself builds.
-        object.__setattr__(scheduler.load_inquirer, "get_waiting_queue", lambda: summary)
-
-    def use_clock(self, clock: Clock) -> None:
-        """Take time from another clock; before the first request comes."""
-        self.clock = clock
-        self.waiting.clock = clock
-        if self.timekeeper is not None:
-            self.timekeeper.clock = clock
+        port.report_waiting(scheduler, WaitingSummary(self.waiting))
 
     def use_policy(self, policy: Policy[Any]) -> Policy[Any]:
         """Plan by another policy from now on; returns the one before."""
@@ -252,6 +253,7 @@ class Controller:
             predictor=self.predictor,
             decodes_due=self.decodes_due,
             is_barred=self._is_barred,
+            recompute_debt_s=self._recompute.debt_s(moment.now_s),
             kv=self.kv if self.kv is not None and not self.kv.core.is_off else None,
         )
 
@@ -311,6 +313,26 @@ class Controller:
         self.exporter = exporter
         self.observer.add_listener(exporter.measured)
 
+    def stopped(self, req: Any) -> None:
+        """A plan stops a request, whose memory is about to be given back."""
+        self.counters.num_preemptions += 1
+        tracked = TrackedRequest.of(req)
+        if tracked is not None:
+            tracked.num_stopped_at = tracked.num_computed_tokens
+
+    def admitted(self, tracked: TrackedRequest) -> None:
+        """A waiting request is in the batch that is being built."""
+        tracked.num_refusals = 0
+        num_cached = tracked.num_prefix_tokens
+        num_lost = tracked.num_stopped_at - num_cached
+        tracked.num_stopped_at = 0
+        if num_lost > 0:
+            self.counters.recomputed_tokens += num_lost
+            totals = BatchTotals()
+            totals.add_prefill(num_lost, num_cached)
+            if self._is_timed:
+                self._recompute.pay(self.predictor.predict_s(totals), self.clock.now_s())
+
     def count_prefill(self, req: Any, num_tokens: int) -> None:
         """Count prompt tokens that the engine admitted."""
         tracked = TrackedRequest.of(req)
@@ -351,6 +373,7 @@ class Controller:
             ),
             online_prefill_tokens=counters.online_prefill_tokens,
             offline_prefill_tokens=counters.offline_prefill_tokens,
+            recomputed_tokens=counters.recomputed_tokens,
             online_output_tokens=output_tokens[RequestClass.ONLINE],
             offline_output_tokens=output_tokens[RequestClass.OFFLINE],
             attainment={
@@ -372,7 +395,7 @@ def _us(seconds: float) -> float:
     return round(seconds * 1e6, 1)
 
 
-def _belief(scheduler: Any, entry: PolicyEntry, config: Config) -> FittedPredictor | None:
+def _known_predictor(scheduler: Any, entry: PolicyEntry, config: Config) -> FittedPredictor | None:
     """What the configuration says of this engine's times, None: nothing. ConfigError when it is of
     another engine."""
     if config.latency_model is None or not entry.timed:

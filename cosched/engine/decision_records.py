@@ -19,7 +19,7 @@ from cosched.policy.base import Budgets, PolicySettings
 
 __all__ = [
     "FORMAT",
-    "BeliefState",
+    "CalibratorRecord",
     "Decision",
     "Header",
     "Outcome",
@@ -31,7 +31,7 @@ __all__ = [
     "ViewState",
 ]
 
-FORMAT = 1
+FORMAT = 2
 """Raised when a reader of the last format could not read the new one."""
 
 RequestRow: TypeAlias = tuple[int, ...]
@@ -39,7 +39,8 @@ RequestRow: TypeAlias = tuple[int, ...]
 there are any."""
 
 Shapes: TypeAlias = tuple[dict[str, Any] | None, dict[str, Any] | None]
-"""The shapes of a `cosched.latency.calibration.Belief`, as `FittedPredictor.to_dict` gives them."""
+"""The shapes of a `cosched.latency.calibration.CalibratorState`, as `FittedPredictor.to_dict` gives
+them."""
 
 
 class Header(msgspec.Struct, kw_only=True, tag_field="kind", tag="header"):
@@ -126,6 +127,7 @@ class ViewState(msgspec.Struct, kw_only=True, omit_defaults=True):
     free_slots: int
     num_offline: int
     mean_iteration_s: float = 0.0
+    recompute_debt_s: float = 0.0
     rules: BatchRules | None = None
     running: list[RequestRow] = []
     unfinished: list[RequestRow] = []
@@ -154,8 +156,8 @@ class ViewState(msgspec.Struct, kw_only=True, omit_defaults=True):
     offline_limits: OfflineLimits | None = None
 
 
-class BeliefState(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
-    """`cosched.latency.calibration.Belief` without its shapes."""
+class CalibratorRecord(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
+    """`cosched.latency.calibration.CalibratorState` without its shapes."""
 
     scales: tuple[float, float]
     cold_scale: float
@@ -195,8 +197,8 @@ class Result(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     refused      requests of the plan's prefill that the engine did not take
     num_decodes  requests that decoded a token
-    predicted_s  of the batch that ran, by the belief the plan was made with [s]; None: the policy
-                 predicts nothing
+    predicted_s  of the batch that ran, as it was estimated when the plan was made [s]; None: the
+                 policy predicts nothing
     start_s      when it began, as measured [s]
     measured_s   how long it took [s]
     finished     (seq, SGLang's reason, output tokens)
@@ -220,7 +222,7 @@ class Decision(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="kind
     carry         what the policy was given from the plan before
     requests      those that no earlier record of this part names
     first_tokens  seq -> when its first token came out [s]; where it has changed
-    belief        what the predictor predicts from; None: as in the record before
+    calibrator    what the predictor predicts from; None: as in the record before
     shapes        the same
     """
 
@@ -231,5 +233,5 @@ class Decision(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="kind
     carry: Any = None
     requests: list[RequestFacts] = []
     first_tokens: dict[int, float] = {}
-    belief: BeliefState | None = None
+    calibrator: CalibratorRecord | None = None
     shapes: Shapes | None = None

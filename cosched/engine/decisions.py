@@ -30,7 +30,7 @@ from cosched.core.view import (
     View,
 )
 from cosched.engine.decision_records import (
-    BeliefState,
+    CalibratorRecord,
     Decision,
     Header,
     Outcome,
@@ -45,7 +45,7 @@ from cosched.engine.iteration import Iteration
 from cosched.engine.parts import PartWriter, switched_off
 from cosched.engine.tracked import TrackedRequest
 from cosched.errors import ConfigError
-from cosched.latency.calibration import Belief, Calibrator
+from cosched.latency.calibration import Calibrator, CalibratorState
 
 __all__ = ["DecisionLog", "RecordingView"]
 
@@ -191,6 +191,10 @@ class RecordingView:
         return self._view.offline_limits
 
     @property
+    def recompute_debt_s(self) -> float:
+        return self._view.recompute_debt_s
+
+    @property
     def free_slots(self) -> int:
         return self._view.free_slots
 
@@ -241,6 +245,7 @@ class RecordingView:
             mean_iteration_s=self.mean_iteration_s,
             kv=self.kv,
             free_slots=self.free_slots,
+            recompute_debt_s=self.recompute_debt_s,
             num_offline=self.num_offline,
             rules=self.rules,
             offline_limits=None if limits == OfflineLimits() else limits,
@@ -293,7 +298,7 @@ class _Open:
     decision: Decision
     rids: Collection[str]
     requests: list[tuple[Request, float | None]]
-    belief: Belief | None
+    state: CalibratorState | None
     is_over: bool = False
 
 
@@ -324,7 +329,7 @@ class DecisionLog:
         self._finished: set[int] = set()
         self._known: dict[int, float | None] = {}
         """seq -> when its first token came out, of the requests that this part describes."""
-        self._belief: Belief | None = None
+        self._state: CalibratorState | None = None
         """The last one in this part."""
         try:
             number = self._parts.start()
@@ -352,7 +357,7 @@ class DecisionLog:
             self._planned.decision.result.outcome = Outcome.REPLANNED
             self._close(self._planned)
         # Until it is known to have run, nothing has.
-        result = Result(outcome=Outcome.NO_BATCH, planning_s=iteration.planning_s)
+        result = Result(outcome=Outcome.NO_BATCH, planning_s=iteration.planning_s or 0.0)
         plan = iteration.plan
         decision = Decision(
             number=self._num_plans,
@@ -362,9 +367,9 @@ class DecisionLog:
             result=result,
         )
         self._num_plans += 1
-        belief = None if self._predictor is None else self._predictor.belief()
+        state = None if self._predictor is None else self._predictor.state()
         requests = [(request, request.first_token_s) for request in view.requests()]
-        self._planned = _Open(decision, plan.prefill.keys(), requests, belief)
+        self._planned = _Open(decision, plan.prefill.keys(), requests, state)
         self._open.append(self._planned)
 
     def launched(self, iteration: Iteration, batch: Any | None) -> None:
@@ -438,12 +443,12 @@ class DecisionLog:
             if first_token_s is not None and first_token_s != known[seq]:
                 known[seq] = first_token_s
                 decision.first_tokens[seq] = first_token_s
-        belief = ended.belief
-        if belief is not None and belief != self._belief:
-            decision.belief = _belief_state(belief)
-            if self._belief is None or belief.shapes != self._belief.shapes:
-                decision.shapes = _shapes(belief)
-            self._belief = belief
+        state = ended.state
+        if state is not None and state != self._state:
+            decision.calibrator = _calibrator_record(state)
+            if self._state is None or state.shapes != self._state.shapes:
+                decision.shapes = _shapes(state)
+            self._state = state
         self._parts.write(self._encode(decision))
 
     def _begin_part(self, number: int) -> None:
@@ -451,7 +456,7 @@ class DecisionLog:
         self._parts.write(self._encode(self._header))
         # A part can be read alone.
         self._known.clear()
-        self._belief = None
+        self._state = None
 
 
 def _rows(requests: Iterable[Request]) -> list[RequestRow]:
@@ -491,17 +496,17 @@ def _plan_state(plan: Plan, view: RecordingView) -> PlanState:
     return state
 
 
-def _belief_state(belief: Belief) -> BeliefState:
-    return BeliefState(
-        scales=belief.scales,
-        cold_scale=belief.cold_scale,
-        drift=belief.drift,
-        margin=belief.margin,
-        seen=belief.seen,
-        error=belief.error,
+def _calibrator_record(state: CalibratorState) -> CalibratorRecord:
+    return CalibratorRecord(
+        scales=state.scales,
+        cold_scale=state.cold_scale,
+        drift=state.drift,
+        margin=state.margin,
+        seen=state.seen,
+        error=state.error,
     )
 
 
-def _shapes(belief: Belief) -> Shapes:
-    decode, prefill = (None if shape is None else shape.describe() for shape in belief.shapes)
+def _shapes(state: CalibratorState) -> Shapes:
+    decode, prefill = (None if shape is None else shape.describe() for shape in state.shapes)
     return decode, prefill

@@ -76,6 +76,7 @@ METRICS = (
     Metric("waiting_requests", Kind.GAUGE, "Requests that wait.", _CLASS),
     Metric("running_requests", Kind.GAUGE, "Requests that run.", _CLASS),
     Metric("preemptions", Kind.COUNTER, "Requests stopped by a plan."),
+    Metric("recomputed_tokens", Kind.COUNTER, "Computed again after a stop had lost them."),
     Metric("engine_refusals", Kind.COUNTER, "Admissions of a plan that the engine refused."),
     Metric("safe_plans", Kind.COUNTER, "Plans by the safe rule, because the policy failed."),
     Metric("policy_given_up", Kind.GAUGE, "1 while the safe rule has taken the policy's place."),
@@ -233,6 +234,7 @@ KV_USES = ("free", "running_online", "running_offline", "returning", "referenced
 _ONLINE, _OFFLINE = ({"request_class": name.value} for name in RequestClass)
 _COUNTED: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("preemptions", "num_preemptions", {}),
+    ("recomputed_tokens", "recomputed_tokens", {}),
     ("engine_refusals", "num_engine_refusals", {}),
     ("safe_plans", "num_safe_plans", {}),
     ("offline_turned_away", "num_turned_away", {}),

@@ -16,7 +16,7 @@ class Iteration:
     the overlap scheduler two are under way at once.
 
     plan         what it was to run; the engine's own decision where nothing of cosched's plans
-    planning_s   host time of the view, the plan and its check [s]
+    planning_s   host time of the view, the plan and its check [s]; None: nothing was planned
     shape        what runs
     predicted_s  time predicted for it when it was launched [s]; None: nobody predicts
     launched_s   when it was launched [s]
@@ -26,7 +26,7 @@ class Iteration:
     """
 
     plan: Plan = field(default_factory=lambda: EMPTY_PLAN)
-    planning_s: float = 0.0
+    planning_s: float | None = None
     shape: BatchShape = field(default_factory=BatchShape)
     predicted_s: float | None = None
     launched_s: float = 0.0

@@ -15,14 +15,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from cosched.core.batch import BatchShape
-from cosched.engine.clock import Clock
+from cosched.engine import port
+from cosched.engine.clock import Clock, EngineClock
 from cosched.engine.guard import Guard
 from cosched.engine.iteration import Iteration
 from cosched.engine.parts import LineFile, switched_off
-from cosched.engine.shape import shape_of
 from cosched.errors import ConfigError
 
 __all__ = ["IterationLogFile", "IterationObserver"]
@@ -36,13 +34,12 @@ class IterationObserver:
     `launch` and `finish` stand around SGLang's `run_batch` and before `process_batch_result`.
     """
 
-    def __init__(self, scheduler: Any, *, clock: Clock, guard: Guard) -> None:
+    def __init__(self, scheduler: Any, *, clock: EngineClock, guard: Guard) -> None:
         """guard: what fails here is left out; the batch runs all the same."""
         self._scheduler = scheduler
         self._guard = guard
         self._clock = clock
-        self._is_synchronous = scheduler.device == "cpu"
-        self._is_virtual = False
+        self._is_synchronous = port.runs_on_cpu(scheduler)
         self._listeners: list[Callable[[Iteration], None]] = []
         self._in_flight: list[Iteration] = []
         self.planned: Iteration | None = None
@@ -56,10 +53,10 @@ class IterationObserver:
         """Iterations whose result is there."""
 
     def use_virtual_clock(self, clock: Clock) -> None:
-        """Time is virtual: an iteration is done when the clock says so, not when the call ends."""
-        self._clock = clock
+        """Time is virtual from now on, here and for all that hold the same clock: an iteration is
+        done when the clock says so, not when the call ends."""
+        self._clock.follow(clock)
         self._is_synchronous = False
-        self._is_virtual = True
 
     def add_listener(self, listener: Callable[[Iteration], None]) -> None:
         self._listeners.append(listener)
@@ -69,14 +66,14 @@ class IterationObserver:
 
     def launch(self, run: Callable[[], Any], batch: Any) -> Any:
         """Run the batch through `run` and remember when it was launched."""
-        if batch.forward_mode.is_idle() or batch.forward_mode.is_prebuilt():
+        if not port.runs_model(batch):
             return run()
         iteration, self.planned = self.planned or Iteration(), None
         with self._guard.watching("timing"):
-            iteration.shape = shape_of(batch)
+            iteration.shape = port.shape_of(batch)
             if self.predict_s is not None:
                 iteration.predicted_s = self.predict_s(iteration.shape)
-        iteration.follows = not self._scheduler._sched_idled and self.num_iterations > 0
+        iteration.follows = not port.is_idle(self._scheduler) and self.num_iterations > 0
         iteration.launched_s = self._clock.now_s()
         result = run()
         if self._is_synchronous:  # on a GPU the forward pass has only been queued
@@ -105,12 +102,7 @@ class IterationObserver:
             return None
         self._in_flight.remove(iteration)
         if iteration.duration_s is None:
-            event = getattr(result, "copy_done", None)
-            if event is not None:
-                event.synchronize()
-            elif not self._is_virtual:
-                # Without the overlap scheduler nothing has waited for the device yet.
-                _wait_for(self._scheduler.device)
+            port.wait_for(self._scheduler, result)
             self._end(iteration, self._clock.now_s())
         self.num_iterations += 1
         for listener in self._listeners:
@@ -124,10 +116,6 @@ class IterationObserver:
         iteration.duration_s = done_s - iteration.start_s
         self.busy_s += done_s - on_device_s
         self._last_done_s = done_s
-
-
-def _wait_for(device: str) -> None:
-    torch.get_device_module(device).current_stream().synchronize()
 
 
 class IterationLogFile:

@@ -133,12 +133,9 @@ class OfflineGate:
         if waiting is not None:
             waiting.offline_limits = OfflineLimits(paused=True, stop_running=True)
             return
-        unfinished = scheduler.chunked_req
-        if unfinished is not None and _is_offline(unfinished):
-            scheduler._pending_chunked_abort_req = unfinished
-        for req in scheduler.collect_inflight_reqs():
-            if _is_offline(req) and not req.finished():
-                port.end_with_error(req, HTTPStatus.SERVICE_UNAVAILABLE, LET_GO_MESSAGE)
+        for req in port.in_flight(scheduler):
+            if _is_offline(req):
+                port.end_with_error(scheduler, req, HTTPStatus.SERVICE_UNAVAILABLE, LET_GO_MESSAGE)
 
     def _answer(self, req: Any, status: HTTPStatus, message: str) -> None:
         port.send_abort(self._scheduler, port.error_answer(req, status, message), req)

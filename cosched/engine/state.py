@@ -27,6 +27,7 @@ class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
     num_safe_plans   plans made by the safe rule, because the policy failed
     policy_given_up  it failed too often in a row, and the safe rule stays until a restart
     failures         what failed and was left out (`cosched.engine.guard`) -> how often
+    recomputed_tokens  prompt and output tokens computed again because a stop had lost them
     attainment       target -> (requests that met it, requests that missed it)
     pool             None: offline requests wait in the order of arrival
     kv               None: the engine's own order of eviction holds
@@ -52,6 +53,7 @@ class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
     planning_us: PlanningTimes
     online_prefill_tokens: int
     offline_prefill_tokens: int
+    recomputed_tokens: int
     online_output_tokens: int
     offline_output_tokens: int
     attainment: dict[str, tuple[int, int]]

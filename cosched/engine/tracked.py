@@ -39,6 +39,7 @@ class TrackedRequest:
         "num_queued_tokens",
         "num_refusals",
         "num_reported_tokens",
+        "num_stopped_at",
         "req",
         "request_class",
         "reserves_all",
@@ -69,12 +70,14 @@ class TrackedRequest:
         self.reserves_all = port.reserves_whole_output(req)
         """The engine keeps all of its output to come free, and not a share."""
         self.num_penalized = 0
-        """Generated tokens that its penalties have counted (`cosched.engine.penalties`)."""
+        """Generated tokens that its penalties have counted (`cosched.engine.port.penalties`)."""
+        self.num_stopped_at = 0
+        """Tokens whose KV it had when it was stopped; 0: it was not, or has resumed."""
         self.num_refusals = 0
         """Times in a row that the engine did not admit it although the plan did."""
         self.barred_until = 0
         """Number of the plan that may admit it again after that."""
-        self.has_penalties = _has_penalties(req.sampling_params)
+        self.has_penalties = port.has_penalties(req)
         self.num_queued_tokens = 0
         """Its length when it was last queued: what the queue's total was raised by."""
         # What `cosched.engine.kv` knows of it.
@@ -106,7 +109,7 @@ class TrackedRequest:
 
     @property
     def num_preemptions(self) -> int:
-        return self.req.retraction_count  # type: ignore[no-any-return]
+        return port.num_retractions(self.req)
 
     @property
     def token_ids(self) -> list[int]:
@@ -115,9 +118,8 @@ class TrackedRequest:
 
     @property
     def prefix_key(self) -> Hashable:
-        """Requests share nothing unless these are equal. SGLang has the LoRA adapter in its extra
-        key."""
-        return self.req.extra_key, self.req.cache_salt
+        """Requests share nothing unless these are equal."""
+        return port.prefix_key(self.req)
 
     @property
     def num_computed_tokens(self) -> int:
@@ -128,27 +130,5 @@ class TrackedRequest:
 
 
 def _traits_of(req: Any) -> Traits:
-    beams = req.beam_group
-    streams_session = req.session is not None and req.session.streaming
-    has_embeds = req.input_embeds is not None
-    traits = Traits(
-        # Beams share rows that only the whole group can give back, a streaming session keeps its
-        # row and its KV, and from embeddings the engine would generate everything anew.
-        can_stop=beams is None and not streams_session and not has_embeds,
-        # SGLang mixes no batch in which one of these is (`_get_new_batch_prefill_raw`).
-        can_mix=beams is None and not req.return_logprob and not has_embeds,
-        can_cut=port.can_cut(req),
-        num_rows=1 if beams is None else int(beams.beam_width),
-        adapter=req.lora_id,
-    )
+    traits = port.traits_of(req, can_cut=port.can_cut(req))
     return PLAIN if traits == PLAIN else traits
-
-
-def _has_penalties(params: Any) -> bool:
-    """Whether what it may generate depends on what it has generated, by SGLang's penalizers."""
-    return bool(
-        params.frequency_penalty
-        or params.presence_penalty
-        or params.repetition_penalty != 1.0
-        or params.min_new_tokens
-    )

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from sglang.srt.runtime_context import get_parallel
-
 from cosched.core.caps import EngineCaps
 from cosched.core.estimates import LengthEstimate, Predictor
 from cosched.core.request import PLAIN, Request, RequestClass
@@ -53,6 +51,7 @@ class SchedulerView:
         predictor: Predictor,
         decodes_due: bool,
         is_barred: Callable[[Request], bool],
+        recompute_debt_s: float = 0.0,
         kv: KvManager | None = None,
     ) -> None:
         self._kv = kv
@@ -66,6 +65,7 @@ class SchedulerView:
         self.ended: Sequence[Ended] = moment.ended
         self.predictor = predictor
         self.is_barred = is_barred
+        self.recompute_debt_s = recompute_debt_s
         self._decodes_due = decodes_due
         self._matches: dict[Request, Match] = {}
         self._gains: dict[Request, int] = {}
@@ -221,9 +221,7 @@ class SchedulerView:
         num_held = port.num_in_session(tree, req)
         if num_held is not None:
             return Match(cached=min(num_held, port.lookup_key(req).limit), evictable=0)
-        if self._scheduler.enable_hierarchical_cache and get_parallel().tp_size == 1:
-            # Only the whole search knows what is on the host. It touches what it finds, so with
-            # several ranks, of which one plans, their trees would differ.
+        if port.searches_host(self._scheduler):
             found = port.find(tree, req)
             held = port.evictable_at(tree, found.node)
             cached = found.num_device + found.num_host
@@ -246,7 +244,7 @@ class SchedulerView:
             if self._kv is None:
                 gain = port.gain_of_stopping(self._scheduler.tree_cache, req)
             else:
-                gain = port.num_own(req) + self._kv.kv_tree.gain_of_release(req.last_node)
+                gain = port.num_own(req) + self._kv.kv_tree.gain_of_release(port.last_node(req))
             self._gains[request] = gain
         return gain
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -18,6 +17,7 @@ from sortedcontainers import SortedList
 from cosched.core.request import RequestClass
 from cosched.core.view import OfflineLimits
 from cosched.core.wire import Bounds, class_of_priority
+from cosched.engine import port
 from cosched.engine.clock import Clock
 from cosched.engine.guard import Guard
 from cosched.engine.kv import KvManager
@@ -25,15 +25,6 @@ from cosched.engine.tracked import TrackedRequest
 from cosched.offline.pool import ArrivalQueue, OfflinePool
 
 __all__ = ["WaitingQueue", "WaitingSummary", "online_requests"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Aggregate:
-    """All waiting requests as one, for code that only adds up lengths."""
-
-    seqlen: int
-    num_matched_prefix_tokens: int = 0
-    cache_request_handle: None = None  # 0.5.23 asks what its storage would find of it
 
 
 class WaitingQueue:
@@ -201,8 +192,8 @@ class WaitingSummary:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def __iter__(self) -> Iterator[_Aggregate]:
-        yield _Aggregate(self._waiting.num_tokens)
+    def __iter__(self) -> Iterator[port.WaitingTotal]:
+        yield port.WaitingTotal(self._waiting.num_tokens)
 
 
 def online_requests(queue: Iterable[Any]) -> list[Any]:

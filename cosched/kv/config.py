@@ -26,6 +26,8 @@ class KvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     window_s        over which the demand is looked at [s]
     admission       an offline request is not admitted while what it would evict is worth more than
                     it computes
+    recompute_share share of the device's time that may go into computing anew what stops have
+                    lost; beyond it no offline request is admitted beside one that runs
     late_weight     how much more a second weighs that makes an online request miss its target
     horizon_s       within which a context is expected back that is counted as demand [s]
     half_life_s     after which an observed return counts half [s]
@@ -36,6 +38,7 @@ class KvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     deviations: float = 2.0
     window_s: float = 300.0
     admission: bool = True
+    recompute_share: float = 0.25
     late_weight: float = 4.0
     horizon_s: float = 120.0
     half_life_s: float = 3600.0
@@ -48,6 +51,10 @@ class KvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             value = getattr(self, name)
             if not 0 <= value < float("inf"):
                 raise ConfigError(f"kv.{name} must be 0 or more, not {value}")
+        if not 0 < self.recompute_share <= 1:
+            raise ConfigError(
+                f"kv.recompute_share must be above 0 and at most 1, not {self.recompute_share}"
+            )
         for name in ("window_s", "horizon_s", "half_life_s"):
             value = getattr(self, name)
             if not 0 < value < float("inf"):

@@ -13,8 +13,8 @@ __all__ = ["OVERLAPPED", "SYNCHRONOUS", "CostModel", "CpuOverhead"]
 
 
 class CostModel(Protocol):
-    """Time of one iteration: a simulation's truth. A policy's belief is a `Predictor`, which knows
-    of it only what it was shown.
+    """Time of one iteration: a simulation's truth. A policy's estimate is a `Predictor`, which
+    knows of it only what it was shown.
 
     `iteration_s` mutates nothing a caller can see, except in a model that says otherwise
     (`NoisyModel` draws a number), and never raises for a valid batch. An empty batch takes no time.

@@ -17,7 +17,7 @@ from cosched.latency.fit_cosched import fit_phases
 from cosched.latency.graphs import GraphSizes
 from cosched.latency.steps import Steps, finish
 
-__all__ = ["Belief", "Calibrator", "ColdStart"]
+__all__ = ["Calibrator", "CalibratorState", "ColdStart"]
 
 DRIFT_WINDOW = 9
 """Iterations whose median tells how much slower the machine is now: up to four disturbed ones leave
@@ -94,7 +94,7 @@ class ColdStart(Predictor):
         return {"predictor": self.name, **asdict(self)}
 
 
-class Belief(NamedTuple):
+class CalibratorState(NamedTuple):
     """All that a `Calibrator` predicts from, at one moment.
 
     shapes  of decode-only iterations and of those with a prefill; None: cold
@@ -116,8 +116,8 @@ class Belief(NamedTuple):
 class Calibrator(Predictor):
     """A predictor that learns from the iterations it is shown.
 
-        belief = shape * scale of the phase * drift * growth
-        prediction = belief * (1 + margin) * error
+        estimate = shape * scale of the phase * drift * growth
+        prediction = estimate * (1 + margin) * error
 
     There are two phases: iterations with a prefill, and decode-only ones.
 
@@ -127,7 +127,7 @@ class Calibrator(Predictor):
             scale is off by more than `JUMP`. The first fit is made at once, later ones little by
             little while more observations come (`FIT_WORK`). Until then the phase is cold:
             `ColdStart`, never faster, and slower by the second largest ratio of measured to
-            believed time of the last cold iterations.
+            estimated time of the last cold iterations.
     scale   Median ratio of measured time to shape in the phase, drift taken out: what a shape gets
             wrong for the whole phase.
     drift   How much longer iterations take than others like them (`_cell`) took before, in the
@@ -139,11 +139,11 @@ class Calibrator(Predictor):
             batch, so that is too long rather than too short. It is finite, so a limit above the
             time of the largest iteration seen always admits a larger one. A given predictor is
             trusted at every size.
-    margin  The second largest excess of the last `MARGIN_WINDOW` iterations over the belief, or
+    margin  The second largest excess of the last `MARGIN_WINDOW` iterations over the estimate, or
             that of the very last one (at most twice the time): a change of the machine is answered
             at the next iteration, and one disturbed iteration forgotten after the next.
     error   1, unless an experiment sets it (`cosched.latency.wrong`). Nothing is learned about it:
-            what is observed is compared with the belief.
+            what is observed is compared with the estimate.
 
     Deterministic; all state is numbers. Nothing is learned until `observe` is called.
     """
@@ -170,7 +170,7 @@ class Calibrator(Predictor):
         self.drift = 1.0
         """How many times longer iterations take now than the scaled shapes say."""
         self.margin = 0.0
-        """Share by which predictions are longer than the belief."""
+        """Share by which predictions are longer than the estimate."""
         self.error = 1.0
         """Factor by which predictions are wrong on purpose."""
 
@@ -184,9 +184,9 @@ class Calibrator(Predictor):
         self._graphs = graphs
 
     def predict_s(self, totals: BatchTotals) -> float:
-        return self.belief_s(totals) * (1 + self.margin) * self.error
+        return self.estimate_s(totals) * (1 + self.margin) * self.error
 
-    def belief_s(self, totals: BatchTotals) -> float:
+    def estimate_s(self, totals: BatchTotals) -> float:
         """The prediction without the margin [s]."""
         phase = self._prefill if totals.num_new else self._decode
         shape = phase.shape
@@ -196,9 +196,9 @@ class Calibrator(Predictor):
             return seconds * self.drift
         return seconds * self.drift * seen.growth(totals)
 
-    def belief(self) -> Belief:
+    def state(self) -> CalibratorState:
         decode, prefill, seen = self._decode, self._prefill, self._seen
-        return Belief(
+        return CalibratorState(
             shapes=(decode.shape, prefill.shape),
             scales=(decode.scale, prefill.scale),
             cold_scale=self._cold_scale,
@@ -208,20 +208,20 @@ class Calibrator(Predictor):
             error=self.error,
         )
 
-    def believe(self, belief: Belief) -> None:
-        """Predict exactly what the calibrator predicted whose belief this was. For asking only:
-        what that one had learnt from is not part of its belief."""
+    def restore(self, state: CalibratorState) -> None:
+        """Predict exactly what the calibrator predicted whose state this was. For asking only:
+        what that one had learnt from is not part of it."""
         for phase, shape, scale in zip(
-            (self._decode, self._prefill), belief.shapes, belief.scales, strict=True
+            (self._decode, self._prefill), state.shapes, state.scales, strict=True
         ):
             phase.use(shape)
             phase.scale = scale
-        self._cold_scale, self.drift, self.margin = belief.cold_scale, belief.drift, belief.margin
-        self.error = belief.error
+        self._cold_scale, self.drift, self.margin = state.cold_scale, state.drift, state.margin
+        self.error = state.error
         self._seen = None
-        if belief.seen is not None:
+        if state.seen is not None:
             self._seen = _Seen()
-            new, pairs, decodes, context = belief.seen
+            new, pairs, decodes, context = state.seen
             self._seen.new, self._seen.pairs = new, pairs
             self._seen.decodes, self._seen.context = decodes, context
 

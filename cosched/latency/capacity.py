@@ -14,12 +14,12 @@ are 78.81 GiB when it starts to load weights (server log in SGLang's documentati
 
 
 def default_mem_fraction(gpu: GpuSpec, tp: int = 1) -> float:
-    """--mem-fraction-static as SGLang 0.5.21 chooses it (`handle_gpu_memory_settings`).
+    """--mem-fraction-static as SGLang chooses it (`handle_gpu_memory_settings`).
 
     In MiB it keeps 512 + 1.5 per token of a prefill chunk + 128 per GPU + 2 per request of the
     largest decode graph + 8 per prefill graph, at least 10240 on large GPUs: 0.83 on 80 GB.
     """
-    chunk_tokens = default_chunk_tokens(gpu)
+    chunk_tokens = default_chunk_tokens(gpu.memory_bytes)
     reserved_mib = 512 + 1.5 * chunk_tokens + 128 * tp
     reserved_mib += 2 * default_max_batch(gpu, tp) + 8 * len(prefill_graph_sizes(chunk_tokens))
     if gpu.memory_bytes > 60 << 30:

@@ -1,4 +1,7 @@
-"""The sizes SGLang captures CUDA graphs for: a batch runs in the next larger one."""
+"""The sizes SGLang captures CUDA graphs for: a batch runs in the next larger one.
+
+``tests/simulation/test_sglang_defaults.py`` asks the installed SGLang.
+"""
 
 from __future__ import annotations
 
@@ -33,27 +36,32 @@ class GraphSizes:
 
     @classmethod
     def default(cls, gpu: GpuSpec, tp: int) -> GraphSizes:
-        """What SGLang 0.5.21 captures unless told otherwise."""
+        """What SGLang captures unless told otherwise."""
         return cls(
-            prefill=tuple(prefill_graph_sizes(default_chunk_tokens(gpu))),
+            prefill=tuple(prefill_graph_sizes(default_chunk_tokens(gpu.memory_bytes))),
             decode=tuple(decode_graph_sizes(default_max_batch(gpu, tp))),
         )
 
 
-def default_chunk_tokens(gpu: GpuSpec) -> int:
-    """SGLang 0.5.21's --chunked-prefill-size, which is also its largest prefill graph [tokens]."""
-    return 8192 if gpu.memory_bytes > _LARGE_GPU_BYTES else 4096
+def default_chunk_tokens(memory_bytes: int) -> int:
+    """SGLang's --chunked-prefill-size for a GPU of this memory, which is also its largest prefill
+    graph [tokens]."""
+    gib = memory_bytes / 2**30
+    for limit_gib, num_tokens in ((20, 2048), (60, 4096), (160, 8192)):
+        if gib < limit_gib:
+            return num_tokens
+    return 16384
 
 
 def default_max_batch(gpu: GpuSpec, tp: int) -> int:
-    """SGLang 0.5.21's largest decode graph [requests]."""
+    """SGLang's largest decode graph [requests]."""
     if gpu.memory_bytes > _LARGE_GPU_BYTES:
         return 256 if tp < 4 else 512
     return 32 if tp < 4 else 160
 
 
 def prefill_graph_sizes(max_tokens: int) -> list[int]:
-    """Numbers of tokens with a prefill graph (0.5.21); mixed batches run in them too."""
+    """Numbers of tokens with a prefill graph; mixed batches run in them too."""
     sizes = (
         *range(4, 33, 4),
         *range(48, 257, 16),
@@ -66,7 +74,7 @@ def prefill_graph_sizes(max_tokens: int) -> list[int]:
 
 
 def decode_graph_sizes(max_batch: int) -> list[int]:
-    """Batch sizes with a decode graph (0.5.21)."""
+    """Batch sizes with a decode graph."""
     sizes = (1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 512, 16), *range(512, max_batch, 32))
     return [*(size for size in sizes if size < max_batch), max_batch]
 

@@ -120,7 +120,9 @@ class KernelTableModel:
         head = self._head(tokens, gemms)
         prefill = decode = np.arange(MAX_TOKENS + 1)
         if graphs:
-            prefill_sizes = prefill_graph_sizes(max_prefill_graph or default_chunk_tokens(gpu))
+            prefill_sizes = prefill_graph_sizes(
+                max_prefill_graph or default_chunk_tokens(gpu.memory_bytes)
+            )
             decode_sizes = decode_graph_sizes(max_decode_graph or default_max_batch(gpu, tp))
             self.graph_sizes = GraphSizes(prefill=tuple(prefill_sizes), decode=tuple(decode_sizes))
             prefill = np.array(padded_sizes(prefill_sizes, MAX_TOKENS))

@@ -128,14 +128,14 @@ class Profile:
 
     @classmethod
     def predictor_for(cls, path: Path, expected: EngineIdentity) -> FittedPredictor:
-        """The predictor of a file, as the belief about this engine. ConfigError naming every
+        """The predictor of a file, as the estimate of this engine. ConfigError naming every
         difference when the file is of another one, or when it holds no predictor."""
         profile = cls.load(path)
         if profile.engine is None or profile.predictor is None:
             missing = "engine" if profile.engine is None else "predictor"
             raise ConfigError(
                 f"{path}: the latency profile names no {missing}, so it cannot be a policy's "
-                "belief; write one with python -m cosched.profile measure"
+                "estimate; write one with python -m cosched.profile measure"
             )
         different = profile.engine.differences(expected)
         if different:

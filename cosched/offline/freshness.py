@@ -27,12 +27,12 @@ class UtilityMix:
 
     utility_ratio  part of the picks that follow prefix order
     patience       admissions by which a due request may be put off in favour of those that use a
-                   head in use
+                   prefix in use
 
     Every admission raises the debt by ``1 - utility_ratio`` picks (to the millionth); the admission
     of a request that is due lowers it by one. As many of the oldest are due as there are whole
-    picks of debt. An admission that puts a due request off to use a head in use leaves the debt as
-    it is, `patience` times in a row; from then on those that are due are overdue. Looking at a
+    picks of debt. An admission that puts a due request off to use a prefix in use leaves the debt
+    as it is, `patience` times in a row; from then on those that are due are overdue. Looking at a
     request and not taking it changes nothing, so a due request that did not fit is due again in the
     next plan.
 
@@ -50,7 +50,7 @@ class UtilityMix:
 
     @property
     def num_due(self) -> int:
-        """How many of the oldest requests go before others, but for those that use a head in
+        """How many of the oldest requests go before others, but for those that use a prefix in
         use."""
         return self._debt // _PICK
 
@@ -66,7 +66,7 @@ class UtilityMix:
             self._num_put_off = 0
 
     def put_off(self) -> None:
-        """Count an admission that uses a head in use while another is due; `is_patient` holds."""
+        """Count an admission that uses a prefix in use while another is due; `is_patient` holds."""
         self._num_put_off += 1
 
     def restart(self) -> None:

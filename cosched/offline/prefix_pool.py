@@ -7,14 +7,14 @@ What is next, in this order:
    before it: a job whose requests are all urgent is still served in prefix order.
 2. *Due* requests: the oldest, when `UtilityMix` says that it is their turn. While the head of the
    depth-first order has much in common with the last admission that a due one has not, the due one
-   is put off, but not for long: else a head in use would be left, and computed again later.
+   is put off, but not for long: else a prefix in use would be left, and computed again later.
 3. The depth-first order of the bucket that has the turn, then that of the other buckets.
 
 The depth-first order goes on where the last admission was made: when a request was admitted out of
 order, those that share most with it lead the order from then on. So a stale or an urgent request
-brings its siblings with it while their common head is cached, and a subtree once begun is finished
-before another, except where one of these cuts in. What the cache holds from online requests or
-earlier jobs comes right behind the head in use, before it is evicted.
+brings its siblings with it while their common prefix is cached, and a subtree once begun is
+finished before another, except where one of these cuts in. What the cache holds from online
+requests or earlier jobs comes right behind the prefix in use, before it is evicted.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     utility_ratio      part of the picks that follow prefix order, 0 to 1; the others go to the
                        oldest request (HyGen §4.3, App. A.2; the paper names no value). 1: requests
                        that share nothing may starve. 0: first come, first served. To the millionth.
-    patience           admissions in a row that may put a due request off, so that a shared head
+    patience           admissions in a row that may put a due request off, so that a shared prefix
                        that is in use is not left (own addition). 0: HyGen's rule
     least_shared       tokens in common that are worth putting a due request off [tokens]
     num_buckets        length buckets, learned (Echo §6; the paper names no value). 1: HyGen's tree.
@@ -99,7 +99,7 @@ class PoolStats:
     oldest_age_s        how long ago the oldest arrived [s]; None: nothing waits
     sharing_ratio       as in `BucketStats`, over all buckets
     expected_hit_ratio  hit rate of serving everything in the pool's order when only what goes in
-                        prefix order finds its head cached
+                        prefix order finds its prefix cached
     """
 
     num_requests: int
@@ -121,7 +121,7 @@ class PrefixPool(Generic[P]):
     """
 
     def __init__(self, config: PoolConfig, *, num_cached: Callable[[P], int] | None = None) -> None:
-        """num_cached: tokens of a new request that are in the cache now, asked once per head that
+        """num_cached: tokens of a new request that are in the cache now, asked once per prefix that
         two requests share; None: the cache is unknown."""
         self.config = config
         self._num_cached = num_cached
@@ -229,7 +229,7 @@ class PrefixPool(Generic[P]):
     def promote(self, request: PrefixRequest) -> None:
         """Say that the KV of a request that is not in the pool is, or will soon be, in the cache:
         those that share `PoolConfig.least_shared` tokens or more with it come next in each bucket,
-        behind a head that is in use. O(buckets x (depth + tokens compared)).
+        behind a prefix that is in use. O(buckets x (depth + tokens compared)).
         """
         if not self._places:
             return
@@ -283,7 +283,7 @@ class PrefixPool(Generic[P]):
         )
 
     def _promote_if_cached(self, place: Place[P], num_cached: Callable[[P], int]) -> None:
-        """Where a second request shows that a head is shared: ask whether the cache has it."""
+        """Where a second request shows that a prefix is shared: ask whether the cache has it."""
         least = self.config.least_shared
         node = place.innermost_shared()
         if node.num_requests != 2 or node.num_segment_tokens < least:
@@ -338,7 +338,7 @@ class PrefixPool(Generic[P]):
     def _leaves(
         self, in_use: int, stale: Place[P], shared_with_last: Callable[[Place[P]], int]
     ) -> bool:
-        """Whether going on with a stale request leaves a head of which `in_use` tokens are used."""
+        """Whether a stale request next leaves a prefix of which `in_use` tokens are used."""
         least = self.config.least_shared
         return in_use >= least and in_use - shared_with_last(stale) >= least
 

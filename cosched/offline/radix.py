@@ -1,7 +1,7 @@
 """A compressed radix tree over the token ids of waiting requests, kept in depth-first order.
 
 HyGen (§4.3, App. A.2) orders offline requests by a depth-first walk of their prefix tree, so that
-the KV of a shared head is computed once and used while it is cached. Here that order is a linked
+the KV of a shared prefix is computed once and used while it is cached. Here that order is a linked
 list through the requests, kept while the tree changes: every subtree is one unbroken run of it, and
 a node knows the first and the last of its run. The head of the order and the next request are one
 step away; nothing is ever sorted.

@@ -96,7 +96,8 @@ class PlanBuilder:
         return True
 
     def go_on(self, request: Request, at_most: int, *, unreserved: bool = False) -> bool:
-        """Compute up to `at_most` more prompt tokens of an unfinished prefill. False: it must stop.
+        """Compute up to `at_most` more prompt tokens of an unfinished prefill. False: it must stop,
+        and the reason is noted: `SkipReason.LATENCY_BUDGET` where `at_most` alone is in the way.
 
         unreserved: there need not be room for the output it may generate, only for the chunk
         """
@@ -105,10 +106,42 @@ class PlanBuilder:
         else:
             num_tokens = self.ledger.continuation(request, at_most=at_most)
         if num_tokens <= 0:
+            reason = self.ledger.why_it_stops(request) if at_most > 0 else None
+            self.skip(request, reason or SkipReason.LATENCY_BUDGET)
             return False
         self.ledger.charge_continuation(request, num_tokens)
         self.prefill[request.rid] = num_tokens
+        self.skipped.pop(request.rid, None)
         return True
+
+    def take(self, request: Request, limit_s: float) -> bool:
+        """Let a request take part as far as the predicted iteration then takes at most `limit_s`:
+        one that waits is admitted, an unfinished prefill goes on, both with as much of the prompt
+        as fits; the decode of a running one is counted. False: it does not fit, and the reason is
+        noted. A running one decodes all the same unless it is held."""
+        view, ledger = self.view, self.ledger
+        match = None if view.waiting(request.rid) is None else view.match(request)
+        if match is None and request not in view.unfinished:
+            contexts = (request.num_computed_tokens + 1,)
+            if ledger.seconds_with_decodes(contexts) > limit_s:
+                self.skip(request, SkipReason.LATENCY_BUDGET)
+                return False
+            ledger.add_decodes(contexts)
+            return True
+        num_cached = request.num_computed_tokens if match is None else match.cached
+        num_tokens = num_tokens_of(request) - num_cached
+        at_most = view.predictor.max_prefill(ledger.totals, num_cached, limit_s, num_tokens)
+        if match is None:
+            return self.go_on(request, at_most)
+        return self.admit(request, match, at_most)
+
+    def gap_s(self, request: Request) -> float | None:
+        """Time from its latest token to when the planned iteration begins [s]; a token that is on
+        its way comes out just then. None: it has none yet."""
+        if request.num_computed_tokens == num_tokens_of(request):
+            return 0.0
+        latest_s = request.last_token_s
+        return None if latest_s is None else self.view.start_s - latest_s
 
     def hold(self, request: Request, reason: SkipReason = SkipReason.LATENCY_BUDGET) -> bool:
         """A running request sits this iteration out, its KV kept. False: it cannot."""

@@ -182,7 +182,7 @@ class Ledger:
         at once, no more than `at_most`: all that remain, or a chunk of whole units
         (`EngineCaps.chunk_unit`) when a prefill may stay unfinished, or 0.
 
-        num_loaded: tokens of its cached head that must be loaded from the host
+        num_loaded: tokens of its cached prefix that must be loaded from the host
         """
         remaining = _num_tokens(request) - num_cached
         room = self._room(num_loaded)
@@ -248,6 +248,15 @@ class Ledger:
         if request.num_computed_tokens + num_tokens == _num_tokens(request):
             need += self._reserve(request)
         return num_tokens if need <= self.headroom else 0
+
+    def why_it_stops(self, request: Request) -> SkipReason | None:
+        """Why an unfinished prefill cannot go on by one token, or None: only a limit that the
+        caller set is in its way."""
+        if not self.may_continue:
+            return SkipReason.REQUEST_SLOTS
+        if self.continuation(request) > 0:
+            return None
+        return SkipReason.TOKEN_BUDGET if self.tokens <= 0 else SkipReason.MEMORY_BUDGET
 
     def charge_continuation(self, request: Request, num_tokens: int) -> None:
         """Spend what `num_tokens` more of an unfinished prefill take."""

@@ -12,7 +12,8 @@ The budget of an iteration (Echo §5.2: the tightest online deadline in it)
                                  most `burst` * TPOT
     online memory crowded        offline phase at most TPOT * (1 - s) / (1 - `crowded_share`); s:
                                  the share of the KV memory that online requests hold or want
-    nothing online               `idle_share` * TTFT
+    nothing online in time       `idle_share` * TTFT, the least of the server's and of those that
+                                 wait
 
 TPOT counts from the first token that came, not from the TTFT target as in Echo: what is promised to
 a user is the mean gap, and a first token that came early does not allow longer gaps. A request that
@@ -162,7 +163,7 @@ def deadline_pace(builder: PlanBuilder, settings: PolicySettings) -> DeadlinePac
         uncrowded_s = slacks.tpot_s * _room(view, slacks.contexts, budgets.crowded_share)
         offline_s = min(slacks.aimed_s, prefills.laxity_s, burst_s, uncrowded_s)
     if not slacks.contexts and math.isinf(prefills.least_s):
-        offline_s = budgets.idle_share * _target(None, settings.slo.ttft_s)
+        offline_s = budgets.idle_share * prefills.ttft_s
     cuts_online = _may_cut_online(view, prefills.least_s, settings.slo)
     return DeadlinePace(
         predictor,
@@ -257,11 +258,13 @@ class _PrefillSlacks(NamedTuple):
     laxity_s     the least of it that is left when they are computed one after the other [s]
     iteration_s  how long iterations must be for all of them to be in time beside the decodes of the
                  online requests; 0: any length will do [s]
+    ttft_s       the least TTFT target, the server's and those of late requests among them [s]
     """
 
     least_s: float
     laxity_s: float
     iteration_s: float
+    ttft_s: float
 
 
 def _prefill_slacks(view: View, default: Slo, ledger: Ledger, alone_s: float) -> _PrefillSlacks:
@@ -269,8 +272,11 @@ def _prefill_slacks(view: View, default: Slo, ledger: Ledger, alone_s: float) ->
     [s]."""
     least_s = laxity_s = math.inf
     iteration_s = work_s = 0.0
+    least_ttft_s = _target(None, default.ttft_s)
     for index, request in enumerate(_online_prefills(view)):
-        slack_s = request.arrival_s + _target(request.slo.ttft_s, default.ttft_s) - view.start_s
+        ttft_s = _target(request.slo.ttft_s, default.ttft_s)
+        least_ttft_s = min(least_ttft_s, ttft_s)
+        slack_s = request.arrival_s + ttft_s - view.start_s
         if index < _MOST_LOOKED_AT:
             work_s += _prefill_s(request, view, ledger, alone_s)
         if slack_s <= 0:
@@ -284,7 +290,7 @@ def _prefill_slacks(view: View, default: Slo, ledger: Ledger, alone_s: float) ->
         laxity_s = min(laxity_s, left_s)
         # In iterations of L the share (L - alone) / L of the time is the prefill's.
         iteration_s = max(iteration_s, min(slack_s * alone_s / left_s, work_s + alone_s))
-    return _PrefillSlacks(least_s, laxity_s, iteration_s)
+    return _PrefillSlacks(least_s, laxity_s, iteration_s, least_ttft_s)
 
 
 _MOST_LOOKED_AT = 16

@@ -4,24 +4,24 @@ Idea         the last batch is the starting point: running requests stay, online
              what the deadlines leave of the iteration's time, offline requests are admitted one by
              one, each the best of a few candidates: the first of each length bucket of the pool.
 Assumptions  the predictor knows how long a batch takes before it runs; waiting requests that share
-             a head also stand beside each other in the pool.
-Good         what is cached is used while it is: a cached head is worth its tokens and costs no
-             time. Of several heads in the cache all are used, not only that of the last admission.
+             a prefix also stand beside each other in the pool.
+Good         what is cached is used while it is: a cached prefix is worth its tokens and costs no
+             time. Of several prefixes in the cache all are used, not only the last admission's.
 Bad          looks one iteration ahead; what is short and shares nothing waits until its age or
              its deadline makes the pool name it as the only candidate (own addition).
 Parameters   `Budgets`, as HyGen; `CANDIDATES_PER_BUCKET`; the number of buckets is the pool's.
 
 Of an iteration (Eq. 1, 2, 4)
 
-    benefit      tokens it processes, those of cached heads that its prefills reuse among them
+    benefit      tokens it processes, those of cached prefixes that its prefills reuse among them
     punishment   cached tokens that are evicted for it although a waiting request would reuse them
     score        (benefit - punishment) / predicted seconds [tokens/s]
 
 Each admission is the candidate with which the score is highest. Admissions end where a limit is
-reached, not where the score falls: beside a cached head every other request lowers it, and an
+reached, not where the score falls: beside a cached prefix every other request lowers it, and an
 iteration that ends early spends the slack of the deadlines for nothing.
 
-What is evicted for whom is the cache's to decide. A plan knows which heads its candidates would
+What is evicted for whom is the cache's to decide. A plan knows which prefixes its candidates would
 reuse and how much room is left: evictions count as punishment once everything else is gone.
 
 Deviations from the paper

@@ -266,10 +266,14 @@ def _prefill_offline(builder: PlanBuilder, pace: Pace, steps: Steps) -> None:
                 request, _offline_tokens(builder, pace, request, request.num_computed_tokens)
             )
     order = builder.view.offline_order()
-    if builder.held:  # what runs comes before what waits
+    # What runs comes before what waits, and room for it before what would push it out again.
+    reason = SkipReason.LATENCY_BUDGET if builder.held else None
+    if builder.view.recompute_debt_s > 0 and _num_offline(builder):
+        reason = SkipReason.RECOMPUTE_DEBT
+    if reason is not None:
         front = next(order, None)
         if front is not None:
-            builder.skip(front, SkipReason.LATENCY_BUDGET)
+            builder.skip(front, reason)
         return
     if order.knows_prefixes:
         for request in (*builder.view.running, *builder.view.unfinished):

@@ -1,4 +1,4 @@
-"""The rule that plans where a policy cannot: nothing in it depends on time, order or belief.
+"""The rule that plans where a policy cannot: nothing in it depends on time, order or estimates.
 
 Idea         what runs decodes; an unfinished prefill goes on, or is stopped where there is no room;
              waiting online requests are admitted in the order in which they came, as far as the

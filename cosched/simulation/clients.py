@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from cosched.core.request import RequestClass
-from cosched.engine.virtual import VOCAB_SIZE, Arrival
 from cosched.metrics.records import RequestRecord
+from cosched.simulation.virtual import VOCAB_SIZE, Arrival
 from cosched_traces.workload import TraceRequest
 
 __all__ = ["AimdClient", "ClosedLoopClient", "OpenLoopClient", "SessionClient", "arrivals_of"]

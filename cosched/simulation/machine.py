@@ -7,19 +7,10 @@ from typing import Any
 
 from cosched.errors import ConfigError
 from cosched.latency.capacity import kv_capacity_tokens
+from cosched.latency.graphs import default_chunk_tokens
 from cosched.latency.specs import gpu_spec, model_spec
 
-__all__ = ["Machine", "default_chunk_tokens"]
-
-
-def default_chunk_tokens(memory_bytes: int) -> int:
-    """SGLang's own default of ``--chunked-prefill-size`` for a GPU of this memory [tokens]
-    (`_handle_gpu_memory_settings` in SGLang 0.5.21)."""
-    gib = memory_bytes / 2**30
-    for limit_gib, num_tokens in ((20, 2048), (60, 4096), (160, 8192)):
-        if gib < limit_gib:
-            return num_tokens
-    return 16384
+__all__ = ["Machine"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -196,7 +196,7 @@ def execute_requests(
         Profile.predictor_for(Path(config.latency_model), identity)
     os.environ[ENV_VAR] = config.to_json()
     cost_model = cost_model_of(spec)
-    from cosched.engine.virtual import VirtualEngine
+    from cosched.simulation.virtual import VirtualEngine
 
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cosched-model-"))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cosched.core.wire import class_of_priority
-from cosched.engine.local import Reply
+from cosched.engine.port.local import Reply
 from cosched.engine.waiting import WaitingQueue
 from cosched.offline.prefix_pool import PrefixPool
 from cosched.soak.engine import SoakEngine

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from array import array
@@ -12,7 +11,6 @@ from random import Random
 from typing import Any
 from unittest import mock
 
-import torch
 from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import (
     AbortReq,
@@ -27,18 +25,17 @@ from sglang.srt.managers.io_struct import (
     SessionParams,
     TokenizedGenerateReqInput,
 )
-from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from cosched import demo_adapters
 from cosched.config import ENV_VAR
 from cosched.core.batch import BatchShape
 from cosched.demo_model import ensure_demo_model
+from cosched.engine import port
 from cosched.engine.attach import use_virtual_device
-from cosched.engine.local import LocalEngine, Reply, load_adapters
-from cosched.engine.shape import shape_of
-from cosched.engine.virtual import VirtualClock
+from cosched.engine.port.local import LocalEngine, Reply, lengths_of, load_adapters, made_up
 from cosched.policy.registry import policy_entry
+from cosched.simulation.virtual import VirtualClock
 from cosched.soak.spec import SoakSpec
 from cosched.soak.traffic import Ask, Command
 
@@ -119,13 +116,8 @@ class SoakEngine:
         self.lora_ids = {}
         if spec.has("lora"):
             self.lora_ids = load_adapters(self.scheduler, folders)
-        streamer = self.scheduler.output_streamer
-        self.ears = Ears(streamer.send_to_detokenizer)
-        for holder, name in (
-            (streamer, "send_to_detokenizer"),
-            (self.scheduler.ipc_channels, "send_to_tokenizer"),
-        ):
-            object.__setattr__(holder, name, self.ears)
+        self.ears = Ears(self.local.outbox)
+        self.local.send_to(self.ears)
         self._take_over()
 
     def close(self) -> None:
@@ -214,17 +206,10 @@ class SoakEngine:
         assert not self.lora_ids or len(used) <= most, f"{len(used)} adapters in a batch of {most}"
 
     def _take_over(self) -> None:
-        scheduler = self.scheduler
-        use_virtual_device(scheduler, self.clock, None)
-        if not self.spec.compute:
-            # A guard against forwards that still use a batch: these are over at once.
-            scheduler._forward_isolation = lambda batch, *, overlap: contextlib.nullcontext()
-        # Reports to a server that is not there.
-        scheduler.load_snapshot_writer = None
-        forward = scheduler.model_worker.forward_batch_generation
+        use_virtual_device(self.scheduler, self.clock, None)
 
         def timed_forward(batch: Any, **options: Any) -> Any:
-            shape = shape_of(batch)
+            shape = port.shape_of(batch)
             self._gpu_free_s = max(self.clock.now_s(), self._gpu_free_s) + self._times(shape)
             self.num_launched += 1
             self._check_adapters(batch)
@@ -232,16 +217,14 @@ class SoakEngine:
             self._launched[id(result)] = result, self._gpu_free_s
             return result
 
-        process = scheduler.process_batch_result
-
         def process_when_done(batch: Any, result: Any) -> None:
             if id(result) in self._launched:
                 _, done_s = self._launched.pop(id(result))
                 self.clock.advance_to(done_s)
             process(batch, result)
 
-        scheduler.model_worker.forward_batch_generation = timed_forward
-        scheduler.process_batch_result = process_when_done
+        forward = self.local.replace_forward(timed_forward, computes=self.spec.compute)
+        process = self.local.replace_processing(process_when_done)
         if self.controller is not None:
             plan = self.controller.plan
 
@@ -252,14 +235,14 @@ class SoakEngine:
             self.controller.plan = noted_plan
 
 
-def _made_up(batch: Any) -> GenerationBatchResult:
+def _made_up(batch: Any) -> Any:
     """Next tokens that depend on prompt and length alone."""
-    lengths = batch.seq_lens_cpu.tolist()
-    tokens = [
-        10 + (req.origin_input_ids[-1] + 7919 * length) % 2000
-        for req, length in zip(batch.reqs, lengths, strict=True)
-    ]
-    return GenerationBatchResult(next_token_ids=torch.tensor(tokens, dtype=torch.int64))
+    return made_up(
+        [
+            10 + (req.origin_input_ids[-1] + 7919 * length) % 2000
+            for req, length in zip(batch.reqs, lengths_of(batch), strict=True)
+        ]
+    )
 
 
 def _flags(spec: SoakSpec) -> list[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 
 from cosched.demo_adapters import make_adapters, without_pinned_memory
-from cosched.engine.virtual import _quiet_host
+from cosched.simulation.virtual import _quiet_host
 from cosched.soak.checks import Checks, SoakFailure
 from cosched.soak.engine import SoakEngine
 from cosched.soak.spec import EPISODES_PER_HOUR, SoakSpec

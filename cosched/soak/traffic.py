@@ -259,7 +259,7 @@ class Traffic:
         if shape < 0.05:
             return array("q", self._some(rng, 1, 1))
         if shape < 0.15:
-            # Two tokens: prompts that share heads by chance.
+            # Two tokens: prompts that share prefixes by chance.
             return array("q", rng.choices((10, 11), k=rng.randint(1, 40)))
         head = rng.choice(self._documents) if shape < 0.7 else array("q")
         if shape < 0.2:

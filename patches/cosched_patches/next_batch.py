@@ -15,7 +15,11 @@ def _hook() -> Any:
     def rejoined(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         next_batch = original(scheduler, *args, **kwargs)
         controller = getattr(scheduler, "cosched", None)
-        return next_batch if controller is None else rejoin_held(controller, next_batch)
+        if controller is not None:
+            next_batch.running_batch = rejoin_held(
+                controller, next_batch.batch_to_run, next_batch.running_batch
+            )
+        return next_batch
 
     return rejoined
 

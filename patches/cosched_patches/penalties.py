@@ -10,7 +10,7 @@ __all__ = ["SEAM"]
 
 
 def _hook() -> Any:
-    from cosched.engine.penalties import count_outputs
+    from cosched.engine.port.penalties import count_outputs
 
     def count_each_once(original: Any, batch: Any) -> None:
         if not count_outputs(batch):

@@ -10,7 +10,7 @@ __all__ = ["SEAM", "SEAM_0_5_21"]
 
 
 def _hook() -> Any:
-    from cosched.engine.apply import PlannedPrefillAdder
+    from cosched.engine.port.building import PlannedPrefillAdder
 
     def planned(original: Any, scheduler: Any) -> Any:
         return PlannedPrefillAdder
@@ -19,7 +19,7 @@ def _hook() -> Any:
 
 
 def _class_hook() -> Any:
-    from cosched.engine.apply import PlannedPrefillAdder
+    from cosched.engine.port.building import PlannedPrefillAdder
 
     return PlannedPrefillAdder
 

@@ -70,7 +70,7 @@ def test_a_server_is_profiled_run_and_simulated(tiny_model, monkeypatch):
     )
     result = run_fidelity(case, show=lambda text: None)
     # Times are too noisy here to hold against each other, and a busy machine may answer few online
-    # requests in time; but offline work was done, and prompts shared their heads.
+    # requests in time; but offline work was done, and prompts shared their prefix.
     for name in ("offline_requests", "hit_ratio"):
         assert result[name]["live"] > 0 and result[name]["simulated"] > 0, (name, result)
     assert result["profile_held_out_error"] < 2

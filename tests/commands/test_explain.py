@@ -361,9 +361,9 @@ class TestBadLines:
         assert result["outcomes"]["ran"] > 10
 
     def test_another_format_is_refused(self, recorder, refused):
-        content = recorder.path.read_text().replace('"format":1', '"format":99')
+        content = recorder.path.read_text().replace('"format":2', '"format":99')
         recorder.path.write_text(content)
-        assert "has format 99; this version of cosched reads format 1" in refused(recorder.path)
+        assert "has format 99; this version of cosched reads format 2" in refused(recorder.path)
 
     def test_a_file_that_is_not_there_is_one_sentence(self, tmp_path, refused):
         assert refused(tmp_path / "absent").startswith("cosched: argument FILE: cannot read ")

@@ -19,6 +19,12 @@ from cosched.policy.registry import POLICIES
 from tests.serving import TEST_FLAGS
 
 
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch):
+    """A simulation in this process before leaves its configuration behind."""
+    monkeypatch.delenv(ENV_VAR, raising=False)
+
+
 def flags_of(*argv):
     return launch_server.build_parser().parse_known_args(argv)
 
@@ -68,6 +74,11 @@ def test_nothing_is_added_on_a_gpu_but_what_the_policy_needs(monkeypatch):
     given = ["--model-path", "x"]
     assert launch_server.engine_arguments(given, Config(policy="sglang"), mixed_chunk=True) == given
     sarathi = Config(policy="sarathi")
+    # Whatever SGLang makes of the model: a planned iteration follows each.
+    interval = ["--prefill-decode-interval", "0"]
+    added = launch_server.engine_arguments(given, sarathi, mixed_chunk=False)
+    assert added == [*given, *interval]
+    given += ["--prefill-decode-interval=3"]
     assert launch_server.engine_arguments(given, sarathi, mixed_chunk=False) == given
 
 
@@ -112,6 +123,7 @@ def test_an_order_of_sglang_is_told_to_it(theirs):
         (port.NO_DP_ATTENTION[0], 2),
         ("enable_priority_scheduling", True),
         ("disable_radix_cache", True),
+        ("prefill_decode_interval", 3),
     ],
 )
 def test_flags_that_cannot_go_together_are_refused_in_one_sentence(monkeypatch, name, value):

@@ -109,7 +109,7 @@ def test_a_live_engine_is_measured_and_starts_from_its_profile(tiny_model, tmp_p
     from sglang.srt.server_args import prepare_server_args
 
     from cosched.engine.arguments import engine_arguments
-    from cosched.engine.local import LocalEngine
+    from cosched.engine.port.local import LocalEngine
 
     config = Config(policy="hygen", latency_model=str(path))
     arguments = engine_arguments([*flags, "--log-level", "error"], config, mixed_chunk=True)
@@ -125,10 +125,10 @@ def test_a_live_engine_is_measured_and_starts_from_its_profile(tiny_model, tmp_p
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(ENV_VAR, config.to_json())
         with LocalEngine(arguments) as local:
-            believed = local.scheduler.cosched.predictor
+            estimated = local.scheduler.cosched.predictor
             for point in profiled.points[:20]:
                 totals = BatchTotals.of(point.batch)
-                assert believed.belief_s(totals) == profiled.predictor.predict_s(totals)
+                assert estimated.estimate_s(totals) == profiled.predictor.predict_s(totals)
 
 
 def small_run(**changes):
@@ -154,7 +154,7 @@ def test_a_simulation_starts_from_the_profile_of_its_machine_and_refuses_others(
         execute(small_run(config=config, machine=Machine(gpu="A100-80", kv_tokens=20_000)))
 
 
-def test_a_profile_is_the_belief_about_the_machine_it_simulates(virtual):
+def test_a_profile_is_the_estimate_of_the_machine_it_simulates(virtual):
     path = str(virtual[0])
     cost = CostSpec(name="profile", profile=path)
     result = execute(small_run(cost=cost, config=(("latency_model", path),)))

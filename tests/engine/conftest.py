@@ -22,7 +22,7 @@ FLAGS = {
 @pytest.fixture
 def make_engine(tiny_model, monkeypatch):
     """`make_engine(policy=..., overlap=..., config={...}, **{flag: value})` -> LocalEngine."""
-    from cosched.engine.local import LocalEngine
+    from cosched.engine.port.local import LocalEngine
 
     engines = []
 

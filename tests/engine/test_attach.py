@@ -16,6 +16,7 @@ from cosched.errors import ConfigError
     [
         (["--disable-radix-cache"], "--disable-radix-cache True"),
         (["--enable-priority-scheduling"], "--enable-priority-scheduling True"),
+        (["--prefill-decode-interval", "3"], "--prefill-decode-interval 3"),
         (
             ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4"],
             "--speculative-algorithm NGRAM",

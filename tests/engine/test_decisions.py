@@ -145,7 +145,7 @@ def test_wrong_predictions_are_followed(tmp_path):
     assert replanned.num_equal == replanned.num_plans > 100
     assert result.to_dict() == execute(wrong).to_dict(), "equal specifications, equal errors"
     assert result.summary != execute(spec).summary
-    errors = {d.belief.error for d in read(tmp_path / "log") if d.belief}
+    errors = {d.calibrator.error for d in read(tmp_path / "log") if d.calibrator}
     assert len(errors) > 100 and min(errors) < 0.8 and max(errors) > 1.2
 
 
@@ -220,14 +220,14 @@ def test_a_changed_view_is_noticed_in_its_iteration(recorded):
     assert replanned.first_difference.startswith(f"iteration {full} at ")
 
 
-def test_a_changed_belief_is_noticed(tmp_path):
+def test_a_changed_calibrator_is_noticed(tmp_path):
     path = tmp_path / "log"
     execute(spec_of("hygen", overlap=False), decision_log=path)
 
     def slow_down(record):
-        record["belief"]["drift"] *= 3
+        record["calibrator"]["drift"] *= 3
 
-    changed(path, slow_down, where=lambda record: "belief" in record)
+    changed(path, slow_down, where=lambda record: "calibrator" in record)
     replanned = planned_again(path)
     assert replanned.num_same_work < replanned.num_plans
 

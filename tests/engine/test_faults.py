@@ -138,7 +138,7 @@ WATCHERS = {
     "first tokens": lambda c, m: m.setattr(c.timekeeper, "on_result", fail),
     "predictor": lambda c, m: m.setattr(c.predictor, "observe", fail),
     "prediction": lambda c, m: m.setattr(c.predictor, "predict_s", fail),
-    "launch": lambda c, m: m.setattr("cosched.engine.observe.shape_of", fail),
+    "launch": lambda c, m: m.setattr("cosched.engine.port.shape_of", fail),
     "listener": lambda c, m: c.observer.add_listener(fail),
     "pool": lambda c, m: m.setattr(c.waiting.offline, "advance", fail),
     "pool order": lambda c, m: m.setattr(type(c.waiting.offline), "order", fail),

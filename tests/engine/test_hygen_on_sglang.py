@@ -109,7 +109,7 @@ def test_the_head_of_an_online_request_comes_next(make_engine):
             engine.submit("chat", prompt(4, 150) + prompt(90, 10), max_new_tokens=4)
 
     heads = [rid.split("/")[0] for rid in served(engine, act) if rid != "chat"]
-    assert heads.index("4") == 3, "behind the head in use, before those not begun"
+    assert heads.index("4") == 3, "behind the prefix in use, before those not begun"
     counters = engine.scheduler.cosched.counters
     # The online request computes the head of the last three.
     assert counters.offline_prefill_tokens == 3 * 150 + 12 * 10

@@ -101,15 +101,17 @@ def test_without_overlap_the_device_is_waited_for(monkeypatch):
     loop = Loop(device="cuda")
     waited = []
 
-    def wait_for(device):
-        waited.append(device)
+    def synchronize():
+        waited.append(True)
         loop.clock.time_s += 2.0
 
-    monkeypatch.setattr("cosched.engine.observe._wait_for", wait_for)
+    stream = SimpleNamespace(synchronize=synchronize)
+    devices = {"cuda": SimpleNamespace(current_stream=lambda: stream)}
+    monkeypatch.setattr("torch.get_device_module", devices.get)
     loop.launch()
     loop.results[0].copy_done = None
     loop.finish()
-    assert waited == ["cuda"]
+    assert waited == [True]
     (step,) = loop.steps
     assert step.duration_s == 2.0
 

@@ -11,7 +11,7 @@ OFFLINE = -1
 
 
 def ask_all(engine, *, seed):
-    """Two classes with shared heads, arriving over some iterations; returns all output tokens."""
+    """Two classes with shared prefixes, arriving over some iterations; all output tokens."""
     rng = random.Random(seed)
     requests = [
         (prompt(i % 3, 80) + prompt(50 + i, rng.randint(1, 120)), OFFLINE if i % 3 else 0)

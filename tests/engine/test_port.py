@@ -2,17 +2,89 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
+import pkgutil
+import re
+from pathlib import Path
 
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.engine import port
 from cosched.versions import SGLANG_VERSIONS, nearest_sglang
+from cosched_patches.internals import INTERNALS, _has
 from tests.engine.conftest import assert_drained, prompt, view_now
 
 OFFLINE = -1
+ROOT = Path(__file__).resolve().parent.parent.parent
+PORT = ROOT / "cosched" / "engine" / "port"
+
+# Modules that stand before a part of SGLang, and know it as a port module does: the tree core, the
+# HTTP server, the command line, the stand-ins for a CPU.
+TREE_CORE = {"tree_core", "kv"}
+OUTSIDE = {"admin", "shutdown", "startup", "arguments", "cpu_attention", "cpu_paging"}
+
+# What variables of these names hold, by the name of SGLang's class.
+NAMES = {
+    "Req": r"(chunked_)?req",
+    "ScheduleBatch": r"((running|last)_)?batch|active|whole",
+    "Scheduler": r"scheduler",
+    "UnifiedRadixCache": r"tree(_cache)?",
+}
+
+
+def modules_above_the_port():
+    for folder in ("engine", "simulation", "profiling"):
+        for path in sorted((ROOT / "cosched" / folder).rglob("*.py")):
+            if PORT not in path.parents:
+                yield path
+
+
+def words():
+    """Class -> the attributes that any module may name, from the table of docs/porting.md."""
+    text = (ROOT / "docs" / "porting.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (`.*`) \|$", text, re.MULTILINE)
+    return {owner: set(re.findall(r"`(\w+)`", names)) for owner, names in rows if owner in NAMES}
+
+
+def test_only_the_port_names_what_sglang_calls_things():
+    allowed = words()
+    assert allowed.keys() == NAMES.keys()
+    owners = {
+        name: pkgutil.resolve_name(target)
+        for target in INTERNALS
+        if (name := target.rpartition(".")[2]) in NAMES
+    }
+    wrong = []
+    for path in modules_above_the_port():
+        if path.stem in TREE_CORE:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Attribute):
+                continue
+            value = node.value.func if isinstance(node.value, ast.Call) else node.value
+            holder = getattr(value, "id", None) or getattr(value, "attr", "")
+            for name, owner in owners.items():
+                if (
+                    re.fullmatch(NAMES[name], holder.strip("_"))
+                    and node.attr not in allowed[name]
+                    and _has(owner, node.attr)
+                ):
+                    where = f"{path.relative_to(ROOT)}:{node.lineno}"
+                    wrong.append(f"{where}: {holder}.{node.attr}; ask cosched.engine.port")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_the_port_imports_sglang():
+    wrong = [
+        str(path.relative_to(ROOT))
+        for path in modules_above_the_port()
+        if path.stem not in TREE_CORE | OUTSIDE
+        and re.search(r"^\s*(from|import) sglang\b", path.read_text(), re.MULTILINE)
+    ]
+    assert not wrong
 
 
 def answers(version):

@@ -10,7 +10,7 @@ import pytest
 from cosched.demo_adapters import FLAGS as LORA_FLAGS
 from cosched.demo_adapters import make_adapters, without_pinned_memory
 from cosched.engine import port
-from cosched.engine.local import load_adapters
+from cosched.engine.port.local import load_adapters
 from cosched.engine.tracked import TrackedRequest
 from tests.engine.conftest import assert_drained, prompt, view_now
 from tests.engine.test_partial_decode import hold_at_random

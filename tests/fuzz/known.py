@@ -1,6 +1,7 @@
 """What stock SGLang does wrong with wrong requests, and cosched does not mend.
 
-None of it hurts another request. `docs/wire.md` names them.
+None of it hurts another request. `docs/wire.md` names them. Seen on 0.5.21 and on 0.5.23, where the
+code of both places is the same.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ KNOWN: tuple[Known, ...] = (
         status=0,
         message="peer closed connection",
         reason=(
-            "SGLang 0.5.21 reads a request to its Ollama routes after their stream has begun: a "
+            "SGLang reads a request to its Ollama routes after their stream has begun: a "
             "wrong value ends the connection instead of a 400"
         ),
     ),
@@ -36,7 +37,7 @@ KNOWN: tuple[Known, ...] = (
         path="^(/v1)?/detokenize$",
         status=500,
         message="out of range integral type conversion",
-        reason="SGLang 0.5.21 answers a negative id with 500 on its detokenize routes",
+        reason="SGLang answers a negative id with 500 on its detokenize routes",
     ),
 )
 

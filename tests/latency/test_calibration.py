@@ -42,9 +42,9 @@ def given_shape():
     return fit_predictor("cosched", some, [TRUTH.iteration_s(batch) for batch in some])
 
 
-def belief_errors(calibrator, some):
+def estimate_errors(calibrator, some):
     return np.array(
-        [calibrator.belief_s(BatchTotals.of(b)) / TRUTH.iteration_s(b) - 1 for b in some]
+        [calibrator.estimate_s(BatchTotals.of(b)) / TRUTH.iteration_s(b) - 1 for b in some]
     )
 
 
@@ -86,7 +86,7 @@ class TestCold:
     @pytest.mark.parametrize("limit_s", [0.03, 0.05, 0.1])
     @pytest.mark.parametrize("num_decodes", [0, 20])
     def test_it_does_not_stay_at_tiny_chunks(self, limit_s, num_decodes):
-        """Prompts of 4000 tokens in chunks as large as the belief allows."""
+        """Prompts of 4000 tokens in chunks as large as the estimate allows."""
         noisy = NoisyModel(TRUTH, seed=0, sigma=0.03, outlier_ratio=0.01, outlier_factor=10.0)
         calibrator = Calibrator()
         decodes = [800] * num_decodes
@@ -123,23 +123,23 @@ class TestCold:
         mixed = [b for b in batches(3, 1200) if b.prefills and b.decodes]
         for batch in mixed[:200]:
             calibrator.observe(batch, TRUTH.iteration_s(batch))
-        assert np.abs(belief_errors(calibrator, mixed[200:])).mean() < 0.1
+        assert np.abs(estimate_errors(calibrator, mixed[200:])).mean() < 0.1
 
 
 class TestWarm:
     def test_it_learns_the_machine(self):
         noisy = NoisyModel(TRUTH, seed=0, sigma=0.05, outlier_ratio=0.01, outlier_factor=10.0)
         calibrator = learned(noisy, num=1500)
-        assert np.abs(belief_errors(calibrator, batches(9, 300))).mean() < 0.03
+        assert np.abs(estimate_errors(calibrator, batches(9, 300))).mean() < 0.03
 
     @pytest.mark.parametrize("shape", [None, "given"])
     def test_one_disturbed_iteration_does_not_move_it(self, shape):
         calibrator = learned(calibrator=Calibrator(given_shape() if shape else None))
         probes = [BatchTotals.of(batch) for batch in batches(9, 50)]
-        before = np.array([calibrator.belief_s(totals) for totals in probes])
+        before = np.array([calibrator.estimate_s(totals) for totals in probes])
         batch, *later = batches(10, 3)
         calibrator.observe(batch, 10 * TRUTH.iteration_s(batch))
-        after = np.array([calibrator.belief_s(totals) for totals in probes])
+        after = np.array([calibrator.estimate_s(totals) for totals in probes])
         assert np.abs(after / before - 1).max() < 0.02
         for batch in later:
             calibrator.observe(batch, TRUTH.iteration_s(batch))
@@ -151,18 +151,18 @@ class TestWarm:
         noisy = NoisyModel(TRUTH, seed=0, sigma=sigma)
         calibrator = learned(noisy, calibrator=Calibrator(given_shape() if shape else None))
         for factor in (2.0, 1.0):
-            belief, predicted = [], []
+            estimate, predicted = [], []
             for batch in batches(11, 60):
                 totals = BatchTotals.of(batch)
                 true_s = factor * TRUTH.iteration_s(batch)
-                belief.append(calibrator.belief_s(totals) / true_s)
+                estimate.append(calibrator.estimate_s(totals) / true_s)
                 predicted.append(calibrator.predict_s(totals) / true_s)
                 calibrator.observe(batch, factor * noisy.iteration_s(batch))
             # The first slow iteration nobody can foresee. From the next on: not too short, and
-            # after 20 the belief itself is right.
+            # after 20 the estimate itself is right.
             assert min(predicted[1:]) > 0.9
-            assert np.median(np.abs(np.array(belief[20:]) - 1)) < 0.05
-            assert np.quantile(np.abs(np.array(belief[20:]) - 1), 0.9) < 0.1
+            assert np.median(np.abs(np.array(estimate[20:]) - 1)) < 0.05
+            assert np.quantile(np.abs(np.array(estimate[20:]) - 1), 0.9) < 0.1
 
     def test_new_kinds_of_batches_are_no_drift(self):
         calibrator = Calibrator()
@@ -172,7 +172,7 @@ class TestWarm:
             calibrator.observe(batch, TRUTH.iteration_s(batch))
         assert calibrator.drift == pytest.approx(1.0, abs=0.15)
 
-    def test_the_same_observations_give_the_same_belief(self):
+    def test_the_same_observations_give_the_same_estimate(self):
         assert learned(num=300).describe() == learned(num=300).describe()
 
     def test_a_given_shape_that_is_right_is_kept(self):
@@ -180,7 +180,7 @@ class TestWarm:
         calibrator = learned(num=300, calibrator=Calibrator(shape))
         for batch in batches(9, 50):
             totals = BatchTotals.of(batch)
-            assert calibrator.belief_s(totals) == pytest.approx(shape.predict_s(totals), rel=0.02)
+            assert calibrator.estimate_s(totals) == pytest.approx(shape.predict_s(totals), rel=0.02)
 
     def test_the_description_is_json(self):
         for calibrator in (Calibrator(), Calibrator(given_shape()), learned(num=200)):

@@ -86,7 +86,7 @@ class TestCommand:
         )
         ends = [(row["first"], row["last"]) for row in result["stretches"]]
         assert ends[0][0] == 0 and ends[-1][1] == 1200
-        assert result["stretches"][-1]["belief"]["mean"] < 0.05
+        assert result["stretches"][-1]["estimate"]["mean"] < 0.05
 
     def test_wrong_arguments_end_in_one_sentence(self, capsys, tmp_path):
         for arguments, message in (

@@ -69,7 +69,7 @@ def test_every_difference_is_refused_and_named(profile, tmp_path, name):
     assert f"{name} is {value!r}, expected {other!r}" in str(refusal.value)
 
 
-def test_a_profile_of_nobody_is_no_belief(profile, tmp_path):
+def test_a_profile_of_nobody_is_no_estimate(profile, tmp_path):
     replace(profile, engine=None).save(tmp_path / "p.json")
     with pytest.raises(ConfigError, match=r"p\.json: .* names no engine"):
         Profile.predictor_for(tmp_path / "p.json", ENGINE)

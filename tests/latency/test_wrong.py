@@ -54,6 +54,6 @@ def test_the_error_is_neither_learned_nor_learned_from():
     learned(num=60, calibrator=wrong)
     batch = BatchShape(decodes=[300] * 20)
     totals = BatchTotals.of(batch)
-    assert wrong.belief_s(totals) == right.belief_s(totals)
+    assert wrong.estimate_s(totals) == right.estimate_s(totals)
     assert wrong.predict_s(totals) == pytest.approx(1.5 * right.predict_s(totals))
-    assert right.belief_s(totals) == pytest.approx(TRUTH.iteration_s(batch), rel=0.5)
+    assert right.estimate_s(totals) == pytest.approx(TRUTH.iteration_s(batch), rel=0.5)

@@ -52,7 +52,7 @@ class NaivePool:
             self.promote_if_cached(request)
 
     def promote_if_cached(self, request):
-        """Two share a head that they share with nobody else, and it is in the cache."""
+        """Two share a prefix that they share with nobody else, and it is in the cache."""
         tree = self.trees[self.bucket_of(request)]
         others = [other for other in tree.order if other is not request]
         most = max((shared_len(request, other) for other in others), default=0)

@@ -214,14 +214,14 @@ def shapes():
         return [rng.randrange(150_000) for _ in range(count)]
 
     heads = [tokens(900) for _ in range(57)]
-    yield "shared heads", [heads[rng.randrange(57)] + tokens(100) for _ in range(5000)]
+    yield "shared prefixes", [heads[rng.randrange(57)] + tokens(100) for _ in range(5000)]
     documents = [tokens(2000) for _ in range(100)]
     yield "documents", [documents[i % 100] + tokens(30) for i in range(2000)]
     yield "unique", [tokens(500) for _ in range(2000)]
     yield "short", [tokens(32) for _ in range(10_000)]
 
 
-@pytest.mark.parametrize("name", ["shared heads", "documents", "unique", "short"])
+@pytest.mark.parametrize("name", ["shared prefixes", "documents", "unique", "short"])
 def test_memory_is_the_distinct_tokens_and_little_more(name):
     requests = [array("q", ids) for ids in dict(shapes())[name]]
     tracemalloc.start()

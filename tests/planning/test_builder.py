@@ -12,7 +12,7 @@ from cosched.core.view import Match
 from cosched.planning.builder import PlanBuilder
 from cosched.planning.ledger import Ledger
 from cosched.planning.validate import validate
-from tests.factories import FakeView, decoding, make_caps, offline, online, prefilled
+from tests.factories import FakeRequest, FakeView, decoding, make_caps, offline, online, prefilled
 
 PARTIAL = make_caps(partial_decode=True)
 NOTHING = Match(cached=0, evictable=0)
@@ -235,3 +235,49 @@ def test_the_time_of_what_is_in_is_predicted():
     assert ledger.seconds_with_decodes((5,)) == pytest.approx(0.005 + 3 * 0.0001)
     ledger.charge_admission(view.online[0], NOTHING, 100)
     assert ledger.seconds() == pytest.approx(0.005 + 102 * 0.0001)
+
+
+def test_a_request_takes_part_as_far_as_it_keeps_a_time():
+    """5 ms and 0.1 ms per token: 10 ms are 50 tokens."""
+    running, unfinished = decoding(online("running"), 5), prefilled(online("unfinished", 80), 60)
+    view = FakeView(running=(running,), unfinished=(unfinished,), online=[online("waiting")])
+    builder = PlanBuilder(view)
+    assert builder.take(running, 0.010)
+    assert builder.take(unfinished, 0.010)
+    assert builder.take(view.online[0], 0.010)
+    assert builder.prefill == {"unfinished": 20, "waiting": 29} and not builder.skipped
+    assert builder.ledger.seconds() == pytest.approx(0.010)
+    before = state_of(builder)
+    late = decoding(offline("late"))
+    assert not builder.take(late, 0.010) and not builder.take(online("next"), 0.010)
+    assert set(builder.skipped.values()) == {SkipReason.LATENCY_BUDGET}
+    assert state_of(builder) == before, "what does not fit leaves no trace"
+
+
+@pytest.mark.parametrize(
+    ("reason", "fields", "at_most"),
+    [
+        (SkipReason.LATENCY_BUDGET, {}, 0),
+        (SkipReason.MEMORY_BUDGET, {"total_kv": 70}, 40),
+        (SkipReason.TOKEN_BUDGET, {"caps": make_caps(max_chunk_tokens=8)}, 40),
+        (SkipReason.REQUEST_SLOTS, {"caps": make_caps(max_running_requests=10)}, 40),
+    ],
+)
+def test_a_prefill_that_must_stop_says_why(reason, fields, at_most):
+    unfinished = prefilled(offline("unfinished", 100), 60)
+    running = tuple(decoding(online(f"r{i}", 1), 1) for i in range(8))
+    builder = PlanBuilder(FakeView(unfinished=(unfinished,), running=running, **fields))
+    if reason is SkipReason.REQUEST_SLOTS:
+        assert builder.admit(online("first", 5), NOTHING, 5)
+    assert not builder.go_on(unfinished, at_most)
+    assert builder.skipped == {"unfinished": reason}
+
+
+def test_the_gap_counts_a_token_on_its_way():
+    view = FakeView(now_s=9.0, start_s=10.0)
+    builder = PlanBuilder(view)
+    out = decoding(online("out", last_token_s=8.5), 5)
+    assert builder.gap_s(out) == 1.5
+    on_its_way = FakeRequest(**{**out.__dict__, "num_computed_tokens": 105})
+    assert builder.gap_s(on_its_way) == 0.0
+    assert builder.gap_s(online("new")) is None

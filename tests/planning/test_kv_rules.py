@@ -115,3 +115,19 @@ def test_a_cached_head_is_not_evicted_for_its_own_request():
     assert plan(view).skipped["a"] is SkipReason.EVICTION_LOSS
     view = replace(view, cached={"a": Match(cached=1990, evictable=1990)})
     assert "a" in plan(view).prefill
+
+
+def test_nothing_is_admitted_beside_what_runs_while_too_much_was_computed_anew():
+    running = decoding(offline("running", 500))
+    view = FakeView(
+        caps=CAPS,
+        running=(running,),
+        online=(online("a", 500),),
+        offline=(offline("b", 500),),
+        recompute_debt_s=0.5,
+    )
+    made = plan(view)
+    assert [*made.prefill] == ["a"]
+    assert made.skipped["b"] is SkipReason.RECOMPUTE_DEBT
+    view.running = ()
+    assert [*plan(view).prefill] == ["a", "b"]

@@ -44,7 +44,7 @@ def pool_of(*requests, boundaries=()):
 
 
 def waiting(rid, *parts, **fields):
-    """An offline request of (letter, length) parts: equal parts in front are a shared head."""
+    """An offline request of (letter, length) parts: equal parts in front are a shared prefix."""
     token_ids = array("q", (ord(letter) for letter, n in parts for _ in range(n)))
     return offline(rid, len(token_ids), token_ids=token_ids, **fields)
 
@@ -184,7 +184,7 @@ def test_who_loses_least_is_stopped_for_an_online_request():
 
 @st.composite
 def views(draw):
-    """Views with a pool of some buckets, shared heads, some of them cached, and other work."""
+    """Views with a pool of some buckets, shared prefixes, some of them cached, and other work."""
     heads = draw(st.lists(st.integers(1, 900), min_size=1, max_size=4))
     requests, matches = [], {}
     for i, tail in enumerate(draw(st.lists(st.integers(1, 900), max_size=9))):

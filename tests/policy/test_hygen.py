@@ -74,6 +74,15 @@ def test_offline_prefill_stops_where_the_next_online_token_would_be_late():
     assert 0.03 < seconds_of(plan, view) <= 0.10 - 0.06 + 1e-9
 
 
+@pytest.mark.parametrize(("ttft_s", "most_s"), [(None, 0.3 * TTFT_S), (0.1, 0.3 * 0.1)])
+def test_a_late_request_waits_no_longer_for_offline_work_than_its_own_target_says(ttft_s, most_s):
+    late = online("late", 50, arrival_s=-2.0, slo=Slo(ttft_s=ttft_s))
+    view = FakeView(caps=CAPS, online=[late], offline=[offline("off", 5000)])
+    plan = plan_of(view)
+    assert plan.prefill.keys() == {"late", "off"}
+    assert 0.5 * most_s < seconds_of(plan, view) <= most_s + 1e-9
+
+
 def test_a_request_that_ran_ahead_lends_its_slack_up_to_the_burst():
     ahead = running_online(num_tokens=30)  # thirty tokens at once: a second and a half ahead
     view = FakeView(caps=CAPS, running=(ahead,), offline=[offline("off", 5000)])

@@ -10,7 +10,7 @@ import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.core.request import RequestClass
 from cosched.errors import ConfigError
 from cosched.metrics.records import record_line
-from cosched.simulation.machine import Machine, default_chunk_tokens
+from cosched.simulation.machine import Machine
 from cosched.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
 from cosched.simulation.scenario import SCENARIOS, scenario
 
@@ -52,9 +52,16 @@ def test_two_runs_give_the_same_bytes(name):
     assert bytes_of(first) == bytes_of(second)
 
 
+def test_the_host_time_of_plans_is_reported_where_plans_are_made():
+    planned, stock = (execute(make_spec(name, duration_s=1.0)) for name in ("sarathi", "priority"))
+    times = planned.summary.host.planning_s
+    assert 0.9 * len(planned.iterations) < times.num_samples and 0 < times.p50 < 1
+    assert stock.summary.host.planning_s.num_samples == 0
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_virtual_time_contains_no_host_time(monkeypatch, overlap):
-    from cosched.engine.virtual import VirtualEngine
+    from cosched.simulation.virtual import VirtualEngine
 
     spec = make_spec("sarathi", duration_s=2.0, machine=replace(SMALL, overlap=overlap))
     fast = execute(spec)
@@ -167,7 +174,6 @@ def test_online_latency_suffers_least_under_sarathi():
 def test_machine_takes_sglangs_defaults_of_the_gpu():
     assert Machine(gpu="A100-80").chunk() == 8192
     assert Machine(gpu="A100-40").chunk() == 4096
-    assert default_chunk_tokens(16 << 30) == 2048
     assert 400_000 < Machine(gpu="A100-80").capacity() < 500_000
     assert Machine(kv_tokens=1000, page_size=64).capacity() == 960
     with pytest.raises(ConfigError, match="less than one page"):

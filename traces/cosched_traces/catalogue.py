@@ -145,7 +145,7 @@ WORKLOADS = {
     ),
     "mmlu": NamedWorkload(
         classes=(OFFLINE,),
-        description="MMLU 5-shot, shuffled: 57 shared heads; without a data folder as mmlu-like",
+        description="MMLU 5-shot, shuffled: 57 shared prefixes; without a data folder as mmlu-like",
         build=builders.mmlu,
         files=("prompts/mmlu/mmlu_dev.jsonl", "prompts/mmlu/mmlu_test.jsonl"),
     ),

@@ -1,7 +1,7 @@
 """Few-shot chat prompts as text, for demonstrations on a live server.
 
-Groups share their head, an instruction with worked examples, as a system message; each request adds
-one question of its own. Everything comes from templates in this package and a seed.
+Groups share their prefix, an instruction with worked examples, as a system message; each request
+adds one question of its own. Everything comes from templates in this package and a seed.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Order(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixGroups:
-    """Groups of requests that share a head within the group: documents with questions, subjects
+    """Groups of requests that share a prefix within the group: documents with questions, subjects
     with worked examples.
 
     num_groups           heads

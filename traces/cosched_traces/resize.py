@@ -39,8 +39,8 @@ def rescale_lengths(workload: Workload, *, prompt: float = 1.0, output: float = 
 class Overlong(Enum):
     """What to do with a request of more tokens than the context holds.
 
-    TRUNCATE  cut the end of its prompt, so that shared heads stay shared; an output that leaves no
-              room for a prompt is cut first
+    TRUNCATE  cut the end of its prompt, so that shared prefixes stay shared; an output that leaves
+              no room for a prompt is cut first
     DROP      leave it out
     """
 

@@ -3,51 +3,87 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from sglang.srt.managers.scheduler import _make_abort_req
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.runtime_context import get_exec, get_schedule
+from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule
 
+from cosched.core.batch import BatchShape, Prefill
 from cosched.core.caps import EngineCaps
+from cosched.core.request import Traits
 from cosched.latency.graphs import GraphSizes
 
 __all__ = [
     "Found",
+    "Parallel",
     "Peek",
     "Progress",
+    "WaitingTotal",
     "admit_ready_grammars",
     "can_hold",
     "can_split",
     "caps_of",
+    "decodes_of",
     "drain_results",
     "end_with_error",
     "error_answer",
     "evictable_at",
     "free_slots",
     "graph_sizes_of",
+    "has_one_pool",
+    "has_penalties",
+    "in_flight",
+    "is_ending",
+    "is_idle",
     "is_under_way",
     "kv_evictable",
     "kv_free",
     "kv_shared",
     "kv_total",
+    "last_node",
+    "leave_a_page",
+    "longest_prompt",
     "lookup_key",
+    "metric_labels",
+    "mix_only_decodes",
     "num_committed",
     "num_in_session",
     "num_own",
+    "num_retractions",
+    "parallel",
     "peek",
     "prefills_of",
+    "prefix_key",
     "progress_of",
     "put_back",
+    "rank_group",
+    "report_waiting",
     "reserve_ratio",
+    "runs_model",
+    "runs_on_cpu",
+    "searches_host",
+    "shape_of",
     "take_out_unanswered",
     "token_ids",
+    "traits_of",
     "under_way",
+    "wait_for",
 ]
+
+
+class Parallel(NamedTuple):
+    """Where this process stands among those of a server: its place among the tensor-parallel ranks
+    of its replica, how many these are, and the replica's number; None: there is one."""
+
+    tp_rank: int
+    tp_size: int
+    dp_rank: int | None
 
 
 class Peek(NamedTuple):
@@ -107,6 +143,11 @@ def can_split(scheduler: Any) -> bool:
     )
 
 
+def longest_prompt(scheduler: Any) -> int:
+    """Tokens of a prompt that the engine takes."""
+    return int(scheduler.max_req_input_len) - 1
+
+
 def graph_sizes_of(scheduler: Any) -> GraphSizes | None:
     """The sizes that its batches are padded to for CUDA graphs; None: they are not."""
     config = get_exec().graph.cuda_graph_config
@@ -118,6 +159,66 @@ def graph_sizes_of(scheduler: Any) -> GraphSizes | None:
 
     graphs = GraphSizes(prefill=sizes(config.prefill), decode=sizes(config.decode))
     return graphs if graphs.prefill or graphs.decode else None
+
+
+def parallel() -> Parallel:
+    """Of this process, once SGLang has set it up."""
+    groups = get_parallel()
+    return Parallel(groups.tp_rank, groups.tp_size, groups.dp_rank)
+
+
+def rank_group(scheduler: Any) -> Any:
+    """The process group of the ranks that schedule together, on the CPU."""
+    return scheduler.tp_cpu_group
+
+
+def has_one_pool(scheduler: Any) -> bool:
+    """Whether all KV of its model is in one pool: that of sliding-window and state-space layers is
+    not."""
+    return not (scheduler.is_hybrid_swa or scheduler.is_hybrid_ssm)
+
+
+def runs_on_cpu(scheduler: Any) -> bool:
+    """Whether a forward is done when its call returns."""
+    return bool(scheduler.device == "cpu")
+
+
+def metric_labels(scheduler: Any) -> Mapping[str, Any] | None:
+    """Labels of SGLang's own metrics of this scheduler; None: it reports none."""
+    context = scheduler.metrics_collector_context
+    return context.collector.labels if context.current_scheduler_metrics_enabled else None
+
+
+# --- What is set in a scheduler when it is taken over ---
+
+
+def leave_a_page(scheduler: Any) -> None:
+    """Lower SGLang's limit of a request's length by what its `PrefillAdder` asks for beside it, a
+    page. Requests between the two would be taken and never admitted, and block all behind them."""
+    beyond = scheduler.max_req_len - (scheduler.max_total_num_tokens - scheduler.page_size)
+    if beyond > 0:
+        scheduler.max_req_len -= beyond
+        scheduler.max_req_input_len -= beyond
+
+
+def mix_only_decodes(scheduler: Any) -> None:
+    """Mix no batches where nothing decodes: SGLang's assume a model that generates."""
+    if not scheduler.is_generation:
+        scheduler.is_mixed_chunk = False
+
+
+class WaitingTotal(NamedTuple):
+    """All waiting requests as one, for load reports."""
+
+    seqlen: int
+    num_matched_prefix_tokens: int = 0
+    cache_request_handle: None = None  # 0.5.23 asks what its storage would find of it
+
+
+def report_waiting(scheduler: Any, waiting: Any) -> None:
+    """Have load reports look at `waiting`, for its length and for the lengths of its items."""
+    # The inquirer is a frozen dataclass of callables that the scheduler itself builds.
+    object.__setattr__(scheduler.load_inquirer, "get_waiting_queue", lambda: waiting)
 
 
 # --- Memory and slots ---
@@ -194,6 +295,50 @@ def is_under_way(req: Any) -> bool:
     return req.finished_reason is None
 
 
+def is_ending(req: Any) -> bool:
+    """Whether it ends with the iteration under way, aborted as it is; only the engine sees it."""
+    return req.to_finish is not None
+
+
+def num_retractions(req: Any) -> int:
+    """How often it went back to the queue, by plans and by the engine."""
+    return req.retraction_count  # type: ignore[no-any-return]
+
+
+def prefix_key(req: Any) -> Hashable:
+    """Requests share nothing unless these are equal. SGLang has the LoRA adapter in its extra
+    key."""
+    return req.extra_key, req.cache_salt
+
+
+def traits_of(req: Any, *, can_cut: bool) -> Traits:
+    """What cannot be done with it. can_cut: of the same name (`port.can_cut`)."""
+    beams = req.beam_group
+    streams_session = req.session is not None and req.session.streaming
+    has_embeds = req.input_embeds is not None
+    return Traits(
+        # Beams share rows that only the whole group can give back, a streaming session keeps its
+        # row and its KV, and from embeddings the engine would generate everything anew.
+        can_stop=beams is None and not streams_session and not has_embeds,
+        # SGLang mixes no batch in which one of these is (`_get_new_batch_prefill_raw`).
+        can_mix=beams is None and not req.return_logprob and not has_embeds,
+        can_cut=can_cut,
+        num_rows=1 if beams is None else int(beams.beam_width),
+        adapter=req.lora_id,
+    )
+
+
+def has_penalties(req: Any) -> bool:
+    """Whether what it may generate depends on what it has generated, by SGLang's penalizers."""
+    params = req.sampling_params
+    return bool(
+        params.frequency_penalty
+        or params.presence_penalty
+        or params.repetition_penalty != 1.0
+        or params.min_new_tokens
+    )
+
+
 def progress_of(running_batch: Any) -> list[Progress]:
     """Of each request that goes on. The only pass over all that runs that a plan needs, and the
     dearest part of many a plan: one expression."""
@@ -237,6 +382,17 @@ def evictable_at(tree: Any, node: Any) -> int:
     return held
 
 
+def last_node(req: Any) -> Any:
+    """The node of the tree that a running request holds, with those above it."""
+    return req.last_node
+
+
+def searches_host(scheduler: Any) -> bool:
+    """Whether a look-up must be SGLang's whole search: only that knows what is in host memory. It
+    touches what it finds, so with several ranks, of which one plans, their trees would differ."""
+    return bool(scheduler.enable_hierarchical_cache) and parallel().tp_size == 1
+
+
 # --- Batches ---
 
 
@@ -246,11 +402,53 @@ def can_hold(running_batch: Any) -> bool:
     return all([req.beam_group is None for req in running_batch.reqs])
 
 
+def decodes_of(batch: Any) -> Sequence[Any]:
+    """The requests that decode in a prefill batch. A batch keeps them when it becomes the running
+    batch; there they say nothing."""
+    return batch.decoding_reqs or ()
+
+
 def prefills_of(batch: Any) -> Iterator[tuple[Any, int]]:
     """The requests of a prefill batch and the tokens it computes of each, without the decodes that
     were mixed into it. From the batch: a mixed decode leaves other numbers on its request."""
-    num_prefills = len(batch.reqs) - len(batch.decoding_reqs or ())
+    num_prefills = len(batch.reqs) - len(decodes_of(batch))
     return zip(batch.reqs[:num_prefills], batch.extend_lens[:num_prefills], strict=True)
+
+
+def shape_of(batch: Any) -> BatchShape:
+    """What the time of a batch depends on; valid from when the batch was built until it ran."""
+    if batch.forward_mode.is_decode():
+        return BatchShape(decodes=batch.seq_lens_cpu.tolist())
+    num_prefills = len(batch.extend_lens) - len(decodes_of(batch))
+    return BatchShape(
+        prefills=[
+            Prefill(new, cached)
+            for new, cached in zip(
+                batch.extend_lens[:num_prefills], batch.prefix_lens[:num_prefills], strict=True
+            )
+        ],
+        decodes=[cached + 1 for cached in batch.prefix_lens[num_prefills:]],
+    )
+
+
+def runs_model(batch: Any) -> bool:
+    """Whether there is anything in it to compute."""
+    return not (batch.forward_mode.is_idle() or batch.forward_mode.is_prebuilt())
+
+
+def is_idle(scheduler: Any) -> bool:
+    """Whether the scheduler had nothing to run before the iteration that it launches."""
+    return bool(scheduler._sched_idled)
+
+
+def wait_for(scheduler: Any, result: Any) -> None:
+    """Return once the device has a result ready."""
+    event = getattr(result, "copy_done", None)
+    if event is not None:
+        event.synchronize()
+    elif not runs_on_cpu(scheduler):
+        # Without the overlap scheduler nothing has waited for the device yet.
+        torch.get_device_module(scheduler.device).current_stream().synchronize()
 
 
 def under_way(scheduler: Any) -> list[Any]:
@@ -259,6 +457,12 @@ def under_way(scheduler: Any) -> list[Any]:
     batches = [batch for batch in (scheduler.running_batch, scheduler.last_batch) if batch]
     reqs = {req.rid: req for batch in batches for req in batch.reqs if not req.finished()}
     return list(reqs.values())
+
+
+def in_flight(scheduler: Any) -> list[Any]:
+    """The same with an unfinished prefill, whatever schedules."""
+    reqs = scheduler.collect_inflight_reqs() | {scheduler.chunked_req}
+    return [req for req in reqs if req is not None and not req.finished()]
 
 
 # --- Steps of the scheduler that cosched takes in its place ---
@@ -304,6 +508,9 @@ def error_answer(req: Any, status: HTTPStatus, message: str) -> Any:
     return _make_abort_req(req, finished_reason=reason)
 
 
-def end_with_error(req: Any, status: HTTPStatus, message: str) -> None:
-    """Have a running request end with an error after the iteration under way."""
+def end_with_error(scheduler: Any, req: Any, status: HTTPStatus, message: str) -> None:
+    """Have a request that runs, or is in the middle of its prefill, end with an error after the
+    iteration under way."""
+    if req is scheduler.chunked_req:
+        scheduler._pending_chunked_abort_req = req
     req.to_finish = FINISH_ABORT(message, status)

@@ -15,7 +15,8 @@ import copy
 from collections.abc import Set
 from typing import Any
 
-from cosched.engine.penalties import copy_for_part, copy_rows
+from cosched.engine.port.common import decodes_of, is_ending
+from cosched.engine.port.penalties import copy_for_part, copy_rows
 
 __all__ = ["SplitBatch", "split"]
 
@@ -41,8 +42,7 @@ class SplitBatch:
         """
         whole = self._whole
         decodes = batch is self.active
-        # A batch keeps this list when it becomes the running batch; it says nothing of a decode.
-        mixed = set() if decodes or batch is None else set(batch.decoding_reqs or ())
+        mixed = set() if decodes or batch is None else set(decodes_of(batch))
         stays = self._held | set(self.active.reqs) - mixed
         keep = [i for i, req in enumerate(whole.reqs) if req in stays]
         if len(keep) < len(whole.reqs):
@@ -66,7 +66,7 @@ class SplitBatch:
 def split(running_batch: Any, held: Set[str]) -> SplitBatch | None:
     """Divide a running batch that `port.can_hold`. None when nothing is left to hold: a request
     that is about to end is never held."""
-    held = {req.rid for req in running_batch.reqs if req.rid in held and req.to_finish is None}
+    held = {req.rid for req in running_batch.reqs if req.rid in held and not is_ending(req)}
     return SplitBatch(running_batch, held) if held else None
 
 

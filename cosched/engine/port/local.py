@@ -6,6 +6,7 @@ only where requests come from and where outputs go is replaced.
 
 from __future__ import annotations
 
+import contextlib
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 from sglang.srt.distributed.parallel_state import (
     destroy_distributed_environment,
     destroy_model_parallel,
@@ -25,12 +27,13 @@ from sglang.srt.managers.io_struct import (
     TokenizedGenerateReqInput,
 )
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import SpawnRanks, publish
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, prepare_server_args
 
-__all__ = ["LocalEngine", "Reply", "load_adapters"]
+__all__ = ["LocalEngine", "Reply", "lengths_of", "load_adapters", "made_up"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,13 +97,11 @@ class LocalEngine:
             self.scheduler: Any = Scheduler(server_args, PortArgs.init_new(server_args))
         self.replies: dict[str, Reply] = {}
         self._inbox: list[Any] = []
-        outbox = _Outbox(self.replies)
-        channels = self.scheduler.ipc_channels
-        self._zmq_context = channels.recv_from_tokenizer.context
-        # Frozen dataclasses that the scheduler builds for itself.
-        object.__setattr__(channels, "send_to_tokenizer", outbox)
-        object.__setattr__(channels, "send_to_detokenizer", outbox)
-        object.__setattr__(self.scheduler.output_streamer, "send_to_detokenizer", outbox)
+        self._zmq_context = self.scheduler.ipc_channels.recv_from_tokenizer.context
+        self.outbox: Any = None
+        self.send_to(_Outbox(self.replies))
+        # Reports to a server that is not there; they walk the queues at every prefill.
+        self.scheduler.load_snapshot_writer = None
 
     def close(self) -> None:
         """Release what the process can have only once. The engine cannot be used afterwards."""
@@ -114,6 +115,38 @@ class LocalEngine:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def send_to(self, outbox: Any) -> None:
+        """Have another object take all outputs, by ``send_output(output, request)``; it may hand
+        them on to the `outbox` before it."""
+        self.outbox = outbox
+        channels = self.scheduler.ipc_channels
+        # Frozen dataclasses that the scheduler builds for itself.
+        object.__setattr__(channels, "send_to_tokenizer", outbox)
+        object.__setattr__(channels, "send_to_detokenizer", outbox)
+        object.__setattr__(self.scheduler.output_streamer, "send_to_detokenizer", outbox)
+
+    def replace_forward(
+        self, forward: Callable[..., Any], *, computes: bool = False
+    ) -> Callable[..., Any]:
+        """Have `forward` take the place of the model worker's, which is returned; it gets a batch
+        and options and returns what `made_up` does.
+
+        computes: it may still read or write the batch when it has returned, so SGLang guards that
+        """
+        scheduler = self.scheduler
+        if not computes:
+            scheduler._forward_isolation = lambda batch, *, overlap: contextlib.nullcontext()
+        before: Callable[..., Any] = scheduler.model_worker.forward_batch_generation
+        scheduler.model_worker.forward_batch_generation = forward
+        return before
+
+    def replace_processing(self, process: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+        """Have `process` get each batch and its result in the place of SGLang's own, which is
+        returned."""
+        before: Callable[[Any, Any], None] = self.scheduler.process_batch_result
+        self.scheduler.process_batch_result = process
+        return before
 
     def submit(
         self,
@@ -202,6 +235,18 @@ class LocalEngine:
 
         self.run(until)
         return count
+
+
+def lengths_of(batch: Any) -> list[int]:
+    """Tokens that each request of a batch has once it has run, without the next one."""
+    lengths: list[int] = batch.seq_lens_cpu.tolist()
+    return lengths
+
+
+def made_up(next_tokens: Sequence[int]) -> Any:
+    """The result of a forward that was not computed: the next token of each request."""
+    ids = torch.tensor(next_tokens, dtype=torch.int64)
+    return GenerationBatchResult(next_token_ids=ids)
 
 
 def load_adapters(scheduler: Any, folders: Mapping[str, Path]) -> dict[str, str]:

@@ -23,7 +23,6 @@ from typing import Any, Protocol
 
 import msgspec
 import torch
-from sglang.srt.managers.utils import GenerationBatchResult
 
 from cosched.core.batch import BatchShape
 from cosched.core.request import RequestClass, Slo
@@ -31,8 +30,8 @@ from cosched.core.wire import OFFLINE_PRIORITY, PARAMS_KEY, class_of_priority, p
 from cosched.engine import port
 from cosched.engine.attach import use_virtual_device
 from cosched.engine.identity import STANDS_FOR
-from cosched.engine.local import LocalEngine
-from cosched.engine.shape import shape_of
+from cosched.engine.iteration import Iteration
+from cosched.engine.port.local import LocalEngine, lengths_of, made_up
 from cosched.kv.occupancy import KvOccupancy
 from cosched.kv.returns import BLOCK, block_hashes
 from cosched.latency.graphs import GraphSizes
@@ -165,7 +164,7 @@ class _Following:
             num_cached_tokens=self.num_cached,
             num_lost_tokens=self._num_lost(),
             num_recomputed_tokens=self._num_recomputed(),
-            num_preemptions=0 if req is None else req.retraction_count,
+            num_preemptions=0 if req is None else port.num_retractions(req),
             finish_reason=reason,
             ok=reason != "abort",
             slo=arrival.slo,
@@ -332,25 +331,19 @@ class VirtualEngine:
         return False
 
     def _take_over(self) -> None:
-        scheduler = self.scheduler
-        use_virtual_device(scheduler, self.clock, self._cost_model.graph_sizes)
-        # Reports to a server that is not there; they walk the queues at every prefill.
-        scheduler.load_snapshot_writer = None
-        # Guards against a forward that still reads or writes the batch: this one is over at once.
-        scheduler._forward_isolation = lambda batch, *, overlap: contextlib.nullcontext()
-        scheduler.model_worker.forward_batch_generation = self._forward
-        process = scheduler.process_batch_result
+        use_virtual_device(self.scheduler, self.clock, self._cost_model.graph_sizes)
+        self.local.replace_forward(self._forward)
 
         def process_when_done(batch: Any, result: Any) -> None:
             launched: _Launched = result.virtual
             self._num_in_flight -= 1
             self.clock.advance_to(launched.done_s)
             before = [len(req.output_ids) for req in batch.reqs]
-            self._log_iteration(batch, launched, result.cosched.predicted_s)
+            self._log_iteration(batch, launched, result.cosched)
             process(batch, result)
             self._record(batch, before, launched)
 
-        scheduler.process_batch_result = process_when_done
+        process = self.local.replace_processing(process_when_done)
 
     def _submit(self, arrival: Arrival) -> None:
         assert arrival.rid not in self._following, f"rid used twice: {arrival.rid}"
@@ -367,13 +360,13 @@ class VirtualEngine:
             stream=False,
         )
 
-    def _forward(self, batch: Any, **options: Any) -> GenerationBatchResult:
+    def _forward(self, batch: Any, **options: Any) -> Any:
         """Takes the place of the model worker's forward: no computation, modelled time."""
-        shape = shape_of(batch)
+        shape = port.shape_of(batch)
         start_s = max(self.clock.now_s(), self._gpu_free_s)
         self._gpu_free_s = start_s + self._cost_model.iteration_s(shape)
         self._num_launched += 1
-        result = GenerationBatchResult(next_token_ids=self._tokens(batch))
+        result = made_up(self._tokens(batch))
         result.virtual = _Launched(shape, start_s, self._gpu_free_s)
         self._num_in_flight += 1
         for req in batch.reqs:
@@ -385,14 +378,14 @@ class VirtualEngine:
                 self._reqs[req.rid] = req
         return result
 
-    def _tokens(self, batch: Any) -> torch.Tensor:
+    def _tokens(self, batch: Any) -> list[int]:
         """The next token of each request: the reply's own where the arrival gives it, else a
         function of the length; EOS at its end.
 
         Equal prompts get equal outputs, as greedy decoding would give them.
         """
         tokens = []
-        for req, length in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True):
+        for req, length in zip(batch.reqs, lengths_of(batch), strict=True):
             num_output = length - len(req.origin_input_ids) + 1
             following = self._following.get(req.rid)
             if following is None or num_output >= following.arrival.num_output_tokens:
@@ -401,7 +394,7 @@ class VirtualEngine:
                 tokens.append(following.arrival.output_ids[num_output - 1])
             else:
                 tokens.append(_FIRST_ID + length % (VOCAB_SIZE - _FIRST_ID))
-        return torch.tensor(tokens, dtype=torch.int64)
+        return tokens
 
     def _record(self, batch: Any, before: list[int], launched: _Launched) -> None:
         now_s = self.clock.now_s()
@@ -424,7 +417,8 @@ class VirtualEngine:
                     self._computed.add(following.arrival.input_ids)
                 following.token_times.append(now_s)
                 # The newest token has no KV yet.
-                following.furthest = max(following.furthest, len(port.token_ids(req)) - 1)
+                num_done = len(following.arrival.input_ids) + len(following.token_times) - 1
+                following.furthest = max(following.furthest, num_done)
             if req.finished():
                 self._computed.add(port.token_ids(req)[:-1])
                 del self._following[req.rid], self._reqs[req.rid]
@@ -443,7 +437,7 @@ class VirtualEngine:
         tokens = (getattr(occupancy, name) for name in _KV_FIELDS)
         self.kv.append((now_s, *self._num_again.values(), *tokens))
 
-    def _log_iteration(self, batch: Any, launched: _Launched, predicted_s: float | None) -> None:
+    def _log_iteration(self, batch: Any, launched: _Launched, iteration: Iteration) -> None:
         shape = launched.shape
         scheduler = self.scheduler
         counts = {RequestClass.ONLINE: [0, 0, 0, 0], RequestClass.OFFLINE: [0, 0, 0, 0]}
@@ -465,7 +459,8 @@ class VirtualEngine:
             IterationRecord(
                 start_s=launched.start_s,
                 duration_s=launched.done_s - launched.start_s,
-                predicted_s=predicted_s,
+                predicted_s=iteration.predicted_s,
+                planning_s=iteration.planning_s,
                 num_online_prefill_tokens=on[0],
                 num_offline_prefill_tokens=off[0],
                 num_online_prefills=on[1],

@@ -18,8 +18,9 @@ import numpy as np
 from cosched.core.plan import EMPTY_PLAN, Plan
 from cosched.core.request import Request
 from cosched.core.view import View
+from cosched.engine import port
 from cosched.engine.iteration import Iteration
-from cosched.engine.local import LocalEngine
+from cosched.engine.port.local import LocalEngine
 from cosched.errors import ConfigError
 from cosched.latency.design import DesignedBatch, Limits, Round
 from cosched.latency.profile_file import MeasuredPoint
@@ -53,11 +54,11 @@ def limits_of(scheduler: Any, *, max_context: int | None = None) -> Limits:
     """The limits of an engine. max_context: do not go beyond this context [tokens]."""
     caps = scheduler.cosched.caps
     chunk = caps.max_chunk_tokens
-    longest = int(scheduler.max_req_input_len) - 1
+    longest = port.longest_prompt(scheduler)
     return Limits(
         max_tokens=min(caps.max_prefill_tokens, chunk or caps.max_prefill_tokens),
         max_running=caps.max_running_requests,
-        kv_tokens=scheduler.max_total_num_tokens,
+        kv_tokens=port.kv_total(scheduler),
         max_context=longest if max_context is None else min(max_context, longest),
         mixed=caps.mixed_batches,
         page_size=caps.page_size,

@@ -1,0 +1,111 @@
+"""SGLang builds the prefill batch of a plan.
+
+SGLang's `Scheduler._get_new_batch_prefill_raw` stays in charge of building batches. It is given a
+short waiting queue (the requests of the plan, in its order) and a `PrefillAdder` that knows how
+many tokens each of them gets; everything else it does (LoRA, mixed batches, HiCache, logprobs) is
+its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+
+__all__ = ["PlannedPrefillAdder", "build_prefill"]
+
+# The scheduler builds its adder from fixed arguments, so the plan reaches it past them. A scheduler
+# process has one thread that schedules.
+_num_planned: Mapping[str, int] | None = None
+
+
+class PlannedPrefillAdder(PrefillAdder):  # type: ignore[misc]  # SGLang's classes are untyped here
+    """SGLang's adder with a token limit per request. Without a plan it is the stock one.
+
+    Memory, slot and alignment rules are the stock ones; a refusal of one request does not end the
+    admission of those behind it, because the plan already says what fits.
+    """
+
+    rem_chunk_tokens: int | None
+
+    def add_chunked_req(self, req: Any) -> Any:
+        if _num_planned is not None:
+            self.chunked_req_limit = _num_planned[req.rid]
+        return super().add_chunked_req(req)
+
+    def add_one_req(self, req: Any, *args: Any, **kwargs: Any) -> Any:
+        if _num_planned is None:
+            return super().add_one_req(req, *args, **kwargs)
+        # Whole pages, as the stock adder counts: a chunk of the plan ends on a page boundary, and
+        # the end of a prompt is rounded up.
+        limit = self.ceil_paged_tokens(_num_planned.get(req.rid, 0))
+        if limit <= 0:
+            return AddReqResult.CONTINUE
+        outer = self.rem_chunk_tokens
+        if outer is not None:
+            self.rem_chunk_tokens = limit
+        super().add_one_req(req, *args, **kwargs)
+        if outer is not None:
+            assert self.rem_chunk_tokens is not None
+            self.rem_chunk_tokens = outer - (limit - self.rem_chunk_tokens)
+        return AddReqResult.CONTINUE
+
+
+@contextlib.contextmanager
+def _applying(prefill: Mapping[str, int]) -> Iterator[None]:
+    global _num_planned
+    assert _num_planned is None
+    _num_planned = prefill
+    try:
+        yield
+    finally:
+        _num_planned = None
+
+
+def build_prefill(
+    original: Callable[..., tuple[Any, Any]],
+    scheduler: Any,
+    *,
+    prefill: Mapping[str, int],
+    num_tokens: int,
+    candidates: Sequence[Any],
+    running_batch: Any,
+    prefill_delayer_single_pass: Any,
+) -> tuple[Any, Any, list[Any]]:
+    """Have SGLang build the batch of a plan.
+
+    original    its own `_get_new_batch_prefill_raw`
+    prefill     rid -> prompt tokens
+    num_tokens  of all of them, each in whole pages
+    candidates  the waiting requests among them, in the plan's order
+
+    Returns the batch or None, the running batch, and what the waiting queue holds afterwards: the
+    candidates that were not admitted. The queue itself is as before.
+    """
+    waiting, chunk_size = scheduler.waiting_queue, scheduler.chunked_prefill_size
+
+    def build(running_batch: Any) -> tuple[Any, Any]:
+        running_batch.batch_is_full = False  # it remembers a verdict on another plan
+        scheduler.waiting_queue = list(candidates)
+        return original(
+            prefill_delayer_single_pass=prefill_delayer_single_pass, running_batch=running_batch
+        )
+
+    try:
+        if chunk_size is not None:
+            num_mixed = len(running_batch.reqs) if scheduler.is_mixed_chunk else 0
+            scheduler.chunked_prefill_size = num_mixed + num_tokens
+        with _applying(prefill):
+            batch, running_batch = build(running_batch)
+        scheduler.chunked_prefill_size = chunk_size
+        if batch is None and running_batch.is_empty():
+            # The engine is idle and takes nothing as it was planned, by a rule that no plan knows.
+            # Its own cut gets it going.
+            batch, running_batch = build(running_batch)
+    finally:
+        left = scheduler.waiting_queue
+        scheduler.waiting_queue = waiting
+        scheduler.chunked_prefill_size = chunk_size
+    return batch, running_batch, left

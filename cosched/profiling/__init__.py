@@ -1,0 +1,1 @@
+"""Measuring engines: designed batches, run and timed."""
