@@ -67,8 +67,8 @@ class KvManager:
         self.demand = OnlineDemand(window_s=config.window_s, deviations=config.deviations)
         self._gone: list[TrackedRequest] = []
         self._learnt_s = -math.inf
-        self._missed_before = 0
-        self._missed_per_s = 0.0
+        self._evicted_before = 0
+        self._evicted_per_s = 0.0
 
     # --- Requests come and go ---
 
@@ -127,22 +127,19 @@ class KvManager:
         self.kv_tree.left(tracked.req.last_node, visit)
 
     def _learn(self, now_s: float) -> None:
-        missed = self.core.evicted["referenced"] + self.core.evicted["returning"]
         if self._learnt_s > -math.inf:
-            rate = (missed - self._missed_before) / (now_s - self._learnt_s)
-            self._missed_per_s += _TURNOVER_SHARE * (rate - self._missed_per_s)
-        self._missed_before = missed
+            rate = (self.core.evicted["all"] - self._evicted_before) / (now_s - self._learnt_s)
+            self._evicted_per_s += _TURNOVER_SHARE * (rate - self._evicted_per_s)
+        self._evicted_before = self.core.evicted["all"]
         self._learnt_s = now_s
         self.demand.sample(self._online_tokens(), now_s)
 
     @property
     def turnover_s(self) -> float:
-        """How long it takes until as much is evicted of what somebody may come for as can be
-        evicted [s]; inf: nothing is. What nobody comes for passes through and pushes nothing out:
-        a scan of documents is no reason to hold a context for less long."""
-        if self._missed_per_s <= 0:
+        """How long it takes until as much is evicted as can be [s]; inf: nothing is."""
+        if self._evicted_per_s <= 0:
             return math.inf
-        return max(self.kv_tree.num_evictable / self._missed_per_s, 1.0)
+        return max(self.kv_tree.num_evictable / self._evicted_per_s, 1.0)
 
     def _online_tokens(self) -> int:
         """Held by online requests, and expected to be used again."""
