@@ -31,8 +31,9 @@ _LEARN_PERIOD_S = 1.0
 """Between two samples of the demand and of the turnover."""
 _STEPS_PER_PLAN = 4
 """Depths at which the price of a token is asked anew with each plan."""
-_MOST_KEPT = 0.9
-"""Share of the memory that is kept for online requests at most: offline work goes on."""
+_MOST_KEPT = 0.75
+"""Share of what the online demand of now leaves of the memory that is kept at most for what more
+it may become: offline work goes on."""
 _TURNOVER_SHARE = 0.1
 """Of the newest second in the moving average of evicted tokens."""
 
@@ -181,4 +182,6 @@ class KvManager:
         """Tokens that offline requests leave to online ones (`KvState.kept`)."""
         if not self.config.reserve:
             return 0
-        return min(self.demand.reserve, int(_MOST_KEPT * port.kv_total(self._scheduler)))
+        now = self.demand.now
+        left = max(port.kv_total(self._scheduler) - now, 0)
+        return min(self.demand.reserve, now + int(_MOST_KEPT * left))
