@@ -130,6 +130,7 @@ class FakeView:
     loss_per_token_s: float = 0.0
     recompute_debt_s: float = 0.0
     kept: int = 0
+    host_free: int = 0
     offline_limits: OfflineLimits = field(default_factory=OfflineLimits)
 
     @property
@@ -151,6 +152,7 @@ class FakeView:
                 if r.request_class is RequestClass.OFFLINE
             ),
             kept=self.kept,
+            host_free=self.host_free,
         )
 
     @property

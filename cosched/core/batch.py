@@ -29,12 +29,14 @@ class Prefill(NamedTuple):
 class BatchShape:
     """One forward pass.
 
-    prefills  the prefill part, one entry per request
-    decodes   context length of each decoding request: tokens attended to, its new one included
+    prefills    the prefill part, one entry per request
+    decodes     context length of each decoding request: tokens attended to, its new one included
+    num_loaded  tokens whose KV comes back from host memory meanwhile, layer by layer
     """
 
     prefills: Sequence[Prefill] = ()
     decodes: Sequence[int] = ()
+    num_loaded: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -94,6 +96,7 @@ class BatchTotals:
         for num_new, num_cached in batch.prefills:
             totals.add_prefill(num_new, num_cached)
         totals.add_decodes(batch.decodes)
+        totals.num_loaded = batch.num_loaded
         return totals
 
     def add_prefill(self, num_new: int, num_cached: int) -> None:

@@ -30,7 +30,7 @@ class EngineCaps:
     promises                `Plan.promise` replaces the engine's own reserve
     hosts                   `Plan.hosts` is accounted for
     host_tokens             KV tokens that host memory holds (HiCache); 0: there is none, and
-                            nothing can be checkpointed or restored
+                            nothing can be copied there
     """
 
     page_size: int

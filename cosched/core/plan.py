@@ -14,7 +14,8 @@ class PreemptMode(Enum):
 
     RECOMPUTE  its KV is freed; resuming prefills everything again
     KEEP_KV    its KV stays in the radix tree as evictable nodes; resuming matches it there
-    CHECKPOINT its KV is kept in host memory too (HiCache; `EngineCaps.host_tokens`)
+    CHECKPOINT as KEEP_KV, and it is copied to host memory while others run (HiCache;
+               `EngineCaps.host_tokens`)
     """
 
     RECOMPUTE = "recompute"
@@ -83,9 +84,6 @@ class Plan:
                 changed. Requests that are not named: the engine's own rule
                 (`EngineCaps.promises`)
     hosts       rid of a guest -> where it is hosted; accounting only (`EngineCaps.hosts`)
-    checkpoint  running requests whose KV is copied to host memory while they go on
-    restore     requests of `prefill` whose KV in host memory is loaded instead of computed anew
-                (both: `EngineCaps.host_tokens`)
     skipped     rid -> why a request that was looked at does not run; for the decision log
     limits      phase -> most time it was given [s], where the policy limits it; for the decision
                 log
@@ -97,8 +95,6 @@ class Plan:
     preempt: tuple[Preemption, ...] = ()
     promise: Mapping[str, int] = field(default_factory=dict)
     hosts: Mapping[str, Hosting] = field(default_factory=dict)
-    checkpoint: frozenset[str] = frozenset()
-    restore: frozenset[str] = frozenset()
     skipped: Mapping[str, SkipReason] = field(default_factory=dict)
     limits: Mapping[str, float] = field(default_factory=dict)
 

@@ -247,7 +247,8 @@ class View(Protocol):
 
     def is_barred(self, request: Request) -> bool:
         """The engine refused this waiting request a moment ago for a reason that no plan knows (an
-        adapter that cannot be loaded now, say); it is asked again later."""
+        adapter that cannot be loaded now, say); it is asked again later. Or its KV is on its way
+        from host memory."""
         ...
 
     @property

@@ -138,6 +138,7 @@ class _PartReader:
                 margin=state.margin,
                 seen=state.seen,
                 error=state.error,
+                load_s_per_token=state.load_s_per_token,
             )
 
 

@@ -119,6 +119,8 @@ def _stop(controller: Controller, req: Any, mode: PreemptMode) -> None:
     scheduler = controller.scheduler
     controller.stopped(req)
     port.release(scheduler.tree_cache, req, keep=mode is not PreemptMode.RECOMPUTE)
+    if mode is PreemptMode.CHECKPOINT and controller.kv is not None:
+        controller.kv.checkpoint(req.cosched)
     port.put_back(scheduler, req)
 
 

@@ -23,10 +23,12 @@ __all__ = [
     "check_ports",
     "engine_arguments",
     "eviction_arguments",
+    "host_arguments",
     "refused_arguments",
 ]
 
 EVICTION_FLAG = "--radix-eviction-policy"
+HOST_WRITE_FLAG = "--hicache-write-policy"
 
 _INTERVAL_FLAG = "--prefill-decode-interval"
 _CPU_BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
@@ -43,6 +45,7 @@ def engine_arguments(argv: Sequence[str], config: Config, *, mixed_chunk: bool) 
             arguments += argument
     if not _given(argv, EVICTION_FLAG):
         arguments += eviction_arguments(config)
+    arguments += host_arguments(argv, config)
     plans = policy_entry(config.policy).make is not None
     if plans and not _given(argv, _INTERVAL_FLAG):
         arguments += [_INTERVAL_FLAG, "0"]  # for some models SGLang has another default
@@ -66,6 +69,16 @@ def eviction_arguments(config: Config) -> list[str]:
     if policy_entry(config.policy).make is None or config.kv.is_ours:
         return []
     return [EVICTION_FLAG, config.kv.eviction]
+
+
+def host_arguments(argv: Sequence[str], config: Config) -> list[str]:
+    """What leaves it to cosched what is copied to host memory, where there is any and nothing else
+    is given: SGLang's default is to copy everything."""
+    if policy_entry(config.policy).make is None or not config.kv.is_ours:
+        return []
+    if not _given(argv, "--enable-hierarchical-cache") or _given(argv, HOST_WRITE_FLAG):
+        return []
+    return [HOST_WRITE_FLAG, "write_back"]
 
 
 def _check_no_gpu_is_left_out() -> None:

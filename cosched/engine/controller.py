@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,10 +25,10 @@ from cosched.engine.exporter import MetricsExporter
 from cosched.engine.guard import Guard
 from cosched.engine.identity import identity_of
 from cosched.engine.iteration import Iteration
-from cosched.engine.kv import KvManager
+from cosched.engine.kv import KvManager, transfer_s_of
 from cosched.engine.observe import IterationObserver
 from cosched.engine.port.partial import SplitBatch
-from cosched.engine.ranks import Ranks
+from cosched.engine.ranks import Ranks, Shared
 from cosched.engine.service import ServiceRecord
 from cosched.engine.state import PlanningTimes, ReplicaState
 from cosched.engine.timekeeper import Moment, Timekeeper
@@ -36,6 +36,7 @@ from cosched.engine.tracked import TrackedRequest
 from cosched.engine.tree_core import can_watch
 from cosched.engine.view_of import SchedulerView, num_cached
 from cosched.engine.waiting import WaitingQueue, WaitingSummary
+from cosched.kv.eviction import Eviction
 from cosched.kv.recompute import RecomputeBudget
 from cosched.latency.calibration import Calibrator
 from cosched.latency.predictor import FittedPredictor
@@ -166,23 +167,33 @@ class Controller:
         )
         self.kv: KvManager | None = None
         """None: SGLang's own eviction order holds."""
-        if config.kv.is_ours and parallel.tp_size == 1 and can_watch(scheduler):
+        if config.kv.is_ours and can_watch(scheduler):
             self.kv = KvManager(
                 scheduler,
                 # What is lost in seconds can be weighed where seconds are known.
                 config.kv if entry.timed else msgspec.structs.replace(config.kv, admission=False),
                 pool=lambda: self.waiting.offline,
+                online=self.waiting.online,
                 ttft_s=self.settings.slo.ttft_s,
             )
-            self.waiting.kv = self.kv
+            # Elsewhere it only follows: rank 0 says what goes.
             if self.timekeeper is not None:
+                self.waiting.kv = self.kv
                 self.timekeeper.on_end = self.kv.ended
+        if port.host_total(scheduler):
+            self.use_transfer(transfer_s_of(scheduler, config.kv.host_bandwidth_gb_s))
         share = config.kv.recompute_share
         self._recompute = RecomputeBudget(share=share, most_s=share * RECOMPUTE_WINDOW_S)
         for req in scheduler.waiting_queue:
             self.waiting.append(req)
         scheduler.waiting_queue = self.waiting
         port.report_waiting(scheduler, WaitingSummary(self.waiting))
+
+    def use_transfer(self, transfer_s: float) -> None:
+        """A token of KV takes so long from host memory or to it [s]."""
+        self.predictor.load_s_per_token = transfer_s
+        if self.kv is not None:
+            self.kv.use_transfer(transfer_s)
 
     def use_policy(self, policy: Policy[Any]) -> Policy[Any]:
         """Plan by another policy from now on; returns the one before."""
@@ -198,9 +209,20 @@ class Controller:
         """
         plan = self._plan(running_batch, is_again) if self.is_source else None
         if self.ranks is not None:
-            return self.ranks.share(plan)
+            own = None if plan is None else Shared(plan, self._evictions(plan, running_batch))
+            plan, evictions = self.ranks.share(own)
+            if self.kv is not None:
+                self.kv.give(evictions)
         assert plan is not None
         return plan
+
+    def _evictions(self, plan: Plan, running_batch: Any) -> Sequence[Eviction] | None:
+        """What goes for a plan on all ranks; None: the engine's order holds."""
+        if self.kv is None or self.kv.core.is_off:
+            return None
+        page = self.caps.page_size
+        need = sum(self.caps.ceil_to_page(n) + page for n in plan.prefill.values())
+        return self.kv.next_to_go(need + page * len(running_batch.reqs))
 
     def _plan(self, running_batch: Any, is_again: bool) -> Plan:
         started_s = time.perf_counter()
@@ -306,6 +328,8 @@ class Controller:
 
     def _is_barred(self, request: Request) -> bool:
         assert isinstance(request, TrackedRequest), f"{type(request)=}"
+        if self.kv is not None and self.kv.is_restoring(request):
+            return True
         return request.barred_until > self.counters.num_plans
 
     def export_to(self, exporter: MetricsExporter) -> None:

@@ -165,6 +165,7 @@ class CalibratorRecord(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=
     margin: float
     seen: tuple[int, int, int, int] | None
     error: float = 1.0
+    load_s_per_token: float = 0.0
 
 
 class PlanState(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -504,6 +504,7 @@ def _calibrator_record(state: CalibratorState) -> CalibratorRecord:
         margin=state.margin,
         seen=state.seen,
         error=state.error,
+        load_s_per_token=state.load_s_per_token,
     )
 
 

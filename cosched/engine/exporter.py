@@ -62,6 +62,7 @@ _CLASS = ("request_class",)
 _TARGET = ("request_class", "target")
 _BUCKET = ("min_prompt_tokens",)
 _USE = ("use",)
+_DIRECTION = ("direction",)
 
 METRICS = (
     Metric("ttft_seconds", Kind.HISTOGRAM, "Arrival to first token.", _CLASS, _TTFT_S),
@@ -114,6 +115,10 @@ METRICS = (
     Metric("kv_kept_tokens", Kind.GAUGE, "What offline requests leave to online ones [tokens]."),
     Metric("kv_evicted_tokens", Kind.COUNTER, "Evicted, by the class that had used it.", _CLASS),
     Metric("kv_missed_tokens", Kind.COUNTER, "Of these, what somebody may come for.", _USE),
+    Metric("kv_host_tokens", Kind.GAUGE, "Host memory by what it is used for [tokens].", _USE),
+    Metric("kv_demoted_tokens", Kind.COUNTER, "Evicted with a copy left in host memory."),
+    Metric("kv_transferred_tokens", Kind.COUNTER, "Copied to host memory or back.", _DIRECTION),
+    Metric("kv_waited_tokens", Kind.COUNTER, "Copied while an eviction waited."),
 )
 
 
@@ -226,10 +231,22 @@ class MetricsExporter:
         for name, field, more in _KV_COUNTED:
             count = getattr(kv, field) - (0 if before is None else getattr(before, field))
             self._of(name, **more).inc(count)
+        host = kv.host
+        if host is None:
+            return
+        for use in HOST_USES:
+            self._of("kv_host_tokens", use=use).set(getattr(host, use))
+        host_before = None if before is None else before.host
+        for name, field, more in _HOST_COUNTED:
+            so_far = 0 if host_before is None else getattr(host_before, field)
+            self._of(name, **more).inc(getattr(host, field) - so_far)
 
 
 KV_USES = ("free", "running_online", "running_offline", "returning", "referenced", "dead")
 """The fields of `KvOccupancy` that add up to the capacity."""
+
+HOST_USES = ("free", "doubled", "returning", "referenced", "dead")
+"""The fields of `HostOccupancy` that add up to its capacity."""
 
 _ONLINE, _OFFLINE = ({"request_class": name.value} for name in RequestClass)
 _COUNTED: tuple[tuple[str, str, dict[str, str]], ...] = (
@@ -252,6 +269,14 @@ _KV_COUNTED: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("kv_missed_tokens", "evicted_returning", {"use": "returning"}),
 )
 """The same of `KvOccupancy`."""
+
+_HOST_COUNTED: tuple[tuple[str, str, dict[str, str]], ...] = (
+    ("kv_demoted_tokens", "demoted", {}),
+    ("kv_transferred_tokens", "to_host", {"direction": "to_host"}),
+    ("kv_transferred_tokens", "to_device", {"direction": "to_device"}),
+    ("kv_waited_tokens", "waited", {}),
+)
+"""The same of `HostOccupancy`."""
 
 _LEVELS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("policy_given_up", "policy_given_up", {}),

@@ -8,17 +8,27 @@ the same requests in the same order, and results are equal.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
 from cosched.core.plan import Plan, Preemption, PreemptMode
+from cosched.kv.eviction import Eviction
 
-__all__ = ["Ranks"]
+__all__ = ["Ranks", "Shared"]
 
 _BUFFER_BYTES = 8192
 _HEADER_BYTES = 8
+
+
+class Shared(NamedTuple):
+    """What rank 0 tells the others. evictions: None: the engine's order holds
+    (`cosched.engine.ranked_core`)."""
+
+    plan: Plan
+    evictions: Sequence[Eviction] | None
 
 
 class _Message(msgspec.Struct, array_like=True, frozen=True):
@@ -27,6 +37,7 @@ class _Message(msgspec.Struct, array_like=True, frozen=True):
     prefill: list[tuple[str, int]] = []
     hold: list[str] = []
     preempt: list[tuple[str, PreemptMode]] = []
+    evictions: list[tuple[int, bool]] | None = None
 
 
 class Ranks:
@@ -40,10 +51,10 @@ class Ranks:
         self._decoder = msgspec.msgpack.Decoder(_Message)
         self._buffer = torch.zeros(_BUFFER_BYTES, dtype=torch.uint8)
 
-    def share(self, plan: Plan | None) -> Plan:
-        """Rank 0's plan; the others give None. One message of 8 KB, and a second one for what does
-        not fit."""
-        message = b"" if plan is None else self._encode(plan)
+    def share(self, own: Shared | None) -> Shared:
+        """What rank 0 has; the others give None. One message of 8 KB, and a second one for what
+        does not fit."""
+        message = b"" if own is None else self._encode(own)
         buffer = self._buffer
         if self.is_source:
             head = len(message).to_bytes(_HEADER_BYTES, "little") + message[: self._most]
@@ -55,13 +66,13 @@ class Ranks:
             if self.is_source:
                 rest[:] = torch.frombuffer(bytearray(message[self._most :]), dtype=torch.uint8)
             self._broadcast(rest)
-        if plan is not None:
-            return plan
+        if own is not None:
+            return own
         end = _HEADER_BYTES + min(num_bytes, self._most)
         message = buffer[_HEADER_BYTES:end].numpy().tobytes()
         if num_bytes > self._most:
             message += rest.numpy().tobytes()
-        return _plan_of(self._decoder.decode(message))
+        return _shared_of(self._decoder.decode(message))
 
     @property
     def _most(self) -> int:
@@ -71,19 +82,24 @@ class Ranks:
         source = torch.distributed.get_global_rank(self._group, 0)
         torch.distributed.broadcast(tensor, src=source, group=self._group)
 
-    def _encode(self, plan: Plan) -> bytes:
+    def _encode(self, own: Shared) -> bytes:
+        plan, evictions = own
         return self._encoder.encode(
             _Message(
                 list(plan.prefill.items()),
                 sorted(plan.hold),
                 [(p.rid, p.mode) for p in plan.preempt],
+                None if evictions is None else [*evictions],
             )
         )
 
 
-def _plan_of(message: _Message) -> Plan:
-    return Plan(
+def _shared_of(message: _Message) -> Shared:
+    plan = Plan(
         prefill=dict(message.prefill),
         hold=frozenset(message.hold),
         preempt=tuple(Preemption(rid=rid, mode=mode) for rid, mode in message.preempt),
     )
+    if message.evictions is None:
+        return Shared(plan, None)
+    return Shared(plan, [Eviction(*eviction) for eviction in message.evictions])

@@ -40,6 +40,8 @@ def describe(config: Config, server_args: Any) -> str:
         facts.append(f"latency model {'learnt while running' if model is None else model}")
     mixed = resolving_view(server_args).enable_mixed_chunk
     facts.append(f"mixed chunks {'on' if mixed else 'off'}")
+    if resolving_view(server_args).enable_hierarchical_cache:
+        facts.append(f"host memory at {config.kv.host_bandwidth_gb_s:g} GB/s")
     facts.append(f"offline pool in {_pool_order(config.pool or entry.pool)}")
     return "; ".join(facts)
 

@@ -8,8 +8,8 @@ an evictable leaf, so `KvTree` follows every lock and every split, and its sum o
 is compared with the core's before each eviction: should they ever differ, the engine's own order
 takes over until the server is started again.
 
-Only trees of full attention without host memory: state-space layers and sliding windows evict by
-other rules, and nodes with a copy on the host stay in the tree.
+Only trees of full attention: state-space layers and sliding windows evict by other rules. With host
+memory: `cosched.engine.host_core`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import logging
 from array import array
 from collections import Counter
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
@@ -44,8 +44,6 @@ logger = logging.getLogger(__name__)
 _LEAST_TAIL = 256
 """Tokens that are worth cutting a node for, and left of it."""
 
-_OWN = frozenset({"_core", "_insert", "_leaves", "_quota", "_tree", "_wanted", "evicted", "is_off"})
-
 
 def can_watch(scheduler: Any) -> bool:
     """Whether cosched can say what this scheduler's tree evicts."""
@@ -54,14 +52,26 @@ def can_watch(scheduler: Any) -> bool:
         type(tree) is UnifiedRadixCache
         and not tree.disable
         and tuple(tree.tree_components) == (ComponentType.FULL,)
-        and not scheduler.enable_hierarchical_cache
         and not tree.tree_core.is_eagle
+        and (not scheduler.enable_hierarchical_cache or _can_watch_host(tree))
+        # What is copied when depends on clocks, which differ between ranks.
+        and (not scheduler.enable_hierarchical_cache or port.parallel().tp_size == 1)
         and port.can_tell_path(tree.tree_core)
     )
 
 
+def _can_watch_host(tree: Any) -> bool:
+    """Whether it keeps contexts there, and has nothing below it."""
+    return port.KNOWS_HOST and tree.host_memory_mode == "cache" and not tree.enable_storage
+
+
 class WatchedTreeCore:
     """Stands in for ``UnifiedRadixCache.tree_core``. See the module's docstring."""
+
+    _OWN: ClassVar[frozenset[str]] = frozenset(
+        {"_core", "_insert", "_leaves", "_quota", "_tree", "_wanted", "evicted", "is_off"}
+    )
+    """Attributes that are not the core's."""
 
     def __init__(self, core: Any, tree: KvTree, leaves: Leaves) -> None:
         self._core = core
@@ -79,7 +89,7 @@ class WatchedTreeCore:
         return getattr(self._core, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN:
+        if name in self._OWN:
             object.__setattr__(self, name, value)
         else:
             setattr(self._core, name, value)
@@ -94,10 +104,15 @@ class WatchedTreeCore:
         result = self._core.match_prefix(params)
         self._follow(
             params.key,
-            result.last_device_node,
+            self._end_of(result),
             None if params.req is None else _is_online(params.req.priority),
         )
         return result
+
+    def _end_of(self, match: Any) -> int:
+        """The last node of a match."""
+        node_id: int = match.last_device_node
+        return node_id
 
     def begin_insert(self, params: Any) -> Any:
         self._insert = params
@@ -116,15 +131,20 @@ class WatchedTreeCore:
                 params.key,
                 step.result.last_device_node,
                 _is_online(params.priority) if is_use else None,
+                is_inserted=True,
             )
         return step
 
-    def _follow(self, key: Any, node_id: int, is_online: bool | None) -> None:
+    def _follow(
+        self, key: Any, node_id: int, is_online: bool | None, *, is_inserted: bool = False
+    ) -> None:
         if self.is_off:
             return
         try:
             path = port.path_of(self._core, node_id)
-            self._tree.settle(_namespace(key), path, _packer(key), is_online=is_online)
+            self._tree.settle(
+                _namespace(key), path, _packer(key), is_online=is_online, is_inserted=is_inserted
+            )
         except Exception as error:
             self._switch_off(f"a node is not where it should be: {error!r}")
 
@@ -174,12 +194,16 @@ class WatchedTreeCore:
 
         cache.evict_for_alloc = evict_for_alloc
 
-    def evict_device_start(self, component_type: Any, request_cnt: int) -> None:
+    def _compare(self) -> None:
+        """Switch off where the engine's tree is not what it is taken for."""
         if not self.is_off and self._tree.num_evictable != self._core.full_evictable_size():
             self._switch_off(
                 f"{self._tree.num_evictable} tokens are evictable by its own count, "
                 f"{self._core.full_evictable_size()} by the engine's"
             )
+
+    def evict_device_start(self, component_type: Any, request_cnt: int) -> None:
+        self._compare()
         self._quota = request_cnt
         if self.is_off:
             self._core.evict_device_start(component_type, request_cnt)
@@ -187,15 +211,17 @@ class WatchedTreeCore:
     def evict_device_next_node(self, component_type: Any, tracker: Any) -> Any:
         if self.is_off:
             return self._core.evict_device_next_node(component_type, tracker)
-        wanted = self._quota if self._wanted is None else self._wanted
-        wanted -= tracker[component_type]
         node = self._leaves.first() if tracker[component_type] < self._quota else None
         if node is None:
             return EvictDeviceNextNodeResult()
         assert node.rank is not None
         if node.rank[0] > 0:
-            self._keep_head(node, wanted)
+            self._keep_head(node, self._missing(tracker[component_type]))
         return EvictDeviceNextNodeResult(node_id=node.node_id, made_progress=True)
+
+    def _missing(self, num_evicted: int) -> int:
+        """Tokens that the allocation still needs."""
+        return (self._quota if self._wanted is None else self._wanted) - num_evicted
 
     def _keep_head(self, node: KvNode, wanted: int) -> None:
         """Cut a leaf that somebody may come for, so that only its tail goes (BROS §5.2 in the
@@ -205,8 +231,7 @@ class WatchedTreeCore:
         if num_left >= _LEAST_TAIL:
             # A lookup of the head splits the node where the head ends.
             namespace, packed = node.head(num_left)
-            result = self._core.match_prefix(MatchPrefixParams(key=_key(namespace, packed)))
-            self._follow(_key(namespace, packed), result.last_device_node, None)
+            self.match_prefix(MatchPrefixParams(key=_key(namespace, packed)))
 
     def evict_device_leaf(self, node_id: int, is_write_back: bool) -> Any:
         result = self._core.evict_device_leaf(node_id, is_write_back)

@@ -171,6 +171,7 @@ class SchedulerView:
             reserved=self._reserve(self._running.remaining)
             + self._reserve(self._running.certain, whole=True),
             next_step=self._running.next_step,
+            host_free=port.host_free(scheduler),
             shared_offline=0 if self._kv is None else self._kv.kv_tree.num_held_offline,
             kept=0 if self._kv is None else self._kv.kept,
         )
@@ -221,7 +222,7 @@ class SchedulerView:
         num_held = port.num_in_session(tree, req)
         if num_held is not None:
             return Match(cached=min(num_held, port.lookup_key(req).limit), evictable=0)
-        if port.searches_host(self._scheduler):
+        if self._kv is None and port.searches_host(self._scheduler):
             found = port.find(tree, req)
             held = port.evictable_at(tree, found.node)
             cached = found.num_device + found.num_host
@@ -234,7 +235,11 @@ class SchedulerView:
             else self._kv.kv_tree.evictable_from(node)
         )
         held = max(evictable - (num_pinned - num_tokens), 0)
-        return Match(cached=num_tokens, evictable=held)
+        if self._kv is None:
+            return Match(cached=num_tokens, evictable=held)
+        assert isinstance(request, TrackedRequest), f"{type(request)=}"
+        host = self._kv.num_on_host(request, node, num_tokens)
+        return Match(cached=num_tokens + host, evictable=held, host=host)
 
     def preemption_gain(self, request: Request) -> int:
         """Looked up once."""

@@ -31,6 +31,7 @@ class KvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     late_weight     how much more a second weighs that makes an online request miss its target
     horizon_s       within which a context is expected back that is counted as demand [s]
     half_life_s     after which an observed return counts half [s]
+    host_bandwidth_gb_s  of copies to host memory and back [GB/s of each GPU]
     """
 
     eviction: str = "value"
@@ -42,6 +43,7 @@ class KvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     late_weight: float = 4.0
     horizon_s: float = 120.0
     half_life_s: float = 3600.0
+    host_bandwidth_gb_s: float = 20.0
 
     def __post_init__(self) -> None:
         if self.eviction not in EVICTION_ORDERS:
@@ -55,10 +57,11 @@ class KvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ConfigError(
                 f"kv.recompute_share must be above 0 and at most 1, not {self.recompute_share}"
             )
-        for name in ("window_s", "horizon_s", "half_life_s"):
+        for name in ("window_s", "horizon_s", "half_life_s", "host_bandwidth_gb_s"):
             value = getattr(self, name)
             if not 0 < value < float("inf"):
-                raise ConfigError(f"kv.{name} must be a positive number of seconds, not {value}")
+                unit = "GB/s" if name.endswith("_gb_s") else "seconds"
+                raise ConfigError(f"kv.{name} must be a positive number of {unit}, not {value}")
 
     @property
     def is_ours(self) -> bool:

@@ -4,6 +4,9 @@ Two questions are kept apart. The *order* says who goes first; each published or
 *worth* says what that costs, in seconds of the device: what is lost when a node goes is what has to
 be computed anew times the chance that somebody comes for it. The order ``value`` evicts what is
 worth least per token.
+
+Where a copy is left in host memory only the way back is lost. The copies have an order of their
+own: what is lost with a copy is what computing anew costs more than loading.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import math
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from sortedcontainers import SortedList
 
@@ -23,7 +26,21 @@ from cosched.core.estimates import Predictor
 from cosched.kv.returns import ReturnModel
 from cosched.kv.tree import KvNode
 
-__all__ = ["ORDERS", "EchoOrder", "EvictionOrder", "Leaves", "LossCurve", "Prices", "Worth"]
+__all__ = [
+    "ORDERS",
+    "CopyOrder",
+    "EchoOrder",
+    "Eviction",
+    "EvictionOrder",
+    "Leaves",
+    "LossCurve",
+    "Prices",
+    "Worth",
+]
+
+
+_BESIDE = 0.1
+"""What a second of copying counts that nobody waits for."""
 
 
 class Prices:
@@ -56,6 +73,11 @@ class Prices:
         """Seconds for one token with none before it."""
         return self._per_token[0]
 
+    def to_units(self, seconds: float) -> float:
+        """Seconds in prices of a token with none before it; 0.0 where that is not known."""
+        unit_s = self._per_token[0]
+        return seconds / unit_s if unit_s else 0.0
+
     def relative(self, depth: int) -> float:
         """`per_token` by `unit_s`: learning how fast the device is hardly changes it."""
         unit_s = self._per_token[0]
@@ -86,6 +108,8 @@ class Worth:
     `late_weight` times more, where recomputing all of the context from the node on would take all
     of the target for the first token, and nothing more below `free_share` of it, which goes
     unnoticed (the idea of tail-optimized LRU, Zhang et al. 2025).
+
+    *Host memory*: what has a copy there costs `transfer_s` per token, if that is less.
     """
 
     def __init__(
@@ -100,27 +124,69 @@ class Worth:
         self.prices = prices
         self._late_weight = late_weight
         self._free_share = free_share
+        self.transfer_s = math.inf
+        """A token from or to host memory [s]; inf: there is none."""
 
     def __call__(self, node: KvNode, now_s: float) -> float:
-        """Per token."""
+        """Per token, of its place on the device."""
+        return self._lost(node, now_s, is_loaded=node.on_host)
+
+    def of_copy(self, node: KvNode, now_s: float) -> float:
+        """Per token, of its copy in host memory, or of one if there were one, where it is on the
+        device no longer: what computing it anew costs more than loading it."""
+        if self.transfer_s == math.inf:
+            return 0.0
+        computed = self._lost(node, now_s, is_loaded=False, on_host=True)
+        return max(computed - self._lost(node, now_s, is_loaded=True, on_host=True), 0.0)
+
+    @property
+    def loading_share(self) -> float:
+        """What loading a token takes of what computing it anew would, 0 to 1; 1: there is no host
+        memory."""
+        if self.transfer_s == math.inf:
+            return 1.0
+        return min(self.prices.to_units(self.transfer_s), 1.0)
+
+    def gain_of_copying(self, node: KvNode, now_s: float, *, is_ahead: bool = True) -> float:
+        """Per token, of copying it to host memory before it is evicted: `of_copy` less the way
+        there. Above 0: it is worth it.
+
+        is_ahead: iterations go on meanwhile, so that the way costs little
+        """
+        if self.transfer_s == math.inf:
+            return 0.0
+        cost = self.prices.to_units(self.transfer_s) * (_BESIDE if is_ahead else 1.0)
+        return self.of_copy(node, now_s) - cost
+
+    def _lost(self, node: KvNode, now_s: float, *, is_loaded: bool, on_host: bool = False) -> float:
+        """on_host: as long as it can stay in host memory, and not on the device."""
         chance = 0.0
         references = node.references
         if references:
             chance = 1.0 - 0.5**references
         visit = node.visit
         if visit is not None:
-            returns = self.chance_of_return(node, now_s)
+            returns = self.chance_of_return(node, now_s, on_host=on_host)
             if visit.ttft_s:
-                lost_s = self.prices.seconds(node.start, max(visit.num_tokens, node.end))
+                end = max(visit.num_tokens, node.end)
+                lost_s = self.prices.seconds(node.start, end)
+                if is_loaded:
+                    lost_s = min(lost_s, (end - node.start) * self.transfer_s)
                 late = (lost_s / visit.ttft_s - self._free_share) / (1.0 - self._free_share)
                 returns *= 1.0 + self._late_weight * min(max(late, 0.0), 1.0)
             chance = max(chance, returns)
-        return chance * self.prices.relative(node.start)
+        price = self.prices.relative(node.start)
+        if is_loaded:
+            price = min(price, self.prices.to_units(self.transfer_s))
+        return chance * price
 
-    def chance_of_return(self, node: KvNode, now_s: float) -> float:
-        """That the session of an online context goes on while it can be kept."""
+    def chance_of_return(self, node: KvNode, now_s: float, *, on_host: bool = False) -> float:
+        """That the session of an online context goes on while it can be kept on the device, or in
+        host memory."""
         visit = node.visit
-        return 0.0 if visit is None else self.returns.chance(visit.kind, now_s - visit.end_s)
+        if visit is None:
+            return 0.0
+        return self.returns.chance(visit.kind, now_s - visit.end_s, on_host=on_host)
 
     def next_change_s(self, node: KvNode, now_s: float) -> float:
         """When it changes by time alone [s]; inf: it does not."""
@@ -163,6 +229,20 @@ class ValueOrder:
         return self._worth(node, now_s)
 
 
+class CopyOrder:
+    """Copies in host memory: of what is expected to be lost with them, the least goes first. What
+    stays on the device has no need of one."""
+
+    def __init__(self, worth: Worth) -> None:
+        self._worth = worth
+        self.next_change_s = worth.next_change_s
+
+    def __call__(self, node: KvNode, now_s: float) -> float:
+        if node.on_device and node.rank is None:
+            return 0.0
+        return self._worth.of_copy(node, now_s)
+
+
 ORDERS: Mapping[str, type[ValueOrder] | type[EchoOrder]] = {
     "value": ValueOrder,
     "echo": EchoOrder,
@@ -173,11 +253,25 @@ _REFRESHED = 4
 """Leaves that are valued anew with each plan, whether or not anything is known to have changed."""
 
 
-class Leaves:
-    """The evictable leaves of a `KvTree` in the order of eviction. Every change is O(log n)."""
+class Eviction(NamedTuple):
+    """A node that goes. keeps_head: somebody may come for it, so only its tail goes where that is
+    enough."""
 
-    def __init__(self, order: EvictionOrder, worth: Worth) -> None:
+    node_id: int
+    keeps_head: bool
+
+
+class Leaves:
+    """What can be evicted of a `KvTree`, in the order of eviction. Every change is O(log n).
+
+    Its nodes on the device (`KvNode.rank`), or their copies in host memory (`KvNode.host_rank`).
+    """
+
+    def __init__(
+        self, order: EvictionOrder, worth: Worth, *, slot: Literal["rank", "host_rank"] = "rank"
+    ) -> None:
         self.now_s = 0.0
+        self._slot = slot
         self._order = order
         self.worth = worth
         self._nodes: OrderedDict[int, KvNode] = OrderedDict()
@@ -193,25 +287,27 @@ class Leaves:
 
     def add(self, node: KvNode) -> None:
         self.curve = None
-        node.rank = rank = (self._order(node, self.now_s), node.last_use, node.node_id)
+        rank = (self._order(node, self.now_s), node.last_use, node.node_id)
+        setattr(node, self._slot, rank)
         self._nodes[node.node_id] = node
         self._sorted.add(rank)
         self._set_timer(node)
 
     def discard(self, node: KvNode) -> None:
         self.curve = None
-        self._sorted.remove(node.rank)
+        self._sorted.remove(getattr(node, self._slot))
         del self._nodes[node.node_id]
         self._wakes_s.pop(node.node_id, None)
-        node.rank = None
+        setattr(node, self._slot, None)
 
     def changed(self, node: KvNode) -> None:
         rank = (self._order(node, self.now_s), node.last_use, node.node_id)
-        if rank != node.rank:
+        before = getattr(node, self._slot)
+        if rank != before:
             self.curve = None
-            self._sorted.remove(node.rank)
+            self._sorted.remove(before)
             self._sorted.add(rank)
-            node.rank = rank
+            setattr(node, self._slot, rank)
             self._set_timer(node)
 
     def advance(self, now_s: float) -> None:
@@ -234,6 +330,21 @@ class Leaves:
         """The one to evict next. O(1)."""
         return self._nodes[self._sorted[0][2]] if self._sorted else None
 
+    def sorted_nodes(self) -> Iterator[KvNode]:
+        """As they are, in the order of eviction. Valid until a change."""
+        for _, _, node_id in self._sorted:
+            yield self._nodes[node_id]
+
+    def next_to_go(self, num_tokens: int) -> list[Eviction]:
+        """What goes for so many tokens."""
+        evictions: list[Eviction] = []
+        for node in self.in_order() if num_tokens > 0 else ():
+            evictions.append(Eviction(node.node_id, self._order(node, self.now_s) > 0))
+            num_tokens -= node.num_tokens
+            if num_tokens <= 0:
+                break
+        return evictions
+
     def in_order(self) -> Iterator[KvNode]:
         """Leaves and what becomes a leaf when they go, in the order of eviction. Valid until a
         change."""
@@ -254,7 +365,7 @@ class Leaves:
         assert parent is not None
         if parent.parent is None or parent.num_holds:
             return
-        num_left = left.get(parent.node_id, len(parent.children)) - 1
+        num_left = left.get(parent.node_id, parent.num_below) - 1
         left[parent.node_id] = num_left
         if not num_left:
             value = self._order(parent, self.now_s)
@@ -269,7 +380,12 @@ class Leaves:
 
     def price_of(self, node: KvNode) -> float:
         """What is expected to be lost with each of its tokens [s]."""
-        return self.worth(node, self.now_s) * self.worth.prices.unit_s
+        worth = self.worth
+        price = worth(node, self.now_s)
+        if not node.on_host:
+            # It is copied first where that costs less.
+            price -= max(worth.gain_of_copying(node, self.now_s), 0.0)
+        return price * worth.prices.unit_s
 
     def _set_timer(self, node: KvNode) -> None:
         at_s = self._order.next_change_s(node, self.now_s)

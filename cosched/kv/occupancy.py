@@ -3,20 +3,43 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 import msgspec
 
 from cosched.kv.eviction import Worth
 from cosched.kv.tree import KvTree
 
-__all__ = ["LIKELY", "KvOccupancy", "occupancy_of"]
+__all__ = ["LIKELY", "HostOccupancy", "KvOccupancy", "host_occupancy_of", "occupancy_of"]
 
 LIKELY = 0.1
 """Chance from which on a context counts as one that will return."""
 
 
+class HostOccupancy(msgspec.Struct, kw_only=True, frozen=True):
+    """Tokens of host memory. The first five add up to its capacity.
+
+    free        not used
+    doubled     on the device as well
+    returning, referenced, dead  of the rest, by what it is good for (`KvOccupancy`)
+    demoted     evicted from the device since the start, with a copy left here
+    to_host, to_device  copied since the start
+    waited      those of the first that an eviction had to wait for
+    """
+
+    free: int
+    doubled: int
+    returning: int
+    referenced: int
+    dead: int
+    demoted: int
+    to_host: int
+    to_device: int
+    waited: int
+
+
 class KvOccupancy(msgspec.Struct, kw_only=True, frozen=True):
-    """Tokens of KV memory. All but the last six add up to the capacity.
+    """Tokens of KV memory. The first six add up to the capacity.
 
     free             not allocated
     running_online   held by online requests, in the tree and outside
@@ -25,10 +48,12 @@ class KvOccupancy(msgspec.Struct, kw_only=True, frozen=True):
     referenced       cached, and waiting offline requests begin with it
     dead             cached, and nobody is expected to come for it
     kept             what offline requests leave to online ones
-    evicted_online, evicted_offline  evicted since the start, by the class that had used it
+    evicted_online, evicted_offline  evicted since the start with no copy left in host memory, or
+                     given up there, by the class that had used it
     evicted_referenced  of these, what waiting offline requests still began with
     evicted_returning   of these, what was likely to return
     is_watched       the order is cosched's; False: the engine's own has taken over
+    host             None: there is no host memory
     """
 
     free: int
@@ -43,6 +68,7 @@ class KvOccupancy(msgspec.Struct, kw_only=True, frozen=True):
     evicted_referenced: int
     evicted_returning: int
     is_watched: bool
+    host: HostOccupancy | None = None
 
 
 def occupancy_of(
@@ -55,11 +81,12 @@ def occupancy_of(
     kept: int,
     evicted: Counter[str],
     is_watched: bool,
+    host: HostOccupancy | None = None,
 ) -> KvOccupancy:
     """own: tokens that running online and offline requests hold outside the tree. O(nodes)."""
     returning = referenced = 0
     for node in tree.nodes.values():
-        if node.num_holds:
+        if node.num_holds or not node.on_device:
             continue
         if worth.chance_of_return(node, now_s) >= LIKELY:
             returning += node.num_tokens
@@ -78,4 +105,39 @@ def occupancy_of(
         evicted_referenced=evicted["referenced"],
         evicted_returning=evicted["returning"],
         is_watched=is_watched,
+        host=host,
+    )
+
+
+def host_occupancy_of(
+    tree: KvTree,
+    worth: Worth,
+    *,
+    now_s: float,
+    free: int,
+    demoted: int,
+    transferred: Mapping[str, int],
+) -> HostOccupancy:
+    """transferred: the last three fields. O(nodes)."""
+    counts = Counter[str]()
+    for node in tree.nodes.values():
+        if not node.on_host:
+            continue
+        if node.on_device:
+            use = "doubled"
+        elif worth.chance_of_return(node, now_s, on_host=True) >= LIKELY:
+            use = "returning"
+        else:
+            use = "referenced" if node.references else "dead"
+        counts[use] += node.num_tokens
+    return HostOccupancy(
+        free=free,
+        doubled=counts["doubled"],
+        returning=counts["returning"],
+        referenced=counts["referenced"],
+        dead=counts["dead"],
+        demoted=demoted,
+        to_host=transferred["to_host"],
+        to_device=transferred["to_device"],
+        waited=transferred["waited"],
     )

@@ -89,6 +89,7 @@ class ReturnModel:
         self._ids = itertools.count()
         self._scale_s = 0.0
         self._chances = [_chances(_PRIOR_HAZARDS, math.inf) for _ in range(_NUM_KINDS)]
+        self._host_chances = list(self._chances)
         self._soon = [_chances(_PRIOR_HAZARDS, horizon_s) for _ in range(_NUM_KINDS)]
         self._next = 0
 
@@ -173,17 +174,24 @@ class ReturnModel:
     # --- Asking ---
 
     def refresh(
-        self, now_s: float, *, discount_s: float = math.inf, num_kinds: int = _NUM_KINDS
+        self,
+        now_s: float,
+        *,
+        discount_s: float = math.inf,
+        host_discount_s: float = math.inf,
+        num_kinds: int = _NUM_KINDS,
     ) -> None:
         """Take what was learned into the answers: of so many kinds, of the others in turn later.
         discount_s: how long memory is worth holding for a return [s]; one that comes after t
-        seconds counts exp(-t / discount_s)."""
+        seconds counts exp(-t / discount_s). host_discount_s: the same of host memory."""
         # What one visit seen just now weighs.
         unit = 2.0 ** min((now_s - self._scale_s) / self._half_life_s, _MOST_DOUBLINGS)
         prior = _PRIOR_WEIGHT * unit
         for kind in range(self._next, self._next + num_kinds):
             kind %= _NUM_KINDS
-            self._chances[kind] = _chances(self._hazards(kind, prior, 1.0), discount_s)
+            hazards = self._hazards(kind, prior, 1.0)
+            self._chances[kind] = _chances(hazards, discount_s)
+            self._host_chances[kind] = _chances(hazards, host_discount_s)
             # How many come is soon known, when they come is not: what is kept for them while they
             # are away costs offline work, and who never comes would be waited for at each age.
             share = self._share_of_prior(kind, prior)
@@ -209,11 +217,13 @@ class ReturnModel:
         index = bisect_right(BIN_EDGES_S, age_s)
         return BIN_EDGES_S[index] if index < _NUM_BINS else _END_S
 
-    def chance(self, kind: int, age_s: float) -> float:
-        """That a visit of this kind and age comes back, discounted as `refresh` was told."""
+    def chance(self, kind: int, age_s: float, *, on_host: bool = False) -> float:
+        """That a visit of this kind and age comes back, discounted as `refresh` was told: as long
+        as it can stay on the device, or in host memory."""
         if age_s >= _END_S:
             return 0.0
-        return self._chances[kind][bisect_right(BIN_EDGES_S, age_s) - 1]
+        chances = self._host_chances if on_host else self._chances
+        return chances[kind][bisect_right(BIN_EDGES_S, age_s) - 1]
 
     def expected_tokens(self) -> float:
         """Of the contexts that have not come back yet, those that are expected to soon [tokens]: a

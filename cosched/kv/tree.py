@@ -5,6 +5,8 @@ The engine's own tree stays the truth; this one follows it, told of every insert
 eviction (`cosched.engine.tree_core`). It knows beside the tokens what the engine's tree does not:
 when a node was last used and by which class, and how many waiting requests will read it.
 
+A node is on the device, in host memory, or both: nothing on the device hangs below what is not.
+
 Costs: *depth* is the number of nodes from the root to a node; a node is one prefill chunk.
 """
 
@@ -47,6 +49,9 @@ class KvNode:
     node_id     the engine's
     segment     its token ids, 4 bytes each
     start       tokens above it
+    on_device   its KV is on the device
+    on_host     a copy of it is in host memory
+    num_below   children that are on the device
     num_holds   locks on it or below it: no part of it can be evicted while there are any
     last_use    number of the latest use (`KvTree.num_uses`)
     is_online   an online request has used it
@@ -55,15 +60,20 @@ class KvNode:
     stops       tokens of it -> waiting offline requests that share exactly these and no more
     namespace   of a root: requests of others share nothing with it
     rank        where it stands in the order of eviction; None: it cannot be evicted now
+    host_rank   the same of its copy in host memory
     """
 
     __slots__ = (
         "children",
+        "host_rank",
         "is_online",
         "last_use",
         "namespace",
         "node_id",
+        "num_below",
         "num_holds",
+        "on_device",
+        "on_host",
         "parent",
         "passing",
         "rank",
@@ -80,6 +90,9 @@ class KvNode:
         self.segment = segment
         self.children: dict[bytes, KvNode] = {}
         self.num_holds = 0
+        self.on_device = True
+        self.on_host = False
+        self.num_below = 0
         self.last_use = 0
         self.is_online = False
         self.visit: Visit | None = None
@@ -87,6 +100,7 @@ class KvNode:
         self.stops: dict[int, int] = {}
         self.namespace: Hashable = None
         self.rank: tuple[float, int, int] | None = None
+        self.host_rank: tuple[float, int, int] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -98,8 +112,18 @@ class KvNode:
 
     @property
     def is_leaf(self) -> bool:
-        """It can be evicted now."""
-        return not self.num_holds and not self.children and self.parent is not None
+        """It can be evicted from the device now."""
+        return (
+            self.on_device and not self.num_holds and not self.num_below and self.parent is not None
+        )
+
+    @property
+    def has_spare_copy(self) -> bool:
+        """Its copy in host memory can be given up now: there is another on the device, or nothing
+        hangs below it."""
+        if not self.on_host:
+            return False
+        return self.on_device or not (self.children or self.num_holds)
 
     @property
     def references(self) -> float:
@@ -128,7 +152,8 @@ class KvNode:
 
 
 class LeafListener(Protocol):
-    """Hears which nodes can be evicted (`KvNode.is_leaf`)."""
+    """Hears which nodes can be evicted (`KvNode.is_leaf`), or which copies in host memory can be
+    given up (`KvNode.has_spare_copy`)."""
 
     def add(self, node: KvNode) -> None:
         """It can be now, and could not before."""
@@ -146,6 +171,7 @@ class LeafListener(Protocol):
 class KvTree:
     """See the module's docstring. Requests of different namespaces share nothing.
 
+    copies  hears which copies in host memory can be given up; None: there is no host memory
     future  who waits for a path (`PrefixPool.future_references`); asked for new nodes only, and
             only where somebody waits for what is above them
     """
@@ -155,20 +181,27 @@ class KvTree:
         *,
         page_size: int,
         leaves: LeafListener,
+        copies: LeafListener | None = None,
         future: Callable[[bytes, Hashable], Sequence[Shared]] | None = None,
     ) -> None:
         self._page_bytes = page_size * TOKEN_BYTES
         self._leaves = leaves
+        self._copies = copies
         self._future = future
         self.nodes: dict[int, KvNode] = {}
         self._roots: dict[Hashable, KvNode] = {}
         self.num_uses = 0
         self.num_tokens = 0
-        """Of all nodes [tokens]."""
+        """Of all nodes on the device [tokens]."""
         self.num_evictable = 0
         """Of those that nobody holds [tokens]."""
         self.num_held_online = 0
         """Of those that are held, and that an online request has used [tokens]."""
+        self.num_on_host = 0
+        """Of all copies in host memory [tokens]."""
+        self.cut: list[tuple[int, int]] = []
+        """Nodes with a copy in host memory that were split since somebody looked: the new upper
+        part, and the lower one, which has kept its number."""
 
     @property
     def num_held_offline(self) -> int:
@@ -178,11 +211,11 @@ class KvTree:
     def reset(self) -> None:
         """The engine has dropped its tree."""
         for node in self.nodes.values():
-            if node.rank is not None:
-                self._leaves.discard(node)
+            self._take_out(node)
         self.nodes.clear()
         self._roots.clear()
-        self.num_tokens = self.num_evictable = self.num_held_online = 0
+        self.cut.clear()
+        self.num_tokens = self.num_evictable = self.num_held_online = self.num_on_host = 0
 
     # --- Following the engine ---
 
@@ -193,13 +226,15 @@ class KvTree:
         packed: Callable[[int, int], bytes],
         *,
         is_online: bool | None,
+        is_inserted: bool = False,
     ) -> None:
         """The engine has put these tokens into its tree, or looked them up: nodes may be new, or
         split where the tokens part from others.
 
-        path       from the root to where the tokens end now
-        packed     token ids from a position to another, 4 bytes each
-        is_online  class of the request that uses them now; None: it is no use
+        path         from the root to where the tokens end now
+        packed       token ids from a position to another, 4 bytes each
+        is_online    class of the request that uses them now; None: it is no use
+        is_inserted  all of it is on the device now
         """
         first = len(path)
         while first and not self._is_known(path[first - 1]):
@@ -207,6 +242,8 @@ class KvTree:
         parent = self._root(namespace) if first == 0 else self.nodes[path[first - 1].node_id]
         for node_id, start, end in path[first:]:
             parent = self._enter(parent, node_id, start, end, namespace, packed)
+        if is_inserted:
+            self.loaded([place.node_id for place in path])
         if is_online is None:
             return
         self.num_uses += 1
@@ -215,10 +252,9 @@ class KvTree:
             node.last_use = number
             if is_online and not node.is_online:
                 node.is_online = True
-                if node.num_holds:
+                if node.num_holds and node.on_device:
                     self.num_held_online += node.num_tokens
-        if parent.rank is not None:
-            self._leaves.changed(parent)
+            self._changed(node)
 
     def _is_known(self, place: PathNode) -> bool:
         node = self.nodes.get(place.node_id)
@@ -253,16 +289,16 @@ class KvTree:
         if below is not None:
             assert below.segment.startswith(segment), f"{node_id=} is no head of {below.node_id=}"
             return self._split(below, node_id, end - start)
-        if parent.rank is not None:
-            self._take_out(parent)
         node = KvNode(node_id, parent, start, segment)
         parent.children[page] = node
+        parent.num_below += 1
         self.nodes[node_id] = node
         self.num_tokens += end - start
         self.num_evictable += end - start
         if self._future is not None and (parent.parent is None or parent.passing):
             self._count_future(node, self._future(packed(0, end), namespace))
-        self._put_in(node)
+        self._place(parent)
+        self._place(node)
         return node
 
     def _split(self, lower: KvNode, node_id: int, num_tokens: int) -> KvNode:
@@ -272,6 +308,8 @@ class KvTree:
         cut = num_tokens * TOKEN_BYTES
         upper = KvNode(node_id, parent, lower.start, lower.segment[:cut])
         upper.num_holds = lower.num_holds
+        upper.on_device, upper.on_host = lower.on_device, lower.on_host
+        upper.num_below = int(lower.on_device)
         upper.last_use, upper.is_online, upper.visit = lower.last_use, lower.is_online, lower.visit
         upper.passing = lower.passing + sum(
             count for tokens, count in lower.stops.items() if tokens >= num_tokens
@@ -284,8 +322,10 @@ class KvTree:
         lower.parent = upper
         upper.children[lower.segment[: self._page_bytes]] = lower
         self.nodes[node_id] = upper
-        if lower.rank is not None:
-            self._leaves.changed(lower)
+        if upper.on_host:
+            self.cut.append((node_id, lower.node_id))
+        self._place(upper)
+        self._changed(lower)
         return upper
 
     def hold(self, node_id: int) -> None:
@@ -293,14 +333,14 @@ class KvTree:
         node = self.nodes.get(node_id)
         if node is None:
             return  # a root
-        if node.rank is not None:
-            self._take_out(node)
         for above in node.upwards():
-            if not above.num_holds:
-                self.num_evictable -= above.num_tokens
-                if above.is_online:
-                    self.num_held_online += above.num_tokens
             above.num_holds += 1
+            if above.num_holds == 1:
+                if above.on_device:
+                    self.num_evictable -= above.num_tokens
+                    if above.is_online:
+                        self.num_held_online += above.num_tokens
+                self._place(above)
 
     def release(self, node_id: int) -> None:
         """Undo a `hold`. O(depth)."""
@@ -311,28 +351,144 @@ class KvTree:
             assert above.num_holds > 0, f"{above.node_id=} is not held"
             above.num_holds -= 1
             if not above.num_holds:
-                self.num_evictable += above.num_tokens
-                if above.is_online:
-                    self.num_held_online -= above.num_tokens
-        self._put_in(node)
+                if above.on_device:
+                    self.num_evictable += above.num_tokens
+                    if above.is_online:
+                        self.num_held_online -= above.num_tokens
+                self._place(above)
 
     def evicted(self, node_id: int) -> None:
-        """The engine has evicted a leaf."""
-        node = self.nodes.pop(node_id)
-        assert node.is_leaf and node.parent is not None, f"{node_id=} is no leaf"
-        if node.rank is not None:
-            self._take_out(node)
-        del node.parent.children[node.segment[: self._page_bytes]]
-        self.num_tokens -= node.num_tokens
+        """The engine has evicted a leaf of which there is no copy in host memory, and what hung
+        below it there."""
+        node = self.nodes[node_id]
+        assert node.is_leaf and not node.on_host, f"{node_id=} is no leaf"
+        for below in self.below(node):
+            self._remove(below)
         self.num_evictable -= node.num_tokens
-        self._put_in(node.parent)
+        self._remove(node)
 
-    def _put_in(self, node: KvNode) -> None:
-        if node.rank is None and node.is_leaf:
-            self._leaves.add(node)
+    def below(self, node: KvNode) -> list[KvNode]:
+        """All below a node, what hangs below another before it. O(their number)."""
+        found = []
+        stack = list(node.children.values())
+        while stack:
+            child = stack.pop()
+            found.append(child)
+            stack.extend(child.children.values())
+        return found[::-1]
+
+    def _remove(self, node: KvNode) -> None:
+        parent = node.parent
+        assert parent is not None and not node.children and not node.num_holds, f"{node.node_id=}"
+        self._take_out(node)
+        del self.nodes[node.node_id]
+        del parent.children[node.segment[: self._page_bytes]]
+        if node.on_device:
+            parent.num_below -= 1
+            self.num_tokens -= node.num_tokens
+        if node.on_host:
+            self.num_on_host -= node.num_tokens
+        self._place(parent)
+
+    def _place(self, node: KvNode) -> None:
+        """Bring both orders in line with what can be evicted."""
+        if node.is_leaf != (node.rank is not None):
+            (self._leaves.discard if node.rank is not None else self._leaves.add)(node)
+        copies = self._copies
+        if copies is None:
+            return
+        if node.has_spare_copy != (node.host_rank is not None):
+            (copies.discard if node.host_rank is not None else copies.add)(node)
+        elif node.host_rank is not None:
+            copies.changed(node)
 
     def _take_out(self, node: KvNode) -> None:
-        self._leaves.discard(node)
+        if node.rank is not None:
+            self._leaves.discard(node)
+        if node.host_rank is not None and self._copies is not None:
+            self._copies.discard(node)
+
+    def _changed(self, node: KvNode) -> None:
+        """Something about it that its place may depend on."""
+        if node.rank is not None:
+            self._leaves.changed(node)
+        if node.host_rank is not None and self._copies is not None:
+            self._copies.changed(node)
+
+    # --- Host memory ---
+
+    def backed_up(self, node_id: int) -> None:
+        """Its KV is, or is just being, copied to host memory."""
+        node = self.nodes[node_id]
+        assert node.on_device and not node.on_host, f"{node_id=}"
+        node.on_host = True
+        self.num_on_host += node.num_tokens
+        self._place(node)
+        self._changed(node)
+
+    def demoted(self, node_id: int) -> None:
+        """A leaf was evicted from the device; its copy is left."""
+        node = self.nodes[node_id]
+        assert node.is_leaf and node.on_host and node.parent is not None, f"{node_id=}"
+        node.on_device = False
+        node.parent.num_below -= 1
+        self.num_tokens -= node.num_tokens
+        self.num_evictable -= node.num_tokens
+        self._place(node)
+        self._place(node.parent)
+
+    def loaded(self, node_ids: Iterable[int]) -> None:
+        """These are on the device now, whether or not they were before; from the root downwards."""
+        for node_id in node_ids:
+            node = self.nodes[node_id]
+            if node.on_device:
+                continue
+            assert node.parent is not None
+            node.on_device = True
+            node.parent.num_below += 1
+            self.num_tokens += node.num_tokens
+            if not node.num_holds:
+                self.num_evictable += node.num_tokens
+            elif node.is_online:
+                self.num_held_online += node.num_tokens
+            self._place(node.parent)
+            self._place(node)
+
+    def copy_dropped(self, node_id: int) -> None:
+        """Its copy in host memory is gone, and it with it where that was all."""
+        node = self.nodes[node_id]
+        assert node.has_spare_copy, f"{node_id=}"
+        if not node.on_device:
+            self._remove(node)
+            return
+        node.on_host = False
+        self.num_on_host -= node.num_tokens
+        self._place(node)
+        self._changed(node)
+
+    def num_host_behind(
+        self, namespace: Hashable, node_id: int, start: int, packed: Callable[[], bytes]
+    ) -> int:
+        """Tokens that are found in host memory alone, behind the first `start` ones, which end with
+        a node on the device (unknown: with the root). Changes nothing. O(depth + tokens compared).
+
+        packed: all tokens, 4 bytes each; asked for where something may be found
+        """
+        node: KvNode | None = self.nodes.get(node_id) or self._roots.get(namespace)
+        if node is None or node.end != start or len(node.children) == node.num_below:
+            return 0
+        tokens = packed()
+        position = start * TOKEN_BYTES
+        page = self._page_bytes
+        while True:
+            node = node.children.get(tokens[position : position + page])
+            if node is None or node.on_device:
+                break
+            shared = common_bytes(node.segment, tokens, position) // page * page
+            position += shared
+            if shared < len(node.segment):
+                break
+        return position // TOKEN_BYTES - start
 
     # --- What is known beside ---
 
@@ -343,8 +499,7 @@ class KvTree:
             return
         for above in node.upwards():
             above.visit = visit
-        if node.rank is not None:
-            self._leaves.changed(node)
+            self._changed(above)
 
     def knows(self, namespace: Hashable, page: bytes) -> bool:
         """Something begins with these tokens of the first page. O(1)."""
@@ -373,8 +528,7 @@ class KvTree:
                     node.stops[tokens] = left
                 else:
                     del node.stops[tokens]
-            if node.rank is not None:
-                self._leaves.changed(node)
+            self._changed(node)
             if shared < len(node.segment):
                 return
 
@@ -393,7 +547,7 @@ class KvTree:
                 node.stops[tokens] = node.stops.get(tokens, 0) + count
 
     def evictable_from(self, node_id: int) -> int:
-        """Tokens from a node up to the root that nobody holds. O(depth)."""
+        """Tokens from a node on the device up to the root that nobody holds. O(depth)."""
         node = self.nodes.get(node_id)
         num_tokens = 0
         while node is not None and node.parent is not None and not node.num_holds:
@@ -416,7 +570,7 @@ class KvTree:
         waiting: namespaces and tokens of all that wait, to count references anew
         """
         seen: set[int] = set()
-        evictable = 0
+        device = evictable = host = 0
         stack = list(self._roots.values())
         while stack:
             node = stack.pop()
@@ -425,20 +579,30 @@ class KvTree:
                 assert child.parent is node and child.start == node.end
                 assert child.segment[: self._page_bytes] == page
                 assert not len(child.segment) % self._page_bytes
+                assert node.on_device or not child.on_device, f"{child.node_id=}"
                 below += child.num_holds
                 stack.append(child)
+            assert node.num_below == sum(child.on_device for child in node.children.values())
             if node.parent is None:
                 continue
+            assert node.on_device or node.on_host, f"{node.node_id=} is nowhere"
             assert node.num_holds >= below
             assert self.nodes[node.node_id] is node
             assert (node.rank is not None) == node.is_leaf
+            if self._copies is not None:
+                assert (node.host_rank is not None) == node.has_spare_copy
             seen.add(node.node_id)
-            evictable += 0 if node.num_holds else node.num_tokens
+            device += node.num_tokens if node.on_device else 0
+            host += node.num_tokens if node.on_host else 0
+            evictable += node.num_tokens if node.on_device and not node.num_holds else 0
         assert seen == self.nodes.keys()
         assert evictable == self.num_evictable
-        held_online = [n.num_tokens for n in self.nodes.values() if n.is_online and n.num_holds]
+        held_online = [
+            n.num_tokens for n in self.nodes.values() if n.is_online and n.num_holds and n.on_device
+        ]
         assert sum(held_online) == self.num_held_online
-        assert self.num_tokens == sum(node.num_tokens for node in self.nodes.values())
+        assert device == self.num_tokens
+        assert host == self.num_on_host
         if waiting is not None:
             counted = {n: (node.passing, dict(node.stops)) for n, node in self.nodes.items()}
             for node in self.nodes.values():

@@ -102,6 +102,7 @@ class CalibratorState(NamedTuple):
     seen    the largest iteration seen: new tokens, twice the attention pairs, decodes, tokens of
             their contexts; None: the shapes are trusted at every size
     error   factor by which predictions are wrong on purpose
+    load_s_per_token  a token of KV from host memory [s]
     """
 
     shapes: tuple[Predictor | None, Predictor | None]
@@ -111,6 +112,7 @@ class CalibratorState(NamedTuple):
     margin: float
     seen: tuple[int, int, int, int] | None
     error: float
+    load_s_per_token: float = 0.0
 
 
 class Calibrator(Predictor):
@@ -173,6 +175,8 @@ class Calibrator(Predictor):
         """Share by which predictions are longer than the estimate."""
         self.error = 1.0
         """Factor by which predictions are wrong on purpose."""
+        self.load_s_per_token = 0.0
+        """A token of KV from host memory [s]."""
 
     @property
     def name(self) -> str:
@@ -184,7 +188,9 @@ class Calibrator(Predictor):
         self._graphs = graphs
 
     def predict_s(self, totals: BatchTotals) -> float:
-        return self.estimate_s(totals) * (1 + self.margin) * self.error
+        seconds = self.estimate_s(totals) * (1 + self.margin)
+        # Loading goes on beside the computation, layer by layer (max, as in BROS §4.1).
+        return max(seconds, totals.num_loaded * self.load_s_per_token) * self.error
 
     def estimate_s(self, totals: BatchTotals) -> float:
         """The prediction without the margin [s]."""
@@ -206,6 +212,7 @@ class Calibrator(Predictor):
             margin=self.margin,
             seen=None if seen is None else (seen.new, seen.pairs, seen.decodes, seen.context),
             error=self.error,
+            load_s_per_token=self.load_s_per_token,
         )
 
     def restore(self, state: CalibratorState) -> None:
@@ -217,7 +224,7 @@ class Calibrator(Predictor):
             phase.use(shape)
             phase.scale = scale
         self._cold_scale, self.drift, self.margin = state.cold_scale, state.drift, state.margin
-        self.error = state.error
+        self.error, self.load_s_per_token = state.error, state.load_s_per_token
         self._seen = None
         if state.seen is not None:
             self._seen = _Seen()
@@ -247,6 +254,8 @@ class Calibrator(Predictor):
         totals = BatchTotals.of(batch)
         if not (totals.num_new or totals.num_decodes) or not 0 < seconds < math.inf:
             raise ConfigError(f"cannot learn from an iteration of {seconds} s with {totals}")
+        if totals.num_loaded:
+            return  # it may have waited for that
         self.num_observed += 1
         phase = self._prefill if totals.num_new else self._decode
         if phase.shape is None:

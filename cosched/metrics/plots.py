@@ -25,6 +25,7 @@ from cosched.metrics.summary import served_tokens
 from cosched.metrics.window import Window, last_event_s
 
 __all__ = [
+    "HOST_USES",
     "KV_USES",
     "plot_active_requests",
     "plot_hit_rate",
@@ -257,14 +258,18 @@ KV_USES = {
 """Columns of the KV memory that add up to the capacity, from the bottom up: name and colour."""
 
 
+HOST_USES = ("host_doubled", "host_returning", "host_referenced", "host_dead")
+"""Columns that add up to what is in host memory."""
+
+
 def plot_kv_memory(
     kv: ColumnLog, records: Sequence[RequestRecord], path: Path, *, window: Window
 ) -> Path:
     """Who has the KV memory by class and by what it is still good for (Echo Fig. 10), what was
     evicted and computed anew, and the hit rates (Echo Fig. 9): over one time.
 
-    kv  rows in order of time with ``time_s``, the columns of `KV_USES` and ``kept`` [tokens], and
-        by class the counts ``evicted_CLASS`` and ``recomputed_CLASS`` since the start [tokens]
+    kv  rows in order of time with ``time_s``, the columns of `KV_USES` and `HOST_USES` and ``kept``
+        [tokens; of host memory in shares of the device's], and by class the counts ``evicted_CLASS`` and ``recomputed_CLASS`` since the start [tokens]
     """
     figure = new_figure(height=7.5)
     axis = TimeAxis.of(window)
@@ -300,7 +305,16 @@ def _kv_panel(axes: Any, kv: ColumnLog, bins: Bins) -> None:
     axes.stairs(
         kept, bins.edges / seconds, baseline=None, color="#222222", ls="--", label="kept for online"
     )
-    axes.set_ylim(0, 100)
+    on_host = np.sum([bins.mean(times, kv.column(name), weights) for name in HOST_USES], axis=0)
+    if np.nansum(on_host):
+        axes.stairs(
+            100 * on_host / total,
+            bins.edges / seconds,
+            baseline=None,
+            color="#7A3E9D",
+            label="on host",
+        )
+    axes.set_ylim(bottom=0, top=None if np.nansum(on_host) else 100)
     legend_above(axes, ncols=4)
 
 

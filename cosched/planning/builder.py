@@ -6,12 +6,13 @@ engine does not do without.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 
 from cosched.core.plan import Plan, Preemption, PreemptMode, SkipReason
 from cosched.core.request import Request, RequestClass
 from cosched.core.view import Decodes, Match, View
 from cosched.planning.ledger import Ledger
+from cosched.planning.stopping import stop_mode
 
 __all__ = ["PlanBuilder", "mixes", "num_tokens_of"]
 
@@ -145,12 +146,22 @@ class PlanBuilder:
 
     def hold(self, request: Request, reason: SkipReason = SkipReason.LATENCY_BUDGET) -> bool:
         """A running request sits this iteration out, its KV kept. False: it cannot."""
-        if request.rid in self.held or not self.view.can_hold(request):
-            return False
-        self.held.add(request.rid)
-        self.ledger.refund_hold(request)
-        self.skip(request, reason)
-        return True
+        return not self.hold_all((request,), reason)
+
+    def hold_all(
+        self, requests: Iterable[Request], reason: SkipReason = SkipReason.LATENCY_BUDGET
+    ) -> list[Request]:
+        """Running requests sit this iteration out, their KV kept. Returns those that cannot."""
+        can_hold, held = self.view.can_hold, self.held
+        going, staying = [], []
+        for request in requests:
+            is_free = request.rid not in held and can_hold(request)
+            (going if is_free else staying).append(request)
+        self.ledger.refund_holds(going)
+        rids = [request.rid for request in going]
+        held.update(rids)
+        self.skipped.update(dict.fromkeys(rids, reason))
+        return staying
 
     def release(self, request: Request) -> bool:
         """Take a hold back. False: what is prefilled has taken its place, and it stays held."""
@@ -164,8 +175,11 @@ class PlanBuilder:
         self.ledger.charge_hold(request)
         del self.skipped[request.rid]
 
-    def preempt(self, request: Request, mode: PreemptMode = PreemptMode.KEEP_KV) -> None:
-        """Stop a running request or an unfinished prefill; it waits again."""
+    def preempt(self, request: Request, mode: PreemptMode | None = None) -> None:
+        """Stop a running request or an unfinished prefill; it waits again. mode: None, the one that
+        costs least (`stop_mode`)."""
+        if mode is None:
+            mode = stop_mode(self.view, request)
         if request.rid in self.held:
             self._release(request)
         self._preempted[request.rid] = Preemption(rid=request.rid, mode=mode)
@@ -181,7 +195,7 @@ class PlanBuilder:
             if at_most is None:
                 at_most = num_tokens_of(into) - match.cached
             trial = self.ledger.fork()
-            trial.refund_hold(out)
+            trial.refund_holds((out,))
             if trial.refusal(into, match, at_most=at_most) is not None:
                 return False
         if not self.hold(out):

@@ -25,7 +25,7 @@ class Ledger:
     which the engine does not check where both share a batch.
 
     Limits count the decodes of all that runs from the beginning, for they happen unless they are
-    refunded (`refund_hold`, `refund_preemption`). Time counts those that `add_decodes` names.
+    refunded (`refund_holds`, `refund_preemption`). Time counts those that `add_decodes` names.
     """
 
     __slots__ = (
@@ -277,17 +277,17 @@ class Ledger:
         if self._adapters is not None:
             self._adapters[request.traits.adapter] -= 1
         if all(r.rid != request.rid for r in self._view.unfinished):
-            self.refund_hold(request)
+            self.refund_holds((request,))
 
-    def refund_hold(self, request: Request) -> None:
-        """Give back what the decode of a running request that sits out would have taken."""
-        self.available += self.step_of(request)
+    def refund_holds(self, requests: Sequence[Request]) -> None:
+        """Give back what the decodes of running requests that sit out would have taken."""
+        self.available += sum(map(self.step_of, requests))
         if self._caps.mixed_batches:
-            self.tokens += 1
-            self.headroom += 1
+            self.tokens += len(requests)
+            self.headroom += len(requests)
 
     def charge_hold(self, request: Request) -> None:
-        """The inverse of `refund_hold`."""
+        """The inverse of `refund_holds`."""
         self.available -= self.step_of(request)
         if self._caps.mixed_batches:
             self.tokens -= 1
@@ -302,7 +302,9 @@ class Ledger:
     def step_of(self, request: Request) -> int:
         """KV tokens that the next decode of a running request takes."""
         page = self._caps.page_size
-        return 0 if request.num_computed_tokens % page else page * request.traits.num_rows
+        if page > 1 and request.num_computed_tokens % page:
+            return 0
+        return page * request.traits.num_rows
 
     def _charge_prefill(self, request: Request, num_cached: int, num_tokens: int) -> None:
         assert num_tokens > 0, f"{num_tokens=} {request.rid=}"

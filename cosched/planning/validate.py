@@ -19,13 +19,7 @@ def validate(plan: Plan, view: View) -> None:
     Everything the plan spends is spent again on a ledger of its own.
     """
     if plan.decodes and not (
-        plan.prefill
-        or plan.preempt
-        or plan.hold
-        or plan.promise
-        or plan.hosts
-        or plan.checkpoint
-        or plan.restore
+        plan.prefill or plan.preempt or plan.hold or plan.promise or plan.hosts
     ):
         return
     _check_caps(plan, view)
@@ -61,13 +55,9 @@ def _check_caps(plan: Plan, view: View) -> None:
     if plan.hosts and not caps.hosts:
         raise PlanError(f"hosts requests, but the engine has no account of that: {[*plan.hosts]}")
     if not caps.host_tokens:
-        copied = plan.checkpoint | plan.restore
-        copied |= {p.rid for p in plan.preempt if p.mode is PreemptMode.CHECKPOINT}
+        copied = [p.rid for p in plan.preempt if p.mode is PreemptMode.CHECKPOINT]
         if copied:
             raise PlanError(f"there is no host memory for the KV of {sorted(copied)}")
-    stray = plan.restore - plan.prefill.keys()
-    if stray:
-        raise PlanError(f"restored, but not prefilled: {sorted(stray)}")
 
 
 def _replay_preemptions(
@@ -91,13 +81,15 @@ def _replay_preemptions(
 def _replay_holds(
     plan: Plan, view: View, ledger: Ledger, running: dict[str, Request], preempted: set[str]
 ) -> None:
+    held: list[Request] = []
     for rid in plan.hold:
         request = running.get(rid)
         if request is None or rid in preempted:
             raise PlanError(f"held but not running: {rid}")
         if not view.can_hold(request):
             raise PlanError(f"held, but it cannot sit out now: {rid}")
-        ledger.refund_hold(request)
+        held.append(request)
+    ledger.refund_holds(held)
     num_running = len(running) - len(preempted & running.keys())
     if plan.hold and not plan.prefill and len(plan.hold) == num_running:
         raise PlanError("all running requests are held and nothing is prefilled")

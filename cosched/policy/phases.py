@@ -249,14 +249,22 @@ def _decode_offline(builder: PlanBuilder, pace: Pace, steps: Steps) -> None:
     if builder.view.rules.partial:
         num_fitting = pace.offline_decodes(contexts)
         if num_fitting < len(running):
-            running, contexts = Decodes.of(sorted(running, key=steps.decode_order))
+            running, contexts = _in_order(running, contexts, steps.decode_order)
             num_fitting = pace.offline_decodes(contexts)
         decoding = Decodes(running[:num_fitting], contexts[:num_fitting])
-        unheld = [r for r in running[num_fitting:] if not builder.hold(r)]
+        unheld = builder.hold_all(running[num_fitting:])
         if unheld:
             decoding = Decodes.of([*decoding.requests, *unheld])
         contexts = decoding.contexts
     builder.ledger.add_decodes(contexts)
+
+
+def _in_order(
+    requests: Sequence[Request], contexts: Sequence[int], order: Callable[[Request], Any]
+) -> Decodes:
+    keys = [order(request) for request in requests]
+    places = sorted(range(len(keys)), key=keys.__getitem__)
+    return Decodes([requests[i] for i in places], [contexts[i] for i in places])
 
 
 def _prefill_offline(builder: PlanBuilder, pace: Pace, steps: Steps) -> None:

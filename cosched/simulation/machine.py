@@ -24,6 +24,10 @@ class Machine:
     mixed_chunk           ``--enable-mixed-chunk``; None: as the policy wants it
     schedule_policy       ``--schedule-policy`` of stock scheduling
     overlap               the overlap scheduler
+    host_kv_tokens        capacity of host memory (HiCache); 0: none
+    host_bandwidth_gb_s   of copies to host memory and back, of each GPU
+    host_write_policy     ``--hicache-write-policy``; None: write_back where cosched orders what is
+                          evicted, else SGLang's default
     """
 
     model: str = "Llama-3.1-8B"
@@ -39,6 +43,9 @@ class Machine:
     schedule_policy: str = "fcfs"
     schedule_conservativeness: float = 1.0
     overlap: bool = True
+    host_kv_tokens: int = 0
+    host_bandwidth_gb_s: float = 20.0
+    host_write_policy: str | None = None
 
     def capacity(self) -> int:
         """KV tokens, whole pages."""
@@ -72,7 +79,20 @@ class Machine:
             flags.append("--enable-mixed-chunk")
         if not self.overlap:
             flags.append("--disable-overlap-schedule")
+        if self.host_kv_tokens:
+            # SGLang's own size is in bytes, which the modelled machine has none of.
+            ratio = self.host_kv_tokens / capacity
+            flags += ["--enable-hierarchical-cache", "--hicache-ratio", str(ratio)]
+            flags += ["--hicache-size", "0"]
+            if self.host_write_policy is not None:
+                flags += ["--hicache-write-policy", self.host_write_policy]
         return flags
+
+    @property
+    def host_s_per_token(self) -> float:
+        """To copy a token's KV to host memory or back [s]."""
+        num_bytes = model_spec(self.model).kv_bytes_per_token(self.tp)
+        return num_bytes / (self.host_bandwidth_gb_s * 1e9)
 
     def describe(self) -> dict[str, Any]:
         return asdict(self) | {"kv_tokens": self.capacity(), "chunk_tokens": self.chunk()}

@@ -156,6 +156,26 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
         help="SGLang's overlap scheduler (default: on)",
     )
     group.add_argument(
+        "--host-kv-tokens",
+        type=whole(at_least=0),
+        default=machine.host_kv_tokens,
+        metavar="N",
+        help="KV that host memory holds beside the GPU's (HiCache); default: none",
+    )
+    group.add_argument(
+        "--host-bandwidth",
+        type=number(above=0),
+        default=machine.host_bandwidth_gb_s,
+        metavar="GB/S",
+        help="of copies to host memory and back, of each GPU (default: %(default)s)",
+    )
+    group.add_argument(
+        "--hicache-write-policy",
+        choices=["write_back", "write_through", "write_through_selective"],
+        help="what is copied to host memory; default: what cosched finds worth it, and where "
+        "SGLang decides, its own default",
+    )
+    group.add_argument(
         "--cost-model",
         choices=sorted(COST_MODELS),
         help="the GPU's truth; default: kernel-table with a data folder, else roofline",
@@ -261,6 +281,9 @@ def machine_of(arguments: argparse.Namespace) -> Machine:
         schedule_policy=arguments.schedule_policy,
         mixed_chunk=arguments.mixed_chunk,
         overlap=arguments.overlap,
+        host_kv_tokens=arguments.host_kv_tokens,
+        host_bandwidth_gb_s=arguments.host_bandwidth,
+        host_write_policy=arguments.hicache_write_policy,
     )
 
 

@@ -16,7 +16,7 @@ import msgspec
 
 from cosched.config import ENV_VAR, Config, SloConfig, parse_config
 from cosched.core.request import RequestClass, Slo
-from cosched.engine.arguments import EVICTION_FLAG, eviction_arguments
+from cosched.engine.arguments import EVICTION_FLAG, eviction_arguments, host_arguments
 from cosched.errors import ConfigError, CoschedError
 from cosched.latency.base import OVERLAPPED, SYNCHRONOUS, CostModel
 from cosched.latency.profile_file import EngineIdentity, Profile
@@ -196,14 +196,26 @@ def execute_requests(
         Profile.predictor_for(Path(config.latency_model), identity)
     os.environ[ENV_VAR] = config.to_json()
     cost_model = cost_model_of(spec)
-    from cosched.simulation.virtual import VirtualEngine
+    from cosched.simulation.virtual import HostLink, VirtualEngine
+
+    machine = spec.machine
+    host_link = None
+    if machine.host_kv_tokens:
+        host_link = HostLink(
+            s_per_token=machine.host_s_per_token,
+            num_layers=model_spec(machine.model).num_layers,
+        )
 
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cosched-model-"))
         flags = engine_flags(spec)
         try:
             engine = VirtualEngine(
-                flags=flags, cost_model=cost_model, model_dir=Path(folder), identity=identity
+                flags=flags,
+                cost_model=cost_model,
+                model_dir=Path(folder),
+                identity=identity,
+                host_link=host_link,
             )
         except CoschedError:
             raise
@@ -303,9 +315,12 @@ def engine_flags(spec: RunSpec) -> list[str]:
     for flag, argument in policy_entry(spec.scenario.policy).arguments().items():
         if flag != "--enable-mixed-chunk" or spec.machine.mixed_chunk is None:
             flags += argument
+    config = config_of(spec)
     if spec.scenario.eviction is not None and policy_entry(spec.scenario.policy).make is None:
-        return [*flags, EVICTION_FLAG, spec.scenario.eviction]
-    return flags + eviction_arguments(config_of(spec))
+        flags += [EVICTION_FLAG, spec.scenario.eviction]
+    else:
+        flags += eviction_arguments(config)
+    return flags + host_arguments(flags, config)
 
 
 def _online_client(online: Sequence[TraceRequest]) -> Any:

@@ -32,24 +32,35 @@ from cosched.engine.attach import use_virtual_device
 from cosched.engine.identity import STANDS_FOR
 from cosched.engine.iteration import Iteration
 from cosched.engine.port.local import LocalEngine, lengths_of, made_up
-from cosched.kv.occupancy import KvOccupancy
+from cosched.kv.occupancy import HostOccupancy, KvOccupancy
 from cosched.kv.returns import BLOCK, block_hashes
 from cosched.latency.graphs import GraphSizes
 from cosched.latency.profile_file import EngineIdentity
 from cosched.metrics.records import ColumnLog, IterationLog, IterationRecord, RequestRecord
+from cosched.simulation.virtual_host import VirtualTransfers
 
-__all__ = ["EOS_ID", "VOCAB_SIZE", "Arrival", "Source", "VirtualClock", "VirtualEngine"]
+__all__ = [
+    "EOS_ID",
+    "VOCAB_SIZE",
+    "Arrival",
+    "HostLink",
+    "Source",
+    "VirtualClock",
+    "VirtualEngine",
+]
 
 VOCAB_SIZE = 32_000
 EOS_ID = 2
 _FIRST_ID = 10
 
 _KV_FIELDS = tuple(f.name for f in msgspec.structs.fields(KvOccupancy) if f.type in (int, bool))
+_HOST_FIELDS = HostOccupancy.__struct_fields__
 
 KV_COLUMNS = (
     "time_s",
     *(f"recomputed_{request_class.value}" for request_class in RequestClass),
     *_KV_FIELDS,
+    *(f"host_{name}" for name in _HOST_FIELDS),
 )
 """Of `VirtualEngine.kv`. recomputed_*: prefill tokens since the start that had been computed
 before, by whomever, and were evicted."""
@@ -83,6 +94,18 @@ class TimeModel(Protocol):
     def graph_sizes(self) -> GraphSizes | None: ...
 
     def iteration_s(self, batch: BatchShape) -> float: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostLink:
+    """The way to host memory (``--enable-hierarchical-cache``).
+
+    s_per_token  to copy a token's KV, either way [s]
+    num_layers   of the modelled model, which is loaded layer by layer
+    """
+
+    s_per_token: float
+    num_layers: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,8 +254,10 @@ class VirtualEngine:
         cost_model: TimeModel,
         model_dir: Path,
         identity: EngineIdentity | None = None,
+        host_link: HostLink | None = None,
     ) -> None:
-        """identity: of the simulated engine, for a policy that starts from a profile of it."""
+        """identity: of the simulated engine, for a policy that starts from a profile of it.
+        host_link: where the flags give it host memory."""
         self.clock = VirtualClock()
         self.records: list[RequestRecord] = []
         self.iterations = IterationLog()
@@ -261,6 +286,9 @@ class VirtualEngine:
             ]
         )
         self.scheduler = self.local.scheduler
+        self._transfers: VirtualTransfers | None = None
+        if host_link is not None:
+            self._use_host(host_link)
         self._take_over()
 
     def close(self) -> None:
@@ -319,6 +347,9 @@ class VirtualEngine:
     def _skip_idle_time(self) -> bool:
         """Move the clock to the next thing that happens. False when nothing will."""
         times = [time_s for s in self._sources if (time_s := s.next_s()) is not None]
+        if self._transfers is not None and self._following:
+            done_s = self._transfers.next_done_s()
+            times += [] if done_s is None else [done_s]
         if times:
             self.clock.advance_to(min(times))
             self._deliver()
@@ -329,6 +360,18 @@ class VirtualEngine:
                 f"{len(self._following)} requests are unanswered and nothing runs"
             )
         return False
+
+    def _use_host(self, link: HostLink) -> None:
+        self._transfers = VirtualTransfers(
+            clock=self.clock,
+            s_per_token=link.s_per_token,
+            num_layers=link.num_layers,
+            gpu_free_s=lambda: self._gpu_free_s,
+        )
+        self.local.replace_transfers(self._transfers)
+        controller = getattr(self.scheduler, "cosched", None)
+        if controller is not None:
+            controller.use_transfer(link.s_per_token)
 
     def _take_over(self) -> None:
         use_virtual_device(self.scheduler, self.clock, self._cost_model.graph_sizes)
@@ -364,7 +407,10 @@ class VirtualEngine:
         """Takes the place of the model worker's forward: no computation, modelled time."""
         shape = port.shape_of(batch)
         start_s = max(self.clock.now_s(), self._gpu_free_s)
-        self._gpu_free_s = start_s + self._cost_model.iteration_s(shape)
+        seconds = self._cost_model.iteration_s(shape)
+        if shape.num_loaded and self._transfers is not None:
+            seconds = self._transfers.iteration_s(start_s, seconds)
+        self._gpu_free_s = start_s + seconds
         self._num_launched += 1
         result = made_up(self._tokens(batch))
         result.virtual = _Launched(shape, start_s, self._gpu_free_s)
@@ -435,7 +481,8 @@ class VirtualEngine:
         self._kv_due_s = now_s + KV_PERIOD_S
         occupancy = controller.kv.occupancy()
         tokens = (getattr(occupancy, name) for name in _KV_FIELDS)
-        self.kv.append((now_s, *self._num_again.values(), *tokens))
+        on_host = (getattr(occupancy.host, name, 0) for name in _HOST_FIELDS)
+        self.kv.append((now_s, *self._num_again.values(), *tokens, *on_host))
 
     def _log_iteration(self, batch: Any, launched: _Launched, iteration: Iteration) -> None:
         shape = launched.shape

@@ -30,9 +30,11 @@ def register() -> None:
         check_internals(internals_for(version))
         install(seams_for(version))
         if not cosched.bootstrap.has_cuda():
-            from cosched.engine import cpu_attention, cpu_paging, port
+            from cosched.engine import cpu_attention, cpu_host, cpu_paging, port
 
             cpu_attention.install()
+            if port.KNOWS_HOST:
+                cpu_host.install()
             if port.PAGES_NEED_TRITON:
                 cpu_paging.install()
     except CoschedError as error:

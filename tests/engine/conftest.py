@@ -73,6 +73,9 @@ def assert_drained(engine) -> None:
             assert not controller.kv.core.is_off
             controller.kv.kv_tree.check_integrity([])
             assert controller.kv.kv_tree.num_evictable == scheduler.tree_cache.evictable_size()
+            if controller.kv.copies is not None:
+                pool = scheduler.tree_cache.cache_controller.mem_pool_host
+                assert controller.kv.kv_tree.num_on_host == pool.size - pool.available_size()
 
 
 def view_now(scheduler):

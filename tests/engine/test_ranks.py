@@ -9,7 +9,8 @@ PROGRAM = """
 import sys
 import torch.distributed as dist
 from cosched.core.plan import EMPTY_PLAN, Plan, PreemptMode, Preemption
-from cosched.engine.ranks import Ranks
+from cosched.engine.ranks import Ranks, Shared
+from cosched.kv.eviction import Eviction
 
 rank, port = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
@@ -22,9 +23,11 @@ plans = [
     Plan(hold=frozenset(f"{long}{i}" for i in range(1000))),
     EMPTY_PLAN,
 ]
-for plan in plans:
-    shared = ranks.share(plan if rank == 0 else None)
+evictions = [None, [], [Eviction(3, True)], [Eviction(n, False) for n in range(5000)], None]
+for plan, gone in zip(plans, evictions, strict=True):
+    shared, also_gone = ranks.share(Shared(plan, gone) if rank == 0 else None)
     assert shared == plan, (rank, shared)
+    assert also_gone == gone, (rank, also_gone)
     assert list(shared.prefill) == list(plan.prefill)
 print("equal")
 """

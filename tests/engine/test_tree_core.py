@@ -94,14 +94,7 @@ class Machine:
         key = self.key(self.tokens())
         if not len(key):
             return
-        is_online = self.draw.random() < 0.5
-        params = InsertParams(
-            key=key,
-            value=torch.arange(len(key)),
-            prev_prefix_len=0,
-            priority=0 if is_online else -1,
-        )
-        step = self.core.begin_insert(params)
+        step = self.core.begin_insert(self.insert_params(key))
         while step.result is None:
             step.actions.clear()
             step = self.core.resume_insert()
@@ -109,8 +102,20 @@ class Machine:
         self.core.end_insert().clear()
         self.nodes.append(step.result.last_device_node)
 
+    def insert_params(self, key):
+        is_online = self.draw.random() < 0.5
+        return InsertParams(
+            key=key,
+            value=torch.arange(len(key)),
+            prev_prefix_len=0,
+            priority=0 if is_online else -1,
+        )
+
+    def match_params(self, key):
+        return MatchPrefixParams(key=key)
+
     def match(self):
-        result = self.core.match_prefix(MatchPrefixParams(key=self.key(self.tokens())))
+        result = self.core.match_prefix(self.match_params(self.key(self.tokens())))
         result.cache_actions.clear()
         if result.last_device_node in self.tree.nodes:
             self.nodes.append(result.last_device_node)

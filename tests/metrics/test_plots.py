@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from cosched.core.request import Slo
 from cosched.metrics import plots, plots_compare
 from cosched.metrics.figure import Bins
-from cosched.metrics.plots import KV_USES, write_run_plots
+from cosched.metrics.plots import HOST_USES, KV_USES, write_run_plots
 from cosched.metrics.plots_compare import Run, attainment_curve, write_comparison_plots
 from cosched.metrics.records import ColumnLog, IterationLog, IterationRecord
 from cosched.metrics.summary import summarize
@@ -80,15 +80,31 @@ def test_the_pictures_of_several_runs(tmp_path):
     assert all(is_png(path) for path in written)
 
 
-def kv_log(rows):
+def kv_log(rows, *, host=0):
     """One second a row: running online, returning, dead, kept, evicted and recomputed online."""
     counted = [
         f"{what}_{who}" for what in ("evicted", "recomputed") for who in ("online", "offline")
     ]
-    log = ColumnLog(("time_s", *KV_USES, "kept", *counted))
+    log = ColumnLog(("time_s", *KV_USES, "kept", *counted, *HOST_USES))
     for second, (online, returning, dead, kept, evicted, recomputed) in enumerate(rows):
         free = 100 - online - returning - dead
-        log.append((second, online, 0, returning, 0, dead, free, kept, evicted, 0, recomputed, 0))
+        log.append(
+            (
+                second,
+                online,
+                0,
+                returning,
+                0,
+                dead,
+                free,
+                kept,
+                evicted,
+                0,
+                recomputed,
+                0,
+                *[host] * 4,
+            )
+        )
     return log
 
 
@@ -115,6 +131,10 @@ def test_kv_memory_over_time_is_drawn_as_it_was(tmp_path, monkeypatch):
     assert drawn(evicted, "evicted online").sum() * width_s == pytest.approx(1600)
     assert drawn(evicted, "recomputed online").max() * width_s == pytest.approx(300)
     assert not drawn(evicted, "evicted offline").any()
+    assert "on host" not in memory.get_legend_handles_labels()[1]
+    hosted = kv_log([early] * 40, host=30)
+    plots.plot_kv_memory(hosted, [], tmp_path / "kv.png", window=Window(start_s=0, end_s=40))
+    assert drawn(figures[1].axes[0], "on host")[0] == 120, "of the device's memory"
     assert len(hits.lines) == 2
 
 

@@ -291,7 +291,7 @@ class TestInternals:
         others = {_port_module(other) for other in SGLANG_VERSIONS} - {_port_module(version)}
         for path in (ROOT / "cosched" / "engine").rglob("*.py"):
             # Those build engines of their own, on SGLang's public constructors.
-            if path.stem not in ("local", "cpu_attention", "cpu_paging"):
+            if path.stem not in ("local", "cpu_attention", "cpu_host", "cpu_paging"):
                 if path.stem not in others:
                     used |= set(re.findall(rf"\b(?:{names})\.(\w+)", path.read_text()))
         own = {"cosched", "cosched_observer", "cosched_offline"}

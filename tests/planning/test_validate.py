@@ -28,8 +28,6 @@ RUNNING = decoding(online("r"))
         (Plan(prefill={"u": 5}, decodes=False), "is held"),
         (Plan(prefill={"u": 5}, promise={"r": 100}), "keeps its own reserve"),
         (Plan(prefill={"u": 5}, hosts={"r": Hosting(host="u", offset=3)}), "no account of that"),
-        (Plan(checkpoint=frozenset({"r"})), "no host memory"),
-        (Plan(prefill={"u": 5}, restore=frozenset({"u"})), "no host memory"),
         (
             Plan(preempt=(Preemption(rid="r", mode=PreemptMode.CHECKPOINT),)),
             "no host memory for the KV of .'r'",

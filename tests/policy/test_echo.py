@@ -236,7 +236,7 @@ def test_every_plan_keeps_the_limits_and_online_comes_first(view, token_s, longe
         )
     for request in view.running:
         if request.rid in plan.hold:
-            budget.refund_hold(request)
+            budget.refund_holds((request,))
     known = {r.rid: r for r in (*view.online, *view.unfinished, *view.offline)}
     for rid, num_tokens in plan.prefill.items():
         request = known[rid]

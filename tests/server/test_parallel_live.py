@@ -47,6 +47,31 @@ def test_two_ranks_serve_both_classes(tiny_model, flags):
             check_metrics(server.url, counted[0])
 
 
+def test_two_ranks_evict_the_same(tiny_model):
+    """Memory for a few of the prompts: all are asked again and again, by both classes."""
+    limits = ("--max-running-requests", "4", "--chunked-prefill-size", "64")
+    memory = ("--max-total-tokens", "1200")
+    with start_server(tiny_model, "--tp", "2", *limits, *memory) as server:
+
+        def ask(index):
+            body = {
+                "text": f"{index % 9} says hello there " * (30 + 4 * (index % 9)),
+                "sampling_params": {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True},
+                "priority": -1 if index % 2 else 0,
+            }
+            reply = httpx.post(f"{server.url}/generate", json=body, timeout=120)
+            assert reply.status_code == 200, reply.text
+            return index % 9, tuple(reply.json()["output_ids"])
+
+        with ThreadPoolExecutor(8) as threads:
+            answers = list(threads.map(ask, range(120)))
+        assert len(set(answers)) == 9, "the same prompt gets the same tokens"
+        states = httpx.get(f"{server.url}/get_server_info", timeout=30).json()["internal_states"]
+        kv = states[0]["cosched"]["kv"]
+        assert kv["is_watched"]
+        assert kv["evicted_online"] + kv["evicted_offline"] > 1000
+
+
 def check_metrics(url, state):
     """What Prometheus scrapes from a server that has answered everything."""
     text = httpx.get(f"{url}/metrics", timeout=30).text

@@ -38,6 +38,8 @@ __all__ = [
     "graph_sizes_of",
     "has_one_pool",
     "has_penalties",
+    "host_free",
+    "host_total",
     "in_flight",
     "is_ending",
     "is_idle",
@@ -54,6 +56,7 @@ __all__ = [
     "mix_only_decodes",
     "num_committed",
     "num_in_session",
+    "num_loaded",
     "num_own",
     "num_retractions",
     "parallel",
@@ -127,6 +130,7 @@ def caps_of(scheduler: Any) -> EngineCaps:
         max_adapters=scheduler.max_loras_per_batch if scheduler.enable_lora else None,
         mixed_batches=bool(scheduler.is_mixed_chunk),
         partial_decode=can_split(scheduler),
+        host_tokens=host_total(scheduler),
     )
 
 
@@ -242,6 +246,20 @@ def kv_evictable(scheduler: Any) -> int:
 def kv_shared(scheduler: Any) -> int:
     """KV tokens of the radix tree that requests use, each once."""
     return int(scheduler.tree_cache.protected_size())
+
+
+def host_total(scheduler: Any) -> int:
+    """KV tokens of host memory; 0: there is none."""
+    if not scheduler.enable_hierarchical_cache:
+        return 0
+    return int(scheduler.tree_cache.cache_controller.mem_pool_host.size)
+
+
+def host_free(scheduler: Any) -> int:
+    """KV tokens of host memory that nobody uses."""
+    if not scheduler.enable_hierarchical_cache:
+        return 0
+    return int(scheduler.tree_cache.cache_controller.mem_pool_host.available_size())
 
 
 def free_slots(scheduler: Any, running_batch: Any) -> int:
@@ -415,6 +433,14 @@ def prefills_of(batch: Any) -> Iterator[tuple[Any, int]]:
     return zip(batch.reqs[:num_prefills], batch.extend_lens[:num_prefills], strict=True)
 
 
+def num_loaded(batch: Any) -> int:
+    """Tokens that are loaded from host memory while a batch runs: begun when it was built."""
+    if batch.hicache_consumer_index < 0:
+        return 0
+    loads = batch.tree_cache.cache_controller.ack_load_queue
+    return int(loads[-1].num_tokens) if loads else 0
+
+
 def shape_of(batch: Any) -> BatchShape:
     """What the time of a batch depends on; valid from when the batch was built until it ran."""
     if batch.forward_mode.is_decode():
@@ -428,6 +454,7 @@ def shape_of(batch: Any) -> BatchShape:
             )
         ],
         decodes=[cached + 1 for cached in batch.prefix_lens[num_prefills:]],
+        num_loaded=num_loaded(batch),
     )
 
 

@@ -141,6 +141,11 @@ class LocalEngine:
         scheduler.model_worker.forward_batch_generation = forward
         return before
 
+    def replace_transfers(self, transfers: Any) -> None:
+        """Have `transfers` move the bytes between device and host memory, as SGLang's
+        `L2TransferEngine` does."""
+        self.scheduler.tree_cache.cache_controller.l2_transfer_engine = transfers
+
     def replace_processing(self, process: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
         """Have `process` get each batch and its result in the place of SGLang's own, which is
         returned."""

@@ -12,6 +12,7 @@ from cosched.engine.port.common import Found, lookup_key, num_own
 from cosched.kv.tree import PathNode
 
 __all__ = [
+    "KNOWS_HOST",
     "NO_DP_ATTENTION",
     "PAGES_NEED_TRITON",
     "can_cut",
@@ -27,6 +28,9 @@ __all__ = [
 
 NO_DP_ATTENTION: tuple[str, object] = ("enable_dp_attention", False)
 """The argument without which attention is not data-parallel, and its value then."""
+
+KNOWS_HOST = False
+"""cosched cannot say what this version copies to host memory and gives up there."""
 
 PAGES_NEED_TRITON = True
 """Pages of KV are allocated by Triton kernels also on a CPU, where they do not run."""

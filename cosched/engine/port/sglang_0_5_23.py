@@ -12,6 +12,7 @@ from cosched.engine.port.common import Found, lookup_key, num_own
 from cosched.kv.tree import PathNode
 
 __all__ = [
+    "KNOWS_HOST",
     "NO_DP_ATTENTION",
     "PAGES_NEED_TRITON",
     "can_cut",
@@ -28,6 +29,9 @@ __all__ = [
 NO_DP_ATTENTION: tuple[str, object] = ("attn_dp_size", 1)
 """The argument without which attention is not data-parallel, and its value then. The old flag
 becomes this width, and its own field is False afterwards."""
+
+KNOWS_HOST = True
+"""cosched can say what this version copies to host memory and gives up there."""
 
 PAGES_NEED_TRITON = False
 """Its allocator has plain functions for devices without Triton."""

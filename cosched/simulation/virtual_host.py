@@ -1,0 +1,103 @@
+"""Host memory in virtual time: copies take as long as the link says, and copy nothing.
+
+SGLang's HiCache runs as it is, with its queues, locks and events; only what moves the bytes
+(`L2TransferEngine`) is replaced. Both directions go on at once, beside the model's computation,
+each copy after the one before it and after the iteration that was launched before it, as SGLang's
+streams wait for each other. An iteration that loads computes a layer as soon as that is there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+__all__ = ["VirtualTransfers"]
+
+
+class _Clock(Protocol):
+    def now_s(self) -> float: ...
+
+    def advance_to(self, time_s: float) -> None: ...
+
+
+class _Event:
+    """Done at a moment of virtual time; whoever waits for it moves the clock there."""
+
+    def __init__(self, clock: _Clock, done_s: float) -> None:
+        self._clock = clock
+        self._done_s = done_s
+
+    def query(self) -> bool:
+        return self._clock.now_s() >= self._done_s
+
+    def synchronize(self) -> None:
+        self._clock.advance_to(self._done_s)
+
+
+class _Completion(NamedTuple):
+    """What SGLang's `TransferCompletion` holds."""
+
+    start_event: _Event
+    finish_event: _Event
+    timing_enabled: bool = False
+
+
+class VirtualTransfers:
+    """Takes the place of an `L2TransferEngine`.
+
+    s_per_token  of a token's KV, either way
+    gpu_free_s   when what was launched on the modelled GPU is done
+    """
+
+    def __init__(
+        self,
+        *,
+        clock: _Clock,
+        s_per_token: float,
+        num_layers: int,
+        gpu_free_s: Callable[[], float],
+    ) -> None:
+        self.device_to_host_stream = torch.cpu.Stream()
+        self.host_to_device_stream = torch.cpu.Stream()
+        self._clock = clock
+        self._s_per_token = s_per_token
+        self._num_layers = num_layers
+        self._gpu_free_s = gpu_free_s
+        self._to_host_s = self._to_device_s = 0.0
+        """When the latest copy is done, each way."""
+
+    def submit_device_to_host(self, transfers: list[Any]) -> _Completion:
+        start_s = self._start_s(self._to_host_s)
+        self._to_host_s = start_s + self._seconds(transfers)
+        return self._completion(start_s, self._to_host_s)
+
+    def submit_host_to_device(self, transfers: list[Any], **options: Any) -> _Completion:
+        start_s = self._start_s(self._to_device_s)
+        self._to_device_s = start_s + self._seconds(transfers)
+        return self._completion(start_s, self._to_device_s)
+
+    def iteration_s(self, start_s: float, compute_s: float) -> float:
+        """Of an iteration that starts then and needs what is being loaded: the first layer waits
+        for its part, the last for all."""
+        loading_s = max(self._to_device_s - start_s, 0.0)
+        layers = self._num_layers
+        return max(loading_s / layers + compute_s, loading_s + compute_s / layers)
+
+    def next_done_s(self) -> float | None:
+        """When a copy is done that is still under way [s]."""
+        now_s = self._clock.now_s()
+        ends = [end_s for end_s in (self._to_host_s, self._to_device_s) if end_s > now_s]
+        return min(ends, default=None)
+
+    def _start_s(self, before_s: float) -> float:
+        return max(self._clock.now_s(), before_s, self._gpu_free_s())
+
+    def _seconds(self, transfers: list[Any]) -> float:
+        return len(transfers[0].device_indices) * self._s_per_token
+
+    def _completion(self, start_s: float, done_s: float) -> _Completion:
+        assert math.isfinite(done_s), f"{done_s=}"
+        return _Completion(_Event(self._clock, start_s), _Event(self._clock, done_s))

@@ -1,0 +1,327 @@
+"""HiCache on a CPU under cosched: the real model's tokens are the same with KV that was copied to
+host memory and back, and nothing is lost on either side."""
+
+import random
+
+import pytest
+import torch
+from sglang.srt.mem_cache.l2_transfer import TransferCompletion
+
+from cosched.core.plan import PreemptMode
+from cosched.engine import port
+from cosched.kv.occupancy import HostOccupancy
+from tests.engine.conftest import assert_drained, prompt, view_now
+
+pytestmark = pytest.mark.skipif(not port.KNOWS_HOST, reason="not with this version of SGLang")
+
+HOST = {"switches": ["--enable-hierarchical-cache"], "hicache_size": 0}
+
+
+class LateTransfers:
+    """Copies nothing until the event of a copy has been asked a few times or waited for, or until a
+    batch waits for what it loads: whoever reads too early reads something else."""
+
+    def __init__(self, engine, num_polls):
+        self.num_polls = num_polls
+        self.pending = []
+        controller = engine.scheduler.tree_cache.cache_controller
+        transfers = controller.l2_transfer_engine
+        for name in ("submit_device_to_host", "submit_host_to_device"):
+            setattr(transfers, name, self.later(getattr(transfers, name)))
+        counter = controller.layer_done_counter
+
+        def wait_until(layer):
+            if counter.consumer_index >= 0:
+                for event in list(self.pending):
+                    event.synchronize()
+
+        counter.wait_until = wait_until
+
+    def later(self, submit):
+        def submit_later(*args, **kwargs):
+            event = LateEvent(self, lambda: submit(*args, **kwargs))
+            self.pending.append(event)
+            return TransferCompletion(event, event, False)
+
+        return submit_later
+
+
+class LateEvent:
+    def __init__(self, transfers, copy):
+        self.transfers = transfers
+        self.num_polls = transfers.num_polls
+        self.copy = copy
+
+    def query(self):
+        self.num_polls -= 1
+        if self.num_polls < 0:
+            self.synchronize()
+        return self not in self.transfers.pending
+
+    def synchronize(self):
+        """Its copy is done, and those before it."""
+        while self in self.transfers.pending:
+            self.transfers.pending.pop(0).copy()
+
+
+def serve(engine, *, seed=1, num_rounds=6):
+    """Sessions of both classes that share and continue heads, more than the device holds."""
+    draw = random.Random(seed)
+    heads = [prompt(i, 120) for i in range(6)]
+    number = 0
+    for _ in range(num_rounds):
+        for _ in range(draw.randrange(1, 6)):
+            head = draw.choice(heads)[: draw.randrange(20, 120)]
+            tail = prompt(100 + draw.randrange(30), draw.randrange(1, 90))
+            is_online = draw.random() < 0.5
+            engine.submit(
+                f"r{number}",
+                head + tail,
+                max_new_tokens=draw.randrange(1, 16),
+                priority=0 if is_online else -1,
+            )
+            number += 1
+        engine.run_until_idle()
+    assert_drained(engine)
+    return {rid: reply.output_ids for rid, reply in engine.replies.items()}
+
+
+@pytest.mark.parametrize(
+    ("write", "page_size", "num_polls", "ratio", "is_ahead"),
+    [
+        ("write_back", 1, 0, 1.5, False),
+        ("write_back", 16, 3, 1.5, True),
+        ("write_back", 1, 9, 1.5, True),
+        ("write_back", 1, 6, 0.4, False),
+        ("write_through", 1, 2, 1.5, True),
+        ("write_through_selective", 16, 0, 0.4, False),
+    ],
+)
+def test_tokens_are_the_same_with_host_memory(
+    make_engine, monkeypatch, write, page_size, num_polls, ratio, is_ahead
+):
+    if is_ahead:
+        monkeypatch.setattr("cosched.engine.kv._LEAST_WAIT_S", 0.0)
+    expected = serve(make_engine(policy="hygen", overlap=True, max_total_tokens=4000))
+    engine = make_engine(
+        policy="hygen",
+        overlap=True,
+        config={"kv": {"reserve": False}},
+        max_total_tokens=608,
+        page_size=page_size,
+        hicache_write_policy=write,
+        hicache_ratio=ratio,
+        **HOST,
+    )
+    LateTransfers(engine, num_polls)
+    assert serve(engine) == expected
+    kv = engine.scheduler.cosched.kv
+    host = kv.occupancy().host
+    assert isinstance(host, HostOccupancy)
+    assert host.to_host > 0 and host.demoted > 0
+    assert host.to_device > 0 or ratio < 1
+    for use in ("free", "doubled", "returning", "referenced", "dead"):
+        assert getattr(host, use) >= 0
+    pool = engine.scheduler.tree_cache.cache_controller.mem_pool_host
+    assert host.free + host.doubled + host.returning + host.referenced + host.dead == pool.size
+
+
+def overflow(engine, rid, num_tokens, *, seed):
+    """Push what is idle off the device."""
+    engine.submit(rid, prompt(seed, num_tokens), max_new_tokens=2)
+    engine.run_until_idle()
+
+
+def with_host(make_engine, *, kv=None, **flags):
+    flags = {"hicache_write_policy": "write_back", "hicache_ratio": 3, **flags}
+    return make_engine(
+        policy="hygen",
+        config={"kv": {"reserve": False, "admission": False, **(kv or {})}},
+        max_total_tokens=600,
+        **HOST,
+        **flags,
+    )
+
+
+def test_a_context_on_the_host_is_loaded_and_not_computed(make_engine):
+    engine = with_host(make_engine)
+    counters = engine.scheduler.cosched.counters
+    engine.submit("first", prompt(1, 300), max_new_tokens=8)
+    engine.run_until_idle()
+    context = prompt(1, 300) + list(engine.replies["first"].output_ids)
+    overflow(engine, "other", 500, seed=2)
+    before = counters.online_prefill_tokens
+    engine.submit("second", context + prompt(3, 40), max_new_tokens=4)
+    engine.run_until_idle()
+    assert engine.scheduler.cosched.kv.core.transferred["to_device"] > 200
+    assert counters.online_prefill_tokens - before < 50
+    assert_drained(engine)
+
+
+def test_what_takes_long_is_loaded_before_it_is_admitted(make_engine, monkeypatch):
+    """Others go on meanwhile."""
+    monkeypatch.setattr("cosched.engine.kv._LEAST_WAIT_S", 0.0)
+    engine = with_host(make_engine)
+    scheduler = engine.scheduler
+    LateTransfers(engine, 4)
+    engine.submit("first", prompt(1, 300), max_new_tokens=2)
+    engine.run_until_idle()
+    overflow(engine, "other", 500, seed=2)
+    kv = scheduler.cosched.kv
+    waits, decoded = [], []
+
+    def watch(iteration):
+        if iteration == 3:
+            engine.submit("second", prompt(1, 300) + prompt(3, 40), max_new_tokens=2)
+        if any(request.rid == "second" for request in scheduler.cosched.waiting.online):
+            waits.append(bool(kv._restoring))
+            decoded.append(len(engine.replies["beside"].output_ids))
+
+    engine.submit("beside", prompt(5, 20), max_new_tokens=30)
+    engine.run_until_idle(on_iteration=watch)
+    assert waits.count(True) >= 3
+    assert decoded[-1] - decoded[0] >= 3
+    assert not kv._restoring
+    assert_drained(engine)
+
+
+def test_the_view_counts_what_is_on_the_host(make_engine):
+    engine = with_host(make_engine)
+    scheduler = engine.scheduler
+    engine.submit("first", prompt(1, 300), max_new_tokens=2)
+    engine.run_until_idle()
+    overflow(engine, "other", 500, seed=2)
+    matches = []
+    controller = scheduler.cosched
+    plan = controller._plan
+
+    def planned(*args, **kwargs):
+        view = view_now(scheduler)
+        matches.extend(view.match(request) for request in view.online)
+        return plan(*args, **kwargs)
+
+    controller._plan = planned
+    engine.submit("second", prompt(1, 300) + prompt(3, 40), max_new_tokens=2)
+    engine.run_until_idle()
+    first = matches[0]
+    assert first.host > 0
+    assert first.cached == 300
+    assert scheduler.cosched.predictor.load_s_per_token > 0
+    assert_drained(engine)
+
+
+def test_what_nobody_comes_for_is_not_copied(make_engine):
+    """Offline prompts that share nothing, without anybody who waits for them."""
+    engine = with_host(make_engine)
+    for i in range(6):
+        engine.submit(f"r{i}", prompt(i + 1, 300), max_new_tokens=2, priority=-1)
+        engine.run_until_idle()
+    core = engine.scheduler.cosched.kv.core
+    assert core.evicted["all"] > 1000
+    assert core.transferred["to_host"] == 0
+    assert_drained(engine)
+
+
+def test_a_slow_link_is_left_alone(make_engine):
+    """Computing anew is faster than both ways."""
+    engine = with_host(make_engine, kv={"host_bandwidth_gb_s": 1e-9})
+    for i in range(4):
+        engine.submit(f"r{i}", prompt(i + 1, 300), max_new_tokens=2)
+        engine.run_until_idle()
+    assert engine.scheduler.cosched.kv.core.transferred["to_host"] == 0
+    assert_drained(engine)
+
+
+def test_a_full_host_keeps_what_is_worth_more(make_engine):
+    engine = with_host(make_engine, hicache_ratio=0.6)
+    for i in range(10):
+        engine.submit(f"r{i}", prompt(i + 1, 300), max_new_tokens=2)
+        engine.run_until_idle()
+    kv = engine.scheduler.cosched.kv
+    pool = engine.scheduler.tree_cache.cache_controller.mem_pool_host
+    assert kv.core.transferred["to_host"] > pool.size  # some had to go again
+    assert not kv.core.is_off
+    assert_drained(engine)
+
+
+def test_a_flush_empties_both(make_engine):
+    engine = with_host(make_engine)
+    LateTransfers(engine, 2)
+    for i in range(4):
+        engine.submit(f"r{i}", prompt(i + 1, 300), max_new_tokens=2)
+        engine.run_until_idle()
+    kv = engine.scheduler.cosched.kv
+    assert kv.kv_tree.num_on_host > 0
+    engine.scheduler.flush_cache()
+    assert not kv.kv_tree.nodes
+    assert kv.kv_tree.num_on_host == 0
+    assert_drained(engine)
+    engine.submit("after", prompt(1, 300), max_new_tokens=2)
+    engine.run_until_idle()
+    assert not kv.core.is_off
+    assert_drained(engine)
+
+
+def test_copies_are_exact_in_every_layer(make_engine):
+    """What is loaded is what was there before, slot by slot."""
+    engine = with_host(make_engine, page_size=4)
+    scheduler = engine.scheduler
+    engine.submit("first", prompt(1, 300), max_new_tokens=2)
+    engine.run_until_idle()
+    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+
+    def kv_of(rid, length):
+        """Of a running request's first tokens, all layers."""
+        req = next(r for r in port.under_way(scheduler) if r.rid == rid)
+        slots = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :length]
+        layers = zip(pool.k_buffer, pool.v_buffer, strict=True)
+        return [torch.stack((k[slots], v[slots])) for k, v in layers]
+
+    taken = {}
+
+    def take(iteration):
+        for req in port.under_way(scheduler):
+            if req.rid in ("second", "third") and req.rid not in taken:
+                taken[req.rid] = kv_of(req.rid, 280)
+
+    for current in ("second", "third"):
+        engine.submit(current, prompt(1, 300) + prompt(9, 8), max_new_tokens=4)
+        engine.run_until_idle(on_iteration=take)
+        overflow(engine, f"push {current}", 500, seed=7)
+    assert scheduler.cosched.kv.core.transferred["to_device"] > 200
+    for one, other in zip(taken["second"], taken["third"], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_a_stopped_request_is_copied_and_goes_on(make_engine, monkeypatch):
+    """With the mode that the plan has chosen; the tokens are those of an engine with room."""
+
+    def submit(engine):
+        engine.submit("offline", prompt(1, 250), max_new_tokens=60, priority=-1)
+
+        def more(iteration):
+            if iteration == 20:
+                engine.submit("online", prompt(2, 420), max_new_tokens=20)
+
+        engine.run_until_idle(on_iteration=more)
+        return {rid: reply.output_ids for rid, reply in engine.replies.items()}
+
+    expected = submit(make_engine(policy="hygen", max_total_tokens=4000))
+    engine = with_host(make_engine)
+    LateTransfers(engine, 2)
+    modes = []
+    controller = engine.scheduler.cosched
+    original = controller._plan
+
+    def plan(*args, **kwargs):
+        made = original(*args, **kwargs)
+        modes.extend(preemption.mode for preemption in made.preempt)
+        return made
+
+    monkeypatch.setattr(controller, "_plan", plan)
+    assert submit(engine) == expected
+    assert PreemptMode.CHECKPOINT in modes
+    host = controller.kv.occupancy().host
+    assert host.to_host >= 250 and 0 < host.to_device <= 310  # the tail that went
+    assert controller.counters.offline_prefill_tokens < 250 + 30
+    assert_drained(engine)
