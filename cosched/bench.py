@@ -74,6 +74,7 @@ from cosched.command_line import (
 from cosched.demo_model import ensure_demo_model
 from cosched.errors import ConfigError
 from cosched.files import write_whole
+from cosched.kv.config import EVICTION_ORDERS
 from cosched.metrics.figure import check_can_draw
 from cosched.metrics.records import write_records
 from cosched.metrics.table import print_table
@@ -121,7 +122,9 @@ def _add_run(commands: Any) -> None:
         type=_scenarios,
         default=ALL_SCENARIOS,
         metavar="A,B,…",
-        help="also policies of yours as module:Class (default: all)",
+        help="also policies of yours as module:Class, and NAME/ORDER for one that evicts KV by "
+        f"another order ({', '.join(EVICTION_ORDERS)}; docs/kv_memory.md), such as hygen/lru or "
+        "priority/priority (default: all)",
     )
     add_workload_options(parser)
     add_machine_options(parser)

@@ -31,8 +31,7 @@ from cosched.engine.arguments import (
     engine_arguments,
 )
 from cosched.errors import ConfigError, CoschedError
-from cosched.kv.config import ENGINE_ORDERS
-from cosched.kv.eviction import ORDERS
+from cosched.kv.config import EVICTION_ORDERS
 from cosched.latency.profile_file import Profile
 from cosched.policy.registry import policy_entry, policy_names
 
@@ -107,7 +106,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--cosched-kv-eviction",
         metavar="NAME",
         help="which KV goes first (docs/kv_memory.md): "
-        f"{', '.join((*ORDERS, *ENGINE_ORDERS))} (default: {defaults.kv.eviction})",
+        f"{', '.join(EVICTION_ORDERS)} (default: {defaults.kv.eviction})",
     )
     group.add_argument(
         "--cosched-max-offline-waiting",

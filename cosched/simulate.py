@@ -34,9 +34,10 @@ from cosched.command_line import (
 )
 from cosched.config import Config
 from cosched.errors import ConfigError
+from cosched.kv.config import ENGINE_ORDERS, EVICTION_ORDERS
 from cosched.metrics.figure import check_can_draw
 from cosched.metrics.plots import write_run_plots
-from cosched.metrics.records import write_records
+from cosched.metrics.records import write_records, write_rows
 from cosched.metrics.table import print_table
 from cosched.metrics.window import Window
 from cosched.policy.registry import known_policy, policy_names
@@ -48,7 +49,7 @@ from cosched.simulation.options import (
     run_spec_of,
 )
 from cosched.simulation.run import RunResult, RunSpec, execute
-from cosched.simulation.scenario import Scenario
+from cosched.simulation.scenario import Scenario, with_eviction
 
 __all__ = ["main"]
 
@@ -65,6 +66,14 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"who schedules: {', '.join(policy_names())}, or one of yours as module:Class; sglang "
         "and priority are stock (default: %(default)s)",
     )
+    parser.add_argument(
+        "--kv-eviction",
+        "--cosched-kv-eviction",
+        metavar="NAME",
+        help=f"which KV goes first: {', '.join(EVICTION_ORDERS)} (docs/kv_memory.md); of stock "
+        f"scheduling {', '.join(ENGINE_ORDERS)} (default: kv.eviction of --cosched-config; of "
+        "stock scheduling SGLang's)",
+    )
     add_workload_options(parser)
     add_machine_options(parser)
     add_config_options(parser)
@@ -77,6 +86,12 @@ def build_parser() -> argparse.ArgumentParser:
         type=output_file,
         metavar="FILE",
         help="write one JSON line per request there",
+    )
+    output.add_argument(
+        "--kv-log",
+        type=output_file,
+        metavar="FILE",
+        help="write one JSON line per second there: who has the KV memory, and what was evicted",
     )
     output.add_argument(
         "--decision-log",
@@ -129,8 +144,10 @@ def _execute(arguments: argparse.Namespace) -> dict[str, Any]:
         has_online=arguments.online is not None,
         has_offline=arguments.offline is not None,
     )
+    if arguments.kv_eviction is not None:
+        scenario = with_eviction(scenario, arguments.kv_eviction)
     spec = run_spec_of(arguments, scenario)
-    for option in ("decision_log", "plot", "records"):
+    for option in ("decision_log", "kv_log", "plot", "records"):
         if arguments.find and getattr(arguments, option):
             raise ConfigError(f"--{option.replace('_', '-')} is of one run; --find makes many")
     if arguments.plot is not None:
@@ -148,6 +165,7 @@ def _run(arguments: argparse.Namespace, spec: RunSpec) -> dict[str, Any]:
         file=sys.stderr,
     )
     save_output(arguments, arguments.records, lambda path: write_records(result.records, path))
+    save_output(arguments, arguments.kv_log, lambda path: write_rows(result.kv, path))
     save_output(
         arguments,
         arguments.plot,
@@ -155,6 +173,7 @@ def _run(arguments: argparse.Namespace, spec: RunSpec) -> dict[str, Any]:
             folder,
             records=result.records,
             iterations=result.iterations,
+            kv=result.kv,
             window=Window(start_s=0.0, end_s=result.end_s),
             default_slo=spec.slo,
         ),

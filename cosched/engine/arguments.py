@@ -16,6 +16,7 @@ from cosched.kv.config import ENGINE_ORDERS
 from cosched.policy.registry import policy_entry
 
 __all__ = [
+    "EVICTION_FLAG",
     "bind_cpu_threads",
     "check_arguments",
     "check_files",

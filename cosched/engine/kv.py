@@ -41,8 +41,9 @@ _LEARN_PERIOD_S = 1.0
 _PRICED_AT_ONCE = 8
 """Depths at which the price of a token is asked anew with each `_PLANS_PER_PRICE`th plan."""
 _PLANS_PER_PRICE = 8
-_MOST_KEPT = 0.9
-"""Share of the memory that is kept for online requests at most: offline work goes on."""
+_MOST_KEPT = 0.75
+"""Share of what the online demand of now leaves of the memory that is kept at most for what more
+it may become: offline work goes on."""
 _TURNOVER_SHARE = 0.1
 """Of the newest second in the moving average of evicted tokens."""
 _CHUNKS_AHEAD = 2
@@ -385,4 +386,6 @@ class KvManager:
         """Tokens that offline requests leave to online ones (`KvState.kept`)."""
         if not self.config.reserve:
             return 0
-        return min(self.demand.reserve, int(_MOST_KEPT * port.kv_total(self._scheduler)))
+        now = self.demand.now
+        left = max(port.kv_total(self._scheduler) - now, 0)
+        return min(self.demand.reserve, now + int(_MOST_KEPT * left))

@@ -7,10 +7,13 @@ import msgspec
 from cosched.errors import ConfigError, choices
 from cosched.kv.eviction import ORDERS
 
-__all__ = ["ENGINE_ORDERS", "KvConfig"]
+__all__ = ["ENGINE_ORDERS", "EVICTION_ORDERS", "KvConfig"]
 
 ENGINE_ORDERS = ("lru", "slru", "priority")
 """SGLang's own, by its names (``--radix-eviction-policy``)."""
+
+EVICTION_ORDERS = (*ORDERS, *ENGINE_ORDERS)
+"""All."""
 
 
 class KvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,9 +46,9 @@ class KvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     host_bandwidth_gb_s: float = 20.0
 
     def __post_init__(self) -> None:
-        names = (*ORDERS, *ENGINE_ORDERS)
-        if self.eviction not in names:
-            raise ConfigError(f"kv.eviction {self.eviction!r} is unknown: {choices(names)}")
+        if self.eviction not in EVICTION_ORDERS:
+            names = choices(EVICTION_ORDERS)
+            raise ConfigError(f"kv.eviction {self.eviction!r} is unknown: {names}")
         for name in ("deviations", "late_weight"):
             value = getattr(self, name)
             if not 0 <= value < float("inf"):

@@ -189,12 +189,25 @@ class ReturnModel:
         prior = _PRIOR_WEIGHT * unit
         for kind in range(self._next, self._next + num_kinds):
             kind %= _NUM_KINDS
-            observed = zip(self._returned[kind], self._at_risk[kind], _PRIOR_HAZARDS, strict=True)
-            hazards = [(came + prior * before) / (seen + prior) for came, seen, before in observed]
+            hazards = self._hazards(kind, prior, 1.0)
             self._chances[kind] = _chances(hazards, discount_s)
             self._host_chances[kind] = _chances(hazards, host_discount_s)
-            self._soon[kind] = _chances(hazards, self._horizon_s)
+            # How many come is soon known, when they come is not: what is kept for them while they
+            # are away costs offline work, and who never comes would be waited for at each age.
+            share = self._share_of_prior(kind, prior)
+            self._soon[kind] = _chances(self._hazards(kind, prior, share), self._horizon_s)
         self._next = (self._next + num_kinds) % _NUM_KINDS
+
+    def _hazards(self, kind: int, prior: float, share: float) -> list[float]:
+        """Of those that reach a bin, the share that comes back in it. share: of the belief held as
+        long as nothing is known, which weighs as much as `prior` observations."""
+        observed = zip(self._returned[kind], self._at_risk[kind], _PRIOR_HAZARDS, strict=True)
+        return [(came + prior * share * before) / (seen + prior) for came, seen, before in observed]
+
+    def _share_of_prior(self, kind: int, prior: float) -> float:
+        """Returns seen at all ages, of those that were believed in; 1 at most."""
+        believed = sum(n * p for n, p in zip(self._at_risk[kind], _PRIOR_HAZARDS, strict=True))
+        return min((sum(self._returned[kind]) + prior) / (believed + prior), 1.0)
 
     @staticmethod
     def next_change_s(age_s: float) -> float:

@@ -19,14 +19,17 @@ from cosched.metrics.figure import (
     save,
     tidy,
 )
-from cosched.metrics.records import Floats, IterationLog, RequestRecord
+from cosched.metrics.records import ColumnLog, Floats, IterationLog, RequestRecord
 from cosched.metrics.slo import with_defaults
 from cosched.metrics.summary import served_tokens
 from cosched.metrics.window import Window, last_event_s
 
 __all__ = [
+    "HOST_USES",
+    "KV_USES",
     "plot_active_requests",
     "plot_hit_rate",
+    "plot_kv_memory",
     "plot_kv_occupancy",
     "plot_latency",
     "plot_throughput",
@@ -41,11 +44,13 @@ def write_run_plots(
     *,
     records: Sequence[RequestRecord],
     iterations: IterationLog | None = None,
+    kv: ColumnLog | None = None,
     window: Window | None = None,
     default_slo: Slo = _NO_SLO,
 ) -> list[Path]:
     """All pictures of a run, in a folder that is made if need be.
 
+    kv           who had the KV memory (`plot_kv_memory`); None or empty: that was not watched
     default_slo  targets of online requests that bring none of their own
     """
     log = IterationLog() if iterations is None else iterations
@@ -61,6 +66,8 @@ def write_run_plots(
             plot_kv_occupancy(log, folder / "kv_occupancy.png", window=window),
             plot_active_requests(log, folder / "active_requests.png", window=window),
         ]
+    if kv is not None and len(kv):
+        written.append(plot_kv_memory(kv, records, folder / "kv_memory.png", window=window))
     return written
 
 
@@ -238,6 +245,98 @@ def plot_kv_occupancy(iterations: IterationLog, path: Path, *, window: Window) -
     axis.limit(axes, window)
     legend_above(axes)
     return save(figure, path)
+
+
+KV_USES = {
+    "running_online": ("running online", COLOURS[RequestClass.ONLINE]),
+    "running_offline": ("running offline", COLOURS[RequestClass.OFFLINE]),
+    "returning": ("online, will return", "#7FB9DD"),
+    "referenced": ("offline, referenced", "#F5D48F"),
+    "dead": ("dead", "#A8B5BD"),
+    "free": ("free", "#EDF0F2"),
+}
+"""Columns of the KV memory that add up to the capacity, from the bottom up: name and colour."""
+
+
+HOST_USES = ("host_doubled", "host_returning", "host_referenced", "host_dead")
+"""Columns that add up to what is in host memory."""
+
+
+def plot_kv_memory(
+    kv: ColumnLog, records: Sequence[RequestRecord], path: Path, *, window: Window
+) -> Path:
+    """Who has the KV memory by class and by what it is still good for (Echo Fig. 10), what was
+    evicted and computed anew, and the hit rates (Echo Fig. 9): over one time.
+
+    kv  rows in order of time with ``time_s``, the columns of `KV_USES` and `HOST_USES` and ``kept``
+        [tokens; of host memory in shares of the device's], and by class the counts ``evicted_CLASS`` and ``recomputed_CLASS`` since the start [tokens]
+    """
+    figure = new_figure(height=7.5)
+    axis = TimeAxis.of(window)
+    memory, evicted, hits = figure.subplots(3, 1, sharex=True, height_ratios=(1.4, 1, 0.8))
+    bins = Bins(window, num_events=len(kv), events_per_bin=5)
+    _kv_panel(tidy(memory, y="KV memory [%]"), kv, bins)
+    _evicted_panel(tidy(evicted, y="tokens/s"), kv, bins)
+    for request_class, colour in COLOURS.items():
+        times_s, rate = hit_rate_curve(records, request_class, window=window)
+        if len(times_s):
+            name = f"hit rate {request_class.value}"
+            hits.plot(times_s / axis.seconds, 100 * rate, color=colour, lw=1.6, label=name)
+    tidy(hits, x=axis.label, y="hit rate [%]").set_ylim(0, 100)
+    axis.limit(hits, window)
+    legend_above(hits)
+    return save(figure, path)
+
+
+def _kv_panel(axes: Any, kv: ColumnLog, bins: Bins) -> None:
+    times = kv.column("time_s")
+    weights = np.ones(len(times))
+    seconds = TimeAxis.of(Window(start_s=bins.edges[0], end_s=bins.edges[-1])).seconds
+    tokens = {use: bins.mean(times, kv.column(use), weights) for use in KV_USES}
+    total = np.sum(list(tokens.values()), axis=0)
+    below = np.zeros(len(bins.centres))
+    for use, (name, colour) in KV_USES.items():
+        above = below + 100 * tokens[use] / total
+        axes.stairs(
+            above, bins.edges / seconds, baseline=below, fill=True, color=colour, label=name
+        )
+        below = above
+    kept = 100 * bins.mean(times, kv.column("kept"), weights) / total
+    axes.stairs(
+        kept, bins.edges / seconds, baseline=None, color="#222222", ls="--", label="kept for online"
+    )
+    on_host = np.sum([bins.mean(times, kv.column(name), weights) for name in HOST_USES], axis=0)
+    if np.nansum(on_host):
+        axes.stairs(
+            100 * on_host / total,
+            bins.edges / seconds,
+            baseline=None,
+            color="#7A3E9D",
+            label="on host",
+        )
+    axes.set_ylim(bottom=0, top=None if np.nansum(on_host) else 100)
+    legend_above(axes, ncols=4)
+
+
+def _evicted_panel(axes: Any, kv: ColumnLog, bins: Bins) -> None:
+    times = kv.column("time_s")
+    seconds = TimeAxis.of(Window(start_s=bins.edges[0], end_s=bins.edges[-1])).seconds
+    for what, style in (("evicted", "-"), ("recomputed", ":")):
+        for request_class, colour in COLOURS.items():
+            counts = kv.column(f"{what}_{request_class.value}")
+            rate = bins.total(times, np.diff(counts, prepend=0.0)) / bins.width_s
+            axes.stairs(
+                rate,
+                bins.edges / seconds,
+                baseline=None,
+                color=colour,
+                ls=style,
+                lw=1.5,
+                label=f"{what} {request_class.value}",
+            )
+    axes.set_ylim(bottom=0)
+    _thousands(axes.yaxis)
+    legend_above(axes)
 
 
 def plot_active_requests(iterations: IterationLog, path: Path, *, window: Window) -> Path:

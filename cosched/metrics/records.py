@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +22,7 @@ from cosched.core.request import RequestClass, Slo
 from cosched.errors import CoschedError, choices
 
 __all__ = [
+    "ColumnLog",
     "Floats",
     "IterationLog",
     "IterationRecord",
@@ -30,6 +31,7 @@ __all__ = [
     "read_records",
     "record_line",
     "write_records",
+    "write_rows",
 ]
 
 Floats = npt.NDArray[np.float64]
@@ -53,6 +55,8 @@ class RequestRecord:
     max_tbt_s              largest gap between tokens [s]; of use where `token_times` is not kept
     num_cached_tokens      prompt tokens found in the prefix cache when it was first admitted;
                            None: not known
+    num_lost_tokens        prompt tokens that an earlier request had computed and that the prefix
+                           cache did not have any more; None: not known
     num_recomputed_tokens  tokens computed beyond what it would have needed without preemption
     num_preemptions        how often it was stopped to come back later
     finish_reason          as the server gives it (stop, length, abort, …)
@@ -71,6 +75,7 @@ class RequestRecord:
     token_times: array[float] | None = None
     max_tbt_s: float | None = None
     num_cached_tokens: int | None = None
+    num_lost_tokens: int | None = None
     num_recomputed_tokens: int = 0
     num_preemptions: int = 0
     finish_reason: str | None = None
@@ -158,14 +163,18 @@ def _fault(record: RequestRecord) -> str | None:
         "num_prompt_tokens",
         "num_output_tokens",
         "num_cached_tokens",
+        "num_lost_tokens",
         "num_recomputed_tokens",
         "num_preemptions",
     ):
         value = getattr(record, name)
         if value is not None and value < 0:
             return f"{name} is {value}"
-    if (record.num_cached_tokens or 0) > record.num_prompt_tokens:
-        return f"num_cached_tokens {record.num_cached_tokens} exceeds the prompt"
+    if (record.num_cached_tokens or 0) + (record.num_lost_tokens or 0) > record.num_prompt_tokens:
+        return (
+            f"num_cached_tokens {record.num_cached_tokens} with num_lost_tokens "
+            f"{record.num_lost_tokens} exceeds the prompt"
+        )
     if record.max_tbt_s is not None and not 0 <= record.max_tbt_s < math.inf:
         return f"max_tbt_s is {record.max_tbt_s}"
     return _token_fault(record)
@@ -250,6 +259,13 @@ def _parse(entry: object) -> RequestRecord:
     return RequestRecord(**given)
 
 
+def write_rows(log: ColumnLog, path: Path) -> None:
+    """Write one JSON object a line, a key for each column."""
+    with path.open("w", encoding="utf-8", newline="\n") as file:
+        for row in log.rows():
+            file.write(json.dumps(row, separators=(",", ":")) + "\n")
+
+
 class IterationRecord(NamedTuple):
     """One forward pass. Made by keyword.
 
@@ -285,46 +301,58 @@ class IterationRecord(NamedTuple):
     planning_s: float | None = None
 
 
-_COLUMNS: Mapping[str, str] = {
-    name: "d" if name.endswith("_s") else "i" for name in IterationRecord._fields
-}
-_OPTIONAL = ("predicted_s", "planning_s")
-
-
-class IterationLog:
-    """The iterations of a run in order of time, by column: half a million take 36 MB."""
+class ColumnLog:
+    """Rows of numbers in order of time, by column. A column whose name ends in ``_s`` holds seconds
+    and may lack values, which are NaN; the others hold whole numbers, of the array type `whole`."""
 
     __slots__ = ("_appenders", "_columns")
 
-    def __init__(self, records: Iterable[IterationRecord] = ()) -> None:
+    def __init__(self, names: Iterable[str], *, whole: str = "q") -> None:
         self._columns: dict[str, array[Any]] = {
-            name: array(code) for name, code in _COLUMNS.items()
+            name: array("d" if name.endswith("_s") else whole) for name in names
         }
         self._appenders = tuple(column.append for column in self._columns.values())
-        for record in records:
-            self.append(record)
 
-    def append(self, record: IterationRecord) -> None:
-        for append, value in zip(self._appenders, record, strict=True):
+    def append(self, row: Iterable[float | None]) -> None:
+        """A value for each column, in their order."""
+        for append, value in zip(self._appenders, row, strict=True):
             append(math.nan if value is None else value)
 
     def __len__(self) -> int:
-        return len(self._columns["start_s"])
+        return len(next(iter(self._columns.values())))
 
-    def __getitem__(self, index: int) -> IterationRecord:
-        row = {name: column[index] for name, column in self._columns.items()}
-        for name in _OPTIONAL:
-            if math.isnan(row[name]):
-                row[name] = None
-        return IterationRecord(**row)
-
-    def __iter__(self) -> Iterator[IterationRecord]:
-        return (self[index] for index in range(len(self)))
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._columns)
 
     def column(self, name: str) -> Floats:
         """A copy of one column; NaN where an optional value is missing."""
         # A view would lock the array: it could not grow while anybody holds the view.
         return np.array(self._columns[name], dtype=np.float64)
+
+    def rows(self) -> Iterator[dict[str, float | None]]:
+        """By column name; None where a value is missing."""
+        for values in zip(*self._columns.values(), strict=True):
+            named = zip(self._columns, values, strict=True)
+            yield {name: None if math.isnan(value) else value for name, value in named}
+
+
+class IterationLog(ColumnLog):
+    """The iterations of a run in order of time: half a million take 36 MB."""
+
+    __slots__ = ()
+
+    def __init__(self, records: Iterable[IterationRecord] = ()) -> None:
+        super().__init__(IterationRecord._fields, whole="i")
+        for record in records:
+            self.append(record)
+
+    def __getitem__(self, index: int) -> IterationRecord:
+        values: Iterator[Any] = (column[index] for column in self._columns.values())
+        return IterationRecord._make(None if math.isnan(value) else value for value in values)
+
+    def __iter__(self) -> Iterator[IterationRecord]:
+        return (self[index] for index in range(len(self)))
 
     @property
     def end_s(self) -> Floats:

@@ -71,6 +71,7 @@ class ClassSummary:
     num_prompt_tokens: int
     num_cached_tokens: int
     hit_ratio: float | None
+    num_lost_tokens: int | None
     num_preemptions: int
     num_preempted_requests: int
     num_recomputed_tokens: int
@@ -335,6 +336,7 @@ def _class_summary(
         num_prompt_tokens=num_prompt,
         num_cached_tokens=num_cached,
         hit_ratio=_ratio(num_cached, num_prompt),
+        num_lost_tokens=_num_lost(admitted),
         num_preemptions=sum(r.num_preemptions for r in mine.population),
         num_preempted_requests=sum(r.num_preemptions > 0 for r in mine.population),
         num_recomputed_tokens=num_recomputed,
@@ -370,6 +372,12 @@ def _recomputed_ratio(finished: Iterable[RequestRecord]) -> float | None:
     again = sum(r.num_recomputed_tokens for r in known)
     once = sum(r.num_prompt_tokens - (r.num_cached_tokens or 0) for r in known)
     return _ratio(again, once + again)
+
+
+def _num_lost(admitted: Iterable[RequestRecord]) -> int | None:
+    """None: of none of them it is known."""
+    known = [r.num_lost_tokens for r in admitted if r.num_lost_tokens is not None]
+    return sum(known) if known else None
 
 
 class _Rows:

@@ -45,6 +45,10 @@ def _times(value: float) -> str:
     return f"{value:.2f}" if value < 100 else f"{value:.0f}"
 
 
+def _sum(one: int | None, other: int | None) -> int | None:
+    return None if one is None and other is None else (one or 0) + (other or 0)
+
+
 def _count(value: float) -> str:
     return f"{value:,.0f}"
 
@@ -74,6 +78,11 @@ _COLUMNS = (
     _Column(header="% of\nceiling", value=lambda s, _: s.ceiling.ratio, show=_percent),
     _Column(header="hit %\nonline", value=lambda s, _: s.online.hit_ratio, show=_percent),
     _Column(header="hit %\noffline", value=lambda s, _: s.offline.hit_ratio, show=_percent),
+    _Column(
+        header="lost\ntokens",
+        value=lambda s, _: _sum(s.online.num_lost_tokens, s.offline.num_lost_tokens),
+        show=_count,
+    ),
     _Column(
         header="pre-\nempted",
         value=lambda s, _: s.online.num_preemptions + s.offline.num_preemptions,

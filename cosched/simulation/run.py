@@ -16,13 +16,13 @@ import msgspec
 
 from cosched.config import ENV_VAR, Config, SloConfig, parse_config
 from cosched.core.request import RequestClass, Slo
-from cosched.engine.arguments import eviction_arguments, host_arguments
+from cosched.engine.arguments import EVICTION_FLAG, eviction_arguments, host_arguments
 from cosched.errors import ConfigError, CoschedError
 from cosched.latency.base import OVERLAPPED, SYNCHRONOUS, CostModel
 from cosched.latency.profile_file import EngineIdentity, Profile
 from cosched.latency.registry import make_cost_model
 from cosched.latency.specs import model_spec
-from cosched.metrics.records import IterationLog, RequestRecord
+from cosched.metrics.records import ColumnLog, IterationLog, RequestRecord
 from cosched.metrics.summary import Summary, summarize
 from cosched.metrics.window import Window
 from cosched.policy.registry import policy_entry
@@ -131,12 +131,15 @@ class RunResult:
     end_s       virtual time at which it ended: the duration, or when the offline set was done [s]
     wall_s      host time of the run without building the engine [s]
     cosched     the controller's counters, None where stock schedules
+    kv          who has the KV memory, a row a second (`KvOccupancy`); empty where SGLang's own
+                order of eviction holds
     """
 
     spec: RunSpec
     summary: Summary
     records: Sequence[RequestRecord]
     iterations: IterationLog
+    kv: ColumnLog
     end_s: float
     wall_s: float
     cost_model: dict[str, object]
@@ -244,6 +247,7 @@ def execute_requests(
             summary=summarize_run(spec, records, engine.iterations, end_s=end_s),
             records=records,
             iterations=engine.iterations,
+            kv=engine.kv,
             end_s=end_s,
             wall_s=wall_s,
             cost_model=cost_model.describe(),
@@ -312,7 +316,11 @@ def engine_flags(spec: RunSpec) -> list[str]:
         if flag != "--enable-mixed-chunk" or spec.machine.mixed_chunk is None:
             flags += argument
     config = config_of(spec)
-    return flags + eviction_arguments(config) + host_arguments(flags, config)
+    if spec.scenario.eviction is not None and policy_entry(spec.scenario.policy).make is None:
+        flags += [EVICTION_FLAG, spec.scenario.eviction]
+    else:
+        flags += eviction_arguments(config)
+    return flags + host_arguments(flags, config)
 
 
 def _online_client(online: Sequence[TraceRequest]) -> Any:
@@ -351,7 +359,11 @@ def config_of(spec: RunSpec, decision_log: Path | None = None) -> Config:
         "slo": msgspec.to_builtins(_slo_config(spec.slo)),
         **dict(spec.config),
     }
-    return parse_config(msgspec.json.encode(keys).decode(), source="the run's configuration")
+    config = parse_config(msgspec.json.encode(keys).decode(), source="the run's configuration")
+    if spec.scenario.eviction is not None:
+        kv = msgspec.structs.replace(config.kv, eviction=spec.scenario.eviction)
+        config = msgspec.structs.replace(config, kv=kv)
+    return config
 
 
 def identity_of(spec: RunSpec) -> EngineIdentity:

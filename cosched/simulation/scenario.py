@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from cosched.errors import ConfigError, choices
+from cosched.kv.config import ENGINE_ORDERS, EVICTION_ORDERS
 from cosched.policy.registry import POLICIES, PolicyEntry, policy_entry, policy_names
 
-__all__ = ["SCENARIOS", "OfflineClient", "Scenario", "scenario"]
+__all__ = ["SCENARIOS", "OfflineClient", "Scenario", "scenario", "with_eviction"]
 
 
 class OfflineClient(Enum):
@@ -30,6 +31,9 @@ class Scenario:
     """One column of the comparison.
 
     policy           cosched policy that schedules; ``sglang`` is stock
+    eviction         which KV goes first (`KvConfig`); where stock schedules SGLang's
+                     ``--radix-eviction-policy``; None: as the configuration has it, and SGLang's
+                     default
     schedule_policy  ``--schedule-policy`` where stock schedules; None: the machine's
     depth_first      the offline set is sent sorted by its prompts: what a scheduler would do that
                      knew all prompts from the start
@@ -41,6 +45,7 @@ class Scenario:
     has_online: bool = True
     has_offline: bool = True
     client: OfflineClient = OfflineClient.ALL
+    eviction: str | None = None
     schedule_policy: str | None = None
     depth_first: bool = False
 
@@ -109,8 +114,12 @@ SCENARIOS: Mapping[str, Scenario] = _all()
 
 
 def scenario(name: str, *, also: Iterable[str] = ()) -> Scenario:
-    """Of that name, or of a policy of another package. ConfigError naming the choices when there is
-    no such scenario; `also` are more of them."""
+    """Of that name, or of a policy of another package. ``NAME/ORDER`` is the same with another
+    order of eviction (`with_eviction`). ConfigError naming the choices when there is no such
+    scenario; `also` are more of them."""
+    name, is_ordered, order = name.partition("/")
+    if is_ordered:
+        return with_eviction(scenario(name), order)
     if name in SCENARIOS:
         return SCENARIOS[name]
     if ":" in name or (name in policy_names() and name not in POLICIES):
@@ -119,4 +128,18 @@ def scenario(name: str, *, also: Iterable[str] = ()) -> Scenario:
     raise ConfigError(
         f"unknown scenario {name!r}; choose from {choices(known)}, or name a policy of yours as "
         "module:Class"
+    )
+
+
+def with_eviction(entry: Scenario, order: str) -> Scenario:
+    """The scenario with another order of eviction, named ``NAME/ORDER``. ConfigError where its
+    scheduler has no such order: stock has SGLang's alone."""
+    known = ENGINE_ORDERS if policy_entry(entry.policy).make is None else EVICTION_ORDERS
+    if order not in known:
+        raise ConfigError(f"{entry.name} cannot evict by {order!r}; choose from {choices(known)}")
+    return replace(
+        entry,
+        name=f"{entry.name}/{order}",
+        summary=f"{entry.summary}; evicts by {order}" if entry.summary else "",
+        eviction=order,
     )

@@ -17,9 +17,11 @@ import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import torch
 
 from cosched.core.batch import BatchShape
@@ -30,9 +32,11 @@ from cosched.engine.attach import use_virtual_device
 from cosched.engine.identity import STANDS_FOR
 from cosched.engine.iteration import Iteration
 from cosched.engine.port.local import LocalEngine, lengths_of, made_up
+from cosched.kv.occupancy import HostOccupancy, KvOccupancy
+from cosched.kv.returns import BLOCK, block_hashes
 from cosched.latency.graphs import GraphSizes
 from cosched.latency.profile_file import EngineIdentity
-from cosched.metrics.records import IterationLog, IterationRecord, RequestRecord
+from cosched.metrics.records import ColumnLog, IterationLog, IterationRecord, RequestRecord
 from cosched.simulation.virtual_host import VirtualTransfers
 
 __all__ = [
@@ -48,6 +52,21 @@ __all__ = [
 VOCAB_SIZE = 32_000
 EOS_ID = 2
 _FIRST_ID = 10
+
+_KV_FIELDS = tuple(f.name for f in msgspec.structs.fields(KvOccupancy) if f.type in (int, bool))
+_HOST_FIELDS = HostOccupancy.__struct_fields__
+
+KV_COLUMNS = (
+    "time_s",
+    *(f"recomputed_{request_class.value}" for request_class in RequestClass),
+    *_KV_FIELDS,
+    *(f"host_{name}" for name in _HOST_FIELDS),
+)
+"""Of `VirtualEngine.kv`. recomputed_*: prefill tokens since the start that had been computed
+before, by whomever, and were evicted."""
+
+KV_PERIOD_S = 1.0
+"""Between two rows of who has the KV memory; it takes O(nodes)."""
 
 _IDLE_ITERATIONS = 3
 """Iterations without a batch before the scheduler counts as idle. One alone means nothing: when a
@@ -128,13 +147,25 @@ class Source(Protocol):
 class _Following:
     """What the simulation knows of a request under way."""
 
-    __slots__ = ("admitted_s", "arrival", "num_cached", "num_computed", "token_times")
+    __slots__ = (
+        "admitted_s",
+        "arrival",
+        "furthest",
+        "num_cached",
+        "num_computed",
+        "num_known",
+        "token_times",
+    )
 
     def __init__(self, arrival: Arrival) -> None:
         self.arrival = arrival
         self.admitted_s: float | None = None
         self.num_cached: int | None = None
         self.num_computed = 0
+        self.num_known = 0
+        """First prompt tokens that somebody had computed when it was admitted, in whole blocks."""
+        self.furthest = 0
+        """First tokens that have ever been computed, by it or before it."""
         self.token_times: array[float] = array("d")
 
     def record(self, req: Any | None, finish_s: float | None) -> RequestRecord:
@@ -154,6 +185,7 @@ class _Following:
             finish_s=finish_s,
             token_times=self.token_times,
             num_cached_tokens=self.num_cached,
+            num_lost_tokens=self._num_lost(),
             num_recomputed_tokens=self._num_recomputed(),
             num_preemptions=0 if req is None else port.num_retractions(req),
             finish_reason=reason,
@@ -161,10 +193,37 @@ class _Following:
             slo=arrival.slo,
         )
 
+    def computed(self, start: int, end: int) -> int:
+        """Its tokens from `start` to `end` have been computed. How many of them not for the first
+        time."""
+        num_again = max(min(end, self.furthest) - start, 0)
+        self.furthest = max(self.furthest, end)
+        return num_again
+
+    def _num_lost(self) -> int | None:
+        return None if self.num_cached is None else max(self.num_known - self.num_cached, 0)
+
     def _num_recomputed(self) -> int:
         """Prefill beyond what the prompt took when it was first admitted."""
         first = len(self.arrival.input_ids) - (self.num_cached or 0)
         return max(self.num_computed - first, 0)
+
+
+class _Computed:
+    """All prompts and replies that were ever computed, as hashes of their blocks: what a prefix
+    cache without limit would hold."""
+
+    def __init__(self) -> None:
+        self._blocks: set[int] = set()
+
+    def add(self, token_ids: array[int]) -> None:
+        self._blocks.update(block_hashes(token_ids))
+
+    def num_known(self, token_ids: array[int]) -> int:
+        """First tokens of a prompt that are there, in whole blocks; its last token is always
+        computed anew."""
+        known = takewhile(self._blocks.__contains__, block_hashes(token_ids[:-1]))
+        return BLOCK * sum(1 for _ in known)
 
 
 @dataclass(slots=True)
@@ -184,6 +243,7 @@ class VirtualEngine:
 
     records     of the requests that ended, in that order
     iterations  one row per forward pass
+    kv          who has the KV memory, once a second; empty where cosched does not watch it
     local       the engine underneath, for requests beside the sources'
     """
 
@@ -201,6 +261,11 @@ class VirtualEngine:
         self.clock = VirtualClock()
         self.records: list[RequestRecord] = []
         self.iterations = IterationLog()
+        self.kv = ColumnLog(KV_COLUMNS)
+        self._kv_due_s = 0.0
+        self._computed = _Computed()
+        self._num_again = dict.fromkeys(RequestClass, 0)
+        """Prefill tokens that were not computed for the first time."""
         self.num_finished_offline = 0
         self._cost_model = cost_model
         self._sources: Sequence[Source] = ()
@@ -249,6 +314,8 @@ class VirtualEngine:
             nonlocal last_launched, num_idle
             if until is not None and until():
                 return True
+            # Between two iterations: everybody who holds memory is under way.
+            self._log_kv(self.clock.now_s())
             delivered = self._deliver()
             has_run = last_launched != self._num_launched or self._num_in_flight > 0
             last_launched = self._num_launched
@@ -352,6 +419,8 @@ class VirtualEngine:
             following = self._following.get(req.rid)
             if following is not None and following.admitted_s is None:
                 following.admitted_s = start_s
+                known = self._computed.num_known(following.arrival.input_ids)
+                following.num_known = following.furthest = known
                 self._reqs[req.rid] = req
         return result
 
@@ -380,6 +449,9 @@ class VirtualEngine:
             if following is None:
                 continue
             following.num_computed += prefill.num_new
+            end = prefill.num_cached + prefill.num_new
+            num_again = following.computed(prefill.num_cached, end)
+            self._num_again[following.arrival.request_class] += num_again
             if following.num_cached is None:
                 following.num_cached = prefill.num_cached
         for req, num_before in zip(batch.reqs, before, strict=True):
@@ -387,14 +459,30 @@ class VirtualEngine:
             if following is None:
                 continue  # it ended while this iteration was already on its way
             if len(req.output_ids) > num_before:
+                if not following.token_times:
+                    self._computed.add(following.arrival.input_ids)
                 following.token_times.append(now_s)
+                # The newest token has no KV yet.
+                num_done = len(following.arrival.input_ids) + len(following.token_times) - 1
+                following.furthest = max(following.furthest, num_done)
             if req.finished():
+                self._computed.add(port.token_ids(req)[:-1])
                 del self._following[req.rid], self._reqs[req.rid]
                 record = following.record(req, now_s)
                 self.records.append(record)
                 self.num_finished_offline += record.request_class is RequestClass.OFFLINE
                 for source in self._sources:
                     source.on_finish(record)
+
+    def _log_kv(self, now_s: float) -> None:
+        controller = getattr(self.scheduler, "cosched", None)
+        if controller is None or controller.kv is None or now_s < self._kv_due_s:
+            return
+        self._kv_due_s = now_s + KV_PERIOD_S
+        occupancy = controller.kv.occupancy()
+        tokens = (getattr(occupancy, name) for name in _KV_FIELDS)
+        on_host = (getattr(occupancy.host, name, 0) for name in _HOST_FIELDS)
+        self.kv.append((now_s, *self._num_again.values(), *tokens, *on_host))
 
     def _log_iteration(self, batch: Any, launched: _Launched, iteration: Iteration) -> None:
         shape = launched.shape

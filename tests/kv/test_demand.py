@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,3 +36,20 @@ def test_a_burst_counts_at_once_and_is_forgotten_after_the_window():
     for second in range(101, 165):
         demand.sample(1000, float(second))
     assert demand.reserve == 1000
+
+
+@pytest.mark.parametrize(("deviations", "least"), [(1.0, 0.8), (2.0, 0.93), (3.0, 0.97)])
+def test_the_next_second_of_chat_with_a_burst_stays_below_what_is_kept(deviations, least):
+    """Requests of 1,365 tokens that stay for 6 s each; four times as many for a minute."""
+    rng = np.random.default_rng(0)
+    arrived = rng.poisson([1.5] * 300 + [6.0] * 60 + [1.5] * 240)
+    needed = 1365 * np.convolve(arrived, np.ones(6, dtype=int))[: len(arrived)]
+    demand = OnlineDemand(deviations=deviations)
+    kept = []
+    for second, tokens in enumerate(needed):
+        demand.sample(int(tokens), float(second))
+        kept.append(demand.reserve)
+    is_short = needed[1:] > np.array(kept)[:-1]
+    assert 1 - is_short[60:].mean() >= least
+    behind = max(len(run) for run in "".join("x" if s else " " for s in is_short[60:]).split())
+    assert behind <= 6, "after so many seconds a burst has room"

@@ -95,14 +95,14 @@ def test_what_changed_long_ago_is_forgotten():
 def test_expected_tokens_are_those_that_have_not_come_back_times_their_chance():
     model = ReturnModel()
     Chat(model).run(sessions=400, share=0.5, think_s=10.0)
-    model.advance(1e6)  # everybody has come back or is given up
-    model.refresh(1e6)
+    model.advance(12_000.0)  # everybody has come back or is given up
+    model.refresh(12_000.0)
     assert model.expected_tokens() == 0
     hashes = block_hashes(tokens(-1, 200))
-    kind = model.ended(hashes, turn=1, num_tokens=1000, now_s=1e6)
-    model.refresh(1e6, discount_s=120.0)
-    assert model.expected_tokens() == pytest.approx(1000 * model.chance(kind, 0.0))
-    model.arrived(block_hashes(tokens(-1, 300)), 1e6 + 5)
+    kind = model.ended(hashes, turn=1, num_tokens=1000, now_s=12_000.0)
+    model.refresh(12_000.0, discount_s=120.0)
+    assert model.expected_tokens() == pytest.approx(1000 * model.chance(kind, 0.0), rel=0.1)
+    model.arrived(block_hashes(tokens(-1, 300)), 12_005.0)
     assert model.expected_tokens() == 0
 
 
@@ -139,3 +139,19 @@ def test_a_clock_may_begin_anywhere():
     assert model.chance(0, 0.0) > 0.8
     model.refresh(1e12)
     assert 0.5 < model.chance(0, 0.0) < 0.9, "what was learned is long forgotten"
+
+
+def test_who_never_comes_back_is_not_waited_for_at_later_ages():
+    """Chat without second turns: what it may hold in two minutes is known before they are over."""
+    model = ReturnModel(horizon_s=120.0)
+    for second in range(40):
+        hashes = [10_000 + second]
+        model.arrived(hashes, float(second))
+        model.ended(hashes, turn=1, num_tokens=1000, now_s=second + 0.5)
+    model.advance(40.0)
+    believed = model.expected_tokens()
+    model.refresh(40.0)
+    assert believed > 12_000
+    assert model.expected_tokens() < 0.25 * believed
+    kind = model.ended([99], turn=1, num_tokens=1000, now_s=40.0)
+    assert model.chance(kind, 16.0) > 0.25, "its memory is not given away before it is known"

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cosched.core.request import Slo
-from cosched.metrics import plots_compare
+from cosched.metrics import plots, plots_compare
 from cosched.metrics.figure import Bins
-from cosched.metrics.plots import write_run_plots
+from cosched.metrics.plots import HOST_USES, KV_USES, write_run_plots
 from cosched.metrics.plots_compare import Run, attainment_curve, write_comparison_plots
-from cosched.metrics.records import IterationLog, IterationRecord
+from cosched.metrics.records import ColumnLog, IterationLog, IterationRecord
 from cosched.metrics.summary import summarize
 from cosched.metrics.window import Window
 from tests.metrics.samples import OFFLINE, ONLINE, request, requests
@@ -78,6 +78,74 @@ def test_the_pictures_of_several_runs(tmp_path):
     written = write_comparison_plots(tmp_path, summaries=summaries, runs=runs)
     assert len(written) == 5
     assert all(is_png(path) for path in written)
+
+
+def kv_log(rows, *, host=0):
+    """One second a row: running online, returning, dead, kept, evicted and recomputed online."""
+    counted = [
+        f"{what}_{who}" for what in ("evicted", "recomputed") for who in ("online", "offline")
+    ]
+    log = ColumnLog(("time_s", *KV_USES, "kept", *counted, *HOST_USES))
+    for second, (online, returning, dead, kept, evicted, recomputed) in enumerate(rows):
+        free = 100 - online - returning - dead
+        log.append(
+            (
+                second,
+                online,
+                0,
+                returning,
+                0,
+                dead,
+                free,
+                kept,
+                evicted,
+                0,
+                recomputed,
+                0,
+                *[host] * 4,
+            )
+        )
+    return log
+
+
+def test_kv_memory_over_time_is_drawn_as_it_was(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(plots, "save", lambda figure, path: figures.append(figure) or path)
+    early, late = (40, 20, 10, 30, 1000, 200), (10, 60, 20, 90, 1600, 500)
+    kv = kv_log([early] * 40 + [late] * 40)
+    window = Window(start_s=0.0, end_s=80.0)
+    plots.plot_kv_memory(kv, small_run(0)[0], tmp_path / "kv.png", window=window)
+    memory, evicted, hits = figures[0].axes
+
+    def drawn(axes, name):
+        named = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+        return named[name].get_data().values
+
+    tops = {name: drawn(memory, name) for name, _ in KV_USES.values()}
+    assert [tops[name][0] for name in tops] == [40, 40, 60, 60, 70, 100]
+    assert [tops[name][-1] for name in tops] == [10, 10, 70, 70, 90, 100]
+    kept = drawn(memory, "kept for online")
+    assert (kept[0], kept[-1]) == (30, 90)
+    # What was counted before the first row, and 600 and 300 tokens in the middle.
+    width_s = 80 / len(kept)
+    assert drawn(evicted, "evicted online").sum() * width_s == pytest.approx(1600)
+    assert drawn(evicted, "recomputed online").max() * width_s == pytest.approx(300)
+    assert not drawn(evicted, "evicted offline").any()
+    assert "on host" not in memory.get_legend_handles_labels()[1]
+    hosted = kv_log([early] * 40, host=30)
+    plots.plot_kv_memory(hosted, [], tmp_path / "kv.png", window=Window(start_s=0, end_s=40))
+    assert drawn(figures[1].axes[0], "on host")[0] == 120, "of the device's memory"
+    assert len(hits.lines) == 2
+
+
+def test_kv_memory_is_drawn_where_it_was_watched(tmp_path):
+    records, log = small_run(0)
+    kv = kv_log([(40, 20, 10, 30, 0, 0)] * 20)
+    written = write_run_plots(tmp_path, records=records, iterations=log, kv=kv)
+    assert [path.name for path in written if path.name == "kv_memory.png"] == ["kv_memory.png"]
+    assert all(is_png(path) for path in written)
+    unwatched = write_run_plots(tmp_path, records=records, iterations=log, kv=kv_log([]))
+    assert len(unwatched) == len(written) - 1
 
 
 @pytest.mark.filterwarnings("error")

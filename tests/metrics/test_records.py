@@ -57,6 +57,7 @@ def test_a_line_without_token_times_keeps_the_largest_gap():
         ({"finish_s": 1.5}, "before first_token_s"),
         ({"finish_s": float("nan")}, "finish_s is nan"),
         ({"num_cached_tokens": 101}, "exceeds the prompt"),
+        ({"num_cached_tokens": 60, "num_lost_tokens": 50}, "exceeds the prompt"),
         ({"num_preemptions": -1}, "num_preemptions is -1"),
         ({"num_output_tokens": 1}, "2 token_times for 1"),
         ({"num_output_tokens": 0}, "no output tokens"),

@@ -179,6 +179,16 @@ def diurnal(asked: Asked) -> Workload:
     return _with_lengths(asked, "azure", curve)
 
 
+def burst(asked: Asked) -> Workload:
+    """A Poisson process whose rate is four times as high in the sixth in the middle; the mean is
+    what is asked for."""
+    duration_s = asked.duration_s or DURATION_S
+    rates = [1.0] * 12
+    rates[5:7] = [4.0, 4.0]
+    curve = RateCurve(step_s=duration_s / len(rates), rates=tuple(rates))
+    return _with_lengths(asked, "azure", curve.scaled_to(asked.rate or CHAT_RATE))
+
+
 def arxiv(asked: Asked) -> Workload:
     """The file's lengths, shuffled, or lengths of their distribution where there is no file."""
     if asked.files:

@@ -65,6 +65,14 @@ WORKLOADS = {
         ),
         build=builders.diurnal,
     ),
+    "burst": NamedWorkload(
+        classes=(ONLINE,),
+        description=(
+            "chat with one burst: 4x the rate in the sixth in the middle of the duration asked "
+            "for; lengths of azure-conv"
+        ),
+        build=builders.burst,
+    ),
     "mooncake-synthetic": NamedWorkload(
         classes=(ONLINE, OFFLINE),
         description="Mooncake FAST'25 synthetic trace: long prompts, 64 % of blocks shared",
