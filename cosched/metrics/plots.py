@@ -268,8 +268,9 @@ def plot_kv_memory(
     """Who has the KV memory by class and by what it is still good for (Echo Fig. 10), what was
     evicted and computed anew, and the hit rates (Echo Fig. 9): over one time.
 
-    kv  rows in order of time with ``time_s``, the columns of `KV_USES` and `HOST_USES` and ``kept``
-        [tokens; of host memory in shares of the device's], and by class the counts ``evicted_CLASS`` and ``recomputed_CLASS`` since the start [tokens]
+    kv  rows in order of time with ``time_s``; the columns of `KV_USES` and `HOST_USES` and ``kept``
+        [tokens; of host memory in shares of the device's]; by class the counts ``evicted_CLASS``
+        and ``recomputed_CLASS`` since the start [tokens]
     """
     figure = new_figure(height=7.5)
     axis = TimeAxis.of(window)
