@@ -331,8 +331,12 @@ def is_worth_its_place(builder: PlanBuilder, request: Request, match: Match) -> 
     """Whether an offline request computes more than what is evicted for it is worth (Echo §4.1:
     benefit and punishment, both in seconds of the device).
 
-    Its own part is the prefill of what is not cached and its share of the decodes to come.
+    Its own part is the prefill of what is not cached and its share of the decodes to come. Where
+    nothing else runs it is always admitted: an idle device computes nothing for those whose KV it
+    keeps, and the request would wait until nobody is expected for it any more.
     """
+    if not builder.runs_anything():
+        return True
     ledger, view = builder.ledger, builder.view
     before, after = -ledger.spare, ledger.need(request, match) - ledger.spare
     if after <= 0:

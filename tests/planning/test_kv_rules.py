@@ -80,8 +80,9 @@ def test_an_offline_request_computes_more_than_what_goes_for_it_is_worth(loss_pe
     """A token takes 0.1 ms to compute here."""
     view = FakeView(
         caps=CAPS,
-        total_kv=5000,
+        total_kv=5100,
         evictable_kv=4500,
+        running=(decoding(offline("running", 90)),),
         offline=(offline("a", 2000),),
         loss_per_token_s=loss_per_token_s,
     )
@@ -90,6 +91,20 @@ def test_an_offline_request_computes_more_than_what_goes_for_it_is_worth(loss_pe
         assert "a" in made.prefill
     else:
         assert made.skipped["a"] is SkipReason.EVICTION_LOSS
+
+
+def test_an_idle_engine_admits_one_whatever_goes_for_it():
+    """Or it would stay idle until nobody is expected any more for what it keeps."""
+    view = FakeView(
+        caps=CAPS,
+        total_kv=5000,
+        evictable_kv=4900,
+        offline=(offline("a", 2000), offline("b", 2000)),
+        loss_per_token_s=10.0,
+    )
+    made = plan(view)
+    assert [*made.prefill] == ["a"]
+    assert made.skipped["b"] is SkipReason.EVICTION_LOSS
 
 
 def test_what_fits_without_eviction_costs_nothing():
@@ -107,8 +122,9 @@ def test_what_fits_without_eviction_costs_nothing():
 def test_a_cached_head_is_not_evicted_for_its_own_request():
     view = FakeView(
         caps=CAPS,
-        total_kv=5000,
+        total_kv=5100,
         evictable_kv=4900,
+        running=(decoding(offline("running", 90)),),
         offline=(offline("a", 2000),),
         loss_per_token_s=1e-3,
     )

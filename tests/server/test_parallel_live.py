@@ -59,12 +59,13 @@ def test_two_ranks_evict_the_same(tiny_model):
                 "sampling_params": {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True},
                 "priority": -1 if index % 2 else 0,
             }
-            reply = httpx.post(f"{server.url}/generate", json=body, timeout=120)
+            # Two ranks on cores that others want too wait for each other in every layer.
+            reply = httpx.post(f"{server.url}/generate", json=body, timeout=300)
             assert reply.status_code == 200, reply.text
             return index % 9, tuple(reply.json()["output_ids"])
 
         with ThreadPoolExecutor(8) as threads:
-            answers = list(threads.map(ask, range(120)))
+            answers = list(threads.map(ask, range(72)))
         assert len(set(answers)) == 9, "the same prompt gets the same tokens"
         states = httpx.get(f"{server.url}/get_server_info", timeout=30).json()["internal_states"]
         kv = states[0]["cosched"]["kv"]
