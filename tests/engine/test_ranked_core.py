@@ -8,7 +8,7 @@ import pytest
 
 import cosched.bootstrap  # noqa: F401  # before SGLang
 from cosched.engine.ranked_core import RankedTreeCore
-from tests.engine.test_tree_core import CORES, FULL, NUM_OPERATIONS, Machine, make_core
+from tests.engine.test_tree_core import CORES, FULL, NUM_OPERATIONS, Machine, consume, make_core
 
 
 class Rank(Machine):
@@ -32,8 +32,7 @@ class Rank(Machine):
             gone.append(result.node_id)
             leaf = self.core.evict_device_leaf(result.node_id, False)
             tracker[FULL] += leaf.tracker[FULL]
-            leaf.device_frees.clear()
-            leaf.cache_actions.clear()
+            consume(leaf)
         self.core.evict_device_end(FULL)
         assert tracker[FULL] >= min(wanted, before)
         return gone
