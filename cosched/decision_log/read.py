@@ -130,16 +130,7 @@ class _PartReader:
         if state is not None:
             if shapes is None:
                 raise _BadLineError("a calibrator without shapes, and none before it")
-            self._calibrator = CalibratorState(
-                shapes=shapes,
-                scales=state.scales,
-                cold_scale=state.cold_scale,
-                drift=state.drift,
-                margin=state.margin,
-                seen=state.seen,
-                error=state.error,
-                load_s_per_token=state.load_s_per_token,
-            )
+            self._calibrator = state.with_shapes(shapes)
 
 
 def _shape(data: dict[str, Any] | None) -> Predictor | None:

@@ -12,9 +12,11 @@ from typing import Any, TypeAlias
 import msgspec
 
 from cosched.core.caps import EngineCaps
+from cosched.core.estimates import Predictor
 from cosched.core.plan import PreemptMode, SkipReason
 from cosched.core.request import RequestClass, Slo, Traits
 from cosched.core.view import BatchRules, Ended, KvState, OfflineLimits
+from cosched.latency.calibration import CalibratorState
 from cosched.policy.base import Budgets, PolicySettings
 
 __all__ = [
@@ -157,7 +159,8 @@ class ViewState(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class CalibratorRecord(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
-    """`cosched.latency.calibration.CalibratorState` without its shapes."""
+    """`cosched.latency.calibration.CalibratorState` without its shapes; its fields have the same
+    names."""
 
     scales: tuple[float, float]
     cold_scale: float
@@ -166,6 +169,14 @@ class CalibratorRecord(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=
     seen: tuple[int, int, int, int] | None
     error: float = 1.0
     load_s_per_token: float = 0.0
+
+    @classmethod
+    def of(cls, state: CalibratorState) -> CalibratorRecord:
+        return cls(**{name: getattr(state, name) for name in cls.__struct_fields__})
+
+    def with_shapes(self, shapes: tuple[Predictor | None, Predictor | None]) -> CalibratorState:
+        """What was recorded."""
+        return CalibratorState(shapes=shapes, **msgspec.structs.asdict(self))
 
 
 class PlanState(msgspec.Struct, kw_only=True, omit_defaults=True):

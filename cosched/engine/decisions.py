@@ -445,7 +445,7 @@ class DecisionLog:
                 decision.first_tokens[seq] = first_token_s
         state = ended.state
         if state is not None and state != self._state:
-            decision.calibrator = _calibrator_record(state)
+            decision.calibrator = CalibratorRecord.of(state)
             if self._state is None or state.shapes != self._state.shapes:
                 decision.shapes = _shapes(state)
             self._state = state
@@ -494,18 +494,6 @@ def _plan_state(plan: Plan, view: RecordingView) -> PlanState:
             skipped.setdefault(reason, []).append(seqs[rid])
         state.skipped = skipped
     return state
-
-
-def _calibrator_record(state: CalibratorState) -> CalibratorRecord:
-    return CalibratorRecord(
-        scales=state.scales,
-        cold_scale=state.cold_scale,
-        drift=state.drift,
-        margin=state.margin,
-        seen=state.seen,
-        error=state.error,
-        load_s_per_token=state.load_s_per_token,
-    )
 
 
 def _shapes(state: CalibratorState) -> Shapes:

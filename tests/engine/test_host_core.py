@@ -14,7 +14,7 @@ import cosched.bootstrap  # noqa: F401  # before SGLang
 from cosched.engine import port
 from cosched.engine.host_core import HostedTreeCore
 from cosched.kv.eviction import CopyOrder, Leaves
-from tests.engine.test_tree_core import CORES, NUM_OPERATIONS, OPERATIONS, Machine
+from tests.engine.test_tree_core import CORES, OPERATIONS, Machine, run
 
 pytestmark = pytest.mark.skipif(not port.KNOWS_HOST, reason="not with this version of SGLang")
 
@@ -242,12 +242,7 @@ HOST_OPERATIONS = {getattr(HostMachine, op.__name__): n for op, n in OPERATIONS.
 def test_the_copy_agrees_on_both_tiers(monkeypatch, core, page_size, is_write_back):
     monkeypatch.setattr("cosched.engine.tree_core._LEAST_TAIL", 2)  # nodes are short here
     machine = HostMachine(core, page_size=page_size, seed=page_size, is_write_back=is_write_back)
-    operations = random.Random(5).choices(
-        list(HOST_OPERATIONS), list(HOST_OPERATIONS.values()), k=NUM_OPERATIONS
-    )
-    for operation in operations:
-        operation(machine)
-        machine.audit()
+    run(machine, HOST_OPERATIONS, seed=5)
     assert machine.core.transferred["to_host"] > 0
     assert machine.core.transferred["to_device"] > 0
     assert machine.core.evicted["demoted"] > 0

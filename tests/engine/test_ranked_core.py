@@ -8,7 +8,7 @@ import pytest
 
 import cosched.bootstrap  # noqa: F401  # before SGLang
 from cosched.engine.ranked_core import RankedTreeCore
-from tests.engine.test_tree_core import CORES, FULL, NUM_OPERATIONS, Machine, consume, make_core
+from tests.engine.test_tree_core import CORES, NUM_OPERATIONS, Machine, make_core
 
 
 class Rank(Machine):
@@ -22,20 +22,6 @@ class Rank(Machine):
             self.tree.left = lambda *args: None
             self.leaves.advance = lambda now_s: None
             self.tree._future = None
-
-    def evict(self):
-        wanted = self.draw.randrange(1, 40)
-        before = self.tree.num_evictable
-        tracker, gone = {FULL: 0}, []
-        self.core.evict_device_start(FULL, wanted)
-        while (result := self.core.evict_device_next_node(FULL, tracker)).node_id is not None:
-            gone.append(result.node_id)
-            leaf = self.core.evict_device_leaf(result.node_id, False)
-            tracker[FULL] += leaf.tracker[FULL]
-            consume(leaf)
-        self.core.evict_device_end(FULL)
-        assert tracker[FULL] >= min(wanted, before)
-        return gone
 
 
 CHANGES = (
@@ -64,8 +50,8 @@ def test_all_ranks_evict_what_rank_0_says(page_size):
                 change = draw.choice(CHANGES)
                 for rank in (source, other):
                     getattr(rank, change)()
-            gone = source.evict()
-            assert gone == other.evict()
+            gone = source.evict_some()
+            assert gone == other.evict_some()
             num_given += len(gone) if given else 0
             num_alike += len({node_id for node_id, _ in given or ()} & set(gone))
         else:
@@ -84,6 +70,6 @@ def test_a_rank_that_lost_track_since_it_was_told_says_so():
     rank.core.give(rank.leaves.next_to_go(5))
     rank.core._switch_off("a test")
     with pytest.raises(RuntimeError, match="lost track"):
-        rank.evict()
+        rank.evict_some()
     rank.core.give(None)
-    assert rank.evict(), "the engine's order goes on"
+    assert rank.evict_some(), "the engine's order goes on"

@@ -145,10 +145,15 @@ class Machine:
             self.core.dec_full_pin(self.pins.pop(self.draw.randrange(len(self.pins))))
 
     def evict(self):
+        expected = [node.node_id for node in self.leaves.in_order()]
+        gone = self.evict_some()
+        assert gone == expected[: len(gone)]
+
+    def evict_some(self):
+        """The nodes that went."""
         wanted = self.draw.randrange(1, 40)
         tracker = {FULL: 0}
         before = self.tree.num_evictable
-        expected = [node.node_id for node in self.leaves.in_order()]
         self.core.evict_device_start(FULL, wanted)
         gone = []
         while (result := self.core.evict_device_next_node(FULL, tracker)).node_id is not None:
@@ -158,7 +163,7 @@ class Machine:
             consume(leaf)
         self.core.evict_device_end(FULL)
         assert tracker[FULL] >= min(wanted, before)
-        assert gone == expected[: len(gone)]
+        return gone
 
     def wait(self):
         if len(self.waiting) > 30:
@@ -219,17 +224,22 @@ OPERATIONS = {
 }
 
 
+def run(machine, operations, *, seed):
+    """Random operations by their weights, and an audit after each."""
+    drawn = random.Random(seed).choices(
+        list(operations), list(operations.values()), k=NUM_OPERATIONS
+    )
+    for operation in drawn:
+        operation(machine)
+        machine.audit()
+
+
 @pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize(("page_size", "order"), [(1, "value"), (4, "value"), (1, "echo")])
 def test_the_copy_agrees_with_the_engine_after_every_operation(monkeypatch, core, page_size, order):
     monkeypatch.setattr("cosched.engine.tree_core._LEAST_TAIL", 2)  # nodes are short here
     machine = Machine(core, page_size=page_size, order=order, seed=page_size)
-    operations = random.Random(3).choices(
-        list(OPERATIONS), list(OPERATIONS.values()), k=NUM_OPERATIONS
-    )
-    for operation in operations:
-        operation(machine)
-        machine.audit()
+    run(machine, OPERATIONS, seed=3)
 
 
 def test_where_the_copy_is_wrong_the_engines_order_takes_over(caplog):

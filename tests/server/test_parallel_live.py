@@ -2,6 +2,7 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import httpx
 import pytest
@@ -10,6 +11,18 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.serving import start_server
 
 pytestmark = pytest.mark.server
+
+
+def ask(server, index, *, num_texts, text, num_tokens, timeout_s):
+    """Greedy tokens of one of so many prompts, by its number: online and offline in turn."""
+    body = {
+        "text": text(index % num_texts),
+        "sampling_params": {"max_new_tokens": num_tokens, "temperature": 0, "ignore_eos": True},
+        "priority": -1 if index % 2 else 0,
+    }
+    reply = httpx.post(f"{server.url}/generate", json=body, timeout=timeout_s)
+    assert reply.status_code == 200, reply.text
+    return index % num_texts, tuple(reply.json()["output_ids"])
 
 
 @pytest.mark.parametrize(
@@ -23,19 +36,16 @@ pytestmark = pytest.mark.server
 def test_two_ranks_serve_both_classes(tiny_model, flags):
     limits = ("--max-running-requests", "4", "--chunked-prefill-size", "64")
     with start_server(tiny_model, *flags, *limits) as server:
-
-        def ask(index):
-            body = {
-                "text": "hello there " * (5 + index % 7),
-                "sampling_params": {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True},
-                "priority": -1 if index % 2 else 0,
-            }
-            reply = httpx.post(f"{server.url}/generate", json=body, timeout=120)
-            assert reply.status_code == 200, reply.text
-            return index % 7, tuple(reply.json()["output_ids"])
-
+        asked = partial(
+            ask,
+            server,
+            num_texts=7,
+            text=lambda n: "hello there " * (5 + n),
+            num_tokens=12,
+            timeout_s=120,
+        )
         with ThreadPoolExecutor(16) as threads:
-            answers = list(threads.map(ask, range(28)))
+            answers = list(threads.map(asked, range(28)))
         assert all(len(ids) == 12 for _, ids in answers)
         assert len(set(answers)) == 7, "the same prompt gets the same tokens in either class"
         states = httpx.get(f"{server.url}/get_server_info", timeout=30).json()["internal_states"]
@@ -52,20 +62,17 @@ def test_two_ranks_evict_the_same(tiny_model):
     limits = ("--max-running-requests", "4", "--chunked-prefill-size", "64")
     memory = ("--max-total-tokens", "1200")
     with start_server(tiny_model, "--tp", "2", *limits, *memory) as server:
-
-        def ask(index):
-            body = {
-                "text": f"{index % 9} says hello there " * (30 + 4 * (index % 9)),
-                "sampling_params": {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True},
-                "priority": -1 if index % 2 else 0,
-            }
+        asked = partial(
+            ask,
+            server,
+            num_texts=9,
+            text=lambda n: f"{n} says hello there " * (30 + 4 * n),
+            num_tokens=8,
             # Two ranks on cores that others want too wait for each other in every layer.
-            reply = httpx.post(f"{server.url}/generate", json=body, timeout=300)
-            assert reply.status_code == 200, reply.text
-            return index % 9, tuple(reply.json()["output_ids"])
-
+            timeout_s=300,
+        )
         with ThreadPoolExecutor(8) as threads:
-            answers = list(threads.map(ask, range(72)))
+            answers = list(threads.map(asked, range(72)))
         assert len(set(answers)) == 9, "the same prompt gets the same tokens"
         states = httpx.get(f"{server.url}/get_server_info", timeout=30).json()["internal_states"]
         kv = states[0]["cosched"]["kv"]
