@@ -178,8 +178,8 @@ class Worth:
         return chance * price
 
     def _late_share(self, node: KvNode, end: int, ttft_s: float, *, is_loaded: bool) -> float:
-        """Of the time that computing a node's tokens anew takes, the share that brings a first token
-        nearer to being late; what is behind the node, up to `end`, is lost already."""
+        """Of the time that computing a node's tokens anew takes, the share that brings a first
+        token nearer to being late; what is behind the node, up to `end`, is lost already."""
         behind_s = self._seconds(node.end, end, is_loaded=is_loaded)
         lost_s = self._seconds(node.start, end, is_loaded=is_loaded)
         if lost_s <= behind_s:
