@@ -32,7 +32,7 @@ class Budgets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """
 
     aim: float = 0.995
-    ttft_aim: float = 0.97
+    ttft_aim: float = 0.95
     burst: float = 1.5
     idle_share: float = 0.3
     crowded_share: float = 0.2
