@@ -443,6 +443,24 @@ def test_prefills_are_planned_to_end_before_the_last_moment():
     assert late.limits["offline"] - early.limits["offline"] == pytest.approx(0.03)
 
 
+def test_short_prompts_go_along_with_a_long_one():
+    """It takes little longer, and they would wait for all of it."""
+    view = FakeView(
+        caps=CAPS,
+        running=(running_online(num_tokens=2, first_token_s=0.98),),
+        unfinished=[prefilled(online("long", 4000, arrival_s=-9.0), 200)],
+        online=[online("also long", 900), online("short", 60)],
+        now_s=1.0,
+        start_s=1.0,
+    )
+    plan = plan_of(view)
+    assert plan.prefill.keys() == {"short", "long"}
+    assert plan.prefill["short"] == 60
+    assert plan.prefill["long"] > 3 * plan.prefill["short"]
+    without = plan_of(replace(view, online=[]))
+    assert plan.prefill["long"] >= without.prefill["long"] - 61
+
+
 def test_offline_work_leaves_the_time_that_waiting_prompts_still_need():
     """The prompt needs 0.22 s more in four chunks of 512 tokens, and 0.24 s are left."""
     caps = replace(CAPS, max_chunk_tokens=512)
