@@ -1,11 +1,12 @@
 """Two phases over one ledger: online requests first, offline ones into what they leave (HyGen §4.1,
 Algorithm 1). The steps from which such policies are composed.
 
-Running requests decode. Online prefill takes what it needs, oldest first; where request slots or KV
-memory are missing, running offline requests are stopped, youngest first, with their KV kept in the
-radix tree, and an unfinished offline prefill is stopped when an online one needs its place. Offline
-work is taken in the pool's order, running before waiting; where the pool knows which requests begin
-alike, a prefix that none has computed yet is computed by one of them and the others follow.
+Running requests decode. Online prefill takes what it needs, oldest first, and short prompts go
+along with a long one; where request slots or KV memory are missing, running offline requests are
+stopped, youngest first, with their KV kept in the radix tree, and an unfinished offline prefill is
+stopped when an online one needs its place. Offline work is taken in the pool's order, running
+before waiting; where the pool knows which requests begin alike, a prefix that none has computed yet
+is computed by one of them and the others follow.
 
 A policy makes a `PlanBuilder`, a `Pace` that says how much of the iteration's time each phase may
 take, and calls `two_phases` with the steps in which it differs, or the steps themselves.
@@ -367,11 +368,14 @@ def is_worth_its_place(builder: PlanBuilder, request: Request, match: Match) -> 
     """
     if not builder.runs_anything():
         return True
-    ledger, view = builder.ledger, builder.view
-    before, after = -ledger.spare, ledger.need(request, match) - ledger.spare
+    view, missing = builder.view, -builder.ledger.spare
+    after = missing + builder.ledger.need(request, match)
     if after <= 0:
         return True
-    loss_s = view.eviction_loss_s(after) - (view.eviction_loss_s(before) if before > 0 else 0.0)
+    # What it finds cached goes no more, and others go for it.
+    loss_s = view.eviction_loss_s(after + match.evictable)
+    for num_tokens in (missing, match.evictable):
+        loss_s -= view.eviction_loss_s(num_tokens) if num_tokens > 0 else 0.0
     if loss_s <= 0:
         return True
     totals = BatchTotals()
