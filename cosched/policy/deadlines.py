@@ -6,7 +6,7 @@ The budget of an iteration (Echo §5.2: the tightest online deadline in it)
     slack of a prefill           arrival + TTFT - start of the iteration
     laxity of a prefill          its slack for a target that is `ttft_aim` times its own, less the
                                  time that it and those before it still take
-    online phase                 the least slack of the running online requests, at least TPOT;
+    online phase                 most of the least slack of the running online requests, or TPOT;
                                  more where prefills would be late at that pace and need not be
     offline phase                the least slack of the running online requests, for targets that
                                  are `aim` times theirs, and the least laxity of the prefills; at
@@ -159,7 +159,8 @@ def deadline_pace(builder: PlanBuilder, settings: PolicySettings) -> DeadlinePac
         online_s = offline_s = settings.latency_budget_s
     else:
         # Slow decodes alone must not keep a prefill from starting.
-        online_s = max(slacks.least_s, slacks.tpot_s, _LEAST_GROWTH * alone_s, prefills.iteration_s)
+        lent_s = _LENT * slacks.least_s
+        online_s = max(lent_s, slacks.tpot_s, _LEAST_GROWTH * alone_s, prefills.iteration_s)
         burst_s = budgets.burst * slacks.tpot_s
         uncrowded_s = slacks.tpot_s * _room(view, slacks.contexts, budgets.crowded_share)
         offline_s = min(slacks.aimed_s, prefills.laxity_s, burst_s, uncrowded_s)
@@ -194,6 +195,10 @@ def _may_cut_online(view: View, prefill_slack_s: float, default: Slo) -> bool:
         return False
     return view.num_offline > 0
 
+
+_LENT = 0.8
+"""Of the slack of the running online requests, that one iteration takes: it may last longer than
+predicted, and what is left is lent to the next."""
 
 _LEAST_GROWTH = 1.5
 

@@ -90,6 +90,16 @@ def test_a_request_that_ran_ahead_lends_its_slack_up_to_the_burst():
     assert 0.09 < seconds_of(plan_of(view), view) <= 2 * TPOT_S
 
 
+def test_an_online_chunk_leaves_some_of_the_slack_that_it_borrows():
+    """Or an iteration that lasts longer than predicted would make the last token late."""
+    ahead = running_online(num_tokens=11)  # ten gaps, half a second, at once
+    new = online("new", 9000, slo=Slo(ttft_s=9.0))
+    caps = replace(CAPS, max_chunk_tokens=16_384, max_prefill_tokens=16_384)
+    view = FakeView(caps=caps, running=(ahead,), online=[new], total_kv=99_999)
+    slack_s = 11 * TPOT_S
+    assert 0.6 * slack_s < seconds_of(plan_of(view), view) < 0.9 * slack_s
+
+
 def test_a_late_request_stops_offline_work_but_not_online_prefills():
     late = running_online(num_tokens=2, first_token_s=0.0)
     view = FakeView(
