@@ -8,7 +8,7 @@ from statistics import NormalDist
 
 from cosched.core.estimates import LengthEstimate
 from cosched.length.config import LengthConfig
-from cosched.length.facts import Facts, cells_of
+from cosched.length.facts import Cells, Facts, cells_of
 from cosched.length.histogram import Hints, Histogram, Pair
 from cosched.length.learned import Features, TokenModel, features_of
 from cosched.length.window import Window
@@ -33,7 +33,7 @@ class Belief:
     def __init__(self, model: LengthModel, facts: Facts) -> None:
         self.facts = facts
         self._model = model
-        self._cells: tuple[int, ...] | None = None
+        self._cells: Cells | None = None
         self._features: Features | None = None
         self._until = 0
         """Tokens after which it is looked at again."""
@@ -57,7 +57,7 @@ class Belief:
         return LengthEstimate(median_left, min(max(self._upper - num_produced, median_left), left))
 
     @property
-    def cells(self) -> tuple[int, ...]:
+    def cells(self) -> Cells:
         if self._cells is None:
             self._cells = cells_of(self.facts)
         return self._cells

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
-__all__ = ["Facts", "cells_of"]
+__all__ = ["ROOT", "Cells", "Facts", "cells_of"]
+
+Cells: TypeAlias = tuple[tuple[int, float], ...]
+"""(hash of a likeness, requests that what is known of the wider ones counts as beside its own)."""
+
+ROOT = 0
+"""The widest likeness: all requests."""
+
+_PRIOR, _PRIOR_OF_PROMPT = 5.0, 1.0
+"""The very same prompt, answered once, says more than that of a few others."""
 
 _SHORT_HEAD, _LONG_HEAD = 16, 64
 """Tokens at the head of a prompt that make its template."""
-_ENDS = 512
+_ENDS = 128
 """A prompt longer than twice this is told from others by so many tokens at each of its ends, and
 its length: hashing all of a long document would take longer than is worth it."""
 _COARSE, _FINE = 4, 16
@@ -39,7 +48,7 @@ class Facts(NamedTuple):
         return len(self.prompt) if self.num_prompt_tokens is None else self.num_prompt_tokens
 
 
-def cells_of(facts: Facts) -> tuple[int, ...]:
+def cells_of(facts: Facts) -> Cells:
     """The likenesses of a request, as hashes, from the widest to the narrowest: all; its kind and
     the octave of its limit; its prompt's length by quarter and by sixteenth of an octave; its
     template, by a short and by a long head; both; the very prompt.
@@ -52,19 +61,18 @@ def cells_of(facts: Facts) -> tuple[int, ...]:
     kind = hash((facts.kind, facts.limit.bit_length()))
     octaves = math.log2(num_tokens) if num_tokens > 0 else 0.0
     coarse = int(octaves * _COARSE)
-    cells = [0, kind, hash((kind, 1, coarse)), hash((kind, 2, int(octaves * _FINE)))]
-    if len(prompt) == 0:
-        return tuple(cells)
+    keys = [ROOT, kind, hash((kind, 1, coarse)), hash((kind, 2, int(octaves * _FINE)))]
     if len(prompt) >= _SHORT_HEAD:
-        cells.append(hash((kind, 3, _key(prompt[:_SHORT_HEAD]))))
+        keys.append(hash((kind, 3, _key(prompt[:_SHORT_HEAD]))))
     if len(prompt) >= _LONG_HEAD:
         head = hash((kind, 4, _key(prompt[:_LONG_HEAD])))
-        cells += (head, hash((head, coarse)))
-    if len(prompt) <= 2 * _ENDS:
-        cells.append(hash((kind, 5, _key(prompt))))
-    else:
+        keys += (head, hash((head, coarse)))
+    cells = [(key, _PRIOR) for key in keys]
+    if len(prompt) > 2 * _ENDS:
         ends = _key(prompt[:_ENDS]), _key(prompt[-_ENDS:])
-        cells.append(hash((kind, 6, ends, len(prompt))))
+        cells.append((hash((kind, 6, ends, len(prompt))), _PRIOR_OF_PROMPT))
+    elif len(prompt):
+        cells.append((hash((kind, 5, _key(prompt))), _PRIOR_OF_PROMPT))
     return tuple(cells)
 
 

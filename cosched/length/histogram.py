@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
 from typing import NamedTuple
 
-from cosched.length.facts import Facts
+from cosched.length.facts import ROOT, Cells, Facts
 from cosched.length.window import Window
 
 __all__ = ["Hints", "Histogram", "Pair"]
 
-_PRIOR = 5.0
-"""Requests that what is known of the wider likeness counts as, beside those of the narrower."""
 _KEPT = 0.98
 """Of a cell's gain, when another request is added: half is forgotten after 34 of them."""
-_ROOT_SHARE = 4
+_ROOT_WINDOWS = 4
 """Windows that the widest likeness holds."""
 _MOST_KINDS = 256
 
@@ -75,31 +72,31 @@ class Histogram:
     @property
     def root(self) -> Pair | None:
         """Of all requests; None: there were none."""
-        cell = self._cells.get(0)
+        cell = self._cells.get(ROOT)
         return None if cell is None else Pair(cell.median, cell.upper)
 
-    def totals(self, cells: Sequence[int]) -> Pair | None:
+    def totals(self, cells: Cells) -> Pair | None:
         """What is known of a request; cells: of `cells_of`. None: nothing."""
         known = self._cells
-        root = known.get(cells[0])
+        root = known.get(ROOT)
         if root is None:
             return None
         median, upper = root.median, root.upper
-        for key in cells[1:]:
+        for key, prior in cells[1:]:
             cell = known.get(key)
             if cell is None or cell.gain < 0:
                 continue
             count = len(cell.window)
-            share = count / (count + _PRIOR)
+            share = count / (count + prior)
             median += share * (cell.median - median)
             upper += share * (cell.upper - upper)
         return Pair(median, upper)
 
-    def survivors(self, cells: Sequence[int], level: float, above: float) -> float | None:
+    def survivors(self, cells: Cells, level: float, above: float) -> float | None:
         """Quantile of those that got longer than `above`; None: no like request did."""
         known = self._cells
         total: float | None = None
-        for key in cells:
+        for key, prior in cells:
             cell = known.get(key)
             if cell is None or cell.gain < 0:
                 continue
@@ -109,31 +106,31 @@ class Histogram:
             if not count:
                 continue
             own = window.quantile(level, start)
-            total = own if total is None else total + count / (count + _PRIOR) * (own - total)
+            total = own if total is None else total + count / (count + prior) * (own - total)
         return total
 
-    def learn(self, cells: Sequence[int], length: int) -> tuple[Pair, Pair] | None:
+    def learn(self, cells: Cells, length: int) -> tuple[Pair, Pair] | None:
         """A request has ended that was so long. What was known before, of all and of it; None:
         nothing."""
         known, coverage = self._cells, self._coverage
-        root = known.get(cells[0])
+        root = known.get(ROOT)
         before: tuple[Pair, Pair] | None = None
         if root is None:
-            root = known[cells[0]] = _Cell(Window(_ROOT_SHARE * self._window))
-            for key in cells[1:]:
+            root = known[ROOT] = _Cell(Window(_ROOT_WINDOWS * self._window))
+            for key, _ in cells[1:]:
                 self._new(key).add(length, coverage)
         else:
-            known.move_to_end(cells[0])
+            known.move_to_end(ROOT)
             median, upper = first = root.median, root.upper
             loss = _loss(median, upper, coverage, length)
-            for key in cells[1:]:
+            for key, prior in cells[1:]:
                 cell = known.get(key)
                 if cell is None:
                     cell = self._new(key)
                 else:
                     known.move_to_end(key)
                     count = len(cell.window)
-                    share = count / (count + _PRIOR)
+                    share = count / (count + prior)
                     own_median = median + share * (cell.median - median)
                     own_upper = upper + share * (cell.upper - upper)
                     own_loss = _loss(own_median, own_upper, coverage, length)
