@@ -149,7 +149,7 @@ def _compare(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.plot is not None:
         check_can_draw()
     scores: dict[str, dict[str, Score]] = {}
-    header = f"{'error':>9}{'tau':>7}{'pinball':>9}{'covered':>9}{'allocated':>11}"
+    header = f"{'constant':>9}{'error':>9}{'tau':>7}{'pinball':>9}{'covered':>9}{'allocated':>11}"
     print(f"{'':<34}{header}{f'after {LATER}':>10}{'unasked':>9}")
     for name, responses, delay in _sets(arguments):
         for mode in arguments.modes:
@@ -185,7 +185,7 @@ def _score(
     arguments: argparse.Namespace, responses: Sequence[Response], mode: str, delay: int
 ) -> Score:
     """Of all streams together."""
-    judged: list[Judged] = []
+    judged: list[list[Judged]] = []
     limit = max(max(response.num_output_tokens for response in responses), 1)
     for name, of_stream in iter_streams(responses):
         if len(of_stream) <= arguments.warm_up:
@@ -194,12 +194,13 @@ def _score(
                 "warm-up (--warm-up)"
             )
         if mode == TREES:
-            judged += held_out_medians(
+            of_trees = held_out_medians(
                 [(response.prompt, response.num_prompt_tokens) for response in of_stream],
                 [response.num_output_tokens for response in of_stream],
                 coverage=arguments.coverage,
                 seed=arguments.seed,
-            )[arguments.warm_up :]
+            )
+            judged.append(of_trees[arguments.warm_up :])
             continue
         config = LengthConfig(mode=mode, coverage=arguments.coverage, hints=False)
         model = LengthModel(config)
@@ -207,7 +208,7 @@ def _score(
             (_facts(i, response, limit), response.num_output_tokens)
             for i, response in enumerate(of_stream)
         )
-        judged += stream(model, requests, delay=delay)[arguments.warm_up :]
+        judged.append(stream(model, requests, delay=delay)[arguments.warm_up :])
     return score(judged, coverage=arguments.coverage, seed=arguments.seed)
 
 
@@ -225,8 +226,8 @@ def _facts(i: int, response: Response, limit: int) -> Facts:
 
 def _row(found: Score) -> str:
     return (
-        f"{found.error:>9.1f}{found.tau:>7.2f}{found.pinball:>9.1f}{100 * found.coverage:>8.1f}%"
-        f"{found.allocated:>11.2f}{found.later:>10.1f}{found.unasked:>9.1f}"
+        f"{found.constant:>9.1f}{found.error:>9.1f}{found.tau:>7.2f}{found.pinball:>9.1f}"
+        f"{100 * found.coverage:>8.1f}%{found.allocated:>11.2f}{found.later:>10.1f}{found.unasked:>9.1f}"
     )
 
 
@@ -253,10 +254,17 @@ def _plot(path: Path, scores: Mapping[str, Mapping[str, Score]]) -> None:
             offset = (len(modes) / 2 - i - 0.5) * height
             axes.barh(places + offset, values, height, color=_COLOURS[i % 6], label=mode)
         axes.set_yticks(places, list(scores), fontsize=9)
-    axes_of[0].set_xlim(0, 1.6)
+    constants = [
+        one.constant / one.mean for one in (by_mode[modes[0]] for by_mode in scores.values())
+    ]
+    axes_of[0].scatter(constants, places, marker="|", s=220, color="black", label="best constant")
+    axes_of[0].set_xlim(0, 1)
     axes_of[1].set_xlim(0, 5)
     axes_of[2].set_xlim(80, 100)
-    axes_of[0].legend(frameon=False, fontsize=8)
+    handles, labels = axes_of[0].get_legend_handles_labels()
+    figure.legend(
+        handles, labels, frameon=False, fontsize=8, ncols=len(labels), loc="outside lower center"
+    )
     save(figure, path)
 
 

@@ -37,6 +37,8 @@ class Judged(NamedTuple):
 class Score(NamedTuple):
     """requests   that were judged
     mean       of their lengths [tokens]
+    constant   mean absolute deviation from the median of their stream: the error of the best that
+               is the same for all of it, known only afterwards [tokens]
     error      mean absolute error of the median [tokens]
     tau        Kendall's rank correlation (tau-b) of medians and lengths, of 200,000 random pairs
     pinball    mean pinball loss of the median and the upper estimate together [tokens]
@@ -48,6 +50,7 @@ class Score(NamedTuple):
 
     requests: int
     mean: float
+    constant: float
     error: float
     tau: float
     pinball: float
@@ -74,8 +77,10 @@ def stream(
     return judged
 
 
-def score(judged: Sequence[Judged], *, coverage: float, seed: int = 0) -> Score:
-    """coverage: level of the upper estimates."""
+def score(streams: Sequence[Sequence[Judged]], *, coverage: float, seed: int = 0) -> Score:
+    """Of all streams together; coverage: level of the upper estimates."""
+    judged = [one for of_stream in streams for one in of_stream]
+    deviations = [_deviations(of_stream) for of_stream in streams]
     medians = np.array([one.median for one in judged], dtype=float)
     uppers = np.array([one.upper for one in judged], dtype=float)
     lengths = np.array([one.length for one in judged], dtype=float)
@@ -86,6 +91,7 @@ def score(judged: Sequence[Judged], *, coverage: float, seed: int = 0) -> Score:
     return Score(
         requests=len(judged),
         mean=float(lengths.mean()),
+        constant=float(np.concatenate(deviations).mean()),
         error=float(np.abs(medians - lengths).mean()),
         tau=_tau(medians, lengths, seed),
         pinball=_pinball(medians, lengths, 0.5) + _pinball(uppers, lengths, coverage),
@@ -94,6 +100,11 @@ def score(judged: Sequence[Judged], *, coverage: float, seed: int = 0) -> Score:
         later=float(np.abs(later - remaining).mean()) if long else 0.0,
         unasked=float(np.abs(unasked - remaining).mean()) if long else 0.0,
     )
+
+
+def _deviations(judged: Sequence[Judged]) -> Floats:
+    lengths = np.array([one.length for one in judged], dtype=float)
+    return np.abs(lengths - np.median(lengths))
 
 
 def _pinball(quantiles: Floats, lengths: Floats, level: float) -> float:

@@ -12,7 +12,7 @@ from cosched.length.judge import Judged, score, stream
 
 def test_a_score_of_what_is_known_exactly():
     judged = [Judged(n, n, n - 64 if n > 64 else None, n) for n in (10, 50, 100, 300)]
-    found = score(judged, coverage=0.95)
+    found = score([judged], coverage=0.95)
     assert (found.error, found.pinball, found.later, found.unasked) == (0, 0, 0, 0)
     assert (found.coverage, found.allocated) == (1, 1)
     assert found.tau == pytest.approx(1)
@@ -21,7 +21,8 @@ def test_a_score_of_what_is_known_exactly():
 
 def test_a_score_of_a_constant():
     judged = [Judged(100, 200, None, n) for n in (50, 150, 250, 350)]
-    found = score(judged, coverage=0.75)
+    found = score([judged], coverage=0.75)
+    assert found.constant == 100  # around 200
     assert found.error == 125  # 50, 50, 150, 250
     assert found.tau == 0
     assert found.coverage == 0.5
@@ -50,4 +51,4 @@ def test_rank_correlation_is_that_of_all_pairs():
     products = [sign(medians[i] - medians[j]) * sign(lengths[i] - lengths[j]) for i, j in pairs]
     ties = [sum(v[i] != v[j] for i, j in pairs) for v in (medians, lengths)]
     tau = sum(products) / (ties[0] * ties[1]) ** 0.5
-    assert score(judged, coverage=0.9).tau == pytest.approx(tau, abs=0.01)
+    assert score([judged], coverage=0.9).tau == pytest.approx(tau, abs=0.01)
