@@ -227,7 +227,8 @@ def _facts(i: int, response: Response, limit: int) -> Facts:
 def _row(found: Score) -> str:
     return (
         f"{found.constant:>9.1f}{found.error:>9.1f}{found.tau:>7.2f}{found.pinball:>9.1f}"
-        f"{100 * found.coverage:>8.1f}%{found.allocated:>11.2f}{found.later:>10.1f}{found.unasked:>9.1f}"
+        f"{100 * found.coverage:>8.1f}%{found.allocated:>11.2f}"
+        f"{found.later:>10.1f}{found.unasked:>9.1f}"
     )
 
 
@@ -254,9 +255,8 @@ def _plot(path: Path, scores: Mapping[str, Mapping[str, Score]]) -> None:
             offset = (len(modes) / 2 - i - 0.5) * height
             axes.barh(places + offset, values, height, color=_COLOURS[i % 6], label=mode)
         axes.set_yticks(places, list(scores), fontsize=9)
-    constants = [
-        one.constant / one.mean for one in (by_mode[modes[0]] for by_mode in scores.values())
-    ]
+    first = [by_mode[modes[0]] for by_mode in scores.values()]
+    constants = [one.constant / one.mean for one in first]
     axes_of[0].scatter(constants, places, marker="|", s=220, color="black", label="best constant")
     axes_of[0].set_xlim(0, 1)
     axes_of[1].set_xlim(0, 5)
