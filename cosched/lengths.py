@@ -74,6 +74,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--file", type=existing_file, metavar="FILE", help="prompts of one's own, in place of sets"
     )
     compare.add_argument(
+        "--by-stream", action="store_true", help="a row for each stream (model) of a set"
+    )
+    compare.add_argument(
         "--modes",
         type=_names((*MODES, TREES)),
         default=_DEFAULT_MODES,
@@ -151,10 +154,10 @@ def _compare(arguments: argparse.Namespace) -> dict[str, Any]:
     scores: dict[str, dict[str, Score]] = {}
     header = f"{'constant':>9}{'error':>9}{'tau':>7}{'pinball':>9}{'covered':>9}{'allocated':>11}"
     print(f"{'':<34}{header}{f'after {LATER}':>10}{'unasked':>9}")
-    for name, responses, delay in _sets(arguments):
+    for name, responses, delay in _judged_apart(arguments):
         for mode in arguments.modes:
             found = scores.setdefault(name, {})[mode] = _score(arguments, responses, mode, delay)
-            print(f"{name:<20}{mode:<14}{_row(found)}", flush=True)
+            print(f"{name:<20.19}{mode:<14}{_row(found)}", flush=True)
     save_output(arguments, arguments.plot, lambda path: _plot(path, scores))
     return {
         "scores": {
@@ -162,6 +165,16 @@ def _compare(arguments: argparse.Namespace) -> dict[str, Any]:
             for name, by_mode in scores.items()
         }
     }
+
+
+def _judged_apart(arguments: argparse.Namespace) -> Iterable[tuple[str, list[Response], int]]:
+    """What gets rows of its own: sets, or their streams."""
+    for name, responses, delay in _sets(arguments):
+        if not arguments.by_stream:
+            yield name, responses, delay
+            continue
+        for stream_name, of_stream in iter_streams(responses):
+            yield stream_name or name, of_stream, delay
 
 
 def _sets(arguments: argparse.Namespace) -> Iterable[tuple[str, list[Response], int]]:

@@ -127,7 +127,7 @@ SIGNS: Mapping[str, str] = {
     "priority": "the body's priority",
     "class_header": GATEWAY_HEADER,
     "target_headers": ", ".join(SLO_HEADERS),
-    "body_targets": f'custom_params["{PARAMS_KEY}"]',
+    "body_targets": f'custom_params["{PARAMS_KEY}"], the hint included',
 }
 """What may say something about class and targets; an operator may have each ignored."""
 
