@@ -24,10 +24,11 @@ class Lengths:
 
     def remaining(self, tracked: TrackedRequest) -> LengthEstimate:
         """What it is still to generate. Its limit, where the estimate fails."""
-        with self._guard.watching("length"):
-            return self._belief(tracked).remaining(tracked.num_output_tokens)
         most = max(tracked.max_new_tokens - tracked.num_output_tokens, 0)
-        return LengthEstimate(most, most)
+        estimate = LengthEstimate(most, most)
+        with self._guard.watching("length"):
+            estimate = self._belief(tracked).remaining(tracked.num_output_tokens)
+        return estimate
 
     def ended(self, tracked: TrackedRequest) -> None:
         """A request is over. One that was aborted teaches nothing."""

@@ -79,9 +79,9 @@ class LengthModel:
     def __init__(self, config: LengthConfig) -> None:
         self.config = config
         self._levels = (0.5, config.coverage)
-        sizes = {"coverage": config.coverage, "window": config.window}
-        self.histogram = Histogram(**sizes, max_cells=config.max_cells)
-        self._hints = Hints(**sizes)
+        coverage, window = config.coverage, config.window
+        self.histogram = Histogram(coverage=coverage, window=window, max_cells=config.max_cells)
+        self._hints = Hints(coverage=coverage, window=window)
         self._tokens = TokenModel(coverage=config.coverage) if config.mode == "learned" else None
         self._scores = Window(_SCORES, typecode="d")
         self._correction = 1.0

@@ -104,7 +104,8 @@ def score(streams: Sequence[Sequence[Judged]], *, coverage: float, seed: int = 0
 
 def _deviations(judged: Sequence[Judged]) -> Floats:
     lengths = np.array([one.length for one in judged], dtype=float)
-    return np.abs(lengths - np.median(lengths))
+    deviations: Floats = np.abs(lengths - np.median(lengths))
+    return deviations
 
 
 def _pinball(quantiles: Floats, lengths: Floats, level: float) -> float:

@@ -1,7 +1,7 @@
 """What boosted trees know of a prompt: a reference that is fitted offline, and never served.
 
-A tree ensemble takes some 100 us to ask for one request from Python, and needs all its data at
-once; `cosched.length.learned` is what serves. Needs LightGBM, which nothing else does.
+It needs all its data at once, and from Python takes longer to ask for one request than an estimate
+may; `cosched.length.learned` is what serves. Needs LightGBM, which nothing else does.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Window:
             del ordered[bisect_left(ordered, ring[index])]
             ring[index] = value  # type: ignore[call-overload]
             self._next = (index + 1) % self._size
-        insort(ordered, value)  # type: ignore[type-var]
+        insort(ordered, value)  # type: ignore[misc]
 
     def num_below(self, value: float) -> int:
         """Values that are not above it."""
