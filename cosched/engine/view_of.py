@@ -20,6 +20,7 @@ from cosched.core.view import (
 )
 from cosched.engine import port
 from cosched.engine.kv import KvManager
+from cosched.engine.lengths import Lengths
 from cosched.engine.timekeeper import Moment
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.waiting import WaitingQueue
@@ -51,6 +52,7 @@ class SchedulerView:
         predictor: Predictor,
         decodes_due: bool,
         is_barred: Callable[[Request], bool],
+        lengths: Lengths,
         recompute_debt_s: float = 0.0,
         kv: KvManager | None = None,
     ) -> None:
@@ -65,6 +67,7 @@ class SchedulerView:
         self.ended: Sequence[Ended] = moment.ended
         self.predictor = predictor
         self.is_barred = is_barred
+        self._lengths = lengths
         self.recompute_debt_s = recompute_debt_s
         self._decodes_due = decodes_due
         self._matches: dict[Request, Match] = {}
@@ -132,9 +135,8 @@ class SchedulerView:
         )
 
     def length(self, request: Request) -> LengthEstimate:
-        """Nothing is known but the limit."""
-        most = max(request.max_new_tokens - request.num_output_tokens, 0)
-        return LengthEstimate(most, most)
+        assert isinstance(request, TrackedRequest), f"{type(request)=}"
+        return self._lengths.remaining(request)
 
     def waiting(self, rid: str) -> TrackedRequest | None:
         return self._waiting.get(rid)
