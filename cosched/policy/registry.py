@@ -47,6 +47,7 @@ class PolicyEntry:
     source        where it comes from
     make          builds it for an engine; None: the engine's own scheduler decides
     pool          how it orders what waits offline, unless the configuration says; None: by arrival
+    eviction      which KV goes first, unless the configuration says (`KvConfig.eviction`)
     timed         its plans depend on time: the latency predictor is kept up to date, and all ranks
                   go by one clock
     server_flags  SGLang server arguments it needs, by field name
@@ -58,6 +59,7 @@ class PolicyEntry:
     source: str
     make: Callable[[PolicySettings], Policy[Any]] | None = None
     pool: PoolConfig | None = None
+    eviction: str = "value"
     timed: bool = False
     server_flags: Mapping[str, object] = field(default_factory=dict)
     source_file: str | None = None
@@ -145,6 +147,16 @@ _ENTRIES = (
         source="Echo §7.1 (BS+E+S)",
         make=EchoPolicy,
         pool=PoolConfig(num_buckets=4),
+        timed=True,
+        server_flags=_MIXED_CHUNK,
+    ),
+    PolicyEntry(
+        name="echo-bs+e+s+m",
+        summary="Echo complete: echo-bs+e+s, and KV goes in the order that the paper gives",
+        source="Echo §4.2, §7.1 (BS+E+S+M)",
+        make=EchoPolicy,
+        pool=PoolConfig(num_buckets=4),
+        eviction="echo",
         timed=True,
         server_flags=_MIXED_CHUNK,
     ),
