@@ -15,7 +15,7 @@ import msgspec
 
 from cosched.config import Config
 from cosched.core.batch import BatchTotals
-from cosched.core.plan import Plan
+from cosched.core.plan import Plan, SkipReason
 from cosched.core.request import Request, RequestClass
 from cosched.core.view import Ended, View
 from cosched.engine import port
@@ -223,7 +223,9 @@ class Controller:
             return None
         page = self.caps.page_size
         need = sum(self.caps.ceil_to_page(n) + page for n in plan.prefill.values())
-        return self.kv.next_to_go(need + page * len(running_batch.reqs))
+        with self.guard.watching("kv"):
+            return self.kv.next_to_go(need + page * len(running_batch.reqs))
+        return None
 
     def _plan(self, running_batch: Any, is_again: bool) -> Plan:
         started_s = time.perf_counter()
@@ -275,7 +277,7 @@ class Controller:
             moment=moment,
             predictor=self.predictor,
             decodes_due=self.decodes_due,
-            is_barred=self._is_barred,
+            why_barred=self._why_barred,
             recompute_debt_s=self._recompute.debt_s(moment.now_s),
             kv=self.kv if self.kv is not None and not self.kv.core.is_off else None,
         )
@@ -327,11 +329,13 @@ class Controller:
         plans = min(2**tracked.num_refusals, MOST_BARRED_PLANS)
         tracked.barred_until = self.counters.num_plans + plans
 
-    def _is_barred(self, request: Request) -> bool:
+    def _why_barred(self, request: Request) -> SkipReason | None:
         assert isinstance(request, TrackedRequest), f"{type(request)=}"
         if self.kv is not None and self.kv.is_restoring(request):
-            return True
-        return request.barred_until > self.counters.num_plans
+            return SkipReason.RESTORING
+        if request.barred_until > self.counters.num_plans:
+            return SkipReason.ENGINE_REFUSED
+        return None
 
     def export_to(self, exporter: MetricsExporter) -> None:
         """Report to Prometheus from now on."""

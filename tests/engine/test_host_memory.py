@@ -7,7 +7,7 @@ import pytest
 import torch
 from sglang.srt.mem_cache.l2_transfer import TransferCompletion
 
-from cosched.core.plan import PreemptMode
+from cosched.core.plan import PreemptMode, SkipReason
 from cosched.engine import port
 from cosched.kv.occupancy import HostOccupancy
 from tests.engine.conftest import assert_drained, prompt, view_now
@@ -168,7 +168,16 @@ def test_what_takes_long_is_loaded_before_it_is_admitted(make_engine, monkeypatc
     engine.run_until_idle()
     overflow(engine, "other", 500, seed=2)
     kv = scheduler.cosched.kv
-    waits, decoded = [], []
+    waits, decoded, reasons = [], [], set()
+    plan = scheduler.cosched._plan
+
+    def planned(*args, **kwargs):
+        made = plan(*args, **kwargs)
+        if kv._restoring:
+            reasons.add(made.skipped.get("second"))
+        return made
+
+    monkeypatch.setattr(scheduler.cosched, "_plan", planned)
 
     def watch(iteration):
         if iteration == 3:
@@ -181,6 +190,7 @@ def test_what_takes_long_is_loaded_before_it_is_admitted(make_engine, monkeypatc
     engine.run_until_idle(on_iteration=watch)
     assert waits.count(True) >= 3
     assert decoded[-1] - decoded[0] >= 3
+    assert reasons == {SkipReason.RESTORING}
     assert not kv._restoring
     assert_drained(engine)
 
