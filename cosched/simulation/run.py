@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from cosched.config import ENV_VAR, Config, SloConfig, parse_config
+from cosched.config import Config, SloConfig, configured, parse_config
 from cosched.core.request import RequestClass, Slo
 from cosched.cost_models.base import OVERLAPPED, SYNCHRONOUS, CostModel
 from cosched.cost_models.registry import make_cost_model
@@ -194,7 +193,6 @@ def execute_requests(
     identity = identity_of(spec)
     if config.latency_model is not None and policy_entry(config.policy).timed:
         Profile.predictor_for(Path(config.latency_model), identity)
-    os.environ[ENV_VAR] = config.to_json()
     cost_model = cost_model_of(spec)
     from cosched.simulation.virtual import HostLink, VirtualEngine
 
@@ -207,6 +205,7 @@ def execute_requests(
         )
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(configured(config))
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cosched-model-"))
         flags = engine_flags(spec)
         try:
