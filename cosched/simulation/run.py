@@ -25,6 +25,13 @@ from cosched.metrics.records import ColumnLog, IterationLog, RequestRecord
 from cosched.metrics.summary import Summary, summarize
 from cosched.metrics.window import Window
 from cosched.policy.registry import policy_entry
+from cosched.simulation.arrivals import Source
+from cosched.simulation.clients import (
+    AimdClient,
+    ClosedLoopClient,
+    OpenLoopClient,
+    online_client,
+)
 from cosched.simulation.machine import Machine
 from cosched.simulation.scenario import OfflineClient, Scenario
 from cosched_traces.catalogue import load_workload
@@ -221,7 +228,7 @@ def execute_requests(
         except Exception as error:  # SGLang's own checks are assertions and errors of all kinds
             raise ConfigError(f"SGLang refuses to run with {' '.join(flags)}: {error}") from error
         stack.enter_context(engine)
-        sources = [_online_client(online)]
+        sources: list[Source] = [online_client(online)]
         if offline:
             sources.append(_offline_client(spec, offline))
         num_offline = len(offline)
@@ -322,17 +329,8 @@ def engine_flags(spec: RunSpec) -> list[str]:
     return flags + host_arguments(flags, config)
 
 
-def _online_client(online: Sequence[TraceRequest]) -> Any:
-    from cosched.simulation.clients import OpenLoopClient, SessionClient
-
-    if any(request.after is not None for request in online):
-        return SessionClient(online)
-    return OpenLoopClient(online)
-
-
-def _offline_client(spec: RunSpec, offline: Sequence[TraceRequest]) -> Any:
+def _offline_client(spec: RunSpec, offline: Sequence[TraceRequest]) -> Source:
     from cosched.metrics.slo import Verdict, judge, with_defaults
-    from cosched.simulation.clients import AimdClient, ClosedLoopClient, OpenLoopClient
 
     match spec.scenario.client:
         case OfflineClient.ALL:
