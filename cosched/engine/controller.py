@@ -15,7 +15,7 @@ import msgspec
 
 from cosched.config import Config
 from cosched.core.batch import BatchTotals
-from cosched.core.plan import Plan
+from cosched.core.plan import Plan, SkipReason
 from cosched.core.request import Request, RequestClass
 from cosched.core.view import Ended, View
 from cosched.engine import port
@@ -170,11 +170,12 @@ class Controller:
         )
         self.kv: KvManager | None = None
         """None: SGLang's own eviction order holds."""
-        if config.kv.is_ours and can_watch(scheduler):
+        kv = config.named_kv()
+        if kv.is_ours and can_watch(scheduler):
             self.kv = KvManager(
                 scheduler,
                 # What is lost in seconds can be weighed where seconds are known.
-                config.kv if entry.timed else msgspec.structs.replace(config.kv, admission=False),
+                kv if entry.timed else msgspec.structs.replace(kv, admission=False),
                 pool=lambda: self.waiting.offline,
                 online=self.waiting.online,
                 ttft_s=self.settings.slo.ttft_s,
@@ -225,7 +226,9 @@ class Controller:
             return None
         page = self.caps.page_size
         need = sum(self.caps.ceil_to_page(n) + page for n in plan.prefill.values())
-        return self.kv.next_to_go(need + page * len(running_batch.reqs))
+        with self.guard.watching("kv"):
+            return self.kv.next_to_go(need + page * len(running_batch.reqs))
+        return None
 
     def _plan(self, running_batch: Any, is_again: bool) -> Plan:
         started_s = time.perf_counter()
@@ -277,7 +280,7 @@ class Controller:
             moment=moment,
             predictor=self.predictor,
             decodes_due=self.decodes_due,
-            is_barred=self._is_barred,
+            why_barred=self._why_barred,
             lengths=self.lengths,
             recompute_debt_s=self._recompute.debt_s(moment.now_s),
             kv=self.kv if self.kv is not None and not self.kv.core.is_off else None,
@@ -330,11 +333,13 @@ class Controller:
         plans = min(2**tracked.num_refusals, MOST_BARRED_PLANS)
         tracked.barred_until = self.counters.num_plans + plans
 
-    def _is_barred(self, request: Request) -> bool:
+    def _why_barred(self, request: Request) -> SkipReason | None:
         assert isinstance(request, TrackedRequest), f"{type(request)=}"
         if self.kv is not None and self.kv.is_restoring(request):
-            return True
-        return request.barred_until > self.counters.num_plans
+            return SkipReason.RESTORING
+        if request.barred_until > self.counters.num_plans:
+            return SkipReason.ENGINE_REFUSED
+        return None
 
     def export_to(self, exporter: MetricsExporter) -> None:
         """Report to Prometheus from now on."""

@@ -332,8 +332,8 @@ def follow(order: OfflineOrder, request: Request, num_cached: int) -> None:
 def must_wait(builder: PlanBuilder, request: Request) -> bool:
     """Whether a waiting request cannot be admitted whatever room there is; others can."""
     view = builder.view
-    if view.is_barred(request):
-        builder.skip(request, SkipReason.ENGINE_REFUSED)
+    if (reason := view.why_barred(request)) is not None:
+        builder.skip(request, reason)
         return True
     if (
         view.rules.decodes_due

@@ -15,8 +15,8 @@ import contextlib
 import gc
 import json
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,19 +43,16 @@ from cosched.kv.returns import BLOCK, block_hashes
 from cosched.latency.graphs import GraphSizes
 from cosched.latency.profile_file import EngineIdentity
 from cosched.metrics.records import ColumnLog, IterationLog, IterationRecord, RequestRecord
+from cosched.simulation.arrivals import VOCAB_SIZE, Arrival, Source
 from cosched.simulation.virtual_host import VirtualTransfers
 
 __all__ = [
     "EOS_ID",
-    "VOCAB_SIZE",
-    "Arrival",
     "HostLink",
-    "Source",
     "VirtualClock",
     "VirtualEngine",
 ]
 
-VOCAB_SIZE = 32_000
 EOS_ID = 2
 _FIRST_ID = 10
 
@@ -112,42 +109,6 @@ class HostLink:
 
     s_per_token: float
     num_layers: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival:
-    """One request to simulate.
-
-    num_output_tokens  after so many tokens it ends; the scheduler sees only `max_new_tokens`
-    output_ids         the reply's tokens, where they matter: a later prompt holds them; empty: made
-                       up. The last token is the end of the reply in any case
-    """
-
-    rid: str
-    arrival_s: float
-    request_class: RequestClass
-    input_ids: array[int]
-    num_output_tokens: int
-    max_new_tokens: int
-    output_ids: Sequence[int] = ()
-    slo: Slo = field(default_factory=Slo)
-
-
-class Source(Protocol):
-    """Where requests come from: a trace, a client with so many in flight, a gateway."""
-
-    def due(self, now_s: float) -> Iterable[Arrival]:
-        """Requests that arrive at `now_s` or came before it, each once."""
-        ...
-
-    def next_s(self) -> float | None:
-        """When the next request comes, or something else happens here [s]; None: not unless a
-        request finishes first."""
-        ...
-
-    def on_finish(self, record: RequestRecord) -> None:
-        """A request of any source ended."""
-        ...
 
 
 class _Following:

@@ -370,9 +370,9 @@ def is_aborted(req: Any) -> bool:
     return isinstance(req.finished_reason, FINISH_ABORT)
 
 
-def progress_of(running_batch: Any) -> list[Progress]:
-    """Of each request that goes on. The only pass over all that runs that a plan needs, and the
-    dearest part of many a plan: one expression."""
+def progress_of(reqs: Sequence[Any]) -> list[Progress]:
+    """Of each request of a batch that goes on. The only pass over all that runs that a plan needs,
+    and the dearest part of many a plan: one expression."""
     return [
         (
             req.cosched,
@@ -381,7 +381,7 @@ def progress_of(running_batch: Any) -> list[Progress]:
             len(req.output_ids),
             req.to_finish is not None,
         )
-        for req in running_batch.reqs
+        for req in reqs
         if req.finished_reason is None
         for kv in (req.kv,)
     ]
