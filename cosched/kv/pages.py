@@ -2,9 +2,9 @@
 
 With pages of more than one token the last page of each request, its *tail*, has empty slots. "Each
 block can be used for KV cache storage of one RT request and one BE request, with a bidirectional
-storage layout for sharing the block between two requests: KV cache of the RT request occupies memory
-slots from the left to the right in the block while that of the BE request in the opposite direction"
-(§5.1).
+storage layout for sharing the block between two requests: KV cache of the RT request occupies
+memory slots from the left to the right in the block while that of the BE request in the opposite
+direction" (§5.1).
 
 Only tails are shared. A page that one request has filled is its own, so whole pages stay whole and
 aligned, and are what a radix tree takes.
@@ -116,8 +116,8 @@ class PreemptionTable:
         """FindPreemptBlock, for an online request: "if no GPU blocks are available,
         FindPreemptBlock helps them preempt BE cache blocks and store the KV tensors in the opposite
         direction. A straightforward heuristic is adopted to always preempt BE cache blocks with the
-        most empty slots" (BROS §5.2). None: no such page has room; then an offline request must be stopped
-        ("we progressively drop requests: first BE, then RT"), which is the scheduler's to decide.
+        most empty slots" (BROS §5.2). None: no such page has room; then an offline request must be
+        stopped ("we progressively drop requests: first BE, then RT"), which is for a plan to say.
         """
         return self._emptiest(self._alone[False], count)
 

@@ -26,6 +26,7 @@ __all__ = [
     "allocate_for",
     "free_row",
     "num_saved",
+    "savings",
     "share_pages",
     "why_not",
 ]
@@ -293,6 +294,14 @@ def share_pages(scheduler: Any) -> None:
         pool._init_kv_copy_and_warmup()  # stock has it for speculative decoding only
     device = torch.get_device_module(scheduler.device)
     allocator.before_copy = lambda: device.current_stream().wait_stream(scheduler.forward_stream)
+
+
+def savings(scheduler: Any) -> tuple[int, int]:
+    """KV tokens that are saved now, and tails that were copied since the start."""
+    allocator = scheduler.token_to_kv_pool_allocator
+    if not isinstance(allocator, BidirectionalAllocator):
+        return 0, 0
+    return allocator.table.num_shared * allocator.page_size, allocator.num_parted
 
 
 # --- At SGLang's seams ---
