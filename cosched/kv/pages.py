@@ -79,6 +79,10 @@ class PreemptionTable:
         self._alone: dict[bool, dict[int, Tail]] = {True: {}, False: {}}
         self._shared: dict[Page, None] = {}
 
+    def __len__(self) -> int:
+        """Tails."""
+        return len(self._tails)
+
     def __iter__(self) -> Iterator[Tail]:
         return iter(self._tails.values())
 

@@ -33,12 +33,11 @@ __all__ = [
 
 
 class BidirectionalAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # untyped here
-    """Shares tails where no page is free without an eviction. Requests that keep or divide their
-    rows in ways of their own (beams, sessions, input embeddings) share nothing."""
+    """Shares tails where no page is free for each request that has one: every page more that is
+    taken then costs an eviction soon. Requests that keep or divide their rows in ways of their own
+    (beams, sessions, input embeddings) share nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.share_below = 1
-        """Free pages; with as many no page is shared."""
         self.num_parted = 0
         """Tails that were copied to another page since the start."""
         self.before_copy: Callable[[], None] = lambda: None
@@ -147,7 +146,7 @@ class BidirectionalAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
             if not count:
                 continue
             beside: Tail | None = None
-            if is_online is not None and num_free - draft.num_fresh < self.share_below:
+            if is_online is not None and num_free - draft.num_fresh <= len(table):
                 find = table.find_preempt_block if is_online else table.find_block
                 beside = find(count)
             page = draft.fresh() if beside is None else draft.tail(beside.row)
