@@ -12,7 +12,7 @@ aligned, and are what a radix tree takes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 __all__ = ["Page", "PreemptionTable", "Tail"]
@@ -175,6 +175,18 @@ class PreemptionTable:
             self._alone[tail.is_online][tail.row] = tail
             moved.append(tail)
         return moved
+
+    def grow_each(self, rows: Iterable[int]) -> None:
+        """A token more in the tail of each of these that has one."""
+        tails, full = self._tails, self.page_size - 1
+        for row in rows:
+            tail = tails.get(row)
+            if tail is None:
+                continue
+            if tail.count == full:
+                self.grow(tail, 1)
+            else:
+                tail.count += 1
 
     def grow(self, tail: Tail, count: int) -> None:
         """A request adds tokens to its tail, which has the room (`part`). When it is full it is a

@@ -96,23 +96,21 @@ def traffic(engine, seed, *, num_iterations=150):
 
 
 @pytest.mark.parametrize(
-    ("page_size", "overlap", "mixed", "holds", "policy"),
+    ("page_size", "num_tokens", "overlap", "mixed", "holds"),
     [
-        (4, False, True, True, "sarathi"),
-        (16, True, True, False, "sarathi"),
-        (16, True, True, True, "hygen"),
-        (16, False, False, True, "echo-bs+e+s"),
-        (64, True, False, True, "sarathi"),
+        (8, 960, False, True, True),
+        (16, 640, True, True, False),
+        (16, 640, False, False, True),
+        (64, 1280, True, False, True),
     ],
 )
 def test_sharing_pages_changes_no_token(
-    make_engine, monkeypatch, page_size, overlap, mixed, holds, policy
+    make_engine, monkeypatch, page_size, num_tokens, overlap, mixed, holds
 ):
     """holds: requests sit out iterations too."""
     monkeypatch.setenv("SGLANG_CHECK_KV_PAGE_INVARIANTS", "1")
     flags = {"overlap": overlap, "mixed": mixed, "page_size": page_size}
-    small = {"max_total_tokens": 1280 if page_size == 64 else 640}
-    engine = make_engine(config=SHARED, policy=policy, **flags, **small)
+    engine = make_engine(config=SHARED, **flags, max_total_tokens=num_tokens)
     allocator = engine.scheduler.token_to_kv_pool_allocator
     if holds:
         hold_at_random(engine, seed=1)

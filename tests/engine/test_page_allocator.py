@@ -73,6 +73,7 @@ class Machine:
             reqs=reqs,
             tree_cache=self,
             req_to_token_pool=self.rows,
+            req_pool_indices=torch.tensor([req.kv.req_pool_idx for req in reqs]),
             req_pool_indices_cpu=torch.tensor([req.kv.req_pool_idx for req in reqs]),
         )
 

@@ -52,8 +52,8 @@ class TableMachine(RuleBasedStateMachine):
             other = page.online or page.offline
             assert tail.peer is None and tail.page is not page
             assert other.peer is None and tail.count <= other.count
+        self.table.grow_each(rows)
         for row in rows:
-            self.table.grow(self.table.tail(row), 1)
             self.counts[row] += 1
             if self.counts[row] == self.page_size:
                 del self.counts[row]

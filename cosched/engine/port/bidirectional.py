@@ -9,8 +9,8 @@ come.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +32,13 @@ __all__ = [
 ]
 
 
+class _Rows(NamedTuple):
+    """Of each row, on the device: the page of its tail, and the step from a slot to the next."""
+
+    tail_pages: torch.Tensor
+    steps: torch.Tensor
+
+
 class BidirectionalAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # untyped here
     """Shares tails where no page is free for each request that has one: every page more that is
     taken then costs an eviction soon. Requests that keep or divide their rows in ways of their own
@@ -48,7 +55,7 @@ class BidirectionalAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         super().clear()
         self.table = PreemptionTable(self.page_size)
         self._is_online: dict[int, bool] = {}
-        self._tail_pages: torch.Tensor | None = None
+        self._rows: _Rows | None = None
         self._batch: Any = None
         self._freed_row: int | None = None
 
@@ -85,26 +92,55 @@ class BidirectionalAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         extend_num_tokens: int,
         num_new_pages: int | None = None,
     ) -> torch.Tensor | None:
-        rows = []
+        rows, steps = [], []
         for req in self._batch.reqs:
             row = req.kv.req_pool_idx
-            rows.append(row)
+            self._is_online.pop(row, None)
             if req.beam_group is None and req.session is None and req.input_embeds is None:
                 request_class = class_of_priority(req.priority)
                 self._is_online[row] = request_class is RequestClass.ONLINE
-            else:
-                self._is_online.pop(row, None)
-        # SGLang writes the head of these rows once more when it has their slots.
-        return self._take(
-            rows, prefix_lens_cpu.tolist(), seq_lens_cpu.tolist(), last_loc, stay=set(rows)
-        )
+            rows.append(row)
+            steps.append(self._step(row))
+        self._rows_of(self._batch).steps[rows] = torch.tensor(steps, device=self.device)
+        starts, ends = prefix_lens_cpu.tolist(), seq_lens_cpu.tolist()
+        growth = {
+            row: min(end, -(-start // self.page_size) * self.page_size) - start
+            for row, start, end in zip(rows, starts, ends, strict=True)
+            if start % self.page_size
+        }
+        # SGLang writes the head of these rows once more when it has their slots: they stay.
+        moved = [(tail, tail.count) for tail in self.table.part(growth, stay=growth)]
+        return self._take(rows, starts, ends, last_loc, moved)
 
     def alloc_decode(
         self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
     ) -> torch.Tensor | None:
-        rows = self._batch.req_pool_indices_cpu.tolist()
-        ends = seq_lens_cpu.tolist()
-        return self._take(rows, [end - 1 for end in ends], ends, last_loc)
+        batch, page_size = self._batch, self.page_size
+        rows, ends = batch.req_pool_indices_cpu.tolist(), seq_lens_cpu.tolist()
+        growing = {row: 1 for row, end in zip(rows, ends, strict=True) if (end - 1) % page_size}
+        moved = [(tail, tail.count) for tail in self.table.part(growing)]
+        # Most go on beside their last slot. Looked at one by one are those that begin a page, or
+        # have moved to another.
+        new = {tail.row for tail, _ in moved}
+        some = [i for i, row in enumerate(rows) if row not in growing or row in new]
+        self.table.grow_each(growing.keys() - new)
+        places = torch.tensor(some, dtype=torch.int64, device=self.device)
+        taken = self._take(
+            [rows[i] for i in some],
+            [ends[i] - 1 for i in some],
+            [ends[i] for i in some],
+            last_loc[places],
+            moved,
+        )
+        if taken is None:
+            return None
+        slots = last_loc + self._rows_of(batch).steps[batch.req_pool_indices]
+        slots[places] = taken
+        return slots
+
+    def _step(self, row: int) -> int:
+        """From one slot of a request in a page to its next."""
+        return -1 if self._is_online.get(row) is False else 1
 
     def _take(
         self,
@@ -112,36 +148,32 @@ class BidirectionalAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         starts: Sequence[int],
         ends: Sequence[int],
         last_loc: torch.Tensor,
-        stay: Collection[int] = (),
+        moved: Sequence[tuple[Tail, int]],
     ) -> torch.Tensor | None:
         """Slots of the tokens from `starts` to `ends` of each row; None: memory is short.
-        last_loc: the slot before `starts`. stay: rows whose tails stay where they are."""
+        last_loc: the slot before `starts`. moved: tails that go to a page of their own, and their
+        tokens until now."""
         page_size, table = self.page_size, self.table
-        tail_pages = self._tail_pages_of(self._batch)
-        growth = {
-            row: min(end, -(-start // page_size) * page_size) - start
-            for row, start, end in zip(rows, starts, ends, strict=True)
-            if start % page_size
-        }
-        moved = [(tail, tail.count) for tail in table.part(growth, stay)]
+        tail_pages = self._rows_of(self._batch).tail_pages
         draft = _Draft(num_rows=len(tail_pages))
         for tail, _ in moved:
             draft.tails[tail.row] = draft.fresh()
         num_free = len(self.free_pages) - table.num_threatened
         for index, (row, start, end) in enumerate(zip(rows, starts, ends, strict=True)):
             is_online = self._is_online.get(row)
-            piece = is_online is False, start
+            is_mirrored = is_online is False
             if start % page_size:
-                tail_or_none, count = table.tail(row), growth[row]
-                if tail_or_none is None:
-                    draft.add(draft.last(index), count, *piece)
+                count = min(end - start, -start % page_size)
+                old = table.tail(row)
+                if old is None:
+                    draft.add(draft.last(index), count, is_mirrored, start)
                 else:
-                    draft.add(draft.tail(row), count, *piece)
-                    table.grow(tail_or_none, count)
+                    draft.add(draft.tail(row), count, is_mirrored, start)
+                    table.grow(old, count)
                 start += count
             num_pages, count = divmod(end - start, page_size)
             if num_pages:
-                draft.add(draft.fresh(num_pages), num_pages * page_size, is_online is False, start)
+                draft.add(draft.fresh(num_pages), num_pages * page_size, is_mirrored, start)
                 start += num_pages * page_size
             if not count:
                 continue
@@ -150,7 +182,7 @@ class BidirectionalAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
                 find = table.find_preempt_block if is_online else table.find_block
                 beside = find(count)
             page = draft.fresh() if beside is None else draft.tail(beside.row)
-            draft.add(page, count, is_online is False, start)
+            draft.add(page, count, is_mirrored, start)
             if is_online is not None:
                 table.open(row, is_online=is_online, start=start, count=count, beside=beside)
                 draft.tails[row] = page
@@ -169,16 +201,17 @@ class BidirectionalAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
             tail_pages[changed] = pages[codes]
         return slots
 
-    def _tail_pages_of(self, batch: Any) -> torch.Tensor:
-        """The page of each row's tail."""
-        if self._tail_pages is None:
+    def _rows_of(self, batch: Any) -> _Rows:
+        if self._rows is None:
             num_rows = len(batch.req_to_token_pool.req_to_token)
-            self._tail_pages = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
-        return self._tail_pages
+            self._rows = _Rows(
+                torch.zeros(num_rows, dtype=torch.int64, device=self.device),
+                torch.ones(num_rows, dtype=torch.int64, device=self.device),
+            )
+        return self._rows
 
     def _move(self, moved: Sequence[tuple[Tail, int]], pages: torch.Tensor) -> None:
         """Copy tails of so many tokens to these pages, and have their rows point there."""
-        assert self._tail_pages is not None
         counts = np.array([count for _, count in moved])
         owner = np.repeat(np.arange(len(moved)), counts)
         place = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -191,7 +224,7 @@ class BidirectionalAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         ).to(self.device)
         # What runs on the device may still write these tokens, and reads where they are.
         self.before_copy()
-        source = self._tail_pages[rows_] * self.page_size + offset_
+        source = self._rows_of(self._batch).tail_pages[rows_] * self.page_size + offset_
         target = pages[owner_] * self.page_size + offset_
         self._kvcache.move_kv_cache(target, source)
         self._batch.req_to_token_pool.write((rows_, column_), target.to(torch.int32))
@@ -217,9 +250,9 @@ class BidirectionalAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         whole = [(slots[: max(tail.start - start, 0)], start) for slots, start in segments]
         super().free_segments(whole)
         if any(start + len(slots) > tail.start for slots, start in segments):
-            assert self._tail_pages is not None
+            assert self._rows is not None
             if self.table.leave(row):
-                self.free_page_ids(self._tail_pages[row : row + 1])
+                self.free_page_ids(self._rows.tail_pages[row : row + 1])
 
 
 class _Draft:
