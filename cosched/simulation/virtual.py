@@ -25,7 +25,7 @@ import msgspec
 import torch
 
 from cosched.core.batch import BatchShape
-from cosched.core.request import RequestClass, Slo
+from cosched.core.request import RequestClass
 from cosched.core.wire import (
     HINT_KEY,
     OFFLINE_PRIORITY,
