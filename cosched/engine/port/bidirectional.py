@@ -44,6 +44,8 @@ class BidirectionalAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
     taken then costs an eviction soon. Requests that keep or divide their rows in ways of their own
     (beams, sessions, input embeddings) share nothing."""
 
+    free_pages: torch.Tensor
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.num_parted = 0
         """Tails that were copied to another page since the start."""
@@ -63,8 +65,8 @@ class BidirectionalAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         """Tokens of the free pages, less those that may be needed to part shared pages in the next
         iteration. Below 0 where too few are free for that and nothing could be evicted: then
         decoding itself lacks memory, and somebody must be stopped before anybody is admitted."""
-        free: int = super().available_size()
-        return free - self.table.num_threatened * self.page_size
+        page_size: int = self.page_size
+        return int(super().available_size()) - self.table.num_threatened * page_size
 
     # --- Taking slots ---
 
@@ -365,4 +367,4 @@ def num_saved(checker: Any) -> int:
     if not isinstance(allocator, BidirectionalAllocator):
         return 0
     table = allocator.table
-    return (table.num_shared - table.num_threatened) * allocator.page_size
+    return (table.num_shared - table.num_threatened) * int(allocator.page_size)
