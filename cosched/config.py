@@ -18,6 +18,7 @@ from cosched.core.request import Slo
 from cosched.core.wire import Bounds
 from cosched.errors import ConfigError
 from cosched.kv.config import KvConfig
+from cosched.length.config import LengthConfig
 from cosched.offline.prefix_pool import PoolConfig
 from cosched.policy.base import Budgets
 from cosched.policy.registry import policy_entry
@@ -58,6 +59,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     latency_budget_ms  most predicted milliseconds of an iteration; absent: derived from the SLO
     budgets            how it is derived
     kv                 what is evicted first, and what offline work may take (docs/kv_memory.md)
+    length             what is believed of the length of responses (`cosched.length.config`)
     offline_rate       most offline requests admitted per second, for hygen-throttled; absent: any
                        number
     latency_model      file that ``cosched.profile`` wrote; absent: calibrated while running
@@ -83,6 +85,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     latency_budget_ms: float | None = None
     budgets: Budgets = Budgets()
     kv: KvConfig = KvConfig()
+    length: LengthConfig = LengthConfig()
     offline_rate: float | None = None
     latency_model: str | None = None
     strict: bool = False

@@ -26,6 +26,7 @@ from cosched.engine.guard import Guard
 from cosched.engine.identity import identity_of
 from cosched.engine.iteration import Iteration
 from cosched.engine.kv import KvManager, transfer_s_of
+from cosched.engine.lengths import Lengths
 from cosched.engine.observe import IterationObserver
 from cosched.engine.port.partial import SplitBatch
 from cosched.engine.ranks import Ranks, Shared
@@ -141,11 +142,13 @@ class Controller:
             self.ranks = Ranks(port.rank_group(scheduler), is_source=parallel.tp_rank == 0)
         self.is_source = self.ranks is None or self.ranks.is_source
         """This rank plans; the others do as it says."""
+        self.lengths = Lengths(config.length, guard)
         self.timekeeper: Timekeeper | None = None
         if self.is_source:
             self.timekeeper = Timekeeper(
                 clock=clock, observer=observer, predictor=self.predictor if entry.timed else None
             )
+            self.timekeeper.add_end_listener(self.lengths.ended)
         self.decisions: DecisionLog | None = None
         self.exporter: MetricsExporter | None = None
         self.service = ServiceRecord(slo=self.settings.slo)
@@ -180,7 +183,7 @@ class Controller:
             # Elsewhere it only follows: rank 0 says what goes.
             if self.timekeeper is not None:
                 self.waiting.kv = self.kv
-                self.timekeeper.on_end = self.kv.ended
+                self.timekeeper.add_end_listener(self.kv.ended)
         if port.host_total(scheduler):
             self.use_transfer(transfer_s_of(scheduler, config.kv.host_bandwidth_gb_s))
         share = config.kv.recompute_share
@@ -278,6 +281,7 @@ class Controller:
             predictor=self.predictor,
             decodes_due=self.decodes_due,
             why_barred=self._why_barred,
+            lengths=self.lengths,
             recompute_debt_s=self._recompute.debt_s(moment.now_s),
             kv=self.kv if self.kv is not None and not self.kv.core.is_off else None,
         )

@@ -16,6 +16,7 @@ from cosched.core.estimates import Predictor
 from cosched.core.request import RequestClass
 from cosched.engine import port
 from cosched.engine.host_core import HostedTreeCore
+from cosched.engine.port import bidirectional
 from cosched.engine.ranked_core import RankedTreeCore
 from cosched.engine.running import Running, own_tokens
 from cosched.engine.tracked import TrackedRequest
@@ -350,6 +351,7 @@ class KvManager:
             own=(own[RequestClass.ONLINE], own[RequestClass.OFFLINE]),
             kept=self.kept,
             evicted=self.core.evicted,
+            shared_pages=bidirectional.savings(self._scheduler),
             is_watched=not self.core.is_off,
             host=self._host_occupancy(),
         )

@@ -21,6 +21,7 @@ from cosched.core.view import (
 )
 from cosched.engine import port
 from cosched.engine.kv import KvManager
+from cosched.engine.lengths import Lengths
 from cosched.engine.running import Running, own_tokens
 from cosched.engine.timekeeper import Moment
 from cosched.engine.tracked import TrackedRequest
@@ -53,6 +54,7 @@ class SchedulerView:
         predictor: Predictor,
         decodes_due: bool,
         why_barred: Callable[[Request], SkipReason | None],
+        lengths: Lengths,
         recompute_debt_s: float = 0.0,
         kv: KvManager | None = None,
     ) -> None:
@@ -67,6 +69,7 @@ class SchedulerView:
         self.ended: Sequence[Ended] = moment.ended
         self.predictor = predictor
         self.why_barred = why_barred
+        self._lengths = lengths
         self.recompute_debt_s = recompute_debt_s
         self._decodes_due = decodes_due
         self._matches: dict[Request, Match] = {}
@@ -100,9 +103,8 @@ class SchedulerView:
         )
 
     def length(self, request: Request) -> LengthEstimate:
-        """Nothing is known but the limit."""
-        most = max(request.max_new_tokens - request.num_output_tokens, 0)
-        return LengthEstimate(most, most)
+        assert isinstance(request, TrackedRequest), f"{type(request)=}"
+        return self._lengths.remaining(request)
 
     def waiting(self, rid: str) -> TrackedRequest | None:
         return self._waiting.get(rid)

@@ -26,7 +26,13 @@ import torch
 
 from cosched.core.batch import BatchShape
 from cosched.core.request import RequestClass
-from cosched.core.wire import OFFLINE_PRIORITY, PARAMS_KEY, class_of_priority, params_of_slo
+from cosched.core.wire import (
+    HINT_KEY,
+    OFFLINE_PRIORITY,
+    PARAMS_KEY,
+    class_of_priority,
+    params_of_slo,
+)
 from cosched.engine import port
 from cosched.engine.attach import use_virtual_device
 from cosched.engine.identity import STANDS_FOR
@@ -247,6 +253,9 @@ class VirtualEngine:
             ]
         )
         self.scheduler = self.local.scheduler
+        controller = getattr(self.scheduler, "cosched", None)
+        self._tells_lengths = controller is not None and controller.config.length.needs_hints
+        """Requests come with their true length as a hint, which nothing else may know."""
         self._transfers: VirtualTransfers | None = None
         if host_link is not None:
             self._use_host(host_link)
@@ -353,7 +362,9 @@ class VirtualEngine:
         assert arrival.rid not in self._following, f"rid used twice: {arrival.rid}"
         self._following[arrival.rid] = _Following(arrival)
         offline = arrival.request_class is RequestClass.OFFLINE
-        params = params_of_slo(arrival.slo)
+        params: dict[str, float] = dict(params_of_slo(arrival.slo))
+        if self._tells_lengths:
+            params[HINT_KEY] = arrival.num_output_tokens
         self.local.submit(
             arrival.rid,
             arrival.input_ids,

@@ -41,6 +41,8 @@ __all__ = [
     "host_free",
     "host_total",
     "in_flight",
+    "is_aborted",
+    "is_constrained",
     "is_ending",
     "is_idle",
     "is_under_way",
@@ -355,6 +357,17 @@ def has_penalties(req: Any) -> bool:
         or params.repetition_penalty != 1.0
         or params.min_new_tokens
     )
+
+
+def is_constrained(req: Any) -> bool:
+    """Whether a grammar says what it may generate."""
+    params = req.sampling_params
+    return bool(params.json_schema or params.regex or params.ebnf or params.structural_tag)
+
+
+def is_aborted(req: Any) -> bool:
+    """Whether one that is over was ended by somebody, and neither by itself nor by its limit."""
+    return isinstance(req.finished_reason, FINISH_ABORT)
 
 
 def progress_of(reqs: Sequence[Any]) -> list[Progress]:
