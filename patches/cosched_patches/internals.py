@@ -85,6 +85,7 @@ INTERNALS: Mapping[str, tuple[str, ...]] = {
         "orig_seq_lens",
         "out_cache_loc",
         "prefix_lens",
+        "req_pool_indices",
         "req_pool_indices_cpu",
         "req_to_token_pool",
         "reqs",
