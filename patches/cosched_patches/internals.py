@@ -66,10 +66,12 @@ INTERNALS: Mapping[str, tuple[str, ...]] = {
         "waiting_queue",
     ),
     "sglang.srt.managers.schedule_policy.PrefillAdder": (
+        "_select_prefill_admission",
         "add_chunked_req",
         "add_one_req",
         "ceil_paged_tokens",
         "chunked_req_limit",
+        "new_chunked_req",
         "rem_chunk_tokens",
     ),
     "sglang.srt.managers.schedule_batch.ScheduleBatch": (

@@ -141,7 +141,7 @@ def _matrix() -> tuple[SoakSpec, ...]:
         SoakSpec(policy="echo-bs", page_size=1, overlap=False),
         SoakSpec(policy="echo-bs+e", page_size=64),
         SoakSpec(policy="echo-bs+e+s", page_size=1, conservativeness=0.3),
-        SoakSpec(policy="echo-bs+e+s", page_size=16, overlap=False),
+        SoakSpec(policy="echo-bs+e+s+m", page_size=16, overlap=False),
         SoakSpec(policy="priority", page_size=16),
         SoakSpec(policy="sglang", page_size=1, conservativeness=0.3),
     )
