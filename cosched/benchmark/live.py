@@ -2,6 +2,10 @@
 
 Prompts go as token ids through ``/v1/completions``, so a live run sees exactly the prompts, and the
 sharing between them, that a simulated one sees. Every request streams; times are the client's.
+
+A reply ends after its trace's number of tokens, which the server must not know: it is asked for as
+many as the request's limit allows, told to ignore the end of a reply, and stopped by the client
+when enough have come (SGLang's ``/abort_request``; elsewhere by hanging up).
 """
 
 from __future__ import annotations
@@ -142,12 +146,14 @@ class _LiveRun:
             await self._send(request, arrival_s=self.now_s())
 
     async def _send(self, request: TraceRequest, *, arrival_s: float) -> None:
-        reply = _Reply()
+        reply = _Reply(request.num_output_tokens)
         problem: str | None = None
         is_cut_off = False
         try:
             async for chunk in self._stream(request):
                 reply.take(chunk, now_s=self.now_s())
+                if reply.is_to_stop and not await self._stop(chunk):
+                    break
         except asyncio.CancelledError:
             is_cut_off = True
             raise
@@ -156,6 +162,12 @@ class _LiveRun:
         finally:
             finish_s = None if is_cut_off else self.now_s()
             self.records.append(reply.record(request, arrival_s, finish_s, problem))
+
+    async def _stop(self, chunk: dict[str, Any]) -> bool:
+        """Have the server end a reply whose client has enough. False where it knows no such wish;
+        it then sees the connection close."""
+        response = await self._client.post("/abort_request", json={"rid": chunk["id"]})
+        return response.status_code == 200
 
     async def _stream(self, request: TraceRequest) -> AsyncIterator[dict[str, Any]]:
         body, headers = self._message(request)
@@ -178,11 +190,11 @@ class _LiveRun:
         body: dict[str, Any] = {
             "model": self._target.model,
             "prompt": list(request.prompt(vocab_size=self._target.vocab_size)),
-            "max_tokens": request.num_output_tokens,
+            "max_tokens": request.max_new_tokens or request.num_output_tokens,
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
-            "stream_options": {"include_usage": True},
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }
         headers = {}
         if request.request_class is RequestClass.OFFLINE:
@@ -197,29 +209,43 @@ class _LiveRun:
 
 
 class _Reply:
-    """What has come of one reply."""
+    """What has come of one reply. It is whole after `num_wanted` tokens; what comes then, until the
+    server has stopped, does not count."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_wanted: int) -> None:
+        self._num_wanted = num_wanted
         self._times: array[float] = array("d")
         self._num_tokens = 0
         self._num_cached: int | None = None
         self._finish_reason: str | None = None
+        self._whole_s: float | None = None
+        self.is_to_stop = False
+        """Its last token has come just now, and the server would go on."""
 
     def take(self, chunk: dict[str, Any], *, now_s: float) -> None:
+        usage = chunk.get("usage") or {}
+        if usage:
+            self._num_tokens = min(int(usage["completion_tokens"]), self._num_wanted)
+            details = usage.get("prompt_tokens_details") or {}
+            self._num_cached = details.get("cached_tokens", self._num_cached)
+        self.is_to_stop = False
+        if self._whole_s is not None:
+            return
         for choice in chunk.get("choices") or []:
             self._finish_reason = choice.get("finish_reason") or self._finish_reason
             if choice.get("text"):
                 self._times.append(now_s)
-        usage = chunk.get("usage")
-        if usage:
-            self._num_tokens = int(usage["completion_tokens"])
-            details = usage.get("prompt_tokens_details") or {}
-            self._num_cached = details.get("cached_tokens")
+        if max(self._num_tokens, len(self._times)) >= self._num_wanted:
+            self._whole_s = now_s
+            self.is_to_stop = self._finish_reason is None
+            self._finish_reason = self._finish_reason or "stop"
 
     def record(
         self, request: TraceRequest, arrival_s: float, finish_s: float | None, problem: str | None
     ) -> RequestRecord:
         num_tokens = max(self._num_tokens, len(self._times))
+        if self._whole_s is not None:
+            finish_s = self._whole_s
         is_ok = problem is None and self._finish_reason != "abort"
         return RequestRecord(
             rid=request.rid,

@@ -83,6 +83,12 @@ def add_workload_options(parser: argparse.ArgumentParser, *, slo_of_rows: str = 
         metavar="S",
         help=f"TPOT target of online requests (default: {DEFAULT_SLO.tpot_s} s{slo_of_rows})",
     )
+    group.add_argument(
+        "--clairvoyant",
+        action="store_true",
+        help="clients ask for as many tokens as the reply will have, so that every policy knows "
+        "all lengths; default: for the most that the data set has (docs/workloads.md)",
+    )
     group.add_argument("--seed", type=SEED, default=0, help="default: %(default)s")
     group.add_argument(
         "--data-dir",
@@ -265,6 +271,7 @@ def run_spec_of(arguments: argparse.Namespace, scenario: Scenario) -> RunSpec:
         duration_s=arguments.duration,
         seed=arguments.seed,
         data_dir=str(data_dir) if data_dir else None,
+        clairvoyant=arguments.clairvoyant,
         config=config_pairs(arguments),
     )
 

@@ -85,6 +85,8 @@ class RunSpec:
     duration_s      length of the online trace, and of the run unless a peak window is shorter [s]
     cap             offline requests in flight where the scenario has a static cap
     max_concurrency most offline requests in flight where it has an AIMD gateway
+    clairvoyant     clients ask for as many tokens as the reply will have: every policy knows all
+                    lengths, which none does in production
     config          keys of `Config` and their values beside policy and slo, sorted
     """
 
@@ -99,6 +101,7 @@ class RunSpec:
     data_dir: str | None = None
     cap: int = 16
     max_concurrency: int = 256
+    clairvoyant: bool = False
     config: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -304,7 +307,14 @@ def load_requests(spec: RunSpec) -> tuple[list[TraceRequest], list[TraceRequest]
         if spec.scenario.depth_first:
             vocab_size = model_spec(spec.machine.model).vocab
             offline.sort(key=lambda request: request.prompt(vocab_size=vocab_size).tobytes())
+    if spec.clairvoyant:
+        return _told(online), _told(offline)
     return online, offline
+
+
+def _told(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
+    """The same whose clients know how long each reply will be."""
+    return [replace(request, max_new_tokens=request.num_output_tokens) for request in requests]
 
 
 def engine_flags(spec: RunSpec) -> list[str]:

@@ -16,7 +16,7 @@ from cosched.simulation.run import RunResult, RunSpec
 
 __all__ = ["ResultStore"]
 
-_FORMAT = 2
+_FORMAT = 3
 
 _DECIDES = ("core", "engine", "kv", "latency", "length", "offline", "policy", "config.py")
 """What of cosched's source decides the result of one of its own policies."""

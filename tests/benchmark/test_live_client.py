@@ -11,13 +11,14 @@ from cosched.metrics.records import RequestRecord
 from cosched_traces.workload import Segment, TraceRequest
 
 
-def request(rid, request_class, arrival_s, num_tokens=6):
+def request(rid, request_class, arrival_s, num_tokens=6, **fields):
     return TraceRequest(
         rid=rid,
         request_class=request_class,
         arrival_s=arrival_s,
         num_output_tokens=num_tokens,
         segments=(Segment(1, 40), Segment(hash(rid) % 1000 + 2, 10)),
+        **fields,
     )
 
 
@@ -39,6 +40,28 @@ def test_both_classes_are_sent_and_recorded(server):
         assert record.num_output_tokens == 6
         assert record.num_prompt_tokens == 50
         assert record.arrival_s < record.first_token_s <= record.finish_s
+
+
+def test_a_reply_is_as_long_as_its_trace_says_though_the_server_is_told_a_limit(server):
+    online = [
+        request(f"limit{i}", RequestClass.ONLINE, 0.1 * i, max_new_tokens=1000) for i in range(4)
+    ]
+    records = asyncio.run(
+        run_live(
+            LiveTarget(base_url=server.url, vocab_size=1000),
+            online=online,
+            offline=[request("exact", RequestClass.OFFLINE, 0.0)],
+            offline_concurrency=1,
+            duration_s=60.0,
+        )
+    )
+    assert {r.rid: r.num_output_tokens for r in records} == {
+        **{r.rid: 6 for r in online},
+        "exact": 6,
+    }
+    assert all(r.is_finished for r in records)
+    reasons = {r.rid: r.finish_reason for r in records}
+    assert reasons.pop("exact") == "length" and set(reasons.values()) == {"stop"}
 
 
 def test_what_is_unanswered_at_the_end_stays_open(server):
