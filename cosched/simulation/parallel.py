@@ -1,6 +1,8 @@
 """Many runs at a time, each in a process of its own.
 
-SGLang keeps process-wide state, and memory that a run of many long prompts took is given back.
+SGLang keeps process-wide state, and memory that a run of many long prompts took is given back. The
+processes are forked from one in which SGLang is imported and hooked already
+(`cosched_patches.prepared`): that takes longer than a minute of virtual time does.
 """
 
 from __future__ import annotations
@@ -17,6 +19,11 @@ __all__ = ["call_all", "execute_all"]
 
 R = TypeVar("R")
 
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(
+    ["cosched.bootstrap", "cosched.simulation.virtual", "cosched_patches.prepared"]
+)
+
 
 def call_all(
     function: Callable[..., R], arguments: Sequence[tuple[Any, ...]], *, num_jobs: int
@@ -25,8 +32,7 @@ def call_all(
     process; yields (index, result) as they end. An error in a call is raised here."""
     if not arguments:
         return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_jobs, mp_context=context, max_tasks_per_child=1) as pool:
+    with ProcessPoolExecutor(num_jobs, mp_context=_CONTEXT, max_tasks_per_child=1) as pool:
         futures = {pool.submit(function, *some): index for index, some in enumerate(arguments)}
         try:
             for future in as_completed(futures):

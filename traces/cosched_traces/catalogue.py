@@ -258,10 +258,10 @@ def load_workload(
         num_requests=num_requests,
         tokenize=tokenize,
     )
-    workload = _with_limits(named.build(asked), named.max_new_tokens)
-    if num_requests is None or len(workload.requests) <= num_requests:
-        return workload
-    return first_requests(workload, num_requests)
+    workload = named.build(asked)
+    if num_requests is not None and len(workload.requests) > num_requests:
+        workload = first_requests(workload, num_requests)
+    return _with_limits(workload, named.max_new_tokens)
 
 
 def _with_limits(workload: Workload, max_new_tokens: int | None) -> Workload:
