@@ -218,7 +218,8 @@ def _add_robustness(commands: Any) -> None:
         "robustness",
         help="policies with an ever worse predictor",
         description="Every prediction of a plan is multiplied by a random factor of mean 1 "
-        "(docs/predictors.md); errors are its standard deviations.",
+        "(docs/predictors.md); errors are its standard deviations. With --slower also on a GPU "
+        "that becomes so much slower once it has worked for --slower-after.",
     )
     parser.add_argument(
         "--scenarios", type=_policies, default=("hygen",), metavar="A,B,…", help="default: hygen"

@@ -200,6 +200,31 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
         help="standard deviation of the log of a random factor on each iteration's time",
     )
 
+    cost = CostSpec()
+    group.add_argument(
+        "--mixed-decode-factor",
+        type=number(at_least=1, at_most=10),
+        default=cost.mixed_decode_factor,
+        metavar="F",
+        help="how many times longer the attention of a decode takes beside a prefill "
+        "(docs/cost_models.md; default: %(default)s)",
+    )
+    group.add_argument(
+        "--slower",
+        type=number(at_least=0.1, at_most=10),
+        default=cost.slower,
+        metavar="F",
+        help="the GPU takes so many times as long once it has worked for --slower-after "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
+        "--slower-after",
+        type=number(at_least=0),
+        default=cost.slower_after_s,
+        metavar="S",
+        help="default: %(default)s s",
+    )
+
 
 def _chunk(text: str) -> int:
     return -1 if text == "-1" else whole(at_least=1)(text)
@@ -299,5 +324,8 @@ def cost_of(arguments: argparse.Namespace) -> CostSpec:
     return CostSpec(
         name=arguments.cost_model or ("kernel-table" if data_dir_of(arguments) else "roofline"),
         noise_sigma=arguments.noise,
+        mixed_decode_factor=arguments.mixed_decode_factor,
+        slower=arguments.slower,
+        slower_after_s=arguments.slower_after,
         profile=str(arguments.profile) if arguments.profile else None,
     )

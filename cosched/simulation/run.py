@@ -71,11 +71,17 @@ class CostSpec:
 
     noise_sigma  standard deviation of the logarithm of a factor on each iteration's time; 0: none
     profile      file of a ``profile`` model
+    mixed_decode_factor  how many times longer the attention of a decode takes beside a prefill, of
+                 a ``kernel-table`` model
+    slower       times as long iterations take once the GPU has worked for `slower_after_s` seconds
     """
 
     name: str = "kernel-table"
     noise_sigma: float = 0.0
     profile: str | None = None
+    mixed_decode_factor: float = 1.0
+    slower: float = 1.0
+    slower_after_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -410,7 +416,10 @@ def cost_model_of(spec: RunSpec) -> CostModel:
         data_dir=Path(spec.data_dir) if spec.data_dir else None,
         profile=Path(spec.cost.profile) if spec.cost.profile else None,
         overhead=OVERLAPPED if spec.machine.overlap else SYNCHRONOUS,
+        mixed_decode_factor=spec.cost.mixed_decode_factor,
         noise_sigma=spec.cost.noise_sigma,
+        slower=spec.cost.slower,
+        slower_after_s=spec.cost.slower_after_s,
         seed=spec.seed,
     )
 
