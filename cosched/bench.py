@@ -56,7 +56,7 @@ from cosched.benchmark.tolerance import (
     print_tolerances,
     sweep_tolerances,
 )
-from cosched.benchmark.tuned import TUNED
+from cosched.benchmark.tuned import TUNINGS
 from cosched.benchmark.yardstick import run_yardstick, yardstick_page
 from cosched.command_line import (
     Parser,
@@ -115,7 +115,8 @@ def _add_run(commands: Any) -> None:
     parser = commands.add_parser(
         "run",
         help="scenarios side by side on one workload",
-        description=f"Scenarios:\n{known}\n  {TUNED:<20}the best setting of a sweep of `priority`",
+        description=f"Scenarios:\n{known}\n  "
+        f"{', '.join(name for name in TUNINGS if name not in SCENARIOS)}: at their best settings",
     )
     parser.add_argument(
         "--scenarios",

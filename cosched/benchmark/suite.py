@@ -7,15 +7,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cosched.benchmark.progress import progress_of_runs
-from cosched.benchmark.throttled import (
+from cosched.benchmark.tuned import (
     CEILING,
-    NUM_TRIED,
-    THROTTLED,
+    TUNINGS,
+    Setting,
+    Tuning,
+    best_of,
     highest_rate,
-    needs_a_rate,
-    sweep_rates,
+    is_searched,
+    tune,
 )
-from cosched.benchmark.tuned import TUNED, choose_tuned, other_order, tuned_candidates
+from cosched.errors import ConfigError
 from cosched.metrics.summary import Summary
 from cosched.simulation.parallel import execute_all
 from cosched.simulation.run import RunResult, RunSpec, summarize_run
@@ -34,7 +36,7 @@ __all__ = [
 
 OFFLINE_ONLY = tuple(name for name, entry in SCENARIOS.items() if not entry.has_online)
 
-_BASELINES = ("s0", *OFFLINE_ONLY, "s1", "priority", TUNED, "cap", "aimd")
+_BASELINES = ("s0", *OFFLINE_ONLY, "s1", "priority", "cap", "aimd", *TUNINGS)
 
 ALL_SCENARIOS = (*_BASELINES, *(name for name in SCENARIOS if name not in _BASELINES))
 
@@ -80,8 +82,7 @@ class Row:
 class SuiteResult:
     """All scenarios on one workload, in the order asked for.
 
-    sweeps  every setting tried for ``priority-tuned`` and ``hygen-throttled``, by scenario and by
-            setting
+    sweeps  every setting tried for those of `TUNINGS`, by scenario and by setting
     """
 
     rows: Mapping[str, Row]
@@ -90,22 +91,18 @@ class SuiteResult:
 
 def known_scenario(name: str) -> str:
     """The same name. ConfigError unless `run_suite` knows it."""
-    if name != TUNED:
-        scenario(name, also=(TUNED,))
+    if name not in TUNINGS:
+        scenario(name, also=TUNINGS)
     return name
 
 
 def num_runs(base: RunSpec, names: Sequence[str]) -> tuple[int, bool]:
     """How many simulations `run_suite` makes, and whether that is an estimate."""
-    is_searched = THROTTLED in names and needs_a_rate(base)
-    count = sum(name not in (TUNED, THROTTLED) for name in names)
-    if TUNED in names:
-        count += len(tuned_candidates(base)) + 1
-    if THROTTLED in names:
-        count += 1 + NUM_TRIED if is_searched else 1
-    if is_searched and CEILING in names:
-        count -= 1
-    return count, is_searched
+    searched = [name for name in names if is_searched(name, base)]
+    plain = {name for name in names if name not in searched}
+    if searched:
+        plain |= {"s0", CEILING}
+    return len(plain) + sum(TUNINGS[name].num_runs for name in searched), bool(searched)
 
 
 def run_suite(
@@ -120,26 +117,26 @@ def run_suite(
 ) -> SuiteResult:
     """Run scenarios that differ from `base` in the scenario alone.
 
-    ``priority-tuned`` is a sweep over stock settings, of which the best is shown
-    (`cosched.benchmark.tuned`); so is ``hygen-throttled`` over rates, unless `base` gives one
-    (`cosched.benchmark.throttled`). ConfigError names an unknown scenario.
+    Those of `TUNINGS` are searches, of which the best setting is shown; so is ``hygen-throttled``,
+    unless `base` gives a rate. ConfigError names an unknown scenario.
     """
     for name in names:
         known_scenario(name)
+        if name not in SCENARIOS and name in TUNINGS and not is_searched(name, base):
+            raise ConfigError(f"{name} needs both classes: name --online and --offline")
     if on_run is None:
         total, is_estimate = num_runs(base, names)
         with progress_of_runs(label, total=total, is_estimate=is_estimate, quiet=quiet) as on_run:
             return run_suite(base, names, num_jobs=num_jobs, store=store, on_run=on_run)
-    is_searched = THROTTLED in names and needs_a_rate(base)
-    swept = {TUNED, THROTTLED} if is_searched else {TUNED}
-    specs = {name: _spec(base, name) for name in names if name not in swept}
-    candidates = tuned_candidates(base) if TUNED in names else {}
-    ceilings = {CEILING: _spec(base, CEILING)} if is_searched else {}
+    searched = [name for name in names if is_searched(name, base)]
+    plain = dict.fromkeys(name for name in names if name not in searched)
+    if searched:
+        plain |= dict.fromkeys(("s0", CEILING))
 
     def execute(runs: Mapping[str, RunSpec]) -> dict[str, RunResult]:
         return _execute(runs, num_jobs=num_jobs, store=store, on_run=on_run)
 
-    results = execute({**specs, **candidates, **ceilings})
+    results = execute({name: replace(base, scenario=scenario(name)) for name in plain})
     ceiling = max(
         (_offline_rate(results[name]) for name in OFFLINE_ONLY if name in results), default=None
     )
@@ -158,41 +155,24 @@ def run_suite(
             baseline = summarize_run(s0.spec, s0.records, s0.iterations, end_s=result.end_s)
         return Row(name=name, result=result, summary=summary, baseline=baseline)
 
-    rows = {name: row(name, results[name]) for name in specs}
+    rows = {name: row(name, result) for name, result in results.items()}
     sweeps: dict[str, dict[str, Row]] = {}
-    if candidates:
-        sweep = {name: row(name, results[name]) for name in candidates}
-        more = other_order(candidates[_best(sweep)])
-        for name, result in execute(more).items():
-            sweep[name] = row(name, result)
-        best = _best(sweep)
-        rows[TUNED] = replace(sweep[best], name=f"{TUNED} ({best})")
-        sweeps[TUNED] = sweep
-    if is_searched:
-        tried, best = sweep_rates(
-            base,
-            highest=highest_rate(results[CEILING]),
-            num_jobs=num_jobs,
-            store=store,
-            on_run=on_run,
-        )
-        sweep = {name: row(name, result) for name, result in tried.items()}
-        rows[THROTTLED] = replace(sweep[best], name=f"{THROTTLED} ({best})")
-        sweeps[THROTTLED] = sweep
+    for name in searched:
+        tuning = TUNINGS[name]
+
+        def run(
+            settings: Sequence[Setting], name: str = name, tuning: Tuning = tuning
+        ) -> list[Row]:
+            specs = {f"{name} {setting}": tuning.spec(base, setting) for setting in settings}
+            ran = execute(specs)
+            return [row(str(setting), ran[f"{name} {setting}"]) for setting in settings]
+
+        amounts = tuning.amounts(base, highest_rate(results[CEILING]))
+        tried = tune(tuning, amounts, run, num_at_once=num_jobs)
+        best = best_of(tried)
+        rows[name] = replace(tried[best], name=f"{name} ({best})")
+        sweeps[name] = {str(setting): tried[setting] for setting in tried}
     return SuiteResult(rows={name: rows[name] for name in names}, sweeps=sweeps)
-
-
-def _best(sweep: Mapping[str, Row]) -> str:
-    return choose_tuned(
-        {
-            name: (row.attainment, row.baseline_attainment, row.offline_tokens_per_s)
-            for name, row in sweep.items()
-        }
-    )
-
-
-def _spec(base: RunSpec, name: str) -> RunSpec:
-    return replace(base, scenario=scenario(name))
 
 
 def _offline_rate(result: RunResult) -> float:

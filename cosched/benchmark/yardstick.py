@@ -188,12 +188,13 @@ def yardstick_page(arguments: argparse.Namespace, suites: Mapping[str, SuiteResu
         _what(spec),
         "## Scenarios\n",
         "\n".join(f"* `{name}`: {entry.summary}" for name, entry in SCENARIOS.items())
-        + "\n* `priority-tuned`: stock priority scheduling at its best: of a sweep over "
-        "`--chunked-prefill-size`, mixed chunks and `--schedule-policy` the setting with the most "
-        "offline throughput within 2 points of s0's attainment, or the highest attainment where "
-        "none gets there\n"
-        "\nThe rate of `hygen-throttled` is the largest, of a search up to the rate of "
-        "`offline-fcfs`, that keeps the attainment within 1 point of s0's.\n",
+        + "\n* `NAME-tuned`: that baseline at its best: of a search over `--chunked-prefill-size` "
+        "(256 to 1024 in steps of 64, and 2048, 4096, 8192), mixed chunks and `--schedule-policy` "
+        "where stock schedules, and the rate or the cap of offline requests, the setting with the "
+        "most offline throughput within 1 point of s0's attainment, or the highest attainment "
+        "where none gets there\n"
+        "\nThe rate of `hygen-throttled` is searched likewise, up to that of `offline-fcfs`, at "
+        "SGLang's chunk size.\n",
     ]
     for title, suite in suites.items():
         parts += [f"## {title}\n", _beside(_spec_of(suite)), markdown_table(suite.rows)]
