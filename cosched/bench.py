@@ -76,6 +76,7 @@ from cosched.errors import ConfigError
 from cosched.files import write_whole
 from cosched.kv.config import EVICTION_ORDERS
 from cosched.metrics.figure import check_can_draw
+from cosched.metrics.interval import MOST_VALUES
 from cosched.metrics.records import write_records
 from cosched.metrics.table import print_table
 from cosched.policy.registry import known_policy
@@ -132,6 +133,7 @@ def _add_run(commands: Any) -> None:
     add_config_options(parser)
     _add_common(parser)
     _add_results(parser)
+    _add_seeds(parser)
     parser.add_argument(
         "--plot", type=output_folder, metavar="DIR", help="write the pictures there"
     )
@@ -148,6 +150,7 @@ def _add_yardstick(commands: Any) -> None:
     add_config_options(parser)
     _add_common(parser)
     _add_results(parser)
+    _add_seeds(parser)
     parser.add_argument(
         "--scenarios", type=_scenarios, default=ALL_SCENARIOS, metavar="A,B,…", help="default: all"
     )
@@ -324,6 +327,17 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add_json_option(parser)
 
 
+def _add_seeds(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--seeds",
+        type=whole(at_least=1, at_most=MOST_VALUES),
+        default=1,
+        metavar="N",
+        help="run everything with so many seeds, from --seed on, and show the mean and its 95 %% "
+        "interval (default: %(default)s)",
+    )
+
+
 def _add_results(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--results",
@@ -374,12 +388,13 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
         base,
         arguments.scenarios,
         num_jobs=arguments.jobs,
+        num_seeds=arguments.seeds,
         quiet=arguments.quiet,
         store=_store(arguments),
     )
     _show(suite)
     save_output(arguments, arguments.plot, lambda folder: write_plots(folder, suite))
-    return {"scenarios": {name: row.to_dict() for name, row in suite.rows.items()}}
+    return {"scenarios": suite.to_dict()}
 
 
 def _show(suite: SuiteResult) -> None:
@@ -387,6 +402,13 @@ def _show(suite: SuiteResult) -> None:
         {row.name: row.summary for row in suite.rows.values()},
         baseline="s0" if "s0" in suite.rows else None,
     )
+    if len(next(iter(suite.seeds.values()))) > 1:
+        print(f"over {_say_seeds(suite)}:\n\n{markdown_table(suite.rows, suite.seeds)}")
+
+
+def _say_seeds(suite: SuiteResult) -> str:
+    seeds = [row.result.spec.seed for row in next(iter(suite.seeds.values()))]
+    return f"seeds {seeds[0]} to {seeds[-1]}, mean and 95 % interval"
 
 
 def _yardstick(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -398,18 +420,13 @@ def _yardstick(arguments: argparse.Namespace) -> dict[str, Any]:
         store=_store(arguments),
     )
     for name, suite in suites.items():
-        print(f"\n{name}\n\n{markdown_table(suite.rows)}")
+        print(f"\n{name}\n\n{markdown_table(suite.rows, suite.seeds)}")
     save_output(
         arguments,
         arguments.write,
         lambda path: write_whole(path, yardstick_page(arguments, suites)),
     )
-    return {
-        "workloads": {
-            name: {scenario: row.to_dict() for scenario, row in suite.rows.items()}
-            for name, suite in suites.items()
-        }
-    }
+    return {"workloads": {name: suite.to_dict() for name, suite in suites.items()}}
 
 
 def _knee(arguments: argparse.Namespace) -> dict[str, Any]:

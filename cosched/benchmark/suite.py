@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cosched.benchmark.progress import progress_of_runs
@@ -18,6 +18,7 @@ from cosched.benchmark.tuned import (
     tune,
 )
 from cosched.errors import ConfigError
+from cosched.metrics.interval import interval_of
 from cosched.metrics.summary import Summary
 from cosched.simulation.parallel import execute_all
 from cosched.simulation.run import RunResult, RunSpec, summarize_run
@@ -82,11 +83,34 @@ class Row:
 class SuiteResult:
     """All scenarios on one workload, in the order asked for.
 
-    sweeps  every setting tried for those of `TUNINGS`, by scenario and by setting
+    rows    of the first seed
+    sweeps  every setting tried for those of `TUNINGS`, by scenario and by setting; with that seed
+    seeds   every scenario's rows, one per seed
     """
 
     rows: Mapping[str, Row]
     sweeps: Mapping[str, Mapping[str, Row]]
+    seeds: Mapping[str, tuple[Row, ...]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Row by row, with what it came to over all seeds."""
+        return {
+            name: row.to_dict()
+            | {
+                "over_seeds": {
+                    "attainment": _described([one.attainment for one in self.seeds[name]]),
+                    "offline_tokens_per_s": _described(
+                        [one.offline_tokens_per_s for one in self.seeds[name]]
+                    ),
+                }
+            }
+            for name, row in self.rows.items()
+        }
+
+
+def _described(values: Sequence[float | None]) -> dict[str, Any]:
+    interval = interval_of(values)
+    return {"values": list(values), **(asdict(interval) if interval else {})}
 
 
 def known_scenario(name: str) -> str:
@@ -96,13 +120,14 @@ def known_scenario(name: str) -> str:
     return name
 
 
-def num_runs(base: RunSpec, names: Sequence[str]) -> tuple[int, bool]:
+def num_runs(base: RunSpec, names: Sequence[str], *, num_seeds: int = 1) -> tuple[int, bool]:
     """How many simulations `run_suite` makes, and whether that is an estimate."""
     searched = [name for name in names if is_searched(name, base)]
     plain = {name for name in names if name not in searched}
     if searched:
         plain |= {"s0", CEILING}
-    return len(plain) + sum(TUNINGS[name].num_runs for name in searched), bool(searched)
+    count = len(plain) + sum(TUNINGS[name].num_runs for name in searched)
+    return count + (num_seeds - 1) * len({"s0", *names}), bool(searched)
 
 
 def run_suite(
@@ -110,6 +135,7 @@ def run_suite(
     names: Sequence[str],
     *,
     num_jobs: int,
+    num_seeds: int = 1,
     quiet: bool = False,
     label: str = "",
     store: ResultStore | None = None,
@@ -118,25 +144,56 @@ def run_suite(
     """Run scenarios that differ from `base` in the scenario alone.
 
     Those of `TUNINGS` are searches, of which the best setting is shown; so is ``hygen-throttled``,
-    unless `base` gives a rate. ConfigError names an unknown scenario.
+    unless `base` gives a rate. They search with the seed of `base`, and keep what they found with
+    the seeds after it. ConfigError names an unknown scenario.
     """
     for name in names:
         known_scenario(name)
         if name not in SCENARIOS and name in TUNINGS and not is_searched(name, base):
             raise ConfigError(f"{name} needs both classes: name --online and --offline")
     if on_run is None:
-        total, is_estimate = num_runs(base, names)
+        total, is_estimate = num_runs(base, names, num_seeds=num_seeds)
         with progress_of_runs(label, total=total, is_estimate=is_estimate, quiet=quiet) as on_run:
-            return run_suite(base, names, num_jobs=num_jobs, store=store, on_run=on_run)
-    searched = [name for name in names if is_searched(name, base)]
-    plain = dict.fromkeys(name for name in names if name not in searched)
-    if searched:
-        plain |= dict.fromkeys(("s0", CEILING))
+            return run_suite(
+                base, names, num_jobs=num_jobs, num_seeds=num_seeds, store=store, on_run=on_run
+            )
 
     def execute(runs: Mapping[str, RunSpec]) -> dict[str, RunResult]:
         return _execute(runs, num_jobs=num_jobs, store=store, on_run=on_run)
 
-    results = execute({name: replace(base, scenario=scenario(name)) for name in plain})
+    rows, sweeps, found = _run_seed(base, names, {}, execute, num_at_once=num_jobs)
+    seeds = {name: [row] for name, row in rows.items()}
+    for seed in range(base.seed + 1, base.seed + num_seeds):
+        more, _, _ = _run_seed(
+            replace(base, seed=seed), names, found, execute, num_at_once=num_jobs
+        )
+        for name, row in more.items():
+            seeds[name].append(row)
+    return SuiteResult(
+        rows=rows, sweeps=sweeps, seeds={name: tuple(some) for name, some in seeds.items()}
+    )
+
+
+def _run_seed(
+    base: RunSpec,
+    names: Sequence[str],
+    found: Mapping[str, Setting],
+    execute: Callable[[Mapping[str, RunSpec]], Mapping[str, RunResult]],
+    *,
+    num_at_once: int,
+) -> tuple[dict[str, Row], dict[str, dict[str, Row]], dict[str, Setting]]:
+    """Rows, sweeps and what the searches found. found: by an earlier seed."""
+    searched = [name for name in names if name not in found and is_searched(name, base)]
+    specs = {
+        name: TUNINGS[name].spec(base, found[name])
+        if name in found
+        else replace(base, scenario=scenario(name))
+        for name in names
+        if name not in searched
+    }
+    for name in ("s0", CEILING) if searched else ("s0",) if found else ():
+        specs.setdefault(name, replace(base, scenario=scenario(name)))
+    results = execute(specs)
     ceiling = max(
         (_offline_rate(results[name]) for name in OFFLINE_ONLY if name in results), default=None
     )
@@ -156,6 +213,7 @@ def run_suite(
         return Row(name=name, result=result, summary=summary, baseline=baseline)
 
     rows = {name: row(name, result) for name, result in results.items()}
+    settings = dict(found)
     sweeps: dict[str, dict[str, Row]] = {}
     for name in searched:
         tuning = TUNINGS[name]
@@ -168,11 +226,11 @@ def run_suite(
             return [row(str(setting), ran[f"{name} {setting}"]) for setting in settings]
 
         amounts = tuning.amounts(base, highest_rate(results[CEILING]))
-        tried = tune(tuning, amounts, run, num_at_once=num_jobs)
-        best = best_of(tried)
+        tried = tune(tuning, amounts, run, num_at_once=num_at_once)
+        settings[name] = best = best_of(tried)
         rows[name] = replace(tried[best], name=f"{name} ({best})")
         sweeps[name] = {str(setting): tried[setting] for setting in tried}
-    return SuiteResult(rows={name: rows[name] for name in names}, sweeps=sweeps)
+    return {name: rows[name] for name in names}, sweeps, settings
 
 
 def _offline_rate(result: RunResult) -> float:
