@@ -202,7 +202,7 @@ def execute_requests(
     config = config_of(spec, decision_log)
     identity = identity_of(spec)
     if config.latency_model is not None and policy_entry(config.policy).timed:
-        Profile.predictor_for(Path(config.latency_model), identity)
+        Profile.predictor_for(Path(config.latency_model), identity, name=config.predictor)
     os.environ[ENV_VAR] = config.to_json()
     cost_model = cost_model_of(spec)
     from cosched.simulation.virtual import HostLink, VirtualEngine
@@ -375,6 +375,8 @@ def config_of(spec: RunSpec, decision_log: Path | None = None) -> Config:
         "slo": msgspec.to_builtins(_slo_config(spec.slo)),
         **dict(spec.config),
     }
+    if spec.scenario.predictor is not None:
+        keys["predictor"] = spec.scenario.predictor
     config = parse_config(msgspec.json.encode(keys).decode(), source="the run's configuration")
     if spec.scenario.eviction is not None:
         kv = msgspec.structs.replace(config.kv, eviction=spec.scenario.eviction)
