@@ -11,13 +11,13 @@
 
 `run` takes scenarios side by side on one workload in virtual time: online alone (s0), offline
 alone under stock orders, both uncontrolled (s1), gateways with a static cap and with AIMD, stock
-priority scheduling at its defaults and at its best, and cosched's policies. `knee` finds the
+priority scheduling, and cosched's policies; NAME-tuned is a baseline at its best. `knee` finds the
 highest online rate that still meets the SLO, to state a load as a share of it. `tolerance` finds
 what offline work a given growth of an online latency buys, `robustness` what a wrong predictor
 costs. Every command prints a table and, as its last line, one JSON object.
 
-How long it takes (docs/simulation.md): longest are the scenarios in which everything waits; `run`
-with all of them takes about as long as the traffic itself, `yardstick` three times that. Both say
+How long it takes (docs/simulation.md): longest are the scenarios in which everything waits, and the
+searches for a baseline's best setting, of 6 to 100 simulations each. `run` and `yardstick` say
 what is done and what is left.
 """
 
