@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any, TypeVar
 
+import cosched.bootstrap
 from cosched.simulation.run import RunResult, RunSpec, execute
 from cosched.simulation.store import ResultStore
 
@@ -19,10 +20,7 @@ __all__ = ["call_all", "execute_all"]
 
 R = TypeVar("R")
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    ["cosched.bootstrap", "cosched.simulation.virtual", "cosched_patches.prepared"]
-)
+_PRELOADED = ["cosched.bootstrap", "cosched.simulation.virtual", "cosched_patches.prepared"]
 
 
 def call_all(
@@ -32,7 +30,10 @@ def call_all(
     process; yields (index, result) as they end. An error in a call is raised here."""
     if not arguments:
         return
-    with ProcessPoolExecutor(num_jobs, mp_context=_CONTEXT, max_tasks_per_child=1) as pool:
+    context = multiprocessing.get_context("forkserver")
+    if not cosched.bootstrap.has_cuda():  # of which a fork can make no use once it was used
+        context.set_forkserver_preload(_PRELOADED)
+    with ProcessPoolExecutor(num_jobs, mp_context=context, max_tasks_per_child=1) as pool:
         futures = {pool.submit(function, *some): index for index, some in enumerate(arguments)}
         try:
             for future in as_completed(futures):
