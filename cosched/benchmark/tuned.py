@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from cosched.simulation.run import RunResult, RunSpec
 from cosched.simulation.scenario import SCENARIOS, scenario
@@ -104,7 +104,7 @@ class Tuning:
         return len(self.mixed) * num_chunks * (2 if self.unit else 1) + (7 if self.unit else 0)
 
     def spec(self, base: RunSpec, setting: Setting) -> RunSpec:
-        given = {
+        given: dict[str, Any] = {
             "chunk_tokens": setting.chunk_tokens,
             "mixed_chunk": setting.mixed_chunk,
             "schedule_policy": setting.schedule_policy,
