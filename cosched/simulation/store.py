@@ -66,7 +66,7 @@ class ResultStore:
             key.append(self._source_digest())
             key.append(_digest_of_file(policy_entry(spec.scenario.policy).source_file))
         digest = hashlib.sha256(repr(key).encode()).hexdigest()[:24]
-        return self._folder / f"{spec.scenario.name}-{digest}.pickle"
+        return self._folder / f"{spec.scenario.name.replace('/', '-')}-{digest}.pickle"
 
     def _source_digest(self) -> str:
         if self._source is None:
