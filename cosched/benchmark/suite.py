@@ -22,7 +22,7 @@ from cosched.metrics.interval import interval_of
 from cosched.metrics.summary import Summary
 from cosched.simulation.parallel import execute_all
 from cosched.simulation.run import RunResult, RunSpec, summarize_run
-from cosched.simulation.scenario import SCENARIOS, scenario
+from cosched.simulation.scenario import SCENARIOS, runs_as, scenario
 from cosched.simulation.store import ResultStore
 
 __all__ = [
@@ -123,10 +123,10 @@ def known_scenario(name: str) -> str:
 def num_runs(base: RunSpec, names: Sequence[str], *, num_seeds: int = 1) -> tuple[int, bool]:
     """How many simulations `run_suite` makes, and whether that is an estimate."""
     searched = [name for name in names if is_searched(name, base)]
-    plain = {name for name in names if name not in searched}
+    plain = [name for name in names if name not in searched]
     if searched:
-        plain |= {"s0", CEILING}
-    count = len(plain) + sum(TUNINGS[name].num_runs for name in searched)
+        plain += ["s0", CEILING]
+    count = sum(TUNINGS[name].num_runs for name in searched) + len({*_simulated_as(plain).values()})
     return count + (num_seeds - 1) * len({"s0", *names}), bool(searched)
 
 
@@ -145,7 +145,8 @@ def run_suite(
 
     Those of `TUNINGS` are searches, of which the best setting is shown; so is ``hygen-throttled``,
     unless `base` gives a rate. They search with the seed of `base`, and keep what they found with
-    the seeds after it. ConfigError names an unknown scenario.
+    the seeds after it. What is the same run under two names is simulated once. ConfigError names an
+    unknown scenario.
     """
     for name in names:
         known_scenario(name)
@@ -184,16 +185,15 @@ def _run_seed(
 ) -> tuple[dict[str, Row], dict[str, dict[str, Row]], dict[str, Setting]]:
     """Rows, sweeps and what the searches found. found: by an earlier seed."""
     searched = [name for name in names if name not in found and is_searched(name, base)]
-    specs = {
-        name: TUNINGS[name].spec(base, found[name])
-        if name in found
-        else replace(base, scenario=scenario(name))
-        for name in names
-        if name not in searched
-    }
-    for name in ("s0", CEILING) if searched else ("s0",) if found else ():
-        specs.setdefault(name, replace(base, scenario=scenario(name)))
-    results = execute(specs)
+    plain = [name for name in names if name not in found and name not in searched]
+    plain += [] if not searched else ["s0", CEILING]
+    plain += ["s0"] if found else []
+    simulated_as = _simulated_as(plain)
+    specs = {name: replace(base, scenario=scenario(name)) for name in simulated_as}
+    tuned = {name: TUNINGS[name].spec(base, setting) for name, setting in found.items()}
+    results = dict(execute({name: specs[name] for name in simulated_as.values()} | tuned))
+    for name, other in simulated_as.items():
+        results[name] = replace(results[other], spec=specs[name])
     ceiling = max(
         (_offline_rate(results[name]) for name in OFFLINE_ONLY if name in results), default=None
     )
@@ -231,6 +231,14 @@ def _run_seed(
         rows[name] = replace(tried[best], name=f"{name} ({best})")
         sweeps[name] = {str(setting): tried[setting] for setting in tried}
     return {name: rows[name] for name in names}, sweeps, settings
+
+
+def _simulated_as(names: Sequence[str]) -> dict[str, str]:
+    """Each name -> the first of them that is the same run under another name, or itself."""
+    return {
+        name: next(other for other in names if runs_as(scenario(other), scenario(name)))
+        for name in names
+    }
 
 
 def _offline_rate(result: RunResult) -> float:

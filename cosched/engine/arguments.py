@@ -66,15 +66,17 @@ def engine_arguments(argv: Sequence[str], config: Config, *, mixed_chunk: bool) 
 
 def eviction_arguments(config: Config) -> list[str]:
     """What makes SGLang's tree evict in the order of the configuration, where that is its own."""
-    if policy_entry(config.policy).make is None or config.kv.is_ours:
+    kv = config.named_kv()
+    if policy_entry(config.policy).make is None or kv.is_ours:
         return []
-    return [EVICTION_FLAG, config.kv.eviction]
+    assert kv.eviction is not None
+    return [EVICTION_FLAG, kv.eviction]
 
 
 def host_arguments(argv: Sequence[str], config: Config) -> list[str]:
     """What leaves it to cosched what is copied to host memory, where there is any and nothing else
     is given: SGLang's default is to copy everything."""
-    if policy_entry(config.policy).make is None or not config.kv.is_ours:
+    if policy_entry(config.policy).make is None or not config.named_kv().is_ours:
         return []
     if not _given(argv, "--enable-hierarchical-cache") or _given(argv, HOST_WRITE_FLAG):
         return []
@@ -180,12 +182,41 @@ def check_arguments(server_args: Any, config: Config) -> None:
                 f"drop the flag or use --cosched-policy sglang"
             )
     order = resolved.radix_eviction_policy
-    expected = "lru" if config.kv.is_ours else config.kv.eviction
+    kv = config.named_kv()
+    expected = "lru" if kv.is_ours else kv.eviction
     if order != expected:
         raise ConfigError(
-            f"{EVICTION_FLAG} {order} cannot go with kv.eviction {config.kv.eviction!r}: drop the "
+            f"{EVICTION_FLAG} {order} cannot go with kv.eviction {kv.eviction!r}: drop the "
             f"flag, or set kv.eviction to {choices(ENGINE_ORDERS)}"
         )
+    if config.kv.bidirectional_pages:
+        _check_shared_pages(resolved)
+
+
+def _check_shared_pages(resolved: Any) -> None:
+    """ConfigError where an online and an offline request cannot share a page."""
+    from sglang.srt.arg_groups.overrides import attention_backends_of
+
+    from cosched.engine import port
+
+    by_slot = ("torch_native", "triton", "flashinfer")
+    others = [name for name in attention_backends_of(resolved) if name not in by_slot]
+    reason = None
+    if not port.SHARES_PAGES:
+        reason = f"they are not tried with SGLang {port.VERSION}"
+    elif resolved.page_size == 1:
+        reason = "with --page-size 1 a page has one slot, and nothing to share"
+    elif others:
+        reason = (
+            f"attention backend {others[0]} reads whole pages in their order, not slots; give "
+            f"--attention-backend {choices(by_slot)}"
+        )
+    elif resolved.enable_hierarchical_cache:
+        reason = "host memory (--enable-hierarchical-cache) copies pages in ascending order"
+    elif resolved.tp_size > 1:
+        reason = "they are not tried with several ranks (--tp)"
+    if reason is not None:
+        raise ConfigError(f"kv.bidirectional_pages cannot be had here: {reason}")
 
 
 def refused_arguments() -> tuple[tuple[str, Any, str], ...]:

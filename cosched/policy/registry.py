@@ -47,6 +47,7 @@ class PolicyEntry:
     source        where it comes from
     make          builds it for an engine; None: the engine's own scheduler decides
     pool          how it orders what waits offline, unless the configuration says; None: by arrival
+    eviction      which KV goes first, unless the configuration says (`KvConfig.eviction`)
     timed         its plans depend on time: the latency predictor is kept up to date, and all ranks
                   go by one clock
     server_flags  SGLang server arguments it needs, by field name
@@ -58,9 +59,14 @@ class PolicyEntry:
     source: str
     make: Callable[[PolicySettings], Policy[Any]] | None = None
     pool: PoolConfig | None = None
+    eviction: str = "value"
     timed: bool = False
     server_flags: Mapping[str, object] = field(default_factory=dict)
     source_file: str | None = None
+
+    def plans_as(self, other: PolicyEntry) -> bool:
+        """The two differ in what they are called, and in nothing that is planned."""
+        return self == replace(other, name=self.name, summary=self.summary, source=self.source)
 
     def arguments(self) -> dict[str, list[str]]:
         """`server_flags` as a command line: flag -> the flag and its value."""
@@ -69,6 +75,10 @@ class PolicyEntry:
             flag = "--" + name.replace("_", "-")
             arguments[flag] = [flag] if value is True else [flag, str(value)]
         return arguments
+
+
+def _sarathi(settings: PolicySettings) -> Policy[Any]:
+    return SarathiPolicy()
 
 
 def _throttled(settings: PolicySettings) -> Policy[Any]:
@@ -96,7 +106,7 @@ _ENTRIES = (
         name="sarathi",
         summary="Sarathi++: online first, then offline, in a fixed token budget",
         source="HyGen §5.1 (baseline)",
-        make=lambda _: SarathiPolicy(),
+        make=_sarathi,
         server_flags=_MIXED_CHUNK,
     ),
     PolicyEntry(
@@ -128,7 +138,7 @@ _ENTRIES = (
         name="echo-bs",
         summary="Echo's base: online first, then offline in the order of arrival; no SLO awareness",
         source="Echo §7.1 (BS)",
-        make=lambda _: SarathiPolicy(),
+        make=_sarathi,
         server_flags=_MIXED_CHUNK,
     ),
     PolicyEntry(
@@ -145,6 +155,16 @@ _ENTRIES = (
         source="Echo §7.1 (BS+E+S)",
         make=EchoPolicy,
         pool=PoolConfig(num_buckets=4),
+        timed=True,
+        server_flags=_MIXED_CHUNK,
+    ),
+    PolicyEntry(
+        name="echo-bs+e+s+m",
+        summary="Echo complete: echo-bs+e+s, and KV goes in the order that the paper gives",
+        source="Echo §4.2, §7.1 (BS+E+S+M)",
+        make=EchoPolicy,
+        pool=PoolConfig(num_buckets=4),
+        eviction="echo",
         timed=True,
         server_flags=_MIXED_CHUNK,
     ),

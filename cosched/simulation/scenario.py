@@ -11,7 +11,15 @@ from cosched.kv.config import ENGINE_ORDERS, EVICTION_ORDERS
 from cosched.latency.predictor import PREDICTORS
 from cosched.policy.registry import POLICIES, PolicyEntry, policy_entry, policy_names
 
-__all__ = ["SCENARIOS", "OfflineClient", "Scenario", "scenario", "with_eviction", "with_predictor"]
+__all__ = [
+    "SCENARIOS",
+    "OfflineClient",
+    "Scenario",
+    "runs_as",
+    "scenario",
+    "with_eviction",
+    "with_predictor",
+]
 
 
 class OfflineClient(Enum):
@@ -137,6 +145,13 @@ def scenario(name: str, *, also: Iterable[str] = ()) -> Scenario:
         f"unknown scenario {name!r}; choose from {choices(known)}, or name a policy of yours as "
         "module:Class"
     )
+
+
+def runs_as(one: Scenario, other: Scenario) -> bool:
+    """The two differ in what they are called, and in nothing that is simulated."""
+    return one == replace(
+        other, name=one.name, summary=one.summary, policy=one.policy
+    ) and policy_entry(one.policy).plans_as(policy_entry(other.policy))
 
 
 def with_eviction(entry: Scenario, order: str) -> Scenario:

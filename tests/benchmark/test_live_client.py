@@ -64,6 +64,44 @@ def test_a_reply_is_as_long_as_its_trace_says_though_the_server_is_told_a_limit(
     assert reasons.pop("exact") == "length" and set(reasons.values()) == {"stop"}
 
 
+@pytest.mark.parametrize("max_new_tokens", [None, 500])
+def test_the_next_turn_of_a_session_comes_after_the_answer_before_it_and_holds_it(
+    servers, max_new_tokens
+):
+    server = servers.get("--cosched-policy", "hygen", "--enable-cache-report")
+
+    def turn(name, num_tokens, after=None):
+        return TraceRequest(
+            rid=f"{name}{max_new_tokens}",
+            request_class=RequestClass.ONLINE,
+            arrival_s=0.1,
+            num_output_tokens=30,
+            max_new_tokens=max_new_tokens,
+            segments=(Segment(77 + (max_new_tokens or 0), num_tokens),),
+            session="s",
+            after=after and f"{after}{max_new_tokens}",
+            think_s=0.5 if after else 0.0,
+        )
+
+    turns = [turn("a", 100), turn("b", 150, after="a"), turn("c", 200, after="b")]
+    records = asyncio.run(
+        run_live(
+            LiveTarget(base_url=server.url, vocab_size=1000),
+            online=turns,
+            offline=[],
+            offline_concurrency=1,
+            duration_s=120.0,
+        )
+    )
+    first, second, third = records
+    assert [r.num_prompt_tokens for r in records] == [100, 150, 200]
+    for before, after in ((first, second), (second, third)):
+        assert after.arrival_s == pytest.approx(before.finish_s + 0.5)
+        # All but the last token of the answer has KV; it too where the server went on.
+        num_known = before.num_prompt_tokens + 30
+        assert after.num_cached_tokens in (num_known - 1, num_known)
+
+
 def test_what_is_unanswered_at_the_end_stays_open(server):
     offline = [request("long", RequestClass.OFFLINE, 0.0, num_tokens=4000)]
     [record] = asyncio.run(
