@@ -44,6 +44,9 @@ AMOUNT_TOLERANCE = 0.1
 SPAN = 30.0
 """The highest rate that is searched over the lowest."""
 
+_FIRST_TRIED = (256, 512, 1024, 8192)
+"""Another setting of mixed chunks is left out when one is good and none of these is with it."""
+
 _NUM_BAD = 2
 """Larger chunks are not tried once so many in a row missed what smaller ones kept: an iteration
 only becomes longer."""
@@ -120,9 +123,9 @@ class Tuning:
 
 TUNINGS: Mapping[str, Tuning] = {
     # `lof` (longest output first) is the only other order that SGLang has beside priorities.
-    "priority-tuned": Tuning(scenario="priority", mixed=(False, True), orders=("fcfs", "lof")),
-    "cap-tuned": Tuning(scenario="cap", mixed=(False, True), unit="in flight"),
-    "aimd-tuned": Tuning(scenario="aimd", mixed=(False, True)),
+    "priority-tuned": Tuning(scenario="priority", mixed=(True, False), orders=("fcfs", "lof")),
+    "cap-tuned": Tuning(scenario="cap", mixed=(True, False), unit="in flight"),
+    "aimd-tuned": Tuning(scenario="aimd", mixed=(True, False)),
     "sarathi-tuned": Tuning(scenario="sarathi"),
     "hygen-throttled": Tuning(scenario="hygen-throttled", chunks=False, unit="req/s"),
     "hygen-throttled-tuned": Tuning(scenario="hygen-throttled", unit="req/s"),
@@ -198,6 +201,10 @@ def tune(
             )
             for chunk in (CHUNK_TOKENS if tuning.chunks else (None,))
         ]
+        few = [replace(s, amount=amounts[0]) for s in shapes if s.chunk_tokens in _FIRST_TRIED]
+        if tried and any(_lacking(run) <= TOLERANCE for run in tried.values()):
+            if few and not any(are_good(few)):
+                continue
         most: int | None = None  # amount that a smaller chunk was good at
         num_bad = 0
         while shapes and num_bad < _NUM_BAD:
