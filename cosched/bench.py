@@ -514,8 +514,7 @@ def _live(arguments: argparse.Namespace) -> dict[str, Any]:
         send_priority=not arguments.no_priority,
         api_key=arguments.api_key,
     )
-    online, offline = load_requests(spec)
-    online, offline = (_scaled(requests, arguments) for requests in (online, offline))
+    online, offline = (_scaled(requests, arguments) for requests in load_requests(spec))
     with Progress(disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task(arguments.scenario, total=spec.duration_s)
         records = asyncio.run(

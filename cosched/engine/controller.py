@@ -226,9 +226,10 @@ class Controller:
             return None
         page = self.caps.page_size
         need = sum(self.caps.ceil_to_page(n) + page for n in plan.prefill.values())
+        evictions: Sequence[Eviction] | None = None
         with self.guard.watching("kv"):
-            return self.kv.next_to_go(need + page * len(running_batch.reqs))
-        return None
+            evictions = self.kv.next_to_go(need + page * len(running_batch.reqs))
+        return evictions
 
     def _plan(self, running_batch: Any, is_again: bool) -> Plan:
         started_s = time.perf_counter()

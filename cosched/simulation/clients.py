@@ -92,6 +92,8 @@ class SessionClient:
         self._vocab_size = vocab_size
         self._followers: dict[str, list[TraceRequest]] = defaultdict(list)
         self._prompts: dict[str, array[int]] = {}  # made when the request before was sent
+        self._answered: set[str] = set()
+        """Requests whose prompts hold live answers."""
         self._answers: dict[str, slice] = {}
         """Of the prompts among these that hold the answer to the request before: where."""
         self._due: list[tuple[float, int, TraceRequest]] = []
@@ -116,6 +118,8 @@ class SessionClient:
             answer = self._answers.pop(follower.rid, None)
             if answer is not None and output_ids:
                 self._prompts[follower.rid][answer] = array("q", output_ids)
+            if answer is not None and (output_ids or record.rid in self._answered):
+                self._answered.add(follower.rid)
             self._push(record.finish_s + follower.think_s, follower)
 
     def _push(self, time_s: float, request: TraceRequest) -> None:
@@ -128,6 +132,11 @@ class SessionClient:
         for follower in self._followers.get(request.rid, ()):
             later = follower.prompt(vocab_size=self._vocab_size)
             self._prompts[follower.rid] = later
+            if request.rid in self._answered:
+                # What was answered before stays in the context.
+                traced = request.prompt(vocab_size=self._vocab_size)
+                if later[: len(traced)] == traced:
+                    later = self._prompts[follower.rid] = prompt + later[len(traced) :]
             begin, end = len(prompt), len(prompt) + request.num_output_tokens
             if end <= len(later) and later[:begin] == prompt:
                 output_ids = later[begin:end]

@@ -84,7 +84,20 @@ class TestSessionClient:
         # The third leaves the answer to the second out.
         client.on_finish(ended("b", 9.0), range(20))
         (third,) = client.due(19.0)
-        assert third.input_ids == TURNS[2].prompt(vocab_size=VOCAB_SIZE)
+        assert third.input_ids[:300] == second.input_ids
+        assert third.input_ids[300:] == TURNS[2].prompt(vocab_size=VOCAB_SIZE)[300:]
+
+    def test_all_live_answers_stay_in_the_context(self):
+        last = replace(TURNS[2], segments=(TURNS[0].segments[0]._replace(num_tokens=400),))
+        client = SessionClient([*TURNS[:2], last])
+        list(client.due(1.0))
+        client.on_finish(ended("a", 1.0), range(7, 37))
+        (second,) = client.due(9.0)
+        client.on_finish(ended("b", 9.0), range(50, 70))
+        (third,) = client.due(19.0)
+        assert third.input_ids[:300] == second.input_ids
+        assert list(third.input_ids[300:320]) == list(range(50, 70))
+        assert len(third.input_ids) == 400
 
     def test_of_a_prompt_that_turns_off_nothing_is_known(self):
         off = replace(TURNS[1], segments=(TURNS[0].segments[0]._replace(key=2, num_tokens=300),))
