@@ -11,13 +11,13 @@
 
 `run` takes scenarios side by side on one workload in virtual time: online alone (s0), offline
 alone under stock orders, both uncontrolled (s1), gateways with a static cap and with AIMD, stock
-priority scheduling at its defaults and at its best, and cosched's policies. `knee` finds the
+priority scheduling, and cosched's policies; NAME-tuned is a baseline at its best. `knee` finds the
 highest online rate that still meets the SLO, to state a load as a share of it. `tolerance` finds
 what offline work a given growth of an online latency buys, `robustness` what a wrong predictor
 costs. Every command prints a table and, as its last line, one JSON object.
 
-How long it takes (docs/simulation.md): longest are the scenarios in which everything waits; `run`
-with all of them takes about as long as the traffic itself, `yardstick` three times that. Both say
+How long it takes (docs/simulation.md): longest are the scenarios in which everything waits, and the
+searches for a baseline's best setting, of 6 to 100 simulations each. `run` and `yardstick` say
 what is done and what is left.
 """
 
@@ -56,7 +56,7 @@ from cosched.benchmark.tolerance import (
     print_tolerances,
     sweep_tolerances,
 )
-from cosched.benchmark.tuned import TUNED
+from cosched.benchmark.tuned import TUNINGS
 from cosched.benchmark.yardstick import run_yardstick, yardstick_page
 from cosched.command_line import (
     Parser,
@@ -76,6 +76,7 @@ from cosched.errors import ConfigError
 from cosched.files import write_whole
 from cosched.kv.config import EVICTION_ORDERS
 from cosched.metrics.figure import check_can_draw
+from cosched.metrics.interval import MOST_VALUES
 from cosched.metrics.records import write_records
 from cosched.metrics.table import print_table
 from cosched.policy.registry import known_policy
@@ -118,7 +119,8 @@ def _add_run(commands: Any) -> None:
     parser = commands.add_parser(
         "run",
         help="scenarios side by side on one workload",
-        description=f"Scenarios:\n{known}\n  {TUNED:<20}the best setting of a sweep of `priority`",
+        description=f"Scenarios:\n{known}\n  "
+        f"{', '.join(name for name in TUNINGS if name not in SCENARIOS)}: at their best settings",
     )
     parser.add_argument(
         "--scenarios",
@@ -134,6 +136,7 @@ def _add_run(commands: Any) -> None:
     add_config_options(parser)
     _add_common(parser)
     _add_results(parser)
+    _add_seeds(parser)
     parser.add_argument(
         "--plot", type=output_folder, metavar="DIR", help="write the pictures there"
     )
@@ -150,6 +153,7 @@ def _add_yardstick(commands: Any) -> None:
     add_config_options(parser)
     _add_common(parser)
     _add_results(parser)
+    _add_seeds(parser)
     parser.add_argument(
         "--scenarios", type=_scenarios, default=ALL_SCENARIOS, metavar="A,B,…", help="default: all"
     )
@@ -221,7 +225,8 @@ def _add_robustness(commands: Any) -> None:
         "robustness",
         help="policies with an ever worse predictor",
         description="Every prediction of a plan is multiplied by a random factor of mean 1 "
-        "(docs/predictors.md); errors are its standard deviations.",
+        "(docs/predictors.md); errors are its standard deviations. With --slower also on a GPU "
+        "that becomes so much slower once it has worked for --slower-after.",
     )
     parser.add_argument(
         "--scenarios", type=_policies, default=("hygen",), metavar="A,B,…", help="default: hygen"
@@ -341,6 +346,17 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add_json_option(parser)
 
 
+def _add_seeds(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--seeds",
+        type=whole(at_least=1, at_most=MOST_VALUES),
+        default=1,
+        metavar="N",
+        help="run everything with so many seeds, from --seed on, and show the mean and its 95 %% "
+        "interval (default: %(default)s)",
+    )
+
+
 def _add_results(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--results",
@@ -391,12 +407,13 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
         base,
         arguments.scenarios,
         num_jobs=arguments.jobs,
+        num_seeds=arguments.seeds,
         quiet=arguments.quiet,
         store=_store(arguments),
     )
     _show(suite)
     save_output(arguments, arguments.plot, lambda folder: write_plots(folder, suite))
-    return {"scenarios": {name: row.to_dict() for name, row in suite.rows.items()}}
+    return {"scenarios": suite.to_dict()}
 
 
 def _show(suite: SuiteResult) -> None:
@@ -404,6 +421,13 @@ def _show(suite: SuiteResult) -> None:
         {row.name: row.summary for row in suite.rows.values()},
         baseline="s0" if "s0" in suite.rows else None,
     )
+    if len(next(iter(suite.seeds.values()))) > 1:
+        print(f"over {_say_seeds(suite)}:\n\n{markdown_table(suite.rows, suite.seeds)}")
+
+
+def _say_seeds(suite: SuiteResult) -> str:
+    seeds = [row.result.spec.seed for row in next(iter(suite.seeds.values()))]
+    return f"seeds {seeds[0]} to {seeds[-1]}, mean and 95 % interval"
 
 
 def _yardstick(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -415,18 +439,13 @@ def _yardstick(arguments: argparse.Namespace) -> dict[str, Any]:
         store=_store(arguments),
     )
     for name, suite in suites.items():
-        print(f"\n{name}\n\n{markdown_table(suite.rows)}")
+        print(f"\n{name}\n\n{markdown_table(suite.rows, suite.seeds)}")
     save_output(
         arguments,
         arguments.write,
         lambda path: write_whole(path, yardstick_page(arguments, suites)),
     )
-    return {
-        "workloads": {
-            name: {scenario: row.to_dict() for scenario, row in suite.rows.items()}
-            for name, suite in suites.items()
-        }
-    }
+    return {"workloads": {name: suite.to_dict() for name, suite in suites.items()}}
 
 
 def _knee(arguments: argparse.Namespace) -> dict[str, Any]:

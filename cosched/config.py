@@ -16,8 +16,9 @@ import msgspec
 from cosched.claims import Claims
 from cosched.core.request import Slo
 from cosched.core.wire import Bounds
-from cosched.errors import ConfigError
+from cosched.errors import ConfigError, choices
 from cosched.kv.config import KvConfig
+from cosched.latency.predictor import PREDICTORS
 from cosched.length.config import LengthConfig
 from cosched.offline.prefix_pool import PoolConfig
 from cosched.policy.base import Budgets
@@ -63,6 +64,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     offline_rate       most offline requests admitted per second, for hygen-throttled; absent: any
                        number
     latency_model      file that ``cosched.profile`` wrote; absent: calibrated while running
+    predictor          of a paper (docs/predictors.md), fitted to the iterations of latency_model;
+                       absent: the predictor in that file
     strict             an error of cosched's own ends the server instead of being planned around;
                        for tests and simulations
     predictor_error    for experiments: standard deviation of a random factor on all predictions of
@@ -88,6 +91,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     length: LengthConfig = LengthConfig()
     offline_rate: float | None = None
     latency_model: str | None = None
+    predictor: str | None = None
     strict: bool = False
     predictor_error: float = 0.0
     iteration_log: str | None = None
@@ -113,6 +117,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"{name} must be a positive number, not {value}")
+        if self.predictor is not None:
+            if self.predictor not in PREDICTORS:
+                raise ValueError(
+                    f"unknown predictor {self.predictor!r}; choose from {choices(PREDICTORS)}"
+                )
+            if self.latency_model is None:
+                raise ValueError("predictor: it is fitted to a profile; name latency_model")
         if not 0 <= self.predictor_error <= 1:
             raise ValueError(f"predictor_error must be in [0, 1], not {self.predictor_error}")
         self.target_bounds()

@@ -258,7 +258,7 @@ def check_latency_model(server_args: Any, config: Config) -> None:
     from cosched.engine.identity import identity_of
 
     expected = identity_of(server_args, ModelConfig.from_server_args(server_args))
-    Profile.predictor_for(Path(config.latency_model), expected)
+    Profile.predictor_for(Path(config.latency_model), expected, name=config.predictor)
 
 
 def _check_plugin_active() -> None:

@@ -2,6 +2,10 @@
 
 Prompts go as token ids through ``/v1/completions``, so a live run sees exactly the prompts, and the
 sharing between them, that a simulated one sees. Every request streams; times are the client's.
+
+A reply ends after its trace's number of tokens, which the server must not know: it is asked for as
+many as the request's limit allows, told to ignore the end of a reply, and stopped by the client
+when enough have come (SGLang's ``/abort_request``; elsewhere by hanging up).
 """
 
 from __future__ import annotations
@@ -155,12 +159,14 @@ class _LiveRun:
                     await asyncio.wait_for(self._something_ended.wait(), wait_s)
 
     async def _send(self, arrival: Arrival, clients: Sequence[Source]) -> None:
-        reply = _Reply()
+        reply = _Reply(arrival.num_output_tokens)
         problem: str | None = None
         is_cut_off = False
         try:
             async for chunk in self._stream(arrival):
                 reply.take(chunk, now_s=self.now_s())
+                if reply.is_to_stop and not await self._stop(chunk):
+                    break
         except asyncio.CancelledError:
             is_cut_off = True
             raise
@@ -174,6 +180,12 @@ class _LiveRun:
             client.on_finish(record, reply.output_ids)
         self._num_open -= 1
         self._something_ended.set()
+
+    async def _stop(self, chunk: dict[str, Any]) -> bool:
+        """Have the server end a reply whose client has enough. False where it knows no such wish;
+        it then sees the connection close."""
+        response = await self._client.post("/abort_request", json={"rid": chunk["id"]})
+        return response.status_code == 200
 
     async def _stream(self, arrival: Arrival) -> AsyncIterator[dict[str, Any]]:
         body, headers = self._message(arrival)
@@ -196,11 +208,11 @@ class _LiveRun:
         body: dict[str, Any] = {
             "model": self._target.model,
             "prompt": list(arrival.input_ids),
-            "max_tokens": arrival.num_output_tokens,
+            "max_tokens": arrival.max_new_tokens,
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
-            "stream_options": {"include_usage": True},
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
             "return_token_ids": True,
         }
         headers = {}
@@ -216,32 +228,47 @@ class _LiveRun:
 
 
 class _Reply:
-    """What has come of one reply."""
+    """What has come of one reply. It is whole after `num_wanted` tokens; what comes then, until the
+    server has stopped, does not count."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_wanted: int) -> None:
+        self._num_wanted = num_wanted
         self._times: array[float] = array("d")
         self._num_tokens = 0
         self._num_cached: int | None = None
         self._finish_reason: str | None = None
+        self._whole_s: float | None = None
         self.output_ids: list[int] = []
         """As far as the server tells them: they are no part of the OpenAI protocol."""
+        self.is_to_stop = False
+        """Its last token has come just now, and the server would go on."""
 
     def take(self, chunk: dict[str, Any], *, now_s: float) -> None:
+        usage = chunk.get("usage") or {}
+        if usage:
+            self._num_tokens = min(int(usage["completion_tokens"]), self._num_wanted)
+            details = usage.get("prompt_tokens_details") or {}
+            self._num_cached = details.get("cached_tokens", self._num_cached)
+        self.is_to_stop = False
+        if self._whole_s is not None:
+            return
         for choice in chunk.get("choices") or []:
             self._finish_reason = choice.get("finish_reason") or self._finish_reason
             self.output_ids += choice.get("token_ids") or ()
             if choice.get("text"):
                 self._times.append(now_s)
-        usage = chunk.get("usage")
-        if usage:
-            self._num_tokens = int(usage["completion_tokens"])
-            details = usage.get("prompt_tokens_details") or {}
-            self._num_cached = details.get("cached_tokens")
+        if max(self._num_tokens, len(self._times)) >= self._num_wanted:
+            self._whole_s = now_s
+            del self.output_ids[self._num_wanted :]
+            self.is_to_stop = self._finish_reason is None
+            self._finish_reason = self._finish_reason or "stop"
 
     def record(
         self, arrival: Arrival, finish_s: float | None, problem: str | None
     ) -> RequestRecord:
         num_tokens = max(self._num_tokens, len(self._times))
+        if self._whole_s is not None:
+            finish_s = self._whole_s
         is_ok = problem is None and self._finish_reason != "abort"
         return RequestRecord(
             rid=arrival.rid,

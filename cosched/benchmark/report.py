@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cosched.benchmark.suite import Row, SuiteResult
+from cosched.metrics.interval import interval_of
 from cosched.metrics.plots_compare import Run, write_comparison_plots
 
 __all__ = ["markdown_table", "write_plots"]
@@ -27,14 +28,30 @@ _HEADERS = (
 )
 
 
-def markdown_table(rows: Mapping[str, Row]) -> str:
-    """The comparison as a Markdown table."""
+def markdown_table(
+    rows: Mapping[str, Row], seeds: Mapping[str, Sequence[Row]] | None = None
+) -> str:
+    """The comparison as a Markdown table. seeds: the same rows with each seed; what they come to in
+    the mean, and its 95 % interval, then takes the place of the first one's attainment and offline
+    throughput."""
     lines = ["| " + " | ".join(_HEADERS) + " |", "|---" * len(_HEADERS) + "|"]
-    lines += ["| " + " | ".join(_cells(row)) + " |" for row in rows.values()]
+    for name, row in rows.items():
+        some = [row] if seeds is None else seeds[name]
+        lines.append("| " + " | ".join(_cells(row, some)) + " |")
     return "\n".join(lines) + "\n"
 
 
-def _cells(row: Row) -> list[str]:
+def _over(values: Sequence[float | None], digits: int, scale: float = 1.0) -> str:
+    interval = interval_of(values)
+    if interval is None:
+        return "-"
+    shown = f"{scale * interval.mean:,.{digits}f}"
+    if interval.half_width is None:
+        return shown
+    return f"{shown} ± {scale * interval.half_width:,.{digits}f}"
+
+
+def _cells(row: Row, seeds: Sequence[Row]) -> list[str]:
     online, offline = row.summary.online, row.summary.offline
     has_online = row.result.spec.scenario.has_online
     has_offline = row.result.spec.scenario.has_offline
@@ -43,14 +60,14 @@ def _cells(row: Row) -> list[str]:
         row.name,
         _percent(attainment.ttft.ratio) if has_online else "",
         _percent(attainment.tpot.ratio) if has_online else "",
-        _percent(attainment.joint.ratio) if has_online else "",
+        _over([one.attainment for one in seeds], 1, 100) if has_online else "",
         _percent(row.baseline_attainment) if has_online else "",
         f"{_number(online.ttft_s.p50, 2)} / {_number(online.ttft_s.p99, 2)}" if has_online else "",
         f"{_number(online.tpot_s.p50, 1, 1e3)} / {_number(online.tpot_s.p99, 1, 1e3)}"
         if has_online
         else "",
         _percent(online.hit_ratio) if has_online else "",
-        f"{offline.tokens_per_s or 0:,.0f}" if has_offline else "",
+        _over([one.offline_tokens_per_s or 0.0 for one in seeds], 0) if has_offline else "",
         _percent(row.summary.ceiling.ratio) if has_offline else "",
         _percent(offline.hit_ratio) if has_offline else "",
         f"{offline.num_preemptions}" if has_offline and has_online else "",

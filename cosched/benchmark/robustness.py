@@ -1,11 +1,12 @@
-"""A policy against an ever worse predictor (HyGen §5.4, impact of predictor accuracy)."""
+"""A policy against an ever worse predictor (HyGen §5.4, impact of predictor accuracy), and on a GPU
+that becomes slower while it works."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cosched.benchmark.progress import progress_of_runs
 from cosched.errors import ConfigError
@@ -29,8 +30,17 @@ __all__ = [
 ERRORS = (0.0, 0.05, 0.1, 0.2, 0.5)
 """Standard deviations of the factor on a plan's predictions (`cosched.latency.wrong`)."""
 
-Robustness = Mapping[str, Mapping[float, Summary]]
-"""policy -> error -> what the run came to. `s0` is there too, at error 0."""
+
+class Trouble(NamedTuple):
+    """error   of the predictions
+    slower  times as long iterations take once the GPU has worked for a while; 1: as before"""
+
+    error: float = 0.0
+    slower: float = 1.0
+
+
+Robustness = Mapping[str, Mapping[Trouble, Summary]]
+"""policy -> trouble -> what the run came to. `s0` is there too, without an error."""
 
 
 def run_robustness(
@@ -42,24 +52,32 @@ def run_robustness(
     quiet: bool,
     store: ResultStore | None,
 ) -> Robustness:
-    """Run every policy with every error. ConfigError where a policy does not predict."""
+    """Run every policy with every error and, where `base` has a GPU that becomes slower, on that
+    without one. ConfigError where a policy does not predict."""
     for name in policies:
         if not policy_entry(name).timed:
             timed = ", ".join(entry.name for entry in POLICIES.values() if entry.timed)
             raise ConfigError(f"policy {name!r} predicts nothing; choose from {timed}")
-    runs = {("s0", 0.0): replace(base, scenario=scenario("s0"))}
-    for name in policies:
-        for error in errors:
-            spec = base.configured(predictor_error=error) if error else base
-            runs[name, error] = replace(spec, scenario=scenario(name))
-    summaries: dict[str, dict[float, Summary]] = {name: {} for name in ("s0", *policies)}
+    gpus = dict.fromkeys((1.0, base.cost.slower))
+    runs: dict[tuple[str, Trouble], RunSpec] = {}
+    for slower in gpus:
+        on_gpu = replace(base, cost=replace(base.cost, slower=slower))
+        runs["s0", Trouble(slower=slower)] = replace(on_gpu, scenario=scenario("s0"))
+        for name in policies:
+            for error in errors if slower == 1 else (0.0,):
+                spec = on_gpu.configured(predictor_error=error) if error else on_gpu
+                runs[name, Trouble(error, slower)] = replace(spec, scenario=scenario(name))
+    summaries: dict[str, dict[Trouble, Summary]] = {name: {} for name in ("s0", *policies)}
     keys = list(runs)
     with progress_of_runs("runs", total=len(keys), quiet=quiet) as on_run:
         for index, result in execute_all(list(runs.values()), num_jobs=num_jobs, store=store):
-            name, error = keys[index]
-            summaries[name][error] = result.summary
-            on_run(f"{name} {error:.0%}", result)
-    return {name: dict(sorted(by_error.items())) for name, by_error in summaries.items()}
+            name, trouble = keys[index]
+            summaries[name][trouble] = result.summary
+            on_run(f"{name} {trouble.error:.0%} x{trouble.slower:g}", result)
+    by_slower = {
+        name: sorted(found, key=lambda t: (t.slower, t)) for name, found in summaries.items()
+    }
+    return {name: {t: summaries[name][t] for t in order} for name, order in by_slower.items()}
 
 
 _COLUMNS = (
@@ -83,29 +101,34 @@ def _row_of(summary: Summary) -> dict[str, float | None]:
 
 
 def rows_of(robustness: Robustness) -> list[dict[str, Any]]:
-    """One row per policy and error."""
+    """One row per policy and trouble."""
     return [
-        {"policy": name, "predictor_error": error, **_row_of(summary)}
-        for name, by_error in robustness.items()
-        for error, summary in by_error.items()
+        {"policy": name, "predictor_error": error, "slower": slower, **_row_of(summary)}
+        for name, found in robustness.items()
+        for (error, slower), summary in found.items()
     ]
 
 
 def print_robustness(robustness: Robustness) -> None:
-    print("| policy | error % | " + " | ".join(title for title, *_ in _COLUMNS) + " |")
-    print("|---" * (len(_COLUMNS) + 2) + "|")
+    print("| policy | error % | GPU slower | " + " | ".join(title for title, *_ in _COLUMNS) + " |")
+    print("|---" * (len(_COLUMNS) + 3) + "|")
     for row in rows_of(robustness):
         cells = [
             "-" if row[key] is None else format(scale * row[key], form)
             for _, key, scale, form in _COLUMNS
         ]
-        print(f"| {row['policy']} | {row['predictor_error']:.0%} | " + " | ".join(cells) + " |")
+        trouble = f"{row['predictor_error']:.0%} | {row['slower']:g}x"
+        print(f"| {row['policy']} | {trouble} | " + " | ".join(cells) + " |")
 
 
 def plot_robustness(robustness: Robustness, path: Path) -> Path:
     """Attainment and offline throughput against the error."""
-    alone = robustness["s0"][0.0].online.attainment.joint.ratio
-    policies = {name: by_error for name, by_error in robustness.items() if name != "s0"}
+    alone = robustness["s0"][Trouble()].online.attainment.joint.ratio
+    policies = {
+        name: {error: summary for (error, slower), summary in found.items() if slower == 1}
+        for name, found in robustness.items()
+        if name != "s0"
+    }
     most = 100 * max((error for by_error in policies.values() for error in by_error), default=0.0)
 
     def lines(key: str, scale: float) -> dict[str, list[tuple[float, float | None]]]:

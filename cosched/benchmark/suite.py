@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cosched.benchmark.progress import progress_of_runs
-from cosched.benchmark.throttled import (
+from cosched.benchmark.tuned import (
     CEILING,
-    NUM_TRIED,
-    THROTTLED,
+    TUNINGS,
+    Setting,
+    Tuning,
+    best_of,
     highest_rate,
-    needs_a_rate,
-    sweep_rates,
+    is_searched,
+    tune,
 )
-from cosched.benchmark.tuned import TUNED, choose_tuned, other_order, tuned_candidates
+from cosched.errors import ConfigError
+from cosched.metrics.interval import interval_of
 from cosched.metrics.summary import Summary
 from cosched.simulation.parallel import execute_all
 from cosched.simulation.run import RunResult, RunSpec, summarize_run
@@ -34,7 +37,7 @@ __all__ = [
 
 OFFLINE_ONLY = tuple(name for name, entry in SCENARIOS.items() if not entry.has_online)
 
-_BASELINES = ("s0", *OFFLINE_ONLY, "s1", "priority", TUNED, "cap", "aimd")
+_BASELINES = ("s0", *OFFLINE_ONLY, "s1", "priority", "cap", "aimd", *TUNINGS)
 
 ALL_SCENARIOS = (*_BASELINES, *(name for name in SCENARIOS if name not in _BASELINES))
 
@@ -80,33 +83,51 @@ class Row:
 class SuiteResult:
     """All scenarios on one workload, in the order asked for.
 
-    sweeps  every setting tried for ``priority-tuned`` and ``hygen-throttled``, by scenario and by
-            setting
+    rows    of the first seed
+    sweeps  every setting tried for those of `TUNINGS`, by scenario and by setting; with that seed
+    seeds   every scenario's rows, one per seed
     """
 
     rows: Mapping[str, Row]
     sweeps: Mapping[str, Mapping[str, Row]]
+    seeds: Mapping[str, tuple[Row, ...]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Row by row, with what it came to over all seeds."""
+        return {
+            name: row.to_dict()
+            | {
+                "over_seeds": {
+                    "attainment": _described([one.attainment for one in self.seeds[name]]),
+                    "offline_tokens_per_s": _described(
+                        [one.offline_tokens_per_s for one in self.seeds[name]]
+                    ),
+                }
+            }
+            for name, row in self.rows.items()
+        }
+
+
+def _described(values: Sequence[float | None]) -> dict[str, Any]:
+    interval = interval_of(values)
+    return {"values": list(values), **(asdict(interval) if interval else {})}
 
 
 def known_scenario(name: str) -> str:
     """The same name. ConfigError unless `run_suite` knows it."""
-    if name != TUNED:
-        scenario(name, also=(TUNED,))
+    if name not in TUNINGS:
+        scenario(name, also=TUNINGS)
     return name
 
 
-def num_runs(base: RunSpec, names: Sequence[str]) -> tuple[int, bool]:
+def num_runs(base: RunSpec, names: Sequence[str], *, num_seeds: int = 1) -> tuple[int, bool]:
     """How many simulations `run_suite` makes, and whether that is an estimate."""
-    is_searched = THROTTLED in names and needs_a_rate(base)
-    plain = [name for name in names if name not in (TUNED, THROTTLED)]
-    count = len(set(_simulated_as(plain).values()))
-    if TUNED in names:
-        count += len(tuned_candidates(base)) + 1
-    if THROTTLED in names:
-        count += 1 + NUM_TRIED if is_searched else 1
-    if is_searched and CEILING in names:
-        count -= 1
-    return count, is_searched
+    searched = [name for name in names if is_searched(name, base)]
+    plain = [name for name in names if name not in searched]
+    if searched:
+        plain += ["s0", CEILING]
+    count = sum(TUNINGS[name].num_runs for name in searched) + len({*_simulated_as(plain).values()})
+    return count + (num_seeds - 1) * len({"s0", *names}), bool(searched)
 
 
 def run_suite(
@@ -114,6 +135,7 @@ def run_suite(
     names: Sequence[str],
     *,
     num_jobs: int,
+    num_seeds: int = 1,
     quiet: bool = False,
     label: str = "",
     store: ResultStore | None = None,
@@ -121,29 +143,55 @@ def run_suite(
 ) -> SuiteResult:
     """Run scenarios that differ from `base` in the scenario alone.
 
-    ``priority-tuned`` is a sweep over stock settings, of which the best is shown
-    (`cosched.benchmark.tuned`); so is ``hygen-throttled`` over rates, unless `base` gives one
-    (`cosched.benchmark.throttled`). What is the same run under two names is simulated once.
-    ConfigError names an unknown scenario.
+    Those of `TUNINGS` are searches, of which the best setting is shown; so is ``hygen-throttled``,
+    unless `base` gives a rate. They search with the seed of `base`, and keep what they found with
+    the seeds after it. What is the same run under two names is simulated once. ConfigError names an
+    unknown scenario.
     """
     for name in names:
         known_scenario(name)
+        if name not in SCENARIOS and name in TUNINGS and not is_searched(name, base):
+            raise ConfigError(f"{name} needs both classes: name --online and --offline")
     if on_run is None:
-        total, is_estimate = num_runs(base, names)
+        total, is_estimate = num_runs(base, names, num_seeds=num_seeds)
         with progress_of_runs(label, total=total, is_estimate=is_estimate, quiet=quiet) as on_run:
-            return run_suite(base, names, num_jobs=num_jobs, store=store, on_run=on_run)
-    is_searched = THROTTLED in names and needs_a_rate(base)
-    swept = {TUNED, THROTTLED} if is_searched else {TUNED}
-    specs = {name: _spec(base, name) for name in names if name not in swept}
-    candidates = tuned_candidates(base) if TUNED in names else {}
-    ceilings = {CEILING: _spec(base, CEILING)} if is_searched else {}
+            return run_suite(
+                base, names, num_jobs=num_jobs, num_seeds=num_seeds, store=store, on_run=on_run
+            )
 
     def execute(runs: Mapping[str, RunSpec]) -> dict[str, RunResult]:
         return _execute(runs, num_jobs=num_jobs, store=store, on_run=on_run)
 
-    simulated_as = _simulated_as(list(specs))
-    once = {name: specs[name] for name in simulated_as.values()}
-    results = execute({**once, **candidates, **ceilings})
+    rows, sweeps, found = _run_seed(base, names, {}, execute, num_at_once=num_jobs)
+    seeds = {name: [row] for name, row in rows.items()}
+    for seed in range(base.seed + 1, base.seed + num_seeds):
+        more, _, _ = _run_seed(
+            replace(base, seed=seed), names, found, execute, num_at_once=num_jobs
+        )
+        for name, row in more.items():
+            seeds[name].append(row)
+    return SuiteResult(
+        rows=rows, sweeps=sweeps, seeds={name: tuple(some) for name, some in seeds.items()}
+    )
+
+
+def _run_seed(
+    base: RunSpec,
+    names: Sequence[str],
+    found: Mapping[str, Setting],
+    execute: Callable[[Mapping[str, RunSpec]], Mapping[str, RunResult]],
+    *,
+    num_at_once: int,
+) -> tuple[dict[str, Row], dict[str, dict[str, Row]], dict[str, Setting]]:
+    """Rows, sweeps and what the searches found. found: by an earlier seed."""
+    searched = [name for name in names if name not in found and is_searched(name, base)]
+    plain = [name for name in names if name not in found and name not in searched]
+    plain += [] if not searched else ["s0", CEILING]
+    plain += ["s0"] if found else []
+    simulated_as = _simulated_as(plain)
+    specs = {name: replace(base, scenario=scenario(name)) for name in simulated_as}
+    tuned = {name: TUNINGS[name].spec(base, setting) for name, setting in found.items()}
+    results = dict(execute({name: specs[name] for name in simulated_as.values()} | tuned))
     for name, other in simulated_as.items():
         results[name] = replace(results[other], spec=specs[name])
     ceiling = max(
@@ -164,41 +212,25 @@ def run_suite(
             baseline = summarize_run(s0.spec, s0.records, s0.iterations, end_s=result.end_s)
         return Row(name=name, result=result, summary=summary, baseline=baseline)
 
-    rows = {name: row(name, results[name]) for name in specs}
+    rows = {name: row(name, result) for name, result in results.items()}
+    settings = dict(found)
     sweeps: dict[str, dict[str, Row]] = {}
-    if candidates:
-        sweep = {name: row(name, results[name]) for name in candidates}
-        more = other_order(candidates[_best(sweep)])
-        for name, result in execute(more).items():
-            sweep[name] = row(name, result)
-        best = _best(sweep)
-        rows[TUNED] = replace(sweep[best], name=f"{TUNED} ({best})")
-        sweeps[TUNED] = sweep
-    if is_searched:
-        tried, best = sweep_rates(
-            base,
-            highest=highest_rate(results[CEILING]),
-            num_jobs=num_jobs,
-            store=store,
-            on_run=on_run,
-        )
-        sweep = {name: row(name, result) for name, result in tried.items()}
-        rows[THROTTLED] = replace(sweep[best], name=f"{THROTTLED} ({best})")
-        sweeps[THROTTLED] = sweep
-    return SuiteResult(rows={name: rows[name] for name in names}, sweeps=sweeps)
+    for name in searched:
+        tuning = TUNINGS[name]
 
+        def run(
+            settings: Sequence[Setting], name: str = name, tuning: Tuning = tuning
+        ) -> list[Row]:
+            specs = {f"{name} {setting}": tuning.spec(base, setting) for setting in settings}
+            ran = execute(specs)
+            return [row(str(setting), ran[f"{name} {setting}"]) for setting in settings]
 
-def _best(sweep: Mapping[str, Row]) -> str:
-    return choose_tuned(
-        {
-            name: (row.attainment, row.baseline_attainment, row.offline_tokens_per_s)
-            for name, row in sweep.items()
-        }
-    )
-
-
-def _spec(base: RunSpec, name: str) -> RunSpec:
-    return replace(base, scenario=scenario(name))
+        amounts = tuning.amounts(base, highest_rate(results[CEILING]))
+        tried = tune(tuning, amounts, run, num_at_once=num_at_once)
+        settings[name] = best = best_of(tried)
+        rows[name] = replace(tried[best], name=f"{name} ({best})")
+        sweeps[name] = {str(setting): tried[setting] for setting in tried}
+    return {name: rows[name] for name in names}, sweeps, settings
 
 
 def _simulated_as(names: Sequence[str]) -> dict[str, str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cosched.benchmark.progress import progress_of_runs
-from cosched.benchmark.throttled import CEILING, highest_rate
+from cosched.benchmark.tuned import CEILING, highest_rate
 from cosched.metrics.goals import Goal, parse_goal
 from cosched.metrics.plots_sweep import Panel, plot_panels
 from cosched.simulation.parallel import execute_all

@@ -1,4 +1,4 @@
-"""A cost model with the scatter of a real machine."""
+"""Cost models that scatter and slow down, as real machines do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cosched.cost_models.base import CostModel
 from cosched.errors import ConfigError
 from cosched.latency.graphs import GraphSizes
 
-__all__ = ["NoisyModel"]
+__all__ = ["NoisyModel", "SlowingModel"]
 
 _BLOCK = 4096
 
@@ -78,3 +78,38 @@ class NoisyModel:
                 "outlier_factor": self.outlier_factor,
             },
         }
+
+
+class SlowingModel:
+    """`base`, and `factor` times as long from the moment on at which the GPU has worked for
+    `after_s` seconds: what heat or a power limit does under load. For good, and at once."""
+
+    def __init__(self, base: CostModel, *, factor: float, after_s: float) -> None:
+        if not 0.1 <= factor <= 10:
+            raise ConfigError(f"slower is {factor}; it must be in [0.1, 10]")
+        if after_s < 0:
+            raise ConfigError(f"slower_after_s is {after_s}; it must not be negative")
+        self.base = base
+        self.factor = factor
+        self.after_s = after_s
+        self._worked_s = 0.0
+
+    @property
+    def graph_sizes(self) -> GraphSizes | None:
+        return self.base.graph_sizes
+
+    @property
+    def name(self) -> str:
+        return f"{self.base.name}+slower"
+
+    def iteration_s(self, batch: BatchShape) -> float:
+        """Depends on what came before: not the same for the same batch."""
+        seconds = self.base.iteration_s(batch)
+        if self._worked_s >= self.after_s:
+            seconds *= self.factor
+        self._worked_s += seconds
+        return seconds
+
+    def describe(self) -> dict[str, object]:
+        slower = {"factor": self.factor, "after_s": self.after_s}
+        return {**self.base.describe(), "slower": slower}

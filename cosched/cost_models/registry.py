@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cosched.cost_models.base import OVERLAPPED, CostModel, CpuOverhead
 from cosched.cost_models.kernel_table import KernelTableModel
-from cosched.cost_models.noise import NoisyModel
+from cosched.cost_models.noise import NoisyModel, SlowingModel
 from cosched.cost_models.profile_model import ProfileModel
 from cosched.cost_models.roofline import RooflineModel
 from cosched.cost_models.specs import GpuSpec, ModelSpec, gpu_spec, model_spec
@@ -27,6 +27,7 @@ class _Request:
     data_dir: Path | None
     profile: Path | None
     overhead: CpuOverhead
+    mixed_decode_factor: float
 
     def hardware(self, name: str) -> tuple[ModelSpec, GpuSpec]:
         if self.model is None or self.gpu is None:
@@ -57,6 +58,7 @@ def _kernel_table(request: _Request) -> CostModel:
         tp=request.tp,
         data_dir=request.data_dir,
         overhead=request.overhead,
+        mixed_decode_factor=request.mixed_decode_factor,
     )
 
 
@@ -102,7 +104,10 @@ def make_cost_model(
     data_dir: Path | str | None = None,
     profile: Path | str | None = None,
     overhead: CpuOverhead = OVERLAPPED,
+    mixed_decode_factor: float = 1.0,
     noise_sigma: float = 0.0,
+    slower: float = 1.0,
+    slower_after_s: float = 0.0,
     seed: int = 0,
 ) -> CostModel:
     """A cost model by name. ConfigError naming value and choices when something does not fit.
@@ -111,10 +116,14 @@ def make_cost_model(
     data_dir        folder of the kernel tables, or the root of the data set they lie in
     profile         file that cosched.profile wrote
     overhead        CPU time per iteration that nothing hides (kernel-table, roofline)
+    mixed_decode_factor  of `KernelTableModel`; the others have no such part
+    slower          times as long it takes (`SlowingModel`) once it has worked for `slower_after_s`
     noise_sigma     above 0: multiplied by lognormal noise of mean 1, drawn from `seed`
     """
     if name not in COST_MODELS:
         raise ConfigError(f"unknown cost model {name!r}; choose from {choices(COST_MODELS)}")
+    if mixed_decode_factor != 1 and name != "kernel-table":
+        raise ConfigError(f"cost model {name!r} has no mixed_decode_factor; kernel-table has one")
     request = _Request(
         model=model_spec(model) if isinstance(model, str) else model,
         gpu=gpu_spec(gpu) if isinstance(gpu, str) else gpu,
@@ -122,6 +131,9 @@ def make_cost_model(
         data_dir=None if data_dir is None else Path(data_dir),
         profile=None if profile is None else Path(profile),
         overhead=overhead,
+        mixed_decode_factor=mixed_decode_factor,
     )
     made = COST_MODELS[name].make(request)
+    if slower != 1:
+        made = SlowingModel(made, factor=slower, after_s=slower_after_s)
     return NoisyModel(made, seed=seed, sigma=noise_sigma) if noise_sigma else made

@@ -116,9 +116,9 @@ class TrackedRequest:
         return port.num_retractions(self.req)
 
     @property
-    def token_ids(self) -> list[int]:
-        """Prompt and generated tokens: what a prefix of it may be shared of."""
-        return [*self.req.origin_input_ids, *self.req.output_ids]
+    def token_ids(self) -> Sequence[int]:
+        """Prompt and generated tokens: what a prefix of it may be shared of. Not to be written."""
+        return port.token_ids(self.req)
 
     @property
     def prefix_key(self) -> Hashable:

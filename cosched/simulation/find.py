@@ -7,9 +7,8 @@ quite (one burst more or less), which the tolerance covers.
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -19,6 +18,7 @@ from cosched.errors import ConfigError, choices
 from cosched.simulation.parallel import execute_all
 from cosched.simulation.run import RunSpec, WorkloadSpec
 from cosched.simulation.scenario import OfflineClient
+from cosched.simulation.search import last_good, values_between
 
 __all__ = ["QUESTIONS", "Answer", "Question", "find"]
 
@@ -153,7 +153,7 @@ def find(
     question = QUESTIONS[name]
     probes: dict[float, dict[str, Any]] = {}
 
-    def probe(values: list[float]) -> list[bool]:
+    def probe(values: Sequence[float]) -> list[bool]:
         specs = [question.at(spec, value) for value in values]
         for index, result in execute_all(specs, num_jobs=num_jobs):
             summary = result.summary
@@ -169,13 +169,10 @@ def find(
     bar = Progress(disable=quiet or not sys.stderr.isatty())
     with bar:
         task = bar.add_task(name, total=None)
-        value = search(
+        values = values_between(low, high, tolerance=tolerance, is_integer=question.is_integer)
+        value = last_good(
+            values[::-1] if question.least else values,
             probe,
-            low,
-            high,
-            least=question.least,
-            is_integer=question.is_integer,
-            tolerance=tolerance,
             num_at_once=num_jobs,
             on_round=lambda: bar.update(task, advance=1),
         )
@@ -187,52 +184,3 @@ def find(
         bounds=(low, high),
         probes=tuple(probes[value] for value in sorted(probes)),
     )
-
-
-def search(
-    probe: Callable[[list[float]], list[bool]],
-    low: float,
-    high: float,
-    *,
-    least: bool,
-    is_integer: bool,
-    tolerance: float,
-    num_at_once: int = 1,
-    on_round: Callable[[], None] = lambda: None,
-) -> float | None:
-    """The least value in ``[low, high]`` that is good where larger is better (`least`), or the most
-    where smaller is better; None when the best end is not good.
-
-    Sections the interval on a logarithmic scale, `num_at_once` points a round, until it is shorter
-    than `tolerance` (relative), or than one where values are integers.
-    """
-    good, bad = (high, low) if least else (low, high)
-    is_good, is_other_good = probe([good, bad])
-    on_round()
-    if not is_good:
-        return None
-    if is_other_good:
-        return bad
-    while True:
-        points = _sections(good, bad, num_at_once, is_integer=is_integer)
-        if abs(good - bad) <= tolerance * min(good, bad) or not points:
-            return good
-        for point, is_good in zip(points, probe(points), strict=True):
-            if is_good:
-                good = point
-            else:
-                bad = point
-                break
-        on_round()
-
-
-def _sections(good: float, bad: float, count: int, *, is_integer: bool) -> list[float]:
-    """Points strictly between, from `good` to `bad`, evenly spaced in the logarithm."""
-    ratio = math.log(bad / good)
-    points = [good * math.exp(ratio * (i + 1) / (count + 1)) for i in range(count)]
-    if is_integer:
-        points = [float(round(point)) for point in points]
-    inside = [p for p in points if min(good, bad) < p < max(good, bad)]
-    if not inside and is_integer and abs(good - bad) > 1:
-        inside = [float(round((good + bad) / 2))]
-    return sorted(set(inside), reverse=bad < good)

@@ -83,6 +83,12 @@ def add_workload_options(parser: argparse.ArgumentParser, *, slo_of_rows: str = 
         metavar="S",
         help=f"TPOT target of online requests (default: {DEFAULT_SLO.tpot_s} s{slo_of_rows})",
     )
+    group.add_argument(
+        "--clairvoyant",
+        action="store_true",
+        help="clients ask for as many tokens as the reply will have, so that every policy knows "
+        "all lengths; default: for the most that the data set has (docs/workloads.md)",
+    )
     group.add_argument("--seed", type=SEED, default=0, help="default: %(default)s")
     group.add_argument(
         "--data-dir",
@@ -194,6 +200,31 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
         help="standard deviation of the log of a random factor on each iteration's time",
     )
 
+    cost = CostSpec()
+    group.add_argument(
+        "--mixed-decode-factor",
+        type=number(at_least=1, at_most=10),
+        default=cost.mixed_decode_factor,
+        metavar="F",
+        help="how many times longer the attention of a decode takes beside a prefill "
+        "(docs/cost_models.md; default: %(default)s)",
+    )
+    group.add_argument(
+        "--slower",
+        type=number(at_least=0.1, at_most=10),
+        default=cost.slower,
+        metavar="F",
+        help="the GPU takes so many times as long once it has worked for --slower-after "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
+        "--slower-after",
+        type=number(at_least=0),
+        default=cost.slower_after_s,
+        metavar="S",
+        help="default: %(default)s s",
+    )
+
 
 def _chunk(text: str) -> int:
     return -1 if text == "-1" else whole(at_least=1)(text)
@@ -265,6 +296,7 @@ def run_spec_of(arguments: argparse.Namespace, scenario: Scenario) -> RunSpec:
         duration_s=arguments.duration,
         seed=arguments.seed,
         data_dir=str(data_dir) if data_dir else None,
+        clairvoyant=arguments.clairvoyant,
         config=config_pairs(arguments),
     )
 
@@ -292,5 +324,8 @@ def cost_of(arguments: argparse.Namespace) -> CostSpec:
     return CostSpec(
         name=arguments.cost_model or ("kernel-table" if data_dir_of(arguments) else "roofline"),
         noise_sigma=arguments.noise,
+        mixed_decode_factor=arguments.mixed_decode_factor,
+        slower=arguments.slower,
+        slower_after_s=arguments.slower_after,
         profile=str(arguments.profile) if arguments.profile else None,
     )

@@ -1,6 +1,8 @@
 """Many runs at a time, each in a process of its own.
 
-SGLang keeps process-wide state, and memory that a run of many long prompts took is given back.
+SGLang keeps process-wide state, and memory that a run of many long prompts took is given back. The
+processes are forked from one in which SGLang is imported and hooked already
+(`cosched_patches.prepared`): that takes longer than a minute of virtual time does.
 """
 
 from __future__ import annotations
@@ -10,12 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any, TypeVar
 
+import cosched.bootstrap
 from cosched.simulation.run import RunResult, RunSpec, execute
 from cosched.simulation.store import ResultStore
 
 __all__ = ["call_all", "execute_all"]
 
 R = TypeVar("R")
+
+_PRELOADED = ["cosched.bootstrap", "cosched.simulation.virtual", "cosched_patches.prepared"]
 
 
 def call_all(
@@ -25,7 +30,9 @@ def call_all(
     process; yields (index, result) as they end. An error in a call is raised here."""
     if not arguments:
         return
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    if not cosched.bootstrap.has_cuda():  # of which a fork can make no use once it was used
+        context.set_forkserver_preload(_PRELOADED)
     with ProcessPoolExecutor(num_jobs, mp_context=context, max_tasks_per_child=1) as pool:
         futures = {pool.submit(function, *some): index for index, some in enumerate(arguments)}
         try:

@@ -77,11 +77,17 @@ class CostSpec:
 
     noise_sigma  standard deviation of the logarithm of a factor on each iteration's time; 0: none
     profile      file of a ``profile`` model
+    mixed_decode_factor  how many times longer the attention of a decode takes beside a prefill, of
+                 a ``kernel-table`` model
+    slower       times as long iterations take once the GPU has worked for `slower_after_s` seconds
     """
 
     name: str = "kernel-table"
     noise_sigma: float = 0.0
     profile: str | None = None
+    mixed_decode_factor: float = 1.0
+    slower: float = 1.0
+    slower_after_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +97,8 @@ class RunSpec:
     duration_s      length of the online trace, and of the run unless a peak window is shorter [s]
     cap             offline requests in flight where the scenario has a static cap
     max_concurrency most offline requests in flight where it has an AIMD gateway
+    clairvoyant     clients ask for as many tokens as the reply will have: every policy knows all
+                    lengths, which none does in production
     config          keys of `Config` and their values beside policy and slo, sorted
     """
 
@@ -105,6 +113,7 @@ class RunSpec:
     data_dir: str | None = None
     cap: int = 16
     max_concurrency: int = 256
+    clairvoyant: bool = False
     config: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -199,7 +208,7 @@ def execute_requests(
     config = config_of(spec, decision_log)
     identity = identity_of(spec)
     if config.latency_model is not None and policy_entry(config.policy).timed:
-        Profile.predictor_for(Path(config.latency_model), identity)
+        Profile.predictor_for(Path(config.latency_model), identity, name=config.predictor)
     cost_model = cost_model_of(spec)
     from cosched.simulation.virtual import HostLink, VirtualEngine
 
@@ -310,7 +319,14 @@ def load_requests(spec: RunSpec) -> tuple[list[TraceRequest], list[TraceRequest]
         if spec.scenario.depth_first:
             vocab_size = model_spec(spec.machine.model).vocab
             offline.sort(key=lambda request: request.prompt(vocab_size=vocab_size).tobytes())
+    if spec.clairvoyant:
+        return _told(online), _told(offline)
     return online, offline
+
+
+def _told(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
+    """The same whose clients know how long each reply will be."""
+    return [replace(request, max_new_tokens=request.num_output_tokens) for request in requests]
 
 
 def engine_flags(spec: RunSpec) -> list[str]:
@@ -356,6 +372,8 @@ def config_of(spec: RunSpec, decision_log: Path | None = None) -> Config:
         "slo": msgspec.to_builtins(_slo_config(spec.slo)),
         **dict(spec.config),
     }
+    if spec.scenario.predictor is not None:
+        keys["predictor"] = spec.scenario.predictor
     config = parse_config(msgspec.json.encode(keys).decode(), source="the run's configuration")
     if spec.scenario.eviction is not None:
         kv = msgspec.structs.replace(config.kv, eviction=spec.scenario.eviction)
@@ -397,7 +415,10 @@ def cost_model_of(spec: RunSpec) -> CostModel:
         data_dir=Path(spec.data_dir) if spec.data_dir else None,
         profile=Path(spec.cost.profile) if spec.cost.profile else None,
         overhead=OVERLAPPED if spec.machine.overlap else SYNCHRONOUS,
+        mixed_decode_factor=spec.cost.mixed_decode_factor,
         noise_sigma=spec.cost.noise_sigma,
+        slower=spec.cost.slower,
+        slower_after_s=spec.cost.slower_after_s,
         seed=spec.seed,
     )
 

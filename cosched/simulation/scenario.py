@@ -8,9 +8,18 @@ from enum import Enum
 
 from cosched.errors import ConfigError, choices
 from cosched.kv.config import ENGINE_ORDERS, EVICTION_ORDERS
+from cosched.latency.predictor import PREDICTORS
 from cosched.policy.registry import POLICIES, PolicyEntry, policy_entry, policy_names
 
-__all__ = ["SCENARIOS", "OfflineClient", "Scenario", "runs_as", "scenario", "with_eviction"]
+__all__ = [
+    "SCENARIOS",
+    "OfflineClient",
+    "Scenario",
+    "runs_as",
+    "scenario",
+    "with_eviction",
+    "with_predictor",
+]
 
 
 class OfflineClient(Enum):
@@ -34,6 +43,8 @@ class Scenario:
     eviction         which KV goes first (`KvConfig`); where stock schedules SGLang's
                      ``--radix-eviction-policy``; None: as the configuration has it, and SGLang's
                      default
+    predictor        that the policy plans with (`Config.predictor`); None: as the configuration
+                     has it
     schedule_policy  ``--schedule-policy`` where stock schedules; None: the machine's
     depth_first      the offline set is sent sorted by its prompts: what a scheduler would do that
                      knew all prompts from the start
@@ -46,6 +57,7 @@ class Scenario:
     has_offline: bool = True
     client: OfflineClient = OfflineClient.ALL
     eviction: str | None = None
+    predictor: str | None = None
     schedule_policy: str | None = None
     depth_first: bool = False
 
@@ -115,11 +127,15 @@ SCENARIOS: Mapping[str, Scenario] = _all()
 
 def scenario(name: str, *, also: Iterable[str] = ()) -> Scenario:
     """Of that name, or of a policy of another package. ``NAME/ORDER`` is the same with another
-    order of eviction (`with_eviction`). ConfigError naming the choices when there is no such
-    scenario; `also` are more of them."""
+    order of eviction (`with_eviction`), ``NAME@PREDICTOR`` with a paper's predictor
+    (`with_predictor`). ConfigError naming the choices when there is no such scenario; `also` are
+    more of them."""
     name, is_ordered, order = name.partition("/")
     if is_ordered:
         return with_eviction(scenario(name), order)
+    name, is_told, predictor = name.partition("@")
+    if is_told:
+        return with_predictor(scenario(name), predictor)
     if name in SCENARIOS:
         return SCENARIOS[name]
     if ":" in name or (name in policy_names() and name not in POLICIES):
@@ -149,4 +165,19 @@ def with_eviction(entry: Scenario, order: str) -> Scenario:
         name=f"{entry.name}/{order}",
         summary=f"{entry.summary}; evicts by {order}" if entry.summary else "",
         eviction=order,
+    )
+
+
+def with_predictor(entry: Scenario, predictor: str) -> Scenario:
+    """The scenario with a paper's predictor, named ``NAME@PREDICTOR``. ConfigError where there is
+    none of that name, or the policy predicts nothing."""
+    if predictor not in PREDICTORS:
+        raise ConfigError(f"unknown predictor {predictor!r}; choose from {choices(PREDICTORS)}")
+    if not policy_entry(entry.policy).timed:
+        raise ConfigError(f"{entry.name} predicts nothing")
+    return replace(
+        entry,
+        name=f"{entry.name}@{predictor}",
+        summary=f"{entry.summary}; predicts as {predictor}" if entry.summary else "",
+        predictor=predictor,
     )

@@ -16,18 +16,16 @@ from typing import Any
 
 from cosched.errors import ConfigError
 from cosched.metrics.goals import Goal
-from cosched.simulation.find import search
 from cosched.simulation.parallel import execute_all
 from cosched.simulation.run import RunResult, RunSpec, config_of
 from cosched.simulation.scenario import scenario
+from cosched.simulation.search import largest_good, values_between
 from cosched.simulation.store import ResultStore
 
-__all__ = ["SEARCHES", "Probe", "Search", "SloAnswer", "find_largest", "largest_good"]
-
-NUM_SCANNED = 8
-"""Steps from the upper to the lower end of the range in the scan; each is one run."""
+__all__ = ["SEARCHES", "Probe", "Search", "SloAnswer", "find_largest"]
 
 _DIGITS = 4
+"""Significant ones of a value, in a configuration too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,14 +130,14 @@ def find_largest(
     )
     probes: dict[float, Probe] = {}
 
-    def probe(values: list[float]) -> list[bool]:
+    def probe(values: Sequence[float]) -> list[bool]:
         specs = [_at(spec, wanted.key, value) for value in values]
         for index, result in execute_all(specs, num_jobs=num_jobs, store=store):
             value = values[index]
             reached = _reached(goals, result)
             met = [g.is_met(r, b) for g, r, b in zip(goals, reached, bounds, strict=True)]
             probes[value] = Probe(
-                value=_rounded(value),
+                value=value,
                 reached=reached,
                 is_good=all(met),
                 offline_tokens_per_s=result.summary.offline.tokens_per_s,
@@ -147,57 +145,18 @@ def find_largest(
             on_run(wanted.say(probes[value].value), result)
         return [probes[value].is_good for value in values]
 
-    value = largest_good(probe, low, high, tolerance=tolerance, num_at_once=num_jobs)
+    values = values_between(low, high, tolerance=tolerance, digits=_DIGITS)
+    value = largest_good(values, probe, num_at_once=num_jobs)
     return SloAnswer(
         search=name,
         key=wanted.key,
         unit=wanted.unit,
-        value=None if value is None else _rounded(value),
+        value=value,
         goals=tuple(goal.text for goal in goals),
         bounds=bounds,
         baseline=baseline,
         probes=tuple(probes[value] for value in sorted(probes)),
     )
-
-
-def largest_good(
-    probe: Callable[[list[float]], list[bool]],
-    low: float,
-    high: float,
-    *,
-    tolerance: float,
-    num_at_once: int = 1,
-) -> float | None:
-    """The largest good value in ``[low, high]``, known to the relative `tolerance`; None when none
-    of those scanned is good. Each value is tried once."""
-    known: dict[float, bool] = {}
-
-    def once(values: list[float]) -> list[bool]:
-        new = [value for value in values if value not in known]
-        if new:
-            known.update(zip(new, probe(new), strict=True))
-        return [known[value] for value in values]
-
-    step: float = (low / high) ** (1 / NUM_SCANNED)
-    scanned = [high * step**i for i in range(NUM_SCANNED + 1)]
-    above: float | None = None
-    for start in range(0, len(scanned), num_at_once):
-        values = scanned[start : start + num_at_once]
-        for value, is_good in zip(values, once(values), strict=True):
-            if is_good:
-                if above is None:
-                    return value
-                return search(
-                    once,
-                    value,
-                    above,
-                    least=False,
-                    is_integer=False,
-                    tolerance=tolerance,
-                    num_at_once=num_at_once,
-                )
-            above = value
-    return None
 
 
 def _check(
@@ -214,12 +173,7 @@ def _check(
 
 
 def _at(spec: RunSpec, key: str, value: float) -> RunSpec:
-    return spec.configured(**{key: _rounded(value)})
-
-
-def _rounded(value: float) -> float:
-    """As it is written to a configuration; the runs use the same."""
-    return float(f"{value:.{_DIGITS}g}")
+    return spec.configured(**{key: value})
 
 
 def _reached(goals: Sequence[Goal], result: RunResult) -> tuple[float | None, ...]:

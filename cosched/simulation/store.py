@@ -16,7 +16,7 @@ from cosched.simulation.run import RunResult, RunSpec
 
 __all__ = ["ResultStore"]
 
-_FORMAT = 2
+_FORMAT = 3
 
 _DECIDES = ("core", "engine", "kv", "latency", "length", "offline", "policy", "config.py")
 """What of cosched's source decides the result of one of its own policies."""
@@ -66,7 +66,7 @@ class ResultStore:
             key.append(self._source_digest())
             key.append(_digest_of_file(policy_entry(spec.scenario.policy).source_file))
         digest = hashlib.sha256(repr(key).encode()).hexdigest()[:24]
-        return self._folder / f"{spec.scenario.name}-{digest}.pickle"
+        return self._folder / f"{spec.scenario.name.replace('/', '-')}-{digest}.pickle"
 
     def _source_digest(self) -> str:
         if self._source is None:

@@ -7,6 +7,7 @@ import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched import bench
+from cosched.benchmark.report import markdown_table
 from cosched.benchmark.suite import run_suite
 from cosched.config import ENV_VAR
 from cosched.errors import ConfigError
@@ -41,6 +42,24 @@ def test_run_prints_a_table_and_one_json_line_and_compare_reads_it(capsys, tmp_p
     bench.main(["compare", str(path)])
     compared = json.loads(capsys.readouterr().out.splitlines()[-1])["compared"]
     assert compared["s0"]["attainment_ratio"] == 1.0
+
+
+def test_seeds_are_run_side_by_side_and_what_was_found_is_kept(small_spec, ran, store):
+    suite = run_suite(
+        small_spec, ["sarathi", "aimd-tuned"], num_jobs=1, num_seeds=3, quiet=True, store=store
+    )
+    by_seed = {seed: [s for s in ran if s.seed == seed] for seed in range(3)}
+    assert len(by_seed[0]) > len(by_seed[1]) == len(by_seed[2]) == 3, "the last two search nothing"
+    assert {s.scenario.name for s in by_seed[2]} == {"s0", "sarathi", "aimd"}
+    rows = suite.seeds["aimd-tuned"]
+    assert [row.result.spec.seed for row in rows] == [0, 1, 2]
+    assert len({row.result.spec.machine for row in rows}) == 1
+    served = [row.offline_tokens_per_s for row in suite.seeds["sarathi"]]
+    over = suite.to_dict()["sarathi"]["over_seeds"]["offline_tokens_per_s"]
+    assert over["values"] == served and over["mean"] == pytest.approx(sum(served) / 3)
+    assert over["half_width"] > 0
+    line = markdown_table(suite.rows, suite.seeds).splitlines()[2]
+    assert line.startswith("| sarathi |") and line.count("±") == 2
 
 
 def test_unknown_scenarios_and_files_are_refused_by_name(tmp_path, capsys):

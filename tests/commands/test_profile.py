@@ -12,10 +12,11 @@ import pytest
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched import launch_server, profile
 from cosched.config import ENV_VAR, Config
-from cosched.core.batch import BatchTotals
+from cosched.core.batch import BatchShape, BatchTotals, Prefill
 from cosched.cost_models.registry import make_cost_model
 from cosched.errors import ConfigError
 from cosched.latency.compare import kind_of, scheduler_batches
+from cosched.latency.predictor import PREDICTORS, fit_predictor
 from cosched.latency.profile_file import Profile
 from cosched.simulation import slo_search
 from cosched.simulation.machine import Machine
@@ -154,6 +155,33 @@ def test_a_simulation_starts_from_the_profile_of_its_machine_and_refuses_others(
     assert result.summary.online.num_finished > 5
     with pytest.raises(ConfigError, match=r"device is 'virtual H100 \(roofline\)', expected"):
         execute(small_run(config=config, machine=Machine(gpu="A100-80", kv_tokens=20_000)))
+
+
+@pytest.mark.parametrize("name", sorted(PREDICTORS))
+def test_a_policy_plans_with_a_papers_predictor_fitted_to_the_profile(virtual, name):
+    path = virtual[0]
+    loaded = Profile.load(path)
+    found = Profile.predictor_for(path, loaded.engine, name=name)
+    totals = BatchTotals.of(BatchShape(prefills=[Prefill(300, 100)], decodes=[500] * 9))
+    if name == "cosched":  # that of the file, which knows the sizes of the graphs
+        expected = loaded.predictor
+    else:
+        points = loaded.points
+        expected = fit_predictor(name, [p.batch for p in points], [p.seconds for p in points])
+    assert found.name == name and found.predict_s(totals) == expected.predict_s(totals)
+    spec = small_run(scenario=scenario(f"hygen@{name}"), duration_s=1.0)
+    result = execute(replace(spec, config=(("latency_model", str(path)),)))
+    assert result.summary.online.num_finished > 0
+    with pytest.raises(ConfigError, match="name latency_model"):
+        execute(spec)
+
+
+def test_a_predictor_is_chosen_by_name_for_a_policy_that_predicts():
+    with pytest.raises(ConfigError, match="unknown predictor 'x'; choose from bros, cosched"):
+        scenario("hygen@x")
+    with pytest.raises(ConfigError, match="sarathi predicts nothing"):
+        scenario("sarathi@echo")
+    assert scenario("echo-bs+e@echo").predictor == "echo"
 
 
 def test_a_profile_is_the_estimate_of_the_machine_it_simulates(virtual):

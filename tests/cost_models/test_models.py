@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -142,6 +143,17 @@ class TestCapacity:
         assert MODELS[name].weight_bytes() / 2e9 == pytest.approx(billions, rel=0.01)
 
 
+class TestSlowing:
+    def test_it_takes_longer_once_it_has_worked_so_long(self):
+        model = make_cost_model("roofline", model=MODEL, gpu=GPU, slower=2.0, slower_after_s=0.5)
+        whole_s = model.base.iteration_s(BATCH)
+        times = [model.iteration_s(BATCH) for _ in range(2 * math.ceil(0.5 / whole_s))]
+        slow = [index for index, seconds in enumerate(times) if seconds > 1.5 * whole_s]
+        assert slow == list(range(math.ceil(0.5 / whole_s), len(times)))
+        assert set(times) == {whole_s, 2 * whole_s}
+        assert model.describe()["slower"] == {"factor": 2.0, "after_s": 0.5}
+
+
 class TestRegistry:
     def test_models_by_name(self, table_dir):
         names = {
@@ -149,6 +161,13 @@ class TestRegistry:
             make_cost_model("kernel-table", model=MODEL, gpu=GPU, data_dir=str(table_dir)).name,
         }
         assert names == {"roofline", "kernel-table"} == COST_MODELS.keys() - {"profile"}
+
+    def test_decodes_beside_prefills_are_dearer_where_a_table_has_such_a_part(self, table_dir):
+        arguments = {"model": MODEL, "gpu": GPU, "data_dir": table_dir, "mixed_decode_factor": 1.6}
+        model = make_cost_model("kernel-table", **arguments)
+        assert model.describe()["mixed_decode_factor"] == 1.6
+        with pytest.raises(ConfigError, match="'roofline' has no mixed_decode_factor"):
+            make_cost_model("roofline", **arguments)
 
     def test_every_description_is_json(self, table_dir):
         noisy = make_cost_model(

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.config import ENV_VAR
@@ -16,7 +14,7 @@ from cosched.simulation import slo_search
 from cosched.simulation.machine import Machine
 from cosched.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
 from cosched.simulation.scenario import scenario
-from cosched.simulation.slo_search import SEARCHES, find_largest, largest_good
+from cosched.simulation.slo_search import SEARCHES, find_largest
 
 SPEC = RunSpec(
     scenario=scenario("hygen"),
@@ -26,37 +24,6 @@ SPEC = RunSpec(
     cost=CostSpec(name="roofline"),
     duration_s=3.0,
 )
-
-
-@given(
-    boundary=st.floats(2.0, 900.0),
-    tolerance=st.sampled_from([0.01, 0.1]),
-    at_once=st.integers(1, 4),
-)
-def test_the_threshold_is_found_to_the_tolerance_and_nothing_runs_twice(
-    boundary, tolerance, at_once
-):
-    tried = []
-
-    def probe(values):
-        tried.extend(values)
-        return [value <= boundary for value in values]
-
-    found = largest_good(probe, 1.0, 1000.0, tolerance=tolerance, num_at_once=at_once)
-    assert found <= boundary <= found * (1 + tolerance) * 1.001
-    assert len(tried) == len(set(tried)) < 40
-
-
-def test_values_too_small_to_serve_anyone_do_not_hide_the_good_ones():
-    found = largest_good(
-        lambda values: [8.0 <= value <= 90.0 for value in values], 1.0, 1000.0, tolerance=0.02
-    )
-    assert 88.0 < found <= 90.0
-
-
-def test_all_good_and_none_good():
-    assert largest_good(lambda v: [True] * len(v), 1.0, 10.0, tolerance=0.1) == 10.0
-    assert largest_good(lambda v: [False] * len(v), 1.0, 10.0, tolerance=0.1) is None
 
 
 @pytest.mark.parametrize(

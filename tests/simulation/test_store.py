@@ -42,6 +42,14 @@ def test_a_run_that_is_there_is_not_run_again(result, tmp_path, monkeypatch):
         list(execute_all([replace(SPEC, seed=1)], num_jobs=1, store=store))
 
 
+@pytest.mark.parametrize("name", ["priority/lru", "hygen@echo", "hygen/lru"])
+def test_a_scenario_of_any_name_is_kept(result, tmp_path, name):
+    kept = replace(result, spec=replace(SPEC, scenario=scenario(name)))
+    store = ResultStore(tmp_path)
+    store.put(kept)
+    assert store.get(kept.spec) is not None and store.get(SPEC) is None
+
+
 def test_only_what_decides_the_result_is_part_of_the_key(result, tmp_path, monkeypatch):
     store = ResultStore(tmp_path)
     store.put(result)

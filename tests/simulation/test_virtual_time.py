@@ -52,6 +52,38 @@ def test_two_runs_give_the_same_bytes(name):
     assert bytes_of(first) == bytes_of(second)
 
 
+def lengths(path, num_output_tokens):
+    """Offline requests of 400 tokens: their replies, and a last one that has 900 in any case."""
+    rows = [f"{i},400,{n}" for i, n in enumerate([*num_output_tokens, 900])]
+    path.write_text("\n".join(["arrived_at,num_prefill_tokens,num_decode_tokens", *rows]))
+    return WorkloadSpec(name=str(path))
+
+
+@pytest.mark.parametrize("name", ["priority", "sarathi", "hygen"])
+def test_no_policy_sees_how_long_a_reply_will_be(name, tmp_path):
+    """Until the first reply ends, lengths make no difference; clients that know them tell the
+    scheduler."""
+    short, long = (
+        make_spec(name, online=None, offline=lengths(tmp_path / f"{n}.csv", [n] * 60))
+        for n in (40, 400)
+    )
+
+    def plans_until_the_first_end(**changes):
+        results = [execute(replace(spec, **changes)) for spec in (short, long)]
+        end_s = min(r.finish_s for run in results for r in run.records if r.is_finished)
+        plans = []
+        for run in results:
+            rows = run.iterations
+            columns = [rows.column(c) for c in ("start_s", "duration_s", "num_offline_decodes")]
+            plans.append([row for row in zip(*columns, strict=True) if row[0] < end_s])
+        return plans
+
+    first, second = plans_until_the_first_end()
+    assert first == second and len(first) > 5
+    first, second = plans_until_the_first_end(clairvoyant=True)
+    assert first != second
+
+
 def test_the_host_time_of_plans_is_reported_where_plans_are_made():
     planned, stock = (execute(make_spec(name, duration_s=1.0)) for name in ("sarathi", "priority"))
     times = planned.summary.host.planning_s

@@ -54,6 +54,20 @@ def test_generated_workloads_follow_what_is_asked(name):
         assert made.requests[-1].arrival_s == 0
 
 
+@pytest.mark.parametrize("name", GENERATED)
+def test_clients_ask_for_the_most_that_the_data_set_has(name):
+    made = load_workload(name, seed=4, num_requests=300).requests
+    [limit] = {r.max_new_tokens for r in made}
+    assert limit == WORKLOADS[name].max_new_tokens >= max(r.num_output_tokens for r in made)
+
+
+def test_a_file_without_limits_gets_that_of_its_longest_reply(tmp_path):
+    path = write(
+        tmp_path / "trace.csv", AZURE_HEADER, "2023-11-16 00:00:00,10,7", "2023-11-16 00:00:01,10,3"
+    )
+    assert [r.max_new_tokens for r in load_workload(str(path), seed=0).requests] == [7, 7]
+
+
 def test_workloads_of_one_seed_do_not_move_in_step():
     one, other = (
         load_workload(name, seed=0, rate=2, duration_s=60) for name in ("sharegpt", "lmsys")

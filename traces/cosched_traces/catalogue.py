@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -30,6 +30,8 @@ class NamedWorkload:
     """A workload of the catalogue.
 
     classes         the roles it can take, its own first
+    max_new_tokens  what clients ask for where a request names no limit: the longest output of the
+                    data set; None: the longest of the requests that are loaded
     files           what it reads, relative to the data folder; each may also lie there as .gz
     needs_files     without a data folder it cannot be made; else it is then generated
     in_sessions     its requests are turns of sessions: the next is sent when the answer before it
@@ -38,6 +40,7 @@ class NamedWorkload:
 
     classes: tuple[RequestClass, ...]
     description: str
+    max_new_tokens: int | None
     build: Build
     files: tuple[str, ...] = ()
     needs_files: bool = False
@@ -48,6 +51,7 @@ WORKLOADS = {
     "azure-conv": NamedWorkload(
         classes=(ONLINE, OFFLINE),
         description="Azure LLM inference trace 2023, conversation; sampled to the rate asked for",
+        max_new_tokens=1000,
         build=builders.trace(read_azure_csv),
         files=("arrivals/azure2023_conv.csv",),
         needs_files=True,
@@ -55,6 +59,7 @@ WORKLOADS = {
     "azure-like": NamedWorkload(
         classes=(ONLINE, OFFLINE),
         description="generated with the lengths and the minute-to-minute rates of azure-conv",
+        max_new_tokens=1000,
         build=builders.azure_like,
     ),
     "diurnal": NamedWorkload(
@@ -63,6 +68,7 @@ WORKLOADS = {
             "chat over one day run in the duration asked for: 4x from night to midday, and bursts "
             "of 3x within minutes; lengths of azure-conv"
         ),
+        max_new_tokens=1000,
         build=builders.diurnal,
     ),
     "burst": NamedWorkload(
@@ -71,11 +77,13 @@ WORKLOADS = {
             "chat with one burst: 4x the rate in the sixth in the middle of the duration asked "
             "for; lengths of azure-conv"
         ),
+        max_new_tokens=1000,
         build=builders.burst,
     ),
     "mooncake-synthetic": NamedWorkload(
         classes=(ONLINE, OFFLINE),
         description="Mooncake FAST'25 synthetic trace: long prompts, 64 % of blocks shared",
+        max_new_tokens=893,
         build=builders.trace(read_mooncake_jsonl),
         files=("arrivals/mooncake_fast25_synthetic.jsonl",),
         needs_files=True,
@@ -83,6 +91,7 @@ WORKLOADS = {
     "mooncake-arxiv": NamedWorkload(
         classes=(ONLINE, OFFLINE),
         description="first 1,000 requests of Mooncake's arXiv trace: three system prompts for all",
+        max_new_tokens=2000,
         build=builders.trace(read_mooncake_jsonl),
         files=("arrivals/mooncake_arxiv_first1000.jsonl",),
         needs_files=True,
@@ -90,6 +99,7 @@ WORKLOADS = {
     "agents": NamedWorkload(
         classes=(ONLINE,),
         description="sessions of coding agents: prompts of 59k tokens, 96 % from earlier turns",
+        max_new_tokens=8810,
         build=builders.sessions(builders.recorded),
         files=("sessions/kv_cache_tester_40.jsonl",),
         needs_files=True,
@@ -98,75 +108,89 @@ WORKLOADS = {
     "agents-like": NamedWorkload(
         classes=(ONLINE,),
         description="generated with the lengths, turns and think times of agents",
+        max_new_tokens=8810,
         build=builders.sessions(builders.generated(AGENTS)),
         in_sessions=True,
     ),
     "multi-turn": NamedWorkload(
         classes=(ONLINE,),
         description="chats of 2-10 turns with ShareGPT lengths and 10-60 s between them",
+        max_new_tokens=991,
         build=builders.sessions(builders.generated(CHATS)),
         in_sessions=True,
     ),
     "sharegpt": NamedWorkload(
         classes=(ONLINE, OFFLINE),
         description="ShareGPT lengths (EcoServe Table 2), Poisson arrivals",
+        max_new_tokens=991,
         build=builders.chat("sharegpt"),
     ),
     "lmsys": NamedWorkload(
         classes=(ONLINE, OFFLINE),
         description="LMSYS-Chat-1M lengths (BROS Table 2), Poisson arrivals",
+        max_new_tokens=2048,
         build=builders.chat("lmsys"),
     ),
     "alpaca": NamedWorkload(
         classes=(ONLINE, OFFLINE),
         description="Alpaca lengths (EcoServe Table 2), Poisson arrivals",
+        max_new_tokens=292,
         build=builders.chat("alpaca"),
     ),
     "bookcorpus": NamedWorkload(
         classes=(OFFLINE, ONLINE),
         description="BookCorpus lengths (EcoServe Table 2), prompts of at most 2048 tokens",
+        max_new_tokens=1041,
         build=builders.chat("bookcorpus", max_prompt_tokens=2048),
     ),
     "bros-offline": NamedWorkload(
         classes=(OFFLINE,),
         description="BROS's best-effort requests: uniform, 512-1024 in and 32-128 out",
+        max_new_tokens=128,
         build=builders.chat("bros-offline"),
     ),
     "arxiv": NamedWorkload(
         classes=(OFFLINE,),
         description="arXiv summarization, nothing shared; without a data folder as arxiv-like",
+        max_new_tokens=4056,
         build=builders.arxiv,
         files=("lengths/arxiv_summarization_stats_llama2_tokenizer_filtered_v2.csv",),
     ),
     "arxiv-like": NamedWorkload(
         classes=(OFFLINE,),
         description="generated with the lengths of arxiv",
+        max_new_tokens=4056,
         build=builders.arxiv,
     ),
     "mmlu": NamedWorkload(
         classes=(OFFLINE,),
         description="MMLU 5-shot, shuffled: 57 shared prefixes; without a data folder as mmlu-like",
+        max_new_tokens=16,
         build=builders.mmlu,
         files=("prompts/mmlu/mmlu_dev.jsonl", "prompts/mmlu/mmlu_test.jsonl"),
     ),
     "mmlu-like": NamedWorkload(
         classes=(OFFLINE,),
         description="generated with the heads and lengths of mmlu",
+        max_new_tokens=16,
         build=builders.mmlu,
     ),
     "documents": NamedWorkload(
         classes=(OFFLINE,),
         description="20 questions on each of 100 documents of 6-14k tokens, shuffled",
+        max_new_tokens=150,
         build=builders.documents,
     ),
     "loogle-short": NamedWorkload(
         classes=(OFFLINE,),
         description="LooGLE short-dependency QA: 105 documents, 18.6 questions each, shuffled",
+        max_new_tokens=50,
         build=builders.loogle(num_documents=105, num_questions=1951, max_output_tokens=50),
     ),
     "loogle-long": NamedWorkload(
         classes=(OFFLINE,),
         description="LooGLE long-dependency QA: 145 documents, 7.6 questions each, shuffled",
+        max_new_tokens=80,
         build=builders.loogle(num_documents=145, num_questions=1101, max_output_tokens=80),
     ),
 }
@@ -235,9 +259,22 @@ def load_workload(
         tokenize=tokenize,
     )
     workload = named.build(asked)
-    if num_requests is None or len(workload.requests) <= num_requests:
-        return workload
-    return first_requests(workload, num_requests)
+    if num_requests is not None and len(workload.requests) > num_requests:
+        workload = first_requests(workload, num_requests)
+    return _with_limits(workload, named.max_new_tokens)
+
+
+def _with_limits(workload: Workload, max_new_tokens: int | None) -> Workload:
+    """Every request asks for a number of tokens, which says nothing of how long its reply is."""
+    if max_new_tokens is None:
+        max_new_tokens = max((r.num_output_tokens for r in workload.requests), default=None)
+    requests = tuple(
+        replace(request, max_new_tokens=max_new_tokens)
+        if request.max_new_tokens is None
+        else request
+        for request in workload.requests
+    )
+    return replace(workload, requests=requests)
 
 
 def _of_file(path: Path) -> NamedWorkload:
@@ -246,6 +283,7 @@ def _of_file(path: Path) -> NamedWorkload:
         return NamedWorkload(
             classes=(ONLINE,),
             description=f"the sessions of {path}",
+            max_new_tokens=None,
             build=builders.sessions(builders.recorded),
             in_sessions=True,
         )
@@ -253,6 +291,7 @@ def _of_file(path: Path) -> NamedWorkload:
     return NamedWorkload(
         classes=(OFFLINE,) if batch else (ONLINE, OFFLINE),
         description=f"the file {path}",
+        max_new_tokens=None,
         build=builders.batch if batch else builders.trace(read_trace),
     )
 
@@ -274,9 +313,11 @@ def _find_file(name: str, data_dir: Path, relative: str) -> Path:
 
 def workload_table() -> str:
     """The table of workloads in docs/workloads.md, in Markdown."""
-    lines = ["| name | role | what it is | reads |", "|---|---|---|---|"]
+    lines = ["| name | role | what it is | limit | reads |", "|---|---|---|---|---|"]
     for name, named in sorted(WORKLOADS.items()):
         roles = " or ".join(role.value for role in named.classes)
         files = ", ".join(f"`{file}`" for file in named.files)
-        lines.append(f"| `{name}` | {roles} | {named.description} | {files} |")
+        lines.append(
+            f"| `{name}` | {roles} | {named.description} | {named.max_new_tokens} | {files} |"
+        )
     return "\n".join(lines) + "\n"

@@ -57,12 +57,14 @@ def read_openai_batch(
         )
         if not token_ids:
             raise RowError(path, line, "the prompt has no tokens")
+        limit = _max_tokens(path, line, body, default_max_tokens)
         requests.append(
             TraceRequest(
                 rid=custom_id,
                 request_class=request_class,
                 arrival_s=0.0,
-                num_output_tokens=_max_tokens(path, line, body, default_max_tokens),
+                num_output_tokens=limit,
+                max_new_tokens=limit,
                 token_ids=token_ids,
             )
         )
