@@ -16,7 +16,7 @@ from typing import Any
 from cosched.core.batch import BatchShape, Prefill
 from cosched.errors import ConfigError
 from cosched.files import write_whole
-from cosched.latency.predictor import FittedPredictor, predictor_from_dict
+from cosched.latency.predictor import FittedPredictor, fit_predictor, predictor_from_dict
 
 __all__ = [
     "FILE_FORMAT",
@@ -127,9 +127,12 @@ class Profile:
             raise ConfigError(f"{path}: {error}") from None
 
     @classmethod
-    def predictor_for(cls, path: Path, expected: EngineIdentity) -> FittedPredictor:
-        """The predictor of a file, as the estimate of this engine. ConfigError naming every
-        difference when the file is of another one, or when it holds no predictor."""
+    def predictor_for(
+        cls, path: Path, expected: EngineIdentity, *, form: str | None = None
+    ) -> FittedPredictor:
+        """The predictor of a file, as the estimate of this engine; form: the name of another one,
+        fitted to the file's points. ConfigError naming every difference when the file is of another
+        one, or when it holds no predictor."""
         profile = cls.load(path)
         if profile.engine is None or profile.predictor is None:
             missing = "engine" if profile.engine is None else "predictor"
@@ -143,7 +146,10 @@ class Profile:
                 f"{path}: the latency profile is of another engine: {'; '.join(different)}; "
                 "measure this one with python -m cosched.profile measure"
             )
-        return profile.predictor
+        if form is None:
+            return profile.predictor
+        points = profile.points
+        return fit_predictor(form, [p.batch for p in points], [p.seconds for p in points])
 
     def save(self, path: Path) -> None:
         """Write it in one step: an interrupted call leaves the file that was there."""

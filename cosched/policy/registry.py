@@ -12,17 +12,20 @@ import pkgutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from typing import Any
 
 import msgspec
 
+from cosched.core.plan import PreemptMode
 from cosched.errors import ConfigError, CoschedError, choices
 from cosched.offline.prefix_pool import PoolConfig
 from cosched.policy.base import Policy, PolicySettings
+from cosched.policy.bros import BrosOptions, BrosPolicy
 from cosched.policy.echo import EchoPolicy
 from cosched.policy.hygen import HygenPolicy
+from cosched.policy.round_robin import RoundRobinPolicy
 from cosched.policy.sarathi import SarathiPolicy, ThrottledPolicy
 
 __all__ = [
@@ -49,6 +52,8 @@ class PolicyEntry:
     pool          how it orders what waits offline, unless the configuration says; None: by arrival
     timed         its plans depend on time: the latency predictor is kept up to date, and all ranks
                   go by one clock
+    predictor     the form of its predictor, fitted to the points of the profile where one is given
+                  (`cosched.latency.predictor`); None: the profile's own
     server_flags  SGLang server arguments it needs, by field name
     source_file   where it comes from another package: the file that its code is in
     """
@@ -59,6 +64,7 @@ class PolicyEntry:
     make: Callable[[PolicySettings], Policy[Any]] | None = None
     pool: PoolConfig | None = None
     timed: bool = False
+    predictor: str | None = None
     server_flags: Mapping[str, object] = field(default_factory=dict)
     source_file: str | None = None
 
@@ -78,6 +84,21 @@ def _throttled(settings: PolicySettings) -> Policy[Any]:
 
 
 _MIXED_CHUNK = {"enable_mixed_chunk": True}
+
+
+def _bros(
+    name: str, summary: str, source: str, *, predictor: str | None = None, **options: Any
+) -> PolicyEntry:
+    return PolicyEntry(
+        name=name,
+        summary=summary,
+        source=source,
+        make=partial(BrosPolicy, options=BrosOptions(**options)),
+        timed=True,
+        predictor=predictor,
+        server_flags=_MIXED_CHUNK,
+    )
+
 
 _ENTRIES = (
     PolicyEntry(
@@ -147,6 +168,65 @@ _ENTRIES = (
         pool=PoolConfig(num_buckets=4),
         timed=True,
         server_flags=_MIXED_CHUNK,
+    ),
+    _bros(
+        "bros",
+        "online by time left, offline in what is left or in their place",
+        "BROS §4, Algorithm 1",
+    ),
+    _bros(
+        "bros-late-last",
+        "bros with online requests that are late behind those in time",
+        "cosched (the order that BROS does not mean)",
+        late_last=True,
+    ),
+    _bros(
+        "bros-literal-cost",
+        "bros with its own cost model, where a profile is given",
+        "BROS §4.1 (cost model C)",
+        predictor="bros",
+    ),
+    PolicyEntry(
+        name="bros-rr",
+        summary="round robin: iterations of online and of offline requests in turn",
+        source="BROS §2.2, §7 (baseline RR)",
+        make=lambda _: RoundRobinPolicy(),
+        server_flags=_MIXED_CHUNK,
+    ),
+    _bros(
+        "bros-rt",
+        "bros with offline work only while nothing is online",
+        "BROS §7.3 (Fig. 12)",
+        beside=False,
+    ),
+    _bros(
+        "bros-nobi",
+        "bros that frees all KV of what it stops",
+        "BROS §7.4.1 (No Bi-cache)",
+        stop=PreemptMode.RECOMPUTE,
+    ),
+    _bros(
+        "bros-keep",
+        "bros that keeps the KV of what it stops, and evicts whole leaves",
+        "cosched (a part of Fig. 13)",
+        stop=PreemptMode.KEEP_KV,
+    ),
+    _bros(
+        "bros-tail",
+        "bros that evicts tails only, without shared pages",
+        "cosched (a part of Fig. 13)",
+    ),
+    _bros(
+        "bros-noreplace",
+        "bros without exchange",
+        "cosched (without Alg. 1, lines 25 to 32)",
+        replaces=False,
+    ),
+    _bros(
+        "bros-fixed",
+        "bros with at most 128 requests in an iteration",
+        "cosched (without §4.2, adaptive batch sizing)",
+        grows=False,
     ),
 )
 
