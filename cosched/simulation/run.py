@@ -56,6 +56,8 @@ class WorkloadSpec:
 
     num_sessions   sessions under way at a time, of a workload in sessions
     peak_window_s  only the busiest stretch of this length is run [s]; None: all of it
+    wave           offline requests that are sent at once, the next of them when all have ended;
+                   None: all of the set at the start
     """
 
     name: str
@@ -63,6 +65,7 @@ class WorkloadSpec:
     num_sessions: int | None = None
     num_requests: int | None = None
     peak_window_s: float | None = None
+    wave: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,6 +313,7 @@ def load_requests(spec: RunSpec) -> tuple[list[TraceRequest], list[TraceRequest]
 def engine_flags(spec: RunSpec) -> list[str]:
     """SGLang's flags: the machine's, the scenario's, and those the policy needs."""
     flags = spec.machine.flags()
+    flags += spec.scenario.flags
     if spec.scenario.schedule_policy is not None:
         flags += ["--schedule-policy", spec.scenario.schedule_policy]
     for flag, argument in policy_entry(spec.scenario.policy).arguments().items():
@@ -333,11 +337,17 @@ def _online_client(online: Sequence[TraceRequest]) -> Any:
 
 def _offline_client(spec: RunSpec, offline: Sequence[TraceRequest]) -> Any:
     from cosched.metrics.slo import Verdict, judge, with_defaults
-    from cosched.simulation.clients import AimdClient, ClosedLoopClient, OpenLoopClient
+    from cosched.simulation.clients import (
+        AimdClient,
+        ClosedLoopClient,
+        OpenLoopClient,
+        WaveClient,
+    )
 
     match spec.scenario.client:
         case OfflineClient.ALL:
-            return OpenLoopClient(offline)
+            wave = spec.offline.wave if spec.offline is not None else None
+            return WaveClient(offline, size=wave) if wave else OpenLoopClient(offline)
         case OfflineClient.CAP:
             return ClosedLoopClient(offline, concurrency=spec.cap)
         case OfflineClient.AIMD:

@@ -35,6 +35,7 @@ class Scenario:
                      ``--radix-eviction-policy``; None: as the configuration has it, and SGLang's
                      default
     schedule_policy  ``--schedule-policy`` where stock schedules; None: the machine's
+    flags            of SGLang, in place of the machine's
     depth_first      the offline set is sent sorted by its prompts: what a scheduler would do that
                      knew all prompts from the start
     """
@@ -47,6 +48,7 @@ class Scenario:
     client: OfflineClient = OfflineClient.ALL
     eviction: str | None = None
     schedule_policy: str | None = None
+    flags: tuple[str, ...] = ()
     depth_first: bool = False
 
 
@@ -87,6 +89,13 @@ _BASELINES = (
         client=OfflineClient.AIMD,
     ),
     Scenario(name="priority", summary="stock priority scheduling, its defaults", policy="priority"),
+    Scenario(
+        name="vllm-like",
+        summary="stock, classes ignored, as BROS ran vLLM: pages of 16, whole prompts, no tree",
+        policy="sglang",
+        schedule_policy="fcfs",
+        flags=("--page-size", "16", "--chunked-prefill-size", "-1", "--disable-radix-cache"),
+    ),
 )
 
 

@@ -112,6 +112,11 @@ WORKLOADS = {
         description="ShareGPT lengths (EcoServe Table 2), Poisson arrivals",
         build=builders.chat("sharegpt"),
     ),
+    "sharegpt-bros": NamedWorkload(
+        classes=(ONLINE, OFFLINE),
+        description="ShareGPT lengths (BROS Table 2), Poisson arrivals",
+        build=builders.chat("sharegpt-bros"),
+    ),
     "lmsys": NamedWorkload(
         classes=(ONLINE, OFFLINE),
         description="LMSYS-Chat-1M lengths (BROS Table 2), Poisson arrivals",
