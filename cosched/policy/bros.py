@@ -186,9 +186,7 @@ class _Within:
     beside   contexts of decodes that an online prompt which does not fit whole leaves room for
     """
 
-    def __init__(
-        self, builder: PlanBuilder, limit_s: float, *, beside: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, builder: PlanBuilder, limit_s: float, *, beside: Sequence[int] = ()) -> None:
         self._ledger = builder.ledger
         self._predictor = builder.view.predictor
         self._limit_s = limit_s
@@ -357,6 +355,7 @@ class _Packing:
         if not self._view.rules.partial:
             self._count_all_decodes()
         index = 0
+        passed: list[_Entry] = []
         while index < len(queue) and self._size < self._most:
             entry = queue[index]
             if entry.context:
@@ -379,12 +378,20 @@ class _Packing:
                 continue
             if builder.skipped[entry.request.rid] is SkipReason.LATENCY_BUDGET:
                 self.is_early = True
-                break
+                if self._size:
+                    break
+                passed.append(entry)  # nobody is in: it must not keep everybody out
+                index += 1
+                continue
             self._is_short = True
             if self._options.breaks_without_memory:
                 break
             index += 1
-        self._hold_the_rest(queue[index:])
+        rest = [*passed, *queue[index:]]
+        if passed and not self._size:
+            # Nothing fits the time, and something must run.
+            rest = [e for e in rest if not self._take_whatever_it_takes(e)]
+        self._hold_the_rest(rest)
 
     def _count_all_decodes(self) -> None:
         """Nobody can sit out (decision 10)."""
@@ -419,6 +426,17 @@ class _Packing:
         self._chosen.append(entry)
         self._size += 1
         self._before = before
+        return True
+
+    def _take_whatever_it_takes(self, entry: _Entry) -> bool:
+        builder, pace = self.builder, _Within(self.builder, math.inf)
+        if self._size or self._view.waiting(entry.request.rid) is None:
+            return False
+        if not admit_online(builder, pace, _STEPS, entry.request):
+            return False
+        if entry.request.rid not in builder.prefill:
+            return False  # it cannot take part now
+        self._size += 1
         return True
 
     def _may_exchange(self) -> bool:
@@ -535,8 +553,8 @@ class _Packing:
         room = offline_room(self.builder)
         while True:
             builder = self.builder
-            request, is_front = self._next_offline(order)
-            if request is None:
+            request, front = self._next_offline(order)
+            if request is None or front is None:
                 return
             if must_wait(builder, request):
                 order.take(request)
@@ -547,25 +565,26 @@ class _Packing:
                 builder.skip(request, reason)
                 return
             if not self._admit_one(request):
-                return
+                if request is front or must_wait(builder, front) or not self._admit_one(front):
+                    return
+                request = front
             order.take(request)
             follow(order, request, self._view.match(request).cached)
-            self.num_passed = 0 if is_front else self.num_passed + 1
+            self.num_passed = 0 if request is front else self.num_passed + 1
             room = None if room is None else room - 1
 
-    def _next_offline(self, order: OfflineOrder) -> tuple[Request | None, bool]:
-        """Of the first few the one that was stopped and has least to restore (line 17); who is in
-        front where none was stopped, or has been passed over often enough. And whether it is."""
+    def _next_offline(self, order: OfflineOrder) -> tuple[Request | None, Request | None]:
+        """Of the first few the one that was stopped and has least to restore (line 17), or who is
+        in front where none was stopped or that one has been passed over often enough; and who is
+        in front."""
         few = [request for bucket in order.candidates(CANDIDATES) for request in bucket]
         if not few:
-            return None, False
+            return None, None
         front = few[0]
-        if self.num_passed < PATIENCE:
-            stopped = [request for request in few if request.num_preemptions]
-            if stopped:
-                best = min(stopped, key=self._restore_need)  # of equals the first
-                return best, best is front
-        return front, True
+        stopped = [request for request in few if request.num_preemptions]
+        if not stopped or self.num_passed >= PATIENCE:
+            return front, front
+        return min(stopped, key=self._restore_need), front  # of equals the first
 
     def _restore_need(self, request: Request) -> int:
         """Tokens of KV to load or to compute anew (M^cpu, and what no host memory holds)."""

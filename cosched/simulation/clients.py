@@ -15,7 +15,14 @@ from cosched.metrics.records import RequestRecord
 from cosched.simulation.virtual import VOCAB_SIZE, Arrival
 from cosched_traces.workload import TraceRequest
 
-__all__ = ["AimdClient", "ClosedLoopClient", "OpenLoopClient", "SessionClient", "WaveClient", "arrivals_of"]
+__all__ = [
+    "AimdClient",
+    "ClosedLoopClient",
+    "OpenLoopClient",
+    "SessionClient",
+    "WaveClient",
+    "arrivals_of",
+]
 
 
 def arrivals_of(requests: Iterable[TraceRequest]) -> Iterator[Arrival]:
