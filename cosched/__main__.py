@@ -43,6 +43,9 @@ COMMANDS: Mapping[str, _Command] = {
     "explain": _Command(
         module="cosched.explain", summary="read a decision log: why did a request wait?"
     ),
+    "config": _Command(
+        module="cosched.check_config", summary="the keys of the configuration; is one right?"
+    ),
     "demo-model": _Command(
         module="cosched.demo_model", summary="make a small model with random weights"
     ),

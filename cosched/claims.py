@@ -32,7 +32,12 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 class TargetLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One value per target; absent: no limit."""
+    """One value per target; absent: no limit.
+
+    ttft_ms     to the first token [ms]
+    tpot_ms     from token to token [ms]
+    deadline_s  to the end of the reply [s]
+    """
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
@@ -53,7 +58,7 @@ class TargetLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class KeyClaims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What requests with one API key may have.
 
-    request_class  (``class``) all of them are of this class, whatever they say
+    request_class  all of them are of this class, whatever they say
     floors         of their targets, where above the server's
     ceilings       of their targets, where below the server's
     max_online     most online sequences under way at a time; one more gets 429
@@ -89,7 +94,7 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                  run at, a client can still ask for four times the speed
     floors       tightest targets; a deadline's, absent, is that of TTFT, before which nothing ends
     ceilings     loosest targets
-    ignore       names of `cosched.core.wire.SIGNS` that are not read at all
+    ignore       signs of class and targets that are not read at all (docs/wire.md)
     keys         API key, or ``sha256:`` and its hex digest, -> its claims; ``*``: any other
     """
 

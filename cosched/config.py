@@ -27,7 +27,11 @@ ENV_VAR = "COSCHED_CONFIG"
 
 
 class SloConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Targets of online requests that name none of their own [ms]."""
+    """Targets of online requests that name none of their own [ms].
+
+    ttft_ms  to the first token, from the arrival on
+    tpot_ms  from token to token after it, in the mean of a reply
+    """
 
     ttft_ms: float = 1000.0
     tpot_ms: float = 50.0
@@ -45,14 +49,14 @@ class SloConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The keys of ``COSCHED_CONFIG``.
 
-    policy             name of the policy (`cosched.policy.registry.POLICIES`)
-    slo                targets of online requests
-    claims             who may claim what (`cosched.claims.Claims`)
+    policy             name of the policy (docs/policies/)
+    slo                targets of online requests that name none
+    claims             who may claim what (docs/wire.md)
     pool               order of the offline pool, for policies that keep it in prefix order; absent:
-                       the policy's own (`PolicyEntry.pool`)
+                       the policy's own
     latency_budget_ms  most predicted milliseconds of an iteration; absent: derived from the SLO
     budgets            how it is derived
-    kv                 what is evicted first, and what offline work may take (`cosched.kv.config`)
+    kv                 what is evicted first, and what offline work may take (docs/kv_memory.md)
     offline_rate       most offline requests admitted per second, for hygen-throttled; absent: any
                        number
     latency_model      file that ``cosched.profile`` wrote; absent: calibrated while running

@@ -35,25 +35,16 @@ from cosched.command_line import (
     save_output,
     whole,
 )
-from cosched.core.batch import BatchShape, Prefill
+from cosched.core.batch import BatchShape, BatchTotals, Prefill
+from cosched.core.estimates import Predictor
+from cosched.cost_models.base import CostModel
+from cosched.cost_models.capacity import kv_capacity_tokens
+from cosched.cost_models.graph_sizes import default_graph_sizes
+from cosched.cost_models.noise import NoisyModel
+from cosched.cost_models.profile_model import read_iteration_log
+from cosched.cost_models.registry import COST_MODELS, make_cost_model
+from cosched.cost_models.specs import GPUS, MODELS, gpu_spec, model_spec
 from cosched.errors import ConfigError
-from cosched.latency import (
-    COST_MODELS,
-    GPUS,
-    MODELS,
-    PREDICTORS,
-    BatchTotals,
-    CostModel,
-    GraphSizes,
-    MeasuredPoint,
-    NoisyModel,
-    Predictor,
-    gpu_spec,
-    kv_capacity_tokens,
-    make_cost_model,
-    model_spec,
-    totals_table,
-)
 from cosched.latency.calibration import Calibrator
 from cosched.latency.compare import (
     KINDS,
@@ -63,8 +54,11 @@ from cosched.latency.compare import (
     measure,
     scheduler_batches,
 )
-from cosched.latency.held_out import summarise
-from cosched.latency.profile_model import read_iteration_log
+from cosched.latency.features import totals_table
+from cosched.latency.graphs import GraphSizes
+from cosched.latency.predictor import PREDICTORS
+from cosched.latency.profile_file import MeasuredPoint
+from cosched.latency.relative_error import summarise
 from cosched.metrics.figure import check_can_draw, new_figure, save, tidy
 from cosched.simulation.options import DATA_ENV, SEED, data_dir_of
 from cosched.versions import versions
@@ -197,7 +191,7 @@ def _truth(arguments: argparse.Namespace) -> tuple[CostModel, GraphSizes | None,
     )
     gpu = gpu_spec(arguments.gpu)
     padded = name == "kernel-table" and arguments.graphs
-    graphs = GraphSizes.default(gpu, arguments.tp) if padded else None
+    graphs = default_graph_sizes(gpu, arguments.tp) if padded else None
     return truth, graphs, kv_capacity_tokens(model_spec(arguments.model), gpu, arguments.tp)
 
 
@@ -228,7 +222,7 @@ def _compare(arguments: argparse.Namespace) -> dict[str, Any]:
         batches = scheduler_batches(
             seed=arguments.seed, num=arguments.iterations, max_kv_tokens=capacity
         )
-        points = measure(_noisy(truth, arguments), batches)
+        points = measure(_noisy(truth, arguments).iteration_s, batches)
     order = np.random.default_rng(arguments.seed).permutation(len(points))
     shuffled = [points[i] for i in order]
     num_held = round(len(points) * arguments.held_out)

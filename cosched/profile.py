@@ -45,6 +45,7 @@ from cosched.command_line import (
     whole,
 )
 from cosched.config import ENV_VAR, Config
+from cosched.cost_models.specs import GPUS
 from cosched.engine.arguments import bind_cpu_threads, check_arguments, engine_arguments
 from cosched.errors import ConfigError, choices
 from cosched.files import write_whole
@@ -53,7 +54,6 @@ from cosched.latency.design import design_rounds
 from cosched.latency.graphs import GraphSizes
 from cosched.latency.predictor import fit_predictor
 from cosched.latency.profile_file import EngineIdentity, MeasuredPoint, Profile
-from cosched.latency.specs import GPUS
 from cosched.metrics.goals import Goal, parse_goal
 from cosched.simulation.options import (
     SEED,

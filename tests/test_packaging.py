@@ -29,7 +29,7 @@ LAYERS = (
         "demo_adapters",
         "cosched_traces",
     ),
-    ("kv", "planning"),
+    ("kv", "planning", "cost_models"),
     ("policy",),
     ("claims",),
     ("config",),
@@ -41,7 +41,7 @@ LAYERS = (
 RANKS = {unit: rank for rank, row in enumerate(LAYERS) for unit in row}
 COMMAND_PACKAGE, COMMAND = len(LAYERS), len(LAYERS) + 1
 
-PURE = ("core", "offline", "latency", "kv", "length", "planning", "policy")
+PURE = ("core", "offline", "latency", "cost_models", "kv", "length", "planning", "policy")
 
 
 def source_files() -> list[Path]:

@@ -22,10 +22,10 @@ import numpy as np
 
 from cosched.benchmark.live import LiveTarget, run_live
 from cosched.core.request import RequestClass
+from cosched.cost_models.profile_model import ProfileModel
 from cosched.jobs.client import Client, RetryRules
 from cosched.jobs.server import OwnServer, free_port, own_base_url, server_command
 from cosched.latency.profile_file import MeasuredPoint, Profile, read_iteration_log
-from cosched.latency.profile_model import ProfileModel
 from cosched.metrics.records import RequestRecord
 from cosched.simulation.machine import Machine
 from cosched.simulation.parallel import execute_all

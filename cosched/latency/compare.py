@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from cosched.core.batch import BatchShape, BatchTotals, Prefill
 from cosched.errors import ConfigError
-from cosched.latency.base import CostModel
 from cosched.latency.graphs import GraphSizes
-from cosched.latency.held_out import ErrorSummary, summarise
 from cosched.latency.predictor import PREDICTORS, FittedPredictor, fit_predictor
 from cosched.latency.profile_file import MeasuredPoint
+from cosched.latency.relative_error import ErrorSummary, summarise
 
 __all__ = [
     "KINDS",
@@ -81,9 +80,11 @@ def kind_of(batch: BatchShape) -> str:
     return "cached prefill" if any(p.num_cached for p in batch.prefills) else "prefill"
 
 
-def measure(model: CostModel, batches: Sequence[BatchShape]) -> list[MeasuredPoint]:
-    """Iterations as a cost model says they take."""
-    return [MeasuredPoint(batch=batch, seconds=model.iteration_s(batch)) for batch in batches]
+def measure(
+    iteration_s: Callable[[BatchShape], float], batches: Sequence[BatchShape]
+) -> list[MeasuredPoint]:
+    """Iterations as a cost model's `iteration_s` says they take."""
+    return [MeasuredPoint(batch=batch, seconds=iteration_s(batch)) for batch in batches]
 
 
 def scheduler_batches(

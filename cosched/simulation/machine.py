@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from cosched.cost_models.capacity import kv_capacity_tokens
+from cosched.cost_models.graph_sizes import default_chunk_tokens
+from cosched.cost_models.specs import gpu_spec, model_spec
 from cosched.errors import ConfigError
-from cosched.latency.capacity import kv_capacity_tokens
-from cosched.latency.graphs import default_chunk_tokens
-from cosched.latency.specs import gpu_spec, model_spec
 
 __all__ = ["Machine"]
 

@@ -11,9 +11,9 @@ from typing import Any
 from cosched.command_line import existing_file, number, whole
 from cosched.config import parse_config
 from cosched.core.request import Slo
+from cosched.cost_models.registry import COST_MODELS
+from cosched.cost_models.specs import GPUS, MODELS
 from cosched.errors import ConfigError
-from cosched.latency.registry import COST_MODELS
-from cosched.latency.specs import GPUS, MODELS
 from cosched.simulation.machine import Machine
 from cosched.simulation.run import DEFAULT_SLO, CostSpec, RunSpec, WorkloadSpec
 from cosched.simulation.scenario import Scenario

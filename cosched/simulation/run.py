@@ -16,12 +16,12 @@ import msgspec
 
 from cosched.config import ENV_VAR, Config, SloConfig, parse_config
 from cosched.core.request import RequestClass, Slo
+from cosched.cost_models.base import OVERLAPPED, SYNCHRONOUS, CostModel
+from cosched.cost_models.registry import make_cost_model
+from cosched.cost_models.specs import model_spec
 from cosched.engine.arguments import EVICTION_FLAG, eviction_arguments, host_arguments
 from cosched.errors import ConfigError, CoschedError
-from cosched.latency.base import OVERLAPPED, SYNCHRONOUS, CostModel
 from cosched.latency.profile_file import EngineIdentity, Profile
-from cosched.latency.registry import make_cost_model
-from cosched.latency.specs import model_spec
 from cosched.metrics.records import ColumnLog, IterationLog, RequestRecord
 from cosched.metrics.summary import Summary, summarize
 from cosched.metrics.window import Window

@@ -12,9 +12,11 @@ import pytest
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched import launch_server, profile
 from cosched.config import ENV_VAR, Config
+from cosched.core.batch import BatchTotals
+from cosched.cost_models.registry import make_cost_model
 from cosched.errors import ConfigError
-from cosched.latency import BatchTotals, Profile, make_cost_model
 from cosched.latency.compare import kind_of, scheduler_batches
+from cosched.latency.profile_file import Profile
 from cosched.simulation import slo_search
 from cosched.simulation.machine import Machine
 from cosched.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from cosched.core.batch import BatchShape, Prefill
-from cosched.latency import NoisyModel, make_cost_model
+from cosched.cost_models.noise import NoisyModel
+from cosched.cost_models.registry import make_cost_model
 from cosched.latency.compare import (
     KINDS,
     compare_predictors,
@@ -18,6 +19,10 @@ from cosched.latency.compare import (
 from cosched.predictors import main
 
 ROOFLINE = make_cost_model("roofline", model="Llama-3.1-8B", gpu="A100-80")
+
+
+def measured(batches):
+    return measure(ROOFLINE.iteration_s, batches)
 
 
 def test_batches_are_of_every_kind_and_within_the_machine():
@@ -33,7 +38,7 @@ def test_batches_are_of_every_kind_and_within_the_machine():
 
 def test_errors_are_told_by_kind():
     batches = scheduler_batches(seed=0, num=600, max_kv_tokens=400_000)
-    results = compare_predictors(measure(ROOFLINE, batches[:400]), measure(ROOFLINE, batches[400:]))
+    results = compare_predictors(measured(batches[:400]), measured(batches[400:]))
     for result in results.values():
         assert set(result.errors) == {*KINDS, "all"}
         assert result.errors["all"].num_points == 200 == len(result.predicted_s)
@@ -41,7 +46,7 @@ def test_errors_are_told_by_kind():
 
 def test_a_predictor_that_cannot_be_fitted_says_why():
     only = [BatchShape(prefills=[Prefill(n, 0)], decodes=[n] * 3) for n in range(1, 100)]
-    results = compare_predictors(measure(ROOFLINE, only), measure(ROOFLINE, only[:5]))
+    results = compare_predictors(measured(only), measured(only[:5]))
     assert "at least 8 prefill-only batches" in results["echo"]
     assert set(results["hygen"].errors) == {"mixed", "all"}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cosched.core.batch import QUERY_TILE, BatchShape, Prefill
-from cosched.latency import BatchTotals, TotalsTable, totals_table
+from cosched.core.batch import QUERY_TILE, BatchShape, BatchTotals, Prefill
+from cosched.latency.features import TotalsTable, totals_table
 from cosched.latency.steps import finish
 
 PREFILLS = st.lists(st.builds(Prefill, st.integers(1, 9000), st.integers(0, 40000)), max_size=4)

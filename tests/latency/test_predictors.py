@@ -9,24 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cosched.core.batch import BatchShape, Prefill
+from cosched.core.batch import BatchShape, BatchTotals, Prefill
+from cosched.cost_models.graph_sizes import default_graph_sizes
+from cosched.cost_models.noise import NoisyModel
+from cosched.cost_models.registry import make_cost_model
+from cosched.cost_models.specs import GPUS
 from cosched.errors import ConfigError
-from cosched.latency import (
-    GPUS,
-    PREDICTORS,
-    BatchTotals,
-    GraphSizes,
-    NoisyModel,
-    fit_predictor,
-    make_cost_model,
-    predictor_from_dict,
-)
 from cosched.latency.compare import compare_predictors, measure, scheduler_batches
+from cosched.latency.graphs import GraphSizes
+from cosched.latency.predictor import PREDICTORS, fit_predictor, predictor_from_dict
 from cosched.latency.predictor_papers import BrosPredictor, EchoPredictor, HygenPredictor
 from tests.latency.test_features import DECODES, PREFILLS
 
 NAMES = sorted(PREDICTORS)
-GRAPHS = GraphSizes.default(GPUS["A100-80"], 1)
+GRAPHS = default_graph_sizes(GPUS["A100-80"], 1)
 TRAINING = scheduler_batches(seed=1, num=1200, max_kv_tokens=400_000)
 HELD_OUT = scheduler_batches(seed=2, num=400, max_kv_tokens=400_000)
 
@@ -183,7 +179,8 @@ class TestAccuracy:
     @pytest.mark.parametrize("gpu", ["A100-80", "H100", "H200"])
     def test_ours_is_the_best_on_the_roofline(self, gpu):
         results = compare_predictors(
-            measure(roofline(gpu), TRAINING), measure(roofline(gpu), HELD_OUT)
+            measure(roofline(gpu).iteration_s, TRAINING),
+            measure(roofline(gpu).iteration_s, HELD_OUT),
         )
         means = {name: result.errors["all"].mean for name, result in results.items()}
         assert means["cosched"] < 0.01
@@ -219,12 +216,12 @@ class TestAccuracy:
     def test_one_percent_on_the_kernel_tables(self, real_tables, model, gpu, tp):
         truth = make_cost_model("kernel-table", model=model, gpu=gpu, tp=tp, data_dir=real_tables)
         batches = scheduler_batches(seed=3, num=4000, max_kv_tokens=400_000)
-        graphs = GraphSizes.default(GPUS[gpu], tp)
+        graphs = default_graph_sizes(GPUS[gpu], tp)
         relative = errors(fit("cosched", truth, batches, graphs=graphs), truth)
         assert np.abs(relative).mean() < 0.01
 
     def test_graph_sizes_help_where_batches_are_padded(self, toy):
-        graphs = GraphSizes.default(toy.gpu, 1)
+        graphs = default_graph_sizes(toy.gpu, 1)
         padded = errors(fit("cosched", toy, graphs=graphs), toy)
         straight = errors(fit("cosched", toy), toy)
         assert np.abs(padded).mean() < np.abs(straight).mean()

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cosched.core.batch import BatchShape
-from cosched.latency import BatchTotals, Calibrator
+from cosched.core.batch import BatchShape, BatchTotals
+from cosched.latency.calibration import Calibrator
 from cosched.latency.wrong import error_factor
 from tests.latency.test_calibration import TRUTH, learned
 

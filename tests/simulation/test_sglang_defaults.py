@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
-from cosched.latency.capacity import default_mem_fraction
-from cosched.latency.graphs import GraphSizes, default_chunk_tokens
-from cosched.latency.specs import GPUS
+from cosched.cost_models.capacity import default_mem_fraction
+from cosched.cost_models.graph_sizes import default_chunk_tokens, default_graph_sizes
+from cosched.cost_models.specs import GPUS
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def resolved(tiny_model, monkeypatch):
 @pytest.mark.parametrize("name", GPUS)
 def test_chunk_graphs_and_memory(resolved, name, tp):
     gpu = GPUS[name]
-    theirs, ours = resolved(gpu, tp), GraphSizes.default(gpu, tp)
+    theirs, ours = resolved(gpu, tp), default_graph_sizes(gpu, tp)
     assert default_chunk_tokens(gpu.memory_bytes) == theirs.chunked_prefill_size
     assert list(ours.prefill) == theirs.cuda_graph_config.prefill.bs
     assert list(ours.decode) == theirs.cuda_graph_config.decode.bs

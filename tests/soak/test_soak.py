@@ -6,10 +6,10 @@ import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.errors import ConfigError
-from cosched.soak.__main__ import build_parser
-from cosched.soak.run import run
-from cosched.soak.spec import FEATURES, MATRIX, SoakSpec
-from cosched.soak.traffic import Ask, Traffic
+from tests.soak.__main__ import build_parser
+from tests.soak.run import run
+from tests.soak.spec import FEATURES, MATRIX, SoakSpec
+from tests.soak.traffic import Ask, Traffic
 
 SHORT = SoakSpec(seed=1, episodes=(0,), compute=False, page_size=1)
 
@@ -62,7 +62,7 @@ def test_equal_specifications_run_alike():
 
 def test_a_leak_is_found_and_a_part_of_it_is_enough(monkeypatch):
     """An adapter that forgets to give back what a preempted request held."""
-    import cosched.soak.engine as engine_module
+    import tests.soak.engine as engine_module
 
     made = engine_module.SoakEngine._take_over
 
@@ -77,7 +77,7 @@ def test_a_leak_is_found_and_a_part_of_it_is_enough(monkeypatch):
 
 
 def test_a_request_that_gets_nothing_is_found(monkeypatch):
-    import cosched.soak.engine as engine_module
+    import tests.soak.engine as engine_module
 
     made = engine_module.SoakEngine._take_over
 
@@ -102,7 +102,7 @@ def test_a_request_that_gets_nothing_is_found(monkeypatch):
 
 
 def test_a_wrong_output_is_found(monkeypatch):
-    import cosched.soak.engine as engine_module
+    import tests.soak.engine as engine_module
 
     made = engine_module._made_up
     calls = []

@@ -36,8 +36,8 @@ from cosched.engine.attach import use_virtual_device
 from cosched.engine.port.local import LocalEngine, Reply, lengths_of, load_adapters, made_up
 from cosched.policy.registry import policy_entry
 from cosched.simulation.virtual import VirtualClock
-from cosched.soak.spec import SoakSpec
-from cosched.soak.traffic import Ask, Command
+from tests.soak.spec import SoakSpec
+from tests.soak.traffic import Ask, Command
 
 __all__ = ["Ears", "SoakEngine"]
 

@@ -15,10 +15,10 @@ from random import Random
 
 from cosched.demo_adapters import make_adapters, without_pinned_memory
 from cosched.simulation.virtual import _quiet_host
-from cosched.soak.checks import Checks, SoakFailure
-from cosched.soak.engine import SoakEngine
-from cosched.soak.spec import EPISODES_PER_HOUR, SoakSpec
-from cosched.soak.traffic import ADAPTERS, Action, Ask, Client, Command, Post, Send, Sleep, Traffic
+from tests.soak.checks import Checks, SoakFailure
+from tests.soak.engine import SoakEngine
+from tests.soak.spec import EPISODES_PER_HOUR, SoakSpec
+from tests.soak.traffic import ADAPTERS, Action, Ask, Client, Command, Post, Send, Sleep, Traffic
 
 __all__ = ["Outcome", "run"]
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from cosched.cost_models.base import OVERLAPPED, CostModel, CpuOverhead
+from cosched.cost_models.kernel_table import KernelTableModel
+from cosched.cost_models.noise import NoisyModel
+from cosched.cost_models.profile_model import ProfileModel
+from cosched.cost_models.roofline import RooflineModel
+from cosched.cost_models.specs import GpuSpec, ModelSpec, gpu_spec, model_spec
 from cosched.errors import ConfigError, choices
-from cosched.latency.base import OVERLAPPED, CostModel, CpuOverhead
-from cosched.latency.kernel_table import KernelTableModel
-from cosched.latency.noise import NoisyModel
-from cosched.latency.profile_model import ProfileModel
-from cosched.latency.roofline import RooflineModel
-from cosched.latency.specs import GpuSpec, ModelSpec, gpu_spec, model_spec
 
 __all__ = ["COST_MODELS", "CostModelEntry", "make_cost_model"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from cosched.cost_models.attention import ContextTable, GenerationAttention, GenerationTable
+from cosched.cost_models.tables import AttentionRow
 from cosched.errors import ConfigError
-from cosched.latency.attention import ContextTable, GenerationAttention, GenerationTable
-from cosched.latency.tables import AttentionRow
 
 BATCHES = (1, 4, 16)
 LENGTHS = (16, 256, 4096)

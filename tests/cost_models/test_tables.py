@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cosched.errors import ConfigError
-from cosched.latency.tables import (
+from cosched.cost_models.tables import (
     AllReduceRow,
     AttentionRow,
     GemmRow,
@@ -15,7 +14,8 @@ from cosched.latency.tables import (
     read_gemm,
     read_generation_attention,
 )
-from tests.latency.synthetic import ALLREDUCE, ATTENTION, GEMM, write
+from cosched.errors import ConfigError
+from tests.cost_models.synthetic import ALLREDUCE, ATTENTION, GEMM, write
 
 GOOD = ("T1", "bfloat16", 16, 2048, 1024, 0.25)
 

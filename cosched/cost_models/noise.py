@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from cosched.core.batch import BatchShape
+from cosched.cost_models.base import CostModel
 from cosched.errors import ConfigError
-from cosched.latency.base import CostModel
 from cosched.latency.graphs import GraphSizes
 
 __all__ = ["NoisyModel"]

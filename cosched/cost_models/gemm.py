@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from cosched.cost_models.tables import AllReduceRow, GemmRow
 from cosched.errors import ConfigError, choices
 from cosched.latency.interp import FloatArray, blend, neighbours, non_decreasing
-from cosched.latency.tables import AllReduceRow, GemmRow
 
 __all__ = ["AllReduceTable", "GemmTable"]
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from cosched.cost_models.graph_sizes import (
+    default_chunk_tokens,
+    default_max_batch,
+    prefill_graph_sizes,
+)
+from cosched.cost_models.specs import GpuSpec, ModelSpec
 from cosched.errors import ConfigError
-from cosched.latency.graphs import default_chunk_tokens, default_max_batch, prefill_graph_sizes
-from cosched.latency.specs import GpuSpec, ModelSpec
 
 __all__ = ["RUNTIME_BYTES", "default_mem_fraction", "kv_capacity_tokens"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from cosched.core.batch import BatchShape
-from cosched.latency.base import OVERLAPPED, CpuOverhead
-from cosched.latency.specs import GpuSpec, ModelSpec
+from cosched.cost_models.base import OVERLAPPED, CpuOverhead
+from cosched.cost_models.specs import GpuSpec, ModelSpec
 
 __all__ = ["Efficiency", "RooflineModel"]
 

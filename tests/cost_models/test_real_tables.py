@@ -8,9 +8,12 @@ from itertools import product
 import pytest
 
 from cosched.core.batch import BatchShape, Prefill
-from cosched.latency import MODELS, kv_capacity_tokens, make_cost_model
-from cosched.latency.checks import roofline_ratio, typical_batches
-from cosched.latency.report import main
+from cosched.cost_models.capacity import kv_capacity_tokens
+from cosched.cost_models.registry import make_cost_model
+from cosched.cost_models.specs import MODELS
+from tests.scripts import script
+
+REPORT = script("cost_model_report")
 
 TABLE_GPUS = ("A100-80", "H100", "H200")
 
@@ -28,16 +31,16 @@ def pair(request, real_tables):
 def test_roofline_is_within_a_factor_of_three(pair):
     table, roofline = pair
     capacity = kv_capacity_tokens(table.model, table.gpu)
-    batches = typical_batches(seed=2, num=300, max_kv_tokens=capacity)
+    batches = REPORT.typical_batches(seed=2, num=300, max_kv_tokens=capacity)
     for batch in batches:
         assert 1 / 3 < roofline.iteration_s(batch) / table.iteration_s(batch) < 3
-    for error in roofline_ratio(roofline, table, batches).values():
+    for error in REPORT.roofline_ratio(roofline, table, batches).values():
         assert error.mean < 0.25
 
 
 def test_more_work_is_never_cheaper(pair):
     table, _ = pair
-    for batch in typical_batches(seed=3, num=300, max_kv_tokens=400_000):
+    for batch in REPORT.typical_batches(seed=3, num=300, max_kv_tokens=400_000):
         before = table.iteration_s(batch)
         more = [
             BatchShape(prefills=[*batch.prefills, Prefill(50, 100)], decodes=batch.decodes),
@@ -80,7 +83,7 @@ def test_slower_memory_slows_what_reads_it(real_tables):
 
 
 def test_errors_are_as_small_as_the_documentation_says(real_tables, capsys):
-    assert main(["--data-dir", str(real_tables)]) == 0
+    assert REPORT.main(["--data-dir", str(real_tables)]) == 0
     results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
     bounds = {
         "held-out rows": 0.15,

@@ -8,27 +8,27 @@ from pathlib import Path
 import numpy as np
 
 from cosched.core.batch import BatchShape
-from cosched.errors import ConfigError
-from cosched.latency.attention import ContextTable, GenerationTable
-from cosched.latency.base import OVERLAPPED, CpuOverhead
-from cosched.latency.gemm import AllReduceTable, GemmTable
-from cosched.latency.graphs import (
-    GraphSizes,
+from cosched.cost_models.attention import ContextTable, GenerationTable
+from cosched.cost_models.base import OVERLAPPED, CpuOverhead
+from cosched.cost_models.gemm import AllReduceTable, GemmTable
+from cosched.cost_models.graph_sizes import (
     decode_graph_sizes,
     default_chunk_tokens,
     default_max_batch,
     padded_sizes,
     prefill_graph_sizes,
 )
-from cosched.latency.interp import FloatArray
-from cosched.latency.specs import Gemm, GpuSpec, ModelSpec
-from cosched.latency.tables import (
+from cosched.cost_models.specs import Gemm, GpuSpec, ModelSpec
+from cosched.cost_models.tables import (
     find_tables,
     read_allreduce,
     read_context_attention,
     read_gemm,
     read_generation_attention,
 )
+from cosched.errors import ConfigError
+from cosched.latency.graphs import GraphSizes
+from cosched.latency.interp import FloatArray
 
 __all__ = ["KernelTableModel"]
 

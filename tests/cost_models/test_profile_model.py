@@ -9,13 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cosched.core.batch import BatchShape, Prefill
+from cosched.cost_models.noise import NoisyModel
+from cosched.cost_models.profile_model import FEATURES, MIN_POINTS, ProfileModel
+from cosched.cost_models.registry import make_cost_model
 from cosched.errors import ConfigError
-from cosched.latency import MeasuredPoint, NoisyModel, Profile, ProfileModel, make_cost_model
-from cosched.latency.checks import typical_batches
-from cosched.latency.profile_file import FILE_VERSION, read_iteration_log
-from cosched.latency.profile_model import FEATURES, MIN_POINTS
+from cosched.latency.profile_file import FILE_VERSION, MeasuredPoint, Profile, read_iteration_log
+from tests.scripts import script
 
-BATCHES = typical_batches(seed=5, num=300, max_kv_tokens=100_000)
+REPORT = script("cost_model_report")
+
+BATCHES = REPORT.typical_batches(seed=5, num=300, max_kv_tokens=100_000)
 
 
 def measure(model, batches=BATCHES):
@@ -30,7 +33,7 @@ def fitted(toy) -> ProfileModel:
 def test_learns_a_machine_it_was_not_shaped_after(fitted, toy):
     assert fitted.held_out.num_points == 60
     assert fitted.held_out.mean < 0.1
-    unseen = typical_batches(seed=6, num=100, max_kv_tokens=100_000)
+    unseen = REPORT.typical_batches(seed=6, num=100, max_kv_tokens=100_000)
     relative = [fitted.iteration_s(batch) / toy.iteration_s(batch) - 1 for batch in unseen]
     assert sum(map(abs, relative)) / len(relative) < 0.1
 

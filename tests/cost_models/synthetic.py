@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cosched.latency.specs import GpuSpec, ModelSpec
+from cosched.cost_models.specs import GpuSpec, ModelSpec
 
 GPU = GpuSpec(
     name="T1",

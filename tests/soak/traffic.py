@@ -14,7 +14,7 @@ from random import Random
 from typing import Any
 
 from cosched.core.wire import OFFLINE_PRIORITY, PARAMS_KEY
-from cosched.soak.spec import SoakSpec
+from tests.soak.spec import SoakSpec
 
 __all__ = [
     "ADAPTERS",

@@ -10,22 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cosched.core.batch import BatchShape, Prefill
+from cosched.cost_models.base import OVERLAPPED, SYNCHRONOUS, CpuOverhead
+from cosched.cost_models.capacity import default_mem_fraction, kv_capacity_tokens
+from cosched.cost_models.noise import NoisyModel
+from cosched.cost_models.registry import COST_MODELS, make_cost_model
+from cosched.cost_models.roofline import RooflineModel
+from cosched.cost_models.specs import GPUS, MODELS
 from cosched.errors import ConfigError
-from cosched.latency import (
-    COST_MODELS,
-    GPUS,
-    MODELS,
-    OVERLAPPED,
-    SYNCHRONOUS,
-    CpuOverhead,
-    NoisyModel,
-    kv_capacity_tokens,
-    make_cost_model,
-)
-from cosched.latency.capacity import default_mem_fraction
-from cosched.latency.checks import roofline_ratio, typical_batches
-from cosched.latency.roofline import RooflineModel
-from tests.latency.synthetic import GPU, MODEL
+from tests.cost_models.synthetic import GPU, MODEL
+from tests.scripts import script
+
+REPORT = script("cost_model_report")
 
 BATCH = BatchShape(prefills=[Prefill(512, 1024)], decodes=[700] * 30)
 
@@ -55,7 +50,7 @@ class TestRoofline:
 
     def test_within_a_factor_of_three_of_tables(self, toy):
         model = RooflineModel(model=MODEL, gpu=GPU)
-        for batch in typical_batches(seed=0, num=200, max_kv_tokens=200_000):
+        for batch in REPORT.typical_batches(seed=0, num=200, max_kv_tokens=200_000):
             assert 1 / 3 < model.iteration_s(batch) / toy.iteration_s(batch) < 3
 
     def test_overhead_counts_the_requests(self):
@@ -184,7 +179,7 @@ class TestRegistry:
 
 
 def test_errors_are_summarised_by_kind_of_batch(toy):
-    batches = typical_batches(seed=1, num=100, max_kv_tokens=100_000)
-    errors = roofline_ratio(toy, toy, batches)
+    batches = REPORT.typical_batches(seed=1, num=100, max_kv_tokens=100_000)
+    errors = REPORT.roofline_ratio(toy, toy, batches)
     assert sum(error.num_points for error in errors.values()) == 100
     assert all(error.mean == 0 for error in errors.values())

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cosched.core.batch import BatchShape, Prefill
+from cosched.cost_models.base import CpuOverhead
+from cosched.cost_models.graph_sizes import decode_graph_sizes, padded_sizes, prefill_graph_sizes
+from cosched.cost_models.kernel_table import KernelTableModel
 from cosched.errors import ConfigError
-from cosched.latency.base import CpuOverhead
-from cosched.latency.graphs import decode_graph_sizes, padded_sizes, prefill_graph_sizes
-from cosched.latency.kernel_table import KernelTableModel
-from tests.latency.synthetic import (
+from tests.cost_models.synthetic import (
     GPU,
     MODEL,
     context_s,

@@ -10,8 +10,8 @@ from cosched.core.wire import class_of_priority
 from cosched.engine.port.local import Reply
 from cosched.engine.waiting import WaitingQueue
 from cosched.offline.prefix_pool import PrefixPool
-from cosched.soak.engine import SoakEngine
-from cosched.soak.traffic import Ask
+from tests.soak.engine import SoakEngine
+from tests.soak.traffic import Ask
 
 __all__ = ["Checks", "SoakFailure"]
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from cosched.soak.run import Outcome, run
-from cosched.soak.spec import FEATURES, SoakSpec
+from tests.soak.run import Outcome, run
+from tests.soak.spec import FEATURES, SoakSpec
 
 __all__ = ["in_child", "narrow"]
 

@@ -2,8 +2,8 @@
 
 ::
 
-    python -m cosched.soak --hours 10 --seed 0 --policy hygen --page-size 16
-    python -m cosched.soak --matrix --hours 1
+    python -m tests.soak --hours 10 --seed 0 --policy hygen --page-size 16
+    python -m tests.soak --matrix --hours 1
 
 Prints what happened and, last, one JSON object. Exits with 1 when something failed; the command
 that reproduces it, as little of it as is needed, is printed and in the JSON.
@@ -22,15 +22,15 @@ from typing import Any
 
 from cosched.command_line import run_command, virtual_time_bar
 from cosched.policy.registry import POLICIES
-from cosched.soak.narrow import in_child, narrow
-from cosched.soak.run import Outcome
-from cosched.soak.spec import FEATURES, MATRIX, SoakSpec
+from tests.soak.narrow import in_child, narrow
+from tests.soak.run import Outcome
+from tests.soak.spec import FEATURES, MATRIX, SoakSpec
 
 
 def build_parser() -> argparse.ArgumentParser:
     default = SoakSpec()
     parser = argparse.ArgumentParser(
-        prog="python -m cosched.soak",
+        prog="python -m tests.soak",
         description="Random traffic on SGLang's own scheduler in virtual time, with checks.",
         epilog="features: " + "; ".join(f"{name}: {summary}" for name, summary in FEATURES.items()),
     )

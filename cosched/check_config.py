@@ -1,0 +1,227 @@
+"""``python -m cosched.check_config``: the keys of ``COSCHED_CONFIG``, and whether one is right.
+
+The texts are those of the structs: `docs/configuration.md` is made from them, so it cannot differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import inspect as types
+from rich import print as print_rich
+from rich.table import Table
+
+from cosched.command_line import Parser, add_json_option, add_version_option, run_command
+from cosched.config import ENV_VAR, Config, load_config
+
+__all__ = ["PAGE", "Group", "Key", "build_parser", "groups", "main", "page"]
+
+PAGE = Path("docs/configuration.md")
+
+_INTRO = f"""\
+# Configuration
+
+Made by `python -m cosched.check_config --write-page` from the structs in the code; do not edit.
+
+A server takes its configuration from the environment variable `{ENV_VAR}`: JSON, or the path of
+a JSON file. `cosched serve` makes it from `--cosched-*` flags ([operations](operations.md)); every
+other key goes there with `{ENV_VAR}`. A simulation takes the same keys with `--cosched-config`.
+A key that is left out has its default; an unknown key and a value out of range are errors that
+name them.
+
+```bash
+cosched config                                  # the keys, as below
+cosched config '{{"kv": {{"eviction": "lru"}}}}'    # is it right? what it says with all defaults
+cosched config my.json
+```
+"""
+
+_NAMES = {
+    types.BoolType: "true or false",
+    types.IntType: "integer",
+    types.FloatType: "number",
+    types.StrType: "text",
+    types.NoneType: "null",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """One key of the configuration.
+
+    name     of the key in its object
+    kind     what its value is
+    default  as JSON; empty: an object whose keys have theirs
+    text     what it does, from the docstring of its struct
+    """
+
+    name: str
+    kind: str
+    default: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """An object of the configuration.
+
+    path  names of the keys that lead to it, joined by dots, ``<name>`` for any; "": the whole
+    """
+
+    path: str
+    keys: tuple[Key, ...]
+
+
+def groups(struct: type[msgspec.Struct] = Config, path: str = "") -> Iterator[Group]:
+    """The object of a struct, then those within it."""
+    texts = _texts(struct)
+    info = types.type_info(struct)
+    assert isinstance(info, types.StructType)
+    yield Group(
+        path=path,
+        keys=tuple(
+            Key(
+                name=field.encode_name,
+                kind=_kind(field.type),
+                default=_default(field),
+                text=texts.get(field.name, ""),
+            )
+            for field in info.fields
+        ),
+    )
+    for field in info.fields:
+        for inner, any_name in _structs(field.type):
+            yield from groups(inner, ".".join(filter(None, (path, field.encode_name, any_name))))
+
+
+def _texts(struct: type[msgspec.Struct]) -> Mapping[str, str]:
+    """The lines ``name   what it does`` of a docstring."""
+    lines = textwrap.dedent(" " * 4 + (struct.__doc__ or "")).splitlines()
+    found: dict[str, str] = {}
+    name = None
+    for line in lines:
+        match = re.match(r"(\w+) +(\S.*)", line)
+        if match and match[1] in struct.__struct_fields__:
+            name = match[1]
+            found[name] = match[2]
+        elif name and line.startswith("  "):
+            found[name] += " " + line.strip()
+        else:
+            name = None
+    return found
+
+
+def _kind(kind: types.Type) -> str:
+    if isinstance(kind, types.UnionType):
+        return " or ".join(_kind(one) for one in kind.types)
+    if isinstance(kind, types.LiteralType):
+        return " or ".join(f"`{value}`" for value in sorted(kind.values, key=str))
+    if isinstance(kind, types.VarTupleType | types.ListType):
+        return f"list of {_kind(kind.item_type)}"
+    if isinstance(kind, types.StructType | types.DictType):
+        return "object"
+    return _NAMES[type(kind)]
+
+
+def _structs(kind: types.Type) -> Iterator[tuple[type[msgspec.Struct], str]]:
+    """The structs within a type, each with what stands for the names of a mapping to it."""
+    if isinstance(kind, types.UnionType):
+        for one in kind.types:
+            yield from _structs(one)
+    elif isinstance(kind, types.StructType):
+        yield kind.cls, ""
+    elif isinstance(kind, types.DictType):
+        for inner, _ in _structs(kind.value_type):
+            yield inner, "<name>"
+
+
+def _default(field: types.Field) -> str:
+    value: Any = field.default
+    if field.default_factory is not msgspec.NODEFAULT:
+        value = field.default_factory()
+    if isinstance(value, msgspec.Struct):
+        return ""  # its keys have theirs
+    return msgspec.json.encode(value).decode()
+
+
+def page() -> str:
+    """``docs/configuration.md``."""
+    parts = [_INTRO]
+    for group in groups():
+        title = f"`{group.path}`" if group.path else "The keys"
+        parts.append(
+            f"\n## {title}\n\n| key | value | default | what it does |\n|---|---|---|---|\n"
+        )
+        for key in group.keys:
+            default = f"`{key.default}`" if key.default else "its keys have theirs"
+            parts.append(f"| `{key.name}` | {key.kind} | {default} | {_cell(key.text)} |\n")
+    return "".join(parts)
+
+
+def _cell(text: str) -> str:
+    return text.replace("``", "`").replace("|", "\\|")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="python -m cosched.check_config",
+        description="The keys of the configuration; with an argument: whether it is right, and "
+        "what it says with all defaults.",
+        epilog="examples:\n"
+        "  cosched config                    the keys, their defaults, what they do\n"
+        "  cosched config my.json            check a file\n"
+        """  cosched config '{"policy": "hygen", "kv": {"eviction": "lru"}}'\n"""
+        f"Without an argument, {ENV_VAR} is checked where it is set.",
+    )
+    parser.add_argument("config", nargs="?", metavar="JSON|FILE", help=f"as {ENV_VAR} takes it")
+    parser.add_argument(
+        "--write-page", action="store_true", help=f"write {PAGE}, from the root of the repository"
+    )
+    add_json_option(parser)
+    add_version_option(parser)
+    parser.set_defaults(execute=_execute)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command."""
+    run_command(build_parser().parse_args(argv))
+
+
+def _execute(arguments: argparse.Namespace) -> dict[str, Any]:
+    if arguments.write_page:
+        PAGE.write_text(page(), encoding="utf-8")
+        return {"program": "config", "written": str(PAGE)}
+    environ = os.environ if arguments.config is None else {ENV_VAR: arguments.config}
+    config = load_config(environ)
+    if config is None:
+        _print_keys()
+        return {"program": "config", "config": None}
+    checked = msgspec.to_builtins(config)
+    print(json.dumps(checked, indent=2))
+    return {"program": "config", "config": checked}
+
+
+def _print_keys() -> None:
+    for group in groups():
+        table = Table(title=group.path or ENV_VAR, title_justify="left", box=None, pad_edge=False)
+        for column in ("key", "value", "default", "what it does"):
+            table.add_column(column, overflow="fold")
+        for key in group.keys:
+            table.add_row(
+                key.name, key.kind.replace("`", ""), key.default, key.text.replace("`", "")
+            )
+        print_rich(table)
+
+
+if __name__ == "__main__":
+    main()
