@@ -31,13 +31,13 @@ Steps (Alg. 1)
    early return). Where KV memory is missing offline requests are stopped.
 3. Offline requests: those that run, then those that wait. One that does not fit takes the place of
    the online request with most time to spare, if that one and all others left out stay in time.
-4. B doubles after an iteration without early return, up to the request slots, and is 128 again after
-   one with it.
+4. B doubles after an iteration without early return, up to the request slots, and is 128 again
+   after one with it.
 
 Deviations from the paper, each for a reason (docs/policies/bros.md has more of them)
-* The limit is the least residual of those that can still be met. Literally one late request makes it
-  negative, and nobody is admitted at all. Where none can be met: the least TPOT target, or what the
-  first request takes alone.
+* The limit is the least residual of those that can still be met. Literally one late request makes
+  it negative, and nobody is admitted at all. Where none can be met: the least TPOT target, or what
+  the first request takes alone.
 * Offline work is bounded by Eq. 6 for those that are left out too, not only for those in the batch;
   Alg. 1 checks neither them nor the one that it exchanges.
 * A prompt that does not fit whole is cut, beside the decodes of the online requests that run, and
@@ -48,8 +48,8 @@ Deviations from the paper, each for a reason (docs/policies/bros.md has more of 
   of the pool; what never ran needs no restoring and would always precede the others. Whoever is in
   front of the pool has the turn after `PATIENCE` admissions of others.
 * Without online requests the iteration takes at most `Budgets.idle_share` of the TTFT target.
-* t_i begins anew with each token, as the paper's Table 1 has it, also within a group. So a group may
-  take longer than its target as a whole; with groups of one token there is no difference.
+* t_i begins anew with each token, as the paper's Table 1 has it, also within a group. So a group
+  may take longer than its target as a whole; with groups of one token there is no difference.
 * No new offline request is admitted while an online one waits for memory or slots.
 """
 
@@ -671,7 +671,7 @@ class _Packing:
         return self._before_latest_prefill(), limit_s
 
     def _before_latest_prefill(self) -> PlanBuilder:
-        """The plan as it is now without the latest online prefill: what came after is done again."""
+        """The plan without the latest online prefill: what came after it is done again."""
         assert self._before is not None
         builder = self._before.fork()
         builder.hold_all(

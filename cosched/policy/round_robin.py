@@ -1,19 +1,18 @@
 """Round robin: iterations of online and of offline requests in turn (BROS §2.2, §7).
 
-Idea         two queues, each first come, first served. An iteration has requests of one class: those
-             that run decode, and of those that wait as many are admitted as there is room for. The
-             next iteration is the other class's.
+Idea         two queues, each first come, first served. An iteration has requests of one class:
+             those that run decode, and of those that wait as many are admitted as there is room
+             for. The next iteration is the other class's.
 Assumptions  a running request can sit out an iteration with its KV kept.
 Good         neither class starves.
 Bad          knows no target: an offline iteration takes as long as it takes, and every online token
              waits for one.
 Parameters   none; the engine's token budget bounds an iteration.
 
-Where one class has nothing to do the other one has the turn. Memory is given to whoever comes first;
-only where the decodes themselves do not fit a request is stopped, the youngest offline one.
-
-Where the engine cannot let running requests sit out, they decode in every iteration, and the turn is
-of the prefills.
+Where one class has nothing to do the other one has the turn. Memory is given to whoever comes
+first; only where the decodes themselves do not fit a request is stopped, the youngest offline one.
+Where the engine cannot let running requests sit out, they decode in every iteration, and the turn
+is of the prefills.
 """
 
 from __future__ import annotations

@@ -418,7 +418,7 @@ def test_round_robin_takes_turns():
     assert (plan.prefill, plan.hold) == ({"b": 100}, {"chat"})
     plan, carry = planned(view, carry, policy=policy)
     assert plan.hold == {"job"}
-    # Where the class of the turn has nothing to do the other one goes on, and keeps the turn for it.
+    # Where the class of the turn has nothing to do the other goes on, and the turn stays.
     alone = FakeView(caps=CAPS, running=(chat,))
     plan, after = planned(alone, carry, policy=policy)
     assert not plan.hold and after == carry
