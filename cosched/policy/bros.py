@@ -47,7 +47,10 @@ Deviations from the paper, each for a reason (docs/policies/bros.md has more of 
 * Offline requests that wait: by what must be restored of those that were stopped, then in the order
   of the pool; what never ran needs no restoring and would always precede the others. Whoever is in
   front of the pool has the turn after `PATIENCE` admissions of others.
-* Without online requests the iteration takes at most `Budgets.idle_share` of the TTFT target.
+* An iteration with offline work takes at most `Budgets.idle_share` of the TTFT target, with online
+  requests or without: one that comes meanwhile waits for this iteration and for the next, which is
+  planned already. The paper names no bound; with its targets (0.4 s and 0.2 s) two iterations as
+  long as the TPOT target are all of the time to the first token.
 * t_i begins anew with each token, as the paper's Table 1 has it, also within a group. So a group
   may take longer than its target as a whole; with groups of one token there is no difference.
 * No new offline request is admitted while an online one waits for memory or slots.
@@ -253,7 +256,7 @@ class _Packing:
         self._online_s = self._limit_s(first, settings.latency_budget_s)
         if options.late_last and first is not None:
             self._queue = queue[first:] + queue[:first]
-        self._offline_s = self._online_s
+        self._offline_s = min(self._online_s, self._idle_s())
 
     def limits(self) -> Mapping[str, float]:
         limits = {"online": self._online_s, "offline": self._offline_s}
@@ -326,10 +329,14 @@ class _Packing:
         if first is not None:
             return self._queue[first].residual_s
         if not self._queue:
-            return self._budgets.idle_share * _target(None, self._slo.ttft_s)
+            return self._idle_s()
         tpot_s = min(_target(e.request.slo.tpot_s, self._slo.tpot_s) for e in self._queue)
         most_late = self._queue[0]
         return max(tpot_s, self._alone_s(most_late.request, most_late.context))
+
+    def _idle_s(self) -> float:
+        """Most time of an iteration with offline work in it, for those that come meanwhile [s]."""
+        return self._budgets.idle_share * _target(None, self._slo.ttft_s)
 
     def _alone_s(self, request: Request | None, context: int) -> float:
         """Predicted time of an iteration of its own, with a chunk of its prompt at the most [s]."""

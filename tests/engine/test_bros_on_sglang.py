@@ -40,7 +40,7 @@ class Crowded:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("name", ["bros", "bros-nobi"])
 def test_forced_exchange_changes_no_token(make_engine, overlap, page_size, name):
-    flags = {"overlap": overlap, "page_size": page_size}
+    flags = {"overlap": overlap, "page_size": page_size, "chunked_prefill_size": 256}
     answers = ask_all(make_engine(policy="sarathi", **flags), seed=3)
     targets = {"slo": {"ttft_ms": 60_000, "tpot_ms": 60_000}}
     engine = make_engine(policy=name, config=targets, max_total_tokens=992, **flags)
