@@ -44,9 +44,9 @@ Deviations from the paper, each for a reason (docs/policies/bros.md has more of 
   counts as an early return. The paper computes prompts whole.
 * An online request for which memory is missing is skipped, and does not end the loop: that would
   hold the decodes that need none (`breaks_without_memory` is literal).
-* Offline requests that wait: by what must be restored of those that were stopped, then in the order
-  of the pool; what never ran needs no restoring and would always precede the others. Whoever is in
-  front of the pool has the turn after `PATIENCE` admissions of others.
+* Offline requests that wait: those that were stopped by what must be restored, then the others in
+  the order of arrival; what never ran needs no restoring and would always precede the others.
+  Whoever is in front of the pool has the turn after `PATIENCE` admissions of others.
 * An iteration with offline work takes at most `Budgets.idle_share` of the TTFT target, with online
   requests or without: one that comes meanwhile waits for this iteration and for the next, which is
   planned already. The paper names no bound; with its targets (0.4 s and 0.2 s) two iterations as
@@ -98,7 +98,7 @@ PATIENCE = 16
 """Admissions in a row that may pass over whoever is in front of the pool (own)."""
 
 CANDIDATES = 8
-"""Waiting offline requests of which the one with least to restore is chosen (own)."""
+"""Stopped requests in front of the pool of which the one with least to restore is next (own)."""
 
 MOST_EXCHANGES = 16
 """Of one plan (own): the others follow in the next ones."""
@@ -557,14 +557,20 @@ class _Packing:
             self._size += 1
 
     def _admit_offline(self, order: OfflineOrder) -> None:
+        if order.knows_prefixes:
+            for request in (*self._view.running, *self._view.unfinished):
+                if request.num_output_tokens == 0:
+                    follow(order, request, request.num_prefix_tokens)
         room = offline_room(self.builder)
+        ahead: list[Request] = []  # the first of the order that are not admitted
         while True:
-            builder = self.builder
-            request, front = self._next_offline(order)
-            if request is None or front is None:
+            _look_ahead(order, ahead)
+            if not ahead:
                 return
+            front, request = ahead[0], self._next_offline(ahead)
+            builder = self.builder
             if must_wait(builder, request):
-                order.take(request)
+                ahead.remove(request)
                 continue
             if room == 0 or builder.ledger.slots <= 0:
                 is_limit = room == 0
@@ -575,23 +581,18 @@ class _Packing:
                 if request is front or must_wait(builder, front) or not self._admit_one(front):
                     return
                 request = front
-            order.take(request)
+            ahead.remove(request)
             follow(order, request, self._view.match(request).cached)
             self.num_passed = 0 if request is front else self.num_passed + 1
             room = None if room is None else room - 1
 
-    def _next_offline(self, order: OfflineOrder) -> tuple[Request | None, Request | None]:
-        """Of the first few the one that was stopped and has least to restore (line 17), or who is
-        in front where none was stopped or that one has been passed over often enough; and who is
-        in front."""
-        few = [request for bucket in order.candidates(CANDIDATES) for request in bucket]
-        if not few:
-            return None, None
-        front = few[0]
-        stopped = [request for request in few if request.num_preemptions]
+    def _next_offline(self, ahead: Sequence[Request]) -> Request:
+        """Of those that were stopped the one with least to restore (line 17); who is in front where
+        none was stopped, or has been passed over often enough."""
+        stopped = [request for request in ahead if request.num_preemptions]
         if not stopped or self.num_passed >= PATIENCE:
-            return front, front
-        return min(stopped, key=self._restore_need), front  # of equals the first
+            return ahead[0]
+        return min(stopped, key=self._restore_need)  # of equals the first
 
     def _restore_need(self, request: Request) -> int:
         """Tokens of KV to load or to compute anew (M^cpu, and what no host memory holds)."""
@@ -697,6 +698,16 @@ class _Packing:
         self._size -= 1
         self.builder = builder
         self._offline_s = limit_s
+
+
+def _look_ahead(order: OfflineOrder, ahead: list[Request]) -> None:
+    """Up to `CANDIDATES` that were stopped, and the one behind them: in the order of arrival what
+    was stopped is older than what never ran."""
+    while len(ahead) < CANDIDATES and all(request.num_preemptions for request in ahead):
+        request = next(order, None)
+        if request is None:
+            return
+        ahead.append(request)
 
 
 def _decodes_from(queue: Sequence[_Entry], index: int, most: int) -> Sequence[_Entry]:

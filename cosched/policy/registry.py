@@ -94,6 +94,8 @@ def _bros(
         summary=summary,
         source=source,
         make=partial(BrosPolicy, options=BrosOptions(**options)),
+        # First come, first served, but it knows for whom the KV of what was stopped is kept.
+        pool=PoolConfig(utility_ratio=0.0),
         timed=True,
         predictor=predictor,
         server_flags=_MIXED_CHUNK,

@@ -108,7 +108,7 @@ def _all() -> Mapping[str, Scenario]:
     for policy in POLICIES.values():
         if policy.name not in index and policy.name != "sglang":
             index[policy.name] = _of_policy(policy)
-        if policy.pool is not None:
+        if policy.pool is not None and policy.pool.utility_ratio > 0:
             alone = f"offline-{policy.name}"
             index[alone] = Scenario(
                 name=alone,

@@ -226,7 +226,7 @@ def test_of_those_that_were_stopped_the_one_with_least_to_restore_goes_first():
     )
     view = FakeView(
         caps=CAPS,
-        offline=(fresh, far, near),
+        offline=(far, near, fresh),
         cached={
             "near": Match(cached=90, evictable=0),
             "far": Match(cached=95, evictable=0, host=95),
@@ -235,16 +235,22 @@ def test_of_those_that_were_stopped_the_one_with_least_to_restore_goes_first():
     one = Pressure(batch_size=1)
     plan, after = planned(view, one)
     assert list(plan.prefill) == ["near"] and after.num_passed == 1
-    plan, _ = planned(replace(view, offline=(fresh, far)), one)
+    plan, _ = planned(replace(view, offline=(far, fresh)), one)
     assert list(plan.prefill) == ["far"]
     plan, after = planned(view, Pressure(batch_size=1, num_passed=PATIENCE))
-    assert list(plan.prefill) == ["fresh"] and after.num_passed == 0
+    assert list(plan.prefill) == ["far"] and after.num_passed == 0
+    plan, _ = planned(replace(view, offline=(fresh, near)), one)
+    assert list(plan.prefill) == ["fresh"]
 
 
 def test_where_that_one_does_not_fit_the_front_has_its_turn():
-    stopped = offline("stopped", 600, num_preemptions=1, traits=Traits(can_cut=False))
-    view = FakeView(caps=CAPS, offline=(offline("front", 100), stopped))
-    assert list(planned(view)[0].prefill) == ["front"]
+    front = offline("front", 300, num_preemptions=1)
+    near = offline("near", 100, num_preemptions=1, max_new_tokens=4000)
+    cached = {"near": Match(cached=90, evictable=0)}
+    view = FakeView(caps=CAPS, total_kv=2000, offline=(front, near), cached=cached)
+    plan, _ = planned(view)
+    assert list(plan.prefill) == ["front"]
+    assert plan.skipped["near"] is SkipReason.MEMORY_BUDGET
 
 
 @given(data=st.data())
