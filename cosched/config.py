@@ -112,10 +112,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if not 0 <= self.predictor_error <= 1:
             raise ValueError(f"predictor_error must be in [0, 1], not {self.predictor_error}")
         self.target_bounds()
+        self.named_kv()
 
     def target_bounds(self) -> Bounds:
         """Within what the targets of requests are taken at their word."""
         return self.claims.bounds(self.slo.targets())
+
+    def named_kv(self) -> KvConfig:
+        """`kv` with its order of eviction named: the policy's own unless another is given."""
+        order = self.kv.eviction or policy_entry(self.policy).eviction
+        return msgspec.structs.replace(self.kv, eviction=order)
 
     @property
     def latency_budget_s(self) -> float | None:

@@ -106,7 +106,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--cosched-kv-eviction",
         metavar="NAME",
         help="which KV goes first (docs/kv_memory.md): "
-        f"{', '.join(EVICTION_ORDERS)} (default: {defaults.kv.eviction})",
+        f"{', '.join(EVICTION_ORDERS)} (default: the policy's own, value for most)",
     )
     group.add_argument(
         "--cosched-max-offline-waiting",

@@ -71,8 +71,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--cosched-kv-eviction",
         metavar="NAME",
         help=f"which KV goes first: {', '.join(EVICTION_ORDERS)} (docs/kv_memory.md); of stock "
-        f"scheduling {', '.join(ENGINE_ORDERS)} (default: kv.eviction of --cosched-config; of "
-        "stock scheduling SGLang's)",
+        f"scheduling {', '.join(ENGINE_ORDERS)} (default: kv.eviction of --cosched-config, or "
+        "the policy's own, value for most; of stock scheduling SGLang's)",
     )
     add_workload_options(parser)
     add_machine_options(parser)

@@ -66,15 +66,17 @@ def engine_arguments(argv: Sequence[str], config: Config, *, mixed_chunk: bool) 
 
 def eviction_arguments(config: Config) -> list[str]:
     """What makes SGLang's tree evict in the order of the configuration, where that is its own."""
-    if policy_entry(config.policy).make is None or config.kv.is_ours:
+    kv = config.named_kv()
+    if policy_entry(config.policy).make is None or kv.is_ours:
         return []
-    return [EVICTION_FLAG, config.kv.eviction]
+    assert kv.eviction is not None
+    return [EVICTION_FLAG, kv.eviction]
 
 
 def host_arguments(argv: Sequence[str], config: Config) -> list[str]:
     """What leaves it to cosched what is copied to host memory, where there is any and nothing else
     is given: SGLang's default is to copy everything."""
-    if policy_entry(config.policy).make is None or not config.kv.is_ours:
+    if policy_entry(config.policy).make is None or not config.named_kv().is_ours:
         return []
     if not _given(argv, "--enable-hierarchical-cache") or _given(argv, HOST_WRITE_FLAG):
         return []
@@ -180,10 +182,11 @@ def check_arguments(server_args: Any, config: Config) -> None:
                 f"drop the flag or use --cosched-policy sglang"
             )
     order = resolved.radix_eviction_policy
-    expected = "lru" if config.kv.is_ours else config.kv.eviction
+    kv = config.named_kv()
+    expected = "lru" if kv.is_ours else kv.eviction
     if order != expected:
         raise ConfigError(
-            f"{EVICTION_FLAG} {order} cannot go with kv.eviction {config.kv.eviction!r}: drop the "
+            f"{EVICTION_FLAG} {order} cannot go with kv.eviction {kv.eviction!r}: drop the "
             f"flag, or set kv.eviction to {choices(ENGINE_ORDERS)}"
         )
 

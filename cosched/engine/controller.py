@@ -167,11 +167,12 @@ class Controller:
         )
         self.kv: KvManager | None = None
         """None: SGLang's own eviction order holds."""
-        if config.kv.is_ours and can_watch(scheduler):
+        kv = config.named_kv()
+        if kv.is_ours and can_watch(scheduler):
             self.kv = KvManager(
                 scheduler,
                 # What is lost in seconds can be weighed where seconds are known.
-                config.kv if entry.timed else msgspec.structs.replace(config.kv, admission=False),
+                kv if entry.timed else msgspec.structs.replace(kv, admission=False),
                 pool=lambda: self.waiting.offline,
                 online=self.waiting.online,
                 ttft_s=self.settings.slo.ttft_s,

@@ -103,6 +103,7 @@ class KvManager:
         self.prices = Prices()
         worth = Worth(self.returns, self.prices, late_weight=config.late_weight)
         worth.transfer_s = transfer_s_of(scheduler, config.host_bandwidth_gb_s)
+        assert config.eviction in ORDERS, f"{config.eviction=}"
         self.leaves = Leaves(ORDERS[config.eviction](worth), worth)
         self.copies: Leaves | None = None
         """What is in host memory and can be given up; None: there is no host memory."""

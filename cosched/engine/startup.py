@@ -42,6 +42,7 @@ def describe(config: Config, server_args: Any) -> str:
     facts.append(f"mixed chunks {'on' if mixed else 'off'}")
     if resolving_view(server_args).enable_hierarchical_cache:
         facts.append(f"host memory at {config.kv.host_bandwidth_gb_s:g} GB/s")
+    facts.append(f"KV evicted by {config.named_kv().eviction}")
     facts.append(f"offline pool in {_pool_order(config.pool or entry.pool)}")
     return "; ".join(facts)
 

@@ -20,7 +20,8 @@ class KvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """What is evicted first, and what offline work may take.
 
     eviction        value: what is worth least per token, by future references and learned returns;
-                    echo: the order of Echo §4.2; lru, slru, priority: SGLang's
+                    echo: the order of Echo §4.2; lru, slru, priority: SGLang's; None: the policy's
+                    own (`cosched.policy.registry.PolicyEntry.eviction`)
     reserve         keep what online requests are expected to need from offline ones (Echo §5.3)
     deviations      of their demand above its mean that are kept
     window_s        over which the demand is looked at [s]
@@ -34,7 +35,7 @@ class KvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     host_bandwidth_gb_s  of copies to host memory and back [GB/s of each GPU]
     """
 
-    eviction: str = "value"
+    eviction: str | None = None
     reserve: bool = True
     deviations: float = 2.0
     window_s: float = 300.0
@@ -46,7 +47,7 @@ class KvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     host_bandwidth_gb_s: float = 20.0
 
     def __post_init__(self) -> None:
-        if self.eviction not in EVICTION_ORDERS:
+        if self.eviction is not None and self.eviction not in EVICTION_ORDERS:
             names = choices(EVICTION_ORDERS)
             raise ConfigError(f"kv.eviction {self.eviction!r} is unknown: {names}")
         for name in ("deviations", "late_weight"):
@@ -65,5 +66,7 @@ class KvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def is_ours(self) -> bool:
-        """The order is cosched's, and not the engine's."""
+        """The order is cosched's, and not the engine's. Of a configuration that names one
+        (`cosched.config.Config.named_kv`)."""
+        assert self.eviction is not None, "no order is named"
         return self.eviction in ORDERS

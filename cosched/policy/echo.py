@@ -21,8 +21,9 @@ Each admission is the candidate with which the score is highest. Admissions end 
 reached, not where the score falls: beside a cached prefix every other request lowers it, and an
 iteration that ends early spends the slack of the deadlines for nothing.
 
-What is evicted for whom is the cache's to decide. A plan knows which prefixes its candidates would
-reuse and how much room is left: evictions count as punishment once everything else is gone.
+Which KV goes first is the order of eviction's to decide (``echo-bs+e+s+m``: that of Echo §4.2). A
+plan knows which prefixes its candidates would reuse and how much room is left: evictions count as
+punishment once everything else is gone.
 
 Deviations from the paper
 * Candidates are the first few of each bucket instead of the whole pool, so that a plan costs what

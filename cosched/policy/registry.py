@@ -50,6 +50,7 @@ class PolicyEntry:
     source        where it comes from
     make          builds it for an engine; None: the engine's own scheduler decides
     pool          how it orders what waits offline, unless the configuration says; None: by arrival
+    eviction      which KV goes first, unless the configuration says (`KvConfig.eviction`)
     timed         its plans depend on time: the latency predictor is kept up to date, and all ranks
                   go by one clock
     predictor     the form of its predictor, fitted to the points of the profile where one is given
@@ -63,6 +64,7 @@ class PolicyEntry:
     source: str
     make: Callable[[PolicySettings], Policy[Any]] | None = None
     pool: PoolConfig | None = None
+    eviction: str = "value"
     timed: bool = False
     predictor: str | None = None
     server_flags: Mapping[str, object] = field(default_factory=dict)
@@ -87,7 +89,13 @@ _MIXED_CHUNK = {"enable_mixed_chunk": True}
 
 
 def _bros(
-    name: str, summary: str, source: str, *, predictor: str | None = None, **options: Any
+    name: str,
+    summary: str,
+    source: str,
+    *,
+    predictor: str | None = None,
+    eviction: str = "value",
+    **options: Any,
 ) -> PolicyEntry:
     return PolicyEntry(
         name=name,
@@ -96,6 +104,7 @@ def _bros(
         make=partial(BrosPolicy, options=BrosOptions(**options)),
         # First come, first served, but it knows for whom the KV of what was stopped is kept.
         pool=PoolConfig(utility_ratio=0.0),
+        eviction=eviction,
         timed=True,
         predictor=predictor,
         server_flags=_MIXED_CHUNK,
@@ -171,6 +180,16 @@ _ENTRIES = (
         timed=True,
         server_flags=_MIXED_CHUNK,
     ),
+    PolicyEntry(
+        name="echo-bs+e+s+m",
+        summary="Echo complete: echo-bs+e+s, and KV goes in the order that the paper gives",
+        source="Echo §4.2, §7.1 (BS+E+S+M)",
+        make=EchoPolicy,
+        pool=PoolConfig(num_buckets=4),
+        eviction="echo",
+        timed=True,
+        server_flags=_MIXED_CHUNK,
+    ),
     _bros(
         "bros",
         "online by time left, offline in what is left or in their place",
@@ -209,8 +228,9 @@ _ENTRIES = (
     ),
     _bros(
         "bros-keep",
-        "bros that keeps the KV of what it stops, and evicts whole leaves",
+        "bros that keeps the KV of what it stops; whole leaves go, in SGLang's order",
         "cosched (a part of Fig. 13)",
+        eviction="lru",
         stop=PreemptMode.KEEP_KV,
     ),
     _bros(

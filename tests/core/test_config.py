@@ -1,11 +1,16 @@
 """The configuration that switches cosched on."""
 
 import json
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from cosched.config import ENV_VAR, Config, load_config, parse_config
 from cosched.errors import ConfigError
+from cosched.kv.config import EVICTION_ORDERS
+from cosched.policy.registry import POLICIES
 
 
 def test_absent_or_empty_means_off():
@@ -48,3 +53,23 @@ def test_what_is_written_reads_back():
 def test_bad_values_are_named(text, message):
     with pytest.raises(ConfigError, match=message):
         load_config({ENV_VAR: text})
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_an_order_of_eviction_that_is_named_wins_over_the_policys(name):
+    own = Config(policy=name).named_kv().eviction
+    assert own == ("echo" if name == "echo-bs+e+s+m" else "value")
+    for order in EVICTION_ORDERS:
+        config = parse_config(json.dumps({"policy": name, "kv": {"eviction": order}}), source="x")
+        assert config.named_kv().eviction == order
+
+
+def test_a_policy_of_another_package_may_name_its_order(monkeypatch):
+    entry = replace(POLICIES["hygen"], eviction="slru")
+    monkeypatch.setitem(sys.modules, "somebody", SimpleNamespace(theirs=entry))
+    assert Config(policy="somebody:theirs").named_kv().eviction == "slru"
+    monkeypatch.setitem(
+        sys.modules, "nobody", SimpleNamespace(theirs=replace(entry, eviction="fifo"))
+    )
+    with pytest.raises(ConfigError, match="'fifo' is unknown"):
+        Config(policy="nobody:theirs")

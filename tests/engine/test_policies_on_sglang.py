@@ -35,7 +35,7 @@ def ask_all(engine, *, seed):
 def test_what_is_answered_does_not_depend_on_the_policy(make_engine, overlap):
     answers = ask_all(make_engine(policy="sarathi", overlap=overlap), seed=1)
     assert len(answers) == 16 and all(len(tokens) == 8 for tokens in answers.values())
-    for policy in ("hygen", "echo-bs", "echo-bs+e", "echo-bs+e+s"):
+    for policy in ("hygen", "echo-bs", "echo-bs+e", "echo-bs+e+s", "echo-bs+e+s+m"):
         assert ask_all(make_engine(policy=policy, overlap=overlap), seed=1) == answers
 
 
@@ -71,4 +71,17 @@ def test_the_pool_of_echo_has_length_buckets(make_engine):
         return engine.scheduler.cosched.waiting.offline.config
 
     assert config(make_engine(policy="echo-bs+e+s")).num_buckets == 4
+    assert config(make_engine(policy="echo-bs+e+s+m")).num_buckets == 4
     assert config(make_engine(policy="hygen")).num_buckets == 1
+
+
+def test_kv_goes_in_the_order_of_the_policy_unless_another_is_named(make_engine):
+    def order(*, policy, **config):
+        manager = make_engine(policy=policy, config=config).scheduler.cosched.kv
+        return None if manager is None else manager.config.eviction
+
+    assert order(policy="hygen") == order(policy="echo-bs+e+s") == "value"
+    assert order(policy="echo-bs+e+s+m") == "echo"
+    assert order(policy="echo-bs+e+s+m", kv={"eviction": "value"}) == "value"
+    assert order(policy="hygen", kv={"eviction": "echo"}) == "echo"
+    assert order(policy="echo-bs+e+s+m", kv={"eviction": "lru"}) is None, "SGLang's own"

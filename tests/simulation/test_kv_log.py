@@ -8,11 +8,12 @@ import pytest
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.core.request import RequestClass
 from cosched.errors import ConfigError
+from cosched.kv.config import EVICTION_ORDERS
 from cosched.metrics.plots import KV_USES
 from cosched.metrics.records import write_rows
 from cosched.simulate import main
 from cosched.simulation.machine import Machine
-from cosched.simulation.run import CostSpec, RunSpec, engine_flags, execute_requests
+from cosched.simulation.run import CostSpec, RunSpec, config_of, engine_flags, execute_requests
 from cosched.simulation.scenario import scenario, with_eviction
 from cosched_traces.workload import Segment, TraceRequest
 
@@ -105,6 +106,11 @@ def test_an_order_of_eviction_is_a_word_behind_the_scenario():
     ours = make_spec("hygen/echo", kv_tokens=6_000, config=(("kv", {"reserve": False}),))
     assert "--radix-eviction-policy" not in engine_flags(ours)
     assert scenario("hygen/lru") == with_eviction(scenario("hygen"), "lru")
+    echo = make_spec("echo-bs+e+s+m", kv_tokens=6_000)
+    assert config_of(echo).named_kv().eviction == "echo"
+    for order in EVICTION_ORDERS:
+        named = config_of(make_spec(f"echo-bs+e+s+m/{order}", kv_tokens=6_000))
+        assert named.named_kv().eviction == order
     for name in ("priority/value", "hygen/fifo", "s0/echo"):
         with pytest.raises(ConfigError, match="cannot evict by"):
             scenario(name)

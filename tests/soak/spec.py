@@ -139,10 +139,10 @@ def _matrix() -> tuple[SoakSpec, ...]:
         SoakSpec(policy="echo-bs", page_size=1, overlap=False),
         SoakSpec(policy="echo-bs+e", page_size=64),
         SoakSpec(policy="echo-bs+e+s", page_size=1, conservativeness=0.3),
-        SoakSpec(policy="echo-bs+e+s", page_size=16, overlap=False),
         *(SoakSpec(policy=name, page_size=16, conservativeness=0.3) for name in _BROS),
         SoakSpec(policy="bros", page_size=1),
         SoakSpec(policy="bros", page_size=64, overlap=False, mixed=False),
+        SoakSpec(policy="echo-bs+e+s+m", page_size=16, overlap=False),
         SoakSpec(policy="priority", page_size=16),
         SoakSpec(policy="sglang", page_size=1, conservativeness=0.3),
     )
