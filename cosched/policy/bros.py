@@ -53,6 +53,8 @@ Deviations from the paper, each for a reason (docs/policies/bros.md has more of 
   long as the TPOT target are all of the time to the first token.
 * t_i begins anew with each token, as the paper's Table 1 has it, also within a group. So a group
   may take longer than its target as a whole; with groups of one token there is no difference.
+* Only a running online request changes places; one that waits does not. Its prompt must be computed
+  soon anyway, together with those of all others that were put off, which Eq. 6 does not count.
 * No new offline request is admitted while an online one waits for memory or slots.
 """
 
@@ -69,7 +71,7 @@ import msgspec
 from cosched.core.batch import BatchTotals
 from cosched.core.plan import Plan, PreemptMode, SkipReason
 from cosched.core.request import Request, RequestClass
-from cosched.core.view import Match, OfflineOrder, View
+from cosched.core.view import OfflineOrder, View
 from cosched.planning.builder import PlanBuilder, num_tokens_of
 from cosched.policy.base import PolicySettings
 from cosched.policy.phases import (
@@ -246,11 +248,7 @@ class _Packing:
         """An online request waits for memory or a slot."""
         self._shortest_s = self._alone_s(None, 1)
         self._chosen: list[_Entry] = []
-        self._before: PlanBuilder | None = None
-        """As it was before the latest online prefill was admitted."""
-        self._offline_decodes: list[int] = []
-        """Contexts of the offline decodes that are in."""
-        self._offline_prefills: list[tuple[Request, Match, int]] = []
+        """Running online requests that are in, the least urgent last."""
         self._queue = queue = self._by_residual()
         first = self._first_attainable()
         self._online_s = self._limit_s(first, settings.latency_budget_s)
@@ -412,7 +410,6 @@ class _Packing:
         """Compute what fits of a prompt; True also where it cannot take part now whoever else
         does."""
         builder, request = self.builder, entry.request
-        before = builder.fork() if self._may_exchange() else None
         beside = [e.context for e in behind if e.context] if self._view.rules.partial else ()
         pace = _Within(builder, self._online_s, beside=beside)
         if self._view.waiting(request.rid) is None:
@@ -430,9 +427,7 @@ class _Packing:
         num_left = num_tokens_of(request) - num_cached - num_tokens
         if num_left and builder.ledger.tokens > 0:
             self.is_early = True  # not the engine's chunk, but the time has cut it
-        self._chosen.append(entry)
         self._size += 1
-        self._before = before
         return True
 
     def _take_whatever_it_takes(self, entry: _Entry) -> bool:
@@ -445,12 +440,6 @@ class _Packing:
             return False  # it cannot take part now
         self._size += 1
         return True
-
-    def _may_exchange(self) -> bool:
-        view = self._view
-        if not (self._options.replaces and self._options.beside):
-            return False
-        return bool(view.num_offline or self.builder.running_of(RequestClass.OFFLINE).requests)
 
     def _hold_the_rest(self, rest: Sequence[_Entry]) -> None:
         """Running online requests that are not in sit out; those that cannot are in. Offline work
@@ -531,7 +520,6 @@ class _Packing:
 
     def _add_offline_decodes(self, contexts: Sequence[int]) -> None:
         self.builder.ledger.add_decodes(contexts)
-        self._offline_decodes += contexts
         self._size += len(contexts)
 
     def _hold_offline(self, requests: Sequence[Request], contexts: Sequence[int]) -> bool:
@@ -615,7 +603,6 @@ class _Packing:
             if builder.skipped[request.rid] is SkipReason.LATENCY_BUDGET:
                 return self._exchange_prefill(request)
             return False
-        self._offline_prefills.append((request, match, builder.prefill[request.rid]))
         self._size += 1
         return True
 
@@ -651,50 +638,27 @@ class _Packing:
         if builder.prefill[request.rid] < num_tokens:
             return False
         self._adopt(builder, limit_s)
-        self._offline_prefills.append((request, match, num_tokens))
         self._size += 1
         return True
 
     def _without_least_urgent(self) -> tuple[PlanBuilder, float] | None:
-        """A plan without the online request that has most time to spare, and the limit that holds
-        then (Eq. 6 for it and all others left out; decision 3). None: there is none, it cannot
-        sit out, or has no time to."""
+        """A plan without the running online request that has most time to spare, and the limit that
+        holds then (Eq. 6 for it and all others left out). None: there is none, it cannot sit out,
+        or has no time to."""
         if not (self._options.replaces and self._chosen and self._view.rules.partial):
             return None
         out = self._chosen[-1]
         limit_s = min(self._offline_s, out.residual_s - self._view.mean_iteration_s)
         if limit_s < self._shortest_s:
             return None
-        if out.context:
-            builder = self.builder.fork()
-            if not builder.hold(out.request):
-                return None
-            builder.ledger.drop_decode(out.context)
-            return builder, limit_s
-        before = self._before
-        if before is None or out.request in self._view.unfinished:
+        builder = self.builder.fork()
+        if not builder.hold(out.request):
             return None
-        if before.num_preempted < self.builder.num_preempted:
-            return None  # somebody was stopped for it
-        return self._before_latest_prefill(), limit_s
-
-    def _before_latest_prefill(self) -> PlanBuilder:
-        """The plan without the latest online prefill: what came after it is done again."""
-        assert self._before is not None
-        builder = self._before.fork()
-        builder.hold_all(
-            [r for r in self._view.running if r.rid in self.builder.held], SkipReason.LATENCY_BUDGET
-        )
-        builder.skipped.update(self.builder.skipped)
-        builder.ledger.add_decodes(self._offline_decodes)
-        for request, match, num_tokens in self._offline_prefills:
-            builder.admit(request, match, num_tokens)
-        builder.skip(self._chosen[-1].request, SkipReason.LATENCY_BUDGET)
-        return builder
+        builder.ledger.drop_decode(out.context)
+        return builder, limit_s
 
     def _adopt(self, builder: PlanBuilder, limit_s: float) -> None:
         self._chosen.pop()
-        self._before = None
         self._size -= 1
         self.builder = builder
         self._offline_s = limit_s

@@ -132,15 +132,12 @@ def test_nobody_steps_aside_who_would_be_late_for_it():
     assert plan.hold == {"calm", "job1"}
 
 
-def test_a_waiting_online_request_steps_aside_too():
+def test_a_waiting_online_request_does_not_step_aside():
     chat, job = running("chat", 0.03), running("job", make=offline)
     view = FakeView(
-        caps=CAPS, running=(chat, job), online=(online("fresh", 60),), mean_iteration_s=0.01
+        caps=CAPS, running=(chat, job), online=(online("fresh", 60),), mean_iteration_s=0.02
     )
     plan, _ = planned(view, Pressure(batch_size=2))
-    assert (plan.prefill, plan.hold) == ({}, set())
-    assert plan.skipped["fresh"] is SkipReason.LATENCY_BUDGET
-    plan, _ = planned(view, Pressure(batch_size=2), replaces=False)
     assert (plan.prefill, plan.hold) == ({"fresh": 60}, {"job"})
 
 
