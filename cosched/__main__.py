@@ -40,6 +40,9 @@ COMMANDS: Mapping[str, _Command] = {
     "predictors": _Command(
         module="cosched.predictors", summary="how well the time of an iteration is predicted"
     ),
+    "lengths": _Command(
+        module="cosched.lengths", summary="how well the lengths of responses are foretold"
+    ),
     "explain": _Command(
         module="cosched.explain", summary="read a decision log: why did a request wait?"
     ),

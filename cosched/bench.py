@@ -91,6 +91,9 @@ from cosched.simulation.options import (
 from cosched.simulation.run import RunSpec, WorkloadSpec, load_requests, summarize_run
 from cosched.simulation.scenario import SCENARIOS, scenario
 from cosched.simulation.store import ResultStore
+from cosched_traces.resize import rescale_lengths
+from cosched_traces.transform import rescale_think_times
+from cosched_traces.workload import TraceRequest, Workload
 
 __all__ = ["main"]
 
@@ -248,7 +251,9 @@ def _add_live(commands: Any) -> None:
         "live",
         help="one scenario against a running server: stock SGLang, cosched, vLLM",
         description="Online requests come open-loop at their times; offline ones keep so many in "
-        "flight. The server's own policy schedules; name it with --scenario for the table.",
+        "flight. A turn of a session is sent when the answer before it has come and been thought "
+        "about, with that answer in its prompt. The server's own policy schedules; name it with "
+        "--scenario for the table.",
     )
     parser.add_argument("--base-url", required=True, metavar="URL")
     parser.add_argument("--served-model", default="default", metavar="NAME")
@@ -271,6 +276,20 @@ def _add_live(commands: Any) -> None:
         "--no-priority",
         action="store_true",
         help="do not send `priority`: for servers that refuse it",
+    )
+    parser.add_argument(
+        "--length-scale",
+        type=number(above=0),
+        default=1.0,
+        metavar="X",
+        help="all prompts and outputs times X, for small models (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--think-scale",
+        type=number(above=0),
+        default=1.0,
+        metavar="X",
+        help="times between the turns of a session times X (default: %(default)g)",
     )
     add_workload_options(parser)
     add_machine_options(parser)
@@ -476,11 +495,7 @@ def _live(arguments: argparse.Namespace) -> dict[str, Any]:
         send_priority=not arguments.no_priority,
         api_key=arguments.api_key,
     )
-    online, offline = load_requests(spec)
-    if any(request.after is not None for request in online):
-        raise ConfigError(
-            f"--online {spec.online and spec.online.name}: sessions are simulated only"
-        )
+    online, offline = (_scaled(requests, arguments) for requests in load_requests(spec))
     with Progress(disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task(arguments.scenario, total=spec.duration_s)
         records = asyncio.run(
@@ -505,6 +520,16 @@ def _live(arguments: argparse.Namespace) -> dict[str, Any]:
         "summary": summary.to_dict(with_host=False),
     }
     return {"scenarios": {arguments.scenario: row}}
+
+
+def _scaled(
+    requests: Sequence[TraceRequest], arguments: argparse.Namespace
+) -> Sequence[TraceRequest]:
+    workload = Workload(name="live", requests=tuple(requests))
+    if arguments.length_scale != 1:
+        scale = arguments.length_scale
+        workload = rescale_lengths(workload, prompt=scale, output=scale)
+    return rescale_think_times(workload, arguments.think_scale).requests
 
 
 def _fidelity(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -6,8 +6,9 @@ cosched on: without it the plugin does nothing. Unknown keys are errors.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -17,11 +18,12 @@ from cosched.core.request import Slo
 from cosched.core.wire import Bounds
 from cosched.errors import ConfigError
 from cosched.kv.config import KvConfig
+from cosched.length.config import LengthConfig
 from cosched.offline.prefix_pool import PoolConfig
 from cosched.policy.base import Budgets
 from cosched.policy.registry import policy_entry
 
-__all__ = ["ENV_VAR", "Config", "SloConfig", "load_config", "parse_config"]
+__all__ = ["ENV_VAR", "Config", "SloConfig", "configured", "load_config", "parse_config"]
 
 ENV_VAR = "COSCHED_CONFIG"
 
@@ -57,6 +59,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     latency_budget_ms  most predicted milliseconds of an iteration; absent: derived from the SLO
     budgets            how it is derived
     kv                 what is evicted first, and what offline work may take (docs/kv_memory.md)
+    length             what is believed of the length of responses (`cosched.length.config`)
     offline_rate       most offline requests admitted per second, for hygen-throttled; absent: any
                        number
     latency_model      file that ``cosched.profile`` wrote; absent: calibrated while running
@@ -82,6 +85,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     latency_budget_ms: float | None = None
     budgets: Budgets = Budgets()
     kv: KvConfig = KvConfig()
+    length: LengthConfig = LengthConfig()
     offline_rate: float | None = None
     latency_model: str | None = None
     strict: bool = False
@@ -137,6 +141,20 @@ def parse_config(text: str, *, source: str) -> Config:
         return msgspec.json.decode(text, type=Config)
     except (msgspec.DecodeError, ConfigError) as error:
         raise ConfigError(f"{source}: {error}") from None
+
+
+@contextlib.contextmanager
+def configured(config: Config) -> Iterator[None]:
+    """What is built in this process meanwhile runs with this configuration; what the environment
+    says is as before afterwards."""
+    before = os.environ.get(ENV_VAR)
+    os.environ[ENV_VAR] = config.to_json()
+    try:
+        yield
+    finally:
+        del os.environ[ENV_VAR]
+        if before is not None:
+            os.environ[ENV_VAR] = before
 
 
 def load_config(environ: Mapping[str, str] = os.environ) -> Config | None:

@@ -44,7 +44,7 @@ from cosched.command_line import (
     save_output,
     whole,
 )
-from cosched.config import ENV_VAR, Config
+from cosched.config import Config, configured
 from cosched.cost_models.specs import GPUS
 from cosched.engine.arguments import bind_cpu_threads, check_arguments, engine_arguments
 from cosched.errors import ConfigError, choices
@@ -256,9 +256,9 @@ def _virtual_engine(arguments: argparse.Namespace) -> Iterator[_Engine]:
         seed=arguments.seed,
         data_dir=str(data_dir) if data_dir else None,
     )
-    os.environ[ENV_VAR] = config_of(spec).to_json()
     cost_model = cost_model_of(spec)
     with (
+        configured(config_of(spec)),
         tempfile.TemporaryDirectory(prefix="cosched-model-") as folder,
         VirtualEngine(
             flags=engine_flags(spec), cost_model=cost_model, model_dir=Path(folder)
@@ -294,12 +294,11 @@ def _live_engine(arguments: argparse.Namespace) -> Iterator[_Engine]:
             f"--tp {server_args.tp_size} --dp {server_args.dp_size}: one process runs one rank; "
             "measure with one, or let the server learn while it runs"
         )
-    os.environ[ENV_VAR] = config.to_json()
     bind_cpu_threads(flags, os.environ)
     if not cosched.bootstrap.has_cuda():
         # torch read the variable before it was set.
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    with LocalEngine(flags) as local:
+    with configured(config), LocalEngine(flags) as local:
         scheduler = local.scheduler
         found = identity.identity_of(scheduler.server_args, scheduler.model_config)
         yield local, found, graph_sizes_of(scheduler)

@@ -43,7 +43,7 @@ class BatchSize:
         bound |= {r.rid for r in view.unfinished if not r.traits.can_stop}
         known.sort(key=lambda r: (r.rid not in bound, left_s.get(r.rid, inf), r.arrival_seq))
         taken: set[str] = set()
-        for request in filterfalse(view.is_barred, chain(known, view.offline_order())):
+        for request in filterfalse(view.why_barred, chain(known, view.offline_order())):
             if len(taken) >= carry.most:
                 builder.skip(request, SkipReason.BATCH_SIZE)
                 break

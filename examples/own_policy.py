@@ -8,7 +8,7 @@ cosched serve --cosched-policy own_policy:IdleOnly ...     from the folder that 
 import sys
 from itertools import chain
 
-from cosched.core.plan import Plan, SkipReason
+from cosched.core.plan import Plan
 from cosched.core.request import RequestClass
 from cosched.core.view import View
 from cosched.planning.builder import PlanBuilder
@@ -34,8 +34,8 @@ class IdleOnly:
         for request in builder.unfinished():  # one that does not go on is stopped by `build`
             builder.go_on(request, sys.maxsize)
         for request in chain(view.online, () if is_busy else view.offline_order()):
-            if view.is_barred(request):
-                builder.skip(request, SkipReason.ENGINE_REFUSED)
+            if (reason := view.why_barred(request)) is not None:
+                builder.skip(request, reason)
             elif not builder.admit(request, view.match(request), sys.maxsize):
                 break  # in order: nobody overtakes
         return builder.build(), None

@@ -64,7 +64,7 @@ class Traffic:
     """A source for `VirtualEngine`: everything offline at the start, online all the time."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        from cosched.simulation.virtual import Arrival
+        from cosched.simulation.arrivals import Arrival
 
         self._make = Arrival
         self._options = options

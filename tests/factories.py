@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from cosched.core.caps import EngineCaps
 from cosched.core.estimates import LengthEstimate, Predictor
+from cosched.core.plan import SkipReason
 from cosched.core.request import PLAIN, Request, RequestClass, Slo, Traits
 from cosched.core.view import (
     BatchRules,
@@ -182,8 +183,8 @@ class FakeView:
     def promised(self, request: Request) -> int | None:
         return None
 
-    def is_barred(self, request: Request) -> bool:
-        return request.rid in self.barred
+    def why_barred(self, request: Request) -> SkipReason | None:
+        return SkipReason.ENGINE_REFUSED if request.rid in self.barred else None
 
     @property
     def num_offline(self) -> int:

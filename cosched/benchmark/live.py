@@ -11,7 +11,7 @@ import contextlib
 import json
 import time
 from array import array
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,8 @@ from cosched.core.request import RequestClass
 from cosched.core.wire import OFFLINE_PRIORITY
 from cosched.errors import ConfigError, CoschedError
 from cosched.metrics.records import RequestRecord
+from cosched.simulation.arrivals import Arrival, Source
+from cosched.simulation.clients import ClosedLoopClient, online_client
 from cosched_traces.workload import TraceRequest
 
 __all__ = ["LiveTarget", "ServerError", "run_live", "with_misses"]
@@ -60,8 +62,10 @@ async def run_live(
     duration_s: float,
     on_progress: Callable[[float], None] = lambda now_s: None,
 ) -> list[RequestRecord]:
-    """Online requests open-loop at their times, offline ones with so many in flight, for
-    `duration_s`. What is unanswered then is cut off and its record left open.
+    """Online requests open-loop at their times, or in sessions whose next turn is sent when the
+    answer before it, which it holds, has come and been thought about; offline ones with so many in
+    flight, for `duration_s`. The clients are those of the simulation. What is unanswered then is
+    cut off and its record left open.
 
     Times in the records are seconds since the run began.
     """
@@ -69,16 +73,19 @@ async def run_live(
     async with contextlib.aclosing(run):
         await run.check()
         run.begin()
-        async with asyncio.TaskGroup() as tasks:
-            shared = iter(offline)
-            num_workers = min(offline_concurrency, len(offline))
-            workers = [tasks.create_task(run.replay(online))]
-            workers += [tasks.create_task(run.work(shared)) for _ in range(num_workers)]
-            while run.now_s() < duration_s and not all(worker.done() for worker in workers):
-                on_progress(run.now_s())
-                await asyncio.sleep(min(0.2, max(duration_s - run.now_s(), 0.0)))
-            for worker in workers:
-                worker.cancel()
+        clients: list[Source] = [
+            online_client(online, vocab_size=target.vocab_size),
+            ClosedLoopClient(
+                offline, concurrency=offline_concurrency, vocab_size=target.vocab_size
+            ),
+        ]
+        serving = asyncio.create_task(run.serve(clients))
+        while run.now_s() < duration_s and not serving.done():
+            on_progress(run.now_s())
+            await asyncio.wait([serving], timeout=min(0.2, max(duration_s - run.now_s(), 0.0)))
+        serving.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
     return with_misses(run.records)
 
 
@@ -108,6 +115,8 @@ class _LiveRun:
             trust_env=False,  # proxies are for the way out, not for a server under test
         )
         self._began_s = 0.0
+        self._num_open = 0
+        self._something_ended = asyncio.Event()
 
     async def aclose(self) -> None:
         await self._client.aclose()
@@ -129,24 +138,28 @@ class _LiveRun:
     def now_s(self) -> float:
         return time.monotonic() - self._began_s
 
-    async def replay(self, requests: Iterable[TraceRequest]) -> None:
-        """Send each at its time, whatever became of the ones before."""
+    async def serve(self, clients: Sequence[Source]) -> None:
+        """Send what the clients have due, until they have nothing more and all is answered."""
         async with asyncio.TaskGroup() as sends:
-            for request in requests:
-                await asyncio.sleep(max(request.arrival_s - self.now_s(), 0.0))
-                sends.create_task(self._send(request, arrival_s=request.arrival_s))
+            while True:
+                self._something_ended.clear()
+                for client in clients:
+                    for arrival in client.due(self.now_s()):
+                        self._num_open += 1
+                        sends.create_task(self._send(arrival, clients))
+                times = [time_s for client in clients if (time_s := client.next_s()) is not None]
+                if not times and not self._num_open:
+                    return
+                wait_s = max(min(times) - self.now_s(), 0.0) if times else None
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._something_ended.wait(), wait_s)
 
-    async def work(self, requests: Iterable[TraceRequest]) -> None:
-        """Send one after the other from an iterator that workers share."""
-        for request in requests:
-            await self._send(request, arrival_s=self.now_s())
-
-    async def _send(self, request: TraceRequest, *, arrival_s: float) -> None:
+    async def _send(self, arrival: Arrival, clients: Sequence[Source]) -> None:
         reply = _Reply()
         problem: str | None = None
         is_cut_off = False
         try:
-            async for chunk in self._stream(request):
+            async for chunk in self._stream(arrival):
                 reply.take(chunk, now_s=self.now_s())
         except asyncio.CancelledError:
             is_cut_off = True
@@ -155,10 +168,15 @@ class _LiveRun:
             problem = f"{type(error).__name__}: {error}"
         finally:
             finish_s = None if is_cut_off else self.now_s()
-            self.records.append(reply.record(request, arrival_s, finish_s, problem))
+            record = reply.record(arrival, finish_s, problem)
+            self.records.append(record)
+        for client in clients:
+            client.on_finish(record, reply.output_ids)
+        self._num_open -= 1
+        self._something_ended.set()
 
-    async def _stream(self, request: TraceRequest) -> AsyncIterator[dict[str, Any]]:
-        body, headers = self._message(request)
+    async def _stream(self, arrival: Arrival) -> AsyncIterator[dict[str, Any]]:
+        body, headers = self._message(arrival)
         async with self._client.stream(
             "POST", "/v1/completions", json=body, headers=headers
         ) as response:
@@ -174,25 +192,26 @@ class _LiveRun:
                     raise ServerError(str(chunk["error"]))
                 yield chunk
 
-    def _message(self, request: TraceRequest) -> tuple[dict[str, Any], dict[str, str]]:
+    def _message(self, arrival: Arrival) -> tuple[dict[str, Any], dict[str, str]]:
         body: dict[str, Any] = {
             "model": self._target.model,
-            "prompt": list(request.prompt(vocab_size=self._target.vocab_size)),
-            "max_tokens": request.num_output_tokens,
+            "prompt": list(arrival.input_ids),
+            "max_tokens": arrival.num_output_tokens,
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
+            "return_token_ids": True,
         }
         headers = {}
-        if request.request_class is RequestClass.OFFLINE:
+        if arrival.request_class is RequestClass.OFFLINE:
             headers["x-smg-priority"] = "bulk"
             if self._target.send_priority:
                 body["priority"] = OFFLINE_PRIORITY
-        if request.slo.ttft_s is not None:
-            headers["x-slo-ttft-ms"] = f"{request.slo.ttft_s * 1e3:g}"
-        if request.slo.tpot_s is not None:
-            headers["x-slo-tpot-ms"] = f"{request.slo.tpot_s * 1e3:g}"
+        if arrival.slo.ttft_s is not None:
+            headers["x-slo-ttft-ms"] = f"{arrival.slo.ttft_s * 1e3:g}"
+        if arrival.slo.tpot_s is not None:
+            headers["x-slo-tpot-ms"] = f"{arrival.slo.tpot_s * 1e3:g}"
         return body, headers
 
 
@@ -204,10 +223,13 @@ class _Reply:
         self._num_tokens = 0
         self._num_cached: int | None = None
         self._finish_reason: str | None = None
+        self.output_ids: list[int] = []
+        """As far as the server tells them: they are no part of the OpenAI protocol."""
 
     def take(self, chunk: dict[str, Any], *, now_s: float) -> None:
         for choice in chunk.get("choices") or []:
             self._finish_reason = choice.get("finish_reason") or self._finish_reason
+            self.output_ids += choice.get("token_ids") or ()
             if choice.get("text"):
                 self._times.append(now_s)
         usage = chunk.get("usage")
@@ -217,15 +239,15 @@ class _Reply:
             self._num_cached = details.get("cached_tokens")
 
     def record(
-        self, request: TraceRequest, arrival_s: float, finish_s: float | None, problem: str | None
+        self, arrival: Arrival, finish_s: float | None, problem: str | None
     ) -> RequestRecord:
         num_tokens = max(self._num_tokens, len(self._times))
         is_ok = problem is None and self._finish_reason != "abort"
         return RequestRecord(
-            rid=request.rid,
-            request_class=request.request_class,
-            arrival_s=arrival_s,
-            num_prompt_tokens=request.num_prompt_tokens,
+            rid=arrival.rid,
+            request_class=arrival.request_class,
+            arrival_s=arrival.arrival_s,
+            num_prompt_tokens=len(arrival.input_ids),
             num_output_tokens=num_tokens if self._times else 0,
             first_token_s=self._times[0] if self._times else None,
             finish_s=finish_s,
@@ -233,5 +255,5 @@ class _Reply:
             num_cached_tokens=self._num_cached,
             finish_reason=problem or self._finish_reason,
             ok=is_ok,
-            slo=request.slo,
+            slo=arrival.slo,
         )

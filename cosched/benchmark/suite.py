@@ -19,7 +19,7 @@ from cosched.benchmark.tuned import TUNED, choose_tuned, other_order, tuned_cand
 from cosched.metrics.summary import Summary
 from cosched.simulation.parallel import execute_all
 from cosched.simulation.run import RunResult, RunSpec, summarize_run
-from cosched.simulation.scenario import SCENARIOS, scenario
+from cosched.simulation.scenario import SCENARIOS, runs_as, scenario
 from cosched.simulation.store import ResultStore
 
 __all__ = [
@@ -98,7 +98,8 @@ def known_scenario(name: str) -> str:
 def num_runs(base: RunSpec, names: Sequence[str]) -> tuple[int, bool]:
     """How many simulations `run_suite` makes, and whether that is an estimate."""
     is_searched = THROTTLED in names and needs_a_rate(base)
-    count = sum(name not in (TUNED, THROTTLED) for name in names)
+    plain = [name for name in names if name not in (TUNED, THROTTLED)]
+    count = len(set(_simulated_as(plain).values()))
     if TUNED in names:
         count += len(tuned_candidates(base)) + 1
     if THROTTLED in names:
@@ -122,7 +123,8 @@ def run_suite(
 
     ``priority-tuned`` is a sweep over stock settings, of which the best is shown
     (`cosched.benchmark.tuned`); so is ``hygen-throttled`` over rates, unless `base` gives one
-    (`cosched.benchmark.throttled`). ConfigError names an unknown scenario.
+    (`cosched.benchmark.throttled`). What is the same run under two names is simulated once.
+    ConfigError names an unknown scenario.
     """
     for name in names:
         known_scenario(name)
@@ -139,7 +141,11 @@ def run_suite(
     def execute(runs: Mapping[str, RunSpec]) -> dict[str, RunResult]:
         return _execute(runs, num_jobs=num_jobs, store=store, on_run=on_run)
 
-    results = execute({**specs, **candidates, **ceilings})
+    simulated_as = _simulated_as(list(specs))
+    once = {name: specs[name] for name in simulated_as.values()}
+    results = execute({**once, **candidates, **ceilings})
+    for name, other in simulated_as.items():
+        results[name] = replace(results[other], spec=specs[name])
     ceiling = max(
         (_offline_rate(results[name]) for name in OFFLINE_ONLY if name in results), default=None
     )
@@ -193,6 +199,14 @@ def _best(sweep: Mapping[str, Row]) -> str:
 
 def _spec(base: RunSpec, name: str) -> RunSpec:
     return replace(base, scenario=scenario(name))
+
+
+def _simulated_as(names: Sequence[str]) -> dict[str, str]:
+    """Each name -> the first of them that is the same run under another name, or itself."""
+    return {
+        name: next(other for other in names if runs_as(scenario(other), scenario(name)))
+        for name in names
+    }
 
 
 def _offline_rate(result: RunResult) -> float:

@@ -28,7 +28,8 @@ class SkipReason(Enum):
 
     The engine's limits: token_budget (prompt tokens of an iteration), memory_budget, request_slots,
     unfinished_prefill (another one's is under way, and this one does not fit whole), adapters,
-    decodes_due (the last iteration left the decodes out), engine_refused (a moment ago).
+    decodes_due (the last iteration left the decodes out), engine_refused (a moment ago), restoring
+    (its KV is on its way from host memory).
     The policy's: latency_budget (time), batch_size (requests at once), rate_limit (requests per
     second), online_reserve, eviction_loss and recompute_debt (KV memory; docs/kv_memory.md).
     The operator's: operator_limit.
@@ -45,6 +46,7 @@ class SkipReason(Enum):
     DECODES_DUE = "decodes_due"
     OPERATOR_LIMIT = "operator_limit"
     ENGINE_REFUSED = "engine_refused"
+    RESTORING = "restoring"
     ONLINE_RESERVE = "online_reserve"
     EVICTION_LOSS = "eviction_loss"
     RECOMPUTE_DEBT = "recompute_debt"

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 from cosched.core.caps import EngineCaps
 from cosched.core.estimates import LengthEstimate, Predictor
+from cosched.core.plan import SkipReason
 from cosched.core.request import Request, RequestClass
 
 __all__ = [
@@ -245,10 +246,12 @@ class View(Protocol):
         """This running request may sit out the iteration (`Plan.hold`)."""
         ...
 
-    def is_barred(self, request: Request) -> bool:
-        """The engine refused this waiting request a moment ago for a reason that no plan knows (an
-        adapter that cannot be loaded now, say); it is asked again later. Or its KV is on its way
-        from host memory."""
+    def why_barred(self, request: Request) -> SkipReason | None:
+        """Why this waiting request cannot be admitted now, whatever room there is; None: it can.
+
+        engine_refused: the engine refused it a moment ago for a reason that no plan knows (an
+        adapter that cannot be loaded now, say); it is asked again later. restoring: its KV is on
+        its way from host memory."""
         ...
 
     @property

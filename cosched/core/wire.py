@@ -8,7 +8,9 @@ where                           meaning
 ``x-smg-priority: bulk``        offline; the header's other values leave it to the rest
 ``x-slo-ttft-ms``               TTFT target of this request
 ``x-slo-tpot-ms``               TPOT target of this request
-``custom_params["cosched"]``    ``{"ttft_slo_ms", "tpot_slo_ms", "deadline_s"}``
+``custom_params["cosched"]``    ``{"ttft_slo_ms", "tpot_slo_ms", "deadline_s"}``, and
+                                ``output_tokens_hint``: how long the client expects the output to
+                                get; it changes no limit
 ==============================  ============================================================
 
 Inside SGLang the class travels as the request's ``priority`` and the targets as
@@ -35,6 +37,7 @@ __all__ = [
     "GATEWAY_HEADER",
     "GATEWAY_PRIORITIES",
     "GRANTED_TIERS",
+    "HINT_KEY",
     "MOST_SAMPLES",
     "OFFLINE_PRIORITY",
     "PARAMS_KEY",
@@ -47,9 +50,11 @@ __all__ = [
     "check_samples",
     "check_sampling_params",
     "class_of_priority",
+    "hint_of_params",
     "map_targets",
     "num_prompts",
     "params_of_slo",
+    "parse_hint",
     "parse_http",
     "parse_priority",
     "parse_slo",
@@ -70,6 +75,11 @@ SLO_FIELDS: Mapping[str, tuple[str, float]] = {
     "deadline_s": ("deadline_s", 1.0),
 }
 """Key in ``custom_params["cosched"]`` -> (field of `Slo`, seconds per unit)."""
+
+HINT_KEY = "output_tokens_hint"
+"""Key in ``custom_params["cosched"]`` of the output that the client expects [tokens]."""
+
+MOST_HINT = 2**31
 
 FLEX = "flex"
 
@@ -117,7 +127,7 @@ SIGNS: Mapping[str, str] = {
     "priority": "the body's priority",
     "class_header": GATEWAY_HEADER,
     "target_headers": ", ".join(SLO_HEADERS),
-    "body_targets": f'custom_params["{PARAMS_KEY}"]',
+    "body_targets": f'custom_params["{PARAMS_KEY}"], the hint included',
 }
 """What may say something about class and targets; an operator may have each ignored."""
 
@@ -241,18 +251,37 @@ def priority_for(wish: Wish, priority: int | None) -> int | None:
 
 
 def parse_slo(params: Any, *, field: str = "custom_params.cosched") -> Slo:
-    """The targets in ``custom_params["cosched"]``. RequestError names the wrong key."""
+    """The targets in ``custom_params["cosched"]``. RequestError names the wrong key, the hint's
+    too."""
     if params is None:
         return Slo()
     if not isinstance(params, Mapping):
         raise RequestError(field, f"must be an object, not {shown(params)}")
     targets: dict[str, float] = {}
+    parse_hint(params, field=field)
     for key, value in params.items():
+        if key == HINT_KEY:
+            continue
         if key not in SLO_FIELDS:
-            raise RequestError(f"{field}.{key}", f"unknown key; choose from {choices(SLO_FIELDS)}")
+            keys = choices((*SLO_FIELDS, HINT_KEY))
+            raise RequestError(f"{field}.{key}", f"unknown key; choose from {keys}")
         name, seconds = SLO_FIELDS[key]
         targets[name] = parse_positive(value, field=f"{field}.{key}") * seconds
     return Slo(**targets)
+
+
+def parse_hint(params: Mapping[str, Any], *, field: str = "custom_params.cosched") -> int | None:
+    """The output that the client expects [tokens], None: it says nothing. RequestError unless it
+    is a positive integer."""
+    if HINT_KEY not in params:
+        return None
+    value = params[HINT_KEY]
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < MOST_HINT:
+        raise RequestError(
+            f"{field}.{HINT_KEY}",
+            f"must be a whole number of tokens from 1 to {MOST_HINT - 1}, not {shown(value)}",
+        )
+    return value
 
 
 def parse_positive(value: Any, *, field: str) -> float:
@@ -344,6 +373,14 @@ def slo_of_params(custom_params: Any) -> Slo:
         return parse_slo((custom_params or {}).get(PARAMS_KEY))
     except RequestError:
         return Slo()
+
+
+def hint_of_params(custom_params: Any) -> int | None:
+    """The hint of a request inside the scheduler; None where it is not valid (`slo_of_params`)."""
+    try:
+        return parse_hint((custom_params or {}).get(PARAMS_KEY) or {})
+    except (AttributeError, RequestError, TypeError):
+        return None
 
 
 def params_of_slo(slo: Slo) -> dict[str, float]:

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from cosched.core.caps import EngineCaps
 from cosched.core.estimates import LengthEstimate, Predictor
-from cosched.core.plan import Plan, Preemption
+from cosched.core.plan import Plan, Preemption, SkipReason
 from cosched.core.request import PLAIN, Request, RequestClass, Slo, Traits
 from cosched.core.view import (
     BatchRules,
@@ -214,8 +214,10 @@ class RecordedView:
     def promised(self, request: Request) -> int | None:
         return self._state.promises.get(request.arrival_seq)
 
-    def is_barred(self, request: Request) -> bool:
-        return request.arrival_seq in self._state.barred
+    def why_barred(self, request: Request) -> SkipReason | None:
+        if request.arrival_seq in self._state.restoring:
+            return SkipReason.RESTORING
+        return SkipReason.ENGINE_REFUSED if request.arrival_seq in self._state.barred else None
 
     def match(self, request: Request) -> Match:
         cached, evictable, *host = _answer(self._state.matches, request, "what is cached")

@@ -189,6 +189,34 @@ def check_arguments(server_args: Any, config: Config) -> None:
             f"{EVICTION_FLAG} {order} cannot go with kv.eviction {kv.eviction!r}: drop the "
             f"flag, or set kv.eviction to {choices(ENGINE_ORDERS)}"
         )
+    if config.kv.bidirectional_pages:
+        _check_shared_pages(resolved)
+
+
+def _check_shared_pages(resolved: Any) -> None:
+    """ConfigError where an online and an offline request cannot share a page."""
+    from sglang.srt.arg_groups.overrides import attention_backends_of
+
+    from cosched.engine import port
+
+    by_slot = ("torch_native", "triton", "flashinfer")
+    others = [name for name in attention_backends_of(resolved) if name not in by_slot]
+    reason = None
+    if not port.SHARES_PAGES:
+        reason = f"they are not tried with SGLang {port.VERSION}"
+    elif resolved.page_size == 1:
+        reason = "with --page-size 1 a page has one slot, and nothing to share"
+    elif others:
+        reason = (
+            f"attention backend {others[0]} reads whole pages in their order, not slots; give "
+            f"--attention-backend {choices(by_slot)}"
+        )
+    elif resolved.enable_hierarchical_cache:
+        reason = "host memory (--enable-hierarchical-cache) copies pages in ascending order"
+    elif resolved.tp_size > 1:
+        reason = "they are not tried with several ranks (--tp)"
+    if reason is not None:
+        raise ConfigError(f"kv.bidirectional_pages cannot be had here: {reason}")
 
 
 def refused_arguments() -> tuple[tuple[str, Any, str], ...]:

@@ -17,6 +17,7 @@ from cosched.engine.exporter import MetricsExporter
 from cosched.engine.guard import Guard
 from cosched.engine.observe import IterationLogFile, IterationObserver
 from cosched.engine.offline_gate import OfflineGate
+from cosched.engine.port import bidirectional
 from cosched.engine.startup import describe
 from cosched.errors import ConfigError
 from cosched.latency.graphs import GraphSizes
@@ -51,6 +52,11 @@ def attach(scheduler: Any, config: Config) -> None:
             f"policy {config.policy!r} does not support models with sliding-window or state-space "
             "layers yet (their KV has a second pool); use --cosched-policy sglang"
         )
+    if config.kv.bidirectional_pages:
+        reason = bidirectional.why_not(scheduler)
+        if reason is not None:
+            raise ConfigError(f"kv.bidirectional_pages cannot be had here: {reason}")
+        bidirectional.share_pages(scheduler)
     port.mix_only_decodes(scheduler)
     if port.parallel().tp_rank == 0:
         logger.info("cosched: %s", describe(config, scheduler.server_args))

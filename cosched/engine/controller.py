@@ -15,7 +15,7 @@ import msgspec
 
 from cosched.config import Config
 from cosched.core.batch import BatchTotals
-from cosched.core.plan import Plan
+from cosched.core.plan import Plan, SkipReason
 from cosched.core.request import Request, RequestClass
 from cosched.core.view import Ended, View
 from cosched.engine import port
@@ -26,6 +26,7 @@ from cosched.engine.guard import Guard
 from cosched.engine.identity import identity_of
 from cosched.engine.iteration import Iteration
 from cosched.engine.kv import KvManager, transfer_s_of
+from cosched.engine.lengths import Lengths
 from cosched.engine.observe import IterationObserver
 from cosched.engine.port.partial import SplitBatch
 from cosched.engine.ranks import Ranks, Shared
@@ -141,11 +142,13 @@ class Controller:
             self.ranks = Ranks(port.rank_group(scheduler), is_source=parallel.tp_rank == 0)
         self.is_source = self.ranks is None or self.ranks.is_source
         """This rank plans; the others do as it says."""
+        self.lengths = Lengths(config.length, guard)
         self.timekeeper: Timekeeper | None = None
         if self.is_source:
             self.timekeeper = Timekeeper(
                 clock=clock, observer=observer, predictor=self.predictor if entry.timed else None
             )
+            self.timekeeper.add_end_listener(self.lengths.ended)
         self.decisions: DecisionLog | None = None
         self.exporter: MetricsExporter | None = None
         self.service = ServiceRecord(slo=self.settings.slo)
@@ -180,7 +183,7 @@ class Controller:
             # Elsewhere it only follows: rank 0 says what goes.
             if self.timekeeper is not None:
                 self.waiting.kv = self.kv
-                self.timekeeper.on_end = self.kv.ended
+                self.timekeeper.add_end_listener(self.kv.ended)
         if port.host_total(scheduler):
             self.use_transfer(transfer_s_of(scheduler, config.kv.host_bandwidth_gb_s))
         share = config.kv.recompute_share
@@ -223,7 +226,10 @@ class Controller:
             return None
         page = self.caps.page_size
         need = sum(self.caps.ceil_to_page(n) + page for n in plan.prefill.values())
-        return self.kv.next_to_go(need + page * len(running_batch.reqs))
+        evictions: Sequence[Eviction] | None = None
+        with self.guard.watching("kv"):
+            evictions = self.kv.next_to_go(need + page * len(running_batch.reqs))
+        return evictions
 
     def _plan(self, running_batch: Any, is_again: bool) -> Plan:
         started_s = time.perf_counter()
@@ -275,7 +281,8 @@ class Controller:
             moment=moment,
             predictor=self.predictor,
             decodes_due=self.decodes_due,
-            is_barred=self._is_barred,
+            why_barred=self._why_barred,
+            lengths=self.lengths,
             recompute_debt_s=self._recompute.debt_s(moment.now_s),
             kv=self.kv if self.kv is not None and not self.kv.core.is_off else None,
         )
@@ -327,11 +334,13 @@ class Controller:
         plans = min(2**tracked.num_refusals, MOST_BARRED_PLANS)
         tracked.barred_until = self.counters.num_plans + plans
 
-    def _is_barred(self, request: Request) -> bool:
+    def _why_barred(self, request: Request) -> SkipReason | None:
         assert isinstance(request, TrackedRequest), f"{type(request)=}"
         if self.kv is not None and self.kv.is_restoring(request):
-            return True
-        return request.barred_until > self.counters.num_plans
+            return SkipReason.RESTORING
+        if request.barred_until > self.counters.num_plans:
+            return SkipReason.ENGINE_REFUSED
+        return None
 
     def export_to(self, exporter: MetricsExporter) -> None:
         """Report to Prometheus from now on."""

@@ -111,7 +111,8 @@ class ViewState(msgspec.Struct, kw_only=True, omit_defaults=True):
                          `cosched.core.view.OfflineOrder.candidates`; `offline` holds the requests
     takes                (calls of `candidates` before, seq): the calls of `take`
     matches              seq -> [cached, evictable, host] of the requests it asked about
-    barred               those it asked about that the engine had refused a moment ago
+    barred, restoring    those it asked about that the engine had refused a moment ago, and whose KV
+                         was on its way from host memory
     prefixes             seq -> num_prefix_tokens of those that run and have no output yet; of
                          others it says nothing any more
     unholdable           the same of `View.can_hold`: those that could not sit out
@@ -149,6 +150,7 @@ class ViewState(msgspec.Struct, kw_only=True, omit_defaults=True):
     ended: list[Ended] = []
     matches: dict[int, list[int]] = {}
     barred: list[int] = []
+    restoring: list[int] = []
     unholdable: list[int] = []
     losses: dict[int, float] | None = None
     reserves: dict[int, int] = {}

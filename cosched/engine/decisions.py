@@ -120,7 +120,7 @@ class RecordingView:
         self.predictor = view.predictor
         self.online = _Noted(view.online)
         self.matches: dict[int, list[int]] = {}
-        self.barred: list[int] = []
+        self.barred: dict[SkipReason, list[int]] = {}
         self.losses: dict[int, float] = {}
         self.reserves: dict[int, int] = {}
         self.gains: dict[int, int] = {}
@@ -176,11 +176,11 @@ class RecordingView:
             self.promises[request.arrival_seq] = promised
         return promised
 
-    def is_barred(self, request: Request) -> bool:
-        is_barred = self._view.is_barred(request)
-        if is_barred:
-            self.barred.append(request.arrival_seq)
-        return is_barred
+    def why_barred(self, request: Request) -> SkipReason | None:
+        reason = self._view.why_barred(request)
+        if reason is not None:
+            self.barred.setdefault(reason, []).append(request.arrival_seq)
+        return reason
 
     @property
     def num_offline(self) -> int:
@@ -256,7 +256,8 @@ class RecordingView:
             last_token_s=max((r.last_token_s or 0.0 for r in under_way), default=0.0),
             ended=list(self.ended),
             matches=self.matches,
-            barred=self.barred,
+            barred=self.barred.get(SkipReason.ENGINE_REFUSED, []),
+            restoring=self.barred.get(SkipReason.RESTORING, []),
             unholdable=self.unholdable,
             losses=self.losses,
             reserves=self.reserves,

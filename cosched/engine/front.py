@@ -8,13 +8,15 @@ where it named targets. The replies of OpenAI's endpoints that have the field ca
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from functools import partial
 from typing import Any
 
 from cosched.claims import Grant, KeyGate
 from cosched.config import Config
-from cosched.core.request import RequestClass
+from cosched.core.request import RequestClass, Slo
 from cosched.core.wire import (
     GRANTED_TIERS,
+    HINT_KEY,
     PARAMS_KEY,
     SERVICE_TIERS,
     check_samples,
@@ -22,6 +24,7 @@ from cosched.core.wire import (
     map_targets,
     num_prompts,
     params_of_slo,
+    parse_hint,
     parse_http,
     parse_priority,
     parse_slo,
@@ -103,8 +106,15 @@ class Front:
         params = with_slo(params, grant.wish.slo)
         if grant.bounds.is_bounding:
             clamp = grant.bounds.clamp
-            params = map_targets(params, lambda own: params_of_slo(clamp(parse_slo(own))))
+            params = map_targets(params, partial(_clamped, clamp))
         obj.sampling_params = params
+
+
+def _clamped(clamp: Callable[[Slo], Slo], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with its targets clamped; a hint is no target."""
+    hint = parse_hint(own)
+    granted = params_of_slo(clamp(parse_slo(own)))
+    return granted if hint is None else {**granted, HINT_KEY: hint}
 
 
 def _may_have_targets(params: Any) -> bool:

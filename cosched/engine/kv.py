@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +16,9 @@ from cosched.core.estimates import Predictor
 from cosched.core.request import RequestClass
 from cosched.engine import port
 from cosched.engine.host_core import HostedTreeCore
+from cosched.engine.port import bidirectional
 from cosched.engine.ranked_core import RankedTreeCore
+from cosched.engine.running import Running, own_tokens
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.tree_core import WatchedTreeCore
 from cosched.kv.config import KvConfig
@@ -103,7 +105,7 @@ class KvManager:
         self.prices = Prices()
         worth = Worth(self.returns, self.prices, late_weight=config.late_weight)
         worth.transfer_s = transfer_s_of(scheduler, config.host_bandwidth_gb_s)
-        assert config.eviction in ORDERS, f"{config.eviction=}"
+        assert config.eviction is not None, "resolved, and one of `ORDERS`"
         self.leaves = Leaves(ORDERS[config.eviction](worth), worth)
         self.copies: Leaves | None = None
         """What is in host memory and can be given up; None: there is no host memory."""
@@ -326,27 +328,30 @@ class KvManager:
         on_host = 0 if self.core.is_off else min(expected, port.host_total(self._scheduler))
         loading = self.leaves.worth.loading_share
         expected -= on_host * (1.0 - loading)
-        return self._own_tokens()[0] + self.kv_tree.num_held_online + round(expected)
+        own = self._own_tokens()[RequestClass.ONLINE]
+        return own + self.kv_tree.num_held_online + round(expected)
 
-    def _own_tokens(self) -> tuple[int, int]:
-        """What requests under way hold outside the tree: online, offline."""
-        own = dict.fromkeys(RequestClass, 0)
-        for req in port.under_way(self._scheduler):
-            tracked = TrackedRequest.of(req)
-            if tracked is not None:
-                own[tracked.request_class] += port.num_own(req)
-        return own[RequestClass.ONLINE], own[RequestClass.OFFLINE]
+    def _own_tokens(self) -> Mapping[RequestClass, int]:
+        """What requests under way hold outside the tree."""
+        unfinished = self._scheduler.chunked_req
+        reqs = [req for req in port.under_way(self._scheduler) if req is not unfinished]
+        return own_tokens(
+            Running.of(reqs, page_size=self._scheduler.page_size),
+            () if unfinished is None else (unfinished.cosched,),
+        )
 
     def occupancy(self) -> KvOccupancy:
         """Who has the memory now. O(nodes)."""
+        own = self._own_tokens()
         return occupancy_of(
             self.kv_tree,
             self.leaves.worth,
             now_s=self.leaves.now_s,
             free=port.kv_free(self._scheduler),
-            own=self._own_tokens(),
+            own=(own[RequestClass.ONLINE], own[RequestClass.OFFLINE]),
             kept=self.kept,
             evicted=self.core.evicted,
+            shared_pages=bidirectional.savings(self._scheduler),
             is_watched=not self.core.is_off,
             host=self._host_occupancy(),
         )

@@ -46,11 +46,14 @@ class Timekeeper:
         self._done: list[Iteration] = []
         self._mean_s = 0.0
         self._ended: list[Ended] = []
-        self.on_end: Callable[[TrackedRequest], None] | None = None
-        """Called with each request that has ended."""
+        self._end_listeners: list[Callable[[TrackedRequest], None]] = []
         observer.add_listener(self._done.append)
         if predictor is not None:
             observer.predict_s = self._predict_s
+
+    def add_end_listener(self, listener: Callable[[TrackedRequest], None]) -> None:
+        """To be called with each request that has ended."""
+        self._end_listeners.append(listener)
 
     def on_result(self, iteration: Iteration | None, batch: Any) -> None:
         """The tokens of an iteration are known; None: it was not observed."""
@@ -67,8 +70,8 @@ class Timekeeper:
                 tracked.is_ended = True
                 num_tokens = len(req.output_ids)
                 self._ended.append(Ended(tracked.rid, tracked.request_class, num_tokens))
-                if self.on_end is not None:
-                    self.on_end(tracked)
+                for listener in self._end_listeners:
+                    listener(tracked)
 
     def moment(self) -> Moment:
         """The time for a plan; called once per plan."""

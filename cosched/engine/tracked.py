@@ -8,6 +8,7 @@ from typing import Any
 from cosched.core.request import PLAIN, RequestClass, Slo, Traits
 from cosched.core.wire import Bounds, class_of_priority, slo_of_params
 from cosched.engine import port
+from cosched.length import Belief
 
 __all__ = ["TrackedRequest"]
 
@@ -33,6 +34,7 @@ class TrackedRequest:
         "kv_hashes",
         "kv_turn",
         "last_token_s",
+        "length",
         "max_new_tokens",
         "num_penalized",
         "num_prompt_tokens",
@@ -80,6 +82,8 @@ class TrackedRequest:
         self.has_penalties = port.has_penalties(req)
         self.num_queued_tokens = 0
         """Its length when it was last queued: what the queue's total was raised by."""
+        self.length: Belief | None = None
+        """What `cosched.engine.lengths` believes of its output, since it was first asked."""
         # What `cosched.engine.kv` knows of it.
         self.kv_hashes: Sequence[int] = ()
         self.kv_turn = 1

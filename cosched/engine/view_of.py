@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from cosched.core.caps import EngineCaps
 from cosched.core.estimates import LengthEstimate, Predictor
-from cosched.core.request import PLAIN, Request, RequestClass
+from cosched.core.plan import SkipReason
+from cosched.core.request import Request, RequestClass
 from cosched.core.view import (
     BatchRules,
     Decodes,
@@ -20,6 +21,8 @@ from cosched.core.view import (
 )
 from cosched.engine import port
 from cosched.engine.kv import KvManager
+from cosched.engine.lengths import Lengths
+from cosched.engine.running import Running, own_tokens
 from cosched.engine.timekeeper import Moment
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.waiting import WaitingQueue
@@ -50,7 +53,8 @@ class SchedulerView:
         moment: Moment,
         predictor: Predictor,
         decodes_due: bool,
-        is_barred: Callable[[Request], bool],
+        why_barred: Callable[[Request], SkipReason | None],
+        lengths: Lengths,
         recompute_debt_s: float = 0.0,
         kv: KvManager | None = None,
     ) -> None:
@@ -64,49 +68,16 @@ class SchedulerView:
         self.mean_iteration_s: float = moment.mean_iteration_s
         self.ended: Sequence[Ended] = moment.ended
         self.predictor = predictor
-        self.is_barred = is_barred
+        self.why_barred = why_barred
+        self._lengths = lengths
         self.recompute_debt_s = recompute_debt_s
         self._decodes_due = decodes_due
         self._matches: dict[Request, Match] = {}
         self._gains: dict[Request, int] = {}
 
     @cached_property
-    def _running(self) -> _Running:
-        """One pass over the running batch."""
-        everyone: list[TrackedRequest] = []
-        remaining: list[int] = []
-        certain: list[int] = []
-        ending: set[str] = set()
-        own = dict.fromkeys(RequestClass, 0)
-        next_step = num_plain = 0
-        mixes = True
-        page = self.caps.page_size
-        decodes: dict[RequestClass, tuple[list[TrackedRequest], list[int]]]
-        decodes = {request_class: ([], []) for request_class in RequestClass}
-        for tracked, num_computed, num_own, num_output, is_ending in port.progress_of(self._batch):
-            everyone.append(tracked)
-            request_class = tracked.request_class
-            requests, contexts = decodes[request_class]
-            requests.append(tracked)
-            contexts.append(num_computed + 1)
-            own[request_class] += num_own
-            to_come = tracked.max_new_tokens - num_output
-            num_rows = 1
-            if tracked.traits is PLAIN:
-                num_plain += 1
-            else:
-                mixes = mixes and tracked.traits.can_mix
-                num_rows = tracked.traits.num_rows
-            if not num_computed % page:
-                next_step += page * num_rows
-            (certain if tracked.reserves_all else remaining).append(to_come * num_rows)
-            if is_ending:
-                ending.add(tracked.rid)
-        by_class = {request_class: Decodes(*lists) for request_class, lists in decodes.items()}
-        are_plain = num_plain == len(self._batch.reqs)
-        return _Running(
-            everyone, by_class, own, remaining, certain, next_step, mixes, ending, are_plain
-        )
+    def _running(self) -> Running:
+        return Running.of(self._batch.reqs, page_size=self.caps.page_size)
 
     @property
     def running(self) -> Sequence[TrackedRequest]:
@@ -132,9 +103,8 @@ class SchedulerView:
         )
 
     def length(self, request: Request) -> LengthEstimate:
-        """Nothing is known but the limit."""
-        most = max(request.max_new_tokens - request.num_output_tokens, 0)
-        return LengthEstimate(most, most)
+        assert isinstance(request, TrackedRequest), f"{type(request)=}"
+        return self._lengths.remaining(request)
 
     def waiting(self, rid: str) -> TrackedRequest | None:
         return self._waiting.get(rid)
@@ -161,13 +131,14 @@ class SchedulerView:
     @cached_property
     def kv(self) -> KvState:
         scheduler = self._scheduler
+        own = own_tokens(self._running, self.unfinished)
         return KvState(
             total=port.kv_total(scheduler),
             free=port.kv_free(scheduler),
             evictable=port.kv_evictable(scheduler),
             shared=port.kv_shared(scheduler),
-            online=self._own_tokens(RequestClass.ONLINE),
-            offline=self._own_tokens(RequestClass.OFFLINE),
+            online=own[RequestClass.ONLINE],
+            offline=own[RequestClass.OFFLINE],
             reserved=self._reserve(self._running.remaining)
             + self._reserve(self._running.certain, whole=True),
             next_step=self._running.next_step,
@@ -175,13 +146,6 @@ class SchedulerView:
             shared_offline=0 if self._kv is None else self._kv.kv_tree.num_held_offline,
             kept=0 if self._kv is None else self._kv.kept,
         )
-
-    def _own_tokens(self, request_class: RequestClass) -> int:
-        own = self._running.own[request_class]
-        for request in self.unfinished:
-            if request.request_class is request_class:
-                own += request.num_own_tokens
-        return own
 
     @cached_property
     def free_slots(self) -> int:
@@ -252,29 +216,6 @@ class SchedulerView:
                 gain = port.num_own(req) + self._kv.kv_tree.gain_of_release(port.last_node(req))
             self._gains[request] = gain
         return gain
-
-
-class _Running(NamedTuple):
-    """What a plan reads of all running requests.
-
-    own        KV tokens of each class outside the tree
-    remaining  output still to come of each that may end early
-    certain    output still to come of each that cannot
-    next_step  KV tokens that their next decodes take
-    mixes      all of them may decode beside a prefill
-    ending     ids of those that are about to end
-    are_plain  nothing of theirs is special (`Traits`), nor of any that is still in the batch
-    """
-
-    everyone: list[TrackedRequest]
-    by_class: dict[RequestClass, Decodes]
-    own: dict[RequestClass, int]
-    remaining: list[int]
-    certain: list[int]
-    next_step: int
-    mixes: bool
-    ending: set[str]
-    are_plain: bool
 
 
 def _req(request: Request) -> Any:

@@ -33,6 +33,8 @@ class KvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     horizon_s       within which a context is expected back that is counted as demand [s]
     half_life_s     after which an observed return counts half [s]
     host_bandwidth_gb_s  of copies to host memory and back [GB/s of each GPU]
+    bidirectional_pages  the last pages of an online and an offline request may be one (BROS §5.1),
+                    with page sizes above 1
     """
 
     eviction: str | None = None
@@ -45,6 +47,7 @@ class KvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     horizon_s: float = 120.0
     half_life_s: float = 3600.0
     host_bandwidth_gb_s: float = 20.0
+    bidirectional_pages: bool = False
 
     def __post_init__(self) -> None:
         if self.eviction is not None and self.eviction not in EVICTION_ORDERS:

@@ -104,10 +104,10 @@ class Worth:
     that one comes before memory is short again.
 
     *Online*: the chance that the session goes on (`ReturnModel`), times what is recomputed then. A
-    second of recomputation that makes a chat user wait weighs more than one of throughput: up to
-    `late_weight` times more, where recomputing all of the context from the node on would take all
-    of the target for the first token, and nothing more below `free_share` of it, which goes
-    unnoticed (the idea of tail-optimized LRU, Zhang et al. 2025).
+    second of recomputation that makes a chat user wait weighs more than one of throughput, by
+    `late_weight`: each beyond `free_share` of the target for the first token, which goes unnoticed
+    (the idea of tail-optimized LRU, Zhang et al. 2025), up to the target. What is lost beyond it
+    makes nobody late who was not: so one context goes rather than the ends of many.
 
     *Host memory*: what has a copy there costs `transfer_s` per token, if that is less.
     """
@@ -168,17 +168,33 @@ class Worth:
         if visit is not None:
             returns = self.chance_of_return(node, now_s, on_host=on_host)
             if visit.ttft_s:
-                end = max(visit.num_tokens, node.end)
-                lost_s = self.prices.seconds(node.start, end)
-                if is_loaded:
-                    lost_s = min(lost_s, (end - node.start) * self.transfer_s)
-                late = (lost_s / visit.ttft_s - self._free_share) / (1.0 - self._free_share)
-                returns *= 1.0 + self._late_weight * min(max(late, 0.0), 1.0)
+                returns *= 1.0 + self._late_weight * self._late_share(
+                    node, max(visit.num_tokens, node.end), visit.ttft_s, is_loaded=is_loaded
+                )
             chance = max(chance, returns)
         price = self.prices.relative(node.start)
         if is_loaded:
             price = min(price, self.prices.to_units(self.transfer_s))
         return chance * price
+
+    def _late_share(self, node: KvNode, end: int, ttft_s: float, *, is_loaded: bool) -> float:
+        """Of the time that computing a node's tokens anew takes, the share that brings a first
+        token nearer to being late; what is behind the node, up to `end`, is lost already."""
+        behind_s = self._seconds(node.end, end, is_loaded=is_loaded)
+        lost_s = self._seconds(node.start, end, is_loaded=is_loaded)
+        if lost_s <= behind_s:
+            return 0.0
+        late = self._late(lost_s / ttft_s) - self._late(behind_s / ttft_s)
+        return late * ttft_s / (lost_s - behind_s)
+
+    def _late(self, share: float) -> float:
+        """How near to being late, 0 to 1; share: of the target for the first token that goes into
+        computing anew."""
+        return min(max((share - self._free_share) / (1.0 - self._free_share), 0.0), 1.0)
+
+    def _seconds(self, start: int, end: int, *, is_loaded: bool) -> float:
+        seconds = self.prices.seconds(start, end)
+        return min(seconds, (end - start) * self.transfer_s) if is_loaded else seconds
 
     def chance_of_return(self, node: KvNode, now_s: float, *, on_host: bool = False) -> float:
         """That the session of an online context goes on while it can be kept on the device, or in

@@ -52,6 +52,8 @@ class KvOccupancy(msgspec.Struct, kw_only=True, frozen=True):
                      given up there, by the class that had used it
     evicted_referenced  of these, what waiting offline requests still began with
     evicted_returning   of these, what was likely to return
+    saved            what requests that share pages would take more with pages of their own
+    parted           last pages of requests that were copied to another page since the start
     is_watched       the order is cosched's; False: the engine's own has taken over
     host             None: there is no host memory
     """
@@ -67,6 +69,8 @@ class KvOccupancy(msgspec.Struct, kw_only=True, frozen=True):
     evicted_offline: int
     evicted_referenced: int
     evicted_returning: int
+    saved: int
+    parted: int
     is_watched: bool
     host: HostOccupancy | None = None
 
@@ -80,10 +84,12 @@ def occupancy_of(
     own: tuple[int, int],
     kept: int,
     evicted: Counter[str],
+    shared_pages: tuple[int, int],
     is_watched: bool,
     host: HostOccupancy | None = None,
 ) -> KvOccupancy:
-    """own: tokens that running online and offline requests hold outside the tree. O(nodes)."""
+    """own: tokens that running online and offline requests hold outside the tree;
+    shared_pages: the fields `saved` and `parted`. O(nodes)."""
     returning = referenced = 0
     for node in tree.nodes.values():
         if node.num_holds or not node.on_device:
@@ -104,6 +110,8 @@ def occupancy_of(
         evicted_offline=evicted["offline"],
         evicted_referenced=evicted["referenced"],
         evicted_returning=evicted["returning"],
+        saved=shared_pages[0],
+        parted=shared_pages[1],
         is_watched=is_watched,
         host=host,
     )

@@ -278,11 +278,14 @@ class Ledger:
         self.headroom += gain + reserve
         self.available += gain
         self.spare += reserve
+        is_unfinished = any(r.rid == request.rid for r in self._view.unfinished)
+        if is_unfinished:
+            self.spare += _num_left(request)
         if request.request_class is RequestClass.OFFLINE:
             self._charge_offline(-gain)
         if self._adapters is not None:
             self._adapters[request.traits.adapter] -= 1
-        if all(r.rid != request.rid for r in self._view.unfinished):
+        if not is_unfinished:
             self.refund_holds((request,))
 
     def refund_holds(self, requests: Sequence[Request]) -> None:

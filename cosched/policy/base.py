@@ -23,6 +23,8 @@ class Budgets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     aim            share of the TPOT target that offline work may use up; the rest is for what the
                    predictor gets wrong
+    ttft_aim       share of the TTFT target within which prefills are planned to end, with offline
+                   work and decodes beside them; the rest is for what the predictor gets wrong
     burst          most iteration time with offline work in it beside online requests [TPOT targets]
     idle_share     most iteration time without online requests [TTFT targets]
     crowded_share  share of the KV memory that online requests may hold before iterations with
@@ -31,13 +33,14 @@ class Budgets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """
 
     aim: float = 0.995
+    ttft_aim: float = 0.95
     burst: float = 1.5
     idle_share: float = 0.3
     crowded_share: float = 0.2
     token_group: int = 1
 
     def __post_init__(self) -> None:
-        for name, most in (("aim", 1.0), ("burst", 100.0), ("idle_share", 1.0)):
+        for name, most in (("aim", 1.0), ("ttft_aim", 1.0), ("burst", 100.0), ("idle_share", 1.0)):
             value = getattr(self, name)
             if not 0 < value <= most:
                 raise ConfigError(f"{name} {value} is not above 0 and up to {most:g}")

@@ -4,8 +4,9 @@ The budget of an iteration (Echo §5.2: the tightest online deadline in it)
 
     slack of a running request   first token + TPOT * (tokens it will have) - start of the iteration
     slack of a prefill           arrival + TTFT - start of the iteration
-    laxity of a prefill          its slack less the time that it and those before it still take
-    online phase                 the least slack of the running online requests, at least TPOT;
+    laxity of a prefill          its slack for a target that is `ttft_aim` times its own, less the
+                                 time that it and those before it still take
+    online phase                 most of the least slack of the running online requests, or TPOT;
                                  more where prefills would be late at that pace and need not be
     offline phase                the least slack of the running online requests, for targets that
                                  are `aim` times theirs, and the least laxity of the prefills; at
@@ -153,12 +154,13 @@ def deadline_pace(builder: PlanBuilder, settings: PolicySettings) -> DeadlinePac
     slacks = _decode_slacks(view, settings.slo, budgets.aim, predictor)
     ledger.add_decodes(slacks.contexts)
     alone_s = ledger.seconds()
-    prefills = _prefill_slacks(view, settings.slo, ledger, alone_s)
+    prefills = _prefill_slacks(view, settings.slo, budgets.ttft_aim, ledger, alone_s)
     if settings.latency_budget_s is not None:
         online_s = offline_s = settings.latency_budget_s
     else:
         # Slow decodes alone must not keep a prefill from starting.
-        online_s = max(slacks.least_s, slacks.tpot_s, _LEAST_GROWTH * alone_s, prefills.iteration_s)
+        lent_s = _LENT * slacks.least_s
+        online_s = max(lent_s, slacks.tpot_s, _LEAST_GROWTH * alone_s, prefills.iteration_s)
         burst_s = budgets.burst * slacks.tpot_s
         uncrowded_s = slacks.tpot_s * _room(view, slacks.contexts, budgets.crowded_share)
         offline_s = min(slacks.aimed_s, prefills.laxity_s, burst_s, uncrowded_s)
@@ -193,6 +195,10 @@ def _may_cut_online(view: View, prefill_slack_s: float, default: Slo) -> bool:
         return False
     return view.num_offline > 0
 
+
+_LENT = 0.8
+"""Of the slack of the running online requests, that one iteration takes: it may last longer than
+predicted, and what is left is lent to the next."""
 
 _LEAST_GROWTH = 1.5
 
@@ -267,7 +273,9 @@ class _PrefillSlacks(NamedTuple):
     ttft_s: float
 
 
-def _prefill_slacks(view: View, default: Slo, ledger: Ledger, alone_s: float) -> _PrefillSlacks:
+def _prefill_slacks(
+    view: View, default: Slo, ttft_aim: float, ledger: Ledger, alone_s: float
+) -> _PrefillSlacks:
     """alone_s: predicted time of what the ledger has, the decodes of running online requests
     [s]."""
     least_s = laxity_s = math.inf
@@ -283,27 +291,42 @@ def _prefill_slacks(view: View, default: Slo, ledger: Ledger, alone_s: float) ->
             continue
         least_s = min(least_s, slack_s)
         left_s = slack_s - work_s
-        if left_s <= alone_s:
+        if left_s <= -_DOUBT * work_s:
             # Late as far as one knows; but that estimate may be wrong.
             laxity_s = min(laxity_s, slack_s)
             continue
+        left_s = max(left_s - (1 - ttft_aim) * ttft_s, 0.0)
         laxity_s = min(laxity_s, left_s)
         # In iterations of L the share (L - alone) / L of the time is the prefill's.
-        iteration_s = max(iteration_s, min(slack_s * alone_s / left_s, work_s + alone_s))
+        most_s = work_s + alone_s
+        paced_s = slack_s * alone_s / left_s if left_s > 0 else most_s
+        iteration_s = max(iteration_s, min(paced_s, most_s))
     return _PrefillSlacks(least_s, laxity_s, iteration_s, least_ttft_s)
 
+
+_DOUBT = 0.1
+"""Of its time a prefill may be too long to be in time, and is tried all the same."""
 
 _MOST_LOOKED_AT = 16
 """Waiting online requests whose prompts are looked up in the cache for how long they take."""
 
 
 def _prefill_s(request: Request, view: View, ledger: Ledger, alone_s: float) -> float:
-    """By how much all that is left of a prefill lengthens an iteration [s]."""
+    """By how much all that is left of a prefill lengthens the iterations that compute it [s].
+
+    It is computed in chunks, of which a predictor knows how long they take; asked for more at once
+    than was ever seen it is careful. A chunk takes longer the deeper it is, by the same for each
+    token (attention), so the mean of the first and the last stands for all.
+    """
     num_cached = request.num_computed_tokens or view.match(request).cached
     num_new = request.num_prompt_tokens + request.num_output_tokens - num_cached
     if num_new <= 0:
         return 0.0
-    return max(ledger.seconds_with(num_new, num_cached) - alone_s, 0.0)
+    num_chunk = min(num_new, view.caps.max_chunk_tokens or num_new)
+    first_s = last_s = ledger.seconds_with(num_chunk, num_cached) - alone_s
+    if num_chunk < num_new:
+        last_s = ledger.seconds_with(num_chunk, num_cached + num_new - num_chunk) - alone_s
+    return max((first_s + last_s) / 2 * num_new / num_chunk, 0.0)
 
 
 def _online_prefills(view: View) -> Iterable[Request]:

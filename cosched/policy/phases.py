@@ -1,11 +1,12 @@
 """Two phases over one ledger: online requests first, offline ones into what they leave (HyGen §4.1,
 Algorithm 1). The steps from which such policies are composed.
 
-Running requests decode. Online prefill takes what it needs, oldest first; where request slots or KV
-memory are missing, running offline requests are stopped, youngest first, with their KV kept in the
-radix tree, and an unfinished offline prefill is stopped when an online one needs its place. Offline
-work is taken in the pool's order, running before waiting; where the pool knows which requests begin
-alike, a prefix that none has computed yet is computed by one of them and the others follow.
+Running requests decode. Online prefill takes what it needs, oldest first, and short prompts go
+along with a long one; where request slots or KV memory are missing, running offline requests are
+stopped, youngest first, with their KV kept in the radix tree, and an unfinished offline prefill is
+stopped when an online one needs its place. Offline work is taken in the pool's order, running
+before waiting; where the pool knows which requests begin alike, a prefix that none has computed yet
+is computed by one of them and the others follow.
 
 A policy makes a `PlanBuilder`, a `Pace` that says how much of the iteration's time each phase may
 take, and calls `two_phases` with the steps in which it differs, or the steps themselves.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -199,8 +201,37 @@ def _serve_online(builder: PlanBuilder, pace: Pace, steps: Steps) -> bool:
     """Online prefills. False: one still waits, so no offline prefill may start."""
     for request in builder.view.unfinished:
         if request.request_class is RequestClass.ONLINE or not request.traits.can_stop:
+            _admit_beside(builder, pace, request)
             continue_online(builder, pace, steps, request)
-    return all(admit_online(builder, pace, steps, r) for r in builder.view.online)
+    return all(
+        admit_online(builder, pace, steps, r)
+        for r in builder.view.online
+        if r.rid not in builder.prefill
+    )
+
+
+def _admit_beside(builder: PlanBuilder, pace: Pace, unfinished: Request) -> None:
+    """Short prompts that wait behind a long one go along with it, whole, and leave it most of the
+    tokens: it takes little longer, and they would wait for all of it."""
+    view, ledger = builder.view, builder.ledger
+    most = _online_tokens(builder, pace, unfinished, unfinished.num_computed_tokens)
+    if num_tokens_of(unfinished) - unfinished.num_computed_tokens <= most:
+        return
+    left = most // _BESIDE_PART
+    for request in islice(view.online, _MOST_BESIDE):
+        if left <= 0 or ledger.slots <= 1:
+            return
+        if must_wait(builder, request):
+            continue
+        match = view.match(request)
+        num_new = num_tokens_of(request) - match.cached
+        if (
+            num_new <= left
+            and pace.online_tokens(match.cached, num_new) >= num_new
+            and ledger.chunk(request, match.cached, num_loaded=match.host) == num_new
+            and builder.admit(request, match, num_new)
+        ):
+            left -= num_new
 
 
 def continue_online(builder: PlanBuilder, pace: Pace, steps: Steps, request: Request) -> None:
@@ -315,8 +346,8 @@ def follow(order: OfflineOrder, request: Request, num_cached: int) -> None:
 def must_wait(builder: PlanBuilder, request: Request) -> bool:
     """Whether a waiting request cannot be admitted whatever room there is; others can."""
     view = builder.view
-    if view.is_barred(request):
-        builder.skip(request, SkipReason.ENGINE_REFUSED)
+    if (reason := view.why_barred(request)) is not None:
+        builder.skip(request, reason)
         return True
     if (
         view.rules.decodes_due
@@ -351,11 +382,14 @@ def is_worth_its_place(builder: PlanBuilder, request: Request, match: Match) -> 
     """
     if not builder.runs_anything():
         return True
-    ledger, view = builder.ledger, builder.view
-    before, after = -ledger.spare, ledger.need(request, match) - ledger.spare
+    view, missing = builder.view, -builder.ledger.spare
+    after = missing + builder.ledger.need(request, match)
     if after <= 0:
         return True
-    loss_s = view.eviction_loss_s(after) - (view.eviction_loss_s(before) if before > 0 else 0.0)
+    # What it finds cached goes no more, and others go for it.
+    loss_s = view.eviction_loss_s(after + match.evictable)
+    for num_tokens in (missing, match.evictable):
+        loss_s -= view.eviction_loss_s(num_tokens) if num_tokens > 0 else 0.0
     if loss_s <= 0:
         return True
     totals = BatchTotals()
@@ -422,6 +456,12 @@ def _least(builder: PlanBuilder, request: Request, remaining: int) -> int:
 
 _DECODES_AT_ONCE = 32
 """Requests that usually decode together, and share the time of it."""
+
+_BESIDE_PART = 4
+"""Of the tokens of an unfinished online prefill one in so many may go to those that wait."""
+
+_MOST_BESIDE = 16
+"""Waiting online requests that are looked at for it."""
 
 _LEAST_CHUNK = 16
 """Prompt tokens that are worth a forward of their own, where a prompt does not end in fewer."""

@@ -70,6 +70,10 @@ class PolicyEntry:
     server_flags: Mapping[str, object] = field(default_factory=dict)
     source_file: str | None = None
 
+    def plans_as(self, other: PolicyEntry) -> bool:
+        """The two differ in what they are called, and in nothing that is planned."""
+        return self == replace(other, name=self.name, summary=self.summary, source=self.source)
+
     def arguments(self) -> dict[str, list[str]]:
         """`server_flags` as a command line: flag -> the flag and its value."""
         arguments = {}
@@ -77,6 +81,10 @@ class PolicyEntry:
             flag = "--" + name.replace("_", "-")
             arguments[flag] = [flag] if value is True else [flag, str(value)]
         return arguments
+
+
+def _sarathi(settings: PolicySettings) -> Policy[Any]:
+    return SarathiPolicy()
 
 
 def _throttled(settings: PolicySettings) -> Policy[Any]:
@@ -128,7 +136,7 @@ _ENTRIES = (
         name="sarathi",
         summary="Sarathi++: online first, then offline, in a fixed token budget",
         source="HyGen §5.1 (baseline)",
-        make=lambda _: SarathiPolicy(),
+        make=_sarathi,
         server_flags=_MIXED_CHUNK,
     ),
     PolicyEntry(
@@ -160,7 +168,7 @@ _ENTRIES = (
         name="echo-bs",
         summary="Echo's base: online first, then offline in the order of arrival; no SLO awareness",
         source="Echo §7.1 (BS)",
-        make=lambda _: SarathiPolicy(),
+        make=_sarathi,
         server_flags=_MIXED_CHUNK,
     ),
     PolicyEntry(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 
-from cosched.core.plan import EMPTY_PLAN, Plan, SkipReason
+from cosched.core.plan import EMPTY_PLAN, Plan
 from cosched.core.request import Request, RequestClass
 from cosched.core.view import View
 from cosched.planning.builder import PlanBuilder
@@ -39,8 +39,8 @@ class SafePolicy:
         if not view.running_of(RequestClass.ONLINE).requests and not any(True for _ in waiting):
             waiting = view.offline_order()
         for request in waiting:
-            if view.is_barred(request):
-                builder.skip(request, SkipReason.ENGINE_REFUSED)
+            if (reason := view.why_barred(request)) is not None:
+                builder.skip(request, reason)
             elif not builder.admit(request, view.match(request), sys.maxsize):
                 break
         return builder.build(), None

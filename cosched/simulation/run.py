@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from cosched.config import ENV_VAR, Config, SloConfig, parse_config
+from cosched.config import Config, SloConfig, configured, parse_config
 from cosched.core.request import RequestClass, Slo
 from cosched.cost_models.base import OVERLAPPED, SYNCHRONOUS, CostModel
 from cosched.cost_models.registry import make_cost_model
@@ -26,6 +25,14 @@ from cosched.metrics.records import ColumnLog, IterationLog, RequestRecord
 from cosched.metrics.summary import Summary, summarize
 from cosched.metrics.window import Window
 from cosched.policy.registry import policy_entry
+from cosched.simulation.arrivals import Source
+from cosched.simulation.clients import (
+    AimdClient,
+    ClosedLoopClient,
+    OpenLoopClient,
+    WaveClient,
+    online_client,
+)
 from cosched.simulation.machine import Machine
 from cosched.simulation.scenario import OfflineClient, Scenario
 from cosched_traces.catalogue import load_workload
@@ -197,7 +204,6 @@ def execute_requests(
     identity = identity_of(spec)
     if config.latency_model is not None and policy_entry(config.policy).timed:
         Profile.predictor_for(Path(config.latency_model), identity)
-    os.environ[ENV_VAR] = config.to_json()
     cost_model = cost_model_of(spec)
     from cosched.simulation.virtual import HostLink, VirtualEngine
 
@@ -210,6 +216,7 @@ def execute_requests(
         )
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(configured(config))
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cosched-model-"))
         flags = engine_flags(spec)
         try:
@@ -225,7 +232,7 @@ def execute_requests(
         except Exception as error:  # SGLang's own checks are assertions and errors of all kinds
             raise ConfigError(f"SGLang refuses to run with {' '.join(flags)}: {error}") from error
         stack.enter_context(engine)
-        sources = [_online_client(online)]
+        sources: list[Source] = [online_client(online)]
         if offline:
             sources.append(_offline_client(spec, offline))
         num_offline = len(offline)
@@ -327,22 +334,8 @@ def engine_flags(spec: RunSpec) -> list[str]:
     return flags + host_arguments(flags, config)
 
 
-def _online_client(online: Sequence[TraceRequest]) -> Any:
-    from cosched.simulation.clients import OpenLoopClient, SessionClient
-
-    if any(request.after is not None for request in online):
-        return SessionClient(online)
-    return OpenLoopClient(online)
-
-
-def _offline_client(spec: RunSpec, offline: Sequence[TraceRequest]) -> Any:
+def _offline_client(spec: RunSpec, offline: Sequence[TraceRequest]) -> Source:
     from cosched.metrics.slo import Verdict, judge, with_defaults
-    from cosched.simulation.clients import (
-        AimdClient,
-        ClosedLoopClient,
-        OpenLoopClient,
-        WaveClient,
-    )
 
     match spec.scenario.client:
         case OfflineClient.ALL:

@@ -10,7 +10,7 @@ from cosched.errors import ConfigError, choices
 from cosched.kv.config import ENGINE_ORDERS, EVICTION_ORDERS
 from cosched.policy.registry import POLICIES, PolicyEntry, policy_entry, policy_names
 
-__all__ = ["SCENARIOS", "OfflineClient", "Scenario", "scenario", "with_eviction"]
+__all__ = ["SCENARIOS", "OfflineClient", "Scenario", "runs_as", "scenario", "with_eviction"]
 
 
 class OfflineClient(Enum):
@@ -138,6 +138,13 @@ def scenario(name: str, *, also: Iterable[str] = ()) -> Scenario:
         f"unknown scenario {name!r}; choose from {choices(known)}, or name a policy of yours as "
         "module:Class"
     )
+
+
+def runs_as(one: Scenario, other: Scenario) -> bool:
+    """The two differ in what they are called, and in nothing that is simulated."""
+    return one == replace(
+        other, name=one.name, summary=one.summary, policy=one.policy
+    ) and policy_entry(one.policy).plans_as(policy_entry(other.policy))
 
 
 def with_eviction(entry: Scenario, order: str) -> Scenario:

@@ -15,8 +15,8 @@ import contextlib
 import gc
 import json
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,8 +25,14 @@ import msgspec
 import torch
 
 from cosched.core.batch import BatchShape
-from cosched.core.request import RequestClass, Slo
-from cosched.core.wire import OFFLINE_PRIORITY, PARAMS_KEY, class_of_priority, params_of_slo
+from cosched.core.request import RequestClass
+from cosched.core.wire import (
+    HINT_KEY,
+    OFFLINE_PRIORITY,
+    PARAMS_KEY,
+    class_of_priority,
+    params_of_slo,
+)
 from cosched.engine import port
 from cosched.engine.attach import use_virtual_device
 from cosched.engine.identity import STANDS_FOR
@@ -37,19 +43,16 @@ from cosched.kv.returns import BLOCK, block_hashes
 from cosched.latency.graphs import GraphSizes
 from cosched.latency.profile_file import EngineIdentity
 from cosched.metrics.records import ColumnLog, IterationLog, IterationRecord, RequestRecord
+from cosched.simulation.arrivals import VOCAB_SIZE, Arrival, Source
 from cosched.simulation.virtual_host import VirtualTransfers
 
 __all__ = [
     "EOS_ID",
-    "VOCAB_SIZE",
-    "Arrival",
     "HostLink",
-    "Source",
     "VirtualClock",
     "VirtualEngine",
 ]
 
-VOCAB_SIZE = 32_000
 EOS_ID = 2
 _FIRST_ID = 10
 
@@ -106,42 +109,6 @@ class HostLink:
 
     s_per_token: float
     num_layers: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival:
-    """One request to simulate.
-
-    num_output_tokens  after so many tokens it ends; the scheduler sees only `max_new_tokens`
-    output_ids         the reply's tokens, where they matter: a later prompt holds them; empty: made
-                       up. The last token is the end of the reply in any case
-    """
-
-    rid: str
-    arrival_s: float
-    request_class: RequestClass
-    input_ids: array[int]
-    num_output_tokens: int
-    max_new_tokens: int
-    output_ids: Sequence[int] = ()
-    slo: Slo = field(default_factory=Slo)
-
-
-class Source(Protocol):
-    """Where requests come from: a trace, a client with so many in flight, a gateway."""
-
-    def due(self, now_s: float) -> Iterable[Arrival]:
-        """Requests that arrive at `now_s` or came before it, each once."""
-        ...
-
-    def next_s(self) -> float | None:
-        """When the next request comes, or something else happens here [s]; None: not unless a
-        request finishes first."""
-        ...
-
-    def on_finish(self, record: RequestRecord) -> None:
-        """A request of any source ended."""
-        ...
 
 
 class _Following:
@@ -286,6 +253,9 @@ class VirtualEngine:
             ]
         )
         self.scheduler = self.local.scheduler
+        controller = getattr(self.scheduler, "cosched", None)
+        self._tells_lengths = controller is not None and controller.config.length.needs_hints
+        """Requests come with their true length as a hint, which nothing else may know."""
         self._transfers: VirtualTransfers | None = None
         if host_link is not None:
             self._use_host(host_link)
@@ -392,7 +362,9 @@ class VirtualEngine:
         assert arrival.rid not in self._following, f"rid used twice: {arrival.rid}"
         self._following[arrival.rid] = _Following(arrival)
         offline = arrival.request_class is RequestClass.OFFLINE
-        params = params_of_slo(arrival.slo)
+        params: dict[str, float] = dict(params_of_slo(arrival.slo))
+        if self._tells_lengths:
+            params[HINT_KEY] = arrival.num_output_tokens
         self.local.submit(
             arrival.rid,
             arrival.input_ids,

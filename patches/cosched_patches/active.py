@@ -11,13 +11,19 @@ from cosched.policy.registry import policy_entry
 if TYPE_CHECKING:
     from cosched.engine.front import Front
 
-__all__ = ["front", "has_planning_policy"]
+__all__ = ["front", "has_planning_policy", "shares_pages"]
 
 
 def has_planning_policy() -> bool:
     """Whether cosched plans here; False under ``sglang`` and ``priority``, where SGLang does."""
     config = load_config()
     return config is not None and policy_entry(config.policy).make is not None
+
+
+def shares_pages() -> bool:
+    """Whether an online and an offline request may share a page of KV here."""
+    config = load_config()
+    return config is not None and has_planning_policy() and config.kv.bidirectional_pages
 
 
 @cache

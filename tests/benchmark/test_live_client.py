@@ -41,6 +41,39 @@ def test_both_classes_are_sent_and_recorded(server):
         assert record.arrival_s < record.first_token_s <= record.finish_s
 
 
+def test_the_next_turn_of_a_session_comes_after_the_answer_before_it_and_holds_it(servers):
+    server = servers.get("--cosched-policy", "hygen", "--enable-cache-report")
+
+    def turn(rid, num_tokens, after=None):
+        return TraceRequest(
+            rid=rid,
+            request_class=RequestClass.ONLINE,
+            arrival_s=0.1,
+            num_output_tokens=30,
+            segments=(Segment(77, num_tokens),),
+            session="s",
+            after=after,
+            think_s=0.5 if after else 0.0,
+        )
+
+    turns = [turn("a", 100), turn("b", 150, after="a"), turn("c", 200, after="b")]
+    records = asyncio.run(
+        run_live(
+            LiveTarget(base_url=server.url, vocab_size=1000),
+            online=turns,
+            offline=[],
+            offline_concurrency=1,
+            duration_s=120.0,
+        )
+    )
+    first, second, third = records
+    assert [r.num_prompt_tokens for r in records] == [100, 150, 200]
+    for before, after in ((first, second), (second, third)):
+        assert after.arrival_s == pytest.approx(before.finish_s + 0.5)
+        # All but the last token of the answer has KV.
+        assert after.num_cached_tokens == before.num_prompt_tokens + 30 - 1
+
+
 def test_what_is_unanswered_at_the_end_stays_open(server):
     offline = [request("long", RequestClass.OFFLINE, 0.0, num_tokens=4000)]
     [record] = asyncio.run(

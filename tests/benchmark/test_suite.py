@@ -1,15 +1,17 @@
 """Scenarios side by side, really run."""
 
 import json
+import os
 
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched import bench
 from cosched.benchmark.suite import run_suite
+from cosched.config import ENV_VAR
 from cosched.errors import ConfigError
 from cosched.simulation.machine import Machine
-from cosched.simulation.run import CostSpec, RunSpec, WorkloadSpec
+from cosched.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
 from cosched.simulation.scenario import scenario
 
 SMALL = [
@@ -54,3 +56,33 @@ def test_unknown_scenarios_and_files_are_refused_by_name(tmp_path, capsys):
         bench.main(["compare", str(tmp_path / "absent.json")])
     assert ended.value.code == 2
     assert "absent.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("one", "other"), [("sarathi", "echo-bs"), ("hygen-fcfs", "echo-bs+e")])
+def test_the_same_run_under_two_names_is_simulated_once(capsys, ran, one, other):
+    bench.main(["run", "--scenarios", f"{one},{other}/value,{other},s0", *SMALL])
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["scenarios"]
+    assert list(rows) == sorted([one, other, f"{other}/value", "s0"])
+    assert len(ran) == 3
+    assert rows[one]["summary"] == rows[other]["summary"] != rows["s0"]["summary"]
+    assert rows[other]["spec"]["scenario"] == other
+    bench.main(["run", "--scenarios", other, *SMALL])
+    alone = json.loads(capsys.readouterr().out.splitlines()[-1])["scenarios"][other]["summary"]
+    assert alone["online"] == rows[one]["summary"]["online"]
+    assert alone["offline"] == rows[one]["summary"]["offline"]
+
+
+def test_a_run_leaves_the_configuration_of_the_process_as_it_was(monkeypatch):
+    spec = RunSpec(
+        scenario=scenario("hygen"),
+        machine=Machine(kv_tokens=4000),
+        offline=WorkloadSpec(name="bros-offline", num_requests=1),
+        cost=CostSpec(name="roofline"),
+        duration_s=1.0,
+    )
+    monkeypatch.delenv(ENV_VAR, raising=False)
+    assert execute(spec).cosched["policy"] == "hygen"
+    assert ENV_VAR not in os.environ
+    monkeypatch.setenv(ENV_VAR, '{"policy": "priority"}')
+    assert execute(spec).cosched["policy"] == "hygen"
+    assert os.environ[ENV_VAR] == '{"policy": "priority"}'

@@ -11,7 +11,7 @@ from importlib import metadata
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
-from cosched import bench, explain, predictors, profile, simulate
+from cosched import bench, explain, lengths, predictors, profile, simulate
 from cosched.__main__ import COMMANDS, main
 from cosched.command_line import (
     Parser,
@@ -30,7 +30,7 @@ PARSERS = {
     "explain": explain.build_parser(),
     **{
         f"{module.__name__.rpartition('.')[2]} {name}": parser
-        for module in (bench, profile, predictors)
+        for module in (bench, lengths, profile, predictors)
         for action in module.build_parser()._actions
         if isinstance(action, argparse._SubParsersAction)
         for name, parser in action.choices.items()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from sglang.srt.mem_cache.l2_transfer import TransferCompletion
 
-from cosched.core.plan import PreemptMode
+from cosched.core.plan import PreemptMode, SkipReason
 from cosched.engine import port
 from cosched.kv.occupancy import HostOccupancy
 from tests.engine.conftest import assert_drained, prompt, view_now
@@ -168,7 +168,16 @@ def test_what_takes_long_is_loaded_before_it_is_admitted(make_engine, monkeypatc
     engine.run_until_idle()
     overflow(engine, "other", 500, seed=2)
     kv = scheduler.cosched.kv
-    waits, decoded = [], []
+    waits, decoded, reasons = [], [], set()
+    plan = scheduler.cosched._plan
+
+    def planned(*args, **kwargs):
+        made = plan(*args, **kwargs)
+        if kv._restoring:
+            reasons.add(made.skipped.get("second"))
+        return made
+
+    monkeypatch.setattr(scheduler.cosched, "_plan", planned)
 
     def watch(iteration):
         if iteration == 3:
@@ -181,6 +190,7 @@ def test_what_takes_long_is_loaded_before_it_is_admitted(make_engine, monkeypatc
     engine.run_until_idle(on_iteration=watch)
     assert waits.count(True) >= 3
     assert decoded[-1] - decoded[0] >= 3
+    assert reasons == {SkipReason.RESTORING}
     assert not kv._restoring
     assert_drained(engine)
 
@@ -324,4 +334,32 @@ def test_a_stopped_request_is_copied_and_goes_on(make_engine, monkeypatch):
     host = controller.kv.occupancy().host
     assert host.to_host >= 250 and 0 < host.to_device <= 310  # the tail that went
     assert controller.counters.offline_prefill_tokens < 250 + 30
+    assert_drained(engine)
+
+
+def test_a_load_that_fails_leaves_one_prefill_unfinished_at_most(make_engine):
+    """What the plan admits whole is cut then, beside another that the plan cuts."""
+    asked = {
+        "second": prompt(1, 200) + prompt(3, 3),
+        "third": prompt(2, 200) + prompt(4, 3),
+        "long": prompt(5, 100),
+    }
+
+    def submit(engine):
+        for rid, tokens in asked.items():
+            engine.submit(rid, tokens, max_new_tokens=6)
+        engine.run_until_idle()
+        return {rid: engine.replies[rid].output_ids for rid in asked}
+
+    expected = submit(make_engine(policy="hygen", max_total_tokens=4000))
+    engine = with_host(make_engine, hicache_ratio=5)
+    engine.submit("first", prompt(1, 200), max_new_tokens=2)
+    engine.submit("before", prompt(2, 200), max_new_tokens=2)
+    engine.run_until_idle()
+    overflow(engine, "other", 560, seed=6)
+    assert engine.scheduler.cosched.kv.kv_tree.num_on_host > 380
+    failed = []
+    engine.scheduler.tree_cache.load_back = lambda *args, **kwargs: failed.append(1)
+    assert submit(engine) == expected
+    assert failed
     assert_drained(engine)

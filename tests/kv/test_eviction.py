@@ -108,6 +108,25 @@ def test_a_deep_context_whose_loss_makes_a_user_wait_is_worth_more_than_throughp
     assert kv.order()[0] == online, "with so much time nobody notices"
 
 
+def test_one_user_waits_rather_than_two():
+    """A token takes 0.1 ms, the first token shall come within a second: with eleven of twenty
+    pieces of 1,000 tokens a context has lost all that can make it late."""
+    kv = Kv()
+    for seed in range(2):
+        node_id = kv.add(context(seed, 20_000), chunk=1000, is_online=True)
+        kv.tree.left(node_id, visit(num_tokens=20_000))
+    lost = {seed: 0 for seed in range(2)}
+    first = {seed: pack(context(seed, 20_000)[:1]) for seed in range(2)}
+    for _ in range(20):
+        node = kv.leaves.first()
+        top = node
+        while top.parent.parent is not None:
+            top = top.parent
+        lost[next(seed for seed in lost if top.segment.startswith(first[seed]))] += 1
+        kv.tree.evicted(node.node_id)
+    assert min(lost.values()) <= 1, "what nobody notices"
+
+
 def test_echo_ranks_references_above_finished_online_above_the_rest():
     kv = Kv("echo")
     rest = kv.add(context(0), chunk=100)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -131,6 +131,31 @@ def test_a_cached_head_is_not_evicted_for_its_own_request():
     assert plan(view).skipped["a"] is SkipReason.EVICTION_LOSS
     view = replace(view, cached={"a": Match(cached=1990, evictable=1990)})
     assert "a" in plan(view).prefill
+
+
+@dataclass(kw_only=True)
+class ConvexView(FakeView):
+    """dear_s: of a token beyond the first thousand [s]."""
+
+    dear_s: float
+
+    def eviction_loss_s(self, num_tokens):
+        return 5e-5 * max(num_tokens, 0) + self.dear_s * max(num_tokens - 1000, 0)
+
+
+def test_what_it_has_cached_makes_others_go_in_its_place():
+    """A request that was stopped: its own KV is worth least, so it would be the next to go."""
+    view = ConvexView(
+        caps=CAPS,
+        total_kv=5000,
+        evictable_kv=4900,
+        running=(decoding(offline("running", 90)),),
+        offline=(offline("a", 1000, max_new_tokens=100),),
+        cached={"a": Match(cached=999, evictable=999)},
+        dear_s=1e-3,
+    )
+    assert plan(view).skipped["a"] is SkipReason.EVICTION_LOSS
+    assert "a" in plan(replace(view, dear_s=0.0)).prefill
 
 
 def test_nothing_is_admitted_beside_what_runs_while_too_much_was_computed_anew():

@@ -79,6 +79,14 @@ def test_stopping_a_request_gives_back_what_it_held():
         assert getattr(with_victim, name) == getattr(without, name), name
 
 
+def test_what_a_stopped_prefill_would_still_take_is_nobodys():
+    half = prefilled(offline("half", 500), 64)
+    ledger = Ledger(FakeView(unfinished=(half,), total_kv=1000))
+    assert ledger.spare == 1000 - 500
+    ledger.refund_preemption(half)
+    assert ledger.spare == 1000 - 64, "what it leaves in the tree is used until it is evicted"
+
+
 @given(
     length=st.integers(1, 3000),
     cached_pages=st.integers(0, 50),

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cosched.bootstrap  # noqa: F401  # before sglang
-from cosched import bench, simulate
+from cosched import simulate
 from cosched.core.request import RequestClass
 from cosched.metrics.records import RequestRecord, record_line
+from cosched.simulation.arrivals import VOCAB_SIZE
 from cosched.simulation.clients import SessionClient
 from cosched.simulation.machine import Machine
 from cosched.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute, execute_requests
@@ -71,6 +72,32 @@ class TestSessionClient:
         assert second.input_ids[200:230] == first.output_ids
         # The third goes on by 10 tokens of the 20 that the second answers: it left something out.
         assert len(second.output_ids) == 0
+
+    def test_what_a_live_server_answers_takes_the_place_of_the_answer_in_the_trace(self):
+        client = SessionClient(TURNS)
+        (first,) = client.due(1.0)
+        client.on_finish(ended("a", 1.0), range(7, 37))
+        (second,) = client.due(9.0)
+        assert second.input_ids[:200] == first.input_ids
+        assert list(second.input_ids[200:230]) == list(range(7, 37))
+        assert len(second.input_ids) == 300
+        # The third leaves the answer to the second out.
+        client.on_finish(ended("b", 9.0), range(20))
+        (third,) = client.due(19.0)
+        assert third.input_ids[:300] == second.input_ids
+        assert third.input_ids[300:] == TURNS[2].prompt(vocab_size=VOCAB_SIZE)[300:]
+
+    def test_all_live_answers_stay_in_the_context(self):
+        last = replace(TURNS[2], segments=(TURNS[0].segments[0]._replace(num_tokens=400),))
+        client = SessionClient([*TURNS[:2], last])
+        list(client.due(1.0))
+        client.on_finish(ended("a", 1.0), range(7, 37))
+        (second,) = client.due(9.0)
+        client.on_finish(ended("b", 9.0), range(50, 70))
+        (third,) = client.due(19.0)
+        assert third.input_ids[:300] == second.input_ids
+        assert list(third.input_ids[300:320]) == list(range(50, 70))
+        assert len(third.input_ids) == 400
 
     def test_of_a_prompt_that_turns_off_nothing_is_known(self):
         off = replace(TURNS[1], segments=(TURNS[0].segments[0]._replace(key=2, num_tokens=300),))
@@ -157,11 +184,6 @@ def test_the_command_takes_a_number_of_sessions_or_a_rate_of_starts(capsys):
             simulate.main,
             ["--online", "multi-turn", "--peak-window", "9"],
             "turns of sessions cannot be moved or drawn apart",
-        ),
-        (
-            bench.main,
-            ["live", "--base-url", "http://127.0.0.1:1", "--online", "multi-turn"],
-            "sessions are simulated only",
         ),
     ],
 )

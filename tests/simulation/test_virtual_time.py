@@ -184,3 +184,20 @@ def test_unknown_scenario_names_the_choices():
     with pytest.raises(ConfigError, match=r"unknown scenario 'ehco'; choose from .*sarathi"):
         scenario("ehco")
     assert {"s0", "s1", "cap", "aimd", "priority", "sarathi"} <= set(SCENARIOS)
+
+
+@pytest.mark.parametrize(("mode", "is_told"), [("oracle", True), ("histogram", False)])
+def test_only_an_oracle_is_told_how_long_responses_get(mode, is_told, monkeypatch):
+    from cosched.core.wire import hint_of_params
+    from cosched.engine.lengths import Lengths
+
+    hints = []
+
+    def ended(self, tracked):
+        hint = hint_of_params(tracked.req.sampling_params.custom_params)
+        hints.append((hint, tracked.num_output_tokens))
+
+    monkeypatch.setattr(Lengths, "ended", ended)
+    execute(make_spec("sarathi").configured(length={"mode": mode}))
+    assert len(hints) > 5
+    assert all(hint == (length if is_told else None) for hint, length in hints)

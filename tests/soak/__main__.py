@@ -42,6 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--page-size", type=int, default=default.page_size)
     parser.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--mixed", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--shared-pages", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("--conservativeness", type=float, default=default.conservativeness)
     parser.add_argument("--kv-tokens", type=int, help="default: 2048, or 40 pages if that is more")
     parser.add_argument("--slots", type=int, default=default.slots)

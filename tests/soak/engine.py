@@ -100,6 +100,7 @@ class SoakEngine:
         config: dict[str, Any] = {
             "policy": spec.policy,
             "slo": {"ttft_ms": spec.ttft_ms, "tpot_ms": spec.tpot_ms},
+            "kv": {"bidirectional_pages": spec.shared_pages},
         }
         if spec.policy == "hygen-throttled":
             config["offline_rate"] = _THROTTLED_RATE

@@ -52,6 +52,7 @@ class SoakSpec:
     kv_tokens         capacity of the KV pool, whole pages; None: 2,048 or 40 pages
     slots, chunk      ``--max-running-requests``, ``--chunked-prefill-size``
     ttft_ms, tpot_ms  targets of online requests; an iteration takes 4 ms and more
+    shared_pages      ``kv.bidirectional_pages``
     compute           the tiny model runs; else tokens are made up: faster, without KV
                       contents, adapters' weights and `NEEDS_MODEL`
     without           features left out
@@ -71,6 +72,7 @@ class SoakSpec:
     chunk: int = 128
     ttft_ms: float = 150.0
     tpot_ms: float = 6.5
+    shared_pages: bool = False
     compute: bool = True
     without: tuple[str, ...] = ()
     episodes: tuple[int, ...] | None = None
@@ -108,7 +110,8 @@ class SoakSpec:
                 continue
             flag = "--" + field.name.replace("_", "-")
             if isinstance(value, bool):
-                arguments.append("--no-" + field.name)
+                no = "" if value else "no-"
+                arguments.append(f"--{no}{field.name.replace('_', '-')}")
             elif isinstance(value, tuple):
                 arguments += [flag, ",".join(map(str, value))]
             else:
@@ -130,6 +133,8 @@ def _matrix() -> tuple[SoakSpec, ...]:
         SoakSpec(policy="hygen", page_size=1, conservativeness=0.3),
         SoakSpec(policy="hygen", page_size=64, conservativeness=0.3, overlap=False),
         SoakSpec(policy="hygen", page_size=16, mixed=False),
+        SoakSpec(policy="hygen", page_size=16, conservativeness=0.3, shared_pages=True),
+        SoakSpec(policy="sarathi", page_size=64, overlap=False, shared_pages=True),
         SoakSpec(policy="hygen", page_size=1, overlap=False, kv_tokens=1024, slots=4),
         SoakSpec(policy="sarathi", page_size=1),
         SoakSpec(policy="sarathi", page_size=64, conservativeness=0.3),

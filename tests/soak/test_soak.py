@@ -40,6 +40,7 @@ def all_asks(spec, episode=0) -> dict[str, Ask]:
         {"policy": "sarathi", "overlap": False, "mixed": False},
         {"policy": "echo-bs+e+s", "conservativeness": 0.3},
         {"policy": "sglang", "page_size": 16},
+        {"policy": "sarathi", "page_size": 16, "shared_pages": True},
     ],
     ids=lambda changes: " ".join(map(str, changes.values())),
 )

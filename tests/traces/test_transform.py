@@ -10,6 +10,7 @@ from cosched_traces.transform import (
     mean_rate,
     period_s,
     rescale_rate,
+    rescale_think_times,
 )
 from tests.traces.samples import evenly, request, workload
 
@@ -32,6 +33,15 @@ def test_rescale_rate_scales_time_and_nothing_else():
     assert mean_rate(scaled) == pytest.approx(4)
     with pytest.raises(WorkloadError, match="rate 0 is not above 0"):
         rescale_rate(evenly(10), 0)
+
+
+def test_think_times_are_scaled_and_nothing_else():
+    turns = workload(request("a"), request("b", after="a", session="s", think_s=4.0))
+    scaled = rescale_think_times(turns, 0.25)
+    assert [r.think_s for r in scaled.requests] == [0.0, 1.0]
+    assert rescale_think_times(scaled, 4).requests == turns.requests
+    with pytest.raises(WorkloadError, match="factor of think times 0 is not above 0"):
+        rescale_think_times(turns, 0)
 
 
 @given(

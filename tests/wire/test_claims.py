@@ -174,3 +174,19 @@ def test_the_flag_wins_over_the_environment(monkeypatch):
     flags = ["--cosched-claims", '{"ceilings": {"tpot_ms": 20}}', "--cosched-slo-tpot-ms", "200"]
     with pytest.raises(ConfigError, match="tpot_slo_ms: the floor 50 is above the ceiling 20"):
         config_from(parser.parse_args(flags))
+
+
+def test_narrower_targets_of_a_key_leave_its_hints_alone():
+    from types import SimpleNamespace
+
+    from cosched.engine.front import Front
+
+    given = claims(keys={"a": {"floors": {"tpot_ms": 40}}})
+    front = Front(Config(claims=given))
+    own = {"tpot_slo_ms": 5, "output_tokens_hint": 120}
+    obj = SimpleNamespace(
+        priority=None, sampling_params={"custom_params": {"cosched": own, "other": 1}}
+    )
+    front.apply(obj, SimpleNamespace(headers=bearer("a"), state=SimpleNamespace()))
+    granted = obj.sampling_params["custom_params"]
+    assert granted == {"cosched": {"tpot_slo_ms": 40.0, "output_tokens_hint": 120}, "other": 1}

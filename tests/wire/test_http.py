@@ -302,7 +302,7 @@ class TestTargets:
         refused(
             front.post(GENERATE, sampling_params=bad, stream=stream),
             "sampling_params.custom_params.cosched.speed",
-            "deadline_s, tpot_slo_ms, ttft_slo_ms",
+            "deadline_s, output_tokens_hint, tpot_slo_ms, ttft_slo_ms",
         )
         refused(
             front.post(GENERATE, text=["a", "b"], sampling_params=[{}, bad], stream=stream),

@@ -152,7 +152,25 @@ class TestTargets:
     def test_unknown_key_shows_the_choices(self):
         found = error({"custom_params": {"cosched": {"ttft_ms": 5}}})
         assert found.field == "custom_params.cosched.ttft_ms"
-        assert "deadline_s, tpot_slo_ms, ttft_slo_ms" in str(found)
+        assert "deadline_s, output_tokens_hint, tpot_slo_ms, ttft_slo_ms" in str(found)
+
+    @pytest.mark.parametrize("value", [0, -1, "5", True, None, 1.5, float("nan"), 2**31, [1]])
+    def test_a_wrong_hint_is_named(self, value):
+        params = {"custom_params": {"cosched": {"output_tokens_hint": value, "deadline_s": 5}}}
+        assert error(params).field == "custom_params.cosched.output_tokens_hint"
+        field = error({"sampling_params": params}).field
+        assert field == "sampling_params.custom_params.cosched.output_tokens_hint"
+        assert wire.hint_of_params(params["custom_params"]) is None
+
+    def test_a_hint_is_read_and_is_no_target(self):
+        custom = {"cosched": {"output_tokens_hint": 120, "ttft_slo_ms": 500}}
+        assert wire.hint_of_params(custom) == 120
+        assert wire.slo_of_params(custom) == Slo(ttft_s=0.5)
+        assert wish({"custom_params": custom}).slo == custom["cosched"]
+
+    @pytest.mark.parametrize("custom", [None, {}, {"cosched": None}, {"cosched": 5}, 5, "x"])
+    def test_no_hint_where_nothing_is_said(self, custom):
+        assert wire.hint_of_params(custom) is None
 
     @pytest.mark.parametrize("value", [5, "x", [1], False])
     def test_objects_are_needed(self, value):

@@ -28,6 +28,7 @@ __all__ = [
     "period_s",
     "repeat",
     "rescale_rate",
+    "rescale_think_times",
     "sample_to_rate",
     "shuffle",
     "slice_time",
@@ -59,6 +60,15 @@ def rescale_rate(workload: Workload, rate: float) -> Workload:
     factor = mean_rate(workload) / rate
     requests = tuple(replace(r, arrival_s=r.arrival_s * factor) for r in workload.requests)
     return workload.changed(requests, f"time scaled by {factor:.4g} to {rate:g} req/s")
+
+
+def rescale_think_times(workload: Workload, factor: float) -> Workload:
+    """Times between the turns of a session times a factor."""
+    check_positive("factor of think times", factor)
+    if factor == 1:
+        return workload
+    requests = tuple(replace(r, think_s=r.think_s * factor) for r in workload.requests)
+    return workload.changed(requests, f"think times times {factor:g}")
 
 
 def sample_to_rate(

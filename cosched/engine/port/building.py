@@ -25,7 +25,8 @@ class PlannedPrefillAdder(PrefillAdder):  # type: ignore[misc]  # SGLang's class
     """SGLang's adder with a token limit per request. Without a plan it is the stock one.
 
     Memory, slot and alignment rules are the stock ones; a refusal of one request does not end the
-    admission of those behind it, because the plan already says what fits.
+    admission of those behind it, because the plan already says what fits. The stock rule that one
+    prefill at most stays unfinished holds by itself there: a cut one takes all that is left.
     """
 
     rem_chunk_tokens: int | None
@@ -51,6 +52,15 @@ class PlannedPrefillAdder(PrefillAdder):  # type: ignore[misc]  # SGLang's class
             assert self.rem_chunk_tokens is not None
             self.rem_chunk_tokens = outer - (limit - self.rem_chunk_tokens)
         return AddReqResult.CONTINUE
+
+    def _select_prefill_admission(self, req: Any, **options: Any) -> Any:
+        admission = super()._select_prefill_admission(req, **options)
+        if _num_planned is None or isinstance(admission, AddReqResult):
+            return admission
+        # A request may be cut that is whole in the plan: what it has in host memory was not loaded.
+        if admission.is_chunked and (self.new_chunked_req or options["has_chunked_req"]):
+            return AddReqResult.OTHER
+        return admission
 
 
 @contextlib.contextmanager

@@ -41,6 +41,8 @@ __all__ = [
     "host_free",
     "host_total",
     "in_flight",
+    "is_aborted",
+    "is_constrained",
     "is_ending",
     "is_idle",
     "is_under_way",
@@ -357,9 +359,20 @@ def has_penalties(req: Any) -> bool:
     )
 
 
-def progress_of(running_batch: Any) -> list[Progress]:
-    """Of each request that goes on. The only pass over all that runs that a plan needs, and the
-    dearest part of many a plan: one expression."""
+def is_constrained(req: Any) -> bool:
+    """Whether a grammar says what it may generate."""
+    params = req.sampling_params
+    return bool(params.json_schema or params.regex or params.ebnf or params.structural_tag)
+
+
+def is_aborted(req: Any) -> bool:
+    """Whether one that is over was ended by somebody, and neither by itself nor by its limit."""
+    return isinstance(req.finished_reason, FINISH_ABORT)
+
+
+def progress_of(reqs: Sequence[Any]) -> list[Progress]:
+    """Of each request of a batch that goes on. The only pass over all that runs that a plan needs,
+    and the dearest part of many a plan: one expression."""
     return [
         (
             req.cosched,
@@ -368,7 +381,7 @@ def progress_of(running_batch: Any) -> list[Progress]:
             len(req.output_ids),
             req.to_finish is not None,
         )
-        for req in running_batch.reqs
+        for req in reqs
         if req.finished_reason is None
         for kv in (req.kv,)
     ]

@@ -15,6 +15,7 @@ __all__ = [
     "KNOWS_HOST",
     "NO_DP_ATTENTION",
     "PAGES_NEED_TRITON",
+    "SHARES_PAGES",
     "can_cut",
     "can_tell_path",
     "find",
@@ -34,6 +35,9 @@ KNOWS_HOST = False
 
 PAGES_NEED_TRITON = True
 """Pages of KV are allocated by Triton kernels also on a CPU, where they do not run."""
+
+SHARES_PAGES = False
+"""Not tried with its allocator."""
 
 
 def can_tell_path(core: Any) -> bool:

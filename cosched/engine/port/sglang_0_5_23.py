@@ -15,6 +15,7 @@ __all__ = [
     "KNOWS_HOST",
     "NO_DP_ATTENTION",
     "PAGES_NEED_TRITON",
+    "SHARES_PAGES",
     "can_cut",
     "can_tell_path",
     "find",
@@ -35,6 +36,9 @@ KNOWS_HOST = True
 
 PAGES_NEED_TRITON = False
 """Its allocator has plain functions for devices without Triton."""
+
+SHARES_PAGES = True
+"""`port.bidirectional` stands in for its allocator."""
 
 
 def can_tell_path(core: Any) -> bool:

@@ -1,0 +1,54 @@
+"""How long the responses of this replica get: asked by plans, taught by requests that end."""
+
+from __future__ import annotations
+
+from cosched.core.estimates import LengthEstimate
+from cosched.core.wire import hint_of_params
+from cosched.engine import port
+from cosched.engine.guard import Guard
+from cosched.engine.tracked import TrackedRequest
+from cosched.length import Belief, Facts, LengthConfig, LengthModel
+
+__all__ = ["Lengths"]
+
+
+class Lengths:
+    """One per scheduler that plans. What follows from it for other ranks is in the plan.
+
+    Keeps hashes of prompts and numbers, no tokens, and writes nothing down: a restart begins anew.
+    """
+
+    def __init__(self, config: LengthConfig, guard: Guard) -> None:
+        self.model = LengthModel(config)
+        self._guard = guard
+
+    def remaining(self, tracked: TrackedRequest) -> LengthEstimate:
+        """What it is still to generate. Its limit, where the estimate fails."""
+        most = max(tracked.max_new_tokens - tracked.num_output_tokens, 0)
+        estimate = LengthEstimate(most, most)
+        with self._guard.watching("length"):
+            estimate = self._belief(tracked).remaining(tracked.num_output_tokens)
+        return estimate
+
+    def ended(self, tracked: TrackedRequest) -> None:
+        """A request is over. One that was aborted teaches nothing."""
+        if self.model.config.learns and not port.is_aborted(tracked.req):
+            with self._guard.watching("length"):
+                self.model.learn(self._belief(tracked), tracked.num_output_tokens)
+
+    def _belief(self, tracked: TrackedRequest) -> Belief:
+        if tracked.length is None:
+            tracked.length = self.model.belief(_facts_of(tracked))
+        return tracked.length
+
+
+def _facts_of(tracked: TrackedRequest) -> Facts:
+    req = tracked.req
+    kind = tracked.prefix_key, tracked.request_class, port.is_constrained(req)
+    return Facts(
+        rid=tracked.rid,
+        kind=kind,
+        prompt=req.origin_input_ids,
+        limit=tracked.max_new_tokens,
+        hint=hint_of_params(getattr(req.sampling_params, "custom_params", None)),
+    )

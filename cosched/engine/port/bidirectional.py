@@ -1,0 +1,370 @@
+"""SGLang's allocator of KV pages, with pages that an online and an offline request share.
+
+Who shares what is decided by `cosched.kv.pages`; here are the slots. An offline request takes the
+slots of all its pages from the right, so that none has to be turned round when it is shared. The
+page numbers stay on the device, as SGLang's do: what is decided needs only how far each request has
+come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+from cosched.core.request import RequestClass
+from cosched.core.wire import class_of_priority
+from cosched.kv.pages import PreemptionTable, Tail
+
+__all__ = [
+    "BidirectionalAllocator",
+    "allocate_for",
+    "free_row",
+    "num_saved",
+    "savings",
+    "share_pages",
+    "why_not",
+]
+
+
+class _Rows(NamedTuple):
+    """Of each row, on the device: the page of its tail, and the step from a slot to the next."""
+
+    tail_pages: torch.Tensor
+    steps: torch.Tensor
+
+
+class BidirectionalAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # untyped here
+    """Shares tails where no page is free for each request that has one: every page more that is
+    taken then costs an eviction soon. Requests that keep or divide their rows in ways of their own
+    (beams, sessions, input embeddings) share nothing."""
+
+    free_pages: torch.Tensor
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.num_parted = 0
+        """Tails that were copied to another page since the start."""
+        self.before_copy: Callable[[], None] = lambda: None
+        """Makes what comes next on the device wait for what runs there."""
+        super().__init__(*args, **kwargs)
+
+    def clear(self) -> None:
+        super().clear()
+        self.table = PreemptionTable(self.page_size)
+        self._is_online: dict[int, bool] = {}
+        self._rows: _Rows | None = None
+        self._batch: Any = None
+        self._freed_row: int | None = None
+
+    def available_size(self) -> int:
+        """Tokens of the free pages, less those that may be needed to part shared pages in the next
+        iteration. Below 0 where too few are free for that and nothing could be evicted: then
+        decoding itself lacks memory, and somebody must be stopped before anybody is admitted."""
+        page_size: int = self.page_size
+        return int(super().available_size()) - self.table.num_threatened * page_size
+
+    # --- Taking slots ---
+
+    @contextlib.contextmanager
+    def allocating(self, batch: Any) -> Iterator[None]:
+        """While SGLang allocates for a batch: whose tokens these are."""
+        self._batch = batch
+        try:
+            yield
+        finally:
+            self._batch = None
+
+    def evict_to_free_tokens(self, tree_cache: Any, num_tokens: int) -> bool | None:
+        if self._batch is None:
+            return super().evict_to_free_tokens(tree_cache, num_tokens)  # type: ignore[no-any-return]
+        return None  # what is shared need not be evicted: `_take` knows how much
+
+    def alloc_extend(
+        self,
+        prefix_lens: torch.Tensor,
+        prefix_lens_cpu: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: torch.Tensor,
+        last_loc: torch.Tensor,
+        extend_num_tokens: int,
+        num_new_pages: int | None = None,
+    ) -> torch.Tensor | None:
+        rows, steps = [], []
+        for req in self._batch.reqs:
+            row = req.kv.req_pool_idx
+            self._is_online.pop(row, None)
+            if req.beam_group is None and req.session is None and req.input_embeds is None:
+                request_class = class_of_priority(req.priority)
+                self._is_online[row] = request_class is RequestClass.ONLINE
+            rows.append(row)
+            steps.append(self._step(row))
+        self._rows_of(self._batch).steps[rows] = torch.tensor(steps, device=self.device)
+        starts, ends = prefix_lens_cpu.tolist(), seq_lens_cpu.tolist()
+        growth = {
+            row: min(end, -(-start // self.page_size) * self.page_size) - start
+            for row, start, end in zip(rows, starts, ends, strict=True)
+            if start % self.page_size
+        }
+        # SGLang writes the head of these rows once more when it has their slots: they stay.
+        moved = [(tail, tail.count) for tail in self.table.part(growth, stay=growth)]
+        return self._take(rows, starts, ends, last_loc, moved)
+
+    def alloc_decode(
+        self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
+    ) -> torch.Tensor | None:
+        batch, page_size = self._batch, self.page_size
+        rows, ends = batch.req_pool_indices_cpu.tolist(), seq_lens_cpu.tolist()
+        growing = {row: 1 for row, end in zip(rows, ends, strict=True) if (end - 1) % page_size}
+        moved = [(tail, tail.count) for tail in self.table.part(growing)]
+        # Most go on beside their last slot. Looked at one by one are those that begin a page, or
+        # have moved to another.
+        new = {tail.row for tail, _ in moved}
+        some = [i for i, row in enumerate(rows) if row not in growing or row in new]
+        self.table.grow_each(growing.keys() - new)
+        places = torch.tensor(some, dtype=torch.int64, device=self.device)
+        taken = self._take(
+            [rows[i] for i in some],
+            [ends[i] - 1 for i in some],
+            [ends[i] for i in some],
+            last_loc[places],
+            moved,
+        )
+        if taken is None:
+            return None
+        slots = last_loc + self._rows_of(batch).steps[batch.req_pool_indices]
+        slots[places] = taken
+        return slots
+
+    def _step(self, row: int) -> int:
+        """From one slot of a request in a page to its next."""
+        return -1 if self._is_online.get(row) is False else 1
+
+    def _take(
+        self,
+        rows: Sequence[int],
+        starts: Sequence[int],
+        ends: Sequence[int],
+        last_loc: torch.Tensor,
+        moved: Sequence[tuple[Tail, int]],
+    ) -> torch.Tensor | None:
+        """Slots of the tokens from `starts` to `ends` of each row; None: memory is short.
+        last_loc: the slot before `starts`. moved: tails that go to a page of their own, and their
+        tokens until now."""
+        page_size, table = self.page_size, self.table
+        tail_pages = self._rows_of(self._batch).tail_pages
+        draft = _Draft(num_rows=len(tail_pages))
+        for tail, _ in moved:
+            draft.tails[tail.row] = draft.fresh()
+        num_free = len(self.free_pages) - table.num_threatened
+        for index, (row, start, end) in enumerate(zip(rows, starts, ends, strict=True)):
+            is_online = self._is_online.get(row)
+            is_mirrored = is_online is False
+            if start % page_size:
+                count = min(end - start, -start % page_size)
+                old = table.tail(row)
+                if old is None:
+                    draft.add(draft.last(index), count, is_mirrored, start)
+                else:
+                    draft.add(draft.tail(row), count, is_mirrored, start)
+                    table.grow(old, count)
+                start += count
+            num_pages, count = divmod(end - start, page_size)
+            if num_pages:
+                draft.add(draft.fresh(num_pages), num_pages * page_size, is_mirrored, start)
+                start += num_pages * page_size
+            if not count:
+                continue
+            beside: Tail | None = None
+            if is_online is not None and num_free - draft.num_fresh <= len(table):
+                find = table.find_preempt_block if is_online else table.find_block
+                beside = find(count)
+            page = draft.fresh() if beside is None else draft.tail(beside.row)
+            draft.add(page, count, is_mirrored, start)
+            if is_online is not None:
+                table.open(row, is_online=is_online, start=start, count=count, beside=beside)
+                draft.tails[row] = page
+        super().evict_to_free_tokens(self._batch.tree_cache, draft.num_fresh * page_size)
+        if draft.num_fresh > len(self.free_pages):
+            return None
+        fresh = self.free_pages[: draft.num_fresh]
+        self.free_pages = self.free_pages[draft.num_fresh :]
+        pages = torch.cat((fresh, tail_pages, last_loc // page_size))
+        sources, offsets = torch.from_numpy(draft.slots(page_size)).to(self.device)
+        slots = pages[sources] * page_size + offsets
+        if draft.tails:
+            changed, codes = torch.from_numpy(draft.changed()).to(self.device)
+            if moved:
+                self._move(moved, pages[codes[: len(moved)]])
+            tail_pages[changed] = pages[codes]
+        return slots
+
+    def _rows_of(self, batch: Any) -> _Rows:
+        if self._rows is None:
+            num_rows = len(batch.req_to_token_pool.req_to_token)
+            self._rows = _Rows(
+                torch.zeros(num_rows, dtype=torch.int64, device=self.device),
+                torch.ones(num_rows, dtype=torch.int64, device=self.device),
+            )
+        return self._rows
+
+    def _move(self, moved: Sequence[tuple[Tail, int]], pages: torch.Tensor) -> None:
+        """Copy tails of so many tokens to these pages, and have their rows point there."""
+        counts = np.array([count for _, count in moved])
+        owner = np.repeat(np.arange(len(moved)), counts)
+        place = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+        mirrored = np.array([not tail.is_online for tail, _ in moved])[owner]
+        rows = np.array([tail.row for tail, _ in moved])[owner]
+        column = np.array([tail.start for tail, _ in moved])[owner] + place
+        offset = np.where(mirrored, self.page_size - 1 - place, place)
+        owner_, rows_, column_, offset_ = torch.from_numpy(
+            np.stack((owner, rows, column, offset))
+        ).to(self.device)
+        # What runs on the device may still write these tokens, and reads where they are.
+        self.before_copy()
+        source = self._rows_of(self._batch).tail_pages[rows_] * self.page_size + offset_
+        target = pages[owner_] * self.page_size + offset_
+        self._kvcache.move_kv_cache(target, source)
+        self._batch.req_to_token_pool.write((rows_, column_), target.to(torch.int32))
+        self.num_parted += len(moved)
+
+    # --- Giving slots back ---
+
+    @contextlib.contextmanager
+    def freeing(self, row: int) -> Iterator[None]:
+        """While SGLang frees tokens of a row."""
+        self._freed_row = row
+        try:
+            yield
+        finally:
+            self._freed_row = None
+
+    def free_segments(self, segments: Sequence[tuple[torch.Tensor, int]]) -> None:
+        row = self._freed_row
+        tail = None if row is None else self.table.tail(row)
+        if row is None or tail is None:
+            super().free_segments(segments)
+            return
+        whole = [(slots[: max(tail.start - start, 0)], start) for slots, start in segments]
+        super().free_segments(whole)
+        if any(start + len(slots) > tail.start for slots, start in segments):
+            assert self._rows is not None
+            if self.table.leave(row):
+                self.free_page_ids(self._rows.tail_pages[row : row + 1])
+
+
+class _Draft:
+    """Where the slots of a batch lie, before the pages are there. A page is a number: from 0 the
+    fresh ones, below 0 those of tails, by row, and behind these the ones that end with a last slot,
+    by place in the batch."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_fresh = 0
+        self.tails: dict[int, int] = {}
+        """Row -> page, of the tails that are on another page now."""
+        self._num_rows = num_rows
+        self._pieces: list[tuple[int, int, bool, int]] = []
+
+    def fresh(self, num_pages: int = 1) -> int:
+        """The first of so many."""
+        self.num_fresh += num_pages
+        return self.num_fresh - num_pages
+
+    def tail(self, row: int) -> int:
+        return self.tails.get(row, -1 - row)
+
+    def last(self, index: int) -> int:
+        return -1 - self._num_rows - index
+
+    def add(self, page: int, count: int, is_mirrored: bool, start: int) -> None:
+        """Tokens of one request, from its token `start`, in one page or in fresh ones from it."""
+        self._pieces.append((page, count, is_mirrored, start))
+
+    def slots(self, page_size: int) -> np.ndarray:
+        """[2, tokens]: page and place in it."""
+        pieces = np.array(self._pieces, dtype=np.int64).reshape(-1, 4)
+        counts = pieces[:, 1]
+        before = np.cumsum(counts) - counts
+        page, _, mirrored, start = np.repeat(pieces, counts, axis=0).T
+        token = np.arange(len(page)) - np.repeat(before, counts) + start
+        page = page + np.where(page >= 0, token // page_size - start // page_size, 0)
+        place = token % page_size
+        place = np.where(mirrored, page_size - 1 - place, place)
+        return np.stack((self._resolved(page), place))
+
+    def changed(self) -> np.ndarray:
+        """[2, rows]: tails on another page now, and this page."""
+        rows, pages = np.array(list(self.tails.items()), dtype=np.int64).T
+        return np.stack((rows, self._resolved(pages)))
+
+    def _resolved(self, pages: np.ndarray) -> np.ndarray:
+        return np.where(pages >= 0, pages, self.num_fresh - 1 - pages)
+
+
+# --- A scheduler ---
+
+
+def why_not(scheduler: Any) -> str | None:
+    """What of its model no page can be shared of; None: nothing."""
+    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    if type(pool) is not MHATokenToKVPool:
+        return f"copies between pages of a {type(pool).__name__} are not supported"
+    return None
+
+
+def share_pages(scheduler: Any) -> None:
+    """Make ready for copies between pages."""
+    allocator = scheduler.token_to_kv_pool_allocator
+    assert isinstance(allocator, BidirectionalAllocator), f"{type(allocator)=}"
+    pool = allocator.get_kvcache()
+    if scheduler.device == "cpu":
+        pool.use_native_move_kv_cache = True
+        return
+    if not pool.use_native_move_kv_cache and pool._kv_copy_config is None:
+        pool._init_kv_copy_and_warmup()  # stock has it for speculative decoding only
+    device = torch.get_device_module(scheduler.device)
+    allocator.before_copy = lambda: device.current_stream().wait_stream(scheduler.forward_stream)
+
+
+def savings(scheduler: Any) -> tuple[int, int]:
+    """KV tokens that are saved now, and tails that were copied since the start."""
+    allocator = scheduler.token_to_kv_pool_allocator
+    if not isinstance(allocator, BidirectionalAllocator):
+        return 0, 0
+    return allocator.table.num_shared * allocator.page_size, allocator.num_parted
+
+
+# --- At SGLang's seams ---
+
+
+def allocate_for(original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """SGLang's `alloc_for_extend` or `alloc_for_decode`, `original`."""
+    allocator = batch.tree_cache.token_to_kv_pool_allocator
+    if not isinstance(allocator, BidirectionalAllocator):
+        return original(batch, *args, **kwargs)
+    with allocator.allocating(batch):
+        return original(batch, *args, **kwargs)
+
+
+def free_row(original: Callable[..., None], cache: Any, kv: Any, ranges: Any) -> None:
+    """SGLang's `free_kv_row`, `original`."""
+    allocator = cache.token_to_kv_pool_allocator
+    if not isinstance(allocator, BidirectionalAllocator):
+        original(cache, kv, ranges)
+        return
+    with allocator.freeing(kv.req_pool_idx):
+        original(cache, kv, ranges)
+
+
+def num_saved(checker: Any) -> int:
+    """KV tokens that SGLang's memory check counts twice, less those that it misses: requests are
+    taken to have pages of their own, and all free ones to be available."""
+    allocator = checker.token_to_kv_pool_allocator
+    if not isinstance(allocator, BidirectionalAllocator):
+        return 0
+    table = allocator.table
+    return (table.num_shared - table.num_threatened) * int(allocator.page_size)

@@ -1,0 +1,125 @@
+"""Requests stopped at random, in every mode: the real model's greedy tokens are those of an engine
+that stops nobody."""
+
+import os
+import random
+from dataclasses import replace
+
+import pytest
+
+from cosched.core.plan import Preemption, PreemptMode
+from cosched.engine import port
+from tests.engine.conftest import assert_drained, prompt
+
+NUM_REQUESTS = int(os.environ.get("COSCHED_STOPPED_REQUESTS", "120"))
+"""500 were run when this was written."""
+
+ROOM = 60_000
+TIGHT = 800
+"""Tokens of KV: for all that is under way and all that was, or for hardly what is under way."""
+
+HOST = ("--enable-hierarchical-cache",)
+
+
+class StoppingPolicy:
+    """Another policy's plans, with more of what is under way stopped, and all in one mode."""
+
+    def __init__(self, inner, mode, *, seed):
+        self._inner = inner
+        self._mode = mode
+        self._draw = random.Random(seed)
+        self.initial = inner.initial
+        self.stopped = []
+
+    def plan(self, view, carry):
+        plan, carry = self._inner.plan(view, carry)
+        prefill = dict(plan.prefill)
+        stopped = [preemption.rid for preemption in plan.preempt]
+        for request in [*view.unfinished, *view.running]:
+            runs = [r.rid for r in view.running if r.rid not in stopped and r.rid not in plan.hold]
+            is_left = len(prefill.keys() - {request.rid}) + len({*runs} - {request.rid}) > 0
+            if request.rid in stopped or not request.traits.can_stop or not is_left:
+                continue
+            if self._draw.random() < 0.1:
+                prefill.pop(request.rid, None)
+                stopped.append(request.rid)
+        self.stopped += stopped
+        preempt = tuple(Preemption(rid=rid, mode=self._mode) for rid in stopped)
+        hold = plan.hold - {*stopped}
+        return replace(plan, prefill=prefill, hold=hold, preempt=preempt), carry
+
+
+def answers(engine):
+    """Of requests of both classes, many of which begin alike."""
+    draw = random.Random(11)
+    asked = []
+    for i in range(NUM_REQUESTS):
+        head = prompt(draw.randrange(12), draw.choice((0, 40, 90)))
+        tokens = head + prompt(20 + i, draw.randrange(1, 60))
+        asked.append((f"r{i}", tokens, draw.randrange(2, 14), draw.choice((0, -1))))
+
+    def more(iteration):
+        while asked and len(engine.scheduler.waiting_queue) + len(engine._inbox) < 12:
+            rid, tokens, num_tokens, priority = asked.pop()
+            engine.submit(rid, tokens, max_new_tokens=num_tokens, priority=priority)
+
+    engine.run_until_idle(on_iteration=more)
+    assert_drained(engine)
+    return {rid: reply.output_ids for rid, reply in engine.replies.items()}
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    """Filled by the first test that asks."""
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("mode", "num_tokens", "switches"),
+    [
+        pytest.param(PreemptMode.KEEP_KV, ROOM, (), id="kept in the tree"),
+        pytest.param(PreemptMode.KEEP_KV, TIGHT, (), id="tail evicted"),
+        pytest.param(
+            PreemptMode.CHECKPOINT,
+            TIGHT,
+            HOST,
+            id="host checkpoint",
+            marks=pytest.mark.skipif(not port.KNOWS_HOST, reason="not with this SGLang"),
+        ),
+        pytest.param(PreemptMode.RECOMPUTE, TIGHT, (), id="recomputed"),
+    ],
+)
+def test_stops_change_no_token(make_engine, monkeypatch, undisturbed, mode, num_tokens, switches):
+    if not undisturbed:
+        undisturbed |= answers(make_engine(policy="sglang", max_total_tokens=ROOM))
+        assert len(undisturbed) == NUM_REQUESTS
+    monkeypatch.setattr("cosched.engine.tree_core._LEAST_TAIL", 16)  # prompts are short here
+    flags = {"hicache_size": 0, "hicache_ratio": 3, "hicache_write_policy": "write_back"}
+    engine = make_engine(
+        policy="hygen",
+        overlap=True,
+        config={"kv": {"reserve": False}},
+        max_total_tokens=num_tokens,
+        switches=switches,
+        **(flags if switches else {}),
+    )
+    controller = engine.scheduler.cosched
+    core = controller.kv.core
+    cut = []
+    keep_head = core._keep_head
+
+    def noted(node, wanted):
+        before = node.num_tokens
+        keep_head(node, wanted)
+        cut.append(node.num_tokens < before)
+
+    core.__dict__["_keep_head"] = noted
+    policy = StoppingPolicy(controller.policy, mode, seed=5)
+    controller.use_policy(policy)
+    assert answers(engine) == undisturbed
+    assert len(policy.stopped) > NUM_REQUESTS / 2
+    counters = controller.counters
+    # Where there is room, all that was stopped is found again.
+    assert (counters.recomputed_tokens > 0) == any(cut) == (num_tokens == TIGHT)
+    if switches:
+        assert core.transferred["to_device"] > 0

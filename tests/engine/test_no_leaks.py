@@ -1,0 +1,161 @@
+"""Random operations on a scheduler: requests of both classes, with adapters, in sessions of both
+kinds, aborts, flushes. Whatever came in between, no slot and no row is missing when all is over."""
+
+import os
+import random
+
+import pytest
+from sglang.srt.environ import envs
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    CloseSessionReqInput,
+    FlushCacheReqInput,
+    OpenSessionReqInput,
+    SessionParams,
+)
+
+from cosched.demo_adapters import FLAGS as LORA_FLAGS
+from cosched.demo_adapters import make_adapters, without_pinned_memory
+from cosched.engine.port.local import load_adapters, made_up
+from tests.engine.conftest import assert_drained
+
+NUM_OPERATIONS = int(os.environ.get("COSCHED_SLOT_OPERATIONS", "1500"))
+
+PER_ROUND = 500
+"""Operations after which all must end, and what is left is counted."""
+PER_ITERATION = 3
+
+
+class Traffic:
+    """Sends one random operation after the other."""
+
+    def __init__(self, engine, adapters, *, seed):
+        self.draw = random.Random(seed)
+        self.engine = engine
+        self.adapters = adapters
+        self.live = {}
+        self.sessions = {}
+        self.num_done = 0
+        self.num_rids = 0
+        self.left = 0
+
+    def act(self, iteration):
+        for rid in [rid for rid in self.live if self.is_over(rid)]:
+            del self.live[rid]
+        for _ in range(min(PER_ITERATION, self.left)):
+            kinds, weights = zip(*OPERATIONS.items(), strict=True)
+            self.draw.choices(kinds, weights)[0](self)
+            self.left -= 1
+            self.num_done += 1
+
+    def is_over(self, rid):
+        reply = self.engine.replies.get(rid)
+        return reply is not None and reply.finish_reason is not None
+
+    def tokens(self):
+        draw = self.draw
+        head = [draw.randrange(10, 14)] * draw.choice((0, 16, 60, 200))
+        return head + [draw.randrange(10, 16) for _ in range(draw.randrange(1, 90))]
+
+    def send(self, **fields):
+        self.num_rids += 1
+        rid = f"r{self.num_rids}"
+        self.live[rid] = True
+        adapter = self.draw.choice((None, None, *self.adapters.values()))
+        self.engine.submit(
+            rid,
+            self.tokens(),
+            max_new_tokens=self.draw.randrange(1, 30),
+            priority=self.draw.choice((0, -1)),
+            lora_id=adapter,
+            **fields,
+        )
+        return rid
+
+    def submit(self):
+        if len(self.live) < 40:
+            self.send()
+
+    def open(self):
+        if len(self.sessions) < 4:
+            self.num_rids += 1
+            name = f"s{self.num_rids}"
+            self.sessions[name] = None
+            streaming = self.draw.random() < 0.5
+            self.engine.send(
+                OpenSessionReqInput(capacity_of_str_len=1000, session_id=name, streaming=streaming)
+            )
+
+    def turn(self):
+        free = [name for name, rid in self.sessions.items() if rid not in self.live]
+        if free:
+            name = self.draw.choice(free)
+            self.sessions[name] = self.send(session_params=SessionParams(id=name))
+
+    def close(self):
+        free = [name for name, rid in self.sessions.items() if rid not in self.live]
+        if free and self.draw.random() < 0.3:
+            self.end(self.draw.choice(free))
+
+    def end(self, name):
+        del self.sessions[name]
+        self.engine.send(CloseSessionReqInput(session_id=name))
+
+    def abort(self):
+        if self.live:
+            self.engine.abort(self.draw.choice(list(self.live)))
+
+    def abort_all(self):
+        if self.draw.random() < 0.1:
+            self.engine.send(AbortReq(abort_all=True))
+
+    def flush(self):
+        self.engine.send(FlushCacheReqInput())
+
+    def wait(self):
+        pass
+
+
+OPERATIONS = {
+    Traffic.submit: 8,
+    Traffic.turn: 3,
+    Traffic.open: 1,
+    Traffic.close: 2,
+    Traffic.abort: 2,
+    Traffic.abort_all: 1,
+    Traffic.flush: 1,
+    Traffic.wait: 12,
+}
+
+
+@pytest.mark.parametrize(("overlap", "page_size"), [(True, 1), (False, 16)])
+def test_no_slot_is_lost(make_engine, tmp_path, overlap, page_size):
+    with (
+        without_pinned_memory(),
+        envs.SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY.override(1),
+    ):
+        engine = make_engine(
+            policy="hygen",
+            overlap=overlap,
+            page_size=page_size,
+            max_total_tokens=1600,
+            max_loras_per_batch=2,
+            switches=[*LORA_FLAGS, "--enable-streaming-session"],
+        )
+        engine.replace_forward(
+            lambda batch, **options: made_up([10 + len(r.output_ids) % 6 for r in batch.reqs])
+        )
+        adapters = load_adapters(engine.scheduler, make_adapters(tmp_path, "ABC"))
+        traffic = Traffic(engine, adapters, seed=page_size)
+        counters = engine.scheduler.cosched.counters
+        while traffic.num_done < NUM_OPERATIONS:
+            traffic.left = PER_ROUND
+            while traffic.left:
+                engine.run_until_idle(on_iteration=traffic.act)
+            for name in list(traffic.sessions):
+                traffic.end(name)
+            engine.run_until_idle(on_iteration=traffic.act)
+            assert not traffic.live
+            assert_drained(engine)
+    assert counters.num_preemptions > 0
+    assert {reply.finish_reason for reply in engine.replies.values()} == {"abort", "length"}
