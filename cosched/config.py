@@ -65,7 +65,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                        number
     latency_model      file that ``cosched.profile`` wrote; absent: calibrated while running
     predictor          of a paper (docs/predictors.md), fitted to the iterations of latency_model;
-                       absent: the predictor in that file
+                       absent: the policy's own, mostly the predictor in that file
     strict             an error of cosched's own ends the server instead of being planned around;
                        for tests and simulations
     predictor_error    for experiments: standard deviation of a random factor on all predictions of

@@ -435,4 +435,5 @@ def _known_predictor(scheduler: Any, entry: PolicyEntry, config: Config) -> Fitt
     if config.latency_model is None or not entry.timed:
         return None
     expected = identity_of(scheduler.server_args, scheduler.model_config)
-    return Profile.predictor_for(Path(config.latency_model), expected, name=config.predictor)
+    name = config.predictor or entry.predictor
+    return Profile.predictor_for(Path(config.latency_model), expected, name=name)

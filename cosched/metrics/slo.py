@@ -11,6 +11,7 @@ from cosched.core.request import Slo
 from cosched.metrics.records import RequestRecord
 
 __all__ = [
+    "ROUNDING_S",
     "Attainment",
     "JctTarget",
     "Judgement",
@@ -20,7 +21,7 @@ __all__ = [
     "with_defaults",
 ]
 
-_ROUNDING_S = 1e-9
+ROUNDING_S = 1e-9
 """A target is not missed by less: differences of sums of durations carry rounding errors."""
 
 
@@ -79,12 +80,16 @@ class Attainment:
         for verdict in verdicts:
             if verdict is not None:
                 counts[verdict] += 1
-        num_decided = counts[Verdict.MET] + counts[Verdict.MISSED]
+        return cls.counted(*(counts[verdict] for verdict in Verdict))
+
+    @classmethod
+    def counted(cls, num_met: int, num_missed: int, num_undecided: int) -> Attainment:
+        num_decided = num_met + num_missed
         return cls(
-            num_met=counts[Verdict.MET],
-            num_missed=counts[Verdict.MISSED],
-            num_undecided=counts[Verdict.UNDECIDED],
-            ratio=counts[Verdict.MET] / num_decided if num_decided else None,
+            num_met=num_met,
+            num_missed=num_missed,
+            num_undecided=num_undecided,
+            ratio=num_met / num_decided if num_decided else None,
         )
 
 
@@ -142,12 +147,12 @@ def _until(record: RequestRecord, limit_s: float, now_s: float) -> Verdict:
 
 
 def _within(value_s: float, limit_s: float) -> Verdict:
-    return Verdict.MET if value_s <= limit_s + _ROUNDING_S else Verdict.MISSED
+    return Verdict.MET if value_s <= limit_s + ROUNDING_S else Verdict.MISSED
 
 
 def _still(elapsed_s: float, limit_s: float) -> Verdict:
     """Of something that has not come yet."""
-    return Verdict.UNDECIDED if elapsed_s <= limit_s + _ROUNDING_S else Verdict.MISSED
+    return Verdict.UNDECIDED if elapsed_s <= limit_s + ROUNDING_S else Verdict.MISSED
 
 
 def _joint(*verdicts: Verdict | None) -> Verdict | None:
@@ -185,7 +190,7 @@ def needed_scale(record: RequestRecord, slo: Slo, *, now_s: float) -> float | No
 def _factor(value_s: float | None, limit_s: float) -> float:
     if value_s is None:
         return math.inf
-    excess_s = max(value_s - _ROUNDING_S, 0.0)
+    excess_s = max(value_s - ROUNDING_S, 0.0)
     if limit_s == 0:
         return math.inf if excess_s else 0.0
     return excess_s / limit_s

@@ -10,7 +10,15 @@ import numpy as np
 
 from cosched.core.request import RequestClass, Slo
 from cosched.metrics.records import Floats, IterationLog, RequestRecord
-from cosched.metrics.slo import Attainment, JctTarget, Judgement, Verdict, judge, with_defaults
+from cosched.metrics.slo import (
+    ROUNDING_S,
+    Attainment,
+    JctTarget,
+    Judgement,
+    Verdict,
+    judge,
+    with_defaults,
+)
 from cosched.metrics.stats import EMPTY, Distribution, to_dict
 from cosched.metrics.window import Window, last_event_s
 
@@ -33,10 +41,12 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttainmentSummary:
-    """Per target: who met it. joint: all that a request has. jct: EcoServe's satisfaction ratio."""
+    """Per target: who met it. tbt: of the gaps between tokens, how many are no longer than the TPOT
+    target. joint: all that a request has. jct: EcoServe's satisfaction ratio."""
 
     ttft: Attainment
     tpot: Attainment
+    tbt: Attainment
     deadline: Attainment
     joint: Attainment
     jct: Attainment
@@ -182,8 +192,9 @@ def summarize(
             window=window,
             now_s=observed_until_s,
         )
-        judgements = mine.judge(slos.get(request_class, Slo()), jct_target)
-        return _class_summary(mine, judgements, rows.computed_tokens(request_class))
+        default = slos.get(request_class, Slo())
+        judgements = mine.judge(default, jct_target)
+        return _class_summary(mine, judgements, default, rows.computed_tokens(request_class))
 
     offline = of_class(RequestClass.OFFLINE)
     return Summary(
@@ -275,6 +286,24 @@ class _ClassRecords:
                 parts.append(gaps if self._is_online else gaps[self.window.holds(times[1:])])
         return np.concatenate(parts)
 
+    def gap_attainment(self, default: Slo) -> Attainment:
+        """Of the gaps between tokens, against the TPOT target: those that are known, and the one
+        that is open where it is too long already. A reply that broke off misses one more."""
+        num_met = num_missed = num_undecided = 0
+        for r in self.population:
+            limit_s = with_defaults(r.slo, default).tpot_s
+            if limit_s is None or r.token_times is None or not len(r.token_times):
+                continue
+            gaps = np.diff(np.array(r.token_times))
+            num_in_time = int((gaps <= limit_s + ROUNDING_S).sum())
+            num_met += num_in_time
+            num_missed += len(gaps) - num_in_time + (not r.ok)
+            if r.is_open:
+                is_late = self.now_s - r.token_times[-1] > limit_s + ROUNDING_S
+                num_missed += is_late
+                num_undecided += not is_late
+        return Attainment.counted(num_met, num_missed, num_undecided)
+
     def admitted(self) -> list[RequestRecord]:
         """Those whose share of cached prompt tokens is known."""
         return [
@@ -299,6 +328,7 @@ class _ClassRecords:
 def _class_summary(
     mine: _ClassRecords,
     judgements: Sequence[tuple[RequestRecord, Judgement]],
+    default: Slo,
     num_computed_tokens: int | None,
 ) -> ClassSummary:
     window, finished, unfailed = mine.window, mine.finished, mine.unfailed
@@ -323,7 +353,9 @@ def _class_summary(
         worst_tbt_s=_distribution(r.worst_tbt_s for r in finished),
         e2e_s=_distribution(r.e2e_s for r in finished),
         normalized_latency_s=_distribution(_ratio(r.e2e_s, r.num_output_tokens) for r in finished),
-        attainment=_attainment([judgement for _, judgement in judgements]),
+        attainment=_attainment(
+            [judgement for _, judgement in judgements], tbt=mine.gap_attainment(default)
+        ),
         goodput_requests_per_s=_goodput(mine, judgements),
         requests_per_s=window.per_s(len(done)),
         tokens_per_s=window.per_s(num_served_prompt + num_served_output),
@@ -344,10 +376,11 @@ def _class_summary(
     )
 
 
-def _attainment(judgements: Sequence[Judgement]) -> AttainmentSummary:
+def _attainment(judgements: Sequence[Judgement], *, tbt: Attainment) -> AttainmentSummary:
     return AttainmentSummary(
         ttft=Attainment.of(j.ttft for j in judgements),
         tpot=Attainment.of(j.tpot for j in judgements),
+        tbt=tbt,
         deadline=Attainment.of(j.deadline for j in judgements),
         joint=Attainment.of(j.joint for j in judgements),
         jct=Attainment.of(j.jct for j in judgements),

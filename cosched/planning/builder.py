@@ -24,8 +24,11 @@ class PlanBuilder:
     `ledger.add_decodes` names them, so a policy decides in which order time is given out.
     """
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: View, *, stop: PreemptMode | None = None) -> None:
+        """stop: how requests are stopped where `preempt` is not told; None: the mode that costs
+        least (`stop_mode`)."""
         self.view = view
+        self._stop = stop
         self.ledger = Ledger(view)
         self.prefill: dict[str, int] = {}
         """rid -> prompt tokens to compute."""
@@ -37,6 +40,7 @@ class PlanBuilder:
         """A copy to try things on. O(requests named so far)."""
         other = object.__new__(PlanBuilder)
         other.view = self.view
+        other._stop = self._stop
         other.ledger = self.ledger.fork()
         other.prefill = self.prefill.copy()
         other.held = self.held.copy()
@@ -177,10 +181,10 @@ class PlanBuilder:
         del self.skipped[request.rid]
 
     def preempt(self, request: Request, mode: PreemptMode | None = None) -> None:
-        """Stop a running request or an unfinished prefill; it waits again. mode: None, the one that
-        costs least (`stop_mode`)."""
+        """Stop a running request or an unfinished prefill; it waits again. mode: None, the
+        builder's."""
         if mode is None:
-            mode = stop_mode(self.view, request)
+            mode = self._stop or stop_mode(self.view, request)
         if request.rid in self.held:
             self._release(request)
         self._preempted[request.rid] = Preemption(rid=request.rid, mode=mode)

@@ -117,6 +117,12 @@ class Ledger:
         """Count the time of decodes; contexts: tokens that each attends to."""
         self.totals.add_decodes(contexts)
 
+    def drop_decode(self, context: int) -> None:
+        """Take back the time of a decode that was counted. The longest context stays the longest:
+        the time is rather too long than too short."""
+        self.totals.num_decodes -= 1
+        self.totals.decode_context -= context
+
     def refusal(
         self, request: Request, match: Match, *, at_most: int | None = None
     ) -> SkipReason | None:

@@ -29,6 +29,7 @@ class Budgets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     idle_share     most iteration time without online requests [TTFT targets]
     crowded_share  share of the KV memory that online requests may hold before iterations with
                    offline work get shorter
+    token_group    tokens that are due together (BROS §4.1)
     """
 
     aim: float = 0.995
@@ -36,6 +37,7 @@ class Budgets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     burst: float = 1.5
     idle_share: float = 0.3
     crowded_share: float = 0.2
+    token_group: int = 1
 
     def __post_init__(self) -> None:
         for name, most in (("aim", 1.0), ("ttft_aim", 1.0), ("burst", 100.0), ("idle_share", 1.0)):
@@ -44,6 +46,8 @@ class Budgets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 raise ConfigError(f"{name} {value} is not above 0 and up to {most:g}")
         if not 0 <= self.crowded_share < 1:
             raise ConfigError(f"crowded_share {self.crowded_share} is not from 0 to below 1")
+        if self.token_group < 1:
+            raise ConfigError(f"token_group {self.token_group} is below 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

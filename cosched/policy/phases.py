@@ -32,11 +32,18 @@ __all__ = [
     "Steps",
     "admission_tokens",
     "admit_in_order",
+    "admit_online",
+    "continue_online",
     "follow",
     "has_time",
+    "is_turn_of_decodes",
     "is_worth_its_place",
+    "make_room_for_decodes",
     "must_wait",
     "offline_room",
+    "offline_tokens",
+    "owes_recomputing",
+    "stop_beyond_limit",
     "two_phases",
     "youngest_first",
 ]
@@ -152,9 +159,9 @@ _DEFAULT = Steps()
 def two_phases(builder: PlanBuilder, pace: Pace, steps: Steps = _DEFAULT) -> None:
     """Fill a plan. The builder's ledger has the time of the running online requests' decodes
     already."""
-    _stop_beyond_limit(builder, steps)
-    _make_room_for_decodes(builder, steps)
-    if _is_turn_of_decodes(builder):
+    stop_beyond_limit(builder, steps)
+    make_room_for_decodes(builder, steps)
+    if is_turn_of_decodes(builder):
         _decode_offline(builder, pace, steps)
         return
     is_online_served = _serve_online(builder, pace, steps)
@@ -164,7 +171,7 @@ def two_phases(builder: PlanBuilder, pace: Pace, steps: Steps = _DEFAULT) -> Non
     builder.stop_unfinished()
 
 
-def _stop_beyond_limit(builder: PlanBuilder, steps: Steps) -> None:
+def stop_beyond_limit(builder: PlanBuilder, steps: Steps) -> None:
     """Stop what runs offline beyond the operator's limit, where that is wanted."""
     limits = builder.view.offline_limits
     if limits.stop_running and limits.most_running is not None:
@@ -173,7 +180,7 @@ def _stop_beyond_limit(builder: PlanBuilder, steps: Steps) -> None:
             builder.preempt(victim)
 
 
-def _make_room_for_decodes(builder: PlanBuilder, steps: Steps) -> None:
+def make_room_for_decodes(builder: PlanBuilder, steps: Steps) -> None:
     """Stop offline requests until every remaining one can write its next token."""
     if builder.ledger.available >= 0:
         return
@@ -183,7 +190,7 @@ def _make_room_for_decodes(builder: PlanBuilder, steps: Steps) -> None:
             break
 
 
-def _is_turn_of_decodes(builder: PlanBuilder) -> bool:
+def is_turn_of_decodes(builder: PlanBuilder) -> bool:
     """Where prefill and decode cannot share a batch they take turns. An unfinished prefill then
     stays as it is."""
     rules = builder.view.rules
@@ -195,9 +202,9 @@ def _serve_online(builder: PlanBuilder, pace: Pace, steps: Steps) -> bool:
     for request in builder.view.unfinished:
         if request.request_class is RequestClass.ONLINE or not request.traits.can_stop:
             _admit_beside(builder, pace, request)
-            _continue_online(builder, pace, steps, request)
+            continue_online(builder, pace, steps, request)
     return all(
-        _admit_online(builder, pace, steps, r)
+        admit_online(builder, pace, steps, r)
         for r in builder.view.online
         if r.rid not in builder.prefill
     )
@@ -227,7 +234,8 @@ def _admit_beside(builder: PlanBuilder, pace: Pace, unfinished: Request) -> None
             left -= num_new
 
 
-def _continue_online(builder: PlanBuilder, pace: Pace, steps: Steps, request: Request) -> None:
+def continue_online(builder: PlanBuilder, pace: Pace, steps: Steps, request: Request) -> None:
+    """An unfinished online prefill goes on, stopping offline work where that makes it fit."""
     at_most = _online_tokens(builder, pace, request, request.num_computed_tokens)
     if builder.ledger.continuation(request, at_most=at_most) <= 0:
         for victim in steps.victims(builder):
@@ -239,7 +247,7 @@ def _continue_online(builder: PlanBuilder, pace: Pace, steps: Steps, request: Re
     builder.go_on(request, at_most, unreserved=True)
 
 
-def _admit_online(builder: PlanBuilder, pace: Pace, steps: Steps, request: Request) -> bool:
+def admit_online(builder: PlanBuilder, pace: Pace, steps: Steps, request: Request) -> bool:
     """Admit it, stopping offline work when that makes it fit. False: it keeps its place, and none
     is admitted before it."""
     if must_wait(builder, request):
@@ -302,12 +310,12 @@ def _prefill_offline(builder: PlanBuilder, pace: Pace, steps: Steps) -> None:
     for request in builder.unfinished():
         if request.request_class is RequestClass.OFFLINE and request.traits.can_stop:
             builder.go_on(
-                request, _offline_tokens(builder, pace, request, request.num_computed_tokens)
+                request, offline_tokens(builder, pace, request, request.num_computed_tokens)
             )
     order = builder.view.offline_order()
     # What runs comes before what waits, and room for it before what would push it out again.
     reason = SkipReason.LATENCY_BUDGET if builder.held else None
-    if builder.view.recompute_debt_s > 0 and _num_offline(builder):
+    if owes_recomputing(builder):
         reason = SkipReason.RECOMPUTE_DEBT
     if reason is not None:
         front = next(order, None)
@@ -319,6 +327,12 @@ def _prefill_offline(builder: PlanBuilder, pace: Pace, steps: Steps) -> None:
             if request.num_output_tokens == 0:
                 follow(order, request, request.num_prefix_tokens)
     steps.admit(builder, pace, order)
+
+
+def owes_recomputing(builder: PlanBuilder) -> bool:
+    """Stops have made the device compute too much anew: no offline request is admitted beside one
+    that runs."""
+    return builder.view.recompute_debt_s > 0 and _num_offline(builder) > 0
 
 
 def follow(order: OfflineOrder, request: Request, num_cached: int) -> None:
@@ -405,7 +419,7 @@ def _online_tokens(builder: PlanBuilder, pace: Pace, request: Request, num_cache
     return 0 if builder.runs_anything() else _least(builder, request, remaining)
 
 
-def _offline_tokens(
+def offline_tokens(
     builder: PlanBuilder,
     pace: Pace,
     request: Request,
@@ -430,7 +444,7 @@ def admission_tokens(builder: PlanBuilder, pace: Pace, request: Request, match: 
     stay unfinished."""
     ledger = builder.ledger
     is_last = ledger.slots == 1 and ledger.unfinished > 0
-    return _offline_tokens(builder, pace, request, match.cached, is_last=is_last)
+    return offline_tokens(builder, pace, request, match.cached, is_last=is_last)
 
 
 def _least(builder: PlanBuilder, request: Request, remaining: int) -> int:

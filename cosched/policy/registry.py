@@ -12,17 +12,20 @@ import pkgutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from typing import Any
 
 import msgspec
 
+from cosched.core.plan import PreemptMode
 from cosched.errors import ConfigError, CoschedError, choices
 from cosched.offline.prefix_pool import PoolConfig
 from cosched.policy.base import Policy, PolicySettings
+from cosched.policy.bros import BrosOptions, BrosPolicy
 from cosched.policy.echo import EchoPolicy
 from cosched.policy.hygen import HygenPolicy
+from cosched.policy.round_robin import RoundRobinPolicy
 from cosched.policy.sarathi import SarathiPolicy, ThrottledPolicy
 
 __all__ = [
@@ -50,6 +53,8 @@ class PolicyEntry:
     eviction      which KV goes first, unless the configuration says (`KvConfig.eviction`)
     timed         its plans depend on time: the latency predictor is kept up to date, and all ranks
                   go by one clock
+    predictor     the form of its predictor, fitted to the points of the profile where one is given
+                  (`cosched.latency.predictor`); None: the profile's own
     server_flags  SGLang server arguments it needs, by field name
     source_file   where it comes from another package: the file that its code is in
     """
@@ -61,6 +66,7 @@ class PolicyEntry:
     pool: PoolConfig | None = None
     eviction: str = "value"
     timed: bool = False
+    predictor: str | None = None
     server_flags: Mapping[str, object] = field(default_factory=dict)
     source_file: str | None = None
 
@@ -88,6 +94,30 @@ def _throttled(settings: PolicySettings) -> Policy[Any]:
 
 
 _MIXED_CHUNK = {"enable_mixed_chunk": True}
+
+
+def _bros(
+    name: str,
+    summary: str,
+    source: str,
+    *,
+    predictor: str | None = None,
+    eviction: str = "value",
+    **options: Any,
+) -> PolicyEntry:
+    return PolicyEntry(
+        name=name,
+        summary=summary,
+        source=source,
+        make=partial(BrosPolicy, options=BrosOptions(**options)),
+        # First come, first served, but it knows for whom the KV of what was stopped is kept.
+        pool=PoolConfig(utility_ratio=0.0),
+        eviction=eviction,
+        timed=True,
+        predictor=predictor,
+        server_flags=_MIXED_CHUNK,
+    )
+
 
 _ENTRIES = (
     PolicyEntry(
@@ -167,6 +197,66 @@ _ENTRIES = (
         eviction="echo",
         timed=True,
         server_flags=_MIXED_CHUNK,
+    ),
+    _bros(
+        "bros",
+        "online by time left, offline in what is left or in their place",
+        "BROS §4, Algorithm 1",
+    ),
+    _bros(
+        "bros-late-last",
+        "bros with online requests that are late behind those in time",
+        "cosched (the order that BROS does not mean)",
+        late_last=True,
+    ),
+    _bros(
+        "bros-literal-cost",
+        "bros with its own cost model, where a profile is given",
+        "BROS §4.1 (cost model C)",
+        predictor="bros",
+    ),
+    PolicyEntry(
+        name="bros-rr",
+        summary="round robin: iterations of online and of offline requests in turn",
+        source="BROS §2.2, §7 (baseline RR)",
+        make=lambda _: RoundRobinPolicy(),
+        server_flags=_MIXED_CHUNK,
+    ),
+    _bros(
+        "bros-rt",
+        "bros with offline work only while nothing is online",
+        "BROS §7.3 (Fig. 12)",
+        beside=False,
+    ),
+    _bros(
+        "bros-nobi",
+        "bros that frees all KV of what it stops",
+        "BROS §7.4.1 (No Bi-cache)",
+        stop=PreemptMode.RECOMPUTE,
+    ),
+    _bros(
+        "bros-keep",
+        "bros that keeps the KV of what it stops; whole leaves go, in SGLang's order",
+        "cosched (a part of Fig. 13)",
+        eviction="lru",
+        stop=PreemptMode.KEEP_KV,
+    ),
+    _bros(
+        "bros-tail",
+        "bros that evicts tails only, without shared pages",
+        "cosched (a part of Fig. 13)",
+    ),
+    _bros(
+        "bros-noreplace",
+        "bros without exchange",
+        "cosched (without Alg. 1, lines 25 to 32)",
+        replaces=False,
+    ),
+    _bros(
+        "bros-fixed",
+        "bros with at most 128 requests in an iteration",
+        "cosched (without §4.2, adaptive batch sizing)",
+        grows=False,
     ),
 )
 

@@ -20,6 +20,7 @@ __all__ = [
     "ClosedLoopClient",
     "OpenLoopClient",
     "SessionClient",
+    "WaveClient",
     "arrivals_of",
     "online_client",
 ]
@@ -143,6 +144,32 @@ class SessionClient:
                 self._answers[follower.rid] = slice(begin, end)
         arrival = _arrival_of(request, prompt)
         return replace(arrival, arrival_s=time_s, output_ids=output_ids)
+
+
+class WaveClient:
+    """Sends so many requests at once, and the next wave when all of the last have ended (BROS §7.1:
+    "periodically submitted in a batch manner"). A request counts as arrived when it is sent."""
+
+    def __init__(self, requests: Sequence[TraceRequest], *, size: int) -> None:
+        assert size >= 1, f"{size=}"
+        self._requests = iter(requests)
+        self._rids = frozenset(request.rid for request in requests)
+        self._size = size
+        self._num_in_flight = 0
+
+    def due(self, now_s: float) -> Iterator[Arrival]:
+        if self._num_in_flight:
+            return
+        for arrival in arrivals_of(itertools.islice(self._requests, self._size)):
+            self._num_in_flight += 1
+            yield replace(arrival, arrival_s=now_s)
+
+    def next_s(self) -> float | None:
+        return None
+
+    def on_finish(self, record: RequestRecord) -> None:
+        if record.rid in self._rids:
+            self._num_in_flight -= 1
 
 
 class ClosedLoopClient:

@@ -58,6 +58,13 @@ def add_workload_options(parser: argparse.ArgumentParser, *, slo_of_rows: str = 
         "--offline-requests", type=whole(at_least=1), metavar="N", help="size of the offline set"
     )
     group.add_argument(
+        "--offline-wave",
+        type=whole(at_least=1),
+        metavar="N",
+        help="offline requests sent at once, the next N when all of them have ended; default: the "
+        "whole set at the start",
+    )
+    group.add_argument(
         "--duration",
         type=number(above=0),
         default=3600.0,
@@ -287,7 +294,11 @@ def run_spec_of(arguments: argparse.Namespace, scenario: Scenario) -> RunSpec:
             peak_window_s=arguments.peak_window,
         ),
         offline=arguments.offline
-        and WorkloadSpec(name=arguments.offline, num_requests=arguments.offline_requests),
+        and WorkloadSpec(
+            name=arguments.offline,
+            num_requests=arguments.offline_requests,
+            wave=arguments.offline_wave,
+        ),
         cost=cost_of(arguments),
         slo=Slo(
             ttft_s=arguments.slo_ttft or DEFAULT_SLO.ttft_s,

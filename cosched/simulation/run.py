@@ -30,6 +30,7 @@ from cosched.simulation.clients import (
     AimdClient,
     ClosedLoopClient,
     OpenLoopClient,
+    WaveClient,
     online_client,
 )
 from cosched.simulation.machine import Machine
@@ -62,6 +63,8 @@ class WorkloadSpec:
 
     num_sessions   sessions under way at a time, of a workload in sessions
     peak_window_s  only the busiest stretch of this length is run [s]; None: all of it
+    wave           offline requests that are sent at once, the next of them when all have ended;
+                   None: all of the set at the start
     """
 
     name: str
@@ -69,6 +72,7 @@ class WorkloadSpec:
     num_sessions: int | None = None
     num_requests: int | None = None
     peak_window_s: float | None = None
+    wave: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,6 +336,7 @@ def _told(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
 def engine_flags(spec: RunSpec) -> list[str]:
     """SGLang's flags: the machine's, the scenario's, and those the policy needs."""
     flags = spec.machine.flags()
+    flags += spec.scenario.flags
     if spec.scenario.schedule_policy is not None:
         flags += ["--schedule-policy", spec.scenario.schedule_policy]
     for flag, argument in policy_entry(spec.scenario.policy).arguments().items():
@@ -350,7 +355,8 @@ def _offline_client(spec: RunSpec, offline: Sequence[TraceRequest]) -> Source:
 
     match spec.scenario.client:
         case OfflineClient.ALL:
-            return OpenLoopClient(offline)
+            wave = spec.offline.wave if spec.offline is not None else None
+            return WaveClient(offline, size=wave) if wave else OpenLoopClient(offline)
         case OfflineClient.CAP:
             return ClosedLoopClient(offline, concurrency=spec.cap)
         case OfflineClient.AIMD:

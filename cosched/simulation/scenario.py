@@ -46,6 +46,7 @@ class Scenario:
     predictor        that the policy plans with (`Config.predictor`); None: as the configuration
                      has it
     schedule_policy  ``--schedule-policy`` where stock schedules; None: the machine's
+    flags            of SGLang, in place of the machine's
     depth_first      the offline set is sent sorted by its prompts: what a scheduler would do that
                      knew all prompts from the start
     """
@@ -59,6 +60,7 @@ class Scenario:
     eviction: str | None = None
     predictor: str | None = None
     schedule_policy: str | None = None
+    flags: tuple[str, ...] = ()
     depth_first: bool = False
 
 
@@ -99,6 +101,13 @@ _BASELINES = (
         client=OfflineClient.AIMD,
     ),
     Scenario(name="priority", summary="stock priority scheduling, its defaults", policy="priority"),
+    Scenario(
+        name="vllm-like",
+        summary="stock, classes ignored, as BROS ran vLLM: pages of 16, whole prompts, no tree",
+        policy="sglang",
+        schedule_policy="fcfs",
+        flags=("--page-size", "16", "--chunked-prefill-size", "-1", "--disable-radix-cache"),
+    ),
 )
 
 
@@ -111,7 +120,7 @@ def _all() -> Mapping[str, Scenario]:
     for policy in POLICIES.values():
         if policy.name not in index and policy.name != "sglang":
             index[policy.name] = _of_policy(policy)
-        if policy.pool is not None:
+        if policy.pool is not None and policy.pool.utility_ratio > 0:
             alone = f"offline-{policy.name}"
             index[alone] = Scenario(
                 name=alone,

@@ -86,6 +86,22 @@ def test_online_is_about_the_requests_that_arrived_in_the_window():
     assert (online.num_preemptions, online.num_preempted_requests) == (1, 1)
 
 
+def test_every_gap_between_tokens_is_held_against_the_target():
+    slo = Slo(tpot_s=1.0)
+    records = [
+        request(0.0, (1.0, 2.0, 3.5, 3.75), slo=slo),  # one gap of 1.5; on average in time
+        request(0.0, (5.0, 6.0), slo=slo, finish_s=None),  # open: a second later it is not late
+        request(0.0, (1.0, 1.5), slo=slo, finish_s=None),  # open, and late
+        request(0.0, (1.0,), slo=slo, ok=False),
+        request(0.0, (1.0, 9.0)),  # has no target
+    ]
+    online = summarize(records, observed_until_s=7.0).online
+    assert online.attainment.tbt == Attainment(
+        num_met=4, num_missed=3, num_undecided=1, ratio=4 / 7
+    )
+    assert online.attainment.tpot.num_met == 1
+
+
 def test_rates_are_of_the_work_done_in_the_window():
     summary = summarize(*example(), window=WINDOW, offline_ceiling_tokens_per_s=200.0)
     online, offline = summary.online, summary.offline

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from cosched.errors import ConfigError, choices
-from cosched.policy.registry import policy_entry
+from cosched.policy.registry import POLICIES, policy_entry
 
 __all__ = ["EPISODES_PER_HOUR", "FEATURES", "MATRIX", "SoakSpec"]
 
@@ -122,6 +122,9 @@ class SoakSpec:
         return asdict(self) | {"kv_tokens": self.capacity}
 
 
+_BROS = tuple(name for name in POLICIES if name.startswith("bros"))
+
+
 def _matrix() -> tuple[SoakSpec, ...]:
     return (
         SoakSpec(policy="hygen", page_size=1),
@@ -141,6 +144,9 @@ def _matrix() -> tuple[SoakSpec, ...]:
         SoakSpec(policy="echo-bs", page_size=1, overlap=False),
         SoakSpec(policy="echo-bs+e", page_size=64),
         SoakSpec(policy="echo-bs+e+s", page_size=1, conservativeness=0.3),
+        *(SoakSpec(policy=name, page_size=16, conservativeness=0.3) for name in _BROS),
+        SoakSpec(policy="bros", page_size=1),
+        SoakSpec(policy="bros", page_size=64, overlap=False, mixed=False),
         SoakSpec(policy="echo-bs+e+s+m", page_size=16, overlap=False),
         SoakSpec(policy="priority", page_size=16),
         SoakSpec(policy="sglang", page_size=1, conservativeness=0.3),

@@ -125,6 +125,12 @@ WORKLOADS = {
         max_new_tokens=991,
         build=builders.chat("sharegpt"),
     ),
+    "sharegpt-bros": NamedWorkload(
+        classes=(ONLINE, OFFLINE),
+        description="ShareGPT lengths (BROS Table 2), Poisson arrivals",
+        max_new_tokens=2048,
+        build=builders.chat("sharegpt-bros"),
+    ),
     "lmsys": NamedWorkload(
         classes=(ONLINE, OFFLINE),
         description="LMSYS-Chat-1M lengths (BROS Table 2), Poisson arrivals",

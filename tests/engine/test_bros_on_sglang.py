@@ -1,0 +1,51 @@
+"""BROS on a real in-process SGLang scheduler: what is answered under exchange, holds and stops."""
+
+import msgspec
+import pytest
+
+from cosched.policy.bros import BrosOptions, BrosPolicy
+from tests.engine.conftest import assert_drained
+from tests.engine.test_policies_on_sglang import ask_all
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("name", ["bros", "bros-late-last", "bros-rr", "bros-rt"])
+def test_what_is_answered_does_not_depend_on_the_policy(make_engine, overlap, name):
+    answers = ask_all(make_engine(policy="sarathi", overlap=overlap), seed=1)
+    engine = make_engine(policy=name, overlap=overlap)
+    assert ask_all(engine, seed=1) == answers
+    assert engine.scheduler.cosched.counters.num_engine_refusals == 0
+
+
+class Crowded:
+    """A policy with a batch of so few requests that it must exchange."""
+
+    def __init__(self, inner, batch_size):
+        self._inner = inner
+        self._size = batch_size
+        self.initial = inner.initial
+        self.num_exchanged = 0
+
+    def plan(self, view, carry):
+        carry = msgspec.structs.replace(carry, batch_size=self._size)
+        without = BrosPolicy(self._inner._settings, BrosOptions(replaces=False))
+        plan, after = self._inner.plan(view, carry)
+        plain, _ = without.plan(view, carry)
+        if (plan.hold, plan.prefill) != (plain.hold, plain.prefill):
+            self.num_exchanged += 1
+        return plan, after
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("name", ["bros", "bros-nobi"])
+def test_forced_exchange_changes_no_token(make_engine, overlap, page_size, name):
+    flags = {"overlap": overlap, "page_size": page_size, "chunked_prefill_size": 256}
+    answers = ask_all(make_engine(policy="sarathi", **flags), seed=3)
+    targets = {"slo": {"ttft_ms": 60_000, "tpot_ms": 60_000}}
+    engine = make_engine(policy=name, config=targets, max_total_tokens=992, **flags)
+    controller = engine.scheduler.cosched
+    controller.policy = crowded = Crowded(controller.policy, batch_size=2)
+    assert ask_all(engine, seed=3) == answers
+    assert crowded.num_exchanged > 10
+    assert_drained(engine)
