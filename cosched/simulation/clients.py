@@ -167,7 +167,7 @@ class WaveClient:
     def next_s(self) -> float | None:
         return None
 
-    def on_finish(self, record: RequestRecord) -> None:
+    def on_finish(self, record: RequestRecord, output_ids: Sequence[int] | None = None) -> None:
         if record.rid in self._rids:
             self._num_in_flight -= 1
 

@@ -18,7 +18,18 @@ __all__ = ["ResultStore"]
 
 _FORMAT = 3
 
-_DECIDES = ("core", "engine", "kv", "latency", "length", "offline", "policy", "config.py")
+_DECIDES = (
+    "core",
+    "cost_models",
+    "engine",
+    "kv",
+    "latency",
+    "length",
+    "offline",
+    "planning",
+    "policy",
+    "config.py",
+)
 """What of cosched's source decides the result of one of its own policies."""
 
 
