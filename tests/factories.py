@@ -131,6 +131,7 @@ class FakeView:
     loss_per_token_s: float = 0.0
     recompute_debt_s: float = 0.0
     kept: int = 0
+    offline_in_sessions: int = 0
     host_free: int = 0
     offline_limits: OfflineLimits = field(default_factory=OfflineLimits)
 
@@ -152,6 +153,7 @@ class FakeView:
                 for r in (*self.running, *self.unfinished)
                 if r.request_class is RequestClass.OFFLINE
             ),
+            shared_offline=self.offline_in_sessions,
             kept=self.kept,
             host_free=self.host_free,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 
@@ -69,7 +70,7 @@ class Ledger:
         self.offline_room: int | None = None
         """KV tokens that offline requests may still take beside what online ones need
         (`KvState.kept`); None: any number, also for the first, or a large one would never run."""
-        if kv.kept and kv.offline_held:
+        if kv.kept and kv.offline_held and _runs_offline(view):
             self.offline_room = kv.total - kv.kept - kv.offline_held
         self.spare = kv.free - kv.reserved - sum(map(_num_left, view.unfinished))
         """KV tokens that nobody uses or will use, as far as is known: what new work takes beyond
@@ -346,11 +347,19 @@ class Ledger:
         if self.offline_room is not None:
             self.offline_room -= num_tokens
         elif kv.kept:
-            self.offline_room = kv.total - kv.kept - num_tokens
+            self.offline_room = kv.total - kv.kept - kv.offline_held - num_tokens
 
     def _reserve(self, request: Request) -> int:
         remaining = request.max_new_tokens - request.num_output_tokens
         return min(max(remaining, 0), self._caps.max_reserved_tokens)
+
+
+def _runs_offline(view: View) -> bool:
+    """What offline requests hold may be a session's, of which none runs."""
+    return any(
+        request.request_class is RequestClass.OFFLINE
+        for request in itertools.chain(view.unfinished, view.running)
+    )
 
 
 def _num_left(request: Request) -> int:

@@ -48,6 +48,18 @@ def test_one_may_always_run_however_much_is_kept():
     assert made.skipped["b"] is SkipReason.ONLINE_RESERVE
 
 
+def test_what_the_sessions_of_offline_requests_hold_is_no_request_that_runs():
+    view = FakeView(
+        caps=CAPS,
+        offline=(offline("a", 3000), offline("b", 100)),
+        kept=9500,
+        offline_in_sessions=1000,
+    )
+    made = plan(view)
+    assert [*made.prefill] == ["a"]
+    assert made.skipped["b"] is SkipReason.ONLINE_RESERVE
+
+
 def test_online_requests_are_not_bound_by_it():
     running = decoding(offline("running", 2000))
     view = FakeView(caps=CAPS, running=(running,), online=(online("a", 3000),), kept=9000)
