@@ -298,7 +298,7 @@ def test_a_short_run_ends_with_numbers_and_a_picture(tmp_path):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     entry = json.loads(done.stdout.splitlines()[-1])

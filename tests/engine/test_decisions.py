@@ -40,7 +40,7 @@ def spec_of(policy, *, overlap):
             name=policy, summary="", policy=policy, has_online=True, has_offline=True
         ),
         machine=replace(SMALL, overlap=overlap),
-        online=WorkloadSpec(name="alpaca", rate=14.0),
+        online=WorkloadSpec(name="alpaca", rate=18.0),
         offline=WorkloadSpec(name="bros-offline", num_requests=60),
         cost=CostSpec(name="roofline"),
         slo=Slo(ttft_s=1.0, tpot_s=0.02),

@@ -182,7 +182,7 @@ def test_generate(server, seen, fields, expected, stream):
         ),
         (
             {"extra_body": {"custom_params": {"cosched": {"ttft": 1}}}},
-            "custom_params.cosched.ttft: unknown key; choose from deadline_s, tpot_slo_ms",
+            "custom_params.cosched.ttft: unknown key; choose from deadline_s, output_tokens_hint",
         ),
     ],
 )
