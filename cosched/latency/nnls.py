@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from cosched.latency.interp import FloatArray
 from cosched.latency.steps import Steps, finish
@@ -42,9 +43,8 @@ def nnls(matrix: FloatArray, target: FloatArray) -> FloatArray:
                 x = trial
                 break
             # Go towards the trial solution until the first coefficient reaches zero; drop it.
-            steps = x[negative] / (x[negative] - trial[negative])
-            x = x + float(steps.min()) * (trial - x)
-            passive &= x > 1e-14
+            x, blocking = _towards(trial, x, negative)
+            passive &= ~blocking & (x > 1e-14)
             x[~passive] = 0.0
             if not passive.any():
                 break
@@ -85,9 +85,8 @@ def nnls_normal_steps(gram: FloatArray, moments: FloatArray) -> Steps[FloatArray
                 break
             # From a feasible x: towards the trial solution until a coefficient reaches zero. From
             # the start, where x is zero, this drops all negative ones at once.
-            steps = x[negative] / (x[negative] - trial[negative])
-            x = x + float(steps.min()) * (trial - x)
-            passive &= ~(negative & (x <= 1e-14))
+            x, blocking = _towards(trial, x, negative)
+            passive &= ~(blocking | (negative & (x <= 1e-14)))
             x[~passive] = 0.0
         gradient = b - a @ x
         gradient[passive | ~used] = -np.inf
@@ -96,3 +95,15 @@ def nnls_normal_steps(gram: FloatArray, moments: FloatArray) -> Steps[FloatArray
             break
         passive[best] = True
     return x / scale
+
+
+def _towards(
+    trial: FloatArray, x: FloatArray, negative: npt.NDArray[np.bool_]
+) -> tuple[FloatArray, npt.NDArray[np.bool_]]:
+    """As far from x towards a trial solution as no coefficient falls below zero, and which of the
+    negative ones are the first to reach it: one at least, whatever rounding leaves of it."""
+    way = np.where(negative, x - trial, 1.0)
+    steps = np.where(negative & (way > 0), x / np.where(way > 0, way, 1.0), np.inf)
+    steps[negative & (way <= 0)] = 0.0
+    least = float(steps.min())
+    return x + least * (trial - x), negative & (steps <= least)

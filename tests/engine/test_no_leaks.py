@@ -128,14 +128,7 @@ OPERATIONS = {
 }
 
 
-STANDS_STILL = pytest.mark.xfail(
-    run=False, reason="now and then requests wait for ever here; docs/experiments.md"
-)
-
-
-@pytest.mark.parametrize(
-    ("overlap", "page_size"), [(True, 1), pytest.param(False, 16, marks=STANDS_STILL)]
-)
+@pytest.mark.parametrize(("overlap", "page_size"), [(True, 1), (False, 16)])
 def test_no_slot_is_lost(make_engine, tmp_path, overlap, page_size):
     with (
         without_pinned_memory(),

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cosched.latency.interp import isotonic, neighbours, non_decreasing
-from cosched.latency.nnls import nnls
+from cosched.latency.nnls import nnls, nnls_normal
 
 numbers = st.lists(st.floats(-100, 100), min_size=1, max_size=30)
 
@@ -64,3 +64,10 @@ class TestNnls:
     def test_a_column_of_zeros_gets_nothing(self):
         a = np.array([[1.0, 0.0], [2.0, 0.0]])
         assert nnls(a, np.array([2.0, 4.0])).tolist() == pytest.approx([2.0, 0.0])
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e6, 1e-6])
+def test_a_coefficient_of_just_nothing_ends_the_search(scale):
+    found = nnls_normal(np.eye(3), np.array([scale, 0.0, -scale]))
+    assert found.tolist() == pytest.approx([scale, 0.0, 0.0])
+    assert nnls(np.eye(3), np.array([scale, 0.0, -scale])).tolist() == pytest.approx([scale, 0, 0])
