@@ -9,9 +9,9 @@ import argparse
 import json
 import os
 import re
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import getdoc
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,7 @@ def groups(struct: type[msgspec.Struct] = Config, path: str = "") -> Iterator[Gr
 
 def _texts(struct: type[msgspec.Struct]) -> Mapping[str, str]:
     """The lines ``name   what it does`` of a docstring."""
-    lines = textwrap.dedent(" " * 4 + (struct.__doc__ or "")).splitlines()
+    lines = (getdoc(struct) or "").splitlines()
     found: dict[str, str] = {}
     name = None
     for line in lines:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 
 from cosched.core.batch import BatchShape
@@ -14,13 +16,32 @@ __all__ = ["NoisyModel", "SlowingModel"]
 _BLOCK = 4096
 
 
-class NoisyModel:
+class _Disturbed:
+    """What is as in `base` but for the time of an iteration."""
+
+    suffix: ClassVar[str]
+
+    def __init__(self, base: CostModel) -> None:
+        self.base = base
+
+    @property
+    def graph_sizes(self) -> GraphSizes | None:
+        return self.base.graph_sizes
+
+    @property
+    def name(self) -> str:
+        return f"{self.base.name}+{self.suffix}"
+
+
+class NoisyModel(_Disturbed):
     """`base` times lognormal noise of mean 1, exp(sigma * z - sigma**2 / 2), z standard normal; a
     share `outlier_ratio` of the iterations is also `outlier_factor` times as long.
 
     Each call draws: the i-th call after construction sees the i-th draw, whatever its batch, so
     equal seeds and equal calls give equal times. With outliers the mean is above the base's.
     """
+
+    suffix = "noise"
 
     def __init__(
         self,
@@ -37,7 +58,7 @@ class NoisyModel:
             raise ConfigError(f"outlier_ratio is {outlier_ratio}; it must be in [0, 1]")
         if outlier_factor < 1:
             raise ConfigError(f"outlier_factor is {outlier_factor}; it must be at least 1")
-        self.base = base
+        super().__init__(base)
         self.seed = seed
         self.sigma = sigma
         self.outlier_ratio = outlier_ratio
@@ -47,14 +68,6 @@ class NoisyModel:
             np.random.default_rng(stream) for stream in np.random.SeedSequence(seed).spawn(2)
         )
         self._factors: list[float] = []
-
-    @property
-    def graph_sizes(self) -> GraphSizes | None:
-        return self.base.graph_sizes
-
-    @property
-    def name(self) -> str:
-        return f"{self.base.name}+noise"
 
     def iteration_s(self, batch: BatchShape) -> float:
         """Draws a number: not the same for the same batch."""
@@ -80,27 +93,21 @@ class NoisyModel:
         }
 
 
-class SlowingModel:
+class SlowingModel(_Disturbed):
     """`base`, and `factor` times as long from the moment on at which the GPU has worked for
     `after_s` seconds: what heat or a power limit does under load. For good, and at once."""
+
+    suffix = "slower"
 
     def __init__(self, base: CostModel, *, factor: float, after_s: float) -> None:
         if not 0.1 <= factor <= 10:
             raise ConfigError(f"slower is {factor}; it must be in [0.1, 10]")
         if after_s < 0:
             raise ConfigError(f"slower_after_s is {after_s}; it must not be negative")
-        self.base = base
+        super().__init__(base)
         self.factor = factor
         self.after_s = after_s
         self._worked_s = 0.0
-
-    @property
-    def graph_sizes(self) -> GraphSizes | None:
-        return self.base.graph_sizes
-
-    @property
-    def name(self) -> str:
-        return f"{self.base.name}+slower"
 
     def iteration_s(self, batch: BatchShape) -> float:
         """Depends on what came before: not the same for the same batch."""

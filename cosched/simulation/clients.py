@@ -146,32 +146,6 @@ class SessionClient:
         return replace(arrival, arrival_s=time_s, output_ids=output_ids)
 
 
-class WaveClient:
-    """Sends so many requests at once, and the next wave when all of the last have ended (BROS §7.1:
-    "periodically submitted in a batch manner"). A request counts as arrived when it is sent."""
-
-    def __init__(self, requests: Sequence[TraceRequest], *, size: int) -> None:
-        assert size >= 1, f"{size=}"
-        self._requests = iter(requests)
-        self._rids = frozenset(request.rid for request in requests)
-        self._size = size
-        self._num_in_flight = 0
-
-    def due(self, now_s: float) -> Iterator[Arrival]:
-        if self._num_in_flight:
-            return
-        for arrival in arrivals_of(itertools.islice(self._requests, self._size)):
-            self._num_in_flight += 1
-            yield replace(arrival, arrival_s=now_s)
-
-    def next_s(self) -> float | None:
-        return None
-
-    def on_finish(self, record: RequestRecord, output_ids: Sequence[int] | None = None) -> None:
-        if record.rid in self._rids:
-            self._num_in_flight -= 1
-
-
 class ClosedLoopClient:
     """Keeps at most `concurrency` requests in flight: a gateway with a static cap, or a batch
     runner. A request counts as arrived when it is sent."""
@@ -205,6 +179,18 @@ class ClosedLoopClient:
     def on_finish(self, record: RequestRecord, output_ids: Sequence[int] | None = None) -> None:
         if record.rid in self._rids:
             self._num_in_flight -= 1
+
+
+class WaveClient(ClosedLoopClient):
+    """Sends so many requests at once, and the next wave when all of the last have ended (BROS §7.1:
+    "periodically submitted in a batch manner"). A request counts as arrived when it is sent."""
+
+    def __init__(self, requests: Sequence[TraceRequest], *, size: int) -> None:
+        assert size >= 1, f"{size=}"
+        super().__init__(requests, concurrency=size)
+
+    def due(self, now_s: float) -> Iterator[Arrival]:
+        return iter(()) if self._num_in_flight else super().due(now_s)
 
 
 class AimdClient(ClosedLoopClient):
