@@ -13,6 +13,7 @@ from hypothesis import settings
 
 from cosched.config import ENV_VAR
 from cosched.demo_model import ensure_demo_model
+from cosched.jobs.server import OwnServer
 from tests.forks import Forks
 from tests.serving import SHARED_FLAGS, Server, Servers
 
@@ -99,10 +100,21 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
     running.close()
 
 
+@pytest.fixture
+def forked_own_server(forks: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server that a command in this process starts for itself is a fork."""
+
+    def start(server: OwnServer) -> None:
+        _, _, module, *arguments = server._command
+        server._process = forks.start_module(module, *arguments, log=Path(server._log_path))
+
+    monkeypatch.setattr(OwnServer, "_start", start)
+
+
 @pytest.fixture(scope="session")
-def servers(tiny_model: Path) -> Iterator[Servers]:
+def servers(tiny_model: Path, forks: Forks) -> Iterator[Servers]:
     """`servers.get(*flags)` -> a server of the tiny model that all tests with these flags share."""
-    running = Servers(tiny_model)
+    running = Servers(tiny_model, forks)
     yield running
     running.close()
 

@@ -6,33 +6,85 @@ back. So one process imports it, and runs each program in a fork of itself.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
 import subprocess
 import sys
 import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.serving import ROOT, SEARCH_PATH
 
 _PROGRAM = """
-import gc, json, os, sys
+import contextlib, gc, json, os, sys
 import cosched.bootstrap
 import sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler
+import logging
 
+logging.getLogger("sglang.srt.models.registry").setLevel(logging.ERROR)
+import sglang.srt.models.registry  # each scheduler imports all models
+
+gc.collect()
 gc.freeze()  # otherwise each child looks through all of it when it ends
 for line in sys.stdin:
+    if os.fork():
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        continue
     task = json.loads(line)
     if child := os.fork():
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-        continue
-    for number, path in enumerate(task["files"], 1):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+        with open(task["told"], "w") as told:
+            print(child, file=told, flush=True)
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=told)
+        os._exit(0)
+    if task["own_group"]:
+        os.setsid()
+    for number, path in enumerate(task["files"]):
+        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)
     os.environ.update(task["env"])
     sys.argv[1:] = task["arguments"]
     exec(compile(task["code"], "<test>", "exec"), {"__name__": "__main__"})
     raise SystemExit
 """
+
+# Runs a module as `python -m`. SGLang starts its processes anew, each with an import of its own;
+# here they are forks.
+_MODULE = """
+import multiprocessing, runpy, sys
+
+multiprocessing.set_start_method("fork", force=True)
+multiprocessing.set_start_method = lambda *arguments, **kwargs: None
+sys.argv[0] = {module!r}
+runpy.run_module({module!r}, run_name="__main__")
+"""
+
+
+class Fork:
+    """A process that :class:`Forks` started, with what is used here of ``subprocess.Popen``."""
+
+    def __init__(self, args: Sequence[str], told: Path) -> None:
+        self.args = args
+        self.returncode: int | None = None
+        self._told = told.open()  # until the process is there
+        self.pid = int(self._told.readline())
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code, as ``Popen.wait``."""
+        if self.returncode is None:
+            if not select.select([self._told], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0)
+            self.returncode = int(self._told.readline())
+            self._told.close()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(timeout=0)
+        return self.returncode
 
 
 class Forks:
@@ -47,36 +99,55 @@ class Forks:
             env=os.environ | dict.fromkeys(cleared, "") | {"PYTHONPATH": SEARCH_PATH},
             cwd=ROOT,
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
             text=True,
         )
 
     def run(
-        self, code: str, *arguments: str, env: dict[str, str] | None = None
+        self, code: str, *arguments: str, env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
         """What the program did, as from :func:`subprocess.run`."""
-        self._count += 1
         files = [self._folder / f"{self._count}.{name}" for name in ("out", "err")]
-        task = {
-            "code": textwrap.dedent(code),
-            "arguments": arguments,
-            "env": env or {},
-            "files": [str(path) for path in files],
-        }
-        assert self._parent.stdin is not None and self._parent.stdout is not None
-        self._parent.stdin.write(json.dumps(task) + "\n")
-        self._parent.stdin.flush()
-        status = int(self._parent.stdout.readline())
+        status = self._start(code, arguments, env=env, files=files).wait()
         stdout, stderr = (path.read_text() for path in files)
         return subprocess.CompletedProcess(arguments, status, stdout, stderr)
 
     def run_module(
-        self, module: str, *arguments: str, env: dict[str, str] | None = None
+        self, module: str, *arguments: str, env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
         """As ``python -m module``."""
-        code = f"import runpy, sys; sys.argv[0] = {module!r}\n"
-        code += f"runpy.run_module({module!r}, run_name='__main__')"
-        return self.run(code, *arguments, env=env)
+        return self.run(_MODULE.format(module=module), *arguments, env=env)
+
+    def start_module(
+        self, module: str, *arguments: str, log: Path, env: Mapping[str, str] | None = None
+    ) -> Fork:
+        """As ``python -m module`` in a process group of its own, which prints into ``log``."""
+        code = _MODULE.format(module=module)
+        return self._start(code, arguments, env=env, files=[log, log], own_group=True)
+
+    def _start(
+        self,
+        code: str,
+        arguments: Sequence[str],
+        *,
+        env: Mapping[str, str] | None,
+        files: Sequence[Path],
+        own_group: bool = False,
+    ) -> Fork:
+        self._count += 1
+        told = self._folder / f"{self._count}.told"
+        os.mkfifo(told)
+        task = {
+            "code": textwrap.dedent(code),
+            "arguments": arguments,
+            "env": dict(env or {}),
+            "files": [os.devnull, *map(str, files)],
+            "own_group": own_group,
+            "told": str(told),
+        }
+        assert self._parent.stdin is not None
+        self._parent.stdin.write(json.dumps(task) + "\n")
+        self._parent.stdin.flush()
+        return Fork(arguments, told)
 
     def close(self) -> None:
         self._parent.communicate(timeout=60)

@@ -13,8 +13,12 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx
+
+if TYPE_CHECKING:
+    from tests.forks import Fork, Forks
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE_ROOTS = (ROOT, ROOT / "kernels", ROOT / "patches", ROOT / "traces")
@@ -42,7 +46,7 @@ class Server:
 
     url: str
     port: int
-    pid: int
+    process: subprocess.Popen[bytes] | Fork
     log_path: Path
     model_path: Path
 
@@ -66,32 +70,25 @@ def start_server(
     env: Mapping[str, str] | None = None,
     port: int | None = None,
     ready_timeout_s: float = 400.0,
+    forks: Forks | None = None,
 ) -> Iterator[Server]:
     """Run ``python -m module`` on 127.0.0.1 until the block ends; yield it once it generates.
 
-    ``flags`` come after :data:`TEST_FLAGS`, so they win; ``env`` is added to this process's. At the
-    end the whole process group is killed. Raises :class:`ServerError` when the process ends, or
-    does not answer within ``ready_timeout_s``: far more than it takes where nothing else runs.
+    ``flags`` come after :data:`TEST_FLAGS`, so they win; ``env`` is added to this process's. With
+    ``forks`` the server's processes are forks, which import nothing again. At the end the whole
+    process group is killed. Raises :class:`ServerError` when the process ends, or does not answer
+    within ``ready_timeout_s``: far more than it takes where nothing else runs.
     """
     port = free_port() if port is None else port
-    command = [sys.executable, "-m", module, "--model-path", str(model_path)]
-    command += ["--host", "127.0.0.1", "--port", str(port), *TEST_FLAGS, *flags]
+    arguments = ["--model-path", str(model_path), "--host", "127.0.0.1", "--port", str(port)]
+    arguments += [*TEST_FLAGS, *flags]
     with tempfile.TemporaryDirectory(prefix="cosched-server-") as folder:
         log_path = Path(folder) / "server.log"
-        with log_path.open("wb") as log:
-            process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": SEARCH_PATH, **(env or {})},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # a process group of its own, to be killed as one
-            )
+        process = _start(module, arguments, log_path, env=env or {}, forks=forks)
         server = Server(
             url=f"http://127.0.0.1:{port}",
             port=port,
-            pid=process.pid,
+            process=process,
             log_path=log_path,
             model_path=model_path,
         )
@@ -102,15 +99,40 @@ def start_server(
             _stop(process)
 
 
+def _start(
+    module: str,
+    arguments: list[str],
+    log_path: Path,
+    *,
+    env: Mapping[str, str],
+    forks: Forks | None,
+) -> subprocess.Popen[bytes] | Fork:
+    """In a process group of its own, to be killed as one."""
+    if forks is not None:
+        return forks.start_module(module, *arguments, log=log_path, env=env)
+    with log_path.open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": SEARCH_PATH, **env},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
 class Servers:
     """Servers of one model, each started when first asked for and then shared.
 
     At most ``most`` run at a time: of more, the one that was asked for least recently is stopped.
+    That with :data:`SHARED_FLAGS` is started as users start one, the others are forks.
     """
 
-    def __init__(self, model_path: Path, *, most: int = 2) -> None:
+    def __init__(self, model_path: Path, forks: Forks, *, most: int = 2) -> None:
         self.model_path = model_path
         self.most = most
+        self._forks = forks
         self._running: dict[tuple[str, ...], tuple[Server, contextlib.ExitStack]] = {}
 
     def get(self, *flags: str) -> Server:
@@ -120,7 +142,8 @@ class Servers:
             while len(self._running) >= self.most:
                 self._stop(next(iter(self._running)))
             stack = contextlib.ExitStack()
-            entry = stack.enter_context(start_server(self.model_path, *flags)), stack
+            forks = None if flags == SHARED_FLAGS else self._forks
+            entry = stack.enter_context(start_server(self.model_path, *flags, forks=forks)), stack
         self._running[flags] = entry  # the most recent one is the last
         return entry[0]
 
@@ -144,7 +167,7 @@ class Servers:
 
 
 def _wait_until_ready(
-    server: Server, process: subprocess.Popen[bytes], *, timeout_s: float
+    server: Server, process: subprocess.Popen[bytes] | Fork, *, timeout_s: float
 ) -> None:
     deadline_s = time.monotonic() + timeout_s
     while True:
@@ -163,7 +186,7 @@ def _wait_until_ready(
         raise ServerError(f"the server {reason}: {process.args!r}\n--- end of its log ---\n{tail}")
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def _stop(process: subprocess.Popen[bytes] | Fork) -> None:
     """Kill the process and all it started, politely first."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)

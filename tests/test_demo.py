@@ -285,36 +285,29 @@ def test_wrong_options_are_one_clear_line(arguments, capsys):
     assert error.startswith(f"demo: {arguments[0]}") and error.count("\n") == 1
 
 
-def demo_command(*options):
-    command = [sys.executable, "-m", "cosched.demo", "--size", "tiny", "--scenarios", "sarathi"]
-    return [*command, *options]
+SMALL = ["--size", "tiny", "--scenarios", "sarathi"]
 
 
 @pytest.mark.server
-def test_a_short_run_ends_with_numbers_and_a_picture(tmp_path):
+def test_a_short_run_ends_with_numbers_and_a_picture(tmp_path, forked_own_server, capsys):
     out = tmp_path / "demo.png"
-    done = subprocess.run(
-        demo_command("--seconds", "3", "--offline-prompts", "400", "--out", str(out)),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    entry = json.loads(done.stdout.splitlines()[-1])
+    code = main([*SMALL, "--seconds", "3", "--offline-prompts", "400", "--out", str(out)])
+    shown = capsys.readouterr()
+    assert code == 0, shown.err
+    entry = json.loads(shown.out.splitlines()[-1])
     (result,) = entry["results"]
     trace = make_chat_trace(WorkloadSpec(seconds=3.0))
     assert result["online"]["num_requests"] == len(trace)
     assert result["online"]["num_failed"] == 0 and result["offline"]["num_failed"] == 0
     assert result["offline"]["num_done"] > 0
     assert 0 < result["latencies"]["ttft_p50_ms"] <= result["latencies"]["ttft_p99_ms"]
-    assert "sarathi" in done.stdout and out.read_bytes().startswith(b"\x89PNG")
+    assert "sarathi" in shown.out and out.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.server
 def test_ctrl_c_stops_the_server_too(tmp_path):
     process = subprocess.Popen(
-        demo_command("--seconds", "60", "--out", str(tmp_path / "demo.png")),
+        [sys.executable, "-m", "cosched.demo", *SMALL, "--out", str(tmp_path / "demo.png")],
         cwd=ROOT,
         stderr=subprocess.PIPE,
         text=True,

@@ -32,6 +32,7 @@ from rich.console import Console
 
 from cosched.demo_adapters import make_adapters
 from cosched.demo_model import SIZES, ensure_demo_model
+from tests.forks import Forks
 from tests.fuzz.cases import FEATURES, Case, World, make_case
 from tests.fuzz.known import known_reason
 from tests.serving import Server, ServerError, start_server
@@ -260,7 +261,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 @contextlib.contextmanager
-def fuzzed_server(args: argparse.Namespace) -> Iterator[Server]:
+def fuzzed_server(args: argparse.Namespace, forks: Forks | None = None) -> Iterator[Server]:
     """A server with little of everything: memory, context, requests at a time."""
     with tempfile.TemporaryDirectory(prefix="cosched-fuzz-") as folder:
         flags = ["--cosched-policy", args.policy, "--served-model-name", SERVED_MODEL]
@@ -279,6 +280,7 @@ def fuzzed_server(args: argparse.Namespace) -> Iterator[Server]:
             module="tests.fuzz.server",
             port=args.port,
             ready_timeout_s=READY_TIMEOUT_S,
+            forks=forks,
         ) as server:
             yield server
 

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cosched.core.batch import BatchTotals
 from cosched.core.plan import SkipReason
 from cosched.core.request import Slo
 from cosched.core.view import Match
@@ -17,6 +16,7 @@ from cosched.planning.validate import validate
 from cosched.policy.base import Budgets, PolicySettings
 from cosched.policy.echo import EchoPolicy
 from tests.factories import FakeView, Linear, decoding, make_caps, offline, online, prefilled
+from tests.policy.limits import decoding_in, has_offline_work, offline_limit_s, seconds_of
 
 TTFT_S, TPOT_S = 1.0, 0.05
 
@@ -24,12 +24,12 @@ TTFT_S, TPOT_S = 1.0, 0.05
 CAPS = make_caps(partial_decode=True, max_chunk_tokens=8192, max_prefill_tokens=8192)
 
 
+SLO = Slo(ttft_s=TTFT_S, tpot_s=TPOT_S)
+BUDGETS = Budgets(aim=1.0, burst=2.0, idle_share=0.3)
+
+
 def plan_of(view, *, predictor=None):
-    settings = PolicySettings(
-        caps=view.caps,
-        slo=Slo(ttft_s=TTFT_S, tpot_s=TPOT_S),
-        budgets=Budgets(aim=1.0, burst=2.0, idle_share=0.3),
-    )
+    settings = PolicySettings(caps=view.caps, slo=SLO, budgets=BUDGETS)
     view = replace(view, predictor=predictor or Linear())
     plan, _ = EchoPolicy(settings).plan(view, None)
     validate(plan, view)
@@ -56,14 +56,6 @@ def cached(tokens, *, evictable=None):
 def running_online(rid="on", *, num_tokens=2):
     running = decoding(online(rid, 100, max_new_tokens=200), num_tokens)
     return replace(running, first_token_s=0.0)
-
-
-def seconds_of(plan, view, predictor):
-    totals = BatchTotals()
-    totals.add_decodes([r.num_computed_tokens + 1 for r in view.running if r.rid not in plan.hold])
-    for rid, num_tokens in plan.prefill.items():
-        totals.add_prefill(num_tokens, view.cached.get(rid, cached(0)).cached)
-    return predictor.predict_s(totals)
 
 
 def test_what_is_cached_comes_before_what_is_not():
@@ -217,17 +209,17 @@ def views(draw):
 
 @given(view=views(), token_s=st.floats(1e-6, 1e-3), longest_s=st.sampled_from([0.0, 1e-5]))
 def test_every_plan_keeps_the_limits_and_online_comes_first(view, token_s, longest_s):
-    predictor = Linear(token_s=token_s, longest_s=longest_s)
-    plan = plan_of(view, predictor=predictor)
+    view = replace(view, predictor=Linear(token_s=token_s, longest_s=longest_s))
+    plan = plan_of(view, predictor=view.predictor)
     admitted = [rid for rid in plan.prefill if rid.startswith("q")]
     assert len(plan.prefill.keys() - {"u"}) - len(plan.preempt) <= view.free_slots
     assert plan.num_prefill_tokens <= CAPS.max_chunk_tokens
     if admitted:
         assert not plan.hold, "running before waiting"
         assert all(request.rid in plan.prefill for request in view.online), "online before offline"
-        decodes = any(r.rid not in plan.hold for r in view.running)
-        if decodes or len(plan.prefill) > 1:
-            assert seconds_of(plan, view, predictor) <= plan.limits["offline"] + 1e-9
+    if has_offline_work(plan, view) and len(decoding_in(plan, view)) + len(plan.prefill) > 1:
+        # What is alone runs however long it takes.
+        assert seconds_of(plan, view) <= offline_limit_s(view, SLO, BUDGETS) + 1e-9
     # The engine's own ledger takes all of it, in this order.
     budget = Ledger(view)
     for preemption in plan.preempt:
@@ -250,8 +242,8 @@ def test_every_plan_keeps_the_limits_and_online_comes_first(view, token_s, longe
 
 @given(view=views(), token_s=st.floats(1e-6, 1e-4), longest_s=st.sampled_from([0.0, 1e-5]))
 def test_the_first_admission_has_the_best_score_of_all_that_could_be_made(view, token_s, longest_s):
-    view = replace(view, running=(), unfinished=(), online=())
     predictor = Linear(token_s=token_s, longest_s=longest_s)
+    view = replace(view, running=(), unfinished=(), online=(), predictor=predictor)
     admitted = list(plan_of(view, predictor=predictor).prefill)
     candidates = {}
     for bucket, requests in enumerate(iter(view.offline).candidates(2)):
@@ -271,7 +263,7 @@ def test_the_first_admission_has_the_best_score_of_all_that_could_be_made(view, 
         uncached = request.num_prompt_tokens - match.cached
         need = uncached + request.max_new_tokens + view.caps.page_size + match.evictable + 1
         lost = min(max(of_others - (view.kv.headroom - need), 0), of_others)
-        return (alone.prefill[rid] + match.cached - lost) / seconds_of(alone, view, predictor)
+        return (alone.prefill[rid] + match.cached - lost) / seconds_of(alone, view)
 
     if admitted:
         assert score(admitted[0]) == pytest.approx(max(map(score, candidates)), rel=1e-9)

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from tests.fuzz.cases import FEATURES, World, make_case
-from tests.fuzz.run import build_parser
+from tests.fuzz.run import build_parser, fuzzed_server
 from tests.serving import ROOT
 
 WORLD = World(model="m", context_len=1024, vocab_size=2048, loras=("A",))
@@ -52,10 +52,11 @@ def test_every_feature_can_be_left_out():
 
 
 @pytest.mark.server
-def test_no_request_hurts_the_server():
-    command = ["scripts/fuzz_server", "--seed", "11", "--requests", "80"]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stderr[-8000:]
+def test_no_request_hurts_the_server(forks):
+    with fuzzed_server(build_parser().parse_args([]), forks) as server:
+        command = ["scripts/fuzz_server", "--seed", "11", "--requests", "80", "--url", server.url]
+        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert found.returncode == 0, found.stderr[-8000:] + server.log()[-8000:]
     result = json.loads(found.stdout.splitlines()[-1])
     assert result["num_sent"] == 80 and result["num_probes"] > 0
     assert result["statuses"]["200"] > 10 and result["statuses"]["400"] > 10

@@ -33,11 +33,11 @@ REQUESTS = [
 
 
 @pytest.mark.server
-def test_the_inactive_plugin_shows_in_no_answer(tiny_model):
+def test_the_inactive_plugin_shows_in_no_answer(tiny_model, forks):
     """That it leaves SGLang's code as it is, tests/patches/test_seam.py compares."""
     env = {ENV_VAR: "", "SGLANG_PLUGINS": "cosched"}
     statuses = []
-    with start_server(tiny_model, module="tests.plain_sglang", env=env) as server:
+    with start_server(tiny_model, module="tests.plain_sglang", env=env, forks=forks) as server:
         for path, body in REQUESTS:
             reply = httpx.post(server.url + path, json=body, headers=HEADERS, timeout=60)
             statuses.append(reply.status_code)

@@ -57,22 +57,6 @@ def stream(url, started, *, tokens):
     return usage, reasons - {None}
 
 
-def has_ended(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
-
-
-def wait_for_end(pid, within_s):
-    deadline_s = time.monotonic() + within_s
-    while not has_ended(pid):
-        assert time.monotonic() < deadline_s, f"still there after {within_s} s"
-        time.sleep(0.05)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
 @pytest.mark.ends_server
 def test_sigterm_lets_chats_finish_within_the_bound_and_a_batch_go(servers, guarded, tmp_path):
     """A supervisor that signals the whole group must not take the schedulers from the chats."""
@@ -101,7 +85,7 @@ def test_sigterm_lets_chats_finish_within_the_bound_and_a_batch_go(servers, guar
             endless = pool.submit(stream, server.url, both_started[1], tokens=9_000)
             whole = pool.submit(completion, server.url, "hello", tokens=9_000)
             assert all(started.wait(60) for started in both_started)
-            os.killpg(server.pid, signal.SIGTERM)
+            os.killpg(server.process.pid, signal.SIGTERM)
             time.sleep(0.2)
             refused = completion(server.url, "new")
             assert refused.status_code == 503 and refused.headers["retry-after"].isdecimal()
@@ -110,7 +94,7 @@ def test_sigterm_lets_chats_finish_within_the_bound_and_a_batch_go(servers, guar
             assert usage["completion_tokens"] == 200 and reasons == {"length"}
             assert whole.result().status_code == 503
             assert "length" not in endless.result()[1]
-            assert wait_for_end(server.pid, WITHIN_S) == 0
+            assert server.process.wait(WITHIN_S) == 0
             assert running.poll() is None, "the job waits for the server to come back"
         finally:
             running.terminate()
@@ -131,11 +115,11 @@ def test_a_second_signal_ends_it_at_once(servers):
         started = threading.Event()
         chat = pool.submit(stream, server.url, started, tokens=15_000)
         assert started.wait(60)
-        os.kill(server.pid, signal.SIGINT)
+        os.kill(server.process.pid, signal.SIGINT)
         time.sleep(1)
-        assert not has_ended(server.pid)
-        os.kill(server.pid, signal.SIGTERM)
-        assert wait_for_end(server.pid, 10) == 128 + signal.SIGTERM
+        assert server.process.poll() is None
+        os.kill(server.process.pid, signal.SIGTERM)
+        assert server.process.wait(10) == 128 + signal.SIGTERM
         with pytest.raises(httpx.TransportError):
             chat.result()
 

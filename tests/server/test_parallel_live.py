@@ -33,9 +33,9 @@ def ask(server, index, *, num_texts, text, num_tokens, timeout_s):
         ("--tp", "2", "--cosched-policy", "hygen", "--enable-metrics"),
     ],
 )
-def test_two_ranks_serve_both_classes(tiny_model, flags):
+def test_two_ranks_serve_both_classes(tiny_model, forks, flags):
     limits = ("--max-running-requests", "4", "--chunked-prefill-size", "64")
-    with start_server(tiny_model, *flags, *limits) as server:
+    with start_server(tiny_model, *flags, *limits, forks=forks) as server:
         asked = partial(
             ask,
             server,
@@ -57,11 +57,11 @@ def test_two_ranks_serve_both_classes(tiny_model, flags):
             check_metrics(server.url, counted[0])
 
 
-def test_two_ranks_evict_the_same(tiny_model):
+def test_two_ranks_evict_the_same(tiny_model, forks):
     """Memory for a few of the prompts: all are asked again and again, by both classes."""
     limits = ("--max-running-requests", "4", "--chunked-prefill-size", "64")
     memory = ("--max-total-tokens", "1200")
-    with start_server(tiny_model, "--tp", "2", *limits, *memory) as server:
+    with start_server(tiny_model, "--tp", "2", *limits, *memory, forks=forks) as server:
         asked = partial(
             ask,
             server,
@@ -110,10 +110,10 @@ def check_metrics(url, state):
     assert 0 <= values[("cosched:pool_sharing_ratio",)] <= 1
 
 
-def test_an_embedding_model_serves_both_classes_beside_sglangs_key(tiny_model):
+def test_an_embedding_model_serves_both_classes_beside_sglangs_key(tiny_model, forks):
     claims = {"keys": {"secret": {"floors": {"ttft_ms": 800}}}}
     flags = ("--is-embedding", "--cosched-claims", json.dumps(claims), "--api-key", "secret")
-    with start_server(tiny_model, *flags) as server:
+    with start_server(tiny_model, *flags, forks=forks) as server:
 
         def embed(index, key="secret"):
             body = {"model": "tiny", "input": "some words " * (index + 1), "priority": -(index % 2)}
