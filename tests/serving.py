@@ -32,7 +32,7 @@ SEARCH_PATH = os.pathsep.join(filter(None, (*map(str, SOURCE_ROOTS), os.environ.
 TEST_FLAGS = ("--dtype", "float32", "--max-total-tokens", "20000", "--mem-fraction-static", "0.2")
 
 # Of the server that all tests share which need nothing special of theirs.
-SHARED_DRAIN_S = 15
+SHARED_DRAIN_S = 8
 SHARED_FLAGS = ("--cosched-policy", "sarathi", "--cosched-drain-s", str(SHARED_DRAIN_S))
 
 

@@ -65,7 +65,7 @@ def test_sigterm_lets_chats_finish_within_the_bound_and_a_batch_go(servers, guar
             "custom_id": f"r{i}",
             "method": "POST",
             "url": "/v1/completions",
-            "body": {"model": "m", "prompt": f"{i}", "max_tokens": 300, "ignore_eos": True},
+            "body": {"model": "m", "prompt": f"{i}", "max_tokens": 100, "ignore_eos": True},
         }
         for i in range(60)
     ]
@@ -81,7 +81,7 @@ def test_sigterm_lets_chats_finish_within_the_bound_and_a_batch_go(servers, guar
                 assert running.poll() is None
                 time.sleep(0.1)
             both_started = [threading.Event(), threading.Event()]
-            short = pool.submit(stream, server.url, both_started[0], tokens=200)
+            short = pool.submit(stream, server.url, both_started[0], tokens=60)
             endless = pool.submit(stream, server.url, both_started[1], tokens=9_000)
             whole = pool.submit(completion, server.url, "hello", tokens=9_000)
             assert all(started.wait(60) for started in both_started)
@@ -91,7 +91,7 @@ def test_sigterm_lets_chats_finish_within_the_bound_and_a_batch_go(servers, guar
             assert refused.status_code == 503 and refused.headers["retry-after"].isdecimal()
             assert httpx.get(f"{server.url}/health", timeout=30).status_code == 503
             usage, reasons = short.result()
-            assert usage["completion_tokens"] == 200 and reasons == {"length"}
+            assert usage["completion_tokens"] == 60 and reasons == {"length"}
             assert whole.result().status_code == 503
             assert "length" not in endless.result()[1]
             assert server.process.wait(WITHIN_S) == 0

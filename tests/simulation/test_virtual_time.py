@@ -1,13 +1,15 @@
 """SGLang's scheduler under the virtual clock."""
 
 import json
+import random
 import time
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
-from cosched.core.request import RequestClass
+from cosched.core.request import RequestClass, Slo
 from cosched.errors import ConfigError
 from cosched.metrics.records import record_line
 from cosched.simulation.machine import Machine
@@ -42,14 +44,6 @@ def online(result):
 
 def offline(result):
     return [r for r in result.records if r.request_class is RequestClass.OFFLINE]
-
-
-@pytest.mark.parametrize("name", ["sglang_both", "priority", "sarathi"])
-def test_two_runs_give_the_same_bytes(name):
-    spec = make_spec("s1" if name == "sglang_both" else name)
-    first, second = execute(spec), execute(spec)
-    assert len(first.records) > 60
-    assert bytes_of(first) == bytes_of(second)
 
 
 def lengths(path, num_output_tokens):
@@ -91,25 +85,45 @@ def test_the_host_time_of_plans_is_reported_where_plans_are_made():
     assert stock.summary.host.planning_s.num_samples == 0
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_virtual_time_contains_no_host_time(monkeypatch, overlap):
+@pytest.mark.parametrize(
+    ("name", "overlap"),
+    [
+        ("s1", True),
+        ("priority", False),
+        ("sarathi", True),
+        ("hygen", True),
+        ("hygen", False),
+        ("echo-bs+e+s+m", True),
+        ("bros", False),
+    ],
+)
+def test_two_runs_give_the_same_bytes_however_slow_the_host_is(monkeypatch, name, overlap):
+    """Policies that predict times must learn and plan with virtual ones only."""
+    from cosched.engine.controller import Controller
     from cosched.simulation.virtual import VirtualEngine
 
-    spec = make_spec("sarathi", duration_s=2.0, machine=replace(SMALL, overlap=overlap))
+    spec = make_spec(name, duration_s=2.0, machine=replace(SMALL, overlap=overlap))
     fast = execute(spec)
-    forward = VirtualEngine._forward
-    num_slowed = 0
+    assert len(fast.records) > 60
+    draw = random.Random(0)
+    num_slowed = Counter()
 
-    def slow(self, batch, **options):
-        nonlocal num_slowed
-        num_slowed += 1
-        time.sleep(0.003)
-        return forward(self, batch, **options)
+    def slowed(owner, method):
+        original = getattr(owner, method)
 
-    monkeypatch.setattr(VirtualEngine, "_forward", slow)
-    slowed = execute(spec)
-    assert num_slowed >= len(slowed.iterations) > 0
-    assert bytes_of(slowed) == bytes_of(fast)
+        def wait_and_call(*args, **kwargs):
+            num_slowed[method] += 1
+            time.sleep(draw.choice((0.0, 0.001, 0.01)))
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, method, wait_and_call)
+
+    slowed(VirtualEngine, "_forward")
+    slowed(Controller, "plan")
+    slow = execute(spec)
+    assert num_slowed["_forward"] >= len(slow.iterations) > 0
+    assert (num_slowed["plan"] > 0) == (name not in ("s1", "priority"))
+    assert bytes_of(slow) == bytes_of(fast)
 
 
 def test_noise_is_drawn_from_the_seed():
@@ -193,6 +207,21 @@ def test_aimd_raises_its_cap_while_targets_are_met_and_halves_it_when_not():
     client.on_finish(record)
     list(client.due(8.0))
     assert client.concurrency == 4
+
+
+def test_hygen_attains_what_online_requests_alone_do_and_gets_offline_work_done():
+    slo, chat = Slo(ttft_s=0.3, tpot_s=0.02), WorkloadSpec(name="alpaca", rate=14.0)
+    online_only, planned, uncontrolled = (
+        execute(make_spec(name, slo=slo, duration_s=8.0, online=chat))
+        for name in ("s0", "hygen", "s1")
+    )
+    alone, attained, lost = (
+        run.summary.online.attainment.joint.ratio for run in (online_only, planned, uncontrolled)
+    )
+    assert len(online(online_only)) > 80
+    assert attained >= alone - 0.01
+    assert lost < alone - 0.1, "the offline work is enough to hurt"
+    assert planned.summary.offline.num_finished > 10
 
 
 def test_online_latency_suffers_least_under_sarathi():
