@@ -22,13 +22,15 @@ settings.register_profile("cosched", deadline=None)
 settings.load_profile("cosched")
 
 
-# The files of tests with servers. One worker runs them all, so that they can share servers.
+# The files of tests with servers or forks. One worker runs them all, so that they can share these.
 WITH_SERVERS = (
     "tests/server/",
     "tests/benchmark/test_fidelity.py",
     "tests/benchmark/test_live_client.py",
     "tests/test_demo.py",
     "tests/test_demo_model.py",
+    "tests/commands/test_launch_server.py",
+    "tests/patches/test_seam.py",
 )
 
 

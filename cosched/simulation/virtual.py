@@ -497,17 +497,24 @@ class VirtualEngine:
 @contextlib.contextmanager
 def _quiet_host() -> Iterator[None]:
     """Keep torch's threads and the garbage collector out of a loop of many tiny operations: what
-    was allocated before it is not looked at again, and collections within it are rare."""
+    was allocated before it is not looked at again, and collections within it are rare.
+
+    A process that froze its objects itself is left with them: frozen anew after each run, all that
+    SGLang imports would be looked at each time.
+    """
     num_threads, thresholds = torch.get_num_threads(), gc.get_threshold()
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
+    freezes = gc.get_freeze_count() == 0
+    if freezes:
+        gc.collect()
+        gc.freeze()
     gc.set_threshold(50_000, 20, 100)
     try:
         yield
     finally:
         gc.set_threshold(*thresholds)
-        gc.unfreeze()
+        if freezes:
+            gc.unfreeze()
         torch.set_num_threads(num_threads)
 
 

@@ -62,7 +62,7 @@ def test_an_unknown_pair_is_named():
         specs_of(arguments_of("--offline", "vi"))
 
 
-def test_the_page_says_what_each_table_ran_with():
+def test_the_page_says_what_each_table_ran_with(ran):
     small = ("--duration", "3", "--offline-requests", "5", "--cost-model", "roofline")
     arguments = arguments_of("--offline", "v", "--online-sessions", "2", *small)
     suites = run_yardstick(arguments, num_jobs=1, quiet=True, names=["s0"])
