@@ -85,7 +85,8 @@ class SuiteResult:
 
     rows    of the first seed
     sweeps  every setting tried for those of `TUNINGS`, by scenario and by setting; with that seed
-    seeds   every scenario's rows, one per seed
+    seeds   every scenario's rows, one per seed; of offline requests alone, which are there as a
+            ceiling, the first seed's only
     """
 
     rows: Mapping[str, Row]
@@ -127,7 +128,7 @@ def num_runs(base: RunSpec, names: Sequence[str], *, num_seeds: int = 1) -> tupl
     if searched:
         plain += ["s0", CEILING]
     count = sum(TUNINGS[name].num_runs for name in searched) + len({*_simulated_as(plain).values()})
-    return count + (num_seeds - 1) * len({"s0", *names}), bool(searched)
+    return count + (num_seeds - 1) * len({"s0", *_beside_online(names)}), bool(searched)
 
 
 def run_suite(
@@ -166,13 +167,21 @@ def run_suite(
     seeds = {name: [row] for name, row in rows.items()}
     for seed in range(base.seed + 1, base.seed + num_seeds):
         more, _, _ = _run_seed(
-            replace(base, seed=seed), names, found, execute, num_at_once=num_jobs
+            replace(base, seed=seed),
+            _beside_online(names),
+            found,
+            execute,
+            num_at_once=num_jobs,
         )
         for name, row in more.items():
             seeds[name].append(row)
     return SuiteResult(
         rows=rows, sweeps=sweeps, seeds={name: tuple(some) for name, some in seeds.items()}
     )
+
+
+def _beside_online(names: Sequence[str]) -> list[str]:
+    return [name for name in names if name not in OFFLINE_ONLY]
 
 
 def _run_seed(
