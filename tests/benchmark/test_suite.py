@@ -68,6 +68,18 @@ def test_seeds_are_run_side_by_side_and_what_was_found_is_kept(small_spec, ran, 
     assert line.startswith("| sarathi |") and line.count("±") == 2
 
 
+def test_no_order_is_above_that_of_who_knows_all(small_spec, store):
+    names = ["offline-fcfs", "offline-sorted", "offline-clairvoyant", "offline-hygen"]
+    suite = run_suite(small_spec, names, num_jobs=1, num_seeds=2, quiet=True, store=store)
+    best = suite.rows["offline-clairvoyant"].offline_tokens_per_s
+    tried = suite.sweeps["offline-clairvoyant"]
+    assert {*names, "offline-clairvoyant prefixes-ahead"} <= set(tried)
+    assert best == max(row.offline_tokens_per_s for row in tried.values())
+    assert suite.rows["offline-clairvoyant"].summary.ceiling.ratio == 1.0
+    assert suite.rows["offline-clairvoyant"].name.startswith("offline-clairvoyant (")
+    assert "s0" not in suite.rows
+
+
 def test_unknown_scenarios_and_files_are_refused_by_name(tmp_path, capsys):
     spec = RunSpec(
         scenario=scenario("s1"),
