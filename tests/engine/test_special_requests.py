@@ -10,7 +10,7 @@ import pytest
 from cosched.demo_adapters import FLAGS as LORA_FLAGS
 from cosched.demo_adapters import make_adapters, without_pinned_memory
 from cosched.engine import port
-from cosched.engine.port.local import load_adapters
+from cosched.engine.port.local import load_adapters, made_up
 from cosched.engine.tracked import TrackedRequest
 from tests.engine.conftest import assert_drained, prompt, view_now
 from tests.engine.test_partial_decode import hold_at_random
@@ -299,6 +299,7 @@ def test_decodes_find_their_pages_beside_prefills(make_engine, policy, seed):
         chunked_prefill_size=page * 16,
         schedule_conservativeness=1.0 if seed == 1 else 0.3,
     )
+    engine.replace_forward(lambda batch, **options: made_up([5] * len(batch.reqs)))
     rng = random.Random(seed)
     for i in range(30):
         engine.submit(f"off{i}", prompt(100 + i, page * 2), max_new_tokens=212, priority=OFFLINE)
