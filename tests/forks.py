@@ -66,10 +66,14 @@ runpy.run_module({module!r}, run_name="__main__")
 class Fork:
     """A process that :class:`Forks` started, with what is used here of ``subprocess.Popen``."""
 
-    def __init__(self, args: Sequence[str], told: Path) -> None:
+    def __init__(self, args: Sequence[str], told: Path, parent: subprocess.Popen[str]) -> None:
         self.args = args
         self.returncode: int | None = None
-        self._told = told.open()  # until the process is there
+        file = os.open(told, os.O_RDONLY | os.O_NONBLOCK)
+        while not select.select([file], [], [], 1.0)[0]:
+            assert parent.poll() is None, "SGLang cannot be imported"
+        os.set_blocking(file, True)
+        self._told = open(file)
         self.pid = int(self._told.readline())
 
     def wait(self, timeout: float | None = None) -> int:
@@ -88,19 +92,14 @@ class Fork:
 
 
 class Forks:
-    """Runs programs; call :meth:`close` at the end."""
+    """Runs programs, from when one is asked for; call :meth:`close` at the end."""
 
     def __init__(self, folder: Path, *, cleared: tuple[str, ...]) -> None:
         """``folder``: for what they print. ``cleared``: variables that are empty unless given."""
         self._folder = folder
+        self._env = os.environ | dict.fromkeys(cleared, "") | {"PYTHONPATH": SEARCH_PATH}
         self._count = 0
-        self._parent = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", _PROGRAM],
-            env=os.environ | dict.fromkeys(cleared, "") | {"PYTHONPATH": SEARCH_PATH},
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            text=True,
-        )
+        self._parent: subprocess.Popen[str] | None = None
 
     def run(
         self, code: str, *arguments: str, env: Mapping[str, str] | None = None
@@ -144,10 +143,19 @@ class Forks:
             "own_group": own_group,
             "told": str(told),
         }
+        if self._parent is None:
+            self._parent = subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-c", _PROGRAM],
+                env=self._env,
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                text=True,
+            )
         assert self._parent.stdin is not None
         self._parent.stdin.write(json.dumps(task) + "\n")
         self._parent.stdin.flush()
-        return Fork(arguments, told)
+        return Fork(arguments, told, self._parent)
 
     def close(self) -> None:
-        self._parent.communicate(timeout=60)
+        if self._parent is not None:
+            self._parent.communicate(timeout=60)
