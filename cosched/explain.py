@@ -100,7 +100,7 @@ def _tell_story(log: _Log, rid: str) -> dict[str, Any]:
     first = None
     for entry in log:
         first = first or entry.decision
-        found |= {facts.seq: facts for facts in entry.decision.requests if facts.rid == rid}
+        found |= {facts.arrival_seq: facts for facts in entry.decision.requests if facts.rid == rid}
     if not found or first is None:
         raise ConfigError(f"no request {rid!r} in {str(log.path)!r}: no plan looked at it")
     stories = [Story(facts, first) for facts in found.values()]
