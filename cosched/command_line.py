@@ -10,11 +10,13 @@ import argparse
 import json
 import math
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from inspect import getdoc, signature
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -25,10 +27,13 @@ from cosched.versions import version_line, versions
 __all__ = [
     "PORT",
     "Parser",
+    "add_field_option",
     "add_json_option",
     "add_version_option",
     "checked",
     "existing_file",
+    "field_texts",
+    "fields_given",
     "number",
     "output_file",
     "output_folder",
@@ -161,6 +166,56 @@ def whole(*, at_least: int | None = None, at_most: int | None = None) -> Callabl
 
 
 PORT = whole(at_least=1, at_most=65535)
+
+
+def field_texts(struct: type) -> Mapping[str, str]:
+    """What a docstring says of the fields of a struct or data class: its lines
+    ``name   what it is``, with those that follow and are indented."""
+    fields = signature(struct).parameters
+    found: dict[str, str] = {}
+    name = None
+    for line in (getdoc(struct) or "").splitlines():
+        match = re.match(r"(\w+) +(\S.*)", line)
+        if match and match[1] in fields:
+            name = match[1]
+            found[name] = match[2]
+        elif name and line.startswith("  "):
+            found[name] += " " + line.strip()
+        else:
+            name = None
+    return found
+
+
+def add_field_option(
+    group: argparse._ActionsContainer, struct: type, field: str, *flags: str, **options: Any
+) -> None:
+    """An option for a field of a struct or data class.
+
+    flags    its names; without any that of the field. The value gets the name of the field
+    options  of `add_argument`, where they are not what follows from the field: its default; a type
+             or action that goes with its type, numbers above 0; and as help its text
+    """
+    default = signature(struct).parameters[field].default
+    kind = get_type_hints(struct)[field]
+    kind = next((one for one in get_args(kind) if one is not type(None)), kind)
+    text = field_texts(struct)[field].replace("``", "`").replace("%", "%%")
+    if kind is bool:
+        options.setdefault("action", argparse.BooleanOptionalAction)
+        text += " (default: on)" if default else ""
+    else:
+        if "choices" not in options:
+            options.setdefault("type", {int: whole(at_least=1), float: number(above=0)}.get(kind))
+        if isinstance(default, int | float | str) and not re.search("(default|absent): ", text):
+            shown = f"{default:g}" if kind is float else str(default)
+            text += f" (default: {shown})"
+    given = {"dest": field, "default": default, "help": text, **options}
+    group.add_argument(*flags or [f"--{field.replace('_', '-')}"], **given)
+
+
+def fields_given(struct: Callable[..., T], arguments: argparse.Namespace) -> T:
+    """A struct or data class with the fields that have options (`add_field_option`)."""
+    names = signature(struct).parameters
+    return struct(**{name: vars(arguments)[name] for name in names if name in arguments})
 
 
 def existing_file(text: str) -> Path:

@@ -61,10 +61,14 @@ DEFAULT_SLO = Slo(ttft_s=1.0, tpot_s=0.05)
 class WorkloadSpec:
     """A workload of the catalogue and its parameters (`cosched_traces.catalogue.load_workload`).
 
-    num_sessions   sessions under way at a time, of a workload in sessions
-    peak_window_s  only the busiest stretch of this length is run [s]; None: all of it
-    wave           offline requests that are sent at once, the next of them when all have ended;
-                   None: all of the set at the start
+    name           of the catalogue, or a file; none without
+    rate           mean rate of the online requests; of a workload in sessions: of their starts
+    num_sessions   sessions under way at a time, of an online workload in sessions; a new one begins
+                   when one ends
+    num_requests   size of the offline set
+    peak_window_s  run only the busiest stretch of this length of the online workload
+    wave           offline requests sent at once, the next N when all of them have ended; default:
+                   the whole set at the start
     """
 
     name: str
@@ -79,11 +83,13 @@ class WorkloadSpec:
 class CostSpec:
     """The truth of the simulated GPU: a cost model by name.
 
-    noise_sigma  standard deviation of the logarithm of a factor on each iteration's time; 0: none
-    profile      file of a ``profile`` model
+    name         the GPU's truth; default: kernel-table with a data folder, else roofline
+    noise_sigma  standard deviation of the log of a random factor on each iteration's time
+    profile      measured profile for --cost-model profile
     mixed_decode_factor  how many times longer the attention of a decode takes beside a prefill, of
-                 a ``kernel-table`` model
-    slower       times as long iterations take once the GPU has worked for `slower_after_s` seconds
+                 a ``kernel-table`` model (docs/cost_models.md)
+    slower       the GPU takes so many times as long once it has worked for --slower-after
+    slower_after_s  working time after which the GPU is slower [s]
     """
 
     name: str = "kernel-table"
@@ -98,11 +104,13 @@ class CostSpec:
 class RunSpec:
     """Everything that decides a run's result. Equal specifications give equal results.
 
-    duration_s      length of the online trace, and of the run unless a peak window is shorter [s]
+    duration_s      length of the run [s]; it also ends when the offline set is done
+    seed            of everything that is random
+    data_dir        folder with traces and kernel tables (default: $COSCHED_DATA)
     cap             offline requests in flight where the scenario has a static cap
     max_concurrency most offline requests in flight where it has an AIMD gateway
-    clairvoyant     clients ask for as many tokens as the reply will have: every policy knows all
-                    lengths, which none does in production
+    clairvoyant     clients ask for as many tokens as the reply will have, so that every policy
+                    knows all lengths; else for the most that the data set has (docs/workloads.md)
     config          keys of `Config` and their values beside policy and slo, sorted
     """
 
