@@ -10,8 +10,7 @@ import numpy as np
 
 from cosched.core.batch import BatchShape
 from cosched.errors import ConfigError
-from cosched.latency.interp import FloatArray
-from cosched.latency.nnls import nnls
+from cosched.latency.predictor_base import relative_fit
 from cosched.latency.profile_file import MeasuredPoint, Profile, read_iteration_log
 
 __all__ = [
@@ -93,9 +92,9 @@ class ProfileModel:
         order = np.random.default_rng(_SEED).permutation(len(points))
         num_held = max(1, round(len(points) * _HELD_OUT_RATIO))
         held, kept = order[:num_held], order[num_held:]
-        relative = matrix[held] @ _fit(matrix[kept], seconds[kept]) / seconds[held] - 1
+        relative = matrix[held] @ relative_fit(matrix[kept].T, seconds[kept]) / seconds[held] - 1
         return cls(
-            coefficients=tuple(_fit(matrix, seconds).tolist()),
+            coefficients=relative_fit(matrix.T, seconds),
             points=points,
             held_out=ProfileError(
                 num_points=num_held,
@@ -151,8 +150,3 @@ def features(batch: BatchShape) -> list[float]:
         float(sum(batch.decodes)),
         float(prefill_context),
     ]
-
-
-def _fit(matrix: FloatArray, seconds: FloatArray) -> FloatArray:
-    # Divided by the time, so that the residuals are relative errors.
-    return nnls(matrix / seconds[:, None], np.ones(len(seconds)))

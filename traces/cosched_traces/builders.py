@@ -24,6 +24,7 @@ from cosched_traces.offline_sets import PrefixGroups, independent_requests, leng
 from cosched_traces.openai_batch import read_openai_batch
 from cosched_traces.rows import ReadOptions
 from cosched_traces.seeds import seed_for
+from cosched_traces.servegen import read_servegen
 from cosched_traces.session_sets import SessionSet
 from cosched_traces.session_traces import read_sessions_jsonl
 from cosched_traces.sessions import Sessions, keep_under_way, start_at
@@ -50,6 +51,7 @@ __all__ = [
     "loogle",
     "mmlu",
     "recorded",
+    "servegen",
     "sessions",
     "trace",
 ]
@@ -250,6 +252,20 @@ def loogle(*, num_documents: int, num_questions: int, max_output_tokens: int) ->
         return groups.workload(asked.name, seed=asked.seed, num_requests=asked.num_requests)
 
     return build
+
+
+def servegen(asked: Asked) -> Workload:
+    """What the clients of a folder send, at their own rates where none is asked for; offline, that
+    of an hour at 0."""
+    workload = read_servegen(
+        asked.files[0],
+        seed=asked.seed,
+        duration_s=asked.duration_s or DURATION_S,
+        rate=asked.rate,
+        name=asked.name,
+        request_class=asked.request_class,
+    )
+    return at_once(workload, asked.request_class) if asked.offline else workload
 
 
 def batch(asked: Asked) -> Workload:
