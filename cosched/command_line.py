@@ -275,8 +275,11 @@ def save_output(
         _say(f"cannot write {str(path)!r}: {getattr(error, 'strerror', None) or error}")
 
 
-def run_command(arguments: argparse.Namespace) -> None:
-    """Call ``arguments.execute`` and print what it returns, with the versions.
+def run_command(
+    arguments: argparse.Namespace, *, packages: Sequence[str] = (), with_config: bool = False
+) -> None:
+    """Call ``arguments.execute`` and print what it returns, with the versions, those of `packages`
+    too, and `with_config` the arguments.
 
     Exits with 2 and one sentence when the arguments are wrong, with 1 when an output could not be
     written, with 130 when interrupted.
@@ -295,7 +298,14 @@ def run_command(arguments: argparse.Namespace) -> None:
     except KeyboardInterrupt:
         _say("interrupted")
         raise SystemExit(130) from None
-    line = json.dumps({"versions": versions(), **result}, sort_keys=True, allow_nan=False)
+    told: dict[str, Any] = {"versions": versions(*packages)}
+    if with_config:
+        told["config"] = {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in vars(arguments).items()
+            if name not in ("execute", "has_lost_output")
+        }
+    line = json.dumps({**told, **result}, sort_keys=True, allow_nan=False)
     save_output(
         arguments, getattr(arguments, "json", None), lambda path: write_whole(path, line + "\n")
     )

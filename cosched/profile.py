@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -49,7 +48,12 @@ from cosched.cost_models.specs import GPUS
 from cosched.engine.arguments import bind_cpu_threads, check_arguments, engine_arguments
 from cosched.errors import ConfigError, choices
 from cosched.files import write_whole
-from cosched.latency.compare import KINDS, Comparison, compare_predictors
+from cosched.latency.compare import (
+    compare_predictors,
+    error_table,
+    errors_of,
+    hold_out,
+)
 from cosched.latency.design import design_rounds
 from cosched.latency.graphs import GraphSizes
 from cosched.latency.predictor import fit_predictor
@@ -342,36 +346,10 @@ def _errors(
 ) -> tuple[dict[str, Any], int]:
     """Errors of every predictor on points that it was not fitted to, and their number. Prints the
     table."""
-    num_held_out = round(len(points) * arguments.held_out)
-    if not 0 < num_held_out < len(points):
-        raise ConfigError(f"{len(points)} batches are too few to hold some out; raise --batches")
-    order = np.random.default_rng(arguments.seed).permutation(len(points))
-    shuffled = [points[i] for i in order]
-    held_out, rest = shuffled[:num_held_out], shuffled[num_held_out:]
+    rest, held_out = hold_out(points, arguments.held_out, seed=arguments.seed)
     results = compare_predictors(rest, held_out, graphs=graphs)
-    print(f"fitted to {len(rest)} batches, relative error on {num_held_out} others [%]")
-    print(f"{'':<10}" + "".join(f"{kind + ': mean':>22}{'p99':>8}" for kind in (*KINDS, "all")))
-    for name, result in results.items():
-        print(f"{name:<10}{result if isinstance(result, str) else _row(result)}")
-    errors: dict[str, Any] = {}
-    for name, result in results.items():
-        if isinstance(result, str):
-            errors[name] = {"not_fitted": result}
-        else:
-            errors[name] = {kind: asdict(error) for kind, error in result.errors.items()}
-    return errors, num_held_out
-
-
-def _row(result: Comparison) -> str:
-    row = ""
-    for kind in (*KINDS, "all"):
-        error = result.errors.get(kind)
-        row += (
-            f"{'-':>22}{'-':>8}"
-            if error is None
-            else f"{100 * error.mean:>22.2f}{100 * error.p99:>8.2f}"
-        )
-    return row
+    print("\n".join(error_table(results, len(rest))))
+    return errors_of(results), len(held_out)
 
 
 def _slo(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -85,7 +85,7 @@ class CostSpec:
 
     name         the GPU's truth; default: kernel-table with a data folder, else roofline
     noise_sigma  standard deviation of the log of a random factor on each iteration's time
-    profile      measured profile for --cost-model profile
+    profile      measured profile, for the one called ``profile``
     mixed_decode_factor  how many times longer the attention of a decode takes beside a prefill, of
                  a ``kernel-table`` model (docs/cost_models.md)
     slower       the GPU takes so many times as long once it has worked for --slower-after
