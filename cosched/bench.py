@@ -88,9 +88,7 @@ from cosched.simulation.find import find
 from cosched.simulation.machine import Machine
 from cosched.simulation.options import (
     SEED,
-    add_config_options,
-    add_machine_options,
-    add_workload_options,
+    add_run_options,
     run_spec_of,
 )
 from cosched.simulation.run import RunSpec, WorkloadSpec, load_requests, summarize_run
@@ -136,9 +134,7 @@ def _add_run(commands: Any) -> None:
         f"another order ({', '.join(EVICTION_ORDERS)}; docs/kv_memory.md), such as hygen/lru or "
         "priority/priority (default: all)",
     )
-    add_workload_options(parser)
-    add_machine_options(parser)
-    add_config_options(parser)
+    add_run_options(parser)
     _add_common(parser)
     _add_results(parser)
     _add_seeds(parser)
@@ -153,9 +149,7 @@ def _add_yardstick(commands: Any) -> None:
         "yardstick",
         help="the table every policy is held against (docs/yardstick.md)",
     )
-    add_workload_options(parser, slo_of_rows="; some rows have their own")
-    add_machine_options(parser)
-    add_config_options(parser)
+    add_run_options(parser, slo_of_rows="; some rows have their own")
     _add_common(parser)
     _add_results(parser)
     _add_seeds(parser)
@@ -172,9 +166,7 @@ def _add_knee(commands: Any) -> None:
         help="the highest online rate that meets the SLO",
         description="State a load as a share of this rate; practitioners run bursts at 0.88.",
     )
-    add_workload_options(parser)
-    add_machine_options(parser)
-    add_config_options(parser)
+    add_run_options(parser)
     _add_common(parser)
     parser.add_argument(
         "--attainment",
@@ -284,9 +276,7 @@ def _add_days(commands: Any) -> None:
 
 
 def _add_sweep(parser: argparse.ArgumentParser) -> None:
-    add_workload_options(parser)
-    add_machine_options(parser)
-    add_config_options(parser)
+    add_run_options(parser)
     _add_common(parser)
     _add_results(parser)
     parser.add_argument("--plot", type=output_file, metavar="FILE", help="write the picture there")
@@ -337,9 +327,7 @@ def _add_live(commands: Any) -> None:
         metavar="X",
         help="times between the turns of a session times X (default: %(default)g)",
     )
-    add_workload_options(parser)
-    add_machine_options(parser)
-    add_config_options(parser)
+    add_run_options(parser)
     parser.add_argument(
         "--records", type=output_file, metavar="FILE", help="write one JSON line per request there"
     )

@@ -61,9 +61,8 @@ from cosched.latency.profile_file import EngineIdentity, MeasuredPoint, Profile
 from cosched.metrics.goals import Goal, parse_goal
 from cosched.simulation.options import (
     SEED,
-    add_config_options,
     add_machine_options,
-    add_workload_options,
+    add_run_options,
     cost_of,
     data_dir_of,
     machine_of,
@@ -202,9 +201,7 @@ def _add_slo(commands: Any) -> None:
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     add_json_option(parser)
-    add_workload_options(parser)
-    add_machine_options(parser)
-    add_config_options(parser)
+    add_run_options(parser)
     parser.set_defaults(execute=_slo)
 
 

@@ -58,3 +58,11 @@ def test_files_that_code_and_commands_name_are_there():
     for source in sources:
         for name in re.findall(r"\bdocs/[\w/]+\.md\b", source.read_text(errors="ignore")):
             assert (ROOT / name).is_file(), f"{source.relative_to(ROOT)} names {name}"
+
+
+def test_every_folder_is_described():
+    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    folders = {path.parent for path in (ROOT / "cosched").rglob("*.py")} - {ROOT / "cosched"}
+    folders |= {ROOT / name for name in ("examples", "scripts", "tests")}
+    names = {f"`{folder.relative_to(ROOT)}/`" for folder in folders}
+    assert not {name for name in names if name not in page}

@@ -127,7 +127,7 @@ class _PartReader:
         if state is not None:
             if shapes is None:
                 raise _BadLineError("a calibrator without shapes, and none before it")
-            self._calibrator = state.with_shapes(shapes)
+            self._calibrator = msgspec.structs.replace(state, shapes=shapes)
 
 
 def _shape(data: dict[str, Any] | None) -> Predictor | None:

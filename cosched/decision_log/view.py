@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -106,19 +107,20 @@ class RecordedView:
 
     def __getattr__(self, name: str) -> Any:
         """Of the members that the log has under their names."""
-        value = getattr(self._state, name)
-        if name not in QUESTIONS:
-            return value
-        usual = self.rules.partial if name == "can_hold" else QUESTIONS[name]
+        return partial(self._told, name) if name in QUESTIONS else getattr(self._state, name)
 
-        def ask(about: Request | int) -> Any:
-            answer = value.get(about if isinstance(about, int) else about.arrival_seq, usual)
-            if answer is ...:
-                of = about if isinstance(about, int) else about.rid
-                raise NotRecordedError(f"`{name}` of {of}")
-            return answer
+    def _told(self, question: str, about: Request | int) -> Any:
+        usual = self.rules.partial if question == "can_hold" else QUESTIONS[question]
+        of = about if isinstance(about, int) else about.arrival_seq
+        answer = getattr(self._state, question).get(of, usual)
+        if answer is ...:
+            named = about if isinstance(about, int) else about.rid
+            raise NotRecordedError(f"`{question}` of {named}")
+        return answer
 
-        return ask
+    def eviction_loss_s(self, num_tokens: int) -> float:
+        loss_s: float = self._told("eviction_loss_s", num_tokens) if num_tokens > 0 else 0.0
+        return loss_s
 
     @property
     def online(self) -> Iterator[Request]:

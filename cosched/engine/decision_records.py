@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
-from cosched.core.estimates import LengthEstimate, Predictor
+from cosched.core.estimates import LengthEstimate
 from cosched.core.plan import PreemptMode, SkipReason
 from cosched.core.request import PLAIN, RequestClass, Slo, Traits
 from cosched.core.view import BatchRules, Ended, KvState, Match, OfflineLimits
@@ -22,7 +22,6 @@ from cosched.policy.base import PolicySettings
 __all__ = [
     "FORMAT",
     "QUESTIONS",
-    "CalibratorRecord",
     "Decision",
     "Header",
     "OrderStep",
@@ -170,27 +169,6 @@ _DEFAULTS: dict[Any, dict[str, Any]] = {
 }
 
 
-class CalibratorRecord(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
-    """`cosched.latency.calibration.CalibratorState` without its shapes; its fields have the same
-    names."""
-
-    scales: tuple[float, float]
-    cold_scale: float
-    drift: float
-    margin: float
-    seen: tuple[int, int, int, int] | None
-    error: float = 1.0
-    load_s_per_token: float = 0.0
-
-    @classmethod
-    def of(cls, state: CalibratorState) -> CalibratorRecord:
-        return cls(**{name: getattr(state, name) for name in cls.__struct_fields__})
-
-    def with_shapes(self, shapes: tuple[Predictor | None, Predictor | None]) -> CalibratorState:
-        """What was recorded."""
-        return CalibratorState(shapes=shapes, **msgspec.structs.asdict(self))
-
-
 class PlanState(msgspec.Struct, kw_only=True, omit_defaults=True):
     """`cosched.core.plan.Plan` by seq. prefill: (seq, tokens), in its order."""
 
@@ -245,8 +223,8 @@ class Decision(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="kind
     number        of the plan, from 0
     carry       what the policy was given from the plan before
     requests    those that no earlier record of this part names, or names as they were
-    calibrator  what the predictor predicts from; None: as in the record before
-    shapes      the same
+    calibrator  what the predictor predicts from, but for its shapes; None: as in the record before
+    shapes      of it; None: as in the record before
     """
 
     number: int
@@ -255,5 +233,5 @@ class Decision(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="kind
     result: Result
     carry: Any = None
     requests: list[RequestFacts] = []
-    calibrator: CalibratorRecord | None = None
+    calibrator: CalibratorState | None = None
     shapes: Shapes | None = None

@@ -20,7 +20,6 @@ from cosched.core.request import Request
 from cosched.core.view import OfflineOrder, View
 from cosched.engine.decision_records import (
     QUESTIONS,
-    CalibratorRecord,
     Decision,
     Header,
     OrderStep,
@@ -37,7 +36,7 @@ from cosched.engine.iteration import Iteration
 from cosched.engine.parts import PartWriter, switched_off
 from cosched.engine.tracked import TrackedRequest
 from cosched.errors import ConfigError
-from cosched.latency.calibration import Calibrator, CalibratorState
+from cosched.latency.calibration import COLD, Calibrator, CalibratorState
 
 __all__ = ["DecisionLog", "RecordingView"]
 
@@ -336,7 +335,7 @@ class DecisionLog:
                 decision.requests.append(_facts(request, *changing))
         state = ended.state
         if state is not None and state != self._state:
-            decision.calibrator = CalibratorRecord.of(state)
+            decision.calibrator = msgspec.structs.replace(state, shapes=COLD)
             if self._state is None or state.shapes != self._state.shapes:
                 decision.shapes = _shapes(state)
             self._state = state

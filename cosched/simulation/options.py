@@ -23,9 +23,8 @@ from cosched.simulation.scenario import Scenario
 __all__ = [
     "DATA_ENV",
     "SEED",
-    "add_config_options",
     "add_machine_options",
-    "add_workload_options",
+    "add_run_options",
     "cost_of",
     "data_dir_of",
     "machine_of",
@@ -38,8 +37,15 @@ DATA_ENV = "COSCHED_DATA"
 """Environment variable that names the data folder when ``--data-dir`` does not."""
 
 
-def add_workload_options(parser: argparse.ArgumentParser, *, slo_of_rows: str = "") -> None:
-    """slo_of_rows: what the help adds to the default targets, of a command that has others too."""
+def add_run_options(parser: argparse.ArgumentParser, *, slo_of_rows: str = "") -> None:
+    """All of `run_spec_of`. slo_of_rows: what the help adds to the default targets, of a command
+    that has others too."""
+    _add_workload_options(parser, slo_of_rows)
+    add_machine_options(parser)
+    _add_config_options(parser)
+
+
+def _add_workload_options(parser: argparse.ArgumentParser, slo_of_rows: str) -> None:
     group = parser.add_argument_group("workload (names and formats: docs/workloads.md)")
     add = partial(add_field_option, group, WorkloadSpec, default=None)
     add("name", "--online", dest="online", metavar="NAME|FILE")
@@ -93,7 +99,7 @@ def _chunk(text: str) -> int:
     return -1 if text == "-1" else whole(at_least=1)(text)
 
 
-def add_config_options(parser: argparse.ArgumentParser) -> None:
+def _add_config_options(parser: argparse.ArgumentParser) -> None:
     """Of the simulated server's configuration, for policies that have more than a name."""
     group = parser.add_argument_group("policy")
     group.add_argument(

@@ -12,7 +12,7 @@ import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.config import Config, parse_config
 from cosched.core.plan import EMPTY_PLAN, Plan
 from cosched.core.request import Request, RequestClass, Slo
-from cosched.core.view import Ended, Match
+from cosched.core.view import Ended, Match, View
 from cosched.decision_log.read import read_log
 from cosched.decision_log.replan import replan
 from cosched.decision_log.view import NotRecordedError, RecordedView
@@ -411,6 +411,16 @@ class TestWhatIsRecorded:
         assert [r.first_token_s for v in views for r in (*v.online, *v.running)] == [None, 0.5, 0.5]
         named = [[facts.first_token_s for facts in d.requests] for d in read(recorder.path)]
         assert named == [[None], [0.5], []]
+
+    def test_every_member_of_a_view_can_be_asked_again(self, tmp_path):
+        recorder = Recorder(tmp_path / "log")
+        recorder.run(FakeView())
+        view = view_of(next(iter(read_log(recorder.path, report=pytest.fail))))
+        for name in vars(View):
+            assert name.startswith("_") or hasattr(view, name), name
+        assert view.eviction_loss_s(0) == 0.0
+        with pytest.raises(NotRecordedError, match="`eviction_loss_s` of 7"):
+            view.eviction_loss_s(7)
 
 
 class Always:
