@@ -22,10 +22,11 @@ from cosched.engine.arguments import EVICTION_FLAG, eviction_arguments, host_arg
 from cosched.errors import ConfigError, CoschedError
 from cosched.latency.profile_file import EngineIdentity, Profile
 from cosched.metrics.records import ColumnLog, IterationLog, RequestRecord
+from cosched.metrics.slo import Verdict, judge, with_defaults
 from cosched.metrics.summary import Summary, summarize
 from cosched.metrics.window import Window
 from cosched.policy.registry import policy_entry
-from cosched.simulation.arrivals import Source
+from cosched.simulation.arrivals import VOCAB_SIZE, Source
 from cosched.simulation.clients import (
     AimdClient,
     ClosedLoopClient,
@@ -51,6 +52,9 @@ __all__ = [
     "execute",
     "execute_requests",
     "identity_of",
+    "load_requests",
+    "offline_client",
+    "summarize_run",
 ]
 
 
@@ -243,7 +247,7 @@ def execute_requests(
         stack.enter_context(engine)
         sources: list[Source] = [online_client(online)]
         if offline:
-            sources.append(_offline_client(spec, offline))
+            sources.append(offline_client(spec, offline))
         num_offline = len(offline)
 
         def is_over() -> bool:
@@ -350,15 +354,18 @@ def engine_flags(spec: RunSpec) -> list[str]:
     return flags + host_arguments(flags, config)
 
 
-def _offline_client(spec: RunSpec, offline: Sequence[TraceRequest]) -> Source:
-    from cosched.metrics.slo import Verdict, judge, with_defaults
-
+def offline_client(
+    spec: RunSpec, offline: Sequence[TraceRequest], *, vocab_size: int = VOCAB_SIZE
+) -> Source:
+    """Who sends them, in virtual time or live."""
     match spec.scenario.client:
         case OfflineClient.ALL:
             wave = spec.offline.wave if spec.offline is not None else None
-            return WaveClient(offline, size=wave) if wave else OpenLoopClient(offline)
+            if wave:
+                return WaveClient(offline, size=wave, vocab_size=vocab_size)
+            return OpenLoopClient(offline, vocab_size=vocab_size)
         case OfflineClient.CAP:
-            return ClosedLoopClient(offline, concurrency=spec.cap)
+            return ClosedLoopClient(offline, concurrency=spec.cap, vocab_size=vocab_size)
         case OfflineClient.AIMD:
 
             def is_missed(record: RequestRecord) -> bool:
@@ -366,7 +373,12 @@ def _offline_client(spec: RunSpec, offline: Sequence[TraceRequest]) -> Source:
                 verdict = judge(record, slo, now_s=record.finish_s or 0.0).joint
                 return verdict is Verdict.MISSED
 
-            return AimdClient(offline, is_missed=is_missed, max_concurrency=spec.max_concurrency)
+            return AimdClient(
+                offline,
+                is_missed=is_missed,
+                max_concurrency=spec.max_concurrency,
+                vocab_size=vocab_size,
+            )
 
 
 def config_of(spec: RunSpec, decision_log: Path | None = None) -> Config:
