@@ -38,7 +38,7 @@ from rich.progress import Progress
 
 from cosched.benchmark.compare import compare_files
 from cosched.benchmark.fidelity import FidelityCase, run_fidelity
-from cosched.benchmark.live import LiveTarget, measure_live, print_live
+from cosched.benchmark.live import VOCAB_SIZE, LiveTarget, measure_live, print_live
 from cosched.benchmark.report import markdown_table, write_plots
 from cosched.benchmark.robustness import (
     ERRORS,
@@ -268,7 +268,7 @@ def _add_live(commands: Any) -> None:
     parser.add_argument(
         "--vocab-size",
         type=whole(at_least=20),
-        default=2000,
+        default=VOCAB_SIZE,
         metavar="N",
         help="prompts made of token ids stay below it (default: %(default)s)",
     )

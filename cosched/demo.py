@@ -18,7 +18,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
-from cosched.benchmark.live import LiveProgress, LiveResult, LiveTarget, measure_live, print_live
+from cosched.benchmark.live import LiveResult, print_live
+from cosched.benchmark.own_server import OwnRun, OwnServers, leave_a_core_free
 from cosched.command_line import (
     PORT,
     Parser,
@@ -42,8 +43,7 @@ from cosched.command_line import (
 )
 from cosched.core.request import Slo
 from cosched.demo_model import SIZES, ensure_demo_model
-from cosched.errors import ConfigError, CoschedError
-from cosched.jobs.server import serving
+from cosched.errors import ConfigError
 from cosched.metrics.figure import check_can_draw
 from cosched.metrics.plots_compare import Run, plot_overview
 from cosched.metrics.stats import to_dict
@@ -51,16 +51,13 @@ from cosched.metrics.summary import compare
 from cosched.metrics.window import Window
 from cosched.policy.registry import known_policy, policy_names
 from cosched.simulation.options import SEED
-from cosched.simulation.run import RunSpec, WorkloadSpec, load_requests
+from cosched.simulation.run import RunSpec, WorkloadSpec
 from cosched.simulation.scenario import OfflineClient, Scenario
 from cosched_traces.builders import DEMO_BURSTS, DEMO_MEAN_RATE
 
-__all__ = ["MODEL", "ONLINE_ONLY", "SERVED_AS", "Measured", "leave_a_core_free", "main"]
+__all__ = ["ONLINE_ONLY", "Measured", "draw", "main", "progress_of"]
 
 ONLINE_ONLY = "online-only"
-MODEL = "demo"
-"""As clients call it."""
-SERVED_AS = ("--served-model-name", MODEL)
 
 _SCENARIOS = (ONLINE_ONLY, "sglang", "priority", "sarathi", "hygen")
 _SLO = Slo(ttft_s=0.3, tpot_s=0.02)  # about twice what chat alone takes on two CPU cores
@@ -71,15 +68,9 @@ _SERVER_FLAGS = (
     *("--max-running-requests", "16"),
     *("--max-total-tokens", "32768"),
     *("--mem-fraction-static", "0.2"),  # a model this small needs no more where there is a GPU
-    *("--cosched-slo-ttft-ms", "300"),
-    *("--cosched-slo-tpot-ms", "20"),
-    *SERVED_AS,
 )
 _SECONDS, _RATE, _JOB_REQUESTS, _CONCURRENCY = 40.0, 2.0, 800, 64
-_LEAD_S = 3.0  # by which the offline job is ahead of the window, which then sees it under way
 _PATIENCE_S = 60.0  # for online requests that are unanswered when the window closes
-_WARM_UP_REQUESTS = 8  # of each class
-_WARM_UP_SEED = 1_000_000  # no prompt of the warm-up is measured
 _START_S = 45.0  # to start a server, to warm it up and to stop it, on two cores
 _LOG_EVERY_S = 10.0
 _BUSY_LOAD = 1.5  # load average per core; the server that was just started makes some of its own
@@ -87,11 +78,13 @@ _BUSY_LOAD = 1.5  # load average per core; the server that was just started make
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One scenario: what the client saw, and how busy the machine was before its load began."""
+    """One scenario."""
 
-    result: LiveResult
-    server_start_s: float
-    load_average: float
+    run: OwnRun
+
+    @property
+    def result(self) -> LiveResult:
+        return self.run.result
 
     @property
     def name(self) -> str:
@@ -116,11 +109,12 @@ class Measured:
         return {"num_requests": num, "num_done": len(done_s), "ended_s": ended_s}
 
     def notes(self) -> list[str]:
-        lines, job, num_cores = [], self.job(), os.cpu_count() or 1
-        if self.load_average > _BUSY_LOAD * num_cores:
+        lines, job = [], self.job()
+        load, num_cores = self.run.load_average, os.cpu_count() or 1
+        if load > _BUSY_LOAD * num_cores:
             lines.append(
-                f"{self.name}: others used the machine too (load average {self.load_average:.1f} "
-                f"on {num_cores} cores before the window)"
+                f"{self.name}: others used the machine too (load average {load:.1f} on "
+                f"{num_cores} cores before the window)"
             )
         if job is not None:
             lines.append(f"{self.name}: {job['num_done']} of {job['num_requests']} of the job done")
@@ -138,8 +132,8 @@ class Measured:
             **self.result.to_row(),
             "policy": self.result.spec.scenario.policy,
             "job": self.job(),
-            "server_start_s": round(self.server_start_s, 1),
-            "load_average": round(self.load_average, 2),
+            "server_start_s": round(self.run.server_start_s, 1),
+            "load_average": round(self.run.load_average, 2),
             "comparison": None if base is None else to_dict(compare(summary, base.summary)),
         }
 
@@ -224,15 +218,6 @@ def _picture(text: str) -> Path:
     return Path(text)
 
 
-def leave_a_core_free() -> None:
-    """One core is for the tokenizer, the detokenizer and the client.
-
-    With a compute thread on every core each of its barriers waits for a thread that they keep from
-    running: on two busy cores a token took a hundred times as long.
-    """
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) - 1)))
-
-
 def _spec(name: str, arguments: argparse.Namespace) -> RunSpec:
     return RunSpec(
         scenario=Scenario(
@@ -286,7 +271,12 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
 async def _measure_all(
     specs: Sequence[RunSpec], arguments: argparse.Namespace
 ) -> Sequence[Measured]:
-    model = str(ensure_demo_model(size=arguments.size, dtype=_DTYPE))
+    servers = OwnServers(
+        model_path=str(ensure_demo_model(size=arguments.size, dtype=_DTYPE)),
+        flags=_SERVER_FLAGS,
+        port=arguments.port,
+        grace_s=_PATIENCE_S,
+    )
     columns = (
         TextColumn("{task.description:<12}"),
         BarColumn(bar_width=24),
@@ -298,67 +288,10 @@ async def _measure_all(
     with Bars(*columns, console=console, disable=not console.is_terminal) as bars:
         for spec in specs:
             name = spec.scenario.name
+            log_path = arguments.out.with_name(f"{arguments.out.stem}-{name}.server.log")
             show = progress_of(bars, name, total_s=spec.duration_s)
-            began_s = time.monotonic()
-            show("server starts", 0.0)
-            async with serving(
-                model_path=model,
-                flags=[*_SERVER_FLAGS, "--cosched-policy", spec.scenario.policy],
-                log_path=arguments.out.with_name(f"{arguments.out.stem}-{name}.server.log"),
-                port=arguments.port,
-            ) as base_url:
-                server_start_s = time.monotonic() - began_s
-                target = LiveTarget(base_url=base_url, model=MODEL)
-                show("warm-up", 0.0)
-                await _warm_up(target, spec)
-                load_average = os.getloadavg()[0]
-                result = await _measure(target, spec, show)
-            measured.append(
-                Measured(result=result, server_start_s=server_start_s, load_average=load_average)
-            )
+            measured.append(Measured(run=await servers.run(spec, log_path=log_path, show=show)))
     return measured
-
-
-async def _warm_up(target: LiveTarget, spec: RunSpec) -> None:
-    """Some requests of both classes that share no prefix with those to be measured."""
-    spec = replace(
-        spec,
-        scenario=replace(spec.scenario, has_offline=True),
-        online=WorkloadSpec(name="demo-chat", rate=10.0, num_requests=_WARM_UP_REQUESTS),
-        offline=WorkloadSpec(name="demo-job", num_requests=_WARM_UP_REQUESTS),
-        duration_s=_PATIENCE_S,
-        seed=_WARM_UP_SEED + spec.seed,
-    )
-    result = await measure_live(target, spec, *load_requests(spec))
-    bad = next((r for r in result.records if not r.is_finished or not r.num_output_tokens), None)
-    if bad is not None:
-        reason = bad.finish_reason or "no answer"
-        raise CoschedError(f"the server does not answer as it should: {reason}")
-
-
-async def _measure(
-    target: LiveTarget, spec: RunSpec, show: Callable[[str, float], None]
-) -> LiveResult:
-    online, offline = load_requests(spec)
-
-    def on_progress(progress: LiveProgress) -> None:
-        text = (
-            f"online: {progress.num_online_sent}/{len(online)} sent, "
-            f"{progress.num_online_open} in flight"
-        )
-        if offline:
-            text += f"; offline: {progress.num_offline_ended}/{len(offline)} done"
-        show(text, progress.now_s)
-
-    return await measure_live(
-        target,
-        spec,
-        online,
-        offline,
-        lead_s=_LEAD_S,
-        grace_s=_PATIENCE_S,
-        on_progress=on_progress,
-    )
 
 
 def progress_of(bars: Bars, name: str, *, total_s: float) -> Callable[[str, float], None]:

@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any
 
 from cosched.benchmark.live import LiveTarget, run_live
+from cosched.benchmark.own_server import leave_a_core_free
 from cosched.command_line import run_async
-from cosched.demo import MODEL, SERVED_AS, leave_a_core_free
 from cosched.demo_model import SIZES, ensure_demo_model
 from cosched.errors import ConfigError, CoschedError
 from cosched.jobs.server import serving
@@ -49,10 +49,12 @@ from cosched_traces.builders import DEMO_MEAN_RATE
 from cosched_traces.catalogue import load_workload
 from cosched_traces.workload import TraceRequest
 
+MODEL = "demo"
 DTYPE = "bfloat16"
 LONGEST_S = 4 * 3600.0  # the online trace is made for so long
 SERVER_FLAGS = (
     *("--dtype", DTYPE),
+    *("--served-model-name", MODEL),
     *("--chunked-prefill-size", "512"),
     *("--max-running-requests", "16"),
     *("--mem-fraction-static", "0.2"),
@@ -171,7 +173,7 @@ async def serve_and_answer(
 
 def server_flags(options: argparse.Namespace) -> tuple[str, ...]:
     pool = ("--max-total-tokens", str(options.kv_tokens))
-    return (*SERVER_FLAGS, *SERVED_AS, *pool, "--schedule-policy", options.schedule_policy)
+    return (*SERVER_FLAGS, *pool, "--schedule-policy", options.schedule_policy)
 
 
 def run(options: argparse.Namespace) -> int:

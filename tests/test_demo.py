@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import Progress as Bars
 
 from cosched.benchmark.live import LiveResult, print_live
+from cosched.benchmark.own_server import OwnRun
 from cosched.core.request import RequestClass
 from cosched.demo import Measured, build_parser, draw, main, progress_of
 from cosched.demo import _spec as spec_of
@@ -49,7 +50,7 @@ def measured(name, records, *options, load_average=0.5):
     run = spec(name, *options)
     summary = summarize_run(run, records, None, end_s=run.end_s)
     result = LiveResult(spec=run, summary=summary, records=records)
-    return Measured(result=result, server_start_s=15.0, load_average=load_average)
+    return Measured(run=OwnRun(result=result, server_start_s=15.0, load_average=load_average))
 
 
 def made_up(name, *options, delay_s=0.1):

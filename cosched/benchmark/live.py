@@ -33,6 +33,7 @@ from cosched.simulation.run import RunSpec, offline_client, summarize_run
 from cosched_traces.workload import TraceRequest
 
 __all__ = [
+    "VOCAB_SIZE",
     "LiveProgress",
     "LiveResult",
     "LiveTarget",
@@ -43,6 +44,9 @@ __all__ = [
     "run_live",
     "with_misses",
 ]
+
+VOCAB_SIZE = 2000
+"""Token ids that every model knows lie below."""
 
 _CONNECT_S = 10.0
 _KEPT = 256
@@ -65,7 +69,7 @@ class LiveTarget:
 
     base_url: str
     model: str = "default"
-    vocab_size: int = 2000
+    vocab_size: int = VOCAB_SIZE
     send_priority: bool = True
     api_key: str | None = None
 
