@@ -5,6 +5,7 @@
     python -m cosched.bench knee --online azure-like --online-rate 2.5
     python -m cosched.bench tolerance --online azure-like --online-rate 2 --offline documents
     python -m cosched.bench robustness --online azure-like --online-rate 2 --offline documents
+    python -m cosched.bench days --load rates.csv --peak 2.5 --online azure-like --offline documents
     python -m cosched.bench live --base-url http://127.0.0.1:30000 --online azure-like ...
     python -m cosched.bench fidelity
     python -m cosched.bench compare a.json b.json
@@ -14,7 +15,8 @@ alone under stock orders, both uncontrolled (s1), gateways with a static cap and
 priority scheduling, and cosched's policies; NAME-tuned is a baseline at its best. `knee` finds the
 highest online rate that still meets the SLO, to state a load as a share of it. `tolerance` finds
 what offline work a given growth of an online latency buys, `robustness` what a wrong predictor
-costs. Every command prints a table and, as its last line, one JSON object.
+costs, `days` how much offline work days of chat leave room for. Every command prints a table and,
+as its last line, one JSON object.
 
 How long it takes (docs/simulation.md): longest are the scenarios in which everything waits, and the
 searches for a baseline's best setting, of 6 to 100 simulations each. `run` and `yardstick` say
@@ -37,6 +39,7 @@ from typing import Any
 from rich.progress import Progress
 
 from cosched.benchmark.compare import compare_files
+from cosched.benchmark.days import plot_days, print_days, read_load, run_days
 from cosched.benchmark.fidelity import FidelityCase, run_fidelity
 from cosched.benchmark.live import VOCAB_SIZE, LiveTarget, measure_live, print_live
 from cosched.benchmark.report import markdown_table, write_plots
@@ -71,6 +74,7 @@ from cosched.command_line import (
     save_output,
     whole,
 )
+from cosched.config import Config
 from cosched.demo_model import ensure_demo_model
 from cosched.errors import ConfigError
 from cosched.files import write_whole
@@ -109,6 +113,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_knee(commands)
     _add_tolerance(commands)
     _add_robustness(commands)
+    _add_days(commands)
     _add_live(commands)
     _add_fidelity(commands)
     _add_compare(commands)
@@ -241,6 +246,42 @@ def _add_robustness(commands: Any) -> None:
     )
     _add_sweep(parser)
     parser.set_defaults(execute=_robustness)
+
+
+def _add_days(commands: Any) -> None:
+    parser = commands.add_parser(
+        "days",
+        help="offline work beside days of chat, from their rate (Echo §5.4)",
+        description="Simulates --policy alone with the offline set and beside a few rates of "
+        "online requests, --duration each, and reads the rest off between them for every window "
+        "of --load.",
+    )
+    parser.add_argument(
+        "--load",
+        type=existing_file,
+        required=True,
+        metavar="FILE",
+        help="rates of the online requests: CSV, gzipped or not, with columns t_s and rate_rps",
+    )
+    parser.add_argument(
+        "--peak",
+        type=number(above=0),
+        required=True,
+        metavar="REQ/S",
+        help="rate of the busiest window, to which the load is scaled",
+    )
+    parser.add_argument(
+        "--points",
+        type=whole(at_least=2),
+        default=6,
+        metavar="N",
+        help="rates that are simulated (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--policy", type=checked(known_scenario), default=Config().policy, metavar="NAME"
+    )
+    _add_sweep(parser)
+    parser.set_defaults(execute=_days)
 
 
 def _add_sweep(parser: argparse.ArgumentParser) -> None:
@@ -514,6 +555,21 @@ def _robustness(arguments: argparse.Namespace) -> dict[str, Any]:
     print_robustness(robustness)
     save_output(arguments, arguments.plot, lambda path: plot_robustness(robustness, path))
     return {"spec": base.describe(), "rows": rows_of(robustness)}
+
+
+def _days(arguments: argparse.Namespace) -> dict[str, Any]:
+    base = replace(_both_classes(arguments), scenario=scenario(arguments.policy))
+    days = run_days(
+        base,
+        read_load(arguments.load).scaled(arguments.peak),
+        num_points=arguments.points,
+        num_jobs=arguments.jobs,
+        quiet=arguments.quiet,
+        store=_store(arguments),
+    )
+    print_days(days)
+    save_output(arguments, arguments.plot, lambda path: plot_days(days, path))
+    return {"spec": base.describe(), **days.to_dict()}
 
 
 def _live(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -20,9 +20,10 @@ from cosched.benchmark.tuned import (
 from cosched.errors import ConfigError
 from cosched.metrics.interval import interval_of
 from cosched.metrics.summary import Summary
+from cosched.simulation.orders import SENT
 from cosched.simulation.parallel import execute_all
 from cosched.simulation.run import RunResult, RunSpec, summarize_run
-from cosched.simulation.scenario import SCENARIOS, runs_as, scenario
+from cosched.simulation.scenario import SCENARIOS, Scenario, runs_as, scenario
 from cosched.simulation.store import ResultStore
 
 __all__ = [
@@ -34,6 +35,8 @@ __all__ = [
     "num_runs",
     "run_suite",
 ]
+
+CLAIRVOYANT = "offline-clairvoyant"
 
 OFFLINE_ONLY = tuple(name for name, entry in SCENARIOS.items() if not entry.has_online)
 
@@ -84,8 +87,10 @@ class SuiteResult:
     """All scenarios on one workload, in the order asked for.
 
     rows    of the first seed
-    sweeps  every setting tried for those of `TUNINGS`, by scenario and by setting; with that seed
-    seeds   every scenario's rows, one per seed
+    sweeps  every setting tried for those of `TUNINGS` and for `CLAIRVOYANT`, by scenario and by
+            setting; with that seed
+    seeds   every scenario's rows, one per seed; of offline requests alone, which are there as a
+            ceiling, the first seed's only
     """
 
     rows: Mapping[str, Row]
@@ -127,7 +132,8 @@ def num_runs(base: RunSpec, names: Sequence[str], *, num_seeds: int = 1) -> tupl
     if searched:
         plain += ["s0", CEILING]
     count = sum(TUNINGS[name].num_runs for name in searched) + len({*_simulated_as(plain).values()})
-    return count + (num_seeds - 1) * len({"s0", *names}), bool(searched)
+    count += len(_sent_otherwise(plain))
+    return count + (num_seeds - 1) * len({"s0", *_beside_online(names)}), bool(searched)
 
 
 def run_suite(
@@ -145,8 +151,9 @@ def run_suite(
 
     Those of `TUNINGS` are searches, of which the best setting is shown; so is ``hygen-throttled``,
     unless `base` gives a rate. They search with the seed of `base`, and keep what they found with
-    the seeds after it. What is the same run under two names is simulated once. ConfigError names an
-    unknown scenario.
+    the seeds after it. `CLAIRVOYANT` is the best of several orders and of all others that run
+    offline requests alone: no order shown is above it. What is the same run under two names is
+    simulated once. ConfigError names an unknown scenario.
     """
     for name in names:
         known_scenario(name)
@@ -166,13 +173,21 @@ def run_suite(
     seeds = {name: [row] for name, row in rows.items()}
     for seed in range(base.seed + 1, base.seed + num_seeds):
         more, _, _ = _run_seed(
-            replace(base, seed=seed), names, found, execute, num_at_once=num_jobs
+            replace(base, seed=seed),
+            _beside_online(names),
+            found,
+            execute,
+            num_at_once=num_jobs,
         )
         for name, row in more.items():
             seeds[name].append(row)
     return SuiteResult(
         rows=rows, sweeps=sweeps, seeds={name: tuple(some) for name, some in seeds.items()}
     )
+
+
+def _beside_online(names: Sequence[str]) -> list[str]:
+    return [name for name in names if name not in OFFLINE_ONLY]
 
 
 def _run_seed(
@@ -191,12 +206,12 @@ def _run_seed(
     simulated_as = _simulated_as(plain)
     specs = {name: replace(base, scenario=scenario(name)) for name in simulated_as}
     tuned = {name: TUNINGS[name].spec(base, setting) for name, setting in found.items()}
-    results = dict(execute({name: specs[name] for name in simulated_as.values()} | tuned))
+    orders = {name: replace(base, scenario=entry) for name, entry in _sent_otherwise(plain).items()}
+    results = dict(execute({name: specs[name] for name in simulated_as.values()} | orders | tuned))
     for name, other in simulated_as.items():
         results[name] = replace(results[other], spec=specs[name])
-    ceiling = max(
-        (_offline_rate(results[name]) for name in OFFLINE_ONLY if name in results), default=None
-    )
+    as_clairvoyant = {name: results[name] for name in (*OFFLINE_ONLY, *orders) if name in results}
+    ceiling = max(map(_offline_rate, as_clairvoyant.values()), default=None)
     s0 = results.get("s0")
 
     def row(name: str, result: RunResult) -> Row:
@@ -215,6 +230,12 @@ def _run_seed(
     rows = {name: row(name, result) for name, result in results.items()}
     settings = dict(found)
     sweeps: dict[str, dict[str, Row]] = {}
+    if orders:
+        tried = {name: row(name, result) for name, result in as_clairvoyant.items()}
+        best = max(tried, key=lambda name: _offline_rate(tried[name].result))
+        shown = best.removeprefix(CLAIRVOYANT).strip() or "arrival"
+        rows[CLAIRVOYANT] = replace(tried[best], name=f"{CLAIRVOYANT} ({shown})")
+        sweeps[CLAIRVOYANT] = tried
     for name in searched:
         tuning = TUNINGS[name]
 
@@ -226,11 +247,18 @@ def _run_seed(
             return [row(str(setting), ran[f"{name} {setting}"]) for setting in settings]
 
         amounts = tuning.amounts(base, highest_rate(results[CEILING]))
-        tried = tune(tuning, amounts, run, num_at_once=num_at_once)
-        settings[name] = best = best_of(tried)
-        rows[name] = replace(tried[best], name=f"{name} ({best})")
-        sweeps[name] = {str(setting): tried[setting] for setting in tried}
+        swept = tune(tuning, amounts, run, num_at_once=num_at_once)
+        settings[name] = chosen = best_of(swept)
+        rows[name] = replace(swept[chosen], name=f"{name} ({chosen})")
+        sweeps[name] = {str(setting): swept[setting] for setting in swept}
     return {name: rows[name] for name in names}, sweeps, settings
+
+
+def _sent_otherwise(names: Sequence[str]) -> dict[str, Scenario]:
+    """What is run for `CLAIRVOYANT` beside the order of arrival."""
+    if CLAIRVOYANT not in names:
+        return {}
+    return {f"{CLAIRVOYANT} {sent}": replace(scenario(CLAIRVOYANT), sent=sent) for sent in SENT}
 
 
 def _simulated_as(names: Sequence[str]) -> dict[str, str]:

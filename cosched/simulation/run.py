@@ -35,6 +35,7 @@ from cosched.simulation.clients import (
     online_client,
 )
 from cosched.simulation.machine import Machine
+from cosched.simulation.orders import in_order
 from cosched.simulation.scenario import OfflineClient, Scenario
 from cosched_traces.catalogue import load_workload
 from cosched_traces.transform import busiest_window
@@ -324,10 +325,11 @@ def load_requests(spec: RunSpec) -> tuple[list[TraceRequest], list[TraceRequest]
             num_requests=spec.offline.num_requests,
         )
         offline.extend(workload.requests)
-        if spec.scenario.depth_first:
-            vocab_size = model_spec(spec.machine.model).vocab
-            offline.sort(key=lambda request: request.prompt(vocab_size=vocab_size).tobytes())
-    if spec.clairvoyant:
+        if spec.scenario.sent is not None:
+            offline = in_order(
+                offline, spec.scenario.sent, machine=spec.machine, cost_model=cost_model_of(spec)
+            )
+    if spec.clairvoyant or spec.scenario.clairvoyant:
         return _told(online), _told(offline)
     return online, offline
 

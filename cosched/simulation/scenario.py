@@ -47,8 +47,8 @@ class Scenario:
                      has it
     schedule_policy  ``--schedule-policy`` where stock schedules; None: the machine's
     flags            of SGLang, in place of the machine's
-    depth_first      the offline set is sent sorted by its prompts: what a scheduler would do that
-                     knew all prompts from the start
+    sent             the offline set is sent in this order (`simulation/orders.py`); None: as it is
+    clairvoyant      clients ask for as many tokens as the reply will have
     """
 
     name: str
@@ -61,7 +61,8 @@ class Scenario:
     predictor: str | None = None
     schedule_policy: str | None = None
     flags: tuple[str, ...] = ()
-    depth_first: bool = False
+    sent: str | None = None
+    clairvoyant: bool = False
 
 
 def _offline_only(schedule_policy: str) -> Scenario:
@@ -85,7 +86,15 @@ _BASELINES = (
         policy="sglang",
         has_online=False,
         schedule_policy="fcfs",
-        depth_first=True,
+        sent="depth-first",
+    ),
+    Scenario(
+        name="offline-clairvoyant",
+        summary="offline requests alone, all prompts and lengths known: the best of several orders "
+        "under hygen's planner, or of the other offline-only runs",
+        policy="hygen-fcfs",
+        has_online=False,
+        clairvoyant=True,
     ),
     Scenario(name="s1", summary="both, uncontrolled: stock, classes ignored", policy="sglang"),
     Scenario(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
-from cosched.benchmark import robustness, suite, tolerance
+from cosched.benchmark import days, robustness, suite, tolerance
 from cosched.config import ENV_VAR
 from cosched.core.request import Slo
 from cosched.simulation import slo_search
@@ -48,7 +48,7 @@ def ran(monkeypatch):
                     store.put(result)
             yield index, result
 
-    for module in (robustness, suite, tolerance, slo_search):
+    for module in (days, robustness, suite, tolerance, slo_search):
         monkeypatch.setattr(module, "execute_all", in_this_process)
     monkeypatch.setenv(ENV_VAR, "")  # a run sets it
     return done

@@ -46,7 +46,12 @@ def test_run_prints_a_table_and_one_json_line_and_compare_reads_it(capsys, tmp_p
 
 def test_seeds_are_run_side_by_side_and_what_was_found_is_kept(small_spec, ran, store):
     suite = run_suite(
-        small_spec, ["sarathi", "aimd-tuned"], num_jobs=1, num_seeds=3, quiet=True, store=store
+        small_spec,
+        ["offline-fcfs", "sarathi", "aimd-tuned"],
+        num_jobs=1,
+        num_seeds=3,
+        quiet=True,
+        store=store,
     )
     by_seed = {seed: [s for s in ran if s.seed == seed] for seed in range(3)}
     assert len(by_seed[0]) > len(by_seed[1]) == len(by_seed[2]) == 3, "the last two search nothing"
@@ -54,12 +59,25 @@ def test_seeds_are_run_side_by_side_and_what_was_found_is_kept(small_spec, ran, 
     rows = suite.seeds["aimd-tuned"]
     assert [row.result.spec.seed for row in rows] == [0, 1, 2]
     assert len({row.result.spec.machine for row in rows}) == 1
+    assert len(suite.seeds["offline-fcfs"]) == 1, "a ceiling needs no interval"
     served = [row.offline_tokens_per_s for row in suite.seeds["sarathi"]]
     over = suite.to_dict()["sarathi"]["over_seeds"]["offline_tokens_per_s"]
     assert over["values"] == served and over["mean"] == pytest.approx(sum(served) / 3)
     assert over["half_width"] > 0
-    line = markdown_table(suite.rows, suite.seeds).splitlines()[2]
+    line = markdown_table(suite.rows, suite.seeds).splitlines()[3]
     assert line.startswith("| sarathi |") and line.count("±") == 2
+
+
+def test_no_order_is_above_that_of_who_knows_all(small_spec, store):
+    names = ["offline-fcfs", "offline-sorted", "offline-clairvoyant", "offline-hygen"]
+    suite = run_suite(small_spec, names, num_jobs=1, num_seeds=2, quiet=True, store=store)
+    best = suite.rows["offline-clairvoyant"].offline_tokens_per_s
+    tried = suite.sweeps["offline-clairvoyant"]
+    assert {*names, "offline-clairvoyant prefixes-ahead"} <= set(tried)
+    assert best == max(row.offline_tokens_per_s for row in tried.values())
+    assert suite.rows["offline-clairvoyant"].summary.ceiling.ratio == 1.0
+    assert suite.rows["offline-clairvoyant"].name.startswith("offline-clairvoyant (")
+    assert "s0" not in suite.rows
 
 
 def test_unknown_scenarios_and_files_are_refused_by_name(tmp_path, capsys):
