@@ -438,7 +438,14 @@ def _slo(arguments: argparse.Namespace) -> dict[str, Any]:
         save_output(
             arguments, arguments.write, lambda path: write_whole(path, config.to_json() + "\n")
         )
-    return {"spec": spec.describe(), **answer.to_dict()}
+    live = None
+    if arguments.model_path is not None:
+        live = {
+            "model": Path(arguments.model_path).name,
+            "server_flags": arguments.server_flags,
+            "concurrency": arguments.concurrency,
+        }
+    return {"spec": spec.describe(), "live": live, **answer.to_dict()}
 
 
 def _search_live(

@@ -15,15 +15,17 @@ from cosched.metrics.figure import (
     COLOURS,
     TARGET_COLOUR,
     TimeAxis,
+    by_thousands,
     label_rate,
     legend_above,
+    log_if_wide,
     new_figure,
     save,
     tidy,
 )
 from cosched.metrics.plots import hit_rate_curve
 from cosched.metrics.records import Floats, IterationLog, RequestRecord
-from cosched.metrics.slo import needed_scale, with_defaults
+from cosched.metrics.slo import common_slo, needed_scale, with_defaults
 from cosched.metrics.summary import Summary
 from cosched.metrics.window import Window, last_event_s
 
@@ -175,10 +177,11 @@ def plot_cdfs(runs: Mapping[str, Run], path: Path, *, default_slo: Slo = _NO_SLO
     return save(figure, path)
 
 
-def _cdf_panels(left: Any, right: Any, runs: Mapping[str, Run], default_slo: Slo) -> None:
+def _cdf_panels(left: Any, right: Any, runs: Mapping[str, Run], default_slo: Slo) -> Slo:
+    """Gives the targets it has drawn."""
     tidy(left, title="Online TTFT", x="TTFT [s]", y="requests [%]")
     tidy(right, title="Online TPOT", x="TPOT [ms]")
-    target = _common_slo(runs, default_slo)
+    target = common_slo((r for run in runs.values() for r in run.online()), default_slo)
     for axes, latencies, limit, unit in (
         (left, _ttfts, target.ttft_s, 1.0),
         (right, _tpots_ms, target.tpot_s, 1e3),
@@ -191,17 +194,8 @@ def _cdf_panels(left: Any, right: Any, runs: Mapping[str, Run], default_slo: Slo
         if limit is not None:
             axes.axvline(limit * unit, color=TARGET_COLOUR, lw=1.0, ls="--")
         axes.set_ylim(0, 102)
-        _log_if_wide(axes)
-
-
-def _common_slo(runs: Mapping[str, Run], default_slo: Slo) -> Slo:
-    """The targets that all online requests have."""
-    slos = {with_defaults(r.slo, default_slo) for run in runs.values() for r in run.online()}
-    ttfts, tpots = {slo.ttft_s for slo in slos}, {slo.tpot_s for slo in slos}
-    return Slo(
-        ttft_s=ttfts.pop() if len(ttfts) == 1 else None,
-        tpot_s=tpots.pop() if len(tpots) == 1 else None,
-    )
+        log_if_wide(axes.xaxis, np.concatenate([x for x, _ in curves.values()] or [np.empty(0)]))
+    return target
 
 
 def plot_overview(
@@ -221,7 +215,7 @@ def plot_overview(
     """
     figure = new_figure(width=11, height=7.4)
     (ttft, tpot), (over_time, offline) = figure.subplots(2, 2)
-    _cdf_panels(ttft, tpot, runs, default_slo)
+    target = _cdf_panels(ttft, tpot, runs, default_slo)
     tidy(over_time, title="TTFT of each online request", x="arrival [s]", y="TTFT [s]")
     tidy(offline, title="Offline work done beside them", y="offline requests/s")
     for begin_s, end_s in shaded:
@@ -232,9 +226,8 @@ def plot_overview(
             over_time.scatter(*zip(*known, strict=True), s=11, color=colour, alpha=0.8)
         rate = summaries[name].offline.requests_per_s or 0.0
         offline.bar_label(offline.bar(name, rate, color=colour, width=0.6), [label_rate(rate)])
-    target_s = _common_slo(runs, default_slo).ttft_s
-    if target_s is not None:
-        over_time.axhline(target_s, color=TARGET_COLOUR, lw=1.0, ls="--")
+    if target.ttft_s is not None:
+        over_time.axhline(target.ttft_s, color=TARGET_COLOUR, lw=1.0, ls="--")
     over_time.set_yscale("log")
     over_time.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     handles, names = ttft.get_legend_handles_labels()
@@ -292,7 +285,7 @@ def plot_tradeoff(summaries: Mapping[str, Summary], path: Path) -> Path:
     axes.set_xlim(right=100)
     axes.margins(x=0.06, y=0.08)
     axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    by_thousands(axes.yaxis)
     _legend_beside(axes, len(summaries))
     return save(figure, path)
 
@@ -407,16 +400,6 @@ def _cumulative(values: Sequence[float]) -> tuple[Floats, Floats]:
     share = np.arange(1, len(ordered) + 1) / max(len(ordered), 1)
     finite = np.isfinite(ordered)
     return ordered[finite], share[finite]
-
-
-def _log_if_wide(axes: Any) -> None:
-    points = np.concatenate([np.empty(0), *(line.get_xdata() for line in axes.get_lines())])
-    points = points[points > 0]
-    if len(points) and points.max() > 20 * np.median(points):
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    else:
-        axes.set_xlim(left=0)
 
 
 def _cycle(count: int) -> list[tuple[str, str, str]]:
