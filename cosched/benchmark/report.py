@@ -71,7 +71,7 @@ def _cells(row: Row, seeds: Sequence[Row]) -> list[str]:
         _percent(row.summary.ceiling.ratio) if has_offline else "",
         _percent(offline.hit_ratio) if has_offline else "",
         f"{offline.num_preemptions}" if has_offline and has_online else "",
-        f"{row.result.end_s:.0f}",
+        f"{row.result.end_s:.0f}{', gave up' if row.gave_up else ''}",
     ]
 
 

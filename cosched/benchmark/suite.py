@@ -15,6 +15,7 @@ from cosched.benchmark.tuned import (
     best_of,
     highest_rate,
     is_searched,
+    most_misses,
     tune,
 )
 from cosched.errors import ConfigError
@@ -69,6 +70,10 @@ class Row:
     @property
     def offline_tokens_per_s(self) -> float | None:
         return self.summary.offline.tokens_per_s if self.result.spec.scenario.has_offline else None
+
+    @property
+    def gave_up(self) -> bool:
+        return self.result.gave_up
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -240,11 +245,20 @@ def _run_seed(
         tuning = TUNINGS[name]
 
         def run(
-            settings: Sequence[Setting], name: str = name, tuning: Tuning = tuning
+            settings: Sequence[Setting],
+            may_give_up: bool,
+            name: str = name,
+            tuning: Tuning = tuning,
         ) -> list[Row]:
-            specs = {f"{name} {setting}": tuning.spec(base, setting) for setting in settings}
+            misses = most_misses(results["s0"]) if may_give_up else None
+            trial = replace(base, most_misses=misses)
+            specs = {f"{name} {setting}": tuning.spec(trial, setting) for setting in settings}
             ran = execute(specs)
-            return [row(str(setting), ran[f"{name} {setting}"]) for setting in settings]
+            plain = {key: replace(spec, most_misses=None) for key, spec in specs.items()}
+            return [
+                row(str(setting), replace(ran[key], spec=spec))
+                for setting, (key, spec) in zip(settings, plain.items(), strict=True)
+            ]
 
         amounts = tuning.amounts(base, highest_rate(results[CEILING]))
         swept = tune(tuning, amounts, run, num_at_once=num_at_once)

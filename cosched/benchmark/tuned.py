@@ -8,6 +8,7 @@ none does, at the one with the highest attainment. All are searched alike (`tune
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
@@ -25,6 +26,7 @@ __all__ = [
     "best_of",
     "highest_rate",
     "is_searched",
+    "most_misses",
     "tune",
 ]
 
@@ -44,8 +46,9 @@ AMOUNT_TOLERANCE = 0.1
 SPAN = 30.0
 """The highest rate that is searched over the lowest."""
 
-_FIRST_TRIED = (256, 512, 1024, 8192)
-"""Another setting of mixed chunks is left out when one is good and none of these is with it."""
+_FEW = (256, 512, 1024, 8192)
+"""Another setting of mixed chunks is left out when one is good and none of these is with it; where
+none at all is good, which of these is nearest is told by whole runs."""
 
 _NUM_BAD = 2
 """Larger chunks are not tried once so many in a row missed what smaller ones kept: an iteration
@@ -153,11 +156,24 @@ class Tried(Protocol):
     @property
     def offline_tokens_per_s(self) -> float | None: ...
 
+    @property
+    def gave_up(self) -> bool: ...
+
 
 T = TypeVar("T", bound=Tried)
 
 
+def most_misses(alone: RunResult) -> int:
+    """With how many a run may still be good. alone: online requests alone."""
+    attainment = alone.summary.online.attainment.joint
+    num_decided = attainment.num_met + attainment.num_missed
+    return attainment.num_missed + int(TOLERANCE * num_decided)
+
+
 def _lacking(tried: Tried) -> float:
+    """Of the attainment; of a run that gave up nothing is known but that it is too much."""
+    if tried.gave_up:
+        return math.inf
     return max((tried.baseline_attainment or 0.0) - (tried.attainment or 0.0), 0.0)
 
 
@@ -174,11 +190,12 @@ def best_of(tried: Mapping[Setting, T]) -> Setting:
 def tune(
     tuning: Tuning,
     amounts: Sequence[float | None],
-    run: Callable[[Sequence[Setting]], Sequence[T]],
+    run: Callable[[Sequence[Setting], bool], Sequence[T]],
     *,
     num_at_once: int = 1,
 ) -> dict[Setting, T]:
-    """Every setting that was tried; `best_of` them is the answer. `run` runs some side by side.
+    """Every setting that was tried; `best_of` them is the answer. `run` runs some side by side, and
+    may let them give up where its second argument says so.
 
     Chunk sizes ascend. At the first of them the most offline work is searched that is good. A
     larger chunk must bear as much, or more: otherwise it cannot be the best.
@@ -188,7 +205,7 @@ def tune(
     def are_good(settings: Sequence[Setting]) -> list[bool]:
         new = [setting for setting in settings if setting not in tried]
         if new:
-            tried.update(zip(new, run(new), strict=True))
+            tried.update(zip(new, run(new, True), strict=True))
         return [_lacking(tried[setting]) <= TOLERANCE for setting in settings]
 
     for mixed in tuning.mixed:
@@ -201,7 +218,7 @@ def tune(
             )
             for chunk in (CHUNK_TOKENS if tuning.chunks else (None,))
         ]
-        few = [replace(s, amount=amounts[0]) for s in shapes if s.chunk_tokens in _FIRST_TRIED]
+        few = [replace(s, amount=amounts[0]) for s in shapes if s.chunk_tokens in _FEW]
         if tried and any(_lacking(run) <= TOLERANCE for run in tried.values()):
             if few and not any(are_good(few)):
                 continue
@@ -227,6 +244,9 @@ def tune(
             if found is not None:
                 most = first + ladder.index(found)
             num_bad = 0 if found is not None or most is None else num_bad + 1
+    if all(_lacking(one) > TOLERANCE for one in tried.values()):
+        few = [s for s in tried if s.chunk_tokens in (None, *_FEW) and s.amount == amounts[0]]
+        tried.update(zip(few, run(few, False), strict=True))
     best = best_of(tried)
     are_good([replace(best, schedule_policy=order) for order in tuning.orders[1:]])
     return tried

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -41,6 +41,9 @@ from cosched_traces.catalogue import load_workload
 from cosched_traces.transform import busiest_window
 from cosched_traces.workload import TraceRequest
 
+if TYPE_CHECKING:
+    from cosched.simulation.virtual import VirtualEngine
+
 __all__ = [
     "DEFAULT_SLO",
     "CostSpec",
@@ -60,6 +63,9 @@ __all__ = [
 
 
 DEFAULT_SLO = Slo(ttft_s=1.0, tpot_s=0.05)
+
+_ASKED_EVERY = 200
+"""Iterations between two looks at the requests that are not done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +114,8 @@ class RunSpec:
     max_concurrency most offline requests in flight where it has an AIMD gateway
     clairvoyant     clients ask for as many tokens as the reply will have: every policy knows all
                     lengths, which none does in production
+    most_misses     the run gives up once more online requests than this have missed a target; None:
+                    never
     config          keys of `Config` and their values beside policy and slo, sorted
     """
 
@@ -123,6 +131,7 @@ class RunSpec:
     cap: int = 16
     max_concurrency: int = 256
     clairvoyant: bool = False
+    most_misses: int | None = None
     config: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -152,7 +161,8 @@ class RunSpec:
 class RunResult:
     """What a run left behind.
 
-    end_s       virtual time at which it ended: the duration, or when the offline set was done [s]
+    end_s       virtual time at which it ended: the duration, when the offline set was done, or when
+                it gave up [s]
     wall_s      host time of the run without building the engine [s]
     cosched     the controller's counters, None where stock schedules
     kv          who has the KV memory, a row a second (`KvOccupancy`); empty where SGLang's own
@@ -168,6 +178,7 @@ class RunResult:
     wall_s: float
     cost_model: dict[str, object]
     cosched: dict[str, Any] | None
+    gave_up: bool = False
 
     def to_dict(self, *, with_host: bool = False) -> dict[str, Any]:
         """Plain data for JSON; without host times equal runs give equal bytes."""
@@ -250,19 +261,23 @@ def execute_requests(
         if offline:
             sources.append(offline_client(spec, offline))
         num_offline = len(offline)
+        has_given_up = _giving_up(spec, engine)
+        gave_up = False
 
         def is_over() -> bool:
-            if on_progress is not None and len(engine.iterations) % 200 == 0:
+            nonlocal gave_up
+            if on_progress is not None and len(engine.iterations) % _ASKED_EVERY == 0:
                 on_progress(min(engine.clock.now_s(), spec.end_s))
             if engine.clock.now_s() >= spec.end_s:
                 return True
-            return bool(num_offline) and engine.num_finished_offline == num_offline
+            gave_up = has_given_up()
+            return gave_up or (bool(num_offline) and engine.num_finished_offline == num_offline)
 
         started_s = time.perf_counter()
         engine.run(sources, until=is_over)
         wall_s = time.perf_counter() - started_s
         end_s = min(engine.clock.now_s(), spec.end_s)
-        if not num_offline:
+        if not num_offline and not gave_up:
             end_s = spec.end_s
         records = [*engine.records, *engine.open_records()]
         controller = getattr(engine.scheduler, "cosched", None)
@@ -276,7 +291,39 @@ def execute_requests(
             wall_s=wall_s,
             cost_model=cost_model.describe(),
             cosched=controller.state().to_dict() if controller is not None else None,
+            gave_up=gave_up,
         )
+
+
+def _giving_up(spec: RunSpec, engine: VirtualEngine) -> Callable[[], bool]:
+    """Whether more online requests than the run may have missed a target by now. Those that are not
+    done are asked in one of some iterations only."""
+    if spec.most_misses is None:
+        return lambda: False
+    most = spec.most_misses
+    num_seen = num_missed = 0
+
+    def count(records: Sequence[RequestRecord]) -> int:
+        return sum(
+            record.request_class is RequestClass.ONLINE
+            and _is_missed(record, spec, now_s=engine.clock.now_s())
+            for record in records
+        )
+
+    def has_given_up() -> bool:
+        nonlocal num_seen, num_missed
+        num_missed += count(engine.records[num_seen:])
+        num_seen = len(engine.records)
+        if len(engine.iterations) % _ASKED_EVERY == 0:
+            return num_missed + count(engine.open_records()) > most
+        return num_missed > most
+
+    return has_given_up
+
+
+def _is_missed(record: RequestRecord, spec: RunSpec, *, now_s: float) -> bool:
+    slo = with_defaults(record.slo, spec.slo)
+    return judge(record, slo, now_s=now_s).joint is Verdict.MISSED
 
 
 def summarize_run(
@@ -369,15 +416,9 @@ def offline_client(
         case OfflineClient.CAP:
             return ClosedLoopClient(offline, concurrency=spec.cap, vocab_size=vocab_size)
         case OfflineClient.AIMD:
-
-            def is_missed(record: RequestRecord) -> bool:
-                slo = with_defaults(record.slo, spec.slo)
-                verdict = judge(record, slo, now_s=record.finish_s or 0.0).joint
-                return verdict is Verdict.MISSED
-
             return AimdClient(
                 offline,
-                is_missed=is_missed,
+                is_missed=lambda record: _is_missed(record, spec, now_s=record.finish_s or 0.0),
                 max_concurrency=spec.max_concurrency,
                 vocab_size=vocab_size,
             )

@@ -47,17 +47,22 @@ class ResultStore:
         folder.mkdir(parents=True, exist_ok=True)
 
     def get(self, spec: RunSpec) -> RunResult | None:
-        """The result of an equal run, or None. A file that cannot be read counts as none."""
-        try:
-            with self._path(spec).open("rb") as file:
-                result = pickle.load(file)
-        except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError):
-            return None
-        # The specification of an older version may lack options that this one has.
-        return replace(result, spec=spec) if isinstance(result, RunResult) else None
+        """The result of an equal run, or None. A file that cannot be read counts as none. A run
+        that went to its end is the result of those, too, that may give up."""
+        for path in (self._path(replace(spec, most_misses=None)), self._path(spec)):
+            try:
+                with path.open("rb") as file:
+                    result = pickle.load(file)
+            except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError):
+                continue
+            if isinstance(result, RunResult):
+                # The specification of an older version may lack options that this one has.
+                return replace(result, spec=spec)
+        return None
 
     def put(self, result: RunResult) -> None:
-        path = self._path(result.spec)
+        spec = result.spec if result.gave_up else replace(result.spec, most_misses=None)
+        path = self._path(spec)
         partial = path.with_suffix(f".{os.getpid()}")
         with partial.open("wb") as file:
             pickle.dump(result, file, protocol=pickle.HIGHEST_PROTOCOL)

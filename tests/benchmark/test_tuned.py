@@ -20,6 +20,7 @@ class Run:
     attainment: float
     offline_tokens_per_s: float
     baseline_attainment: float = 0.99
+    gave_up: bool = False
 
 
 @given(
@@ -51,16 +52,19 @@ def test_the_best_setting_of_all_is_found_in_a_part_of_the_runs(name, data):
     smallest = data.draw(st.sampled_from(CHUNK_TOKENS))
     largest = data.draw(st.sampled_from([c for c in CHUNK_TOKENS if c >= smallest]))
     bears = data.draw(st.integers(1, 25))
+    gives_up = data.draw(st.booleans())
 
     def outcome(setting):
         chunk = setting.chunk_tokens or smallest
         amount = setting.amount or 0
         is_good = smallest <= chunk <= largest and amount <= bears + chunk / 1000
-        return Run(0.99 if is_good else 0.5, chunk / 1e4 + (amount or chunk))
+        served = chunk / 1e4 + (amount or chunk)
+        return Run(0.99 if is_good else 0.5, served, gave_up=gives_up and not is_good)
 
     ran = []
 
-    def run(settings):
+    def run(settings, may_give_up):
+        assert may_give_up, "there is a good one"
         ran.extend(settings)
         return [outcome(setting) for setting in settings]
 
@@ -78,9 +82,25 @@ def test_the_best_setting_of_all_is_found_in_a_part_of_the_runs(name, data):
         assert best.amount == min(int(bears + chunk / 1000), 30)
 
 
+@pytest.mark.parametrize("name", TUNINGS)
+def test_where_none_is_good_the_nearest_of_a_few_whole_runs_is_shown(name):
+    amounts = [1.0, 2.0, 3.0] if TUNINGS[name].unit else [None]
+
+    def run(settings, may_give_up):
+        return [
+            Run((s.chunk_tokens or 100) / 1e5, 1.0, gave_up=may_give_up and s.chunk_tokens != 640)
+            for s in settings
+        ]
+
+    tried = tune(TUNINGS[name], amounts, run)
+    best = best_of(tried)
+    assert not tried[best].gave_up
+    assert best.chunk_tokens == (8192 if TUNINGS[name].chunks else None)
+
+
 def test_a_setting_says_what_it_is_and_its_run_has_it(small_spec):
     tuning = TUNINGS["priority-tuned"]
-    tried = tune(tuning, [None], lambda settings: [Run(1.0, 1.0) for _ in settings])
+    tried = tune(tuning, [None], lambda settings, _: [Run(1.0, 1.0) for _ in settings])
     assert {str(s).split()[-1] for s in tried} == {"fcfs", "lof"}
     setting = next(s for s in tried if str(s) == "448 mixed fcfs")
     spec = tuning.spec(small_spec, setting)

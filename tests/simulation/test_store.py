@@ -50,6 +50,17 @@ def test_a_scenario_of_any_name_is_kept(result, tmp_path, name):
     assert store.get(kept.spec) is not None and store.get(SPEC) is None
 
 
+def test_a_whole_run_answers_for_one_that_may_give_up(result, tmp_path):
+    patient, impatient = SPEC, replace(SPEC, most_misses=3)
+    store = ResultStore(tmp_path)
+    store.put(replace(result, spec=impatient, gave_up=True))
+    assert store.get(patient) is None and store.get(impatient).gave_up
+    assert store.get(replace(SPEC, most_misses=4)) is None, "it may have gone on"
+    store.put(replace(result, spec=impatient))
+    for spec in (patient, impatient, replace(SPEC, most_misses=4)):
+        assert not store.get(spec).gave_up and store.get(spec).spec == spec
+
+
 def test_only_what_decides_the_result_is_part_of_the_key(result, tmp_path, monkeypatch):
     store = ResultStore(tmp_path)
     store.put(result)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
-from cosched.core.request import RequestClass
+from cosched.core.request import RequestClass, Slo
 from cosched.errors import ConfigError
 from cosched.metrics.records import record_line
 from cosched.simulation.machine import Machine
@@ -233,3 +233,24 @@ def test_only_an_oracle_is_told_how_long_responses_get(mode, is_told, monkeypatc
     execute(make_spec("sarathi").configured(length={"mode": mode}))
     assert len(hints) > 5
     assert all(hint == (length if is_told else None) for hint, length in hints)
+
+
+@pytest.mark.parametrize("name", ["s1", "priority"])
+def test_a_run_gives_up_as_soon_as_too_many_missed(name):
+    spec = RunSpec(
+        scenario=scenario(name),
+        machine=Machine(kv_tokens=20_000, chunk_tokens=512, max_running_requests=32),
+        online=WorkloadSpec(name="alpaca", rate=6.0),
+        offline=WorkloadSpec(name="bros-offline", num_requests=100),
+        cost=CostSpec(name="roofline"),
+        slo=Slo(ttft_s=1.0, tpot_s=0.005),
+        duration_s=12.0,
+    )
+    whole = execute(spec)
+    num_missed = whole.summary.online.attainment.joint.num_missed
+    assert num_missed > 5
+    early = execute(replace(spec, most_misses=4))
+    assert early.gave_up and early.end_s < whole.end_s
+    assert early.summary.online.attainment.joint.num_missed >= 5
+    same = execute(replace(spec, most_misses=num_missed))
+    assert not same.gave_up and same.records == whole.records
