@@ -41,7 +41,7 @@ from cosched.command_line import (
     save_output,
     whole,
 )
-from cosched.core.request import Slo
+from cosched.core.request import RequestClass, Slo
 from cosched.demo_model import SIZES, ensure_demo_model
 from cosched.errors import ConfigError
 from cosched.metrics.figure import check_can_draw
@@ -98,15 +98,19 @@ class Measured:
         spec = self.result.spec
         if not spec.scenario.has_offline or spec.offline is None:
             return None
-        ends_s = [
-            r.finish_s
+        ended = [
+            r
             for r in self.result.records
-            if r.request_class.value == "offline" and r.is_finished and r.finish_s is not None
+            if r.request_class is RequestClass.OFFLINE
+            and r.finish_s is not None
+            and r.finish_s < spec.end_s
         ]
-        done_s = [end_s for end_s in ends_s if end_s < spec.end_s]
         num = spec.offline.num_requests
-        ended_s = max(done_s) if done_s and len(done_s) == num else None
-        return {"num_requests": num, "num_done": len(done_s), "ended_s": ended_s}
+        return {
+            "num_requests": num,
+            "num_done": sum(r.ok for r in ended),
+            "ended_s": max(r.finish_s or 0.0 for r in ended) if len(ended) == num else None,
+        }
 
     def notes(self) -> list[str]:
         lines, job = [], self.job()

@@ -15,7 +15,7 @@ import contextlib
 import json
 import time
 from array import array
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,7 +38,6 @@ __all__ = [
     "LiveResult",
     "LiveTarget",
     "ServerError",
-    "max_client_delay_s",
     "measure_live",
     "print_live",
     "run_live",
@@ -98,8 +97,9 @@ class LiveResult:
 
     @property
     def max_client_delay_s(self) -> float:
-        """By how much this client was late at most with an online request."""
-        return max_client_delay_s(self.records)
+        """The most by which an online request was sent after its arrival [s]."""
+        online = (r for r in self.records if r.request_class is RequestClass.ONLINE)
+        return max((r.sent_s - r.arrival_s for r in online if r.sent_s is not None), default=0.0)
 
     @property
     def is_client_late(self) -> bool:
@@ -145,12 +145,6 @@ class LiveResult:
             "is_client_late": self.is_client_late,
             "summary": self.summary.to_dict(with_host=False),
         }
-
-
-def max_client_delay_s(records: Iterable[RequestRecord]) -> float:
-    """The most by which an online request was sent after its arrival [s]."""
-    online = (r for r in records if r.request_class is RequestClass.ONLINE)
-    return max((r.sent_s - r.arrival_s for r in online if r.sent_s is not None), default=0.0)
 
 
 def print_live(results: Sequence[LiveResult], *, baseline: str | None = None) -> None:

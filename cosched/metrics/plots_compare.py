@@ -229,6 +229,7 @@ def plot_overview(
     if target.ttft_s is not None:
         over_time.axhline(target.ttft_s, color=TARGET_COLOUR, lw=1.0, ls="--")
     over_time.set_yscale("log")
+    over_time.set_xlim(left=min(run.whole_window().start_s for run in runs.values()))
     over_time.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     handles, names = ttft.get_legend_handles_labels()
     titles = [f"{name} (!)" if name in marked else name for name in names]
