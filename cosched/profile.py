@@ -470,8 +470,11 @@ def _search_live(
 
     def tried(what: str, result: LiveResult) -> None:
         on_run(what, result)
-        for note in result.notes():
-            print(f"{what}: {note}", file=sys.stderr, flush=True)
+        reached = [(goal, goal.measure(result.summary, result.records)) for goal in goals]
+        shown = "; ".join(f"{goal.text}: {_amount(goal, value)}" for goal, value in reached)
+        # At once: a search that ends early has lasted long.
+        for line in (shown, *result.notes()):
+            print(f"{what}: {line}", file=sys.stderr, flush=True)
 
     return search_largest(
         arguments.search,

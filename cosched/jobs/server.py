@@ -32,7 +32,8 @@ __all__ = [
 _HOST = "127.0.0.1"
 _POLL_S = 0.2
 _STOP_S = 30.0
-_START_TIMEOUT_S = 300.0
+_START_TIMEOUT_S = 1800.0
+"""Large models load for long; a server that fails to start ends earlier by itself."""
 _TAIL_BYTES = 4096
 _PR_SET_PDEATHSIG = 1
 _OURS = ("--model-path", "--model", "--host", "--port")
@@ -49,10 +50,15 @@ def check_flags(flags: Sequence[str]) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """One that nobody listens at, and that no connection gets by chance while a server loads its
+    model: below those that Linux gives to clients."""
+    ports = list(range(10_000, 32_768))
+    random.shuffle(ports)
+    for port in ports:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((_HOST, port))
+            return port
+    raise ConfigError("no port is free between 10000 and 32767; name one with --port")
 
 
 def server_command(*, model_path: str, port: int, flags: Sequence[str]) -> list[str]:
