@@ -7,13 +7,15 @@ output that cannot be written is found before the run; one that fails after it c
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import math
 import os
 import re
+import signal
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from inspect import getdoc, signature
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
@@ -37,6 +39,7 @@ __all__ = [
     "number",
     "output_file",
     "output_folder",
+    "run_async",
     "run_command",
     "save_output",
     "virtual_time_bar",
@@ -281,15 +284,15 @@ def run_command(
     """Call ``arguments.execute`` and print what it returns, with the versions, those of `packages`
     too, and `with_config` the arguments.
 
-    Exits with 2 and one sentence when the arguments are wrong, with 1 when an output could not be
-    written, with 130 when interrupted.
+    Exits with one sentence: with 2 when the arguments are wrong, with 1 when a server failed or an
+    output could not be written, with 130 when interrupted.
     """
     execute: Callable[[argparse.Namespace], Mapping[str, Any]] = arguments.execute
     try:
         result = execute(arguments)
     except CoschedError as error:
         _say(str(error))
-        raise SystemExit(2) from None
+        raise SystemExit(error.exit_code) from None
     except OSError as error:
         if error.filename is None:
             raise
@@ -312,6 +315,23 @@ def run_command(
     print(line, flush=True)
     if getattr(arguments, "has_lost_output", False):
         raise SystemExit(1)
+
+
+def run_async(work: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run` that SIGTERM too ends in order, as KeyboardInterrupt: what `work` has started
+    is stopped."""
+
+    async def watched() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        return await work
+
+    try:
+        return asyncio.run(watched())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
 
 
 def virtual_time_bar(*, is_quiet: bool) -> Progress:

@@ -1,14 +1,15 @@
 """How well iterations can be predicted, and how fast.
 
     python -m cosched.predictors compare --truth kernel-table --data-dir DIR
-    python -m cosched.predictors compare --log iterations.jsonl --plot errors.png
+    python -m cosched.predictors compare --log iterations.jsonl --in-order --plot errors.png
     python -m cosched.predictors calibrate --truth roofline --noise 0.05 --slower 2
     python -m cosched.predictors time --truth roofline
 
 `compare` fits every predictor to the same iterations and shows its error on others: of a cost
-model, or of a log that a server wrote with --cosched-iteration-log. `calibrate` starts cold and
-learns from one iteration after the other. `time` measures prediction, inverse and fit on this
-machine. Each prints a table and, as its last line, one JSON object. Each takes some 5 to 30 s.
+model, of a log that a server wrote with --cosched-iteration-log, or of a profile. `calibrate`
+starts cold and learns from one iteration after the other. `time` measures prediction, inverse and
+fit on this machine. Each prints a table and, as its last line, one JSON object. Each takes some 5
+to 30 s.
 """
 
 from __future__ import annotations
@@ -42,7 +43,6 @@ from cosched.cost_models.base import CostModel
 from cosched.cost_models.capacity import kv_capacity_tokens
 from cosched.cost_models.graph_sizes import default_graph_sizes
 from cosched.cost_models.noise import NoisyModel
-from cosched.cost_models.profile_model import read_iteration_log
 from cosched.cost_models.registry import COST_MODELS, make_cost_model
 from cosched.cost_models.specs import GPUS, MODELS, gpu_spec, model_spec
 from cosched.errors import ConfigError
@@ -61,7 +61,7 @@ from cosched.latency.compare import (
 from cosched.latency.features import totals_table
 from cosched.latency.graphs import GraphSizes
 from cosched.latency.predictor import PREDICTORS
-from cosched.latency.profile_file import MeasuredPoint
+from cosched.latency.profile_file import MeasuredPoint, read_points
 from cosched.latency.relative_error import summarise
 from cosched.metrics.figure import check_can_draw, new_figure, save, tidy
 from cosched.simulation.machine import Machine
@@ -86,7 +86,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--log",
         type=existing_file,
         metavar="FILE",
-        help="iterations of a server, instead of --truth",
+        help="iterations of a server, instead of --truth: its --cosched-iteration-log, or a "
+        "profile that `python -m cosched.profile measure` wrote",
     )
     compare.add_argument(
         "--held-out",
@@ -94,6 +95,12 @@ def build_parser() -> argparse.ArgumentParser:
         default=0.3,
         metavar="SHARE",
         help="of the iterations (default: %(default)s)",
+    )
+    compare.add_argument(
+        "--in-order",
+        action="store_true",
+        help="hold out the last iterations and not some of all: what a fit says of the time after "
+        "it",
     )
     compare.add_argument(
         "--plot", type=output_file, metavar="FILE", help="picture of predicted against measured"
@@ -198,14 +205,16 @@ def _compare(arguments: argparse.Namespace) -> dict[str, Any]:
         check_can_draw()
     graphs: GraphSizes | None = None
     if arguments.log is not None:
-        points = read_iteration_log(arguments.log)
+        points = read_points(arguments.log)
     else:
         truth, graphs, capacity = _truth(arguments)
         batches = scheduler_batches(
             seed=arguments.seed, num=arguments.iterations, max_kv_tokens=capacity
         )
         points = measure(_noisy(truth, arguments).iteration_s, batches)
-    rest, held_out = hold_out(points, arguments.held_out, seed=arguments.seed)
+    rest, held_out = hold_out(
+        points, arguments.held_out, seed=None if arguments.in_order else arguments.seed
+    )
     results = compare_predictors(rest, held_out, graphs=graphs)
     print("\n".join(error_table(results, len(rest))))
     save_output(arguments, arguments.plot, lambda path: _plot(path, held_out, results))

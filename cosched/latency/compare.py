@@ -76,10 +76,14 @@ def compare_predictors(
 
 
 def hold_out(
-    points: Sequence[MeasuredPoint], share: float, *, seed: int
+    points: Sequence[MeasuredPoint], share: float, *, seed: int | None
 ) -> tuple[list[MeasuredPoint], list[MeasuredPoint]]:
-    """(those to fit to, those held out), by chance. ConfigError where one would be empty."""
-    shuffled = [points[i] for i in np.random.default_rng(seed).permutation(len(points))]
+    """(those to fit to, those held out): by chance, or, without a seed, the last. ConfigError where
+    one would be empty."""
+    order = range(len(points))[::-1]
+    if seed is not None:
+        order = np.random.default_rng(seed).permutation(len(points)).tolist()
+    shuffled = [points[i] for i in order]
     num_held_out = round(len(points) * share)
     if not 0 < num_held_out < len(points):
         raise ConfigError(f"{len(points)} batches are too few to hold some out")

@@ -26,7 +26,7 @@ from cosched.metrics.slo import Verdict, judge, with_defaults
 from cosched.metrics.summary import Summary, summarize
 from cosched.metrics.window import Window
 from cosched.policy.registry import policy_entry
-from cosched.simulation.arrivals import Source
+from cosched.simulation.arrivals import VOCAB_SIZE, Source
 from cosched.simulation.clients import (
     AimdClient,
     ClosedLoopClient,
@@ -56,6 +56,9 @@ __all__ = [
     "execute",
     "execute_requests",
     "identity_of",
+    "load_requests",
+    "offline_client",
+    "summarize_run",
 ]
 
 
@@ -264,7 +267,7 @@ def execute_requests(
         stack.enter_context(engine)
         sources: list[Source] = [online_client(online)]
         if offline:
-            sources.append(_offline_client(spec, offline))
+            sources.append(offline_client(spec, offline))
         num_offline = len(offline)
         has_given_up = _giving_up(spec, engine)
         gave_up = False
@@ -408,18 +411,24 @@ def engine_flags(spec: RunSpec) -> list[str]:
     return flags + host_arguments(flags, config)
 
 
-def _offline_client(spec: RunSpec, offline: Sequence[TraceRequest]) -> Source:
+def offline_client(
+    spec: RunSpec, offline: Sequence[TraceRequest], *, vocab_size: int = VOCAB_SIZE
+) -> Source:
+    """Who sends them, in virtual time or live."""
     match spec.scenario.client:
         case OfflineClient.ALL:
             wave = spec.offline.wave if spec.offline is not None else None
-            return WaveClient(offline, size=wave) if wave else OpenLoopClient(offline)
+            if wave:
+                return WaveClient(offline, size=wave, vocab_size=vocab_size)
+            return OpenLoopClient(offline, vocab_size=vocab_size)
         case OfflineClient.CAP:
-            return ClosedLoopClient(offline, concurrency=spec.cap)
+            return ClosedLoopClient(offline, concurrency=spec.cap, vocab_size=vocab_size)
         case OfflineClient.AIMD:
             return AimdClient(
                 offline,
                 is_missed=lambda record: _is_missed(record, spec, now_s=record.finish_s or 0.0),
                 max_concurrency=spec.max_concurrency,
+                vocab_size=vocab_size,
             )
 
 

@@ -12,7 +12,7 @@ from importlib import metadata
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
-from cosched import bench, explain, lengths, predictors, profile, simulate
+from cosched import bench, demo, explain, lengths, predictors, profile, simulate
 from cosched.__main__ import COMMANDS, main
 from cosched.command_line import (
     Parser,
@@ -29,6 +29,7 @@ from cosched.command_line import (
 from cosched.errors import ConfigError
 
 PARSERS = {
+    "demo": demo.build_parser(),
     "simulate": simulate.build_parser(),
     "explain": explain.build_parser(),
     **{

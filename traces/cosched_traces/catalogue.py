@@ -80,6 +80,18 @@ WORKLOADS = {
         max_new_tokens=1000,
         build=builders.burst,
     ),
+    "demo-chat": NamedWorkload(
+        classes=(ONLINE,),
+        description="of the demo: 130-430 tokens in, 16-64 out; in two bursts 3x the rate",
+        max_new_tokens=64,
+        build=builders.demo_chat,
+    ),
+    "demo-job": NamedWorkload(
+        classes=(OFFLINE,),
+        description="of the demo: few-shot prompts of 260-760 tokens behind 8 heads, shuffled",
+        max_new_tokens=32,
+        build=builders.demo_job,
+    ),
     "mooncake-synthetic": NamedWorkload(
         classes=(ONLINE, OFFLINE),
         description="Mooncake FAST'25 synthetic trace: long prompts, 64 % of blocks shared",
