@@ -53,11 +53,11 @@ class ResultStore:
             try:
                 with path.open("rb") as file:
                     result = pickle.load(file)
+                if isinstance(result, RunResult):
+                    # The specification of an older version may lack options that this one has.
+                    return replace(result, spec=spec)
             except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError):
                 continue
-            if isinstance(result, RunResult):
-                # The specification of an older version may lack options that this one has.
-                return replace(result, spec=spec)
         return None
 
     def put(self, result: RunResult) -> None:
