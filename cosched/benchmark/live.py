@@ -284,18 +284,19 @@ class _LiveRun:
             while True:
                 self._something_ended.clear()
                 now_s = self.now_s()
-                is_closed = now_s >= duration_s
-                if is_closed and (now_s >= duration_s + grace_s or not self._num_open[online]):
-                    break
                 for source in sources:
                     for arrival in source.due(now_s):
-                        if is_closed and arrival.request_class is online:
+                        if arrival.request_class is online and arrival.arrival_s >= duration_s:
                             continue
                         self._num_sent[arrival.request_class] += 1
                         self._num_open[arrival.request_class] += 1
                         task = sends.create_task(self._send(arrival, sources))
                         sent.add(task)
                         task.add_done_callback(sent.discard)
+                # Only then: what came in time counts also where this client was late.
+                is_closed = now_s >= duration_s
+                if is_closed and (now_s >= duration_s + grace_s or not self._num_open[online]):
+                    break
                 times = [time_s for source in sources if (time_s := source.next_s()) is not None]
                 if not times and not any(self._num_open.values()):
                     break
@@ -303,6 +304,7 @@ class _LiveRun:
                 with contextlib.suppress(TimeoutError):
                     wait_s = max(next_s - self.now_s(), 0.0)
                     await asyncio.wait_for(self._something_ended.wait(), wait_s)
+            await asyncio.sleep(0)  # a task that has not begun would leave no record
             for task in sent:
                 task.cancel()
 

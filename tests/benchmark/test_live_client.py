@@ -1,13 +1,16 @@
 """The live driver against a real server."""
 
 import asyncio
+import time
 
 import pytest
 
+from cosched.benchmark import live
 from cosched.benchmark.live import LiveTarget, ServerError, measure_live, run_live, with_misses
 from cosched.core.request import RequestClass
 from cosched.errors import ConfigError
 from cosched.metrics.records import RequestRecord
+from cosched.simulation.clients import online_client
 from cosched.simulation.run import RunSpec
 from cosched.simulation.scenario import OfflineClient, Scenario
 from cosched_traces.workload import Segment, TraceRequest
@@ -119,6 +122,37 @@ def test_what_is_unanswered_at_the_end_stays_open(server):
     offline = [request("long", RequestClass.OFFLINE, 0.0, num_tokens=4000)]
     [record] = run(server, offline=offline, duration_s=1.5)
     assert record.is_open and 0 < record.num_output_tokens < 4000
+
+
+@pytest.mark.parametrize("grace_s", [0.0, 30.0])
+def test_what_came_in_time_counts_also_where_the_client_was_late(monkeypatch, grace_s):
+    async def check(live_run):
+        pass
+
+    async def stream(live_run, arrival):
+        await asyncio.sleep(0.01)
+        usage = {"completion_tokens": 1}
+        yield {"usage": usage, "choices": [{"text": "x", "finish_reason": "length"}]}
+
+    monkeypatch.setattr(live._LiveRun, "check", check)
+    monkeypatch.setattr(live._LiveRun, "_stream", stream)
+    online = [
+        request(name, RequestClass.ONLINE, arrival_s, num_tokens=1)
+        for name, arrival_s in (("first", 0.0), ("second", 0.2), ("too late", 0.6))
+    ]
+    stall = iter([0.7])
+    records = asyncio.run(
+        run_live(
+            LiveTarget(base_url="http://127.0.0.1:9"),
+            [online_client(online)],
+            duration_s=0.5,
+            grace_s=grace_s,
+            on_progress=lambda progress: time.sleep(next(stall, 0.0)),
+        )
+    )
+    assert [record.rid for record in records] == ["first", "second"]
+    assert all(record.is_finished == bool(grace_s) for record in records[1:])
+    assert records[1].sent_s > 0.5
 
 
 def test_a_server_that_is_not_there_is_named():
