@@ -108,7 +108,8 @@ def forked_own_server(forks: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def start(server: OwnServer) -> None:
         _, _, module, *arguments = server._command
-        server._process = forks.start_module(module, *arguments, log=Path(server._log_path))
+        log = Path(server._log_path)
+        server._process = forks.start_module(module, *arguments, log=log, env=os.environ)
 
     monkeypatch.setattr(OwnServer, "_start", start)
 
