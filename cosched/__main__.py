@@ -26,7 +26,7 @@ COMMANDS: Mapping[str, _Command] = {
         module="cosched.run_batch", summary="answer a file of requests as offline work"
     ),
     "demo": _Command(
-        module="cosched.demo.__main__",
+        module="cosched.demo",
         summary="measure and draw, on a small model, what offline work costs online requests",
     ),
     "simulate": _Command(

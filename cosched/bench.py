@@ -28,7 +28,6 @@ from __future__ import annotations
 import cosched.bootstrap  # isort: skip  # noqa: F401  # before anything of SGLang's
 
 import argparse
-import asyncio
 import os
 import sys
 import tempfile
@@ -42,7 +41,7 @@ from rich.progress import Progress
 from cosched.benchmark.compare import compare_files
 from cosched.benchmark.days import plot_days, print_days, read_load, run_days
 from cosched.benchmark.fidelity import FidelityCase, run_fidelity
-from cosched.benchmark.live import LiveTarget, run_live
+from cosched.benchmark.live import VOCAB_SIZE, LiveTarget, measure_live, print_live
 from cosched.benchmark.report import markdown_table, write_plots
 from cosched.benchmark.robustness import (
     ERRORS,
@@ -70,6 +69,7 @@ from cosched.command_line import (
     number,
     output_file,
     output_folder,
+    run_async,
     run_command,
     save_output,
     whole,
@@ -81,6 +81,7 @@ from cosched.files import write_whole
 from cosched.kv.config import EVICTION_ORDERS
 from cosched.metrics.figure import check_can_draw
 from cosched.metrics.interval import MOST_VALUES
+from cosched.metrics.plots import write_run_plots
 from cosched.metrics.records import write_records
 from cosched.metrics.table import print_table
 from cosched.policy.registry import known_policy
@@ -88,13 +89,11 @@ from cosched.simulation.find import find
 from cosched.simulation.machine import Machine
 from cosched.simulation.options import (
     SEED,
-    add_config_options,
-    add_machine_options,
-    add_workload_options,
+    add_run_options,
     run_spec_of,
 )
-from cosched.simulation.run import RunSpec, WorkloadSpec, load_requests, summarize_run
-from cosched.simulation.scenario import SCENARIOS, scenario
+from cosched.simulation.run import RunSpec, WorkloadSpec, load_requests
+from cosched.simulation.scenario import SCENARIOS, OfflineClient, scenario
 from cosched.simulation.store import ResultStore
 from cosched_traces.resize import rescale_lengths
 from cosched_traces.transform import rescale_think_times
@@ -136,9 +135,7 @@ def _add_run(commands: Any) -> None:
         f"another order ({', '.join(EVICTION_ORDERS)}; docs/kv_memory.md), such as hygen/lru or "
         "priority/priority (default: all)",
     )
-    add_workload_options(parser)
-    add_machine_options(parser)
-    add_config_options(parser)
+    add_run_options(parser)
     _add_common(parser)
     _add_results(parser)
     _add_seeds(parser)
@@ -153,9 +150,7 @@ def _add_yardstick(commands: Any) -> None:
         "yardstick",
         help="the table every policy is held against (docs/yardstick.md)",
     )
-    add_workload_options(parser, slo_of_rows="; some rows have their own")
-    add_machine_options(parser)
-    add_config_options(parser)
+    add_run_options(parser, slo_of_rows="; some rows have their own")
     _add_common(parser)
     _add_results(parser)
     _add_seeds(parser)
@@ -172,9 +167,7 @@ def _add_knee(commands: Any) -> None:
         help="the highest online rate that meets the SLO",
         description="State a load as a share of this rate; practitioners run bursts at 0.88.",
     )
-    add_workload_options(parser)
-    add_machine_options(parser)
-    add_config_options(parser)
+    add_run_options(parser)
     _add_common(parser)
     parser.add_argument(
         "--attainment",
@@ -284,9 +277,7 @@ def _add_days(commands: Any) -> None:
 
 
 def _add_sweep(parser: argparse.ArgumentParser) -> None:
-    add_workload_options(parser)
-    add_machine_options(parser)
-    add_config_options(parser)
+    add_run_options(parser)
     _add_common(parser)
     _add_results(parser)
     parser.add_argument("--plot", type=output_file, metavar="FILE", help="write the picture there")
@@ -296,10 +287,10 @@ def _add_live(commands: Any) -> None:
     parser = commands.add_parser(
         "live",
         help="one scenario against a running server: stock SGLang, cosched, vLLM",
-        description="Online requests come open-loop at their times; offline ones keep so many in "
-        "flight. A turn of a session is sent when the answer before it has come and been thought "
-        "about, with that answer in its prompt. The server's own policy schedules; name it with "
-        "--scenario for the table.",
+        description="Online requests come open-loop at their times; offline ones as "
+        "--offline-client says. A turn of a session is sent when the answer before it has come and "
+        "been thought about, with that answer in its prompt. The server's own policy schedules; "
+        "name it with --scenario for the table.",
     )
     parser.add_argument("--base-url", required=True, metavar="URL")
     parser.add_argument("--served-model", default="default", metavar="NAME")
@@ -308,15 +299,23 @@ def _add_live(commands: Any) -> None:
     parser.add_argument(
         "--vocab-size",
         type=whole(at_least=20),
-        default=2000,
+        default=VOCAB_SIZE,
         metavar="N",
         help="prompts made of token ids stay below it (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--offline-client",
+        choices=[client.value for client in OfflineClient],
+        default=OfflineClient.CAP.value,
+        help="cap: a fixed number of offline requests in flight; aimd: a gateway that halves or "
+        "raises that number by the online requests that miss a target; all: all at once, or in "
+        "waves (default: %(default)s)",
     )
     parser.add_argument(
         "--concurrency",
         type=whole(at_least=1),
         default=64,
-        help="offline requests in flight (default: %(default)s)",
+        help="offline requests in flight, with aimd at most (default: %(default)s)",
     )
     parser.add_argument(
         "--no-priority",
@@ -337,11 +336,12 @@ def _add_live(commands: Any) -> None:
         metavar="X",
         help="times between the turns of a session times X (default: %(default)g)",
     )
-    add_workload_options(parser)
-    add_machine_options(parser)
-    add_config_options(parser)
+    add_run_options(parser)
     parser.add_argument(
         "--records", type=output_file, metavar="FILE", help="write one JSON line per request there"
+    )
+    parser.add_argument(
+        "--plot", type=output_folder, metavar="DIR", help="write the pictures there"
     )
     add_json_option(parser)
     parser.set_defaults(execute=_live)
@@ -561,8 +561,16 @@ def _days(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _live(arguments: argparse.Namespace) -> dict[str, Any]:
-    base = replace(run_spec_of(arguments, scenario("s1")), cap=arguments.concurrency)
-    spec = replace(base, scenario=replace(base.scenario, name=arguments.scenario))
+    if arguments.plot is not None:
+        check_can_draw()
+    entry = replace(
+        scenario("s1"), name=arguments.scenario, client=OfflineClient(arguments.offline_client)
+    )
+    spec = replace(
+        run_spec_of(arguments, entry),
+        cap=arguments.concurrency,
+        max_concurrency=arguments.concurrency,
+    )
     target = LiveTarget(
         base_url=arguments.base_url,
         model=arguments.served_model,
@@ -572,29 +580,29 @@ def _live(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     online, offline = (_scaled(requests, arguments) for requests in load_requests(spec))
     with Progress(disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task(arguments.scenario, total=spec.duration_s)
-        records = asyncio.run(
-            run_live(
+        task = bar.add_task(arguments.scenario, total=spec.end_s)
+        result = run_async(
+            measure_live(
                 target,
-                online=online,
-                offline=offline,
-                offline_concurrency=arguments.concurrency,
-                duration_s=spec.duration_s,
-                on_progress=lambda now_s: bar.update(task, completed=now_s),
+                spec,
+                online,
+                offline,
+                on_progress=lambda progress: bar.update(task, completed=progress.now_s),
             )
         )
-    summary = summarize_run(spec, records, None, end_s=spec.duration_s)
-    print_table({arguments.scenario: summary})
-    save_output(arguments, arguments.records, lambda path: write_records(records, path))
-    row = {
-        "scenario": arguments.scenario,
-        "attainment": summary.online.attainment.joint.ratio,
-        "offline_tokens_per_s": summary.offline.tokens_per_s,
-        "ceiling_ratio": None,
-        "base_url": arguments.base_url,
-        "summary": summary.to_dict(with_host=False),
-    }
-    return {"scenarios": {arguments.scenario: row}}
+    print_live([result])
+    save_output(arguments, arguments.records, lambda path: write_records(result.records, path))
+    save_output(
+        arguments,
+        arguments.plot,
+        lambda folder: write_run_plots(
+            folder,
+            records=result.records,
+            window=result.summary.window,
+            default_slo=spec.slo,
+        ),
+    )
+    return {"scenarios": {arguments.scenario: {**result.to_row(), "base_url": arguments.base_url}}}
 
 
 def _scaled(

@@ -8,10 +8,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from inspect import getdoc
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,13 @@ from msgspec import inspect as types
 from rich import print as print_rich
 from rich.table import Table
 
-from cosched.command_line import Parser, add_json_option, add_version_option, run_command
+from cosched.command_line import (
+    Parser,
+    add_json_option,
+    add_version_option,
+    field_texts,
+    run_command,
+)
 from cosched.config import ENV_VAR, Config, load_config
 
 __all__ = ["PAGE", "Group", "Key", "build_parser", "groups", "main", "page"]
@@ -83,7 +87,7 @@ class Group:
 
 def groups(struct: type[msgspec.Struct] = Config, path: str = "") -> Iterator[Group]:
     """The object of a struct, then those within it."""
-    texts = _texts(struct)
+    texts = field_texts(struct)
     info = types.type_info(struct)
     assert isinstance(info, types.StructType)
     yield Group(
@@ -101,23 +105,6 @@ def groups(struct: type[msgspec.Struct] = Config, path: str = "") -> Iterator[Gr
     for field in info.fields:
         for inner, any_name in _structs(field.type):
             yield from groups(inner, ".".join(filter(None, (path, field.encode_name, any_name))))
-
-
-def _texts(struct: type[msgspec.Struct]) -> Mapping[str, str]:
-    """The lines ``name   what it does`` of a docstring."""
-    lines = (getdoc(struct) or "").splitlines()
-    found: dict[str, str] = {}
-    name = None
-    for line in lines:
-        match = re.match(r"(\w+) +(\S.*)", line)
-        if match and match[1] in struct.__struct_fields__:
-            name = match[1]
-            found[name] = match[2]
-        elif name and line.startswith("  "):
-            found[name] += " " + line.strip()
-        else:
-            name = None
-    return found
 
 
 def _kind(kind: types.Type) -> str:

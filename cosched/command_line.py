@@ -7,14 +7,18 @@ output that cannot be written is found before the run; one that fails after it c
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import math
 import os
+import re
+import signal
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from inspect import getdoc, signature
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -25,13 +29,17 @@ from cosched.versions import version_line, versions
 __all__ = [
     "PORT",
     "Parser",
+    "add_field_option",
     "add_json_option",
     "add_version_option",
     "checked",
     "existing_file",
+    "field_texts",
+    "fields_given",
     "number",
     "output_file",
     "output_folder",
+    "run_async",
     "run_command",
     "save_output",
     "virtual_time_bar",
@@ -163,6 +171,56 @@ def whole(*, at_least: int | None = None, at_most: int | None = None) -> Callabl
 PORT = whole(at_least=1, at_most=65535)
 
 
+def field_texts(struct: type) -> Mapping[str, str]:
+    """What a docstring says of the fields of a struct or data class: its lines
+    ``name   what it is``, with those that follow and are indented."""
+    fields = signature(struct).parameters
+    found: dict[str, str] = {}
+    name = None
+    for line in (getdoc(struct) or "").splitlines():
+        match = re.match(r"(\w+) +(\S.*)", line)
+        if match and match[1] in fields:
+            name = match[1]
+            found[name] = match[2]
+        elif name and line.startswith("  "):
+            found[name] += " " + line.strip()
+        else:
+            name = None
+    return found
+
+
+def add_field_option(
+    group: argparse._ActionsContainer, struct: type, field: str, *flags: str, **options: Any
+) -> None:
+    """An option for a field of a struct or data class.
+
+    flags    its names; without any that of the field. The value gets the name of the field
+    options  of `add_argument`, where they are not what follows from the field: its default; a type
+             or action that goes with its type, numbers above 0; and as help its text
+    """
+    default = signature(struct).parameters[field].default
+    kind = get_type_hints(struct)[field]
+    kind = next((one for one in get_args(kind) if one is not type(None)), kind)
+    text = field_texts(struct)[field].replace("``", "`").replace("%", "%%")
+    if kind is bool:
+        options.setdefault("action", argparse.BooleanOptionalAction)
+        text += " (default: on)" if default else ""
+    else:
+        if "choices" not in options:
+            options.setdefault("type", {int: whole(at_least=1), float: number(above=0)}.get(kind))
+        if isinstance(default, int | float | str) and not re.search("(default|absent): ", text):
+            shown = f"{default:g}" if kind is float else str(default)
+            text += f" (default: {shown})"
+    given = {"dest": field, "default": default, "help": text, **options}
+    group.add_argument(*flags or [f"--{field.replace('_', '-')}"], **given)
+
+
+def fields_given(struct: Callable[..., T], arguments: argparse.Namespace) -> T:
+    """A struct or data class with the fields that have options (`add_field_option`)."""
+    names = signature(struct).parameters
+    return struct(**{name: vars(arguments)[name] for name in names if name in arguments})
+
+
 def existing_file(text: str) -> Path:
     """A type of an option: a file that can be read."""
     path = Path(text)
@@ -220,18 +278,21 @@ def save_output(
         _say(f"cannot write {str(path)!r}: {getattr(error, 'strerror', None) or error}")
 
 
-def run_command(arguments: argparse.Namespace) -> None:
-    """Call ``arguments.execute`` and print what it returns, with the versions.
+def run_command(
+    arguments: argparse.Namespace, *, packages: Sequence[str] = (), with_config: bool = False
+) -> None:
+    """Call ``arguments.execute`` and print what it returns, with the versions, those of `packages`
+    too, and `with_config` the arguments.
 
-    Exits with 2 and one sentence when the arguments are wrong, with 1 when an output could not be
-    written, with 130 when interrupted.
+    Exits with one sentence: with 2 when the arguments are wrong, with 1 when a server failed or an
+    output could not be written, with 130 when interrupted.
     """
     execute: Callable[[argparse.Namespace], Mapping[str, Any]] = arguments.execute
     try:
         result = execute(arguments)
     except CoschedError as error:
         _say(str(error))
-        raise SystemExit(2) from None
+        raise SystemExit(error.exit_code) from None
     except OSError as error:
         if error.filename is None:
             raise
@@ -240,13 +301,37 @@ def run_command(arguments: argparse.Namespace) -> None:
     except KeyboardInterrupt:
         _say("interrupted")
         raise SystemExit(130) from None
-    line = json.dumps({"versions": versions(), **result}, sort_keys=True, allow_nan=False)
+    told: dict[str, Any] = {"versions": versions(*packages)}
+    if with_config:
+        told["config"] = {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in vars(arguments).items()
+            if name not in ("execute", "has_lost_output")
+        }
+    line = json.dumps({**told, **result}, sort_keys=True, allow_nan=False)
     save_output(
         arguments, getattr(arguments, "json", None), lambda path: write_whole(path, line + "\n")
     )
     print(line, flush=True)
     if getattr(arguments, "has_lost_output", False):
         raise SystemExit(1)
+
+
+def run_async(work: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run` that SIGTERM too ends in order, as KeyboardInterrupt: what `work` has started
+    is stopped."""
+
+    async def watched() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        return await work
+
+    try:
+        return asyncio.run(watched())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
 
 
 def virtual_time_bar(*, is_quiet: bool) -> Progress:

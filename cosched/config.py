@@ -30,10 +30,11 @@ ENV_VAR = "COSCHED_CONFIG"
 
 
 class SloConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Targets of online requests that name none of their own [ms].
+    """TTFT: from the arrival to the first token. TPOT: from token to token after it, in the mean of
+    a reply.
 
-    ttft_ms  to the first token, from the arrival on
-    tpot_ms  from token to token after it, in the mean of a reply
+    ttft_ms  TTFT target of online requests that name none [ms]
+    tpot_ms  TPOT target of online requests that name none [ms]
     """
 
     ttft_ms: float = 1000.0
@@ -54,7 +55,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     policy             name of the policy (docs/policies/)
     slo                targets of online requests that name none
-    claims             who may claim what (docs/wire.md)
+    claims             who may claim which class and targets, by API key too (docs/wire.md)
     pool               order of the offline pool, for policies that keep it in prefix order; absent:
                        the policy's own
     latency_budget_ms  most predicted milliseconds of an iteration; absent: derived from the SLO
@@ -63,7 +64,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     length             what is believed of the length of responses (`cosched.length.config`)
     offline_rate       most offline requests admitted per second, for hygen-throttled; absent: any
                        number
-    latency_model      file that ``cosched.profile`` wrote; absent: calibrated while running
+    latency_model      profile of this engine that ``python -m cosched.profile measure`` wrote, for
+                       policies that predict; absent: they learn while they run
     predictor          of a paper (docs/predictors.md), fitted to the iterations of latency_model;
                        absent: the policy's own, mostly the predictor in that file
     strict             an error of cosched's own ends the server instead of being planned around;
@@ -71,11 +73,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     predictor_error    for experiments: standard deviation of a random factor on all predictions of
                        a plan, 0 to 1 (docs/predictors.md)
     iteration_log      file to write the shape and time of every iteration to, one JSON line each
-    decision_log       file to write every decision to (docs/decision_log.md)
+    decision_log       file to write every decision to, for ``python -m cosched.explain``
+                       (docs/decision_log.md)
     decision_log_mb    most that its parts take in all [MB]; the oldest part goes first
-    max_offline_waiting  most offline requests that wait; those beyond are answered with HTTP 429;
-                       absent: any number
-    drain_s            after SIGTERM, most seconds that online requests under way may take
+    max_offline_waiting  most offline requests that wait; those beyond are answered with HTTP 429
+                       and Retry-After; absent: any number
+    drain_s            after SIGTERM, most seconds that online requests under way may take; offline
+                       ones are let go at once
 
     latency_budget_ms, budgets and latency_model are read by policies with a latency budget; those
     with a token budget ignore them.

@@ -15,6 +15,7 @@ A lack of capacity is no error: it is an ordinary return (`cosched.core.plan.Ski
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import ClassVar
 
 __all__ = [
     "ConfigError",
@@ -28,7 +29,12 @@ __all__ = [
 
 
 class CoschedError(Exception):
-    """Base of every error that cosched raises on purpose."""
+    """Base of every error that cosched raises on purpose.
+
+    exit_code  what a command ends with: 2 where its user can mend it, 1 where something failed
+    """
+
+    exit_code: ClassVar[int] = 2
 
 
 class ConfigError(CoschedError):

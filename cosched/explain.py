@@ -12,20 +12,27 @@ line that cannot be read is left out and named on stderr. The last line is one J
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cosched.command_line import Parser, add_version_option, checked, existing_file, whole
+from cosched.command_line import (
+    Parser,
+    add_json_option,
+    add_version_option,
+    checked,
+    existing_file,
+    run_command,
+    whole,
+)
 from cosched.decision_log.read import Entry, read_log
 from cosched.decision_log.replan import replan
 from cosched.decision_log.story import Story
 from cosched.decision_log.summary import LogSummary, describe, tell_decision, tell_summary
 from cosched.engine.decision_records import RequestFacts
-from cosched.errors import ConfigError, CoschedError
+from cosched.errors import ConfigError
 from cosched.policy.registry import planning_policy
 
 __all__ = ["main"]
@@ -53,6 +60,8 @@ def build_parser() -> argparse.ArgumentParser:
         "keeps a pool of its own; it is refused where it asks for what the log does not hold, such "
         "as predictions in the log of a policy that makes none",
     )
+    add_json_option(parser)
+    parser.set_defaults(execute=_execute)
     return parser
 
 
@@ -62,20 +71,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     if arguments.policy is not None and not arguments.replan:
         parser.error("--policy goes with --replan")
+    run_command(arguments)
+
+
+def _execute(arguments: argparse.Namespace) -> dict[str, Any]:
     log = _Log(arguments.file)
-    try:
-        if arguments.rid is not None:
-            result = _tell_story(log, arguments.rid)
-        elif arguments.iteration is not None:
-            result = _show_iteration(log, arguments.iteration)
-        elif arguments.replan:
-            result = _replan(log, arguments.policy)
-        else:
-            result = _summarize(log)
-    except CoschedError as error:
-        print(f"cosched: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    print(json.dumps({"file": str(log.path), **result, "bad_lines": len(log.bad_lines)}))
+    if arguments.rid is not None:
+        result = _tell_story(log, arguments.rid)
+    elif arguments.iteration is not None:
+        result = _show_iteration(log, arguments.iteration)
+    elif arguments.replan:
+        result = _replan(log, arguments.policy)
+    else:
+        result = _summarize(log)
+    return {"file": str(log.path), **result, "bad_lines": len(log.bad_lines)}
 
 
 class _Log:
@@ -100,7 +109,7 @@ def _tell_story(log: _Log, rid: str) -> dict[str, Any]:
     first = None
     for entry in log:
         first = first or entry.decision
-        found |= {facts.seq: facts for facts in entry.decision.requests if facts.rid == rid}
+        found |= {facts.arrival_seq: facts for facts in entry.decision.requests if facts.rid == rid}
     if not found or first is None:
         raise ConfigError(f"no request {rid!r} in {str(log.path)!r}: no plan looked at it")
     stories = [Story(facts, first) for facts in found.values()]

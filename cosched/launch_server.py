@@ -16,12 +16,14 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from cosched.claims import read_claims
+from cosched.command_line import add_field_option
 from cosched.config import ENV_VAR, Config, SloConfig, load_config
 from cosched.engine.arguments import (
     bind_cpu_threads,
@@ -31,7 +33,7 @@ from cosched.engine.arguments import (
     engine_arguments,
 )
 from cosched.errors import ConfigError, CoschedError
-from cosched.kv.config import EVICTION_ORDERS
+from cosched.kv.config import EVICTION_ORDERS, KvConfig
 from cosched.latency.profile_file import Profile
 from cosched.policy.registry import policy_entry, policy_names
 
@@ -64,75 +66,29 @@ def build_parser() -> argparse.ArgumentParser:
         add_help=False,
         allow_abbrev=False,
     )
-    defaults = Config()
     group = parser.add_argument_group(
         "cosched",
         "SGLang's flags follow below and work as ever. --cosched-policy says how\n"
         "online and offline requests share the engine:\n\n" + _policies(),
     )
     group.add_argument("-h", "--help", action="store_true", help="show this and SGLang's flags")
-    group.add_argument(
-        "--cosched-policy",
-        metavar="NAME",
-        help=f"one of the above, or one of yours as module:Class (default: {defaults.policy})",
-    )
-    group.add_argument(
-        "--cosched-slo-ttft-ms",
-        type=float,
-        metavar="MS",
-        help="TTFT target of online requests that name none [ms] "
-        f"(default: {defaults.slo.ttft_ms:g})",
-    )
-    group.add_argument(
-        "--cosched-slo-tpot-ms",
-        type=float,
-        metavar="MS",
-        help="TPOT target of online requests that name none [ms] "
-        f"(default: {defaults.slo.tpot_ms:g})",
-    )
-    group.add_argument(
-        "--cosched-claims",
-        metavar="JSON|FILE",
-        help="who may claim which class and targets, by API key too (docs/wire.md)",
-    )
-    group.add_argument(
-        "--cosched-latency-model",
-        "--latency-model",
-        metavar="FILE",
-        help="profile of this engine that `python -m cosched.profile measure` wrote, for policies "
-        "that predict; without one they learn while they run",
-    )
-    group.add_argument(
-        "--cosched-kv-eviction",
-        metavar="NAME",
-        help="which KV goes first (docs/kv_memory.md): "
-        f"{', '.join(EVICTION_ORDERS)} (default: the policy's own, value for most)",
-    )
-    group.add_argument(
-        "--cosched-max-offline-waiting",
-        type=int,
-        metavar="N",
-        help="most offline requests that wait; those beyond are answered with HTTP 429 and "
-        "Retry-After (default: any number)",
-    )
-    group.add_argument(
-        "--cosched-drain-s",
-        type=float,
-        metavar="S",
-        help="after SIGTERM, most seconds that online requests under way may take; offline ones "
-        f"are let go at once [s] (default: {defaults.drain_s:g})",
-    )
-    group.add_argument(
-        "--cosched-decision-log",
-        "--decision-log",
-        metavar="FILE",
-        help="write every decision there, for `python -m cosched.explain`",
-    )
-    group.add_argument(
-        "--cosched-iteration-log",
-        metavar="FILE",
-        help="write the shape and time of every iteration there, one JSON line each",
-    )
+    # What is not given is what the environment says.
+    add = partial(add_field_option, group, Config, default=None)
+    mine = f"one of the above, or one of yours as module:Class (default: {Config().policy})"
+    add("policy", "--cosched-policy", metavar="NAME", help=mine)
+    for field, metavar in (("ttft_ms", "MS"), ("tpot_ms", "MS")):
+        flag = f"--cosched-slo-{field.replace('_', '-')}"
+        add_field_option(group, SloConfig, field, flag, default=None, type=float, metavar=metavar)
+    add("claims", "--cosched-claims", metavar="JSON|FILE")
+    add("latency_model", "--cosched-latency-model", "--latency-model", metavar="FILE")
+    orders = f"which KV goes first (docs/kv_memory.md): {', '.join(EVICTION_ORDERS)} (default: the "
+    orders += "policy's own, value for most)"
+    flag = "--cosched-kv-eviction"
+    add_field_option(group, KvConfig, "eviction", flag, metavar="NAME", help=orders)
+    add("max_offline_waiting", "--cosched-max-offline-waiting", type=int, metavar="N")
+    add("drain_s", "--cosched-drain-s", type=float, metavar="S")
+    add("decision_log", "--cosched-decision-log", "--decision-log", metavar="FILE")
+    add("iteration_log", "--cosched-iteration-log", metavar="FILE")
     group.add_argument(
         "--cosched-no-mixed-chunk",
         action="store_true",
@@ -151,43 +107,26 @@ def _policies() -> str:
     )
 
 
-_PLAIN_FLAGS = {
-    "cosched_policy": "policy",
-    "cosched_latency_model": "latency_model",
-    "cosched_max_offline_waiting": "max_offline_waiting",
-    "cosched_drain_s": "drain_s",
-    "cosched_decision_log": "decision_log",
-    "cosched_iteration_log": "iteration_log",
-}
-"""Flag -> the key of the configuration that it sets."""
-
-
 def config_from(flags: argparse.Namespace) -> Config:
     """The configuration: flags over ``COSCHED_CONFIG`` over defaults. ConfigError if one is bad."""
     base = load_config() or Config()
-    ttft_ms, tpot_ms = flags.cosched_slo_ttft_ms, flags.cosched_slo_tpot_ms
+    given = _given(Config, flags)
     try:
-        slo = SloConfig(
-            ttft_ms=base.slo.ttft_ms if ttft_ms is None else ttft_ms,
-            tpot_ms=base.slo.tpot_ms if tpot_ms is None else tpot_ms,
-        )
+        given["slo"] = msgspec.structs.replace(base.slo, **_given(SloConfig, flags))
     except ValueError as error:
         raise ConfigError(f"--cosched-slo: {error}") from None
-    given = {
-        key: value
-        for flag, key in _PLAIN_FLAGS.items()
-        if (value := getattr(flags, flag)) is not None
-    }
-    claims = base.claims
-    if flags.cosched_claims is not None:
-        claims = read_claims(flags.cosched_claims, source="--cosched-claims")
-    kv = base.kv
-    if flags.cosched_kv_eviction is not None:
-        kv = msgspec.structs.replace(kv, eviction=flags.cosched_kv_eviction)
+    if "claims" in given:
+        given["claims"] = read_claims(given["claims"], source="--cosched-claims")
+    given["kv"] = msgspec.structs.replace(base.kv, **_given(KvConfig, flags))
     try:
-        return msgspec.structs.replace(base, slo=slo, claims=claims, kv=kv, **given)
+        return msgspec.structs.replace(base, **given)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def _given(struct: type[msgspec.Struct], flags: argparse.Namespace) -> dict[str, Any]:
+    values = vars(flags)
+    return {name: values[name] for name in struct.__struct_fields__ if values.get(name) is not None}
 
 
 def _print_help(parser: argparse.ArgumentParser) -> None:

@@ -39,7 +39,6 @@ from cosched.length.judge import LATER, Judged, Score, score, stream
 from cosched.length.trees import held_out_medians
 from cosched.metrics.figure import check_can_draw, new_figure, save, tidy
 from cosched.simulation.options import DATA_ENV, SEED, data_dir_of
-from cosched.versions import versions
 from cosched_traces.responses import (
     RESPONSE_SETS,
     Response,
@@ -122,19 +121,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Exits with 2 and one sentence when the arguments are wrong."""
-    arguments = build_parser().parse_args(argv)
-    config = {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in vars(arguments).items()
-        if name != "execute"
-    }
-    execute: Callable[[argparse.Namespace], Mapping[str, Any]] = arguments.execute
-    arguments.execute = lambda given: {
-        "config": config,
-        "versions": versions("numpy"),
-        **execute(given),
-    }
-    run_command(arguments)
+    run_command(build_parser().parse_args(argv), packages=["numpy"], with_config=True)
 
 
 def _names(known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:

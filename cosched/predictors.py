@@ -1,14 +1,15 @@
 """How well iterations can be predicted, and how fast.
 
     python -m cosched.predictors compare --truth kernel-table --data-dir DIR
-    python -m cosched.predictors compare --log iterations.jsonl --plot errors.png
+    python -m cosched.predictors compare --log iterations.jsonl --in-order --plot errors.png
     python -m cosched.predictors calibrate --truth roofline --noise 0.05 --slower 2
     python -m cosched.predictors time --truth roofline
 
 `compare` fits every predictor to the same iterations and shows its error on others: of a cost
-model, or of a log that a server wrote with --cosched-iteration-log. `calibrate` starts cold and
-learns from one iteration after the other. `time` measures prediction, inverse and fit on this
-machine. Each prints a table and, as its last line, one JSON object. Each takes some 5 to 30 s.
+model, of a log that a server wrote with --cosched-iteration-log, or of a profile. `calibrate`
+starts cold and learns from one iteration after the other. `time` measures prediction, inverse and
+fit on this machine. Each prints a table and, as its last line, one JSON object. Each takes some 5
+to 30 s.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import numpy as np
 
 from cosched.command_line import (
     Parser,
+    add_field_option,
     add_json_option,
     add_version_option,
     existing_file,
@@ -41,7 +43,6 @@ from cosched.cost_models.base import CostModel
 from cosched.cost_models.capacity import kv_capacity_tokens
 from cosched.cost_models.graph_sizes import default_graph_sizes
 from cosched.cost_models.noise import NoisyModel
-from cosched.cost_models.profile_model import read_iteration_log
 from cosched.cost_models.registry import COST_MODELS, make_cost_model
 from cosched.cost_models.specs import GPUS, MODELS, gpu_spec, model_spec
 from cosched.errors import ConfigError
@@ -50,6 +51,9 @@ from cosched.latency.compare import (
     KINDS,
     Comparison,
     compare_predictors,
+    error_table,
+    errors_of,
+    hold_out,
     kind_of,
     measure,
     scheduler_batches,
@@ -57,11 +61,12 @@ from cosched.latency.compare import (
 from cosched.latency.features import totals_table
 from cosched.latency.graphs import GraphSizes
 from cosched.latency.predictor import PREDICTORS
-from cosched.latency.profile_file import MeasuredPoint
+from cosched.latency.profile_file import MeasuredPoint, read_points
 from cosched.latency.relative_error import summarise
 from cosched.metrics.figure import check_can_draw, new_figure, save, tidy
-from cosched.simulation.options import DATA_ENV, SEED, data_dir_of
-from cosched.versions import versions
+from cosched.simulation.machine import Machine
+from cosched.simulation.options import SEED, data_dir_of
+from cosched.simulation.run import CostSpec, RunSpec
 
 __all__ = ["main"]
 
@@ -81,7 +86,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--log",
         type=existing_file,
         metavar="FILE",
-        help="iterations of a server, instead of --truth",
+        help="iterations of a server, instead of --truth: its --cosched-iteration-log, or a "
+        "profile that `python -m cosched.profile measure` wrote",
     )
     compare.add_argument(
         "--held-out",
@@ -89,6 +95,12 @@ def build_parser() -> argparse.ArgumentParser:
         default=0.3,
         metavar="SHARE",
         help="of the iterations (default: %(default)s)",
+    )
+    compare.add_argument(
+        "--in-order",
+        action="store_true",
+        help="hold out the last iterations and not some of all: what a fit says of the time after "
+        "it",
     )
     compare.add_argument(
         "--plot", type=output_file, metavar="FILE", help="picture of predicted against measured"
@@ -115,27 +127,17 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_truth(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--truth",
-        choices=sorted(COST_MODELS),
-        help="cost model; default: kernel-table with a data folder, else roofline",
-    )
-    parser.add_argument("--model", choices=sorted(MODELS), default="Llama-3.1-8B")
-    parser.add_argument("--gpu", choices=sorted(GPUS), default="A100-80")
-    parser.add_argument(
-        "--tp", type=whole(at_least=1), default=1, help="GPUs (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--data-dir", type=Path, metavar="DIR", help=f"kernel tables (default: ${DATA_ENV})"
-    )
-    parser.add_argument("--profile", type=existing_file, metavar="FILE", help="for --truth profile")
-    parser.add_argument(
-        "--noise",
-        type=number(at_least=0, at_most=1),
-        default=0.0,
-        metavar="SIGMA",
-        help="lognormal (default: none)",
-    )
+    add = partial(add_field_option, parser, CostSpec)
+    add("name", "--truth", dest="truth", default=None, choices=sorted(COST_MODELS))
+    add("profile", type=existing_file, metavar="FILE")
+    add("noise_sigma", "--noise", dest="noise", type=number(at_least=0, at_most=1), metavar="SIGMA")
+    add = partial(add_field_option, parser, Machine)
+    add("model", choices=sorted(MODELS))
+    add("gpu", choices=sorted(GPUS))
+    add("tp")
+    add = partial(add_field_option, parser, RunSpec)
+    add("data_dir", type=Path, metavar="DIR")
+    add("seed", type=SEED)
     parser.add_argument(
         "--outliers",
         type=number(at_least=0, at_most=1),
@@ -156,25 +158,12 @@ def _add_truth(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="tell `cosched` the sizes of the CUDA graphs (default: yes, where there are any)",
     )
-    parser.add_argument("--seed", type=SEED, default=0, help="default: %(default)s")
     add_json_option(parser)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Exits with 2 and one sentence when the arguments are wrong."""
-    arguments = build_parser().parse_args(argv)
-    config = {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in vars(arguments).items()
-        if name != "execute"
-    }
-    execute: Callable[[argparse.Namespace], Mapping[str, Any]] = arguments.execute
-    arguments.execute = lambda given: {
-        "config": config,
-        "versions": versions("numpy"),
-        **execute(given),
-    }
-    run_command(arguments)
+    run_command(build_parser().parse_args(argv), packages=["numpy"], with_config=True)
 
 
 def _truth(arguments: argparse.Namespace) -> tuple[CostModel, GraphSizes | None, int]:
@@ -216,48 +205,24 @@ def _compare(arguments: argparse.Namespace) -> dict[str, Any]:
         check_can_draw()
     graphs: GraphSizes | None = None
     if arguments.log is not None:
-        points = read_iteration_log(arguments.log)
+        points = read_points(arguments.log)
     else:
         truth, graphs, capacity = _truth(arguments)
         batches = scheduler_batches(
             seed=arguments.seed, num=arguments.iterations, max_kv_tokens=capacity
         )
         points = measure(_noisy(truth, arguments).iteration_s, batches)
-    order = np.random.default_rng(arguments.seed).permutation(len(points))
-    shuffled = [points[i] for i in order]
-    num_held = round(len(points) * arguments.held_out)
-    held_out = shuffled[:num_held]
-    if not held_out:
-        raise ConfigError(f"{len(points)} iterations are too few to hold some out")
-    results = compare_predictors(shuffled[num_held:], held_out, graphs=graphs)
-
-    print(
-        f"fitted to {len(points) - num_held} iterations, error on {num_held} others: mean, p99 [%]"
+    rest, held_out = hold_out(
+        points, arguments.held_out, seed=None if arguments.in_order else arguments.seed
     )
-    print(f"{'':<10}" + "".join(f"{kind:>16}" for kind in (*KINDS, "all")))
-    for name, result in results.items():
-        print(f"{name:<10}{result if isinstance(result, str) else _row(result)}")
+    results = compare_predictors(rest, held_out, graphs=graphs)
+    print("\n".join(error_table(results, len(rest))))
     save_output(arguments, arguments.plot, lambda path: _plot(path, held_out, results))
     return {
-        "num_fitted": len(points) - num_held,
-        "num_held_out": num_held,
-        "errors": {
-            name: (
-                {"not_fitted": result}
-                if isinstance(result, str)
-                else {kind: asdict(error) for kind, error in result.errors.items()}
-            )
-            for name, result in results.items()
-        },
+        "num_fitted": len(rest),
+        "num_held_out": len(held_out),
+        "errors": errors_of(results),
     }
-
-
-def _row(result: Comparison) -> str:
-    shown = (result.errors.get(kind) for kind in (*KINDS, "all"))
-    return "".join(
-        f"{'-':>16}" if error is None else f"{_pc(error.mean, 9)}{_pc(error.p99, 7, 1)}"
-        for error in shown
-    )
 
 
 def _pc(share: float, width: int, digits: int = 2) -> str:

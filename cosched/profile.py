@@ -4,15 +4,19 @@
     python -m cosched.profile measure --write FILE --model-path MODEL [any SGLang flag]
     python -m cosched.profile slo --slo "p99_ttft<=1000ms" --slo "p99_tbt<=+5%" \\
         --online azure-like --online-rate 2 --offline documents
+    python -m cosched.profile slo --slo "p99_tbt<=40ms" --online demo-chat --offline demo-job \\
+        --duration 60 --model-path MODEL -- [any SGLang flag]
 
 `measure` drives an engine through designed batches, fits the latency predictors and writes a
 profile, with which a policy starts (`--latency-model`) and a simulation can run (`--profile`).
 `slo` searches the largest latency budget, or rate of offline requests, with which a workload meets
-its goals in virtual time (HyGen's SLO-aware profiler). Each prints a table and, as its last line,
+its goals (HyGen's SLO-aware profiler), in virtual time or, with a model, on servers of its own.
+Each prints a table and, as its last line,
 one JSON object.
 
 How long it takes: `measure --virtual` some 20 s, a live engine of two CPU cores some minutes (400
-batches, 3 times each); `slo` about eight simulations, each as long as `cosched.simulate` takes.
+batches, 3 times each); `slo` about eight simulations, each as long as `cosched.simulate` takes, or
+as many servers that are started, warmed up and loaded for --duration.
 """
 
 from __future__ import annotations
@@ -24,16 +28,17 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from cosched.benchmark.live import VOCAB_SIZE, LiveResult
+from cosched.benchmark.own_server import OwnServers, leave_a_core_free
 from cosched.command_line import (
     Parser,
     add_json_option,
@@ -49,7 +54,12 @@ from cosched.cost_models.specs import GPUS
 from cosched.engine.arguments import bind_cpu_threads, check_arguments, engine_arguments
 from cosched.errors import ConfigError, choices
 from cosched.files import write_whole
-from cosched.latency.compare import KINDS, Comparison, compare_predictors
+from cosched.latency.compare import (
+    compare_predictors,
+    error_table,
+    errors_of,
+    hold_out,
+)
 from cosched.latency.design import design_rounds
 from cosched.latency.graphs import GraphSizes
 from cosched.latency.predictor import fit_predictor
@@ -57,17 +67,16 @@ from cosched.latency.profile_file import EngineIdentity, MeasuredPoint, Profile
 from cosched.metrics.goals import Goal, parse_goal
 from cosched.simulation.options import (
     SEED,
-    add_config_options,
     add_machine_options,
-    add_workload_options,
+    add_run_options,
     cost_of,
     data_dir_of,
     machine_of,
     run_spec_of,
 )
 from cosched.simulation.run import RunSpec, config_of, cost_model_of, engine_flags, identity_of
-from cosched.simulation.scenario import scenario
-from cosched.simulation.slo_search import SEARCHES, SloAnswer, find_largest
+from cosched.simulation.scenario import OfflineClient, scenario
+from cosched.simulation.slo_search import SEARCHES, Ran, SloAnswer, find_largest, search_largest
 from cosched.versions import versions
 
 __all__ = ["main"]
@@ -196,20 +205,51 @@ def _add_slo(commands: Any) -> None:
         metavar="FILE",
         help="write a COSCHED_CONFIG with the value there",
     )
+    live = parser.add_argument_group(
+        "live",
+        "With a model each value is tried on a server that is started here with it, as it is "
+        "served: SGLang's flags follow --, and the options of the machine say nothing.",
+    )
+    live.add_argument("--model-path", metavar="MODEL", help="search on live servers of this model")
+    live.add_argument(
+        "--concurrency",
+        type=whole(at_least=1),
+        default=64,
+        metavar="N",
+        help="offline requests in flight (default: %(default)s)",
+    )
+    live.add_argument(
+        "--vocab-size",
+        type=whole(at_least=20),
+        default=VOCAB_SIZE,
+        metavar="N",
+        help="prompts made of token ids stay below it (default: %(default)s)",
+    )
+    live.add_argument(
+        "--server-log",
+        type=output_file,
+        default=Path("cosched-server.log"),
+        metavar="FILE",
+        help="output of the last server (default: %(default)s)",
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     add_json_option(parser)
-    add_workload_options(parser)
-    add_machine_options(parser)
-    add_config_options(parser)
+    add_run_options(parser)
     parser.set_defaults(execute=_slo)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Exits with 2 and one sentence when the arguments are wrong, with 130 when interrupted."""
     parser = build_parser()
-    arguments, rest = parser.parse_known_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    own, server_flags = given, []
+    if given[:1] == ["slo"] and "--" in given:
+        cut = given.index("--")
+        own, server_flags = given[:cut], given[cut + 1 :]
+    arguments, rest = parser.parse_known_args(own)
     if arguments.command != "measure" and rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    arguments.server_flags = server_flags
     arguments.rest = rest
     run_command(arguments)
 
@@ -342,61 +382,83 @@ def _errors(
 ) -> tuple[dict[str, Any], int]:
     """Errors of every predictor on points that it was not fitted to, and their number. Prints the
     table."""
-    num_held_out = round(len(points) * arguments.held_out)
-    if not 0 < num_held_out < len(points):
-        raise ConfigError(f"{len(points)} batches are too few to hold some out; raise --batches")
-    order = np.random.default_rng(arguments.seed).permutation(len(points))
-    shuffled = [points[i] for i in order]
-    held_out, rest = shuffled[:num_held_out], shuffled[num_held_out:]
+    rest, held_out = hold_out(points, arguments.held_out, seed=arguments.seed)
     results = compare_predictors(rest, held_out, graphs=graphs)
-    print(f"fitted to {len(rest)} batches, relative error on {num_held_out} others [%]")
-    print(f"{'':<10}" + "".join(f"{kind + ': mean':>22}{'p99':>8}" for kind in (*KINDS, "all")))
-    for name, result in results.items():
-        print(f"{name:<10}{result if isinstance(result, str) else _row(result)}")
-    errors: dict[str, Any] = {}
-    for name, result in results.items():
-        if isinstance(result, str):
-            errors[name] = {"not_fitted": result}
-        else:
-            errors[name] = {kind: asdict(error) for kind, error in result.errors.items()}
-    return errors, num_held_out
-
-
-def _row(result: Comparison) -> str:
-    row = ""
-    for kind in (*KINDS, "all"):
-        error = result.errors.get(kind)
-        row += (
-            f"{'-':>22}{'-':>8}"
-            if error is None
-            else f"{100 * error.mean:>22.2f}{100 * error.p99:>8.2f}"
-        )
-    return row
+    print("\n".join(error_table(results, len(rest))))
+    return errors_of(results), len(held_out)
 
 
 def _slo(arguments: argparse.Namespace) -> dict[str, Any]:
     goals = [parse_goal(text) for text in arguments.goals]
     wanted = SEARCHES[arguments.search]
     spec = run_spec_of(arguments, scenario(wanted.policy))
+    if arguments.server_flags and arguments.model_path is None:
+        raise ConfigError("flags after -- are for live servers; name --model-path too")
+    limits = {name: getattr(arguments, name) for name in ("low", "high", "tolerance")}
     with _progress(quiet=arguments.quiet) as bar:
-        task = bar.add_task("simulations", total=None)
-        answer = find_largest(
-            arguments.search,
-            spec,
-            goals,
-            low=arguments.low,
-            high=arguments.high,
-            tolerance=arguments.tolerance,
-            num_jobs=arguments.jobs,
-            on_run=lambda what, _: bar.update(task, advance=1, description=f"simulated {what}"),
-        )
+        task = bar.add_task("runs", total=None)
+
+        def on_run(what: str, result: Ran) -> None:
+            bar.update(task, advance=1, description=f"tried {what}")
+
+        if arguments.model_path is None:
+            answer = find_largest(
+                arguments.search, spec, goals, num_jobs=arguments.jobs, on_run=on_run, **limits
+            )
+        else:
+            answer = _search_live(arguments, spec, goals, on_run=on_run, **limits)
     _show(answer, goals)
     if answer.value is not None:
         config = msgspec.structs.replace(config_of(spec), **{wanted.key: answer.value})
         save_output(
             arguments, arguments.write, lambda path: write_whole(path, config.to_json() + "\n")
         )
-    return {"spec": spec.describe(), **answer.to_dict()}
+    live = None
+    if arguments.model_path is not None:
+        live = {
+            "model": Path(arguments.model_path).name,
+            "server_flags": arguments.server_flags,
+            "concurrency": arguments.concurrency,
+        }
+    return {"spec": spec.describe(), "live": live, **answer.to_dict()}
+
+
+def _search_live(
+    arguments: argparse.Namespace,
+    spec: RunSpec,
+    goals: Sequence[Goal],
+    *,
+    on_run: Callable[[str, LiveResult], None],
+    **limits: Any,
+) -> SloAnswer:
+    leave_a_core_free()
+    spec = replace(
+        spec,
+        scenario=replace(spec.scenario, client=OfflineClient.CAP),
+        cap=arguments.concurrency,
+    )
+    servers = OwnServers(
+        model_path=arguments.model_path,
+        flags=arguments.server_flags,
+        vocab_size=arguments.vocab_size,
+    )
+
+    def tried(what: str, result: LiveResult) -> None:
+        on_run(what, result)
+        reached = [(goal, goal.measure(result.summary, result.records)) for goal in goals]
+        shown = "; ".join(f"{goal.text}: {_amount(goal, value)}" for goal, value in reached)
+        # At once: a search that ends early has lasted long.
+        for line in (shown, *result.notes()):
+            print(f"{what}: {line}", file=sys.stderr, flush=True)
+
+    return search_largest(
+        arguments.search,
+        spec,
+        goals,
+        run_all=lambda specs: servers.run_all(specs, log_path=arguments.server_log),
+        on_run=tried,
+        **limits,
+    )
 
 
 def _show(answer: SloAnswer, goals: Sequence[Goal]) -> None:

@@ -43,9 +43,7 @@ from cosched.metrics.window import Window
 from cosched.policy.registry import known_policy, policy_names
 from cosched.simulation.find import QUESTIONS, find
 from cosched.simulation.options import (
-    add_config_options,
-    add_machine_options,
-    add_workload_options,
+    add_run_options,
     run_spec_of,
 )
 from cosched.simulation.run import RunResult, RunSpec, execute
@@ -74,9 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
         f"scheduling {', '.join(ENGINE_ORDERS)} (default: kv.eviction of --cosched-config, or "
         "the policy's own, value for most; of stock scheduling SGLang's)",
     )
-    add_workload_options(parser)
-    add_machine_options(parser)
-    add_config_options(parser)
+    add_run_options(parser)
     output = parser.add_argument_group("output")
     output.add_argument(
         "--plot", type=output_folder, metavar="DIR", help="write the pictures there"

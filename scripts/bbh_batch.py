@@ -18,35 +18,43 @@ ships neither.
 
 from __future__ import annotations
 
+import cosched.bootstrap  # isort: skip  # noqa: F401  # before anything of SGLang's
+
 import argparse
 import asyncio
 import json
 import os
 import random
-import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict
-from itertools import takewhile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from cosched.demo.records import OnlineRecord, OnlineSummary, summarize_online
-from cosched.demo.report import versions
-from cosched.demo.scenario import MODEL, ServerSpec, leave_a_core_free, serving
-from cosched.demo.traffic import OnlineTraffic, Window
-from cosched.demo.workload import WorkloadSpec, make_chat_trace
+from cosched.benchmark.live import LiveTarget, run_live
+from cosched.benchmark.own_server import leave_a_core_free
+from cosched.command_line import run_async
 from cosched.demo_model import SIZES, ensure_demo_model
 from cosched.errors import ConfigError, CoschedError
-from cosched.jobs.server import free_port
+from cosched.jobs.server import serving
+from cosched.metrics.records import RequestRecord
+from cosched.metrics.stats import to_dict
+from cosched.metrics.summary import Summary, summarize
 from cosched.policy.registry import POLICIES
+from cosched.simulation.arrivals import Arrival, Source
+from cosched.simulation.clients import online_client
+from cosched.versions import versions
+from cosched_traces.builders import DEMO_MEAN_RATE
+from cosched_traces.catalogue import load_workload
+from cosched_traces.workload import TraceRequest
 
+MODEL = "demo"
 DTYPE = "bfloat16"
 LONGEST_S = 4 * 3600.0  # the online trace is made for so long
 SERVER_FLAGS = (
     *("--dtype", DTYPE),
+    *("--served-model-name", MODEL),
     *("--chunked-prefill-size", "512"),
     *("--max-running-requests", "16"),
     *("--mem-fraction-static", "0.2"),
@@ -113,37 +121,45 @@ def checked(job: Path, answers: Path) -> dict[str, int]:
     }
 
 
-def stop_on_signals() -> None:
-    """Ctrl-C and SIGTERM stop run_batch and the server in order, then this program."""
-    task = asyncio.current_task()
-    assert task is not None
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+class While:
+    """A source of requests that has nothing more once `is_on` says so."""
+
+    def __init__(self, source: Source, is_on: Callable[[], bool]) -> None:
+        self._source, self._is_on = source, is_on
+
+    def due(self, now_s: float) -> Iterable[Arrival]:
+        return self._source.due(now_s) if self._is_on() else ()
+
+    def next_s(self) -> float | None:
+        return self._source.next_s() if self._is_on() else None
+
+    def on_finish(self, record: RequestRecord, output_ids: Sequence[int] | None = None) -> None:
+        self._source.on_finish(record, output_ids)
 
 
 async def serve_and_answer(
-    server: ServerSpec, online: WorkloadSpec | None, options: argparse.Namespace, *, job: Path
-) -> tuple[list[OnlineRecord], float]:
+    online: Sequence[TraceRequest], options: argparse.Namespace, *, job: Path
+) -> tuple[list[RequestRecord], float]:
     """Run the job beside the online requests: their records, and the job's seconds."""
-    stop_on_signals()
-    # Takes seconds: before the window's clock runs.
-    requests = make_chat_trace(online) if online is not None else ()
-    port = server.port or free_port()
-    command = server.command(options.policy, port=port)
     answers = options.out / "answers.jsonl"
-    log = answers.with_name("server.log")
-    async with serving(command, port=port, log_path=log, concurrency=1) as client:
+    async with serving(
+        model_path=str(ensure_demo_model(size=options.size, dtype=DTYPE)),
+        flags=[*server_flags(options), "--cosched-policy", options.policy],
+        log_path=answers.with_name("server.log"),
+        port=options.port,
+    ) as base_url:
         run_batch = [sys.executable, "-m", "cosched.run_batch", "-i", str(job), "-o", str(answers)]
-        run_batch += ["--base-url", client.base_url, "--concurrency", str(options.concurrency)]
+        run_batch += ["--base-url", base_url, "--concurrency", str(options.concurrency)]
         run_batch += ["--overwrite", "--progress-every", "30"]
         began_s = time.monotonic()
         process = await asyncio.create_subprocess_exec(*run_batch)
         try:
-            window = Window(opens_in_s=1.0)
-            trace = takewhile(lambda _: process.returncode is None, requests)
-            traffic = OnlineTraffic(base_url=client.base_url, window=window, model=MODEL)
-            async with traffic, asyncio.TaskGroup() as beside:
-                beside.create_task(traffic.replay(trace, give_up_s=LONGEST_S))
+            source = While(
+                online_client(online, vocab_size=2000), lambda: process.returncode is None
+            )
+            target = LiveTarget(base_url=base_url, model=MODEL)
+            async with asyncio.TaskGroup() as beside:
+                chat = beside.create_task(run_live(target, [source], duration_s=LONGEST_S))
                 code = await process.wait()
                 seconds = time.monotonic() - began_s
         finally:
@@ -152,7 +168,7 @@ async def serve_and_answer(
                 await process.wait()
     if code not in (0, 1):  # 1: some lines failed, which the check reports
         raise CoschedError(f"run_batch ended with exit code {code}")
-    return traffic.records, seconds
+    return chat.result(), seconds
 
 
 def server_flags(options: argparse.Namespace) -> tuple[str, ...]:
@@ -164,26 +180,21 @@ def run(options: argparse.Namespace) -> int:
     job, answers = options.out / "bbh.jsonl", options.out / "answers.jsonl"
     write(job, options)
     leave_a_core_free()
-    server = ServerSpec(
-        model_path=str(ensure_demo_model(size=options.size, dtype=DTYPE)),
-        flags=server_flags(options),
-        port=options.port,
-    )
-    online = None
+    online: Sequence[TraceRequest] = ()
     if options.rate:
-        online = WorkloadSpec(
-            seconds=LONGEST_S, rate_per_s=options.rate, bursts=(), seed=options.seed
-        )
-    records, seconds = asyncio.run(serve_and_answer(server, online, options, job=job))
+        rate = DEMO_MEAN_RATE * options.rate
+        online = load_workload(
+            "demo-chat", seed=options.seed, rate=rate, duration_s=LONGEST_S
+        ).requests
+    records, seconds = run_async(serve_and_answer(online, options, job=job))
     counts = checked(job, answers)
-    summary = summarize_online(records)
-    report(options, counts=counts, summary=summary, seconds=seconds)
+    report(options, counts=counts, summary=summarize(records), seconds=seconds)
     once = counts["answers"] == counts["unique_custom_ids"] == counts["lines"]
     return 0 if once and not counts["missing"] else 1
 
 
 def report(
-    options: argparse.Namespace, *, counts: dict[str, int], summary: OnlineSummary, seconds: float
+    options: argparse.Namespace, *, counts: dict[str, int], summary: Summary, seconds: float
 ) -> None:
     hit_rate = counts["cached_tokens"] / max(1, counts["prompt_tokens"])
     print(f"{counts['lines']} lines, {counts['answers']} answers in {seconds:.0f} s")
@@ -191,10 +202,11 @@ def report(
     tokens_per_s = (counts["prompt_tokens"] + counts["completion_tokens"]) / seconds
     print(f"prompt tokens: {counts['prompt_tokens']:,}, of them cached: {hit_rate:.1%}")
     print(f"tokens/s of prompt and reply: {tokens_per_s:,.0f}")
-    print(f"online: {summary.num_requests} requests, {summary.num_failed} failed")
-    for name, value in (("TTFT", summary.ttft_ms), ("TPOT", summary.tpot_ms)):
-        if value is not None:
-            print(f"  {name} p50 {value.p50:.0f} ms, p99 {value.p99:.0f} ms")
+    online = summary.online
+    print(f"online: {online.num_requests} requests, {online.num_failed} failed")
+    for name, value in (("TTFT", online.ttft_s), ("TPOT", online.tpot_s)):
+        if value.p50 is not None and value.p99 is not None:
+            print(f"  {name} p50 {1e3 * value.p50:.0f} ms, p99 {1e3 * value.p99:.0f} ms")
     entry = {
         "program": "bbh_batch",
         "config": {
@@ -211,7 +223,7 @@ def report(
             "lines_per_s": round(counts["answers"] / seconds, 2),
             "tokens_per_s": round(tokens_per_s),
             "cached_ratio": round(hit_rate, 4),
-            "online": asdict(summary),
+            "online": to_dict(online),
             "load_average": os.getloadavg()[0],
         },
     }
@@ -250,7 +262,7 @@ def main() -> int:
             return run(options)
         count = write(options.output, options)
         print(f"{options.output}: {count} lines")
-    except asyncio.CancelledError:
+    except KeyboardInterrupt:
         print("bbh_batch: interrupted", file=sys.stderr)
         return 130
     except CoschedError as error:

@@ -45,11 +45,11 @@ from bench_pool import prompts, sglang_array
 
 from cosched.config import ENV_VAR
 from cosched.core.request import RequestClass, Slo
-from cosched.demo.report import versions
 from cosched.policy.registry import POLICIES
 from cosched.simulation.machine import Machine
 from cosched.simulation.run import CostSpec, RunSpec, config_of, cost_model_of, engine_flags
 from cosched.simulation.scenario import Scenario
+from cosched.versions import versions
 
 GOAL_PLAN_P99_MS = 1.0
 CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}

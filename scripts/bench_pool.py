@@ -37,8 +37,8 @@ from typing import Any
 import numpy as np
 
 from cosched.core.request import RequestClass, Slo
-from cosched.demo.report import versions
 from cosched.offline.prefix_pool import PoolConfig, PrefixPool
+from cosched.versions import versions
 
 VOCABULARY = 150_000
 SHAPES = ["heads", "documents", "unique"]

@@ -17,7 +17,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -47,6 +46,7 @@ from cosched.cost_models.tables import (
 from cosched.errors import ConfigError, CoschedError
 from cosched.latency.profile_file import MeasuredPoint
 from cosched.latency.relative_error import ErrorSummary, summarise
+from cosched.versions import versions
 
 _GPUS = ("A100-80", "H100", "H200")
 
@@ -342,8 +342,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     config = {"model": args.model, "fraction": args.fraction, "seed": args.seed}
-    versions = {"cosched": version("cosched"), "numpy": version("numpy")}
-    print(json.dumps({"config": config, "versions": versions, "results": results}))
+    print(json.dumps({"config": config, "versions": versions("numpy"), "results": results}))
     return 0
 
 

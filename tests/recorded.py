@@ -13,7 +13,7 @@ from cosched.engine.decisions import DecisionLog
 from cosched.engine.iteration import Iteration
 from cosched.engine.port import shape_of
 from cosched.latency.calibration import Calibrator
-from cosched.policy.base import Budgets
+from cosched.policy.base import PolicySettings
 from cosched.policy.sarathi import SarathiPolicy
 from tests.factories import FakeRequest, FakeView, make_caps
 
@@ -59,11 +59,9 @@ class Recorder:
             self.path,
             header=Header(
                 policy=self.name,
-                caps=make_caps(partial_decode=True),
-                slo=Slo(ttft_s=1.0, tpot_s=0.05),
-                latency_budget_s=None,
-                budgets=Budgets(),
-                offline_rate=None,
+                settings=PolicySettings(
+                    caps=make_caps(partial_decode=True), slo=Slo(ttft_s=1.0, tpot_s=0.05)
+                ),
                 versions={"cosched": "0"},
             ),
             predictor=self.predictor,

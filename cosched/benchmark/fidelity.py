@@ -9,22 +9,18 @@ took, and how much of the prompts was found in the cache.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import random
 import tempfile
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cosched.benchmark.live import LiveTarget, run_live
+from cosched.benchmark.live import LiveTarget, measure_live
 from cosched.core.request import RequestClass
 from cosched.cost_models.profile_model import ProfileModel
-from cosched.jobs.client import Client, RetryRules
-from cosched.jobs.server import OwnServer, free_port, own_base_url, server_command
+from cosched.jobs.server import serving
 from cosched.latency.profile_file import MeasuredPoint, Profile, read_iteration_log
 from cosched.metrics.records import RequestRecord
 from cosched.simulation.machine import Machine
@@ -34,7 +30,6 @@ from cosched.simulation.scenario import scenario
 
 __all__ = ["FidelityCase", "compare_runs", "run_fidelity"]
 
-_START_S = 180.0
 _WARM_UP_ITERATIONS = 20
 
 
@@ -89,7 +84,13 @@ def run_fidelity(case: FidelityCase, *, show: Callable[[str], None]) -> dict[str
 async def _run_server(
     case: FidelityCase, log: Path, folder: Path, show: Callable[[str], None]
 ) -> tuple[list[RequestRecord], int]:
-    async with _serving(case, log, folder) as base_url:
+    flags = [
+        *case.machine.flags(),
+        *("--cosched-policy", case.policy, "--cosched-iteration-log", str(log)),
+        *("--dtype", "float32", "--enable-cache-report", "--mem-fraction-static", "0.3"),
+    ]
+    log_path = folder / "server.log"
+    async with serving(model_path=case.model_path, flags=flags, log_path=log_path) as base_url:
         target = LiveTarget(base_url=base_url, vocab_size=case.vocab_size)
         show("the server is up; measuring its iterations")
         await _load(target, case, seed=case.seed + 1)
@@ -102,14 +103,9 @@ async def _run_server(
 
 
 async def _load(target: LiveTarget, case: FidelityCase, *, seed: int) -> list[RequestRecord]:
-    online, offline = load_requests(_spec(case, seed=seed, profile=None))
-    return await run_live(
-        target,
-        online=[r for r in online if r.arrival_s < case.duration_s],
-        offline=offline,
-        offline_concurrency=case.offline_concurrency,
-        duration_s=case.duration_s,
-    )
+    spec = _spec(case, seed=seed, profile=None)
+    result = await measure_live(target, spec, *load_requests(spec))
+    return list(result.records)
 
 
 def _spec(case: FidelityCase, *, seed: int, profile: Path | None) -> RunSpec:
@@ -123,35 +119,6 @@ def _spec(case: FidelityCase, *, seed: int, profile: Path | None) -> RunSpec:
         seed=seed,
         cap=case.offline_concurrency,
     )
-
-
-@contextlib.asynccontextmanager
-async def _serving(case: FidelityCase, log: Path, folder: Path) -> AsyncIterator[str]:
-    port = free_port()
-    flags = [
-        *case.machine.flags(),
-        *("--cosched-policy", case.policy, "--cosched-iteration-log", str(log)),
-        *("--dtype", "float32", "--enable-cache-report", "--mem-fraction-static", "0.3"),
-    ]
-    client = Client(
-        base_url=own_base_url(port),
-        concurrency=1,
-        rules=RetryRules(max_wait_s=30.0),
-        rng=random.Random(0),
-        clock=time.monotonic,
-    )
-    server = OwnServer(
-        client=client,
-        command=server_command(model_path=case.model_path, port=port, flags=flags),
-        log_path=str(folder / "server.log"),
-        start_timeout_s=_START_S,
-    )
-    try:
-        async with client:
-            await server.ready()
-            yield own_base_url(port)
-    finally:
-        server.stop()
 
 
 async def _flush_cache(base_url: str) -> None:

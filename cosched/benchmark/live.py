@@ -25,13 +25,33 @@ from cosched.core.request import RequestClass
 from cosched.core.wire import OFFLINE_PRIORITY
 from cosched.errors import ConfigError, CoschedError
 from cosched.metrics.records import RequestRecord
+from cosched.metrics.summary import Summary
+from cosched.metrics.table import print_table
 from cosched.simulation.arrivals import Arrival, Source
-from cosched.simulation.clients import ClosedLoopClient, online_client
+from cosched.simulation.clients import online_client
+from cosched.simulation.run import RunSpec, offline_client, summarize_run
 from cosched_traces.workload import TraceRequest
 
-__all__ = ["LiveTarget", "ServerError", "run_live", "with_misses"]
+__all__ = [
+    "VOCAB_SIZE",
+    "LiveProgress",
+    "LiveResult",
+    "LiveTarget",
+    "ServerError",
+    "measure_live",
+    "print_live",
+    "run_live",
+    "with_misses",
+]
+
+VOCAB_SIZE = 2000
+"""Token ids that every model knows lie below."""
 
 _CONNECT_S = 10.0
+_KEPT = 256
+"""Connections that stay open between requests."""
+_SHOW_EVERY_S = 0.25
+_LATE_SHARE = 0.5
 
 
 class ServerError(CoschedError):
@@ -48,7 +68,7 @@ class LiveTarget:
 
     base_url: str
     model: str = "default"
-    vocab_size: int = 2000
+    vocab_size: int = VOCAB_SIZE
     send_priority: bool = True
     api_key: str | None = None
 
@@ -57,39 +77,140 @@ class LiveTarget:
             raise ConfigError(f"--base-url must begin with http:// or https://: {self.base_url!r}")
 
 
-async def run_live(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveProgress:
+    """How far a run is. `now_s` counts from where it is measured: before, it is negative."""
+
+    now_s: float
+    num_online_sent: int
+    num_online_open: int
+    num_offline_ended: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveResult:
+    """What a client saw of a server in ``[0, spec.duration_s)``."""
+
+    spec: RunSpec
+    summary: Summary
+    records: Sequence[RequestRecord]
+
+    @property
+    def max_client_delay_s(self) -> float:
+        """The most by which an online request was sent after its arrival [s]."""
+        online = (r for r in self.records if r.request_class is RequestClass.ONLINE)
+        return max((r.sent_s - r.arrival_s for r in online if r.sent_s is not None), default=0.0)
+
+    @property
+    def is_client_late(self) -> bool:
+        """Whether the numbers say more of a client that did not get the processor than of the
+        server: it was later, once, than half of the TTFT target."""
+        ttft_s = self.spec.slo.ttft_s
+        return ttft_s is not None and self.max_client_delay_s > _LATE_SHARE * ttft_s
+
+    def notes(self) -> list[str]:
+        """What its row of the table does not say and the reader should know."""
+        name, online, lines = self.spec.scenario.name, self.summary.online, []
+        if self.is_client_late:
+            lines.append(
+                f"{name}: not to be trusted: this client itself sent requests up to "
+                f"{self.max_client_delay_s:.1f} s late, as the machine was too busy; run it again "
+                "when nothing else runs, or with a lower rate"
+            )
+        if missing := online.num_failed + online.num_unfinished:
+            reason = self._first_error(RequestClass.ONLINE) or "not answered when the run ended"
+            lines.append(
+                f"{name}: {missing} of {online.num_requests} online requests have no whole answer; "
+                f"the first: {reason}"
+            )
+        if num_failed := self.summary.offline.num_failed:
+            lines.append(
+                f"{name}: {num_failed} offline requests failed; the first: "
+                f"{self._first_error(RequestClass.OFFLINE)}"
+            )
+        return lines
+
+    def _first_error(self, request_class: RequestClass) -> str | None:
+        failed = (r for r in self.records if r.request_class is request_class and not r.ok)
+        return next((r.finish_reason for r in failed), None)
+
+    def to_row(self) -> dict[str, Any]:
+        """Its part of the last line; as those of `bench run`."""
+        return {
+            "scenario": self.spec.scenario.name,
+            "attainment": self.summary.online.attainment.joint.ratio,
+            "offline_tokens_per_s": self.summary.offline.tokens_per_s,
+            "ceiling_ratio": None,
+            "max_client_delay_ms": round(1e3 * self.max_client_delay_s, 3),
+            "is_client_late": self.is_client_late,
+            "summary": self.summary.to_dict(with_host=False),
+        }
+
+
+def print_live(results: Sequence[LiveResult], *, baseline: str | None = None) -> None:
+    """One row for each, marked where the client was late, and what else is to be known."""
+    print_table(
+        {result.spec.scenario.name: result.summary for result in results},
+        baseline=baseline,
+        marked={result.spec.scenario.name for result in results if result.is_client_late},
+    )
+    for line in (note for result in results for note in result.notes()):
+        print(line)
+
+
+async def measure_live(
     target: LiveTarget,
-    *,
+    spec: RunSpec,
     online: Sequence[TraceRequest],
     offline: Sequence[TraceRequest],
-    offline_concurrency: int,
-    duration_s: float,
-    on_progress: Callable[[float], None] = lambda now_s: None,
-) -> list[RequestRecord]:
+    *,
+    lead_s: float = 0.0,
+    grace_s: float = 0.0,
+    on_progress: Callable[[LiveProgress], None] = lambda progress: None,
+) -> LiveResult:
     """Online requests open-loop at their times, or in sessions whose next turn is sent when the
-    answer before it, which it holds, has come and been thought about; offline ones with so many in
-    flight, for `duration_s`. The clients are those of the simulation. What is unanswered then is
-    cut off and its record left open.
+    answer before it, which it holds, has come and been thought about; offline ones as the
+    specification's scenario sends them. The clients are those of the simulation."""
+    sources: list[Source] = [online_client(online, vocab_size=target.vocab_size)]
+    if offline:
+        sources.append(offline_client(spec, offline, vocab_size=target.vocab_size))
+    records = await run_live(
+        target,
+        sources,
+        duration_s=spec.end_s,
+        lead_s=lead_s,
+        grace_s=grace_s,
+        on_progress=on_progress,
+    )
+    summary = summarize_run(spec, records, None, end_s=spec.end_s)
+    return LiveResult(spec=spec, summary=summary, records=records)
 
-    Times in the records are seconds since the run began.
+
+async def run_live(
+    target: LiveTarget,
+    sources: Sequence[Source],
+    *,
+    duration_s: float,
+    lead_s: float = 0.0,
+    grace_s: float = 0.0,
+    on_progress: Callable[[LiveProgress], None] = lambda progress: None,
+) -> list[RequestRecord]:
+    """Send what the sources have due until they have nothing more and all is answered, or for
+    `duration_s`, and then for up to `grace_s` more until the online requests that came in it are
+    answered too. What is unanswered then is cut off and its record left open.
+
+    Times in the records are seconds since `lead_s` after the run began: what measures a server that
+    offline work fills already lets that come first.
     """
-    run = _LiveRun(target, num_connections=offline_concurrency)
+    run = _LiveRun(target)
     async with contextlib.aclosing(run):
         await run.check()
-        run.begin()
-        clients: list[Source] = [
-            online_client(online, vocab_size=target.vocab_size),
-            ClosedLoopClient(
-                offline, concurrency=offline_concurrency, vocab_size=target.vocab_size
-            ),
-        ]
-        serving = asyncio.create_task(run.serve(clients))
-        while run.now_s() < duration_s and not serving.done():
-            on_progress(run.now_s())
-            await asyncio.wait([serving], timeout=min(0.2, max(duration_s - run.now_s(), 0.0)))
-        serving.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await serving
+        run.begin(lead_s)
+        showing = asyncio.create_task(run.show_often(on_progress))
+        try:
+            await run.serve(sources, duration_s=duration_s, grace_s=grace_s)
+        finally:
+            showing.cancel()
     return with_misses(run.records)
 
 
@@ -107,7 +228,7 @@ def with_misses(records: Sequence[RequestRecord]) -> list[RequestRecord]:
 
 
 class _LiveRun:
-    def __init__(self, target: LiveTarget, *, num_connections: int) -> None:
+    def __init__(self, target: LiveTarget) -> None:
         self.records: list[RequestRecord] = []
         self._target = target
         headers = {"authorization": f"Bearer {target.api_key}"} if target.api_key else {}
@@ -115,11 +236,12 @@ class _LiveRun:
             base_url=target.base_url,
             headers=headers,
             timeout=httpx.Timeout(None, connect=_CONNECT_S),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=num_connections),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=_KEPT),
             trust_env=False,  # proxies are for the way out, not for a server under test
         )
         self._began_s = 0.0
-        self._num_open = 0
+        self._num_sent = dict.fromkeys(RequestClass, 0)
+        self._num_open = dict.fromkeys(RequestClass, 0)
         self._something_ended = asyncio.Event()
 
     async def aclose(self) -> None:
@@ -136,30 +258,58 @@ class _LiveRun:
                 f"{self._target.base_url}/v1/models answers {response.status_code}, not 200"
             )
 
-    def begin(self) -> None:
-        self._began_s = time.monotonic()
+    def begin(self, lead_s: float) -> None:
+        self._began_s = time.monotonic() + lead_s
 
     def now_s(self) -> float:
         return time.monotonic() - self._began_s
 
-    async def serve(self, clients: Sequence[Source]) -> None:
-        """Send what the clients have due, until they have nothing more and all is answered."""
+    async def show_often(self, on_progress: Callable[[LiveProgress], None]) -> None:
+        online, offline = RequestClass.ONLINE, RequestClass.OFFLINE
+        while True:
+            on_progress(
+                LiveProgress(
+                    now_s=self.now_s(),
+                    num_online_sent=self._num_sent[online],
+                    num_online_open=self._num_open[online],
+                    num_offline_ended=self._num_sent[offline] - self._num_open[offline],
+                )
+            )
+            await asyncio.sleep(_SHOW_EVERY_S)
+
+    async def serve(self, sources: Sequence[Source], *, duration_s: float, grace_s: float) -> None:
+        online = RequestClass.ONLINE
+        sent: set[asyncio.Task[None]] = set()
         async with asyncio.TaskGroup() as sends:
             while True:
                 self._something_ended.clear()
-                for client in clients:
-                    for arrival in client.due(self.now_s()):
-                        self._num_open += 1
-                        sends.create_task(self._send(arrival, clients))
-                times = [time_s for client in clients if (time_s := client.next_s()) is not None]
-                if not times and not self._num_open:
-                    return
-                wait_s = max(min(times) - self.now_s(), 0.0) if times else None
+                now_s = self.now_s()
+                for source in sources:
+                    for arrival in source.due(now_s):
+                        if arrival.request_class is online and arrival.arrival_s >= duration_s:
+                            continue
+                        self._num_sent[arrival.request_class] += 1
+                        self._num_open[arrival.request_class] += 1
+                        task = sends.create_task(self._send(arrival, sources))
+                        sent.add(task)
+                        task.add_done_callback(sent.discard)
+                # Only then: what came in time counts also where this client was late.
+                is_closed = now_s >= duration_s
+                if is_closed and (now_s >= duration_s + grace_s or not self._num_open[online]):
+                    break
+                times = [time_s for source in sources if (time_s := source.next_s()) is not None]
+                if not times and not any(self._num_open.values()):
+                    break
+                next_s = min([*times, duration_s + grace_s if is_closed else duration_s])
                 with contextlib.suppress(TimeoutError):
+                    wait_s = max(next_s - self.now_s(), 0.0)
                     await asyncio.wait_for(self._something_ended.wait(), wait_s)
+            await asyncio.sleep(0)  # a task that has not begun would leave no record
+            for task in sent:
+                task.cancel()
 
-    async def _send(self, arrival: Arrival, clients: Sequence[Source]) -> None:
-        reply = _Reply(arrival.num_output_tokens)
+    async def _send(self, arrival: Arrival, sources: Sequence[Source]) -> None:
+        reply = _Reply(arrival.num_output_tokens, sent_s=self.now_s())
         problem: str | None = None
         is_cut_off = False
         try:
@@ -176,9 +326,9 @@ class _LiveRun:
             finish_s = None if is_cut_off else self.now_s()
             record = reply.record(arrival, finish_s, problem)
             self.records.append(record)
-        for client in clients:
-            client.on_finish(record, reply.output_ids)
-        self._num_open -= 1
+        for source in sources:
+            source.on_finish(record, reply.output_ids)
+        self._num_open[arrival.request_class] -= 1
         self._something_ended.set()
 
     async def _stop(self, chunk: dict[str, Any]) -> bool:
@@ -231,8 +381,9 @@ class _Reply:
     """What has come of one reply. It is whole after `num_wanted` tokens; what comes then, until the
     server has stopped, does not count."""
 
-    def __init__(self, num_wanted: int) -> None:
+    def __init__(self, num_wanted: int, *, sent_s: float) -> None:
         self._num_wanted = num_wanted
+        self._sent_s = sent_s
         self._times: array[float] = array("d")
         self._num_tokens = 0
         self._num_cached: int | None = None
@@ -274,6 +425,7 @@ class _Reply:
             rid=arrival.rid,
             request_class=arrival.request_class,
             arrival_s=arrival.arrival_s,
+            sent_s=self._sent_s,
             num_prompt_tokens=len(arrival.input_ids),
             num_output_tokens=num_tokens if self._times else 0,
             first_token_s=self._times[0] if self._times else None,

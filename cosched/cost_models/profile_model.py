@@ -10,13 +10,12 @@ import numpy as np
 
 from cosched.core.batch import BatchShape
 from cosched.errors import ConfigError
-from cosched.latency.interp import FloatArray
-from cosched.latency.nnls import nnls
+from cosched.latency.predictor_base import relative_fit
 from cosched.latency.profile_file import MeasuredPoint, Profile, read_iteration_log
+from cosched.latency.relative_error import ErrorSummary, summarise
 
 __all__ = [
     "MeasuredPoint",
-    "ProfileError",
     "ProfileModel",
     "read_iteration_log",
 ]
@@ -42,16 +41,6 @@ _SEED = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProfileError:
-    """Relative error on points the fit did not see (0-1); bias above 0: predicted too long."""
-
-    num_points: int
-    bias: float
-    mean: float
-    p99: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileModel:
     """Iteration time as a sum of non-negative costs: of the iteration, of each token (rising at
     `KNOTS`), of each (query, key) pair of prefill attention, n * (c + n / 2) for n new tokens over
@@ -67,7 +56,7 @@ class ProfileModel:
 
     coefficients: tuple[float, ...]
     points: tuple[MeasuredPoint, ...]
-    held_out: ProfileError
+    held_out: ErrorSummary
     source: Mapping[str, object] = field(default_factory=dict)
 
     @property
@@ -93,16 +82,11 @@ class ProfileModel:
         order = np.random.default_rng(_SEED).permutation(len(points))
         num_held = max(1, round(len(points) * _HELD_OUT_RATIO))
         held, kept = order[:num_held], order[num_held:]
-        relative = matrix[held] @ _fit(matrix[kept], seconds[kept]) / seconds[held] - 1
+        predicted = matrix[held] @ relative_fit(matrix[kept].T, seconds[kept])
         return cls(
-            coefficients=tuple(_fit(matrix, seconds).tolist()),
+            coefficients=relative_fit(matrix.T, seconds),
             points=points,
-            held_out=ProfileError(
-                num_points=num_held,
-                bias=float(relative.mean()),
-                mean=float(np.abs(relative).mean()),
-                p99=float(np.quantile(np.abs(relative), 0.99)),
-            ),
+            held_out=summarise(predicted.tolist(), seconds[held].tolist()),
             source=dict(source or {}),
         )
 
@@ -151,8 +135,3 @@ def features(batch: BatchShape) -> list[float]:
         float(sum(batch.decodes)),
         float(prefill_context),
     ]
-
-
-def _fit(matrix: FloatArray, seconds: FloatArray) -> FloatArray:
-    # Divided by the time, so that the residuals are relative errors.
-    return nnls(matrix / seconds[:, None], np.ones(len(seconds)))

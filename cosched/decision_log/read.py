@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,13 @@ __all__ = ["Entry", "read_log"]
 class Entry:
     """One decision, and what the log says elsewhere of what it names. Valid until the next one.
 
-    facts, first_tokens  by seq
-    calibrator           None: the policy predicts nothing
+    facts       of requests, by seq
+    calibrator  None: the policy predicts nothing
     """
 
     header: Header
     decision: Decision
     facts: dict[int, RequestFacts]
-    first_tokens: dict[int, float]
     calibrator: CalibratorState | None
 
 
@@ -80,7 +80,6 @@ class _PartReader:
     def __init__(self) -> None:
         self._header: Header | None = None
         self._facts: dict[int, RequestFacts] = {}
-        self._first_tokens: dict[int, float] = {}
         self._shapes: Shapes = (None, None)
         self._calibrator: CalibratorState | None = None
 
@@ -105,8 +104,7 @@ class _PartReader:
         if self._header is None:
             raise _BadLineError("no header before it")
         for facts in record.requests:
-            self._facts[facts.seq] = facts
-        self._first_tokens.update(record.first_tokens)
+            self._facts[facts.arrival_seq] = facts
         self._read_calibrator(record)
         for seq in _named(record):
             if seq not in self._facts:
@@ -115,7 +113,6 @@ class _PartReader:
             header=self._header,
             decision=record,
             facts=self._facts,
-            first_tokens=self._first_tokens,
             calibrator=self._calibrator,
         )
 
@@ -130,7 +127,7 @@ class _PartReader:
         if state is not None:
             if shapes is None:
                 raise _BadLineError("a calibrator without shapes, and none before it")
-            self._calibrator = state.with_shapes(shapes)
+            self._calibrator = msgspec.structs.replace(state, shapes=shapes)
 
 
 def _shape(data: dict[str, Any] | None) -> Predictor | None:
@@ -139,15 +136,8 @@ def _shape(data: dict[str, Any] | None) -> Predictor | None:
 
 def _named(record: Decision) -> Iterator[int]:
     view, plan, result = record.view, record.plan, record.result
-    for rows in (view.running, view.unfinished, view.online, view.offline):
-        for row in rows:
-            yield row[0]
-    for seq, _ in plan.prefill:
-        yield seq
-    for seq, _ in plan.preempted:
-        yield seq
-    yield from plan.held
-    for skipped in plan.skipped.values():
-        yield from skipped
-    for seq, *_ in result.finished:
-        yield seq
+    rows = chain(view.running, view.unfinished, view.online, view.offline, view.asked)
+    firsts: Iterator[Any] = (
+        row[0] for row in (*rows, *plan.prefill, *plan.preempted, *result.finished)
+    )
+    return chain(firsts, plan.held, *plan.skipped.values())

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
 from cosched.core.batch import BatchTotals
 from cosched.core.estimates import Predictor
 from cosched.core.plan import Plan
+from cosched.core.view import View
 from cosched.decision_log.read import Entry
 from cosched.decision_log.view import NotRecordedError, RecordedView, recorded_plan
 from cosched.engine.decision_records import Header, Outcome
@@ -74,7 +75,7 @@ class _Planner:
         self._by_arrival = self._is_another and entry.pool is None
         self._num_made = self._num_not_made = 0  # of views in which there was something to plan
         self._believed = _Believed()
-        self._policy: Policy[Any] = make(header.settings())
+        self._policy: Policy[Any] = make(header.settings)
         self._carry = self._policy.initial
         self.replanned = Replanned(policy=policy)
 
@@ -92,7 +93,7 @@ class _Planner:
         if recorded_carry is not None and not self._is_another:
             self._carry = msgspec.convert(recorded_carry, type(self._policy.initial))
         try:
-            plan, carry = self._policy.plan(view, self._carry)
+            plan, carry = self._policy.plan(cast("View", view), self._carry)
             if entry.decision.result.outcome is not Outcome.REPLANNED:
                 self._carry = carry
         except NotRecordedError as error:

@@ -199,7 +199,7 @@ class Story:
         if result.start_s is not None and result.measured_s is not None:
             self._last_s = result.start_s + result.measured_s
         for seq, reason, num_tokens in result.finished:
-            if seq == self._facts.seq:
+            if seq == self._facts.arrival_seq:
                 self._is_over = True
                 self._moment(
                     self._last_s,
@@ -232,7 +232,7 @@ class Story:
         }
 
     def _tell(self, entry: Entry) -> None:
-        seq = self._facts.seq
+        seq = self._facts.arrival_seq
         decision = entry.decision
         view, plan, result = decision.view, decision.plan, decision.result
         now_s = view.now_s
@@ -250,7 +250,7 @@ class Story:
             self._has_run = True
             chapter = self._decode(now_s)
             if result.outcome is Outcome.RAN and (
-                entry.header.caps.mixed_batches or not plan.prefill
+                entry.header.settings.caps.mixed_batches or not plan.prefill
             ):
                 chapter.decode()
             else:
@@ -272,16 +272,16 @@ class Story:
         last.add(reason, now_s)
 
     def _prefill(self, entry: Entry, num_tokens: int) -> None:
-        view, seq = entry.decision.view, self._facts.seq
+        view, seq = entry.decision.view, self._facts.arrival_seq
         last = self._chapters[-1] if self._chapters else None
         if not isinstance(last, _Prefill):
             row = _row([*view.unfinished, *view.online, *view.offline], seq)
             assert row is not None, "what a plan names was looked at"
-            match = view.matches.get(seq)
+            match = view.match.get(seq)
             last = _Prefill(
                 start_s=view.now_s,
                 num_known_tokens=self._facts.num_prompt_tokens + row[1],
-                num_cached=None if match is None else match[0],
+                num_cached=None if match is None else match.cached,
                 is_resumed=self._has_run,
             )
             self._chapters.append(last)
@@ -314,10 +314,10 @@ class Story:
 
     def _is_gone(self, entry: Entry) -> bool:
         """Its queue was read to the end, nobody was passed over, and it is not in it."""
-        view, seq = entry.decision.view, self._facts.seq
+        view, seq = entry.decision.view, self._facts.arrival_seq
         online = self._facts.request_class is RequestClass.ONLINE
         rows = view.online if online else view.offline
-        is_all = view.online_is_all if online else view.offline_is_all and not view.skips
+        is_all = view.online_is_all if online else view.is_all_offline
         return is_all and _row(rows, seq) is None
 
 

@@ -40,7 +40,7 @@ class LogSummary:
         self._planning_s.append(result.planning_s)
         self._times.append(decision.view.now_s)
         for request in decision.requests:
-            self._seqs[request.request_class].add(request.seq)
+            self._seqs[request.request_class].add(request.arrival_seq)
         if result.outcome is Outcome.REPLANNED:
             return
         for reason, seqs in plan.skipped.items():
@@ -198,8 +198,8 @@ _OUTCOMES = {
 
 
 def _cached(entry: Entry, seq: int) -> int | None:
-    match = entry.decision.view.matches.get(seq)
-    return None if match is None else match[0]
+    match = entry.decision.view.match.get(seq)
+    return None if match is None else match.cached
 
 
 def _after(num_cached: int | None) -> str:

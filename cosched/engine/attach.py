@@ -70,9 +70,9 @@ def attach(scheduler: Any, config: Config) -> None:
     if config.decision_log is not None and port.parallel().tp_rank == 0:
         logs["decision"] = controller.decisions = DecisionLog(
             _log_path(config.decision_log),
-            header=Header.of(
-                config.policy,
-                controller.settings,
+            header=Header(
+                policy=config.policy,
+                settings=controller.settings,
                 versions={name: version(name) for name in ("cosched", "sglang")},
             ),
             predictor=controller.predictor if entry.timed else None,

@@ -6,34 +6,39 @@ names it, so every part of a rotated log can be read alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
-from cosched.core.caps import EngineCaps
-from cosched.core.estimates import Predictor
+from cosched.core.estimates import LengthEstimate
 from cosched.core.plan import PreemptMode, SkipReason
-from cosched.core.request import RequestClass, Slo, Traits
-from cosched.core.view import BatchRules, Ended, KvState, OfflineLimits
+from cosched.core.request import PLAIN, RequestClass, Slo, Traits
+from cosched.core.view import BatchRules, Ended, KvState, Match, OfflineLimits
 from cosched.latency.calibration import CalibratorState
-from cosched.policy.base import Budgets, PolicySettings
+from cosched.policy.base import PolicySettings
 
 __all__ = [
     "FORMAT",
-    "CalibratorRecord",
+    "QUESTIONS",
     "Decision",
     "Header",
+    "OrderStep",
     "Outcome",
     "PlanState",
+    "RecordedRequest",
     "RequestFacts",
     "RequestRow",
     "Result",
     "Shapes",
     "ViewState",
+    "without_defaults",
 ]
 
-FORMAT = 2
+_S = TypeVar("_S", bound=msgspec.Struct)
+
+FORMAT = 3
 """Raised when a reader of the last format could not read the new one."""
 
 RequestRow: TypeAlias = tuple[int, ...]
@@ -46,82 +51,60 @@ them."""
 
 
 class Header(msgspec.Struct, kw_only=True, tag_field="kind", tag="header"):
-    """First line of each part.
-
-    part  number of the part, from 0
-    caps, slo, latency_budget_s, budgets, offline_rate  what the policy was built with
-    """
+    """First line of each part. settings: what the policy was built with; part: its number, from
+    0."""
 
     policy: str
-    caps: EngineCaps
-    slo: Slo
-    latency_budget_s: float | None
-    budgets: Budgets
-    offline_rate: float | None
+    settings: PolicySettings
     versions: dict[str, str]
     format: int = FORMAT
     part: int = 0
 
-    @classmethod
-    def of(cls, policy: str, settings: PolicySettings, *, versions: dict[str, str]) -> Header:
-        return cls(
-            policy=policy,
-            caps=settings.caps,
-            slo=settings.slo,
-            latency_budget_s=settings.latency_budget_s,
-            budgets=settings.budgets,
-            offline_rate=settings.offline_rate,
-            versions=versions,
-        )
-
-    def settings(self) -> PolicySettings:
-        """What the policy was built with."""
-        return PolicySettings(
-            caps=self.caps,
-            slo=self.slo,
-            latency_budget_s=self.latency_budget_s,
-            budgets=self.budgets,
-            offline_rate=self.offline_rate,
-        )
-
 
 class RequestFacts(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
-    """What never changes of a request. slo: None where it has no targets of its own; traits: None
-    where there is nothing special about it."""
+    """What seldom changes of a request; fields as in `cosched.core.request.Request`. It is written
+    where a part names the request for the first time, and where one of them has changed."""
 
-    seq: int
+    arrival_seq: int = msgspec.field(name="seq")
     rid: str
     request_class: RequestClass
     arrival_s: float
     num_prompt_tokens: int
     max_new_tokens: int
-    slo: Slo | None = None
-    traits: Traits | None = None
+    slo: Slo = Slo()
+    traits: Traits = PLAIN
+    first_token_s: float | None = None
+    num_preemptions: int = 0
+    num_prefix_tokens: int = 0
+
+
+class RecordedRequest(RequestFacts, kw_only=True, frozen=True):
+    """Implements `cosched.core.request.Request`: one as it stood."""
+
+    num_output_tokens: int
+    num_computed_tokens: int
+    num_own_tokens: int
+    last_token_s: float | None
+
+
+OrderStep: TypeAlias = int | tuple[str, list[int], Any] | None
+"""A question to `cosched.core.view.OfflineOrder` and its answer: the seq of the next request, None
+where there is no more, else (method, arguments, answer), requests by seq."""
 
 
 class ViewState(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What the policy could read, and of that which is costly or long, what it did read.
+    """What the policy asked its view, and what it was told.
 
-    online, offline      waiting requests that it looked at, from the front
-    *_is_all             it saw that there are no more
-    offline_is_sharing   `cosched.core.view.OfflineOrder.knows_prefixes`
-    asked                waiting requests that it asked for by name, and none of the above
-    skips                (requests given out before, seq, num_tokens): the calls of `skip_sharing`
-    candidates           (per_bucket, seqs of each bucket): the calls of
-                         `cosched.core.view.OfflineOrder.candidates`; `offline` holds the requests
-    takes                (calls of `candidates` before, seq): the calls of `take`
-    matches              seq -> [cached, evictable, host] of the requests it asked about
-    barred, restoring    those it asked about that the engine had refused a moment ago, and whose KV
-                         was on its way from host memory
-    prefixes             seq -> num_prefix_tokens of those that run and have no output yet; of
-                         others it says nothing any more
-    unholdable           the same of `View.can_hold`: those that could not sit out
-    losses               tokens -> `View.eviction_loss_s`, where it asked; None: nobody knew
-    reserves, gains      seq -> `View.reserve_of`, `View.preemption_gain`, where it asked
-    lengths, promises    seq -> `View.length`, `View.promised`, where it asked and there is one
-    preemptions          seq -> num_preemptions, where there were any
-    last_token_s         when the last token of those that run came out, but for `last_tokens` [s]
-    offline_limits       None: the operator sets none
+    A field that has the name of a member of `cosched.core.view.View` holds its value or, of a
+    method in `QUESTIONS`, its answers: by the seq of the request, or by the number, it was asked
+    about.
+
+    online, offline  waiting requests that it looked at, in the order in which it saw them first
+    online_is_all    it saw that there are no more
+    asked            waiting requests that it asked for by name, and none of the above
+    order            its pass over the offline requests, step by step
+    knows_prefixes   as the order said
+    last_token_s     when the last token of those that run came out, but for `last_tokens` [s]
     """
 
     now_s: float
@@ -131,54 +114,59 @@ class ViewState(msgspec.Struct, kw_only=True, omit_defaults=True):
     num_offline: int
     mean_iteration_s: float = 0.0
     recompute_debt_s: float = 0.0
-    rules: BatchRules | None = None
+    rules: BatchRules = BatchRules()
+    offline_limits: OfflineLimits = OfflineLimits()
+    ended: Sequence[Ended] = ()
     running: list[RequestRow] = []
     unfinished: list[RequestRow] = []
     online: list[RequestRow] = []
     online_is_all: bool = False
     offline: list[RequestRow] = []
-    offline_is_all: bool = False
-    offline_is_sharing: bool = False
     asked: list[RequestRow] = []
-    skips: list[tuple[int, int, int]] = []
-    candidates: list[tuple[int, list[list[int]]]] = []
-    takes: list[tuple[int, int]] = []
-    prefixes: dict[int, int] = {}
-    preemptions: dict[int, int] = {}
+    order: list[OrderStep] = []
+    knows_prefixes: bool = False
     last_token_s: float = 0.0
     last_tokens: dict[int, float] = {}
-    ended: list[Ended] = []
-    matches: dict[int, list[int]] = {}
-    barred: list[int] = []
-    restoring: list[int] = []
-    unholdable: list[int] = []
-    losses: dict[int, float] | None = None
-    reserves: dict[int, int] = {}
-    gains: dict[int, int] = {}
-    lengths: dict[int, tuple[int, int]] = {}
-    promises: dict[int, int] = {}
-    offline_limits: OfflineLimits | None = None
+    match: dict[int, Match] = {}
+    can_hold: dict[int, bool] = {}
+    why_barred: dict[int, SkipReason] = {}
+    length: dict[int, LengthEstimate] = {}
+    promised: dict[int, int] = {}
+    eviction_loss_s: dict[int, float] = {}
+    reserve_of: dict[int, int] = {}
+    preemption_gain: dict[int, int] = {}
+
+    @property
+    def is_all_offline(self) -> bool:
+        """The policy saw that no more wait, and passed over nobody."""
+        skips = any(isinstance(step, tuple) and step[0] == "skip_sharing" for step in self.order)
+        return None in self.order and not skips
 
 
-class CalibratorRecord(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
-    """`cosched.latency.calibration.CalibratorState` without its shapes; its fields have the same
-    names."""
+QUESTIONS = {
+    "match": ...,
+    "can_hold": True,
+    "why_barred": None,
+    "length": ...,
+    "promised": None,
+    "eviction_loss_s": ...,
+    "reserve_of": ...,
+    "preemption_gain": ...,
+}
+"""Methods of `cosched.core.view.View` with one argument: a request or a number. The usual answer is
+not written; ...: there is none."""
 
-    scales: tuple[float, float]
-    cold_scale: float
-    drift: float
-    margin: float
-    seen: tuple[int, int, int, int] | None
-    error: float = 1.0
-    load_s_per_token: float = 0.0
 
-    @classmethod
-    def of(cls, state: CalibratorState) -> CalibratorRecord:
-        return cls(**{name: getattr(state, name) for name in cls.__struct_fields__})
+def without_defaults(struct: type[_S], values: dict[str, Any]) -> _S:
+    """msgspec omits a default only where it is the same object."""
+    defaults = _DEFAULTS[struct]
+    return struct(**{name: v for name, v in values.items() if v != defaults[name]})
 
-    def with_shapes(self, shapes: tuple[Predictor | None, Predictor | None]) -> CalibratorState:
-        """What was recorded."""
-        return CalibratorState(shapes=shapes, **msgspec.structs.asdict(self))
+
+_DEFAULTS: dict[Any, dict[str, Any]] = {
+    struct: {field.name: field.default for field in msgspec.structs.fields(struct)}
+    for struct in (RequestFacts, ViewState)
+}
 
 
 class PlanState(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -233,11 +221,10 @@ class Decision(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="kind
     """One plan.
 
     number        of the plan, from 0
-    carry         what the policy was given from the plan before
-    requests      those that no earlier record of this part names
-    first_tokens  seq -> when its first token came out [s]; where it has changed
-    calibrator    what the predictor predicts from; None: as in the record before
-    shapes        the same
+    carry       what the policy was given from the plan before
+    requests    those that no earlier record of this part names, or names as they were
+    calibrator  what the predictor predicts from, but for its shapes; None: as in the record before
+    shapes      of it; None: as in the record before
     """
 
     number: int
@@ -246,6 +233,5 @@ class Decision(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="kind
     result: Result
     carry: Any = None
     requests: list[RequestFacts] = []
-    first_tokens: dict[int, float] = {}
-    calibrator: CalibratorRecord | None = None
+    calibrator: CalibratorState | None = None
     shapes: Shapes | None = None

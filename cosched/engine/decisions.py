@@ -8,31 +8,21 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import msgspec
 
-from cosched.core.estimates import LengthEstimate
-from cosched.core.plan import Plan, SkipReason
-from cosched.core.request import PLAIN, Request, RequestClass, Slo
-from cosched.core.view import (
-    BatchRules,
-    Decodes,
-    Ended,
-    KvState,
-    Match,
-    OfflineLimits,
-    OfflineOrder,
-    View,
-)
+from cosched.core.plan import Plan
+from cosched.core.request import Request
+from cosched.core.view import OfflineOrder, View
 from cosched.engine.decision_records import (
-    CalibratorRecord,
+    QUESTIONS,
     Decision,
     Header,
+    OrderStep,
     Outcome,
     PlanState,
     RequestFacts,
@@ -40,12 +30,13 @@ from cosched.engine.decision_records import (
     Result,
     Shapes,
     ViewState,
+    without_defaults,
 )
 from cosched.engine.iteration import Iteration
 from cosched.engine.parts import PartWriter, switched_off
 from cosched.engine.tracked import TrackedRequest
 from cosched.errors import ConfigError
-from cosched.latency.calibration import Calibrator, CalibratorState
+from cosched.latency.calibration import COLD, Calibrator, CalibratorState
 
 __all__ = ["DecisionLog", "RecordingView"]
 
@@ -69,89 +60,67 @@ class _Noted:
 
 
 class _NotedOrder(Iterator[Request]):
-    """Implements `OfflineOrder` on another one, and notes the calls."""
+    """Implements `OfflineOrder` on another one, and notes questions and answers in their order."""
 
     def __init__(self, order: OfflineOrder) -> None:
         self._order = order
         self.knows_prefixes = order.knows_prefixes
-        self.seen: list[Request] = []
-        self.is_all = False
-        self.skips: list[tuple[int, int, int]] = []
-        self.candidates_given: list[tuple[int, list[list[int]]]] = []
-        self.takes: list[tuple[int, int]] = []
-        self._known: set[int] = set()
+        self.seen: dict[int, Request] = {}
+        self.steps: list[OrderStep] = []
 
     def __next__(self) -> Request:
-        try:
-            request: Request = next(self._order)
-        except StopIteration:
-            self.is_all = True
-            raise
-        self.seen.append(request)
+        request = next(self._order, None)
+        if request is None:
+            self.steps.append(None)
+            raise StopIteration
+        self.steps.append(request.arrival_seq)
+        self.seen[request.arrival_seq] = request
         return request
 
     def skip_sharing(self, request: Request, num_tokens: int) -> None:
-        self.skips.append((len(self.seen), request.arrival_seq, num_tokens))
+        self.steps.append(("skip_sharing", [request.arrival_seq, num_tokens], None))
         self._order.skip_sharing(request, num_tokens)
 
     def candidates(self, per_bucket: int) -> Sequence[Sequence[Request]]:
         buckets = self._order.candidates(per_bucket)
-        for request in chain.from_iterable(buckets):
-            if request.arrival_seq not in self._known:
-                self._known.add(request.arrival_seq)
-                self.seen.append(request)
+        self.seen |= {request.arrival_seq: request for bucket in buckets for request in bucket}
         seqs = [[request.arrival_seq for request in bucket] for bucket in buckets]
-        self.candidates_given.append((per_bucket, seqs))
+        self.steps.append(("candidates", [per_bucket], seqs))
         return buckets
 
     def take(self, request: Request) -> None:
-        self.takes.append((len(self.candidates_given), request.arrival_seq))
+        self.steps.append(("take", [request.arrival_seq], None))
         self._order.take(request)
 
 
 class RecordingView:
-    """Implements `View` on another view and notes what is asked of it."""
+    """Hands what a policy asks on to a `View`, and notes the answers.
+
+    All members of a `View` are here: what is not defined below is asked of the view once, since
+    looking changes nothing, and answers to `QUESTIONS` are noted by what was asked about.
+    """
 
     def __init__(self, view: View) -> None:
         self._view = view
-        self.now_s = view.now_s
-        self.start_s = view.start_s
-        self.caps = view.caps
-        self.predictor = view.predictor
         self.online = _Noted(view.online)
-        self.matches: dict[int, list[int]] = {}
-        self.barred: dict[SkipReason, list[int]] = {}
-        self.losses: dict[int, float] = {}
-        self.reserves: dict[int, int] = {}
-        self.gains: dict[int, int] = {}
-        self.lengths: dict[int, tuple[int, int]] = {}
-        self.promises: dict[int, int] = {}
-        self.unholdable: list[int] = []
+        self._answers: dict[str, dict[int, Any]] = {}
         self._asked: dict[int, Request] = {}
         self._order: _NotedOrder | None = None
 
-    @property
-    def mean_iteration_s(self) -> float:
-        return self._view.mean_iteration_s
-
-    @property
-    def ended(self) -> Sequence[Ended]:
-        return self._view.ended
-
-    @property
-    def kv(self) -> KvState:
-        return self._view.kv
-
-    @property
-    def rules(self) -> BatchRules:
-        return self._view.rules
+    def __getattr__(self, name: str) -> Any:
+        member = getattr(self._view, name)
+        if name in QUESTIONS:
+            usual = self.rules.partial if name == "can_hold" else QUESTIONS[name]
+            member = _noting(member, self._answers.setdefault(name, {}), usual)
+        setattr(self, name, member)
+        return member
 
     def offline_order(self) -> OfflineOrder:
         """The log holds one pass."""
+        order = self._view.offline_order()
         if self._order is None:
-            self._order = _NotedOrder(self._view.offline_order())
-            return self._order
-        return self._view.offline_order()
+            order = self._order = _NotedOrder(order)
+        return order
 
     def waiting(self, rid: str) -> Request | None:
         request = self._view.waiting(rid)
@@ -159,132 +128,52 @@ class RecordingView:
             self._asked[request.arrival_seq] = request
         return request
 
-    def can_hold(self, request: Request) -> bool:
-        can_hold = self._view.can_hold(request)
-        if not can_hold and self.rules.partial:
-            self.unholdable.append(request.arrival_seq)
-        return can_hold
-
-    def length(self, request: Request) -> LengthEstimate:
-        estimate = self._view.length(request)
-        self.lengths[request.arrival_seq] = (estimate.median, estimate.upper)
-        return estimate
-
-    def promised(self, request: Request) -> int | None:
-        promised = self._view.promised(request)
-        if promised is not None:
-            self.promises[request.arrival_seq] = promised
-        return promised
-
-    def why_barred(self, request: Request) -> SkipReason | None:
-        reason = self._view.why_barred(request)
-        if reason is not None:
-            self.barred.setdefault(reason, []).append(request.arrival_seq)
-        return reason
-
-    @property
-    def num_offline(self) -> int:
-        return self._view.num_offline
-
-    @property
-    def offline_limits(self) -> OfflineLimits:
-        return self._view.offline_limits
-
-    @property
-    def recompute_debt_s(self) -> float:
-        return self._view.recompute_debt_s
-
-    @property
-    def free_slots(self) -> int:
-        return self._view.free_slots
-
-    @property
-    def running(self) -> Sequence[Request]:
-        return self._view.running
-
-    def running_of(self, request_class: RequestClass) -> Decodes:
-        return self._view.running_of(request_class)
-
-    @property
-    def unfinished(self) -> Sequence[Request]:
-        return self._view.unfinished
-
-    def match(self, request: Request) -> Match:
-        match = self._view.match(request)
-        host = [match.host] if match.host else []
-        self.matches[request.arrival_seq] = [match.cached, match.evictable, *host]
-        return match
-
-    def eviction_loss_s(self, num_tokens: int) -> float:
-        loss_s = self.losses[num_tokens] = self._view.eviction_loss_s(num_tokens)
-        return loss_s
-
-    def reserve_of(self, request: Request) -> int:
-        reserve = self._view.reserve_of(request)
-        self.reserves[request.arrival_seq] = reserve
-        return reserve
-
-    def preemption_gain(self, request: Request) -> int:
-        gain = self._view.preemption_gain(request)
-        self.gains[request.arrival_seq] = gain
-        return gain
-
-    def requests(self) -> Iterator[Request]:
-        """All that the policy could name."""
-        offline = () if self._order is None else self._order.seen
-        looked_at = chain(self.running, self.unfinished, self.online.seen, offline)
-        return chain(looked_at, self._asked.values())
+    def requests(self) -> dict[int, Request]:
+        """All that the policy could name, by seq."""
+        offline = {} if self._order is None else self._order.seen
+        looked_at = (*self.running, *self.unfinished, *self.online.seen)
+        return {request.arrival_seq: request for request in looked_at} | offline | self._asked
 
     def state(self) -> ViewState:
         """What was read. Valid while nothing of the plan has been applied."""
-        under_way = (*self.running, *self.unfinished)
-        limits = self.offline_limits
-        state = ViewState(
-            now_s=self.now_s,
-            start_s=self.start_s,
-            mean_iteration_s=self.mean_iteration_s,
-            kv=self.kv,
-            free_slots=self.free_slots,
-            recompute_debt_s=self.recompute_debt_s,
-            num_offline=self.num_offline,
-            rules=self.rules,
-            offline_limits=None if limits == OfflineLimits() else limits,
-            running=_rows(self.running),
-            unfinished=_rows(self.unfinished),
-            online=_rows(self.online.seen),
-            online_is_all=self.online.is_all,
-            last_token_s=max((r.last_token_s or 0.0 for r in under_way), default=0.0),
-            ended=list(self.ended),
-            matches=self.matches,
-            barred=self.barred.get(SkipReason.ENGINE_REFUSED, []),
-            restoring=self.barred.get(SkipReason.RESTORING, []),
-            unholdable=self.unholdable,
-            losses=self.losses,
-            reserves=self.reserves,
-            gains=self.gains,
-            lengths=self.lengths,
-            promises=self.promises,
-        )
-        for request in under_way:
-            seq = request.arrival_seq
-            if not request.num_output_tokens:
-                state.prefixes[seq] = request.num_prefix_tokens
-            last_token_s = request.last_token_s
-            if last_token_s is not None and last_token_s != state.last_token_s:
-                state.last_tokens[seq] = last_token_s
+        state = without_defaults(ViewState, {name: getattr(self, name) for name in _VALUES})
+        state.running, state.unfinished = _rows(self.running), _rows(self.unfinished)
+        state.online, state.online_is_all = _rows(self.online.seen), self.online.is_all
+        for name, answers in self._answers.items():
+            setattr(state, name, answers)
+        times = [(r.arrival_seq, r.last_token_s) for r in (*self.running, *self.unfinished)]
+        state.last_token_s = max((at_s for _, at_s in times if at_s is not None), default=0.0)
+        state.last_tokens = {
+            seq: at_s for seq, at_s in times if at_s is not None and at_s != state.last_token_s
+        }
         order = self._order
         if order is not None:
-            state.offline = _rows(order.seen)
-            state.offline_is_all = order.is_all
-            state.offline_is_sharing = order.knows_prefixes
-            state.skips, state.takes = order.skips, order.takes
-            state.candidates = order.candidates_given
+            state.offline, state.order = _rows(order.seen.values()), order.steps
+            state.knows_prefixes = order.knows_prefixes
         seen = {row[0] for row in (*state.online, *state.offline)}
         state.asked = _rows(r for seq, r in self._asked.items() if seq not in seen)
-        for request in self.requests():
-            if request.num_preemptions:
-                state.preemptions[request.arrival_seq] = request.num_preemptions
         return state
+
+
+_VALUES = (
+    *("now_s", "start_s", "kv", "free_slots", "num_offline", "mean_iteration_s"),
+    *("recompute_debt_s", "rules", "offline_limits", "ended"),
+)
+"""Attributes of a view that are recorded whether they were read or not."""
+
+
+def _noting(ask: Callable[[Any], Any], answers: dict[int, Any], usual: Any) -> Callable[[Any], Any]:
+    def asked(about: Request | int) -> Any:
+        answer = ask(about)
+        if answer is not usual:
+            answers[about if isinstance(about, int) else about.arrival_seq] = answer
+        return answer
+
+    return asked
+
+
+_Changing: TypeAlias = tuple[float | None, int, int]
+"""first_token_s, num_preemptions, num_prefix_tokens"""
 
 
 @dataclass(slots=True, eq=False)
@@ -292,13 +181,13 @@ class _Open:
     """A plan whose record is not written yet.
 
     rids      of its prefill, in its order
-    requests  all that the policy could name, with their first tokens' times as they stood
+    requests  all that the policy could name, by seq, with what may have changed of their facts
     is_over   nothing more will be known of it
     """
 
     decision: Decision
     rids: Collection[str]
-    requests: list[tuple[Request, float | None]]
+    requests: dict[int, tuple[Request, _Changing]]
     state: CalibratorState | None
     is_over: bool = False
 
@@ -328,8 +217,8 @@ class DecisionLog:
         self._open: deque[_Open] = deque()
         self._in_flight: dict[Iteration, _Open] = {}
         self._finished: set[int] = set()
-        self._known: dict[int, float | None] = {}
-        """seq -> when its first token came out, of the requests that this part describes."""
+        self._known: dict[int, _Changing] = {}
+        """By seq, of the requests that this part describes."""
         self._state: CalibratorState | None = None
         """The last one in this part."""
         try:
@@ -346,7 +235,7 @@ class DecisionLog:
         if self.is_off:
             return view
         self._view = RecordingView(view)
-        return self._view
+        return cast("View", self._view)
 
     def planned(self, iteration: Iteration, carry: Any) -> None:
         """The policy has answered; nothing has been applied yet. carry: what it was given."""
@@ -360,16 +249,20 @@ class DecisionLog:
         # Until it is known to have run, nothing has.
         result = Result(outcome=Outcome.NO_BATCH, planning_s=iteration.planning_s or 0.0)
         plan = iteration.plan
+        named = view.requests()
         decision = Decision(
             number=self._num_plans,
             view=view.state(),
             carry=carry,
-            plan=_plan_state(plan, view),
+            plan=_plan_state(plan, named.values()),
             result=result,
         )
         self._num_plans += 1
         state = None if self._predictor is None else self._predictor.state()
-        requests = [(request, request.first_token_s) for request in view.requests()]
+        requests = {
+            seq: (r, (r.first_token_s, r.num_preemptions, r.num_prefix_tokens))
+            for seq, r in named.items()
+        }
         self._planned = _Open(decision, plan.prefill.keys(), requests, state)
         self._open.append(self._planned)
 
@@ -436,17 +329,13 @@ class DecisionLog:
             self._begin_part(self._parts.start())
         decision = ended.decision
         known = self._known
-        for request, first_token_s in ended.requests:
-            seq = request.arrival_seq
-            if seq not in known:
-                known[seq] = None
-                decision.requests.append(_facts(request))
-            if first_token_s is not None and first_token_s != known[seq]:
-                known[seq] = first_token_s
-                decision.first_tokens[seq] = first_token_s
+        for seq, (request, changing) in ended.requests.items():
+            if known.get(seq) != changing:
+                known[seq] = changing
+                decision.requests.append(_facts(request, *changing))
         state = ended.state
         if state is not None and state != self._state:
-            decision.calibrator = CalibratorRecord.of(state)
+            decision.calibrator = msgspec.structs.replace(state, shapes=COLD)
             if self._state is None or state.shapes != self._state.shapes:
                 decision.shapes = _shapes(state)
             self._state = state
@@ -470,30 +359,23 @@ def _row(request: Request) -> RequestRow:
     return (*row, own) if own else row
 
 
-def _facts(request: Request) -> RequestFacts:
-    return RequestFacts(
-        seq=request.arrival_seq,
-        rid=request.rid,
-        request_class=request.request_class,
-        arrival_s=request.arrival_s,
-        num_prompt_tokens=request.num_prompt_tokens,
-        max_new_tokens=request.max_new_tokens,
-        slo=None if request.slo == Slo() else request.slo,
-        traits=None if request.traits == PLAIN else request.traits,
-    )
+def _facts(
+    request: Request, first_token_s: float | None, num_preemptions: int, num_prefix_tokens: int
+) -> RequestFacts:
+    facts = {name: getattr(request, name) for name in RequestFacts.__struct_fields__}
+    facts |= {"first_token_s": first_token_s, "num_preemptions": num_preemptions}
+    return without_defaults(RequestFacts, facts | {"num_prefix_tokens": num_prefix_tokens})
 
 
-def _plan_state(plan: Plan, view: RecordingView) -> PlanState:
+def _plan_state(plan: Plan, named: Iterable[Request]) -> PlanState:
     state = PlanState(limits=dict(plan.limits), decodes=plan.decodes)
     if plan.prefill or plan.hold or plan.preempt or plan.skipped:
-        seqs = {request.rid: request.arrival_seq for request in view.requests()}
+        seqs = {request.rid: request.arrival_seq for request in named}
         state.prefill = [(seqs[rid], num_tokens) for rid, num_tokens in plan.prefill.items()]
         state.held = sorted(seqs[rid] for rid in plan.hold)
         state.preempted = [(seqs[p.rid], p.mode) for p in plan.preempt]
-        skipped: dict[SkipReason, list[int]] = {}
         for rid, reason in plan.skipped.items():
-            skipped.setdefault(reason, []).append(seqs[rid])
-        state.skipped = skipped
+            state.skipped.setdefault(reason, []).append(seqs[rid])
     return state
 
 

@@ -22,6 +22,10 @@ class DiskError(JobFileError):
 class ServerRefusedError(JobError):
     """The server cannot do this job, now or later: it is none, another one, or set up otherwise."""
 
+    exit_code = 1
+
 
 class ServerGoneError(JobError):
     """The server died, or answered nothing for longer than allowed."""
+
+    exit_code = 1

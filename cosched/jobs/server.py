@@ -6,15 +6,17 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 
-from cosched.errors import ConfigError
-from cosched.jobs.client import Client
+from cosched.errors import ConfigError, CoschedError
+from cosched.jobs.client import Client, RetryRules
 from cosched.jobs.errors import JobFileError, ServerGoneError, ServerRefusedError
 
 __all__ = [
@@ -24,11 +26,14 @@ __all__ = [
     "free_port",
     "own_base_url",
     "server_command",
+    "serving",
 ]
 
 _HOST = "127.0.0.1"
 _POLL_S = 0.2
 _STOP_S = 30.0
+_START_TIMEOUT_S = 1800.0
+"""Large models load for long; a server that fails to start ends earlier by itself."""
 _TAIL_BYTES = 4096
 _PR_SET_PDEATHSIG = 1
 _OURS = ("--model-path", "--model", "--host", "--port")
@@ -45,10 +50,15 @@ def check_flags(flags: Sequence[str]) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """One that nobody listens at, and that no connection gets by chance while a server loads its
+    model: below those that Linux gives to clients."""
+    ports = list(range(10_000, 32_768))
+    random.shuffle(ports)
+    for port in ports:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((_HOST, port))
+            return port
+    raise ConfigError("no port is free between 10000 and 32767; name one with --port")
 
 
 def server_command(*, model_path: str, port: int, flags: Sequence[str]) -> list[str]:
@@ -58,6 +68,51 @@ def server_command(*, model_path: str, port: int, flags: Sequence[str]) -> list[
 
 def own_base_url(port: int) -> str:
     return f"http://{_HOST}:{port}"
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    *, model_path: str, flags: Sequence[str], log_path: Path, port: int | None = None
+) -> AsyncIterator[str]:
+    """A server of one's own within the block, on a free port unless one is given; its base URL.
+
+    Raises ServerGoneError or ServerRefusedError when it does not become ready, and in the midst of
+    the block when it dies.
+    """
+    port = port or free_port()
+    client = Client(
+        base_url=own_base_url(port),
+        concurrency=1,
+        rules=RetryRules(max_wait_s=30.0),
+        rng=random.Random(0),
+        clock=time.monotonic,
+    )
+    server = OwnServer(
+        client=client,
+        command=server_command(model_path=model_path, port=port, flags=flags),
+        log_path=str(log_path),
+        start_timeout_s=_START_TIMEOUT_S,
+    )
+    try:
+        async with client:
+            await server.ready()
+            async with asyncio.TaskGroup() as group:
+                watch = group.create_task(server.watch())
+                yield client.base_url
+                watch.cancel()
+    except BaseExceptionGroup as errors:
+        raise _cause(errors) from errors
+    finally:
+        await asyncio.to_thread(server.stop)
+
+
+def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error a user can act on: when a server goes, all that waits for it fails at once."""
+    found = group.subgroup(CoschedError)
+    error: BaseException = found or group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 class RunningServer:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
+import msgspec
 import numpy as np
 
 from cosched.core.batch import BatchShape, BatchTotals
@@ -17,7 +18,7 @@ from cosched.latency.fit_cosched import fit_phases
 from cosched.latency.graphs import GraphSizes
 from cosched.latency.steps import Steps, finish
 
-__all__ = ["Calibrator", "CalibratorState", "ColdStart"]
+__all__ = ["COLD", "Calibrator", "CalibratorState", "ColdStart"]
 
 DRIFT_WINDOW = 9
 """Iterations whose median tells how much slower the machine is now: up to four disturbed ones leave
@@ -94,7 +95,12 @@ class ColdStart(Predictor):
         return {"predictor": self.name, **asdict(self)}
 
 
-class CalibratorState(NamedTuple):
+_Shapes: TypeAlias = tuple[Predictor | None, Predictor | None]
+
+COLD: _Shapes = (None, None)
+
+
+class CalibratorState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """All that a `Calibrator` predicts from, at one moment.
 
     shapes  of decode-only iterations and of those with a prefill; None: cold
@@ -105,13 +111,13 @@ class CalibratorState(NamedTuple):
     load_s_per_token  a token of KV from host memory [s]
     """
 
-    shapes: tuple[Predictor | None, Predictor | None]
+    shapes: _Shapes = COLD
     scales: tuple[float, float]
     cold_scale: float
     drift: float
     margin: float
     seen: tuple[int, int, int, int] | None
-    error: float
+    error: float = 1.0
     load_s_per_token: float = 0.0
 
 

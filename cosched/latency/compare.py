@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,9 @@ __all__ = [
     "KINDS",
     "Comparison",
     "compare_predictors",
+    "error_table",
+    "errors_of",
+    "hold_out",
     "kind_of",
     "measure",
     "scheduler_batches",
@@ -69,6 +73,48 @@ def compare_predictors(
             predictor=predictor, predicted_s=predicted.tolist(), errors=errors
         )
     return results
+
+
+def hold_out(
+    points: Sequence[MeasuredPoint], share: float, *, seed: int | None
+) -> tuple[list[MeasuredPoint], list[MeasuredPoint]]:
+    """(those to fit to, those held out): by chance, or, without a seed, the last. ConfigError where
+    one would be empty."""
+    order = range(len(points))[::-1]
+    if seed is not None:
+        order = np.random.default_rng(seed).permutation(len(points)).tolist()
+    shuffled = [points[i] for i in order]
+    num_held_out = round(len(points) * share)
+    if not 0 < num_held_out < len(points):
+        raise ConfigError(f"{len(points)} batches are too few to hold some out")
+    return shuffled[num_held_out:], shuffled[:num_held_out]
+
+
+def error_table(results: Mapping[str, Comparison | str], num_fitted: int) -> Iterator[str]:
+    """For people."""
+    num_held_out = max(
+        (one.errors["all"].num_points for one in results.values() if isinstance(one, Comparison)),
+        default=0,
+    )
+    yield f"fitted to {num_fitted} batches, error on {num_held_out} others: mean, p99 [%]"
+    yield f"{'':<10}" + "".join(f"{kind:>16}" for kind in (*KINDS, "all"))
+    for name, result in results.items():
+        if isinstance(result, str):
+            yield f"{name:<10}{result}"
+            continue
+        errors = [result.errors.get(kind) for kind in (*KINDS, "all")]
+        cells = (f"{100 * e.mean:>9.2f}{100 * e.p99:>7.1f}" if e else f"{'-':>16}" for e in errors)
+        yield f"{name:<10}{''.join(cells)}"
+
+
+def errors_of(results: Mapping[str, Comparison | str]) -> dict[str, Any]:
+    """Plain JSON values."""
+    return {
+        name: {"not_fitted": result}
+        if isinstance(result, str)
+        else {kind: asdict(error) for kind, error in result.errors.items()}
+        for name, result in results.items()
+    }
 
 
 def kind_of(batch: BatchShape) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,14 @@ __all__ = [
     "TARGET_COLOUR",
     "Bins",
     "TimeAxis",
+    "by_thousands",
     "check_can_draw",
     "label_rate",
     "legend_above",
+    "log_if_wide",
     "new_figure",
     "save",
+    "stack",
     "tidy",
 ]
 
@@ -80,6 +83,32 @@ def legend_above(axes: Any, **options: Any) -> None:
                 **options,
             }
         )
+
+
+def by_thousands(axis: Any) -> None:
+    axis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+
+
+def log_if_wide(axis: Any, values: Floats) -> None:
+    """A logarithmic scale where a few of the values are far above the others; else from 0."""
+    axes, name = axis.axes, axis.axis_name
+    values = values[values > 0]
+    if len(values) and values.max() > 20 * np.median(values):
+        axes.set(**{f"{name}scale": "log"})
+        axis.set_major_formatter(lambda value, _: f"{value:g}")
+    else:
+        (axes.set_xlim if name == "x" else axes.set_ylim)(0)
+
+
+def stack(
+    axes: Any, edges: Floats, layers: Iterable[tuple[str, str, Floats]], *, alpha: float = 1.0
+) -> None:
+    """Steps between the edges, one layer (name, colour, height of each step) on the other."""
+    below: Floats | float = 0.0
+    for name, colour, heights in layers:
+        above = below + heights
+        axes.stairs(above, edges, baseline=below, fill=True, color=colour, alpha=alpha, label=name)
+        below = above
 
 
 def save(figure: Any, path: Path) -> Path:

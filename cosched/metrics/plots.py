@@ -14,13 +14,16 @@ from cosched.metrics.figure import (
     TARGET_COLOUR,
     Bins,
     TimeAxis,
+    by_thousands,
     legend_above,
+    log_if_wide,
     new_figure,
     save,
+    stack,
     tidy,
 )
 from cosched.metrics.records import ColumnLog, Floats, IterationLog, RequestRecord
-from cosched.metrics.slo import with_defaults
+from cosched.metrics.slo import common_slo
 from cosched.metrics.summary import served_tokens
 from cosched.metrics.window import Window, last_event_s
 
@@ -78,26 +81,17 @@ def plot_throughput(records: Sequence[RequestRecord], path: Path, *, window: Win
     axes = tidy(figure.subplots(), title="Throughput", x=axis.label, y="served tokens/s")
     bins = Bins(window, num_events=len(records), events_per_bin=20)
     until_s = max(window.end_s, last_event_s(records, IterationLog()))
-    below = np.zeros(len(bins.centres))
+    layers = []
     for request_class, colour in COLOURS.items():
         mine = (r for r in records if r.request_class is request_class)
         served = served_tokens(mine, until_s=until_s)
         tokens = bins.total(served.prompt_times, served.prompt_tokens)
         tokens += bins.total(served.output_times, served.output_tokens)
-        above = below + tokens / bins.width_s
-        axes.stairs(
-            above,
-            bins.edges / axis.seconds,
-            baseline=below,
-            fill=True,
-            color=colour,
-            alpha=0.85,
-            label=request_class.value,
-        )
-        below = above
+        layers.append((request_class.value, colour, tokens / bins.width_s))
+    stack(axes, bins.edges / axis.seconds, layers, alpha=0.85)
     axes.set_ylim(bottom=0)
     axis.limit(axes, window)
-    _thousands(axes.yaxis)
+    by_thousands(axes.yaxis)
     legend_above(axes)
     return save(figure, path)
 
@@ -113,7 +107,7 @@ def plot_latency(
     online = [
         r for r in records if r.request_class is RequestClass.ONLINE and r.arrival_s in window
     ]
-    slos = {with_defaults(r.slo, default_slo) for r in online}
+    slo = common_slo(online, default_slo)
     lost = np.array([r.arrival_s for r in online if not r.ok])
     figure = new_figure(height=5.2)
     axis = TimeAxis.of(window)
@@ -121,14 +115,14 @@ def plot_latency(
     _latency_panel(
         tidy(upper, title="Online requests by arrival", y="TTFT [s]"),
         [(r.arrival_s, r.ttft_s) for r in online if r.ok],
-        target=_only(slo.ttft_s for slo in slos),
+        target=slo.ttft_s,
         lost=lost,
         window=window,
     )
     _latency_panel(
         tidy(lower, x=axis.label, y="TPOT [ms]"),
         [(r.arrival_s, None if r.tpot_s is None else 1e3 * r.tpot_s) for r in online if r.ok],
-        target=_only(None if slo.tpot_s is None else 1e3 * slo.tpot_s for slo in slos),
+        target=None if slo.tpot_s is None else 1e3 * slo.tpot_s,
         lost=lost,
         window=window,
     )
@@ -156,11 +150,7 @@ def _latency_panel(
     axes.plot(centres, p99, color="#003B5C", lw=1.2, label="p99")
     if target is not None:
         axes.axhline(target, color=TARGET_COLOUR, lw=1.3, ls="--", label="SLO")
-    if len(values) and values.max() > 20 * max(float(np.median(values)), 1e-9):
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    else:
-        axes.set_ylim(bottom=0)
+    log_if_wide(axes.yaxis, values)
     if len(lost):
         axes.plot(
             lost / axis.seconds,
@@ -201,16 +191,20 @@ def plot_hit_rate(records: Sequence[RequestRecord], path: Path, *, window: Windo
     axes = tidy(
         figure.subplots(), title="Prefix cache", x=axis.label, y="hit rate [% of prompt tokens]"
     )
+    _hit_panel(axes, records, window)
+    return save(figure, path)
+
+
+def _hit_panel(axes: Any, records: Sequence[RequestRecord], window: Window) -> None:
+    axis = TimeAxis.of(window)
     for request_class, colour in COLOURS.items():
         times_s, rate = hit_rate_curve(records, request_class, window=window)
         if len(times_s):
-            axes.plot(
-                times_s / axis.seconds, 100 * rate, color=colour, lw=1.6, label=request_class.value
-            )
+            name = f"hit rate {request_class.value}"
+            axes.plot(times_s / axis.seconds, 100 * rate, color=colour, lw=1.6, label=name)
     axes.set_ylim(0, 100)
     axis.limit(axes, window)
     legend_above(axes)
-    return save(figure, path)
 
 
 def plot_kv_occupancy(iterations: IterationLog, path: Path, *, window: Window) -> Path:
@@ -228,19 +222,11 @@ def plot_kv_occupancy(iterations: IterationLog, path: Path, *, window: Window) -
     }
     tokens = {name: iterations.column(column) for name, (column, _) in parts.items()}
     total = np.sum(list(tokens.values()), axis=0)
-    below = np.zeros(len(bins.centres))
+    layers = []
     for name, (_, colour) in parts.items():
         share = np.divide(tokens[name], total, out=np.zeros(len(total)), where=total > 0)
-        above = below + 100 * bins.mean(starts, share, weights)
-        axes.stairs(
-            above,
-            bins.edges / axis.seconds,
-            baseline=below,
-            fill=True,
-            color=colour,
-            label=name,
-        )
-        below = above
+        layers.append((name, colour, 100 * bins.mean(starts, share, weights)))
+    stack(axes, bins.edges / axis.seconds, layers)
     axes.set_ylim(0, 100)
     axis.limit(axes, window)
     legend_above(axes)
@@ -278,14 +264,7 @@ def plot_kv_memory(
     bins = Bins(window, num_events=len(kv), events_per_bin=5)
     _kv_panel(tidy(memory, y="KV memory [%]"), kv, bins)
     _evicted_panel(tidy(evicted, y="tokens/s"), kv, bins)
-    for request_class, colour in COLOURS.items():
-        times_s, rate = hit_rate_curve(records, request_class, window=window)
-        if len(times_s):
-            name = f"hit rate {request_class.value}"
-            hits.plot(times_s / axis.seconds, 100 * rate, color=colour, lw=1.6, label=name)
-    tidy(hits, x=axis.label, y="hit rate [%]").set_ylim(0, 100)
-    axis.limit(hits, window)
-    legend_above(hits)
+    _hit_panel(tidy(hits, x=axis.label, y="hit rate [%]"), records, window)
     return save(figure, path)
 
 
@@ -295,13 +274,8 @@ def _kv_panel(axes: Any, kv: ColumnLog, bins: Bins) -> None:
     seconds = TimeAxis.of(Window(start_s=bins.edges[0], end_s=bins.edges[-1])).seconds
     tokens = {use: bins.mean(times, kv.column(use), weights) for use in KV_USES}
     total = np.sum(list(tokens.values()), axis=0)
-    below = np.zeros(len(bins.centres))
-    for use, (name, colour) in KV_USES.items():
-        above = below + 100 * tokens[use] / total
-        axes.stairs(
-            above, bins.edges / seconds, baseline=below, fill=True, color=colour, label=name
-        )
-        below = above
+    layers = [(name, colour, 100 * tokens[use] / total) for use, (name, colour) in KV_USES.items()]
+    stack(axes, bins.edges / seconds, layers)
     kept = 100 * bins.mean(times, kv.column("kept"), weights) / total
     axes.stairs(
         kept, bins.edges / seconds, baseline=None, color="#222222", ls="--", label="kept for online"
@@ -336,7 +310,7 @@ def _evicted_panel(axes: Any, kv: ColumnLog, bins: Bins) -> None:
                 label=f"{what} {request_class.value}",
             )
     axes.set_ylim(bottom=0)
-    _thousands(axes.yaxis)
+    by_thousands(axes.yaxis)
     legend_above(axes)
 
 
@@ -360,13 +334,3 @@ def plot_active_requests(iterations: IterationLog, path: Path, *, window: Window
     axis.limit(axes, window)
     legend_above(axes)
     return save(figure, path)
-
-
-def _only(values: Iterable[float | None]) -> float | None:
-    """The value, if they are all the same."""
-    distinct = set(values)
-    return distinct.pop() if len(distinct) == 1 else None
-
-
-def _thousands(axis: Any) -> None:
-    axis.set_major_formatter(lambda value, _: f"{value:,.0f}")

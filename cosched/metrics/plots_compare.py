@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,17 @@ from cosched.metrics.figure import (
     COLOURS,
     TARGET_COLOUR,
     TimeAxis,
+    by_thousands,
     label_rate,
     legend_above,
+    log_if_wide,
     new_figure,
     save,
     tidy,
 )
 from cosched.metrics.plots import hit_rate_curve
 from cosched.metrics.records import Floats, IterationLog, RequestRecord
-from cosched.metrics.slo import needed_scale, with_defaults
+from cosched.metrics.slo import common_slo, needed_scale, with_defaults
 from cosched.metrics.summary import Summary
 from cosched.metrics.window import Window, last_event_s
 
@@ -34,6 +36,7 @@ __all__ = [
     "plot_attainment",
     "plot_bars",
     "plot_cdfs",
+    "plot_overview",
     "plot_tradeoff",
     "write_comparison_plots",
 ]
@@ -169,26 +172,69 @@ def plot_cdfs(runs: Mapping[str, Run], path: Path, *, default_slo: Slo = _NO_SLO
     failed or, at the end of the run, unanswered."""
     figure = new_figure(width=9.5, height=3.8)
     left, right = figure.subplots(1, 2, sharey=True)
+    _cdf_panels(left, right, runs, default_slo)
+    _legend_beside(right, len(runs))
+    return save(figure, path)
+
+
+def _cdf_panels(left: Any, right: Any, runs: Mapping[str, Run], default_slo: Slo) -> Slo:
+    """Gives the targets it has drawn."""
     tidy(left, title="Online TTFT", x="TTFT [s]", y="requests [%]")
     tidy(right, title="Online TPOT", x="TPOT [ms]")
-    for axes, latencies in ((left, _ttfts), (right, _tpots_ms)):
+    target = common_slo((r for run in runs.values() for r in run.online()), default_slo)
+    for axes, latencies, limit, unit in (
+        (left, _ttfts, target.ttft_s, 1.0),
+        (right, _tpots_ms, target.tpot_s, 1e3),
+    ):
         curves = {name: _cumulative(latencies(run)) for name, run in runs.items()}
         last = max((float(x[-1]) for x, _ in curves.values() if len(x)), default=1.0)
         for (name, curve), (colour, line, _) in zip(curves.items(), _cycle(len(runs)), strict=True):
             x, share = _prolonged(*curve, to=last)
             axes.step(x, 100 * share, where="post", color=colour, ls=line, lw=1.6, label=name)
-    slos = {with_defaults(r.slo, default_slo) for run in runs.values() for r in run.online()}
-    targets: tuple[tuple[Any, set[float | None], float], ...] = (
-        (left, {slo.ttft_s for slo in slos}, 1.0),
-        (right, {slo.tpot_s for slo in slos}, 1e3),
-    )
-    for axes, limits, unit in targets:
-        for limit in limits if len(limits) == 1 else ():
-            if limit is not None:
-                axes.axvline(limit * unit, color=TARGET_COLOUR, lw=1.0, ls="--")
+        if limit is not None:
+            axes.axvline(limit * unit, color=TARGET_COLOUR, lw=1.0, ls="--")
         axes.set_ylim(0, 102)
-        _log_if_wide(axes)
-    _legend_beside(right, len(runs))
+        log_if_wide(axes.xaxis, np.concatenate([x for x, _ in curves.values()] or [np.empty(0)]))
+    return target
+
+
+def plot_overview(
+    runs: Mapping[str, Run],
+    summaries: Mapping[str, Summary],
+    path: Path,
+    *,
+    default_slo: Slo = _NO_SLO,
+    shaded: Sequence[tuple[float, float]] = (),
+    marked: Collection[str] = (),
+    caption: str = "",
+) -> Path:
+    """A few runs of one workload on one page: how TTFT and TPOT are distributed, the TTFT of each
+    online request, and the offline work done.
+
+    shaded  stretches of time that are drawn grey [s]; marked: names that get an exclamation mark
+    """
+    figure = new_figure(width=11, height=7.4)
+    (ttft, tpot), (over_time, offline) = figure.subplots(2, 2)
+    target = _cdf_panels(ttft, tpot, runs, default_slo)
+    tidy(over_time, title="TTFT of each online request", x="arrival [s]", y="TTFT [s]")
+    tidy(offline, title="Offline work done beside them", y="offline requests/s")
+    for begin_s, end_s in shaded:
+        over_time.axvspan(begin_s, end_s, color="#EEEEEE", lw=0)
+    for (name, run), (colour, _, _) in zip(runs.items(), _cycle(len(runs)), strict=True):
+        known = [(r.arrival_s, r.ttft_s) for r in run.online() if r.ttft_s is not None]
+        if known:
+            over_time.scatter(*zip(*known, strict=True), s=11, color=colour, alpha=0.8)
+        rate = summaries[name].offline.requests_per_s or 0.0
+        offline.bar_label(offline.bar(name, rate, color=colour, width=0.6), [label_rate(rate)])
+    if target.ttft_s is not None:
+        over_time.axhline(target.ttft_s, color=TARGET_COLOUR, lw=1.0, ls="--")
+    over_time.set_yscale("log")
+    over_time.set_xlim(left=min(run.whole_window().start_s for run in runs.values()))
+    over_time.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    handles, names = ttft.get_legend_handles_labels()
+    titles = [f"{name} (!)" if name in marked else name for name in names]
+    figure.legend(handles, titles, loc="outside upper center", ncols=7, frameon=False)
+    figure.supxlabel(caption, fontsize=8, color="#666666")
     return save(figure, path)
 
 
@@ -240,7 +286,7 @@ def plot_tradeoff(summaries: Mapping[str, Summary], path: Path) -> Path:
     axes.set_xlim(right=100)
     axes.margins(x=0.06, y=0.08)
     axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    by_thousands(axes.yaxis)
     _legend_beside(axes, len(summaries))
     return save(figure, path)
 
@@ -355,16 +401,6 @@ def _cumulative(values: Sequence[float]) -> tuple[Floats, Floats]:
     share = np.arange(1, len(ordered) + 1) / max(len(ordered), 1)
     finite = np.isfinite(ordered)
     return ordered[finite], share[finite]
-
-
-def _log_if_wide(axes: Any) -> None:
-    points = np.concatenate([np.empty(0), *(line.get_xdata() for line in axes.get_lines())])
-    points = points[points > 0]
-    if len(points) and points.max() > 20 * np.median(points):
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    else:
-        axes.set_xlim(left=0)
 
 
 def _cycle(count: int) -> list[tuple[str, str, str]]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cosched.metrics.figure import legend_above, new_figure, save, tidy
+from cosched.metrics.figure import by_thousands, legend_above, new_figure, save, tidy
 from cosched.metrics.plots_compare import STYLES
 
 __all__ = ["Panel", "plot_panels"]
@@ -56,7 +56,7 @@ def plot_panels(rows: Sequence[Sequence[Panel]], path: Path) -> Path:
                 x, y = zip(*drawn, strict=True)
                 axes.plot(x, y, color=colour, ls=line, marker=marker, ms=4, lw=1.6, label=name)
         axes.set_ylim(0, 1.08 * axes.dataLim.ymax if axes.dataLim.ymax > 0 else 1)
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        by_thousands(axes.yaxis)
     first = grid.flat[0]
     legend_above(first, bbox_to_anchor=(0.0, 1.12), loc="lower left")
     return save(figure, path)

@@ -46,6 +46,8 @@ class RequestRecord:
     """What happened to one request.
 
     arrival_s              when the server got it [s]
+    sent_s                 when a live client sent it [s], at its arrival or a little later, as the
+                           client got to it; None: in virtual time
     admitted_s             when its first prefill chunk began [s]; None: never, or not known
     first_token_s          when its first token came out [s]; None: none did
     finish_s               when its reply was complete, or when it failed [s]; None: it never ended
@@ -69,6 +71,7 @@ class RequestRecord:
     arrival_s: float
     num_prompt_tokens: int
     num_output_tokens: int
+    sent_s: float | None = None
     admitted_s: float | None = None
     first_token_s: float | None = None
     finish_s: float | None = None
@@ -150,7 +153,7 @@ class RequestRecord:
 def _fault(record: RequestRecord) -> str | None:
     events = [
         (name, getattr(record, name))
-        for name in ("arrival_s", "admitted_s", "first_token_s", "finish_s")
+        for name in ("arrival_s", "sent_s", "admitted_s", "first_token_s", "finish_s")
         if getattr(record, name) is not None
     ]
     for name, time_s in events:

@@ -16,6 +16,7 @@ __all__ = [
     "JctTarget",
     "Judgement",
     "Verdict",
+    "common_slo",
     "judge",
     "needed_scale",
     "with_defaults",
@@ -100,6 +101,16 @@ def with_defaults(slo: Slo, default: Slo) -> Slo:
         tpot_s=default.tpot_s if slo.tpot_s is None else slo.tpot_s,
         deadline_s=default.deadline_s if slo.deadline_s is None else slo.deadline_s,
     )
+
+
+def common_slo(records: Iterable[RequestRecord], default: Slo) -> Slo:
+    """The targets that all of them have; None where they differ."""
+    slos = {with_defaults(record.slo, default) for record in records}
+
+    def only(values: set[float | None]) -> float | None:
+        return values.pop() if len(values) == 1 else None
+
+    return Slo(ttft_s=only({slo.ttft_s for slo in slos}), tpot_s=only({s.tpot_s for s in slos}))
 
 
 def judge(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import IO
 
@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cosched.errors import ConfigError, choices
+from cosched.metrics.figure import label_rate
 from cosched.metrics.summary import Comparison, Summary, compare
 
 __all__ = ["make_table", "print_table"]
@@ -21,12 +22,12 @@ _UNLIMITED = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Column:
-    """value gets the summary and its comparison with the baseline, if there is one."""
+    """value gets the summary and its comparison with the baseline, if there is one. A column
+    without any value is left out."""
 
     header: str
     value: Callable[[Summary, Comparison | None], float | None]
     show: Callable[[float], str]
-    with_baseline_only: bool = False
 
 
 def _percent(value: float) -> str:
@@ -63,7 +64,6 @@ _COLUMNS = (
         header="\nx base",
         value=lambda _, c: c.ttft_p99_ratio if c else None,
         show=_times,
-        with_baseline_only=True,
     ),
     _Column(header="TPOT ms\np50", value=lambda s, _: s.online.tpot_s.p50, show=_ms),
     _Column(header="\np99", value=lambda s, _: s.online.tpot_s.p99, show=_ms),
@@ -71,10 +71,10 @@ _COLUMNS = (
         header="\nx base",
         value=lambda _, c: c.tpot_p99_ratio if c else None,
         show=_times,
-        with_baseline_only=True,
     ),
     _Column(header="TBT ms\np99", value=lambda s, _: s.online.tbt_s.p99, show=_ms),
     _Column(header="offline\ntok/s", value=lambda s, _: s.offline.tokens_per_s, show=_count),
+    _Column(header="\nreq/s", value=lambda s, _: s.offline.requests_per_s, show=label_rate),
     _Column(header="% of\nceiling", value=lambda s, _: s.ceiling.ratio, show=_percent),
     _Column(header="hit %\nonline", value=lambda s, _: s.online.hit_ratio, show=_percent),
     _Column(header="hit %\noffline", value=lambda s, _: s.offline.hit_ratio, show=_percent),
@@ -96,20 +96,31 @@ _COLUMNS = (
 )
 
 
-def make_table(summaries: Mapping[str, Summary], *, baseline: str | None = None) -> Table:
-    """One row per scenario; with a baseline also each p99 against the baseline's."""
+def make_table(
+    summaries: Mapping[str, Summary],
+    *,
+    baseline: str | None = None,
+    marked: Collection[str] = (),
+) -> Table:
+    """One row per scenario; with a baseline also each p99 against the baseline's. Names that are
+    marked get an exclamation mark."""
     if baseline is not None and baseline not in summaries:
         raise ConfigError(f"unknown baseline {baseline!r}; choose from {choices(summaries)}")
-    columns = [c for c in _COLUMNS if baseline is not None or not c.with_baseline_only]
+    base = None if baseline is None else summaries[baseline]
+    pairs = [(s, None if base is None else compare(s, base)) for s in summaries.values()]
+    values = {column: [column.value(*pair) for pair in pairs] for column in _COLUMNS}
+    shown = [column for column in _COLUMNS if any(value is not None for value in values[column])]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("\nscenario", no_wrap=True)
-    for column in columns:
+    for column in shown:
         table.add_column(column.header, justify="right", no_wrap=True)
-    for name, summary in summaries.items():
-        comparison = None if baseline is None else compare(summary, summaries[baseline])
-        values = [(column, column.value(summary, comparison)) for column in columns]
-        cells = [_NONE if value is None else column.show(value) for column, value in values]
-        table.add_row(f"{name} (base)" if name == baseline else name, *cells)
+    for index, name in enumerate(summaries):
+        cells = [(column, values[column][index]) for column in shown]
+        title = f"{name} (base)" if name == baseline else name
+        table.add_row(
+            f"{title} (!)" if name in marked else title,
+            *(_NONE if value is None else column.show(value) for column, value in cells),
+        )
     return table
 
 
@@ -117,11 +128,12 @@ def print_table(
     summaries: Mapping[str, Summary],
     *,
     baseline: str | None = None,
+    marked: Collection[str] = (),
     file: IO[str] | None = None,
 ) -> None:
     """Print `make_table` to `file` or stdout, whatever the width of the terminal: a line that wraps
     can still be read, a number that was cut cannot."""
-    table = make_table(summaries, baseline=baseline)
+    table = make_table(summaries, baseline=baseline, marked=marked)
     console = Console(file=file)
     natural = console.measure(table, options=console.options.update(width=_UNLIMITED))
     console.width = max(console.width, natural.maximum)

@@ -185,9 +185,11 @@ class WaveClient(ClosedLoopClient):
     """Sends so many requests at once, and the next wave when all of the last have ended (BROS §7.1:
     "periodically submitted in a batch manner"). A request counts as arrived when it is sent."""
 
-    def __init__(self, requests: Sequence[TraceRequest], *, size: int) -> None:
+    def __init__(
+        self, requests: Sequence[TraceRequest], *, size: int, vocab_size: int = VOCAB_SIZE
+    ) -> None:
         assert size >= 1, f"{size=}"
-        super().__init__(requests, concurrency=size)
+        super().__init__(requests, concurrency=size, vocab_size=vocab_size)
 
     def due(self, now_s: float) -> Iterator[Arrival]:
         return iter(()) if self._num_in_flight else super().due(now_s)
@@ -209,8 +211,9 @@ class AimdClient(ClosedLoopClient):
         period_s: float = 1.0,
         max_missed: float = 0.05,
         max_concurrency: int = 256,
+        vocab_size: int = VOCAB_SIZE,
     ) -> None:
-        super().__init__(requests, concurrency=1)
+        super().__init__(requests, concurrency=1, vocab_size=vocab_size)
         self._is_missed = is_missed
         self._period_s = period_s
         self._max_missed = max_missed

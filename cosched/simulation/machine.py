@@ -15,19 +15,25 @@ __all__ = ["Machine"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Where the engine is simulated to run. What is None takes SGLang's default for the GPU.
+    """Where the engine is simulated to run. The texts are those of the command line; what stands
+    after "default:" is what None means.
 
-    kv_tokens             capacity of the KV pool
-    chunk_tokens          ``--chunked-prefill-size``; -1: prompts are never split
-    max_prefill_tokens    ``--max-prefill-tokens``
-    max_running_requests  ``--max-running-requests``
-    mixed_chunk           ``--enable-mixed-chunk``; None: as the policy wants it
-    schedule_policy       ``--schedule-policy`` of stock scheduling
-    overlap               the overlap scheduler
-    host_kv_tokens        capacity of host memory (HiCache); 0: none
+    model                 the modelled one
+    gpu                   the modelled one
+    tp                    GPUs
+    kv_tokens             KV capacity; default: what the GPU has left
+    page_size             tokens of a KV page
+    chunk_tokens          token budget of an iteration; -1: prompts are never split; default:
+                          SGLang's for the GPU
+    max_prefill_tokens    SGLang's ``--max-prefill-tokens``
+    max_running_requests  most requests that run at once
+    mixed_chunk           prefill and decode in one iteration; default: as the policy wants it
+    schedule_policy       of stock scheduling
+    overlap               SGLang's overlap scheduler
+    host_kv_tokens        KV that host memory holds beside the GPU's (HiCache); 0: none
     host_bandwidth_gb_s   of copies to host memory and back, of each GPU
-    host_write_policy     ``--hicache-write-policy``; None: write_back where cosched orders what is
-                          evicted, else SGLang's default
+    host_write_policy     what is copied to host memory; default: what cosched finds worth it, and
+                          where SGLang decides, its own default
     """
 
     model: str = "Llama-3.1-8B"

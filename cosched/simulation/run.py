@@ -26,7 +26,7 @@ from cosched.metrics.slo import Verdict, judge, with_defaults
 from cosched.metrics.summary import Summary, summarize
 from cosched.metrics.window import Window
 from cosched.policy.registry import policy_entry
-from cosched.simulation.arrivals import Source
+from cosched.simulation.arrivals import VOCAB_SIZE, Source
 from cosched.simulation.clients import (
     AimdClient,
     ClosedLoopClient,
@@ -56,6 +56,9 @@ __all__ = [
     "execute",
     "execute_requests",
     "identity_of",
+    "load_requests",
+    "offline_client",
+    "summarize_run",
 ]
 
 
@@ -69,10 +72,14 @@ _ASKED_EVERY = 200
 class WorkloadSpec:
     """A workload of the catalogue and its parameters (`cosched_traces.catalogue.load_workload`).
 
-    num_sessions   sessions under way at a time, of a workload in sessions
-    peak_window_s  only the busiest stretch of this length is run [s]; None: all of it
-    wave           offline requests that are sent at once, the next of them when all have ended;
-                   None: all of the set at the start
+    name           of the catalogue, or a file; none without
+    rate           mean rate of the online requests; of a workload in sessions: of their starts
+    num_sessions   sessions under way at a time, of an online workload in sessions; a new one begins
+                   when one ends
+    num_requests   size of the offline set
+    peak_window_s  run only the busiest stretch of this length of the online workload
+    wave           offline requests sent at once, the next N when all of them have ended; default:
+                   the whole set at the start
     """
 
     name: str
@@ -87,11 +94,13 @@ class WorkloadSpec:
 class CostSpec:
     """The truth of the simulated GPU: a cost model by name.
 
-    noise_sigma  standard deviation of the logarithm of a factor on each iteration's time; 0: none
-    profile      file of a ``profile`` model
+    name         the GPU's truth; default: kernel-table with a data folder, else roofline
+    noise_sigma  standard deviation of the log of a random factor on each iteration's time
+    profile      measured profile, for the one called ``profile``
     mixed_decode_factor  how many times longer the attention of a decode takes beside a prefill, of
-                 a ``kernel-table`` model
-    slower       times as long iterations take once the GPU has worked for `slower_after_s` seconds
+                 a ``kernel-table`` model (docs/cost_models.md)
+    slower       the GPU takes so many times as long once it has worked for --slower-after
+    slower_after_s  working time after which the GPU is slower [s]
     """
 
     name: str = "kernel-table"
@@ -106,11 +115,13 @@ class CostSpec:
 class RunSpec:
     """Everything that decides a run's result. Equal specifications give equal results.
 
-    duration_s      length of the online trace, and of the run unless a peak window is shorter [s]
+    duration_s      length of the run [s]; it also ends when the offline set is done
+    seed            of everything that is random
+    data_dir        folder with traces and kernel tables (default: $COSCHED_DATA)
     cap             offline requests in flight where the scenario has a static cap
     max_concurrency most offline requests in flight where it has an AIMD gateway
-    clairvoyant     clients ask for as many tokens as the reply will have: every policy knows all
-                    lengths, which none does in production
+    clairvoyant     clients ask for as many tokens as the reply will have, so that every policy
+                    knows all lengths; else for the most that the data set has (docs/workloads.md)
     most_misses     the run gives up once more online requests than this have missed a target; None:
                     never
     config          keys of `Config` and their values beside policy and slo, sorted
@@ -256,7 +267,7 @@ def execute_requests(
         stack.enter_context(engine)
         sources: list[Source] = [online_client(online)]
         if offline:
-            sources.append(_offline_client(spec, offline))
+            sources.append(offline_client(spec, offline))
         num_offline = len(offline)
         has_given_up = _giving_up(spec, engine)
         gave_up = False
@@ -400,18 +411,24 @@ def engine_flags(spec: RunSpec) -> list[str]:
     return flags + host_arguments(flags, config)
 
 
-def _offline_client(spec: RunSpec, offline: Sequence[TraceRequest]) -> Source:
+def offline_client(
+    spec: RunSpec, offline: Sequence[TraceRequest], *, vocab_size: int = VOCAB_SIZE
+) -> Source:
+    """Who sends them, in virtual time or live."""
     match spec.scenario.client:
         case OfflineClient.ALL:
             wave = spec.offline.wave if spec.offline is not None else None
-            return WaveClient(offline, size=wave) if wave else OpenLoopClient(offline)
+            if wave:
+                return WaveClient(offline, size=wave, vocab_size=vocab_size)
+            return OpenLoopClient(offline, vocab_size=vocab_size)
         case OfflineClient.CAP:
-            return ClosedLoopClient(offline, concurrency=spec.cap)
+            return ClosedLoopClient(offline, concurrency=spec.cap, vocab_size=vocab_size)
         case OfflineClient.AIMD:
             return AimdClient(
                 offline,
                 is_missed=lambda record: _is_missed(record, spec, now_s=record.finish_s or 0.0),
                 max_concurrency=spec.max_concurrency,
+                vocab_size=vocab_size,
             )
 
 

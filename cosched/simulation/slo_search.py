@@ -10,19 +10,21 @@ does not is halved (on a logarithmic scale) until it is known to the tolerance.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from cosched.errors import ConfigError
 from cosched.metrics.goals import Goal
+from cosched.metrics.records import RequestRecord
+from cosched.metrics.summary import Summary
 from cosched.simulation.parallel import execute_all
 from cosched.simulation.run import RunResult, RunSpec, config_of
 from cosched.simulation.scenario import scenario
 from cosched.simulation.search import largest_good, values_between
 from cosched.simulation.store import ResultStore
 
-__all__ = ["SEARCHES", "Probe", "Search", "SloAnswer", "find_largest"]
+__all__ = ["SEARCHES", "Probe", "Search", "SloAnswer", "find_largest", "search_largest"]
 
 _DIGITS = 4
 """Significant ones of a value, in a configuration too."""
@@ -101,6 +103,22 @@ class SloAnswer:
         return asdict(self)
 
 
+class Ran(Protocol):
+    """The result of a run, in virtual time or live."""
+
+    @property
+    def summary(self) -> Summary: ...
+
+    @property
+    def records(self) -> Sequence[RequestRecord]: ...
+
+
+R = TypeVar("R", bound=Ran)
+
+RunAll = Callable[[Sequence[RunSpec]], Iterable[tuple[int, R]]]
+"""Runs all of them; yields (index, result) as they end."""
+
+
 def find_largest(
     name: str,
     spec: RunSpec,
@@ -113,8 +131,36 @@ def find_largest(
     store: ResultStore | None = None,
     on_run: Callable[[str, RunResult], None] = lambda what, result: None,
 ) -> SloAnswer:
-    """Search. `spec` names the policy; `tolerance` is relative; `num_jobs` values are tried at a
-    time; `on_run` gets each run that is done, and what it is. What `store` has is not run again."""
+    """Search in virtual time. `spec` names the policy; `tolerance` is relative; `num_jobs` values
+    are tried at a time; `on_run` gets each run that is done, and what it is. What `store` has is
+    not run again."""
+    return search_largest(
+        name,
+        spec,
+        goals,
+        run_all=lambda specs: execute_all(specs, num_jobs=num_jobs, store=store),
+        low=low,
+        high=high,
+        tolerance=tolerance,
+        num_at_once=num_jobs,
+        on_run=on_run,
+    )
+
+
+def search_largest(
+    name: str,
+    spec: RunSpec,
+    goals: Sequence[Goal],
+    *,
+    run_all: RunAll[R],
+    low: float | None = None,
+    high: float | None = None,
+    tolerance: float = 0.05,
+    num_at_once: int = 1,
+    on_run: Callable[[str, R], None] = lambda what, result: None,
+) -> SloAnswer:
+    """The same with runs of whatever kind: `run_all` gets `num_at_once` specifications at a time,
+    each as `spec` with another value."""
     wanted = SEARCHES[name]
     low, high = wanted.low if low is None else low, wanted.high if high is None else high
     _check(spec, goals, low=low, high=high, tolerance=tolerance)
@@ -122,7 +168,7 @@ def find_largest(
     baseline = None
     if any(goal.is_relative for goal in goals):
         alone = replace(spec, scenario=scenario("s0"), config=())
-        [(_, result)] = execute_all([alone], num_jobs=1, store=store)
+        [(_, result)] = run_all([alone])
         on_run("online requests alone", result)
         baseline = _reached(goals, result)
     bounds = tuple(
@@ -132,7 +178,7 @@ def find_largest(
 
     def probe(values: Sequence[float]) -> list[bool]:
         specs = [_at(spec, wanted.key, value) for value in values]
-        for index, result in execute_all(specs, num_jobs=num_jobs, store=store):
+        for index, result in run_all(specs):
             value = values[index]
             reached = _reached(goals, result)
             met = [g.is_met(r, b) for g, r, b in zip(goals, reached, bounds, strict=True)]
@@ -146,7 +192,7 @@ def find_largest(
         return [probes[value].is_good for value in values]
 
     values = values_between(low, high, tolerance=tolerance, digits=_DIGITS)
-    value = largest_good(values, probe, num_at_once=num_jobs)
+    value = largest_good(values, probe, num_at_once=num_at_once)
     return SloAnswer(
         search=name,
         key=wanted.key,
@@ -176,5 +222,5 @@ def _at(spec: RunSpec, key: str, value: float) -> RunSpec:
     return spec.configured(**{key: value})
 
 
-def _reached(goals: Sequence[Goal], result: RunResult) -> tuple[float | None, ...]:
+def _reached(goals: Sequence[Goal], result: Ran) -> tuple[float | None, ...]:
     return tuple(goal.measure(result.summary, result.records) for goal in goals)

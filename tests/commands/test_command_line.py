@@ -6,16 +6,19 @@ import argparse
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
 from importlib import metadata
 
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
-from cosched import bench, explain, lengths, predictors, profile, simulate
+from cosched import bench, demo, explain, lengths, predictors, profile, simulate
 from cosched.__main__ import COMMANDS, main
 from cosched.command_line import (
     Parser,
+    add_field_option,
     add_json_option,
+    fields_given,
     number,
     output_file,
     output_folder,
@@ -26,6 +29,7 @@ from cosched.command_line import (
 from cosched.errors import ConfigError
 
 PARSERS = {
+    "demo": demo.build_parser(),
     "simulate": simulate.build_parser(),
     "explain": explain.build_parser(),
     **{
@@ -188,3 +192,35 @@ class TestOneCommand:
         )
         assert done.returncode == 2
         assert "argument --iteration" in done.stderr and "(cosched explain --help" in done.stderr
+
+
+@dataclass(frozen=True, kw_only=True)
+class Oven:
+    """Fields, and what the docstring says of them.
+
+    heat_c  degrees [C]; default: as the recipe says
+    trays   at most so many
+            at a time
+    fan     it runs
+    """
+
+    heat_c: float | None = None
+    trays: int = 2
+    fan: bool = True
+    shelves: int = 3
+
+
+def test_an_option_of_a_field_has_its_name_type_default_and_text():
+    parser = argparse.ArgumentParser()
+    add_field_option(parser, Oven, "heat_c", "--heat", metavar="C")
+    for field in ("trays", "fan"):
+        add_field_option(parser, Oven, field)
+    shown = " ".join(parser.format_help().split())
+    assert "--heat C degrees [C]; default: as the recipe says --trays" in shown
+    assert "at most so many at a time (default: 2)" in shown
+    assert fields_given(Oven, parser.parse_args([])) == Oven()
+    given = parser.parse_args(["--heat", "180.5", "--trays", "1", "--no-fan"])
+    assert fields_given(Oven, given) == Oven(heat_c=180.5, trays=1, fan=False)
+    for bad in (["--heat", "0"], ["--trays", "0"], ["--trays", "1.5"]):
+        with pytest.raises(SystemExit):
+            parser.parse_args(bad)

@@ -157,8 +157,8 @@ class TestStory:
         step(recorder, Plan(skipped={"a": FULL}), FakeView(offline=[a], now_s=2.0))
         assert explain(recorder.path, "--rid", "b")[0][-1].endswith("aborted")
         lines = recorder.path.read_text().splitlines(keepends=True)
-        skips = f'"offline_is_all":true,"skips":[[0,{a.arrival_seq},64]]'
-        lines[-1] = lines[-1].replace('"offline_is_all":true', skips)
+        skips = f'"order":[["skip_sharing",[{a.arrival_seq},64],null],'
+        lines[-1] = lines[-1].replace('"order":[', skips)
         recorder.path.write_text("".join(lines))
         told, *_ = explain(recorder.path, "--rid", "b")
         assert told[-2:] == [
@@ -361,9 +361,9 @@ class TestBadLines:
         assert result["outcomes"]["ran"] > 10
 
     def test_another_format_is_refused(self, recorder, refused):
-        content = recorder.path.read_text().replace('"format":2', '"format":99')
+        content = recorder.path.read_text().replace('"format":3', '"format":99')
         recorder.path.write_text(content)
-        assert "has format 99; this version of cosched reads format 2" in refused(recorder.path)
+        assert "has format 99; this version of cosched reads format 3" in refused(recorder.path)
 
     def test_a_file_that_is_not_there_is_one_sentence(self, tmp_path, refused):
         assert refused(tmp_path / "absent").startswith("cosched: argument FILE: cannot read ")

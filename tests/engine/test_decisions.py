@@ -12,7 +12,7 @@ import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.config import Config, parse_config
 from cosched.core.plan import EMPTY_PLAN, Plan
 from cosched.core.request import Request, RequestClass, Slo
-from cosched.core.view import Ended
+from cosched.core.view import Ended, Match, View
 from cosched.decision_log.read import read_log
 from cosched.decision_log.replan import replan
 from cosched.decision_log.view import NotRecordedError, RecordedView
@@ -117,7 +117,8 @@ def test_an_order_that_passes_over_requests_that_begin_alike_is_followed(tmp_pat
     logged = execute(spec, decision_log=tmp_path / "log")
     decisions = read(tmp_path / "log")
     assert planned_again(tmp_path / "log").num_equal == len(decisions) > 50
-    assert any(d.view.skips for d in decisions) and any(d.view.prefixes for d in decisions)
+    assert any(steps_of(d, "skip_sharing") for d in decisions)
+    assert any(r.num_prefix_tokens for d in decisions for r in d.requests)
     assert logged.to_dict() == execute(spec).to_dict()
 
 
@@ -130,8 +131,8 @@ def test_candidates_of_buckets_are_followed(tmp_path):
     logged = execute(spec, decision_log=tmp_path / "log")
     decisions = read(tmp_path / "log")
     assert planned_again(tmp_path / "log").num_equal == len(decisions) > 50
-    assert any(d.view.takes and d.view.skips for d in decisions)
-    assert any(len(buckets) > 1 for d in decisions for _, buckets in d.view.candidates)
+    assert any(steps_of(d, "take") and steps_of(d, "skip_sharing") for d in decisions)
+    assert any(len(buckets) > 1 for d in decisions for _, buckets in steps_of(d, "candidates"))
     assert logged.to_dict() == execute(spec).to_dict()
     asked = planned_again(tmp_path / "log", policy="hygen")
     assert asked.num_unanswered and asked.num_equal + asked.num_unanswered <= asked.num_plans
@@ -157,7 +158,7 @@ def test_a_rate_of_admission_is_followed(tmp_path):
     assert any("rate_limit" in line for line in (tmp_path / "log").open())
 
     def let_more_in(header):
-        header["offline_rate"] = 8.0
+        header["settings"]["offline_rate"] = 8.0
 
     changed(tmp_path / "log", let_more_in, where=lambda record: record["kind"] == "header")
     replanned = planned_again(tmp_path / "log")
@@ -195,7 +196,7 @@ def test_a_changed_budget_is_noticed(tmp_path):
     execute(spec_of("hygen", overlap=True), decision_log=path)
 
     def halve(header):
-        header["latency_budget_s"] = 0.012
+        header["settings"]["latency_budget_s"] = 0.012
 
     changed(path, halve, where=lambda record: record["kind"] == "header")
     replanned = planned_again(path)
@@ -254,7 +255,13 @@ def view_of(entry):
     return RecordedView(entry, predictor=Linear())
 
 
-NAMES = {n for n in vars(Request) if not n.startswith("_")} - {"num_prefix_tokens"}
+NAMES = {n for n in vars(Request) if not n.startswith("_")}
+
+
+def steps_of(decision, method):
+    """(arguments, answer) of the calls of one method of the offline order."""
+    steps = (step for step in decision.view.order if isinstance(step, tuple))
+    return [(arguments, answer) for name, arguments, answer in steps if name == method]
 
 
 class TestWhatIsRecorded:
@@ -266,7 +273,7 @@ class TestWhatIsRecorded:
         list(view.online)
         state = view.state()
         assert [row[0] for row in state.offline] == [r.arrival_seq for r in many[:3]]
-        assert not state.offline_is_all
+        assert state.order == [r.arrival_seq for r in many[:3]] and not state.is_all_offline
         assert len(state.online) == 1 and state.online_is_all
 
     def test_the_answers_the_policy_got_and_no_others(self):
@@ -277,9 +284,9 @@ class TestWhatIsRecorded:
         view.preemption_gain(running)
         view.reserve_of(running)
         state = view.state()
-        assert state.matches == {asked.arrival_seq: [0, 0]}
-        assert state.gains == {running.arrival_seq: 33}
-        assert state.reserves == {running.arrival_seq: 5}
+        assert state.match == {asked.arrival_seq: Match(cached=0, evictable=0)}
+        assert state.preemption_gain == {running.arrival_seq: 33}
+        assert state.reserve_of == {running.arrival_seq: 5}
         assert state.running == [(running.arrival_seq, 4, 33)]
 
     def test_a_policy_that_looks_further_is_told_what_is_missing(self, tmp_path):
@@ -326,12 +333,12 @@ class TestWhatIsRecorded:
         waiting = Order([a, offline("b", 200), offline("c", 300)])
         recorder.run(FakeView(offline=waiting))
         entry = next(iter(read_log(recorder.path, report=pytest.fail)))
-        assert entry.decision.view.skips == [(1, a.arrival_seq, 64)]
+        assert entry.decision.view.order[1] == ("skip_sharing", [a.arrival_seq, 64], None)
         Skipper().plan(view_of(entry), None)
         order = view_of(entry).offline_order()
-        with pytest.raises(NotRecordedError, match="when others are skipped"):
+        with pytest.raises(NotRecordedError, match=r"skip_sharing\(.*, 65\) of the order"):
             order.skip_sharing(next(order), 65)
-        with pytest.raises(NotRecordedError, match="when fewer are skipped"):
+        with pytest.raises(NotRecordedError, match=r"next offline request before skip_sharing\("):
             list(view_of(entry).offline_order())
 
     def test_who_takes_others_than_were_taken_is_told_so(self, tmp_path):
@@ -355,13 +362,13 @@ class TestWhatIsRecorded:
         assert [entry.facts[row[0]].rid for row in entry.decision.view.offline] == ["a", "b", "c"]
         Taker().plan(view_of(entry), None)
         order = view_of(entry).offline_order()
-        with pytest.raises(NotRecordedError, match="3 candidates per bucket"):
+        with pytest.raises(NotRecordedError, match=r"candidates\(3\) of the order"):
             order.candidates(3)
         order = view_of(entry).offline_order()
         ((_, b),) = order.candidates(2)
-        with pytest.raises(NotRecordedError, match="when fewer are taken"):
+        with pytest.raises(NotRecordedError, match=r"candidates\(2\) of the order"):
             order.candidates(2)
-        with pytest.raises(NotRecordedError, match="when others are taken"):
+        with pytest.raises(NotRecordedError, match=r"take\(.* of the order"):
             order.take(b)
 
     def test_targets_times_and_lengths_come_back(self, tmp_path):
@@ -392,8 +399,6 @@ class TestWhatIsRecorded:
         ):
             assert all(getattr(mine, n) == getattr(theirs, n) for n in NAMES)
         assert again.running[1].num_prefix_tokens == 24
-        with pytest.raises(NotRecordedError, match="the tokens that were cached for r"):
-            _ = again.running[0].num_prefix_tokens
 
     def test_a_first_token_is_known_from_when_it_came(self, tmp_path):
         waiting = online("r", 40)
@@ -404,7 +409,18 @@ class TestWhatIsRecorded:
         recorder.run(FakeView(running=(replace(running, num_output_tokens=2),)))
         views = [view_of(e) for e in read_log(recorder.path, report=pytest.fail)]
         assert [r.first_token_s for v in views for r in (*v.online, *v.running)] == [None, 0.5, 0.5]
-        assert [d.first_tokens for d in read(recorder.path)] == [{}, {running.arrival_seq: 0.5}, {}]
+        named = [[facts.first_token_s for facts in d.requests] for d in read(recorder.path)]
+        assert named == [[None], [0.5], []]
+
+    def test_every_member_of_a_view_can_be_asked_again(self, tmp_path):
+        recorder = Recorder(tmp_path / "log")
+        recorder.run(FakeView())
+        view = view_of(next(iter(read_log(recorder.path, report=pytest.fail))))
+        for name in vars(View):
+            assert name.startswith("_") or hasattr(view, name), name
+        assert view.eviction_loss_s(0) == 0.0
+        with pytest.raises(NotRecordedError, match="`eviction_loss_s` of 7"):
+            view.eviction_loss_s(7)
 
 
 class Always:

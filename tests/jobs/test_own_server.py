@@ -15,7 +15,7 @@ import pytest
 
 from cosched.jobs.client import Client, RetryRules
 from cosched.jobs.errors import JobFileError, ServerGoneError, ServerRefusedError
-from cosched.jobs.server import OwnServer, own_base_url, server_command
+from cosched.jobs.server import OwnServer, free_port, own_base_url, server_command
 
 HTTP_SERVER = """
 import http.server, subprocess, sys
@@ -144,3 +144,8 @@ def test_the_command_starts_cosched_with_the_users_flags():
         "-m", "cosched.launch_server", "--model-path", "m", "--host", "127.0.0.1", "--port", "5",
         "--tp", "2",
     ]  # fmt: skip
+
+
+def test_a_free_port_is_none_that_linux_gives_to_clients():
+    found = {free_port() for _ in range(20)}
+    assert all(10_000 <= port < 32_768 for port in found) and len(found) > 1

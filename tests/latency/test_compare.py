@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -16,6 +17,7 @@ from cosched.latency.compare import (
     measure,
     scheduler_batches,
 )
+from cosched.latency.profile_file import Profile
 from cosched.predictors import main
 
 ROOFLINE = make_cost_model("roofline", model="Llama-3.1-8B", gpu="A100-80")
@@ -84,6 +86,24 @@ class TestCommand:
         log.write_text("\n".join(map(json.dumps, entries)))
         _, result = self.run(capsys, "compare", "--log", str(log))
         assert result["errors"]["cosched"]["all"]["mean"] < 0.06
+
+    def test_compare_on_a_profile(self, capsys, tmp_path):
+        batches = scheduler_batches(seed=0, num=300, max_kv_tokens=100_000)
+        points = measure(ROOFLINE.iteration_s, batches)
+        Profile(points=points).save(tmp_path / "profile.json")
+        _, result = self.run(capsys, "compare", "--log", str(tmp_path / "profile.json"))
+        assert result["num_fitted"] + result["num_held_out"] == 300
+        assert result["errors"]["cosched"]["all"]["mean"] < 0.05
+
+    def test_held_out_in_order_are_the_last_ones(self, capsys, tmp_path):
+        batches = scheduler_batches(seed=0, num=300, max_kv_tokens=100_000)
+        points = measure(ROOFLINE.iteration_s, batches)
+        slower = [replace(point, seconds=2 * point.seconds) for point in points[210:]]
+        Profile(points=[*points[:210], *slower]).save(tmp_path / "profile.json")
+        arguments = ("compare", "--log", str(tmp_path / "profile.json"))
+        _, result = self.run(capsys, *arguments, "--in-order")
+        assert (result["num_fitted"], result["num_held_out"]) == (210, 90)
+        assert result["errors"]["cosched"]["all"]["mean"] == pytest.approx(0.5, abs=0.05)
 
     def test_calibrate(self, capsys):
         _, result = self.run(

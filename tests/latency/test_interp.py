@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cosched.latency.interp import isotonic, neighbours, non_decreasing
-from cosched.latency.nnls import nnls, nnls_normal
+from cosched.latency.nnls import nnls_normal
 
 numbers = st.lists(st.floats(-100, 100), min_size=1, max_size=30)
 
@@ -49,7 +49,7 @@ class TestNnls:
     def test_meets_the_conditions_of_a_minimum(self, seed):
         rng = np.random.default_rng(seed)
         a, b = rng.standard_normal((20, 6)), rng.standard_normal(20)
-        x = nnls(a, b)
+        x = nnls_normal(a.T @ a, a.T @ b)
         gradient = a.T @ (b - a @ x)
         assert np.all(x >= 0)
         assert np.all(gradient <= 1e-6)
@@ -59,15 +59,16 @@ class TestNnls:
         rng = np.random.default_rng(0)
         a = rng.random((50, 3)) * [1.0, 1e5, 1e9]
         truth = np.array([0.01, 2e-6, 3e-11])
-        assert nnls(a, a @ truth) == pytest.approx(truth, rel=1e-6)
+        assert nnls_normal(a.T @ a, a.T @ a @ truth) == pytest.approx(truth, rel=1e-6)
 
     def test_a_column_of_zeros_gets_nothing(self):
         a = np.array([[1.0, 0.0], [2.0, 0.0]])
-        assert nnls(a, np.array([2.0, 4.0])).tolist() == pytest.approx([2.0, 0.0])
+        assert nnls_normal(a.T @ a, a.T @ np.array([2.0, 4.0])).tolist() == pytest.approx(
+            [2.0, 0.0]
+        )
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e6, 1e-6])
 def test_a_coefficient_of_just_nothing_ends_the_search(scale):
     found = nnls_normal(np.eye(3), np.array([scale, 0.0, -scale]))
     assert found.tolist() == pytest.approx([scale, 0.0, 0.0])
-    assert nnls(np.eye(3), np.array([scale, 0.0, -scale])).tolist() == pytest.approx([scale, 0, 0])

@@ -5,6 +5,8 @@ import json
 import numpy as np
 import pytest
 
+from cosched.core.request import RequestClass
+from cosched_traces.catalogue import load_workload
 from cosched_traces.errors import RowError, WorkloadError
 from cosched_traces.servegen import read_servegen
 from tests.traces.samples import write
@@ -83,3 +85,18 @@ def test_what_is_missing_is_named(tmp_path):
     client(tmp_path, 0, "0,1,1,,0,0", lengths={"0": ({1: 0.4}, {1: 1.0})})
     with pytest.raises(WorkloadError, match=r"chunk-0-dataset.json: window '0'.*sum to 0.4"):
         read_servegen(tmp_path, seed=0, duration_s=600)
+
+
+def test_a_folder_of_clients_is_a_workload_by_its_path(tmp_path):
+    client(tmp_path, 0, "0,1.0,1.0,Gamma,1.0,1.0")
+    online = load_workload(str(tmp_path), seed=0, duration_s=600, rate=2)
+    assert len(online.requests) == pytest.approx(1200, rel=0.2)
+    assert {r.max_new_tokens for r in online.requests} == {7}
+    offline = load_workload(
+        str(tmp_path), seed=0, request_class=RequestClass.OFFLINE, num_requests=5
+    )
+    assert [r.arrival_s for r in offline.requests] == [0.0] * 5
+    assert {r.request_class for r in offline.requests} == {RequestClass.OFFLINE}
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(WorkloadError, match=r"no chunk-\*-trace.csv here"):
+        load_workload(str(tmp_path / "empty"), seed=0)

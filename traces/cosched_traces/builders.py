@@ -18,12 +18,13 @@ from cosched_traces.arrivals import (
 from cosched_traces.csv_traces import read_lengths_csv
 from cosched_traces.datasets import DATASETS
 from cosched_traces.errors import WorkloadError
-from cosched_traces.lengths import Uniform
+from cosched_traces.lengths import Fixed, Uniform
 from cosched_traces.mmlu import Tokenize, generate_mmlu, read_mmlu
 from cosched_traces.offline_sets import PrefixGroups, independent_requests, length_pairs
 from cosched_traces.openai_batch import read_openai_batch
 from cosched_traces.rows import ReadOptions
 from cosched_traces.seeds import seed_for
+from cosched_traces.servegen import read_servegen
 from cosched_traces.session_sets import SessionSet
 from cosched_traces.session_traces import read_sessions_jsonl
 from cosched_traces.sessions import Sessions, keep_under_way, start_at
@@ -38,18 +39,23 @@ from cosched_traces.transform import (
 from cosched_traces.workload import Workload
 
 __all__ = [
+    "DEMO_BURSTS",
+    "DEMO_MEAN_RATE",
     "Asked",
     "Build",
     "arxiv",
     "azure_like",
     "batch",
     "chat",
+    "demo_chat",
+    "demo_job",
     "diurnal",
     "documents",
     "generated",
     "loogle",
     "mmlu",
     "recorded",
+    "servegen",
     "sessions",
     "trace",
 ]
@@ -62,6 +68,13 @@ CHAT_REQUESTS = 10_000
 ARXIV_REQUESTS = 28_257  # as the file has
 ARXIV_MAX_TOKENS = 4096  # the file's own filter
 QUESTIONS_PER_DOCUMENT = 20
+DEMO_GROUPS = 8
+DEMO_JOB_REQUESTS = 800
+DEMO_BURSTS = ((0.25, 0.35), (0.65, 0.75))
+"""Of `demo_chat`: parts [a, b) of the duration in which three times as many requests come."""
+DEMO_BURST_FACTOR = 3.0
+DEMO_MEAN_RATE = 1 + (DEMO_BURST_FACTOR - 1) * sum(b - a for a, b in DEMO_BURSTS)
+"""Its mean rate, in times of that outside the bursts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +202,31 @@ def burst(asked: Asked) -> Workload:
     return _with_lengths(asked, "azure", curve.scaled_to(asked.rate or CHAT_RATE))
 
 
+def demo_chat(asked: Asked) -> Workload:
+    """A Poisson process whose rate is three times as high in the two bursts; the mean is what is
+    asked for."""
+    duration_s = asked.duration_s or DURATION_S
+    centres = [(step + 0.5) / 20 for step in range(20)]
+    in_burst = [any(a <= centre < b for a, b in DEMO_BURSTS) for centre in centres]
+    rates = tuple(DEMO_BURST_FACTOR if burst else 1.0 for burst in in_burst)
+    curve = RateCurve(step_s=duration_s / len(rates), rates=rates)
+    return _with_lengths(asked, "demo-chat", curve.scaled_to(asked.rate or CHAT_RATE))
+
+
+def demo_job(asked: Asked) -> Workload:
+    """Eight heads of worked examples of 230-690 tokens, and a question of 30-70 behind one of them;
+    replies of 32."""
+    num_requests = asked.num_requests or DEMO_JOB_REQUESTS
+    groups = PrefixGroups(
+        num_groups=DEMO_GROUPS,
+        requests_per_group=-(-num_requests // DEMO_GROUPS),
+        shared=Uniform(230, 690),
+        unique=Uniform(30, 70),
+        output=Fixed(32),
+    )
+    return groups.workload(asked.name, seed=asked.seed, num_requests=num_requests)
+
+
 def arxiv(asked: Asked) -> Workload:
     """The file's lengths, shuffled, or lengths of their distribution where there is no file."""
     if asked.files:
@@ -250,6 +288,20 @@ def loogle(*, num_documents: int, num_questions: int, max_output_tokens: int) ->
         return groups.workload(asked.name, seed=asked.seed, num_requests=asked.num_requests)
 
     return build
+
+
+def servegen(asked: Asked) -> Workload:
+    """What the clients of a folder send, at their own rates where none is asked for; offline, that
+    of an hour at 0."""
+    workload = read_servegen(
+        asked.files[0],
+        seed=asked.seed,
+        duration_s=asked.duration_s or DURATION_S,
+        rate=asked.rate,
+        name=asked.name,
+        request_class=asked.request_class,
+    )
+    return at_once(workload, asked.request_class) if asked.offline else workload
 
 
 def batch(asked: Asked) -> Workload:

@@ -80,6 +80,18 @@ WORKLOADS = {
         max_new_tokens=1000,
         build=builders.burst,
     ),
+    "demo-chat": NamedWorkload(
+        classes=(ONLINE,),
+        description="of the demo: 130-430 tokens in, 16-64 out; in two bursts 3x the rate",
+        max_new_tokens=64,
+        build=builders.demo_chat,
+    ),
+    "demo-job": NamedWorkload(
+        classes=(OFFLINE,),
+        description="of the demo: few-shot prompts of 260-760 tokens behind 8 heads, shuffled",
+        max_new_tokens=32,
+        build=builders.demo_job,
+    ),
     "mooncake-synthetic": NamedWorkload(
         classes=(ONLINE, OFFLINE),
         description="Mooncake FAST'25 synthetic trace: long prompts, 64 % of blocks shared",
@@ -214,7 +226,8 @@ def load_workload(
     num_requests: int | None = None,
     tokenize: Tokenize | None = None,
 ) -> Workload:
-    """A workload of the catalogue, or the trace file that `name` is the path of.
+    """A workload of the catalogue, or the trace file that `name` is the path of, or the folder of
+    ServeGen's clients.
 
     request_class  the role it is to play; None: its own (of a file: online)
     data_dir       the folder with the files that some workloads read
@@ -231,8 +244,8 @@ def load_workload(
     if name in WORKLOADS:
         named = WORKLOADS[name]
         files = _find_files(name, named, data_dir)
-    elif path.is_file():
-        named, files = _of_file(path), (path,)
+    elif path.exists():
+        named, files = _of_folder(path) if path.is_dir() else _of_file(path), (path,)
         name = path.name.split(".")[0]
     else:
         raise WorkloadError(f"no workload and no file {name!r}; choose from {choices(WORKLOADS)}")
@@ -299,6 +312,15 @@ def _of_file(path: Path) -> NamedWorkload:
         description=f"the file {path}",
         max_new_tokens=None,
         build=builders.batch if batch else builders.trace(read_trace),
+    )
+
+
+def _of_folder(path: Path) -> NamedWorkload:
+    return NamedWorkload(
+        classes=(ONLINE, OFFLINE),
+        description=f"ServeGen's clients of {path}",
+        max_new_tokens=None,
+        build=builders.servegen,
     )
 
 

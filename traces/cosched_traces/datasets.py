@@ -108,6 +108,11 @@ DATASETS = {
         prompt=Uniform(512, 1024),
         output=Uniform(32, 128),
     ),
+    "demo-chat": DatasetLengths(
+        source="made up for the demo: short enough for a small model on a CPU",
+        prompt=Uniform(130, 430),
+        output=Uniform(16, 64),
+    ),
     "azure": DatasetLengths(
         source="quantiles of the Azure LLM inference trace 2023, conversation (CC-BY-4.0)",
         prompt=quantile_table(
