@@ -19,6 +19,7 @@ from cosched.core.view import (
     OfflineLimits,
 )
 from cosched.offline.pool import ArrivalOrder
+from cosched.planning.ledger import promised_tokens
 
 _seq = itertools.count()
 
@@ -133,6 +134,7 @@ class FakeView:
     kept: int = 0
     offline_in_sessions: int = 0
     host_free: int = 0
+    promises: Mapping[str, int] = field(default_factory=dict)
     offline_limits: OfflineLimits = field(default_factory=OfflineLimits)
 
     @property
@@ -183,7 +185,7 @@ class FakeView:
         return LengthEstimate(most, most)
 
     def promised(self, request: Request) -> int | None:
-        return None
+        return self.promises.get(request.rid)
 
     def why_barred(self, request: Request) -> SkipReason | None:
         return SkipReason.ENGINE_REFUSED if request.rid in self.barred else None
@@ -208,6 +210,9 @@ class FakeView:
     def reserve_of(self, request: Request) -> int:
         if any(request.rid == r.rid for r in self.unfinished):
             return 0
+        if request.rid in self.promises:
+            num_left = self.promises[request.rid] - request.num_output_tokens
+            return promised_tokens(num_left, request.traits.num_rows)
         return max(request.max_new_tokens - request.num_output_tokens, 0)
 
     def preemption_gain(self, request: Request) -> int:

@@ -43,6 +43,7 @@ def schedule_prefill(
     # iteration does not overlap.
     if plan.preempt and port.drain_results(scheduler):
         plan = _after_draining(controller, plan, running_batch)
+    controller.promise(plan, running_batch)
     _preempt(controller, plan, running_batch)
     controller.split = split(running_batch, plan.hold) if plan.hold else None
     if controller.split is not None:

@@ -220,6 +220,19 @@ class Controller:
         assert plan is not None
         return plan
 
+    def promise(self, plan: Plan, running_batch: Any) -> None:
+        """Remember what a plan sets aside."""
+        if not plan.promise:
+            return
+        unfinished = self.scheduler.chunked_req
+        here = {req.rid: req.cosched for req in running_batch.reqs}
+        if unfinished is not None:
+            here[unfinished.rid] = unfinished.cosched
+        for rid, num_tokens in plan.promise.items():
+            tracked = here.get(rid) or self.waiting.get(rid)
+            if tracked is not None:  # it has ended while the plan was drained
+                tracked.promised = num_tokens
+
     def _evictions(self, plan: Plan, running_batch: Any) -> Sequence[Eviction] | None:
         """What goes for a plan on all ranks; None: the engine's order holds."""
         if self.kv is None or self.kv.core.is_off:

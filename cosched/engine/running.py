@@ -9,6 +9,7 @@ from cosched.core.request import PLAIN, RequestClass
 from cosched.core.view import Decodes
 from cosched.engine import port
 from cosched.engine.tracked import TrackedRequest
+from cosched.planning.ledger import promised_tokens
 
 __all__ = ["Running", "own_tokens"]
 
@@ -17,8 +18,9 @@ class Running(NamedTuple):
     """What is read of all running requests.
 
     own        KV tokens of each class outside the tree
-    remaining  output still to come of each that may end early
-    certain    output still to come of each that cannot
+    remaining  output still to come of each that may end early, where no plan has promised any
+    certain    output still to come of each that cannot, likewise
+    promised   KV tokens kept for what plans have promised
     next_step  KV tokens that their next decodes take
     mixes      all of them may decode beside a prefill
     ending     ids of those that are about to end
@@ -30,6 +32,7 @@ class Running(NamedTuple):
     own: dict[RequestClass, int]
     remaining: list[int]
     certain: list[int]
+    promised: int
     next_step: int
     mixes: bool
     ending: set[str]
@@ -43,7 +46,7 @@ class Running(NamedTuple):
         certain: list[int] = []
         ending: set[str] = set()
         own = dict.fromkeys(RequestClass, 0)
-        next_step = num_plain = 0
+        next_step = num_plain = promised = 0
         mixes = True
         decodes: dict[RequestClass, tuple[list[TrackedRequest], list[int]]]
         decodes = {request_class: ([], []) for request_class in RequestClass}
@@ -63,12 +66,26 @@ class Running(NamedTuple):
                 num_rows = tracked.traits.num_rows
             if not num_computed % page_size:
                 next_step += page_size * num_rows
-            (certain if tracked.reserves_all else remaining).append(to_come * num_rows)
+            if tracked.promised is None:
+                (certain if tracked.reserves_all else remaining).append(to_come * num_rows)
+            else:
+                promised += promised_tokens(tracked.promised - num_output, num_rows)
             if is_ending:
                 ending.add(tracked.rid)
         by_class = {request_class: Decodes(*lists) for request_class, lists in decodes.items()}
         are_plain = num_plain == len(reqs)
-        return cls(everyone, by_class, own, remaining, certain, next_step, mixes, ending, are_plain)
+        return cls(
+            everyone,
+            by_class,
+            own,
+            remaining,
+            certain,
+            promised,
+            next_step,
+            mixes,
+            ending,
+            are_plain,
+        )
 
 
 def own_tokens(

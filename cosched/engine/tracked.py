@@ -42,6 +42,7 @@ class TrackedRequest:
         "num_refusals",
         "num_reported_tokens",
         "num_stopped_at",
+        "promised",
         "req",
         "request_class",
         "reserves_all",
@@ -75,6 +76,9 @@ class TrackedRequest:
         """Generated tokens that its penalties have counted (`cosched.engine.port.penalties`)."""
         self.num_stopped_at = 0
         """Tokens whose KV it had when it was stopped; 0: it was not, or has resumed."""
+        self.promised: int | None = None
+        """Output tokens, generated ones included, for which a plan has set KV aside; None: none
+        has."""
         self.num_refusals = 0
         """Times in a row that the engine did not admit it although the plan did."""
         self.barred_until = 0

@@ -26,6 +26,7 @@ from cosched.engine.running import Running, own_tokens
 from cosched.engine.timekeeper import Moment
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.waiting import WaitingQueue
+from cosched.planning.ledger import promised_tokens
 
 __all__ = ["SchedulerView", "num_cached"]
 
@@ -140,7 +141,9 @@ class SchedulerView:
             online=own[RequestClass.ONLINE],
             offline=own[RequestClass.OFFLINE],
             reserved=self._reserve(self._running.remaining)
-            + self._reserve(self._running.certain, whole=True),
+            + self._reserve(self._running.certain, whole=True)
+            + self._running.promised,
+            promised=self._running.promised,
             next_step=self._running.next_step,
             host_free=port.host_free(scheduler),
             shared_offline=0 if self._kv is None else self._kv.kv_tree.num_held_offline,
@@ -152,8 +155,8 @@ class SchedulerView:
         return port.free_slots(self._scheduler, self._batch)
 
     def promised(self, request: Request) -> int | None:
-        """The engine keeps its own reserve (`EngineCaps.promises`)."""
-        return None
+        assert isinstance(request, TrackedRequest), f"{type(request)=}"
+        return request.promised
 
     def eviction_loss_s(self, num_tokens: int) -> float:
         return 0.0 if self._kv is None else self._kv.loss_s(num_tokens)
@@ -162,6 +165,9 @@ class SchedulerView:
         if request in self.unfinished:
             return 0
         assert isinstance(request, TrackedRequest), f"{type(request)=}"
+        if request.promised is not None:
+            num_left = request.promised - request.num_output_tokens
+            return promised_tokens(num_left, request.traits.num_rows)
         remaining = request.max_new_tokens - request.num_output_tokens
         remaining *= request.traits.num_rows
         return self._reserve((remaining,), whole=request.reserves_all)

@@ -213,6 +213,12 @@ class PlanBuilder:
         assert at_most is not None
         return self.admit(into, match, at_most)
 
+    def promise(self, request: Request, num_tokens: int) -> None:
+        """Set KV aside for `num_tokens` output tokens of a request, generated ones included: from
+        now on in place of the engine's rule, and of what was promised before. One that waits is
+        then admitted with that room, or with more or less if it is promised again."""
+        self.ledger.promise(request, num_tokens)
+
     def stop_unfinished(self) -> None:
         """Preempt the unfinished prefills that do not go on; where one cannot be stopped nothing is
         prefilled."""
@@ -235,6 +241,7 @@ class PlanBuilder:
             decodes=not self.prefill or mixes(self.view, self.ledger, self.held | preempted.keys()),
             preempt=tuple(preempted.values()),
             hold=frozenset(self.held),
+            promise=self.ledger.promises,
             skipped=self.skipped,
             limits={} if limits is None else limits,
         )

@@ -11,7 +11,7 @@ from cosched.core.plan import SkipReason
 from cosched.core.request import Request, RequestClass
 from cosched.core.view import Match, View
 
-__all__ = ["Ledger"]
+__all__ = ["Ledger", "promised_tokens"]
 
 
 class Ledger:
@@ -36,11 +36,13 @@ class Ledger:
         "_most_tokens",
         "_num_admitted",
         "_num_prefills",
+        "_running",
         "_view",
         "available",
         "headroom",
         "offline_room",
         "prefills_mix",
+        "promises",
         "slots",
         "spare",
         "tokens",
@@ -60,6 +62,7 @@ class Ledger:
         self._view = view
         self._num_admitted = 0
         self._num_prefills = 0
+        self._running: frozenset[str] | None = None
         self._most_tokens = limit
         self.tokens = limit - num_mixed
         """Prefill tokens left."""
@@ -82,6 +85,8 @@ class Ledger:
         """Requests whose prefill may still end unfinished."""
         self.prefills_mix = True
         """All that is prefilled may share an iteration with decodes."""
+        self.promises: dict[str, int] = {}
+        """rid -> output tokens, generated ones included, that this plan sets KV aside for."""
         self.totals = BatchTotals()
         """Prefills and decodes that are in."""
         self._adapters: Counter[str | None] | None = None
@@ -94,6 +99,7 @@ class Ledger:
         for name in self.__slots__:
             setattr(other, name, getattr(self, name))
         other.totals = self.totals.copy()
+        other.promises = self.promises.copy()
         if self._adapters is not None:
             other._adapters = self._adapters.copy()
         return other
@@ -270,12 +276,37 @@ class Ledger:
         self.slots -= 1
         self._charge_prefill(request, request.num_computed_tokens, num_tokens)
 
+    def promise(self, request: Request, num_tokens: int) -> None:
+        """Set KV aside for `num_tokens` output tokens of a request, generated ones included, from
+        now on, in place of the engine's rule or an earlier promise. `headroom` may become
+        negative."""
+        if self._runs(request):
+            change = self._kept_for(request) - self._promised(request, num_tokens)
+            self.headroom += change
+            self.spare += change
+        self.promises[request.rid] = num_tokens
+
+    def _kept_for(self, request: Request) -> int:
+        """Tokens of the headroom that stand for the output of a running request."""
+        promise = self.promises.get(request.rid)
+        if promise is None or not self._runs(request):
+            return self._view.reserve_of(request)
+        return self._promised(request, promise)
+
+    def _runs(self, request: Request) -> bool:
+        if self._running is None:
+            self._running = frozenset(running.rid for running in self._view.running)
+        return request.rid in self._running
+
+    def _promised(self, request: Request, num_tokens: int) -> int:
+        return promised_tokens(num_tokens - request.num_output_tokens, request.traits.num_rows)
+
     def refund_preemption(self, request: Request) -> None:
         """Give back what stopping a running request or an unfinished prefill frees."""
         gain = self._view.preemption_gain(request)
         self.slots += request.traits.num_rows
         self._free_slots += request.traits.num_rows
-        reserve = self._view.reserve_of(request)
+        reserve = self._kept_for(request)
         self.headroom += gain + reserve
         self.available += gain
         self.spare += reserve
@@ -331,7 +362,7 @@ class Ledger:
         else:
             # All that it may generate, also where it was stopped halfway: the engine takes what is
             # generated off where it asks for room, not where it takes it.
-            self.headroom -= min(request.max_new_tokens, caps.max_reserved_tokens)
+            self.headroom -= min(self._most_output(request), caps.max_reserved_tokens)
 
     def need(self, request: Request, match: Match) -> int:
         """KV tokens that a waiting request takes in all which nobody has: its uncached prompt and
@@ -350,8 +381,22 @@ class Ledger:
             self.offline_room = kv.total - kv.kept - kv.offline_held - num_tokens
 
     def _reserve(self, request: Request) -> int:
-        remaining = request.max_new_tokens - request.num_output_tokens
+        remaining = self._most_output(request) - request.num_output_tokens
         return min(max(remaining, 0), self._caps.max_reserved_tokens)
+
+    def _most_output(self, request: Request) -> int:
+        """Output tokens, generated ones included, that there must be room for when a request is
+        admitted."""
+        promise = self.promises.get(request.rid)
+        if promise is None:
+            promise = self._view.promised(request)
+        return request.max_new_tokens if promise is None else promise
+
+
+def promised_tokens(num_left: int, num_rows: int) -> int:
+    """KV tokens kept for a running request that was promised `num_left` more output tokens: SGLang
+    counts one more for each that runs."""
+    return max(num_left, 0) * num_rows + 1
 
 
 def _runs_offline(view: View) -> bool:

@@ -25,10 +25,11 @@ def validate(plan: Plan, view: View) -> None:
     _check_caps(plan, view)
     unfinished = {request.rid: request for request in view.unfinished}
     running: dict[str, Request] = {}
-    if plan.preempt or plan.hold:
+    if plan.preempt or plan.hold or plan.promise:
         running = {request.rid: request for request in view.running}
     ledger = Ledger(view)
     preempted = _replay_preemptions(plan, ledger, running, unfinished)
+    _replay_promises(plan, view, ledger, running | unfinished)
     _replay_holds(plan, view, ledger, running, preempted)
     for rid in unfinished if plan.prefill else ():
         if rid not in plan.prefill and rid not in preempted:
@@ -76,6 +77,23 @@ def _replay_preemptions(
         preempted.add(rid)
         ledger.refund_preemption(request)
     return preempted
+
+
+def _replay_promises(plan: Plan, view: View, ledger: Ledger, here: dict[str, Request]) -> None:
+    """All before anything is admitted: a promise that is taken back makes room for another."""
+    before = ledger.headroom
+    for rid, num_tokens in plan.promise.items():
+        request = here.get(rid) or view.waiting(rid)
+        if request is None:
+            raise PlanError(f"promised KV, but it neither runs nor waits: {rid}")
+        if not 0 <= num_tokens <= request.max_new_tokens:
+            raise PlanError(
+                f"{rid} is promised {num_tokens} output tokens; it may generate "
+                f"{request.max_new_tokens}"
+            )
+        ledger.promise(request, num_tokens)
+    if ledger.headroom < min(before, 0):
+        raise PlanError(f"promises {-ledger.headroom} KV tokens more than there are")
 
 
 def _replay_holds(

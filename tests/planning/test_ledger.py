@@ -217,3 +217,46 @@ def test_what_is_loaded_from_the_host_takes_memory_but_no_computing():
     assert budget.chunk(request, 200, num_loaded=200) == 100
     budget.charge_admission(request, match, 100)
     assert budget.available == 312 - 200 - 100 - 1
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 50), st.integers(0, 100)), max_size=6),
+    st.integers(0, 100),
+    st.sampled_from([1, 16]),
+    st.booleans(),
+)
+def test_a_promise_counts_in_the_plan_that_makes_it_as_in_those_after(
+    running, waiting, page_size, is_mixed
+):
+    requests = tuple(
+        decoding(offline(f"r{i}", 30, max_new_tokens=100), min(num_output, 99))
+        for i, (num_output, _) in enumerate(running)
+    )
+    new = offline("new", 60, max_new_tokens=100)
+    promises = {f"r{i}": promised for i, (_, promised) in enumerate(running)} | {"new": waiting}
+    caps = make_caps(page_size=page_size, mixed_batches=is_mixed, promises=True)
+    common = {"caps": caps, "running": requests, "offline": [new]}
+    now, later = Ledger(FakeView(**common)), Ledger(FakeView(**common, promises=promises))
+    for request in (*requests, new):
+        now.promise(request, promises[request.rid])
+    assert now.promises == promises
+    for stopped in (*requests[:1], None):
+        assert (now.headroom, now.spare) == (later.headroom, later.spare)
+        assert now.shortfall(new, NOTHING) == later.shortfall(new, NOTHING)
+        if stopped is not None:
+            now.refund_preemption(stopped)
+            later.refund_preemption(stopped)
+    now.charge_admission(new, NOTHING, 60)
+    later.charge_admission(new, NOTHING, 60)
+    assert now.headroom == later.headroom
+
+
+def test_what_is_promised_is_what_is_kept():
+    request = offline("a", 100, max_new_tokens=1000)
+    ledger = Ledger(FakeView(caps=make_caps(promises=True), total_kv=500))
+    assert ledger.refusal(request, NOTHING) is SkipReason.MEMORY_BUDGET
+    ledger.promise(request, 50)
+    assert ledger.refusal(request, NOTHING) is None
+    assert ledger.need(request, NOTHING) == 150
+    ledger.charge_admission(request, NOTHING, 100)
+    assert ledger.headroom == 500 - 100 - 1 - 50

@@ -100,3 +100,38 @@ def test_one_that_is_about_to_end_cannot_be_held():
     validate(Plan(hold=frozenset({"s"})), view)
     with pytest.raises(PlanError, match="cannot sit out now: r"):
         validate(Plan(hold=frozenset({"r"})), view)
+
+
+@pytest.mark.parametrize(
+    ("promise", "message"),
+    [
+        ({"gone": 5}, "neither runs nor waits"),
+        ({"r": 200_000}, "it may generate"),
+        ({"r": -1}, "it may generate"),
+        ({"r": 900}, "KV tokens more than there are"),
+    ],
+)
+def test_only_what_there_is_can_be_promised(promise, message):
+    running = decoding(online("r", 50, max_new_tokens=1000))
+    view = FakeView(
+        caps=make_caps(promises=True), total_kv=500, running=(running,), promises={"r": 100}
+    )
+    with pytest.raises(PlanError, match=message):
+        validate(Plan(promise=promise), view)
+    validate(Plan(promise={"r": 400}), view)
+
+
+def test_what_is_taken_back_makes_room_for_others_in_the_same_plan():
+    running = decoding(online("r", 50, max_new_tokens=400))
+    view = FakeView(
+        caps=make_caps(promises=True),
+        total_kv=500,
+        running=(running,),
+        promises={"r": 400},
+        online=[online("a", 100, max_new_tokens=300)],
+    )
+    with pytest.raises(PlanError, match="no room: a"):
+        validate(Plan(prefill={"a": 100}), view)
+    with pytest.raises(PlanError, match="no room: a"):
+        validate(Plan(prefill={"a": 100}, promise={"r": 100}), view)
+    validate(Plan(prefill={"a": 100}, promise={"r": 100, "a": 200}), view)

@@ -9,6 +9,7 @@ its own.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,10 +32,17 @@ class PlannedPrefillAdder(PrefillAdder):  # type: ignore[misc]  # SGLang's class
 
     rem_chunk_tokens: int | None
 
+    def _get_running_request_total_token_offset(self, req: Any) -> Any:
+        promised = _promised(req)
+        if promised is None:
+            return super()._get_running_request_total_token_offset(req)
+        return max(promised - len(req.output_ids), 0)
+
     def add_chunked_req(self, req: Any) -> Any:
         if _num_planned is not None:
             self.chunked_req_limit = _num_planned[req.rid]
-        return super().add_chunked_req(req)
+        with _asking_as_promised(req):
+            return super().add_chunked_req(req)
 
     def add_one_req(self, req: Any, *args: Any, **kwargs: Any) -> Any:
         if _num_planned is None:
@@ -47,7 +55,8 @@ class PlannedPrefillAdder(PrefillAdder):  # type: ignore[misc]  # SGLang's class
         outer = self.rem_chunk_tokens
         if outer is not None:
             self.rem_chunk_tokens = limit
-        super().add_one_req(req, *args, **kwargs)
+        with _asking_as_promised(req):
+            super().add_one_req(req, *args, **kwargs)
         if outer is not None:
             assert self.rem_chunk_tokens is not None
             self.rem_chunk_tokens = outer - (limit - self.rem_chunk_tokens)
@@ -61,6 +70,30 @@ class PlannedPrefillAdder(PrefillAdder):  # type: ignore[misc]  # SGLang's class
         if admission.is_chunked and (self.new_chunked_req or options["has_chunked_req"]):
             return AddReqResult.OTHER
         return admission
+
+
+def _promised(req: Any) -> int | None:
+    """Output tokens for which a plan has set KV aside, generated ones included."""
+    tracked = getattr(req, "cosched", None)
+    return None if tracked is None else tracked.promised
+
+
+@contextlib.contextmanager
+def _asking_as_promised(req: Any) -> Iterator[None]:
+    """The adder asks for room for the output that a request was promised: it reads that off the
+    limit in its sampling parameters."""
+    promised = _promised(req)
+    if promised is None:
+        yield
+        return
+    own = req.sampling_params
+    req.sampling_params = copy.copy(own)
+    req.sampling_params.max_new_tokens = promised
+    req.sampling_params.ignore_eos = False  # another way through the adder, which asks for all
+    try:
+        yield
+    finally:
+        req.sampling_params = own
 
 
 @contextlib.contextmanager

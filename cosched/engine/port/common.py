@@ -132,6 +132,7 @@ def caps_of(scheduler: Any) -> EngineCaps:
         max_adapters=scheduler.max_loras_per_batch if scheduler.enable_lora else None,
         mixed_batches=bool(scheduler.is_mixed_chunk),
         partial_decode=can_split(scheduler),
+        promises=True,
         host_tokens=host_total(scheduler),
     )
 
