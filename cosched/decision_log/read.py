@@ -138,6 +138,6 @@ def _named(record: Decision) -> Iterator[int]:
     view, plan, result = record.view, record.plan, record.result
     rows = chain(view.running, view.unfinished, view.online, view.offline, view.asked)
     firsts: Iterator[Any] = (
-        row[0] for row in (*rows, *plan.prefill, *plan.preempted, *result.finished)
+        row[0] for row in (*rows, *plan.prefill, *plan.preempted, *plan.promised, *result.finished)
     )
     return chain(firsts, plan.held, *plan.skipped.values())

@@ -161,6 +161,10 @@ def _work_differences(recorded: Plan, now: Plan) -> Iterator[str]:
         yield f"running requests decoded: {recorded.decodes}, now {now.decodes}"
     if recorded.hold != now.hold:
         yield f"held were {_names(sorted(recorded.hold))}, now {_names(sorted(now.hold))}"
+    if recorded.promise != now.promise:
+        yield f"promised were {_names(map(str, recorded.promise.items()))}, now " + _names(
+            map(str, now.promise.items())
+        )
 
 
 def _reason_differences(recorded: Plan, now: Plan) -> Iterator[str]:

@@ -164,6 +164,7 @@ def recorded_plan(entry: Entry) -> Plan:
         prefill={facts[seq].rid: num_tokens for seq, num_tokens in plan.prefill},
         hold=frozenset(facts[seq].rid for seq in plan.held),
         preempt=tuple(Preemption(rid=facts[seq].rid, mode=mode) for seq, mode in plan.preempted),
+        promise={facts[seq].rid: num_tokens for seq, num_tokens in plan.promised},
         skipped={facts[seq].rid: reason for reason, seqs in plan.skipped.items() for seq in seqs},
         decodes=plan.decodes,
         limits=plan.limits,

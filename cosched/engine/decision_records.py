@@ -170,12 +170,13 @@ _DEFAULTS: dict[Any, dict[str, Any]] = {
 
 
 class PlanState(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """`cosched.core.plan.Plan` by seq. prefill: (seq, tokens), in its order."""
+    """`cosched.core.plan.Plan` by seq. prefill, promised: (seq, tokens), in its order."""
 
     prefill: list[tuple[int, int]] = []
     decodes: bool = True
     held: list[int] = []
     preempted: list[tuple[int, PreemptMode]] = []
+    promised: list[tuple[int, int]] = []
     skipped: dict[SkipReason, list[int]] = {}
     limits: dict[str, float] = {}
 

@@ -8,8 +8,11 @@ import zlib
 
 import pytest
 
+from cosched.config import ENV_VAR
 from cosched.planning.builder import PlanBuilder
+from cosched.simulation.run import execute
 from tests.engine.conftest import assert_drained, prompt
+from tests.engine.test_decisions import planned_again, read, spec_of
 
 NAME = f"{__name__}:Promising"
 OFFLINE = -100
@@ -134,3 +137,12 @@ def test_what_is_promised_decides_how_many_run(make_engine):
         return max(seen)
 
     assert most_running(f"{__name__}:Nothing") == 12 > most_running("sarathi")
+
+
+def test_promises_are_made_again_from_the_decision_log(tmp_path, monkeypatch):
+    monkeypatch.setenv(ENV_VAR, "")  # a run sets it
+    path = tmp_path / "decisions.jsonl"
+    execute(spec_of(NAME, overlap=True), decision_log=path)
+    assert sum(bool(decision.plan.promised) for decision in read(path)) > 20
+    replanned = planned_again(path)
+    assert replanned.first_difference is None and replanned.num_equal > 100
