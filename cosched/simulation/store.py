@@ -16,7 +16,7 @@ from cosched.simulation.run import RunResult, RunSpec
 
 __all__ = ["ResultStore"]
 
-_FORMAT = 3
+_FORMAT = 4
 
 _DECIDES = (
     "core",
@@ -53,11 +53,12 @@ class ResultStore:
             try:
                 with path.open("rb") as file:
                     result = pickle.load(file)
-                if isinstance(result, RunResult):
-                    # The specification of an older version may lack options that this one has.
-                    return replace(result, spec=spec)
-            except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError):
+            except (OSError, EOFError, pickle.UnpicklingError):
                 continue
+            except (AttributeError, ImportError, TypeError):  # of a version that is too different
+                continue
+            if isinstance(result, RunResult):
+                return replace(result, spec=spec)
         return None
 
     def put(self, result: RunResult) -> None:
@@ -65,7 +66,7 @@ class ResultStore:
         path = self._path(spec)
         partial = path.with_suffix(f".{os.getpid()}")
         with partial.open("wb") as file:
-            pickle.dump(result, file, protocol=pickle.HIGHEST_PROTOCOL)
+            _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(result)
         partial.replace(path)
 
     def _path(self, spec: RunSpec) -> Path:
@@ -94,6 +95,23 @@ class ResultStore:
                     digest.update(path.read_bytes())
             self._source = digest.hexdigest()
         return self._source
+
+
+class _Pickler(pickle.Pickler):
+    """Keeps data classes by the names of their fields: those with slots are pickled by position,
+    and a field that a later version adds would move all behind it."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not is_dataclass(value) or isinstance(value, type):
+            return NotImplemented
+        named = {entry.name: getattr(value, entry.name) for entry in fields(value)}
+        return _made_of, (type(value), named)
+
+
+def _made_of(kind: Any, named: dict[str, Any]) -> Any:
+    """What this version has no field for is dropped. TypeError where it needs one more."""
+    known = {entry.name for entry in fields(kind)}
+    return kind(**{name: value for name, value in named.items() if name in known})
 
 
 def _digest_of_file(path: str | None) -> str | None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
+from cosched.metrics.records import RequestRecord
 from cosched.simulation import store as store_module
 from cosched.simulation.machine import Machine
 from cosched.simulation.parallel import execute_all
@@ -59,6 +60,23 @@ def test_a_whole_run_answers_for_one_that_may_give_up(result, tmp_path):
     store.put(replace(result, spec=impatient))
     for spec in (patient, impatient, replace(SPEC, most_misses=4)):
         assert not store.get(spec).gave_up and store.get(spec).spec == spec
+
+
+def test_a_result_outlives_fields_that_later_versions_add_and_drop(result, tmp_path, monkeypatch):
+    store = ResultStore(tmp_path)
+    store.put(result)
+    assert store.get(SPEC).records == result.records
+
+    def kept_by_an_older_version(kind, named):
+        if kind is RequestRecord:
+            named = {"dropped": 1} | {n: v for n, v in named.items() if n != "sent_s"}
+        return made_of(kind, named)
+
+    made_of = store_module._made_of
+    monkeypatch.setattr(store_module, "_made_of", kept_by_an_older_version)
+    assert store.get(SPEC).records == result.records
+    monkeypatch.setattr(store_module, "_made_of", lambda kind, named: kind())
+    assert store.get(SPEC) is None, "it lacks what this version cannot do without"
 
 
 def test_only_what_decides_the_result_is_part_of_the_key(result, tmp_path, monkeypatch):
