@@ -11,6 +11,10 @@ from unittest import mock
 import pytest
 from hypothesis import settings
 
+# Before torch is there. Each operation waits for the slowest of its threads, and the workers have a
+# core each.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from cosched.config import ENV_VAR
 from cosched.demo_model import ensure_demo_model
 from cosched.jobs.server import OwnServer

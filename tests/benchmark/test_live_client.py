@@ -150,9 +150,10 @@ def test_what_came_in_time_counts_also_where_the_client_was_late(monkeypatch, gr
             on_progress=lambda progress: time.sleep(next(stall, 0.0)),
         )
     )
-    assert [record.rid for record in records] == ["first", "second"]
-    assert all(record.is_finished == bool(grace_s) for record in records[1:])
-    assert records[1].sent_s > 0.5
+    in_time = {record.rid: record for record in records}  # either may be answered before the other
+    assert sorted(in_time) == ["first", "second"]
+    assert in_time["second"].is_finished == bool(grace_s)
+    assert in_time["second"].sent_s > 0.5
 
 
 def test_a_server_that_is_not_there_is_named():
