@@ -251,14 +251,11 @@ def _run_seed(
             tuning: Tuning = tuning,
         ) -> list[Row]:
             misses = most_misses(results["s0"]) if may_give_up else None
-            trial = replace(base, most_misses=misses)
-            specs = {f"{name} {setting}": tuning.spec(trial, setting) for setting in settings}
-            ran = execute(specs)
-            plain = {key: replace(spec, most_misses=None) for key, spec in specs.items()}
-            return [
-                row(str(setting), replace(ran[key], spec=spec))
-                for setting, (key, spec) in zip(settings, plain.items(), strict=True)
-            ]
+            specs = {str(setting): tuning.spec(base, setting) for setting in settings}
+            ran = execute(
+                {f"{name} {s}": replace(spec, most_misses=misses) for s, spec in specs.items()}
+            )
+            return [row(s, replace(ran[f"{name} {s}"], spec=spec)) for s, spec in specs.items()]
 
         amounts = tuning.amounts(base, highest_rate(results[CEILING]))
         swept = tune(tuning, amounts, run, num_at_once=num_at_once)

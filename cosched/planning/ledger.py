@@ -37,6 +37,7 @@ class Ledger:
         "_num_admitted",
         "_num_prefills",
         "_running",
+        "_stopped",
         "_view",
         "available",
         "headroom",
@@ -63,6 +64,7 @@ class Ledger:
         self._num_admitted = 0
         self._num_prefills = 0
         self._running: frozenset[str] | None = None
+        self._stopped: frozenset[str] = frozenset()
         self._most_tokens = limit
         self.tokens = limit - num_mixed
         """Prefill tokens left."""
@@ -296,7 +298,7 @@ class Ledger:
     def _runs(self, request: Request) -> bool:
         if self._running is None:
             self._running = frozenset(running.rid for running in self._view.running)
-        return request.rid in self._running
+        return request.rid in self._running and request.rid not in self._stopped
 
     def _promised(self, request: Request, num_tokens: int) -> int:
         return promised_tokens(num_tokens - request.num_output_tokens, request.traits.num_rows)
@@ -307,6 +309,7 @@ class Ledger:
         self.slots += request.traits.num_rows
         self._free_slots += request.traits.num_rows
         reserve = self._kept_for(request)
+        self._stopped |= {request.rid}
         self.headroom += gain + reserve
         self.available += gain
         self.spare += reserve

@@ -260,3 +260,15 @@ def test_what_is_promised_is_what_is_kept():
     assert ledger.need(request, NOTHING) == 150
     ledger.charge_admission(request, NOTHING, 100)
     assert ledger.headroom == 500 - 100 - 1 - 50
+
+
+def test_what_stops_in_a_plan_keeps_nothing_whatever_the_plan_promises_it():
+    request = decoding(offline("r", 50, max_new_tokens=400), 10)
+    view = FakeView(caps=make_caps(promises=True), running=(request,), promises={"r": 300})
+    first, last = Ledger(view), Ledger(view)
+    first.promise(request, 20)
+    first.refund_preemption(request)
+    last.refund_preemption(request)
+    last.promise(request, 20)
+    nobody = Ledger(FakeView(caps=make_caps(promises=True)))
+    assert first.headroom == last.headroom == nobody.headroom
