@@ -270,7 +270,7 @@ def _add_days(commands: Any) -> None:
         help="rates that are simulated (default: %(default)s)",
     )
     parser.add_argument(
-        "--policy", type=checked(known_scenario), default=Config().policy, metavar="NAME"
+        "--policy", type=checked(known_policy), default=Config().policy, metavar="NAME"
     )
     _add_sweep(parser)
     parser.set_defaults(execute=_days)

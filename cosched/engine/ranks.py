@@ -38,6 +38,7 @@ class _Message(msgspec.Struct, array_like=True, frozen=True):
     hold: list[str] = []
     preempt: list[tuple[str, PreemptMode]] = []
     evictions: list[tuple[int, bool]] | None = None
+    promise: dict[str, int] = {}
 
 
 class Ranks:
@@ -90,6 +91,7 @@ class Ranks:
                 sorted(plan.hold),
                 [(p.rid, p.mode) for p in plan.preempt],
                 None if evictions is None else [*evictions],
+                dict(plan.promise),
             )
         )
 
@@ -99,6 +101,7 @@ def _shared_of(message: _Message) -> Shared:
         prefill=dict(message.prefill),
         hold=frozenset(message.hold),
         preempt=tuple(Preemption(rid=rid, mode=mode) for rid, mode in message.preempt),
+        promise=message.promise,
     )
     if message.evictions is None:
         return Shared(plan, None)

@@ -20,10 +20,11 @@ plans = [
     EMPTY_PLAN,
     Plan(prefill={"b": 5, "a": 7}, hold=frozenset({"x", "y"})),
     Plan(preempt=(Preemption(rid="p"), Preemption(rid="q", mode=PreemptMode.RECOMPUTE))),
+    Plan(prefill={"a": 7}, promise={"a": 30, "r": 0}),
     Plan(hold=frozenset(f"{long}{i}" for i in range(1000))),
     EMPTY_PLAN,
 ]
-evictions = [None, [], [Eviction(3, True)], [Eviction(n, False) for n in range(5000)], None]
+evictions = [None, [], [Eviction(3, True)], None, [Eviction(n, False) for n in range(5000)], None]
 for plan, gone in zip(plans, evictions, strict=True):
     shared, also_gone = ranks.share(Shared(plan, gone) if rank == 0 else None)
     assert shared == plan, (rank, shared)
