@@ -63,7 +63,8 @@ class Hosting:
     """A request that grows into KV promised to another one (EcoServe §3.4).
 
     host    rid of the other one
-    offset  output tokens of the host before the part that it lends
+    offset  output tokens of the host, generated ones included, before the part that it lends: the
+            guest is to end before the host has so many
     """
 
     host: str
@@ -85,7 +86,9 @@ class Plan:
     promise     rid -> output tokens, generated ones included, for which KV is set aside; kept until
                 changed. Requests that are not named: the engine's own rule
                 (`EngineCaps.promises`)
-    hosts       rid of a guest -> where it is hosted; accounting only (`EngineCaps.hosts`)
+    hosts       rid of a guest -> where it is hosted, both running: what it generates from now on
+                counts as set aside for its host already (`EngineCaps.hosts`). Kept until the
+                guest is promised anew, or either is stopped or over
     skipped     rid -> why a request that was looked at does not run; for the decision log
     limits      phase -> most time it was given [s], where the policy limits it; for the decision
                 log

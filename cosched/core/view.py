@@ -289,7 +289,9 @@ class View(Protocol):
         ...
 
     def reserve_of(self, request: Request) -> int:
-        """Tokens of `KvState.reserved` that stand for this running request."""
+        """Tokens of `KvState.reserved` that stand for this running request: by so many they are
+        fewer without it. Negative for one that has taken more of what is set aside for another
+        (`Plan.hosts`) than is set aside for itself."""
         ...
 
     def promised(self, request: Request) -> int | None:

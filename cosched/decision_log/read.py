@@ -140,4 +140,5 @@ def _named(record: Decision) -> Iterator[int]:
     firsts: Iterator[Any] = (
         row[0] for row in (*rows, *plan.prefill, *plan.preempted, *plan.promised, *result.finished)
     )
-    return chain(firsts, plan.held, *plan.skipped.values())
+    hosted = chain.from_iterable(row[:2] for row in plan.hosted)
+    return chain(firsts, plan.held, hosted, *plan.skipped.values())

@@ -165,6 +165,8 @@ def _work_differences(recorded: Plan, now: Plan) -> Iterator[str]:
         yield f"promised were {_names(map(str, recorded.promise.items()))}, now " + _names(
             map(str, now.promise.items())
         )
+    if recorded.hosts != now.hosts:
+        yield f"hosted were {_hosted(recorded)}, now {_hosted(now)}"
 
 
 def _reason_differences(recorded: Plan, now: Plan) -> Iterator[str]:
@@ -180,6 +182,10 @@ def _names(names: Iterable[str]) -> str:
 
 def _tokens(plan: Plan) -> str:
     return _names(f"{rid}: {num_tokens}" for rid, num_tokens in plan.prefill.items())
+
+
+def _hosted(plan: Plan) -> str:
+    return _names(f"{rid} by {h.host} up to {h.offset}" for rid, h in plan.hosts.items())
 
 
 def _stopped(plan: Plan) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from cosched.core.estimates import Predictor
-from cosched.core.plan import Plan, Preemption
+from cosched.core.plan import Hosting, Plan, Preemption
 from cosched.core.request import Request, RequestClass
 from cosched.core.view import Decodes, OfflineOrder
 from cosched.decision_log.read import Entry
@@ -165,6 +165,10 @@ def recorded_plan(entry: Entry) -> Plan:
         hold=frozenset(facts[seq].rid for seq in plan.held),
         preempt=tuple(Preemption(rid=facts[seq].rid, mode=mode) for seq, mode in plan.preempted),
         promise={facts[seq].rid: num_tokens for seq, num_tokens in plan.promised},
+        hosts={
+            facts[guest].rid: Hosting(host=facts[host].rid, offset=offset)
+            for guest, host, offset in plan.hosted
+        },
         skipped={facts[seq].rid: reason for reason, seqs in plan.skipped.items() for seq in seqs},
         decodes=plan.decodes,
         limits=plan.limits,

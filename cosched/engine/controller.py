@@ -221,8 +221,8 @@ class Controller:
         return plan
 
     def promise(self, plan: Plan, running_batch: Any) -> None:
-        """Remember what a plan sets aside."""
-        if not plan.promise:
+        """Remember what a plan sets aside, and who grows into what is set aside for another."""
+        if not (plan.promise or plan.hosts):
             return
         unfinished = self.scheduler.chunked_req
         here = {req.rid: req.cosched for req in running_batch.reqs}
@@ -231,7 +231,11 @@ class Controller:
         for rid, num_tokens in plan.promise.items():
             tracked = here.get(rid) or self.waiting.get(rid)
             if tracked is not None:  # it has ended while the plan was drained
-                tracked.promised = num_tokens
+                tracked.promise(num_tokens)
+        for rid, hosting in plan.hosts.items():
+            guest, host = here.get(rid), here.get(hosting.host)
+            if guest is not None and host is not None:
+                guest.grow_into(host)
 
     def _evictions(self, plan: Plan, running_batch: Any) -> Sequence[Eviction] | None:
         """What goes for a plan on all ranks; None: the engine's order holds."""

@@ -170,13 +170,15 @@ _DEFAULTS: dict[Any, dict[str, Any]] = {
 
 
 class PlanState(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """`cosched.core.plan.Plan` by seq. prefill, promised: (seq, tokens), in its order."""
+    """`cosched.core.plan.Plan` by seq. prefill, promised: (seq, tokens), in its order; hosted:
+    (seq of the guest, seq of its host, offset)."""
 
     prefill: list[tuple[int, int]] = []
     decodes: bool = True
     held: list[int] = []
     preempted: list[tuple[int, PreemptMode]] = []
     promised: list[tuple[int, int]] = []
+    hosted: list[tuple[int, int, int]] = []
     skipped: dict[SkipReason, list[int]] = {}
     limits: dict[str, float] = {}
 

@@ -369,11 +369,12 @@ def _facts(
 
 def _plan_state(plan: Plan, named: Iterable[Request]) -> PlanState:
     state = PlanState(limits=dict(plan.limits), decodes=plan.decodes)
-    if plan.prefill or plan.hold or plan.preempt or plan.promise or plan.skipped:
+    if plan.prefill or plan.hold or plan.preempt or plan.promise or plan.hosts or plan.skipped:
         seqs = {request.rid: request.arrival_seq for request in named}
         state.prefill = [(seqs[rid], num_tokens) for rid, num_tokens in plan.prefill.items()]
         state.held = sorted(seqs[rid] for rid in plan.hold)
         state.promised = [(seqs[rid], num_tokens) for rid, num_tokens in plan.promise.items()]
+        state.hosted = [(seqs[rid], seqs[h.host], h.offset) for rid, h in plan.hosts.items()]
         state.preempted = [(seqs[p.rid], p.mode) for p in plan.preempt]
         for rid, reason in plan.skipped.items():
             state.skipped.setdefault(reason, []).append(seqs[rid])

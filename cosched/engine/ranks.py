@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from cosched.core.plan import Plan, Preemption, PreemptMode
+from cosched.core.plan import Hosting, Plan, Preemption, PreemptMode
 from cosched.kv.eviction import Eviction
 
 __all__ = ["Ranks", "Shared"]
@@ -39,6 +39,7 @@ class _Message(msgspec.Struct, array_like=True, frozen=True):
     preempt: list[tuple[str, PreemptMode]] = []
     evictions: list[tuple[int, bool]] | None = None
     promise: dict[str, int] = {}
+    hosts: dict[str, tuple[str, int]] = {}
 
 
 class Ranks:
@@ -92,6 +93,7 @@ class Ranks:
                 [(p.rid, p.mode) for p in plan.preempt],
                 None if evictions is None else [*evictions],
                 dict(plan.promise),
+                {rid: (hosting.host, hosting.offset) for rid, hosting in plan.hosts.items()},
             )
         )
 
@@ -102,6 +104,9 @@ def _shared_of(message: _Message) -> Shared:
         hold=frozenset(message.hold),
         preempt=tuple(Preemption(rid=rid, mode=mode) for rid, mode in message.preempt),
         promise=message.promise,
+        hosts={
+            rid: Hosting(host=host, offset=offset) for rid, (host, offset) in message.hosts.items()
+        },
     )
     if message.evictions is None:
         return Shared(plan, None)

@@ -20,7 +20,9 @@ class Running(NamedTuple):
     own        KV tokens of each class outside the tree
     remaining  output still to come of each that may end early, where no plan has promised any
     certain    output still to come of each that cannot, likewise
-    promised   KV tokens kept for what plans have promised
+    promised   KV tokens kept for what plans have promised, less what guests have taken of it
+    taken      rid of a guest -> KV tokens that it has taken of what its host was promised
+    lent       rid of its host -> those of all its guests
     next_step  KV tokens that their next decodes take
     mixes      all of them may decode beside a prefill
     ending     ids of those that are about to end
@@ -33,6 +35,8 @@ class Running(NamedTuple):
     remaining: list[int]
     certain: list[int]
     promised: int
+    taken: Mapping[str, int]
+    lent: Mapping[str, int]
     next_step: int
     mixes: bool
     ending: set[str]
@@ -47,6 +51,7 @@ class Running(NamedTuple):
         ending: set[str] = set()
         own = dict.fromkeys(RequestClass, 0)
         next_step = num_plain = promised = 0
+        guests: list[tuple[TrackedRequest, int]] = []
         mixes = True
         decodes: dict[RequestClass, tuple[list[TrackedRequest], list[int]]]
         decodes = {request_class: ([], []) for request_class in RequestClass}
@@ -70,10 +75,14 @@ class Running(NamedTuple):
                 (certain if tracked.reserves_all else remaining).append(to_come * num_rows)
             else:
                 promised += promised_tokens(tracked.promised - num_output, num_rows)
+                if tracked.host is not None:
+                    guests.append((tracked, num_output - tracked.promised))
             if is_ending:
                 ending.add(tracked.rid)
         by_class = {request_class: Decodes(*lists) for request_class, lists in decodes.items()}
         are_plain = num_plain == len(reqs)
+        taken, lent = _lent(guests, everyone)
+        promised -= sum(lent.values())
         return cls(
             everyone,
             by_class,
@@ -81,11 +90,32 @@ class Running(NamedTuple):
             remaining,
             certain,
             promised,
+            taken,
+            lent,
             next_step,
             mixes,
             ending,
             are_plain,
         )
+
+
+def _lent(
+    guests: Sequence[tuple[TrackedRequest, int]], everyone: Sequence[TrackedRequest]
+) -> tuple[Mapping[str, int], Mapping[str, int]]:
+    """What guests have taken of their hosts' promises, and what hosts have lent. A guest takes no
+    more than its host has left; of one whose host is over nothing counts."""
+    taken: dict[str, int] = {}
+    lent: dict[str, int] = {}
+    if guests:
+        here = {tracked.rid for tracked in everyone}
+        for guest, num_tokens in guests:
+            host = guest.host
+            if host is None or host.promised is None or host.rid not in here:
+                continue
+            left = host.promised - host.num_output_tokens - lent.get(host.rid, 0)
+            taken[guest.rid] = max(min(num_tokens, left), 0)
+            lent[host.rid] = lent.get(host.rid, 0) + taken[guest.rid]
+    return taken, lent
 
 
 def own_tokens(

@@ -23,6 +23,7 @@ class TrackedRequest:
     """
 
     __slots__ = (
+        "_host",
         "arrival_s",
         "arrival_seq",
         "barred_until",
@@ -79,6 +80,8 @@ class TrackedRequest:
         self.promised: int | None = None
         """Output tokens, generated ones included, for which a plan has set KV aside; None: none
         has."""
+        self._host: tuple[TrackedRequest, int] | None = None
+        """Into whose promised KV it grows, and how often the two had been stopped then."""
         self.num_refusals = 0
         """Times in a row that the engine did not admit it although the plan did."""
         self.barred_until = 0
@@ -118,6 +121,25 @@ class TrackedRequest:
     @property
     def num_preemptions(self) -> int:
         return port.num_retractions(self.req)
+
+    def promise(self, num_tokens: int) -> None:
+        """KV is set aside for so many output tokens, generated ones included."""
+        self.promised = num_tokens
+        self._host = None
+
+    def grow_into(self, host: TrackedRequest) -> None:
+        """What it generates from now on takes KV that is promised to another one."""
+        self.promised = self.num_output_tokens
+        self._host = (host, self.num_preemptions + host.num_preemptions)
+
+    @property
+    def host(self) -> TrackedRequest | None:
+        """Into whose promised KV it grows, all beyond its own promise; None: nobody's, or either
+        has been stopped since."""
+        if self._host is None:
+            return None
+        host, num_stops = self._host
+        return host if self.num_preemptions + host.num_preemptions == num_stops else None
 
     @property
     def token_ids(self) -> Sequence[int]:

@@ -167,7 +167,9 @@ class SchedulerView:
         assert isinstance(request, TrackedRequest), f"{type(request)=}"
         if request.promised is not None:
             num_left = request.promised - request.num_output_tokens
-            return promised_tokens(num_left, request.traits.num_rows)
+            kept = promised_tokens(num_left, request.traits.num_rows)
+            running = self._running
+            return kept - running.lent.get(request.rid, 0) - running.taken.get(request.rid, 0)
         remaining = request.max_new_tokens - request.num_output_tokens
         remaining *= request.traits.num_rows
         return self._reserve((remaining,), whole=request.reserves_all)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Set
 
-from cosched.core.plan import Plan, Preemption, PreemptMode, SkipReason
+from cosched.core.plan import Hosting, Plan, Preemption, PreemptMode, SkipReason
 from cosched.core.request import Request, RequestClass
 from cosched.core.view import Decodes, Match, View
+from cosched.planning.forecast import KvForecast
 from cosched.planning.ledger import Ledger
 from cosched.planning.stopping import stop_mode
 
@@ -24,16 +25,24 @@ class PlanBuilder:
     `ledger.add_decodes` names them, so a policy decides in which order time is given out.
     """
 
-    def __init__(self, view: View, *, stop: PreemptMode | None = None) -> None:
+    def __init__(
+        self,
+        view: View,
+        *,
+        stop: PreemptMode | None = None,
+        forecast: KvForecast | None = None,
+    ) -> None:
         """stop: how requests are stopped where `preempt` is not told; None: the mode that costs
-        least (`stop_mode`)."""
+        least (`stop_mode`). forecast: memory is given out by it, and none is set aside; None: the
+        engine's rule, or what is promised."""
         self.view = view
         self._stop = stop
-        self.ledger = Ledger(view)
+        self.ledger = Ledger(view, forecast=forecast)
         self.prefill: dict[str, int] = {}
         """rid -> prompt tokens to compute."""
         self.held: set[str] = set()
         self.skipped: dict[str, SkipReason] = {}
+        self.hosts: dict[str, Hosting] = {}
         self._preempted: dict[str, Preemption] = {}
 
     def fork(self) -> PlanBuilder:
@@ -45,6 +54,7 @@ class PlanBuilder:
         other.prefill = self.prefill.copy()
         other.held = self.held.copy()
         other.skipped = self.skipped.copy()
+        other.hosts = self.hosts.copy()
         other._preempted = self._preempted.copy()
         return other
 
@@ -216,8 +226,16 @@ class PlanBuilder:
     def promise(self, request: Request, num_tokens: int) -> None:
         """Set KV aside for `num_tokens` output tokens of a request, generated ones included: from
         now on in place of the engine's rule, and of what was promised before. One that waits is
-        then admitted with that room, or with more or less if it is promised again."""
+        then admitted with that room, or with more or less if it is promised again. A guest is one
+        no more."""
+        self.hosts.pop(request.rid, None)
         self.ledger.promise(request, num_tokens)
+
+    def host(self, guest: Request, host: Request, offset: int) -> None:
+        """From now on a running request grows into the KV that is set aside for another one, which
+        lends it until it has `offset` output tokens (`Plan.hosts`). Its own promise ends."""
+        self.promise(guest, guest.num_output_tokens)
+        self.hosts[guest.rid] = Hosting(host=host.rid, offset=offset)
 
     def stop_unfinished(self) -> None:
         """Preempt the unfinished prefills that do not go on; where one cannot be stopped nothing is
@@ -241,7 +259,8 @@ class PlanBuilder:
             decodes=not self.prefill or mixes(self.view, self.ledger, self.held | preempted.keys()),
             preempt=tuple(preempted.values()),
             hold=frozenset(self.held),
-            promise=self.ledger.promises,
+            promise={r: n for r, n in self.ledger.promises.items() if r not in self.hosts},
+            hosts=self.hosts,
             skipped=self.skipped,
             limits={} if limits is None else limits,
         )

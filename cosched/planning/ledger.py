@@ -10,6 +10,7 @@ from cosched.core.batch import BatchTotals
 from cosched.core.plan import SkipReason
 from cosched.core.request import Request, RequestClass
 from cosched.core.view import Match, View
+from cosched.planning.forecast import KvForecast
 
 __all__ = ["Ledger", "promised_tokens"]
 
@@ -32,11 +33,13 @@ class Ledger:
     __slots__ = (
         "_adapters",
         "_caps",
+        "_forecast",
         "_free_slots",
         "_most_tokens",
         "_num_admitted",
         "_num_prefills",
         "_running",
+        "_spare",
         "_stopped",
         "_view",
         "available",
@@ -45,13 +48,13 @@ class Ledger:
         "prefills_mix",
         "promises",
         "slots",
-        "spare",
         "tokens",
         "totals",
         "unfinished",
     )
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: View, *, forecast: KvForecast | None = None) -> None:
+        """forecast: what is admitted is set no KV aside for; it must fit there instead."""
         caps = view.caps
         kv = view.kv
         num_running = len(view.running)
@@ -60,6 +63,7 @@ class Ledger:
         if caps.max_chunk_tokens is not None:
             limit = min(limit, caps.max_chunk_tokens)
         self._caps = caps
+        self._forecast = forecast
         self._view = view
         self._num_admitted = 0
         self._num_prefills = 0
@@ -77,9 +81,7 @@ class Ledger:
         (`KvState.kept`); None: any number, also for the first, or a large one would never run."""
         if kv.kept and kv.offline_held and _runs_offline(view):
             self.offline_room = kv.total - kv.kept - kv.offline_held
-        self.spare = kv.free - kv.reserved - sum(map(_num_left, view.unfinished))
-        """KV tokens that nobody uses or will use, as far as is known: what new work takes beyond
-        them is evicted for it; negative where something must be evicted already."""
+        self._spare = kv.free - kv.reserved - sum(map(_num_left, view.unfinished))
         self.slots = view.free_slots
         """Requests that may still be admitted."""
         self._free_slots = self.slots
@@ -104,7 +106,15 @@ class Ledger:
         other.promises = self.promises.copy()
         if self._adapters is not None:
             other._adapters = self._adapters.copy()
+        if self._forecast is not None:
+            other._forecast = self._forecast.fork()
         return other
+
+    @property
+    def spare(self) -> int:
+        """KV tokens that nobody uses or will use, as far as is known: what new work takes beyond
+        them is evicted for it; negative where something must be evicted already."""
+        return self._spare if self._forecast is None else self._forecast.spare
 
     def seconds(self) -> float:
         """Predicted time of what is in [s]."""
@@ -183,7 +193,10 @@ class Ledger:
         caps = self._caps
         num_uncached = _num_tokens(request) - match.cached + match.host
         need = num_uncached + self._reserve(request) + caps.page_size + match.evictable
-        return need + 1 - self.headroom  # the engine asks for strictly less than the headroom
+        missing = need + 1 - self.headroom  # the engine asks for strictly less than the headroom
+        if self._forecast is not None and missing <= 0:
+            missing = self._forecast.shortfall(request, match)
+        return missing
 
     def chunk(
         self,
@@ -235,7 +248,10 @@ class Ledger:
         self.slots -= request.traits.num_rows
         self.headroom -= match.evictable + match.host
         self.available -= match.evictable + match.host
-        self.spare -= self.need(request, match)
+        self._spare -= self.need(request, match)
+        if self._forecast is not None:
+            self._forecast.add(request, match)
+            self.promises[request.rid] = request.num_output_tokens
         if request.request_class is RequestClass.OFFLINE:
             self._charge_offline(self._new_tokens(request, match))
         if self._adapters is not None:
@@ -285,7 +301,7 @@ class Ledger:
         if self._runs(request):
             change = self._kept_for(request) - self._promised(request, num_tokens)
             self.headroom += change
-            self.spare += change
+            self._spare += change
         self.promises[request.rid] = num_tokens
 
     def _kept_for(self, request: Request) -> int:
@@ -312,10 +328,12 @@ class Ledger:
         self._stopped |= {request.rid}
         self.headroom += gain + reserve
         self.available += gain
-        self.spare += reserve
+        self._spare += reserve
+        if self._forecast is not None:
+            self._forecast.drop(request)
         is_unfinished = any(r.rid == request.rid for r in self._view.unfinished)
         if is_unfinished:
-            self.spare += _num_left(request)
+            self._spare += _num_left(request)
         if request.request_class is RequestClass.OFFLINE:
             self._charge_offline(-gain)
         if self._adapters is not None:
@@ -370,7 +388,10 @@ class Ledger:
     def need(self, request: Request, match: Match) -> int:
         """KV tokens that a waiting request takes in all which nobody has: its uncached prompt and
         what it may generate."""
-        return _num_tokens(request) - match.cached + match.host + self._reserve(request)
+        output = self._reserve(request)
+        if self._forecast is not None:
+            output = self._forecast.output(request)
+        return _num_tokens(request) - match.cached + match.host + output
 
     def _new_tokens(self, request: Request, match: Match) -> int:
         """Those of its prompt that nobody holds now."""
@@ -391,7 +412,9 @@ class Ledger:
         """Output tokens, generated ones included, that there must be room for when a request is
         admitted."""
         promise = self.promises.get(request.rid)
-        if promise is None:
+        if promise is None and self._forecast is not None:
+            promise = request.num_output_tokens
+        elif promise is None:
             promise = self._view.promised(request)
         return request.max_new_tokens if promise is None else promise
 

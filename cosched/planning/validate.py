@@ -25,11 +25,11 @@ def validate(plan: Plan, view: View) -> None:
     _check_caps(plan, view)
     unfinished = {request.rid: request for request in view.unfinished}
     running: dict[str, Request] = {}
-    if plan.preempt or plan.hold or plan.promise:
+    if plan.preempt or plan.hold or plan.promise or plan.hosts:
         running = {request.rid: request for request in view.running}
     ledger = Ledger(view)
     preempted = _replay_preemptions(plan, ledger, running, unfinished)
-    _replay_promises(plan, view, ledger, running | unfinished)
+    _replay_promises(plan, view, ledger, running, unfinished, preempted)
     _replay_holds(plan, view, ledger, running, preempted)
     for rid in unfinished if plan.prefill else ():
         if rid not in plan.prefill and rid not in preempted:
@@ -79,11 +79,18 @@ def _replay_preemptions(
     return preempted
 
 
-def _replay_promises(plan: Plan, view: View, ledger: Ledger, here: dict[str, Request]) -> None:
+def _replay_promises(
+    plan: Plan,
+    view: View,
+    ledger: Ledger,
+    running: dict[str, Request],
+    unfinished: dict[str, Request],
+    preempted: set[str],
+) -> None:
     """All before anything is admitted: a promise that is taken back makes room for another."""
     before = ledger.headroom
     for rid, num_tokens in plan.promise.items():
-        request = here.get(rid) or view.waiting(rid)
+        request = running.get(rid) or unfinished.get(rid) or view.waiting(rid)
         if request is None:
             raise PlanError(f"promised KV, but it neither runs nor waits: {rid}")
         if not 0 <= num_tokens <= request.max_new_tokens:
@@ -92,6 +99,21 @@ def _replay_promises(plan: Plan, view: View, ledger: Ledger, here: dict[str, Req
                 f"{request.max_new_tokens}"
             )
         ledger.promise(request, num_tokens)
+    for rid, hosting in plan.hosts.items():
+        guest, host = (
+            None if name in preempted else running.get(name) for name in (rid, hosting.host)
+        )
+        if guest is None or host is None:
+            raise PlanError(f"hosted by {hosting.host}, but not both are running: {rid}")
+        if rid in plan.promise or hosting.host in plan.hosts:
+            raise PlanError(f"hosted by {hosting.host}, and promised KV or a host itself: {rid}")
+        ends_at = plan.promise.get(hosting.host, view.promised(host)) or 0
+        if not host.num_output_tokens < hosting.offset <= ends_at:
+            raise PlanError(
+                f"hosted by {hosting.host} up to its output token {hosting.offset}; that one has "
+                f"{host.num_output_tokens} of {ends_at} promised: {rid}"
+            )
+        ledger.promise(guest, guest.num_output_tokens)
     if ledger.headroom < min(before, 0):
         raise PlanError(f"promises {-ledger.headroom} KV tokens more than there are")
 

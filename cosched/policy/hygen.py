@@ -25,6 +25,7 @@ from __future__ import annotations
 from cosched.core.plan import Plan
 from cosched.core.view import View
 from cosched.planning.builder import PlanBuilder
+from cosched.planning.forecast import KvForecast
 from cosched.policy.base import PolicySettings
 from cosched.policy.deadlines import deadline_pace
 from cosched.policy.phases import two_phases
@@ -37,11 +38,14 @@ class HygenPolicy:
 
     initial = None
 
-    def __init__(self, settings: PolicySettings) -> None:
+    def __init__(self, settings: PolicySettings, *, by_length: bool = False) -> None:
+        """by_length: memory is given out by the expected lengths of outputs
+        (`cosched.planning.forecast`), not by the engine's ratio."""
         self._settings = settings
+        self._by_length = by_length
 
     def plan(self, view: View, carry: None) -> tuple[Plan, None]:
-        builder = PlanBuilder(view)
+        builder = PlanBuilder(view, forecast=KvForecast(view) if self._by_length else None)
         pace = deadline_pace(builder, self._settings)
         two_phases(builder, pace)
         return builder.build(limits=pace.limits()), None

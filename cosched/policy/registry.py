@@ -165,6 +165,15 @@ _ENTRIES = (
         server_flags=_MIXED_CHUNK,
     ),
     PolicyEntry(
+        name="hygen-timeline",
+        summary="hygen that gives out memory by expected lengths, not by SGLang's ratio",
+        source="cosched (docs/policies/ecoserve.md)",
+        make=partial(HygenPolicy, by_length=True),
+        pool=PoolConfig(),
+        timed=True,
+        server_flags=_MIXED_CHUNK,
+    ),
+    PolicyEntry(
         name="echo-bs",
         summary="Echo's base: online first, then offline in the order of arrival; no SLO awareness",
         source="Echo §7.1 (BS)",

@@ -133,6 +133,7 @@ def caps_of(scheduler: Any) -> EngineCaps:
         mixed_batches=bool(scheduler.is_mixed_chunk),
         partial_decode=can_split(scheduler),
         promises=True,
+        hosts=True,
         host_tokens=host_total(scheduler),
     )
 

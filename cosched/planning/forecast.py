@@ -1,0 +1,87 @@
+"""Memory by the expected lengths of outputs, in place of what is set aside for each (own).
+
+Where outputs end is known well enough for many requests together, and they do not end at once: what
+one gives back another takes. So nothing is set aside for any of them; what is admitted must leave
+the peak of all iterations to come (`cosched.planning.timeline`) below the memory there is.
+"""
+
+from __future__ import annotations
+
+from cosched.core.request import Request
+from cosched.core.view import Match, View
+from cosched.planning.timeline import Need, Timeline
+
+__all__ = ["KvForecast"]
+
+
+class KvForecast:
+    """What running requests and those that a plan admits hold until they end, by the upper
+    estimates of their lengths (`LengthEstimate.upper`).
+
+    Nothing is looked at before it is first asked. Tokens that several requests share count as if
+    none of them ever ended.
+    """
+
+    def __init__(self, view: View, *, reserve_share: float = 0.0) -> None:
+        """reserve_share: of the KV memory, that is kept for outputs longer than expected."""
+        kv = view.kv
+        self._view = view
+        self._most = int(kv.total * (1 - reserve_share))
+        self._used = kv.total - kv.free - kv.evictable
+        self._needs: dict[str, Need] | None = None
+        self._shared = 0
+        self._timeline: Timeline | None = None
+
+    def fork(self) -> KvForecast:
+        other = object.__new__(KvForecast)
+        other.__dict__.update(self.__dict__)
+        if self._needs is not None:
+            other._needs = self._needs.copy()
+        return other
+
+    def shortfall(self, request: Request, match: Match) -> int:
+        """KV tokens missing to admit a waiting request; <= 0 when it fits."""
+        needs = self._all()
+        if self._timeline is None:
+            self._timeline = Timeline(needs.values())
+        return self._shared + self._timeline.peak_with(self._need(request, match)) - self._most
+
+    @property
+    def spare(self) -> int:
+        """KV tokens that nobody uses or will use; less what is cached of those that are over, maybe
+        negative."""
+        needs = self._all()
+        if self._timeline is None:
+            self._timeline = Timeline(needs.values())
+        return self._most - self._shared - self._timeline.peak - self._view.kv.evictable
+
+    def output(self, request: Request) -> int:
+        """KV tokens that it is to take until it ends."""
+        return self._view.length(request).upper * request.traits.num_rows
+
+    def add(self, request: Request, match: Match) -> None:
+        """A waiting request is admitted."""
+        self._all()[request.rid] = self._need(request, match)
+        self._timeline = None
+
+    def drop(self, request: Request) -> None:
+        """A running request or an unfinished prefill is stopped."""
+        self._all().pop(request.rid, None)
+        self._timeline = None
+
+    def _all(self) -> dict[str, Need]:
+        if self._needs is None:
+            view = self._view
+            gain = view.preemption_gain
+            held = {r.rid: gain(r) for r in (*view.running, *view.unfinished)}
+            self._shared = self._used - sum(held.values())
+            self._needs = {r.rid: Need(held[r.rid], self.output(r)) for r in view.running}
+            for r in view.unfinished:
+                num_left = r.num_prompt_tokens + r.num_output_tokens - r.num_computed_tokens
+                self._needs[r.rid] = Need(held[r.rid] + num_left, self.output(r))
+        return self._needs
+
+    def _need(self, request: Request, match: Match) -> Need:
+        num_tokens = request.num_prompt_tokens + request.num_output_tokens
+        num_new = num_tokens - match.cached + match.host + match.evictable
+        return Need(num_new + self._view.caps.page_size, self.output(request))
