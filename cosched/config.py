@@ -21,7 +21,7 @@ from cosched.kv.config import KvConfig
 from cosched.latency.predictor import PREDICTORS
 from cosched.length.config import LengthConfig
 from cosched.offline.prefix_pool import PoolConfig
-from cosched.policy.base import Budgets
+from cosched.policy.base import Budgets, EcoConfig
 from cosched.policy.registry import policy_entry
 
 __all__ = ["ENV_VAR", "Config", "SloConfig", "configured", "load_config", "parse_config"]
@@ -61,7 +61,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     latency_budget_ms  most predicted milliseconds of an iteration; absent: derived from the SLO
     budgets            how it is derived
     kv                 what is evicted first, and what offline work may take (docs/kv_memory.md)
-    length             what is believed of the length of responses (`cosched.length.config`)
+    length             what is believed of the length of responses (`cosched.length.config`);
+                       absent: the policy's own
+    ecoserve           what EcoServe leaves to the operator, for the policies of that name
     offline_rate       most offline requests admitted per second, for hygen-throttled; absent: any
                        number
     latency_model      profile of this engine that ``python -m cosched.profile measure`` wrote, for
@@ -92,7 +94,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     latency_budget_ms: float | None = None
     budgets: Budgets = Budgets()
     kv: KvConfig = KvConfig()
-    length: LengthConfig = LengthConfig()
+    length: LengthConfig | None = None
+    ecoserve: EcoConfig = EcoConfig()
     offline_rate: float | None = None
     latency_model: str | None = None
     predictor: str | None = None
@@ -141,6 +144,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """`kv` with its order of eviction named: the policy's own unless another is given."""
         order = self.kv.eviction or policy_entry(self.policy).eviction
         return msgspec.structs.replace(self.kv, eviction=order)
+
+    def named_length(self) -> LengthConfig:
+        """`length`: the policy's own unless another is given."""
+        return self.length or policy_entry(self.policy).length
 
     @property
     def latency_budget_s(self) -> float | None:

@@ -127,6 +127,7 @@ class Controller:
             latency_budget_s=config.latency_budget_s,
             budgets=config.budgets,
             offline_rate=config.offline_rate,
+            ecoserve=config.ecoserve,
         )
         self.policy: Policy[Any] = entry.make(self.settings)
         self._is_timed = entry.timed
@@ -142,7 +143,7 @@ class Controller:
             self.ranks = Ranks(port.rank_group(scheduler), is_source=parallel.tp_rank == 0)
         self.is_source = self.ranks is None or self.ranks.is_source
         """This rank plans; the others do as it says."""
-        self.lengths = Lengths(config.length, guard)
+        self.lengths = Lengths(config.named_length(), guard)
         self.timekeeper: Timekeeper | None = None
         if self.is_source:
             self.timekeeper = Timekeeper(

@@ -11,9 +11,9 @@ from cosched.core.caps import EngineCaps
 from cosched.core.plan import Plan
 from cosched.core.request import Slo
 from cosched.core.view import View
-from cosched.errors import ConfigError
+from cosched.errors import ConfigError, choices
 
-__all__ = ["Budgets", "Carry", "Policy", "PolicySettings"]
+__all__ = ["OVERRUNS", "Budgets", "Carry", "EcoConfig", "Policy", "PolicySettings"]
 
 Carry = TypeVar("Carry", bound=msgspec.Struct | None)
 
@@ -50,6 +50,42 @@ class Budgets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ConfigError(f"token_group {self.token_group} is below 1")
 
 
+class EcoConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What EcoServe leaves to the operator.
+
+    reserve    share of the KV memory that is kept for prompts and for outputs longer than expected
+               (§2.2: 0.012, 0.03, 0.05; §4: 0.02, 0.03, 0.04)
+    buffer     share of its length by which a hosted request is to end before its host needs the
+               memory (§4: 0.15, 0.15, 0.10)
+    overrun    reserve: a request that is longer than expected takes of the reserve; free: it waits,
+               its KV kept; offload: it is stopped and its KV copied to host memory, where there is
+               any (§2.3, Fig. 5)
+    block      tokens by which lengths count as equal (§2.1)
+    slo_scale  deadline of a request that names none, in times of what it takes alone (§4)
+    """
+
+    reserve: float = 0.03
+    buffer: float = 0.15
+    overrun: str = "reserve"
+    block: int = 32
+    slo_scale: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name, most in (("reserve", 1.0), ("buffer", 10.0)):
+            value = getattr(self, name)
+            if not 0 <= value < most:
+                raise ConfigError(f"ecoserve.{name} {value} is not from 0 to below {most:g}")
+        if self.overrun not in OVERRUNS:
+            raise ConfigError(f"ecoserve.overrun {self.overrun!r} is unknown: {choices(OVERRUNS)}")
+        if self.block < 1:
+            raise ConfigError(f"ecoserve.block {self.block} is below 1")
+        if not 0 < self.slo_scale < float("inf"):
+            raise ConfigError(f"ecoserve.slo_scale {self.slo_scale} is not a positive number")
+
+
+OVERRUNS = ("reserve", "free", "offload")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySettings:
     """What a policy is built with.
@@ -61,6 +97,7 @@ class PolicySettings:
                       follows from their deadlines
     budgets           how it follows
     offline_rate      most offline requests admitted per second [1/s]; None: any number
+    ecoserve          what EcoServe leaves to the operator
     """
 
     caps: EngineCaps
@@ -68,6 +105,7 @@ class PolicySettings:
     latency_budget_s: float | None = None
     budgets: Budgets = field(default_factory=Budgets)
     offline_rate: float | None = None
+    ecoserve: EcoConfig = field(default_factory=EcoConfig)
 
 
 class Policy(Protocol[Carry]):

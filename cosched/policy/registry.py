@@ -20,10 +20,12 @@ import msgspec
 
 from cosched.core.plan import PreemptMode
 from cosched.errors import ConfigError, CoschedError, choices
+from cosched.length.config import LengthConfig
 from cosched.offline.prefix_pool import PoolConfig
 from cosched.policy.base import Policy, PolicySettings
 from cosched.policy.bros import BrosOptions, BrosPolicy
 from cosched.policy.echo import EchoPolicy
+from cosched.policy.ecoserve import EcoOptions, EcoServePolicy
 from cosched.policy.hygen import HygenPolicy
 from cosched.policy.round_robin import RoundRobinPolicy
 from cosched.policy.sarathi import SarathiPolicy, ThrottledPolicy
@@ -53,6 +55,7 @@ class PolicyEntry:
     eviction      which KV goes first, unless the configuration says (`KvConfig.eviction`)
     timed         its plans depend on time: the latency predictor is kept up to date, and all ranks
                   go by one clock
+    length        what is believed of the length of responses, unless the configuration says
     predictor     the form of its predictor, fitted to the points of the profile where one is given
                   (`cosched.latency.predictor`); None: the profile's own
     server_flags  SGLang server arguments it needs, by field name
@@ -65,6 +68,7 @@ class PolicyEntry:
     make: Callable[[PolicySettings], Policy[Any]] | None = None
     pool: PoolConfig | None = None
     eviction: str = "value"
+    length: LengthConfig = field(default_factory=LengthConfig)
     timed: bool = False
     predictor: str | None = None
     server_flags: Mapping[str, object] = field(default_factory=dict)
@@ -115,6 +119,29 @@ def _bros(
         eviction=eviction,
         timed=True,
         predictor=predictor,
+        server_flags=_MIXED_CHUNK,
+    )
+
+
+_PAPER_LENGTHS = LengthConfig(coverage=0.75)
+"""EcoServe's accuracy: the share that is not longer than predicted (§2.3)."""
+
+
+def _ecoserve(
+    name: str,
+    summary: str,
+    source: str,
+    *,
+    length: LengthConfig = _PAPER_LENGTHS,
+    **options: bool,
+) -> PolicyEntry:
+    return PolicyEntry(
+        name=name,
+        summary=summary,
+        source=source,
+        make=partial(EcoServePolicy, options=EcoOptions(**options)),
+        length=length,
+        timed=True,
         server_flags=_MIXED_CHUNK,
     )
 
@@ -230,6 +257,45 @@ _ENTRIES = (
         source="BROS §2.2, §7 (baseline RR)",
         make=lambda _: RoundRobinPolicy(),
         server_flags=_MIXED_CHUNK,
+    ),
+    _ecoserve(
+        "ecoserve-d",
+        "EcoServe's decoupling alone: prompts fill the compute, outputs of known length the memory",
+        "EcoServe §4 (EcoServe-D, UnsyncDecoupled)",
+        synced=False,
+        ordered=False,
+        pipeline=False,
+    ),
+    _ecoserve(
+        "ecoserve-sd",
+        "ecoserve-d in groups of equal length",
+        "EcoServe §4 (EcoServe-SD, SyncDecoupled)",
+        ordered=False,
+        pipeline=False,
+    ),
+    _ecoserve(
+        "ecoserve-sdo",
+        "ecoserve-sd that orders prompts and outputs by deadline, KV and length",
+        "EcoServe §4 (EcoServe-SDO)",
+        pipeline=False,
+    ),
+    _ecoserve(
+        "ecoserve",
+        "EcoServe complete: outputs of known length, in groups, nested in each other's memory",
+        "EcoServe §3, Algorithm 1",
+    ),
+    _ecoserve(
+        "ecoserve-oracle",
+        "ecoserve that is told all lengths",
+        "EcoServe §4 (Oracle)",
+        length=LengthConfig(mode="oracle"),
+    ),
+    _ecoserve(
+        "ecoserve-timeline",
+        "ecoserve-sdo whose outputs need only fit at each iteration to come",
+        "cosched (docs/policies/ecoserve.md)",
+        synced=False,
+        timeline=True,
     ),
     _bros(
         "bros-rt",

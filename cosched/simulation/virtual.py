@@ -254,7 +254,9 @@ class VirtualEngine:
         )
         self.scheduler = self.local.scheduler
         controller = getattr(self.scheduler, "cosched", None)
-        self._tells_lengths = controller is not None and controller.config.length.needs_hints
+        self._tells_lengths = (
+            controller is not None and controller.config.named_length().needs_hints
+        )
         """Requests come with their true length as a hint, which nothing else may know."""
         self._transfers: VirtualTransfers | None = None
         if host_link is not None:
