@@ -138,6 +138,7 @@ def _build_batch(
         original,
         controller.scheduler,
         prefill=plan.prefill,
+        taken=controller.taken,
         num_tokens=sum(map(controller.caps.ceil_to_page, plan.prefill.values())),
         candidates=candidates,
         running_batch=running_batch,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from cosched.engine.lengths import Lengths
 from cosched.engine.observe import IterationObserver
 from cosched.engine.port.partial import SplitBatch
 from cosched.engine.ranks import Ranks, Shared
+from cosched.engine.running import taken_by_guests
 from cosched.engine.service import ServiceRecord
 from cosched.engine.state import PlanningTimes, ReplicaState
 from cosched.engine.timekeeper import Moment, Timekeeper
@@ -143,6 +144,9 @@ class Controller:
             self.ranks = Ranks(port.rank_group(scheduler), is_source=parallel.tp_rank == 0)
         self.is_source = self.ranks is None or self.ranks.is_source
         """This rank plans; the others do as it says."""
+        self.taken: Mapping[str, int] = {}
+        """Rid of a guest -> KV tokens that it has taken of what its host was promised, where the
+        plan that is applied prefills."""
         self.lengths = Lengths(config.named_length(), guard)
         self.timekeeper: Timekeeper | None = None
         if self.is_source:
@@ -223,20 +227,21 @@ class Controller:
 
     def promise(self, plan: Plan, running_batch: Any) -> None:
         """Remember what a plan sets aside, and who grows into what is set aside for another."""
-        if not (plan.promise or plan.hosts):
-            return
-        unfinished = self.scheduler.chunked_req
-        here = {req.rid: req.cosched for req in running_batch.reqs}
-        if unfinished is not None:
-            here[unfinished.rid] = unfinished.cosched
-        for rid, num_tokens in plan.promise.items():
-            tracked = here.get(rid) or self.waiting.get(rid)
-            if tracked is not None:  # it has ended while the plan was drained
-                tracked.promise(num_tokens)
-        for rid, hosting in plan.hosts.items():
-            guest, host = here.get(rid), here.get(hosting.host)
-            if guest is not None and host is not None:
-                guest.grow_into(host)
+        running = [req.cosched for req in running_batch.reqs]
+        if plan.promise or plan.hosts:
+            unfinished = self.scheduler.chunked_req
+            here = {tracked.rid: tracked for tracked in running}
+            if unfinished is not None:
+                here[unfinished.rid] = unfinished.cosched
+            for rid, num_tokens in plan.promise.items():
+                tracked = here.get(rid) or self.waiting.get(rid)
+                if tracked is not None:  # it has ended while the plan was drained
+                    tracked.promise(num_tokens)
+            for rid, hosting in plan.hosts.items():
+                guest, host = here.get(rid), here.get(hosting.host)
+                if guest is not None and host is not None:
+                    guest.grow_into(host)
+        self.taken = taken_by_guests(running) if plan.prefill else {}
 
     def _evictions(self, plan: Plan, running_batch: Any) -> Sequence[Eviction] | None:
         """What goes for a plan on all ranks; None: the engine's order holds."""

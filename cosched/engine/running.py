@@ -11,7 +11,7 @@ from cosched.engine import port
 from cosched.engine.tracked import TrackedRequest
 from cosched.planning.ledger import promised_tokens
 
-__all__ = ["Running", "own_tokens"]
+__all__ = ["Running", "own_tokens", "taken_by_guests"]
 
 
 class Running(NamedTuple):
@@ -51,7 +51,7 @@ class Running(NamedTuple):
         ending: set[str] = set()
         own = dict.fromkeys(RequestClass, 0)
         next_step = num_plain = promised = 0
-        guests: list[tuple[TrackedRequest, int]] = []
+        guests: list[TrackedRequest] = []
         mixes = True
         decodes: dict[RequestClass, tuple[list[TrackedRequest], list[int]]]
         decodes = {request_class: ([], []) for request_class in RequestClass}
@@ -75,8 +75,8 @@ class Running(NamedTuple):
                 (certain if tracked.reserves_all else remaining).append(to_come * num_rows)
             else:
                 promised += promised_tokens(tracked.promised - num_output, num_rows)
-                if tracked.host is not None:
-                    guests.append((tracked, num_output - tracked.promised))
+                if tracked.is_hosted:
+                    guests.append(tracked)
             if is_ending:
                 ending.add(tracked.rid)
         by_class = {request_class: Decodes(*lists) for request_class, lists in decodes.items()}
@@ -100,7 +100,7 @@ class Running(NamedTuple):
 
 
 def _lent(
-    guests: Sequence[tuple[TrackedRequest, int]], everyone: Sequence[TrackedRequest]
+    guests: Sequence[TrackedRequest], everyone: Sequence[TrackedRequest]
 ) -> tuple[Mapping[str, int], Mapping[str, int]]:
     """What guests have taken of their hosts' promises, and what hosts have lent. A guest takes no
     more than its host has left; of one whose host is over nothing counts."""
@@ -108,14 +108,22 @@ def _lent(
     lent: dict[str, int] = {}
     if guests:
         here = {tracked.rid for tracked in everyone}
-        for guest, num_tokens in guests:
+        for guest in guests:
             host = guest.host
             if host is None or host.promised is None or host.rid not in here:
                 continue
+            assert guest.promised is not None, f"{guest.rid=}"
             left = host.promised - host.num_output_tokens - lent.get(host.rid, 0)
-            taken[guest.rid] = max(min(num_tokens, left), 0)
-            lent[host.rid] = lent.get(host.rid, 0) + taken[guest.rid]
+            num_taken = max(min(guest.num_output_tokens - guest.promised, left), 0)
+            taken[guest.rid] = num_taken
+            lent[host.rid] = lent.get(host.rid, 0) + num_taken
     return taken, lent
+
+
+def taken_by_guests(everyone: Sequence[TrackedRequest]) -> Mapping[str, int]:
+    """Of running requests: rid of a guest -> KV tokens that it has taken of what its host was
+    promised (`Plan.hosts`)."""
+    return _lent([tracked for tracked in everyone if tracked.is_hosted], everyone)[0]
 
 
 def own_tokens(

@@ -133,6 +133,11 @@ class TrackedRequest:
         self._host = (host, self.num_preemptions + host.num_preemptions)
 
     @property
+    def is_hosted(self) -> bool:
+        """A plan made it a guest, and none has promised it anything since."""
+        return self._host is not None
+
+    @property
     def host(self) -> TrackedRequest | None:
         """Into whose promised KV it grows, all beyond its own promise; None: nobody's, or either
         has been stopped since."""

@@ -13,7 +13,7 @@ from cosched.core.request import Slo
 from cosched.core.view import View
 from cosched.errors import ConfigError, choices
 
-__all__ = ["OVERRUNS", "Budgets", "Carry", "EcoConfig", "Policy", "PolicySettings"]
+__all__ = ["OVERRUNS", "REPLANS", "Budgets", "Carry", "EcoConfig", "Policy", "PolicySettings"]
 
 Carry = TypeVar("Carry", bound=msgspec.Struct | None)
 
@@ -60,6 +60,8 @@ class EcoConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     overrun    reserve: a request that is longer than expected takes of the reserve; free: it waits,
                its KV kept; offload: it is stopped and its KV copied to host memory, where there is
                any (§2.3, Fig. 5)
+    replan_on  group: GTs are chosen where all of a group have ended (§3.2.2); request: wherever one
+               has
     block      tokens by which lengths count as equal (§2.1)
     slo_scale  deadline of a request that names none, in times of what it takes alone (§4)
     """
@@ -67,6 +69,7 @@ class EcoConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     reserve: float = 0.03
     buffer: float = 0.15
     overrun: str = "reserve"
+    replan_on: str = "group"
     block: int = 32
     slo_scale: float = 2.0
 
@@ -75,8 +78,10 @@ class EcoConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             value = getattr(self, name)
             if not 0 <= value < most:
                 raise ConfigError(f"ecoserve.{name} {value} is not from 0 to below {most:g}")
-        if self.overrun not in OVERRUNS:
-            raise ConfigError(f"ecoserve.overrun {self.overrun!r} is unknown: {choices(OVERRUNS)}")
+        for name, known in (("overrun", OVERRUNS), ("replan_on", REPLANS)):
+            value = getattr(self, name)
+            if value not in known:
+                raise ConfigError(f"ecoserve.{name} {value!r} is unknown: {choices(known)}")
         if self.block < 1:
             raise ConfigError(f"ecoserve.block {self.block} is below 1")
         if not 0 < self.slo_scale < float("inf"):
@@ -84,6 +89,7 @@ class EcoConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 OVERRUNS = ("reserve", "free", "offload")
+REPLANS = ("group", "request")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

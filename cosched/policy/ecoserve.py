@@ -48,6 +48,7 @@ Deviations from the paper, each for a reason (docs/policies/ecoserve.md has more
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -93,6 +94,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     groups        rid of a GT that runs -> number of its group
     guests        those of them that are hosted: rid -> (rid of the host, its output tokens by which
                   the guest is to be gone)
+    regions       rid of a host -> (its output tokens when it began to lend, tokens promised then)
     is_due        a group has ended, and not all the KV has been given out since
     forward_size  target [tokens]
     num_plans     since it was worked out
@@ -100,6 +102,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
     groups: Mapping[str, int] = {}
     guests: Mapping[str, tuple[str, int]] = {}
+    regions: Mapping[str, tuple[int, int]] = {}
     is_due: bool = True
     forward_size: int = 0
     num_plans: int = 0
@@ -149,6 +152,7 @@ class EcoServePolicy:
         after = Batch(
             groups=work.groups,
             guests=work.guests,
+            regions=work.regions,
             is_due=work.is_due,
             forward_size=size,
             num_plans=num_plans,
@@ -170,8 +174,28 @@ class _Entry(NamedTuple):
     members: list[Request]
 
 
+class _Place(NamedTuple):
+    """Where guests may grow.
+
+    num_tokens  that a guest may take, and until its host needs them
+    offset      output tokens of the host by which they are to be gone
+    num_free    guests that find room
+    region      see `Batch.regions`
+    """
+
+    num_tokens: int
+    host: Request
+    offset: int
+    num_free: int
+    region: tuple[int, int]
+
+
 class _Work:
-    """One plan under construction."""
+    """One plan under construction.
+
+    running  rid -> request past its prefill that is not stopped
+    groups, guests, regions, is_due: as in `Batch`
+    """
 
     def __init__(
         self,
@@ -181,455 +205,499 @@ class _Work:
         carry: Batch,
         forward_size: int,
     ) -> None:
-        self._builder = builder
-        self._view = view = builder.view
-        self._config = config
-        self._options = options
+        self.builder = builder
+        self.view = view = builder.view
+        self.config = config
+        self.options = options
+        self.reserve = int(config.reserve * view.kv.total)
+        self.running = {r.rid: r for r in view.running if not builder.is_preempted(r)}
+        self.groups = dict(carry.groups)
+        self.guests = dict(carry.guests)
+        self.regions = dict(carry.regions)
+        self.is_due = carry.is_due
         self._size = forward_size
         self._page = view.caps.page_size
         self._block = view.caps.ceil_to_page(max(config.block, self._page))
-        self._reserve = int(config.reserve * view.kv.total)
-        self._running = {r.rid: r for r in view.running if not builder.is_preempted(r)}
-        self.groups = dict(carry.groups)
-        self.guests = dict(carry.guests)
-        self.is_due = carry.is_due
         self._next_group = max(carry.groups.values(), default=0) + 1
+        self._waits_for_groups = options.synced and config.replan_on == "group"
+        self._lengths: dict[str, int] = {}
         self._token_s = 0.0
         """Of a prompt [s]; 0.0: not asked yet."""
+
+    def length(self, request: Request) -> int:
+        """Tokens of KV, in whole pages, for the output that it is still to generate."""
+        length = self._lengths.get(request.rid)
+        if length is None:
+            view = self.view
+            length = view.caps.ceil_to_page(max(view.length(request).upper, 1))
+            self._lengths[request.rid] = length
+        return length
+
+    def waiting(self) -> Iterator[Request]:
+        """GTs that wait."""
+        return (r for rid, r in self.running.items() if rid not in self.groups)
+
+    def runs_anything(self) -> bool:
+        return bool(self.groups or self.builder.prefill)
+
+    def is_patient(self, request: Request) -> bool:
+        """It may be a guest: its SLO is loose (§3.4)."""
+        if request.request_class is RequestClass.OFFLINE:
+            return True
+        return request.slo.deadline_s is not None and self._time_range(request) == len(_RANGES_S)
 
     # Step 1
 
     def settle(self) -> None:
         """Those that ended are no more, and those that go on beyond what they were promised get
         more, or wait."""
-        running = self._running
+        running = self.running
         for rid in self.groups.keys() - running.keys():
             self._leave(rid)
         for rid, (host, offset) in list(self.guests.items()):
             if host not in self.groups or running[host].num_output_tokens >= offset:
                 self._settle_guest(running[rid])
-        if self._options.timeline:
+        if self.options.timeline:
             return
-        promised = self._view.promised
+        promised = self.view.promised
         for rid in list(self.groups):
             request = running[rid]
             if rid not in self.guests and (promised(request) or 0) <= request.num_output_tokens:
                 self._extend(request)
 
     def _leave(self, rid: str) -> None:
+        """It does not run, or not as a GT for which KV is set aside."""
         group = self.groups.pop(rid)
         self.guests.pop(rid, None)
-        if not self._options.synced or group not in self.groups.values():
+        self.regions.pop(rid, None)
+        if not self._waits_for_groups or group not in self.groups.values():
             self.is_due = True
 
     def _extend(self, request: Request) -> None:
         """KV for what it is now believed to need, or for a block; else it waits."""
-        if not any(self._promise(request, n) for n in (self._length(request), self._block)):
+        if not any(self._promise(request, n) for n in (self.length(request), self._block)):
             self._leave(request.rid)
-            if self._config.overrun == "offload":
-                self._stop(request, _offload_mode(self._view))
+            if self.config.overrun == "offload":
+                self._stop(request, _offload_mode(self.view))
 
     def _settle_guest(self, guest: Request) -> None:
         """Its host needs the KV, or is over: it is promised some of its own. Nothing ahead of it
         where there is no more, and it waits; it is stopped where even what it holds is missing."""
         del self.guests[guest.rid]
-        if any(self._promise(guest, n) for n in (self._length(guest), self._block)):
+        if any(self._promise(guest, n) for n in (self.length(guest), self._block)):
             return
         self._leave(guest.rid)
         if not self._promise(guest, 0):
-            self._stop(guest, _offload_mode(self._view))
+            self._stop(guest, _offload_mode(self.view))
 
     def _promise(self, request: Request, num_tokens: int) -> bool:
-        """Set KV aside for so many more tokens, the reserve included unless it is not to be. False:
-        there is none, and nothing has changed but that it is no guest any more."""
-        ledger = self._builder.ledger
-        before = ledger.headroom
-        num_now = request.num_output_tokens
-        most = max(request.max_new_tokens, num_now)
-        self._builder.promise(request, min(num_now + num_tokens, most))
-        least = 0 if self._config.overrun == "reserve" or not num_tokens else self._reserve
+        """Set KV aside for so many more tokens, of the reserve too where that is meant for it.
+        False: there is none, and nothing is set aside ahead of it."""
+        ledger, before = self.builder.ledger, self.builder.ledger.headroom
+        self.set_aside(request, num_tokens)
+        least = self.reserve if num_tokens and self.config.overrun != "reserve" else 0
         if ledger.headroom >= min(least, before):
             return True
-        self._builder.promise(request, num_now)
+        self.set_aside(request, 0)
         return False
 
+    def set_aside(self, request: Request, num_tokens: int) -> None:
+        """KV for so many more tokens of its output, but not beyond its limit."""
+        num_now = request.num_output_tokens
+        most = max(request.max_new_tokens, num_now)
+        self.builder.promise(request, min(num_now + num_tokens, most))
+
     def _stop(self, request: Request, mode: PreemptMode | None = None) -> None:
-        self._builder.preempt(request, mode)
-        del self._running[request.rid]
+        if request.rid in self.groups:
+            self._leave(request.rid)
+        self.builder.preempt(request, mode)
+        del self.running[request.rid]
         for rid, (host, _) in list(self.guests.items()):
             if host == request.rid:
-                self._settle_guest(self._running[rid])
+                self._settle_guest(self.running[rid])
 
-    # Steps 2 and 3
+    # Step 2
 
     def choose(self) -> None:
-        waiting = [r for r in self._waiting() if self._view.can_hold(r)]
+        """GTs until the KV is full, and guests for them."""
+        waiting = [r for r in self.waiting() if self.view.can_hold(r)]
         if not waiting:
             return
         if not (self.is_due or not self.groups or any(map(_is_impatient, waiting))):
             return
-        account = _Peaks(self) if self._options.timeline else _Promises(self)
-        queue, chosen = _fill(self._entries(waiting), account, by_search=self._options.ordered)
-        self._start(chosen)
+        queue = self._entries(waiting)
+        self._start(_fill(queue, _account(self), by_search=self.options.ordered))
         self._make_room_for_online(queue)
         if not self.groups:
             self._start_somebody(queue)
-        self.is_due = not queue
-        if self._options.pipeline and not self._options.timeline and queue:
+        self.is_due = not queue or not self._waits_for_groups
+        if self.options.pipeline and queue:
             self._find_guests(queue)
 
-    def _waiting(self) -> Iterator[Request]:
-        """GTs that wait."""
-        return (r for rid, r in self._running.items() if rid not in self.groups)
-
-    def _start(self, chosen: Iterable[_Entry]) -> None:
-        for entry in chosen:
-            for request in entry.members:
-                self.groups[request.rid] = self._next_group
+    def _start(self, chosen: Iterable[Sequence[Request]]) -> None:
+        for members in chosen:
+            self.groups.update(dict.fromkeys((r.rid for r in members), self._next_group))
             self._next_group += 1
 
     def _make_room_for_online(self, queue: list[_Entry]) -> None:
         """Offline requests stop for online ones that nothing could be set aside for (own)."""
-        victims = youngest_first(self._builder)
-        while queue and victims:
-            entry = queue[0]
-            if entry.band[0] == _OFFLINE_LAST:
+        victims = iter(youngest_first(self.builder))
+        while queue and queue[0].band[0] == _ONLINE:
+            victim = next(victims, None)
+            if victim is None:
                 return
-            victim = victims.pop(0)
-            if self._running.get(victim.rid) is not victim:
-                continue
-            if victim.rid in self.groups:
-                self._leave(victim.rid)
-            self._stop(victim)
-            self._remove(queue, victim)
-            account = _Peaks(self) if self._options.timeline else _Promises(self, reserve=0)
-            rest, chosen = _fill(queue, account, by_search=False)
-            self._start(chosen)
-            queue[:] = rest
+            if victim.rid in self.running:
+                self._stop(victim)
+                _remove(queue, victim)
+                self._start(_fill(queue, _account(self, reserve=0), by_search=False))
 
     def _start_somebody(self, queue: list[_Entry]) -> None:
-        """Nothing runs: the reserve too is given out, and the last of those that wait stop until
-        the first can run. The last that is left runs whatever it is promised."""
-        while queue:
-            first = queue[0].members[0]
-            if self._promise(first, min(queue[0].length, self._length(first))):
-                break
+        """Nothing runs: the reserve is given out too, and the last of those that wait stop until
+        the first can run. Who is left alone runs whatever there is."""
+        first = queue[0].members[0]
+        while not self._promise(first, self.length(first)):
             last = queue[-1].members[-1]
-            if last is first:
-                break
-            if not last.traits.can_stop:
+            if last is first or not last.traits.can_stop:
                 break
             self._stop(last)
-            self._remove(queue, last)
-        if queue:
-            self.groups[first.rid] = self._next_group
-            self._next_group += 1
-            self._remove(queue, first)
-
-    def _remove(self, queue: list[_Entry], request: Request) -> None:
-        for place, entry in enumerate(queue):
-            if request in entry.members:
-                entry.members.remove(request)
-                if not entry.members:
-                    del queue[place]
-                return
+            _remove(queue, last)
+        _remove(queue, first)
+        self._start([[first]])
 
     def _entries(self, waiting: Sequence[Request]) -> list[_Entry]:
         """The GT queue in order."""
-        gain = self._view.preemption_gain
-        found: dict[tuple[object, ...], _Entry] = {}
+        gain = self.view.preemption_gain
         singles = []
         for request in waiting:
-            length = self._length(request)
-            band, key = self._place(request, gain(request), length)
-            singles.append(_Entry(band, key, length, [request]))
+            length = self.length(request)
+            singles.append(_Entry(*self._place(request, gain(request), length), length, [request]))
         singles.sort(key=lambda entry: (entry.band, entry.key))
-        if not self._options.synced:
+        if not self.options.synced:
             return singles
+        found: dict[tuple[int, int], _Entry] = {}
         for entry in singles:
-            # All members run until the longest of them ends.
-            like = (entry.band[0], -(-entry.length // self._block))
-            if like in found:
-                group = found[like]
-                group.members.extend(entry.members)
-                found[like] = group._replace(length=max(group.length, entry.length))
-            else:
-                found[like] = entry
+            like = entry.band[0], -(-entry.length // self._block)
+            group = found.get(like)
+            if group is not None:
+                # All of them run until the longest ends.
+                entry = group._replace(
+                    length=max(group.length, entry.length), members=group.members + entry.members
+                )
+            found[like] = entry
         return list(found.values())
 
     def _place(
         self, request: Request, num_held: int, length: int
     ) -> tuple[tuple[int, int], tuple[int, int, int]]:
-        """In the order of either queue."""
+        """Band and key of either queue: see `_Entry`."""
         is_offline = int(request.request_class is RequestClass.OFFLINE)
-        if not self._options.ordered:
+        if not self.options.ordered:
             return (is_offline, 0), (0, 0, request.arrival_seq)
-        left_s = self._deadline_s(request) - self._view.now_s
-        band = bisect_left(_RANGES_S, left_s)
         key = (-(num_held // _LENGTH_RANGE), -(length // _LENGTH_RANGE), request.arrival_seq)
-        return (is_offline, band), key
+        return (is_offline, self._time_range(request)), key
 
-    def _deadline_s(self, request: Request) -> float:
-        """Its own, or what the configuration allows a request of its length (§4): SLO scale *
-        (prompt + output tokens at their mean times)."""
+    def _time_range(self, request: Request) -> int:
+        """Of the time to its deadline: its own, or what the configuration allows a request of its
+        length (§4: SLO scale * (prompt + output tokens at their mean times))."""
         own_s = request.slo.deadline_s
+        view = self.view
         if own_s is None:
-            view = self._view
             if not self._token_s:
                 totals = BatchTotals()
                 totals.add_prefill(self._size, 0)
                 self._token_s = view.predictor.predict_s(totals) / self._size
             num_output = request.num_output_tokens + view.length(request).median
-            own_s = self._config.slo_scale * (
+            own_s = self.config.slo_scale * (
                 request.num_prompt_tokens * self._token_s + num_output * view.mean_iteration_s
             )
-        return request.arrival_s + own_s
+        return bisect_left(_RANGES_S, request.arrival_s + own_s - view.now_s)
 
-    def _length(self, request: Request) -> int:
-        """Tokens of KV, in whole pages, for the output that it is still to generate."""
-        return self._view.caps.ceil_to_page(max(self._view.length(request).upper, 1))
+    # Step 3
 
     def _find_guests(self, queue: list[_Entry]) -> None:
         """GTs that wait run in what others were promised and need only later."""
-        shelf = _Shelf(
-            request
+        patient = [
+            (entry.length, request)
             for entry in queue
-            for request in [(entry.length, r) for r in entry.members if _is_patient(entry, r)]
-        )
-        regions = []
-        hosts = {host for host, _ in self.guests.values()}
-        for rid in self.groups:
-            if rid not in self.guests and rid not in hosts:
-                request = self._running[rid]
-                promise = self._builder.ledger.promises.get(rid) or self._view.promised(request)
-                regions.append(((promise or 0) - request.num_output_tokens, rid, request))
-        regions.sort(key=lambda region: -region[0])
-        for num_tokens, _, host in regions:
-            if not shelf:
-                return
-            self._lend(shelf, host, num_tokens, host.num_output_tokens)
+            for request in entry.members
+            if self.is_patient(request)
+        ]
+        patient.sort(key=lambda item: item[0])
+        lengths = [length * (1 + self.config.buffer) for length, _ in patient]
+        for place in self.places():
+            for _ in range(place.num_free):
+                found = bisect_left(lengths, place.num_tokens) - 1
+                if found < 0:
+                    return
+                del lengths[found]
+                guest = patient.pop(found)[1]
+                self.builder.host(guest, place.host, place.offset)
+                self.guests[guest.rid] = (place.host.rid, place.offset)
+                self.regions[place.host.rid] = place.region
+                self._start([[guest]])
 
-    def _lend(self, shelf: _Shelf, host: Request, num_tokens: int, start: int) -> None:
-        """Fill the second half of `num_tokens` of KV that the host, or who has the place, begins to
-        use at the host's output token `start`; then the first half, and the half of the guest."""
-        half = num_tokens // 2 // self._page * self._page
-        if half <= self._page or not shelf:
-            return
-        guest = shelf.take(half, self._config.buffer)
-        if guest is None:
-            return
-        offset = start + half
-        self._builder.host(guest, host, offset)
-        self.guests[guest.rid] = (host.rid, offset)
-        self.groups[guest.rid] = self._next_group
-        self._next_group += 1
-        self._lend(shelf, host, half, start)
-        self._lend(shelf, host, half, start)
+    def places(self) -> list[_Place]:
+        """Where guests may grow, the longest first: of `l` tokens promised to a host one place of
+        l/2, two of l/4 and so on, each until the host has come so far (§3.4). O(active)."""
+        taken = Counter(self.guests.values())
+        lending = {host for host, _ in self.guests.values()}
+        promises, promised = self.builder.ledger.promises, self.view.promised
+        found = []
+        for rid in self.groups:
+            if rid in self.guests:
+                continue
+            host = self.running[rid]
+            now = host.num_output_tokens
+            if rid not in lending:
+                self.regions.pop(rid, None)
+            promise = promises.get(rid) or promised(host) or 0
+            start, size = region = self.regions.get(rid, (now, promise - now))
+            for level in range(1, _MOST_LEVELS):
+                offset = start + size // 2**level // self._page * self._page
+                if offset - now <= self._page:
+                    break
+                count = 2 ** (level - 1) - taken[rid, offset]
+                if count > 0:
+                    found.append(_Place(offset - now, host, offset, count, region))
+        found.sort(key=lambda place: -place.num_tokens)
+        return found
 
     # Step 4
 
     def hold_others(self) -> None:
         """GTs that wait sit out; those that run too, the last chosen first, where not even a token
         of each has room."""
-        builder, ledger = self._builder, self._builder.ledger
-        builder.hold_all(self._waiting(), SkipReason.MEMORY_BUDGET)
-        active = [self._running[rid] for rid in self.groups]
+        builder, ledger = self.builder, self.builder.ledger
+        builder.hold_all(self.waiting(), SkipReason.MEMORY_BUDGET)
+        active = list(self.groups)
         while ledger.available < 0 and len(active) > 1:
-            request = active.pop()
-            self._leave(request.rid)
-            if not builder.hold(request, SkipReason.MEMORY_BUDGET) or not active:
-                break
-        victims = youngest_first(builder) if ledger.available < 0 else []
-        for victim in victims:
-            if ledger.available >= 0:
-                break
-            if victim.rid in self.groups:
-                self._leave(victim.rid)
-            self._stop(victim)
+            rid = active.pop()
+            self._leave(rid)
+            builder.hold(self.running[rid], SkipReason.MEMORY_BUDGET)
+        if ledger.available < 0:
+            for victim in youngest_first(builder):
+                self._stop(victim)
+                if ledger.available >= 0:
+                    break
 
     def add_prompts(self) -> None:
-        """Prompts until the iteration has the target forward size: whole ones, and a part of one
-        (decision 7)."""
-        builder, view = self._builder, self._view
-        num_waiting, pinned = 0, 0
-        for request in self._waiting():
-            num_waiting += 1
-            pinned += view.preemption_gain(request)
-        # They would take the KV of those that could run.
-        most_kv = builder.ledger.headroom
-        if num_waiting:
-            most_kv = min(most_kv, self._reserve - pinned)
-        left = self._size - len(self.groups)
+        """Prompts until the iteration has the target forward size: whole ones in order, then the
+        longest that fit, then a part of one (decision 7)."""
+        builder = self.builder
         for request in builder.unfinished():
-            if left > 0 and builder.go_on(request, left, unreserved=True):
-                left -= builder.prefill[request.rid]
-                most_kv -= builder.prefill[request.rid]
-        least = 0 if self._runs_anything() else 1
+            left = max(self._size - len(self.groups), _LEAST_CHUNK)
+            if not builder.go_on(request, left, unreserved=True):
+                return
+        gate = _Gate(self)
         room = offline_room(builder)
-        queue = self._prompts()
-        misfit: Request | None = None
-        while queue and (left > 0 or least) and builder.ledger.slots > 0:
+        queue, cut = self._prompts(), None
+        misses = _MOST_MISSES if self.options.ordered else 0
+        while queue and builder.ledger.slots > 0:
             request = queue.pop(0)
-            if room == 0 and request.request_class is RequestClass.OFFLINE:
-                builder.skip(request, SkipReason.OPERATOR_LIMIT)
-                continue
-            match = view.match(request)
-            num_tokens = num_tokens_of(request) - match.cached
-            if num_tokens > most_kv and not least:
-                builder.skip(request, SkipReason.MEMORY_BUDGET)
+            left = self._left()
+            if left <= 0 and self.runs_anything():
                 break
-            if num_tokens > left and queue and self._options.ordered and misfit is None:
-                # What fits exactly comes before what must be cut.
-                misfit = request
-                queue = _closest(queue, left)
-                continue
-            builder.promise(request, request.num_output_tokens)
-            if not builder.admit(request, match, max(left, 1) if not least else num_tokens):
-                del builder.ledger.promises[request.rid]
-                break
-            least = 0
-            left -= builder.prefill[request.rid]
-            most_kv -= builder.prefill[request.rid] + match.evictable + match.host
-            if room is not None and request.request_class is RequestClass.OFFLINE:
+            if request.request_class is RequestClass.OFFLINE and room is not None:
+                if not room:
+                    builder.skip(request, SkipReason.OPERATOR_LIMIT)
+                    continue
                 room -= 1
-        if misfit is not None and left > 0 and not must_wait(builder, misfit):
-            self._cut(misfit, left, most_kv)
+            if cut is None and num_tokens_of(request) - self._num_cached(request) > left > 0:
+                cut = request
+                queue = _shorter(queue, left) if self.options.ordered else []
+            elif not self._admit(gate, request, left):
+                if not misses:
+                    break
+                misses -= 1
+        if cut is not None and (self._left() >= _LEAST_CHUNK or not self.runs_anything()):
+            self._admit(gate, cut, self._left())
 
-    def _cut(self, request: Request, left: int, most_kv: int) -> None:
-        builder = self._builder
-        match = self._view.match(request)
-        if num_tokens_of(request) - match.cached > most_kv:
-            return
+    def _left(self) -> int:
+        """Tokens that the iteration lacks of its target."""
+        return self._size - len(self.groups) - sum(self.builder.prefill.values())
+
+    def _num_cached(self, request: Request) -> int:
+        return self.view.match(request).cached
+
+    def _admit(self, gate: _Gate, request: Request, left: int) -> bool:
+        builder, match = self.builder, self.view.match(request)
+        num_kv = num_tokens_of(request) - match.cached + match.host + match.evictable
+        if not gate.lets_in(request, num_kv):
+            builder.skip(request, SkipReason.MEMORY_BUDGET)
+            return False
         builder.promise(request, request.num_output_tokens)
-        if not builder.admit(request, match, left):
-            del builder.ledger.promises[request.rid]
-
-    def _runs_anything(self) -> bool:
-        return bool(self.groups) or self._builder.runs_anything()
+        if builder.admit(request, match, max(left, _LEAST_CHUNK)):
+            return True
+        del builder.ledger.promises[request.rid]
+        return False
 
     def _prompts(self) -> list[Request]:
         """Waiting prompts in order."""
-        view, builder = self._view, self._builder
+        view, builder = self.view, self.builder
         waiting = [
             request
             for source in (view.online, view.offline_order())
             for request in islice(source, WINDOW)
             if not must_wait(builder, request)
         ]
-        if not self._options.ordered:
+        if not self.options.ordered:
             return waiting
         return sorted(waiting, key=lambda r: self._place(r, 0, num_tokens_of(r)))
+
+
+class _Gate:
+    """Which prompts are let in: those that can run once they are computed, as guests or in KV of
+    their own; and as many more as the reserve holds, for the next GTs to be chosen from."""
+
+    def __init__(self, work: _Work) -> None:
+        self._work = work
+        self._account = _account(work)
+        self._places = sorted(
+            place.num_tokens
+            for place in (work.places() if work.options.pipeline else ())
+            for _ in range(place.num_free)
+        )
+        self._pinned = sum(map(work.view.preemption_gain, work.waiting()))
+
+    def lets_in(self, request: Request, num_tokens: int) -> bool:
+        """num_tokens: of KV that its prompt takes."""
+        work = self._work
+        length = work.length(request)
+        if self._places and work.is_patient(request):
+            # It is computed first.
+            place = bisect_left(self._places, length * (1 + work.config.buffer) + 2)
+            if place < len(self._places):
+                del self._places[place]
+                return True
+        if work.is_due and self._account.add(num_tokens, length):
+            return True
+        if self._pinned + num_tokens > work.reserve and work.runs_anything():
+            return False
+        self._pinned += num_tokens
+        return True
 
 
 class _Promises:
     """Exact allocation: what is set aside for all outputs, in full, leaves the reserve."""
 
-    def __init__(self, work: _Work, *, reserve: int | None = None) -> None:
-        self._builder = work._builder
-        self._reserve = work._reserve if reserve is None else reserve
+    def __init__(self, work: _Work, reserve: int) -> None:
+        self._work = work
+        self._ledger = work.builder.ledger
+        self._least = reserve
 
     def take(self, request: Request, length: int) -> bool:
+        """Set KV aside for a GT that waits. False: it does not fit."""
         if not self.fits(request, length):
             return False
-        num_now = request.num_output_tokens
-        self._builder.promise(request, min(num_now + length, max(request.max_new_tokens, num_now)))
+        self._work.set_aside(request, length)
         return True
 
     def fits(self, request: Request, length: int) -> bool:
-        return length <= self._builder.ledger.headroom - self._reserve
+        return length <= self._ledger.headroom - self._least
+
+    def add(self, num_tokens: int, length: int) -> bool:
+        """Remember that a prompt will run once it is computed. False: it could not."""
+        if num_tokens + length > self._ledger.headroom - self._least:
+            return False
+        self._least += length
+        return True
 
 
 class _Peaks:
     """The timeline: those that run must fit, beside what others hold and the reserve, at each
     iteration to come."""
 
-    def __init__(self, work: _Work) -> None:
-        view = work._view
+    def __init__(self, work: _Work, reserve: int) -> None:
+        view = work.view
         self._gain = view.preemption_gain
         kv = view.kv
-        self._most = kv.total - work._reserve
-        running = [work._running[rid] for rid in work.groups]
-        self._needs = [Need(self._gain(r), view.length(r).upper) for r in running]
+        self._most = kv.total - reserve
+        running = [work.running[rid] for rid in work.groups]
+        self._needs = [Need(self._gain(r), work.length(r)) for r in running]
         self._others = kv.total - kv.free - kv.evictable - sum(n.held for n in self._needs)
         self._timeline: Timeline | None = None
 
     def take(self, request: Request, length: int) -> bool:
+        """Let a GT that waits run. False: it does not fit."""
         if not self.fits(request, length):
             return False
         held = self._gain(request)
-        self._needs.append(Need(held, length))
         self._others -= held
+        self._needs.append(Need(held, length))
         self._timeline = None
         return True
 
     def fits(self, request: Request, length: int) -> bool:
+        held = self._gain(request)
+        return self._peak_with(Need(held, length)) - held <= self._most
+
+    def add(self, num_tokens: int, length: int) -> bool:
+        """Remember that a prompt will run once it is computed. False: it could not."""
+        need = Need(num_tokens, length)
+        if self._peak_with(need) > self._most:
+            return False
+        self._needs.append(need)
+        self._timeline = None
+        return True
+
+    def _peak_with(self, need: Need) -> int:
         if self._timeline is None:
             self._timeline = Timeline(self._needs)
-        held = self._gain(request)
-        peak = self._timeline.peak_with(Need(held, length))
-        return peak + self._others - held <= self._most
+        return self._timeline.peak_with(need) + self._others
 
 
-class _Shelf:
-    """GTs that may be hosted, by length."""
-
-    def __init__(self, items: Iterable[tuple[int, Request]]) -> None:
-        self._items = sorted(items, key=lambda item: item[0])
-        self._lengths = [length for length, _ in self._items]
-
-    def __bool__(self) -> bool:
-        return bool(self._items)
-
-    def take(self, most: int, buffer: float) -> Request | None:
-        """The longest whose length and buffer are below `most`."""
-        place = bisect_left(self._lengths, most / (1 + buffer))
-        if not place:
-            return None
-        del self._lengths[place - 1]
-        return self._items.pop(place - 1)[1]
+def _account(work: _Work, *, reserve: int | None = None) -> _Promises | _Peaks:
+    """reserve: KV tokens that are not given out; None: what is configured."""
+    least = work.reserve if reserve is None else reserve
+    return _Peaks(work, least) if work.options.timeline else _Promises(work, least)
 
 
 def _fill(
-    queue: Sequence[_Entry], account: _Promises | _Peaks, *, by_search: bool
-) -> tuple[list[_Entry], list[_Entry]]:
-    """Entries in order until one does not fit, of which as many members as do; with a search then
-    the longest that fit of each band. Returns those that wait and those that were taken."""
-    rest, chosen = list(queue), []
-    while rest:
-        entry = rest[0]
-        taken = _take_members(entry, account)
-        if taken:
-            chosen.append(entry._replace(members=taken))
+    queue: list[_Entry], account: _Promises | _Peaks, *, by_search: bool
+) -> list[list[Request]]:
+    """Take entries in order until one does not fit, of which as many members as do; with a search
+    then the longest that fit of each band. Returns what was taken; the queue has the others."""
+    chosen: list[list[Request]] = []
+    while queue:
+        entry = queue[0]
+        chosen.append(_take(entry, account))
         if entry.members:
             break
-        del rest[0]
-    if by_search and rest:
-        for band in dict.fromkeys(entry.band for entry in rest):
-            here = sorted((e for e in rest if e.band == band), key=lambda e: e.length)
+        del queue[0]
+    if by_search:
+        for band in dict.fromkeys(entry.band for entry in queue):
+            here = sorted((e for e in queue if e.band == band), key=lambda e: e.length)
             while here:
-                # The longest that fits: what fits is a prefix of the order by length.
+                # Those that fit are the shorter ones.
                 place = bisect_left(
                     here, True, key=lambda e: not account.fits(e.members[0], e.length)
                 )
                 if not place:
                     break
-                entry = here.pop(place - 1)
-                taken = _take_members(entry, account)
-                if taken:
-                    chosen.append(entry._replace(members=taken))
-        rest = [entry for entry in rest if entry.members]
-    return rest, chosen
+                chosen.append(_take(here.pop(place - 1), account))
+        queue[:] = [entry for entry in queue if entry.members]
+    return [members for members in chosen if members]
 
 
-def _take_members(entry: _Entry, account: _Promises | _Peaks) -> list[Request]:
+def _take(entry: _Entry, account: _Promises | _Peaks) -> list[Request]:
+    """As many members as fit."""
     taken: list[Request] = []
     while entry.members and account.take(entry.members[0], entry.length):
         taken.append(entry.members.pop(0))
     return taken
 
 
-def _closest(queue: Sequence[Request], most: int) -> list[Request]:
-    """Those that fit, longest first (binary search in §3.3), and no others."""
+def _remove(queue: list[_Entry], request: Request) -> None:
+    for place, entry in enumerate(queue):
+        if request in entry.members:
+            entry.members.remove(request)
+            if not entry.members:
+                del queue[place]
+            return
+
+
+def _shorter(queue: Sequence[Request], most: int) -> list[Request]:
+    """Those that fit, longest first."""
     return sorted((r for r in queue if num_tokens_of(r) <= most), key=lambda r: -num_tokens_of(r))
 
 
@@ -638,16 +706,18 @@ def _is_impatient(request: Request) -> bool:
     return request.request_class is RequestClass.ONLINE and request.slo.deadline_s is None
 
 
-def _is_patient(entry: _Entry, request: Request) -> bool:
-    """It may be a guest: its SLO is loose (§3.4)."""
-    if request.request_class is RequestClass.OFFLINE:
-        return True
-    return request.slo.deadline_s is not None and entry.band[1] == len(_RANGES_S)
-
-
 def _offload_mode(view: View) -> PreemptMode:
     return PreemptMode.CHECKPOINT if view.caps.host_tokens else PreemptMode.KEEP_KV
 
 
-_OFFLINE_LAST = 1
-"""First part of the order of offline requests."""
+_ONLINE = 0
+"""First part of the band of online requests."""
+
+_MOST_LEVELS = 8
+"""Of hosts in hosts; a place halves with each."""
+
+_MOST_MISSES = 32
+"""Prompts for which there is no KV that are passed over in a plan, for others to fill it."""
+
+_LEAST_CHUNK = 16
+"""Prompt tokens that are worth a forward of their own."""

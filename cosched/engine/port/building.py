@@ -20,6 +20,7 @@ __all__ = ["PlannedPrefillAdder", "build_prefill"]
 # The scheduler builds its adder from fixed arguments, so the plan reaches it past them. A scheduler
 # process has one thread that schedules.
 _num_planned: Mapping[str, int] | None = None
+_num_taken: Mapping[str, int] = {}
 
 
 class PlannedPrefillAdder(PrefillAdder):  # type: ignore[misc]  # SGLang's classes are untyped here
@@ -36,7 +37,7 @@ class PlannedPrefillAdder(PrefillAdder):  # type: ignore[misc]  # SGLang's class
         promised = _promised(req)
         if promised is None:
             return super()._get_running_request_total_token_offset(req)
-        return max(promised - len(req.output_ids), 0)
+        return max(promised - len(req.output_ids), 0) - _num_taken.get(req.rid, 0)
 
     def add_chunked_req(self, req: Any) -> Any:
         if _num_planned is not None:
@@ -97,14 +98,14 @@ def _asking_as_promised(req: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _applying(prefill: Mapping[str, int]) -> Iterator[None]:
-    global _num_planned
+def _applying(prefill: Mapping[str, int], taken: Mapping[str, int]) -> Iterator[None]:
+    global _num_planned, _num_taken
     assert _num_planned is None
-    _num_planned = prefill
+    _num_planned, _num_taken = prefill, taken
     try:
         yield
     finally:
-        _num_planned = None
+        _num_planned, _num_taken = None, {}
 
 
 def build_prefill(
@@ -112,6 +113,7 @@ def build_prefill(
     scheduler: Any,
     *,
     prefill: Mapping[str, int],
+    taken: Mapping[str, int],
     num_tokens: int,
     candidates: Sequence[Any],
     running_batch: Any,
@@ -121,6 +123,7 @@ def build_prefill(
 
     original    its own `_get_new_batch_prefill_raw`
     prefill     rid -> prompt tokens
+    taken       rid of a running guest -> KV tokens that it has of what was promised to its host
     num_tokens  of all of them, each in whole pages
     candidates  the waiting requests among them, in the plan's order
 
@@ -140,7 +143,7 @@ def build_prefill(
         if chunk_size is not None:
             num_mixed = len(running_batch.reqs) if scheduler.is_mixed_chunk else 0
             scheduler.chunked_prefill_size = num_mixed + num_tokens
-        with _applying(prefill):
+        with _applying(prefill, taken):
             batch, running_batch = build(running_batch)
         scheduler.chunked_prefill_size = chunk_size
         if batch is None and running_batch.is_empty():
