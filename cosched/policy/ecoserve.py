@@ -353,16 +353,16 @@ class _Work:
 
     def _start_somebody(self, queue: list[_Entry]) -> None:
         """Nothing runs: the reserve is given out too, and the last of those that wait stop until
-        the first can run. Who is left alone runs whatever there is."""
-        first = queue[0].members[0]
-        while not self._promise(first, self.length(first)):
+        somebody can run. Who is left alone runs whatever there is."""
+        while not (chosen := _fill(queue, _account(self, reserve=0), by_search=True)):
             last = queue[-1].members[-1]
-            if last is first or not last.traits.can_stop:
+            if last is queue[0].members[0] or not last.traits.can_stop:
+                _remove(queue, last)
+                chosen = [[last]]
                 break
             self._stop(last)
             _remove(queue, last)
-        _remove(queue, first)
-        self._start([[first]])
+        self._start(chosen)
 
     def _entries(self, waiting: Sequence[Request]) -> list[_Entry]:
         """The GT queue in order."""

@@ -1,0 +1,97 @@
+"""EcoServe on SGLang's scheduler: what is set aside, lent and held is what its checks agree with."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from cosched.engine.running import taken_by_guests
+from cosched.policy.registry import POLICIES
+from cosched.simulation.run import execute
+from tests.engine.conftest import assert_drained, prompt
+from tests.engine.test_decisions import planned_again, read, spec_of
+
+NAMES = [name for name in POLICIES if name.startswith("ecoserve")]
+OFFLINE = -100
+
+
+def flood(engine, rng, *, num_requests=40, deadlines=False, longest=60):
+    """Requests that each know how long their output gets, at random moments."""
+    sent = {}
+
+    def act(iteration):
+        engine.scheduler.invariant_checker.self_check_during_busy()
+        if len(sent) < num_requests and (len(engine.replies) == len(sent) or rng.random() < 0.5):
+            rid = f"r{len(sent)}"
+            sent[rid] = rng.randint(1, longest)
+            ids = prompt(rng.randint(0, 3), rng.choice([0, 64, 200]))
+            ids += prompt(100 + len(sent), rng.randint(1, 200))
+            wish = {"output_tokens_hint": sent[rid]}
+            if deadlines:
+                wish["slo"] = {"deadline_s": rng.choice([0.3, 1.0, 60.0])}
+            engine.submit(
+                rid,
+                ids,
+                max_new_tokens=sent[rid],
+                priority=rng.choice([None, OFFLINE]),
+                custom_params={"cosched": wish},
+            )
+
+    return sent, act
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_everybody_is_served_where_lengths_are_badly_known(make_engine, name):
+    """A standard deviation of 0.8 of the logarithm (decision 4): nobody stands still for ever, no
+    admission is refused, and SGLang's strict memory check holds in each iteration."""
+    rng = random.Random(len(name))
+    page_size, overlap = rng.choice([1, 16]), rng.random() < 0.5
+    engine = make_engine(
+        policy=name,
+        config={"length": {"mode": "oracle-noise", "sigma": 0.8}},
+        overlap=overlap,
+        page_size=page_size,
+        max_total_tokens=1600,
+        max_running_requests=16,
+    )
+    sent, act = flood(engine, rng, deadlines=True)
+    engine.run_until_idle(on_iteration=act, max_iterations=20_000)
+    counters = engine.scheduler.cosched.counters
+    assert {rid: len(reply.output_ids) for rid, reply in engine.replies.items()} == sent
+    assert counters.num_engine_refusals == counters.num_safe_plans == 0
+    assert_drained(engine)
+
+
+@pytest.mark.parametrize(("page_size", "overlap"), [(1, True), (16, False)])
+def test_guests_grow_in_what_their_hosts_were_promised(make_engine, page_size, overlap):
+    engine = make_engine(
+        policy="ecoserve-oracle",
+        overlap=overlap,
+        page_size=page_size,
+        max_total_tokens=1600,
+        max_running_requests=16,
+    )
+    sent, act = flood(engine, random.Random(5), num_requests=60, longest=400)
+    taken, hosts = [], set()
+
+    def look(iteration):
+        act(iteration)
+        running = [req.cosched for req in engine.scheduler.running_batch.reqs]
+        taken.append(sum(taken_by_guests(running).values()))
+        hosts.update(tracked.host.rid for tracked in running if tracked.host is not None)
+
+    engine.run_until_idle(on_iteration=look, max_iterations=40_000)
+    assert {rid: len(reply.output_ids) for rid, reply in engine.replies.items()} == sent
+    assert max(taken) > 4 * page_size and len(hosts) > 1
+    counters = engine.scheduler.cosched.counters
+    assert counters.num_engine_refusals == counters.num_safe_plans == 0
+    assert_drained(engine)
+
+
+def test_what_was_lent_is_planned_again_from_the_decision_log(tmp_path):
+    path = tmp_path / "decisions.jsonl"
+    execute(spec_of("ecoserve-oracle", overlap=True), decision_log=path)
+    assert sum(bool(decision.plan.promised) for decision in read(path)) > 5
+    replanned = planned_again(path)
+    assert replanned.first_difference is None and replanned.num_equal > 50
