@@ -24,11 +24,14 @@ class Lengths:
 
     def remaining(self, tracked: TrackedRequest) -> LengthEstimate:
         """What it is still to generate. Its limit, where the estimate fails."""
-        most = max(tracked.max_new_tokens - tracked.num_output_tokens, 0)
-        estimate = LengthEstimate(most, most)
-        with self._guard.watching("length"):
-            estimate = self._belief(tracked).remaining(tracked.num_output_tokens)
-        return estimate
+        num_output = tracked.num_output_tokens
+        try:  # not `watching`: this is asked of all that runs
+            belief = tracked.length or self._belief(tracked)
+            return belief.remaining(num_output)
+        except Exception as error:
+            self._guard.note_or_raise("length", error)
+        most = max(tracked.max_new_tokens - num_output, 0)
+        return LengthEstimate(most, most)
 
     def ended(self, tracked: TrackedRequest) -> None:
         """A request is over. One that was aborted teaches nothing."""
