@@ -156,6 +156,6 @@ def _record(view: View) -> str:
 def note_or_raise(scheduler: Any, place: str, error: Exception) -> None:
     """For a hook that can do without what failed; under stock policies nothing is mended."""
     controller = getattr(scheduler, "cosched", None)
-    if controller is None or controller.guard.is_strict:
+    if controller is None:
         raise error
-    controller.guard.note(place, error)
+    controller.guard.note_or_raise(place, error)

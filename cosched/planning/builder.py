@@ -197,6 +197,9 @@ class PlanBuilder:
             mode = self._stop or stop_mode(self.view, request)
         if request.rid in self.held:
             self._release(request)
+        self.hosts.pop(request.rid, None)
+        for guest in [rid for rid, h in self.hosts.items() if h.host == request.rid]:
+            del self.hosts[guest]
         self._preempted[request.rid] = Preemption(rid=request.rid, mode=mode)
         self.ledger.refund_preemption(request)
 

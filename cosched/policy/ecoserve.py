@@ -62,7 +62,7 @@ from cosched.core.request import Request, RequestClass
 from cosched.core.view import View
 from cosched.planning.builder import PlanBuilder, num_tokens_of
 from cosched.planning.timeline import Need, Timeline
-from cosched.policy.base import EcoConfig, PolicySettings
+from cosched.policy.base import PolicySettings
 from cosched.policy.forward_size import target_forward_size
 from cosched.policy.phases import (
     Steps,
@@ -134,7 +134,7 @@ class EcoServePolicy:
     initial = Batch()
 
     def __init__(self, settings: PolicySettings, options: EcoOptions = _ALL) -> None:
-        self._config = settings.ecoserve
+        self._settings = settings
         self._options = options
 
     def plan(self, view: View, carry: Batch) -> tuple[Plan, Batch]:
@@ -143,7 +143,7 @@ class EcoServePolicy:
             size, num_plans = target_forward_size(view.predictor), 0
         builder = PlanBuilder(view)
         stop_beyond_limit(builder, _STEPS)
-        work = _Work(builder, self._config, self._options, carry, size)
+        work = _Work(builder, self._settings, self._options, carry, size)
         work.settle()
         work.choose()
         work.hold_others()
@@ -200,14 +200,15 @@ class _Work:
     def __init__(
         self,
         builder: PlanBuilder,
-        config: EcoConfig,
+        settings: PolicySettings,
         options: EcoOptions,
         carry: Batch,
         forward_size: int,
     ) -> None:
         self.builder = builder
         self.view = view = builder.view
-        self.config = config
+        self.config = config = settings.ecoserve
+        self._tpot_s = settings.slo.tpot_s
         self.options = options
         self.reserve = int(config.reserve * view.kv.total)
         self.running = {r.rid: r for r in view.running if not builder.is_preempted(r)}
@@ -293,10 +294,9 @@ class _Work:
     def _promise(self, request: Request, num_tokens: int) -> bool:
         """Set KV aside for so many more tokens, of the reserve too where that is meant for it.
         False: there is none, and nothing is set aside ahead of it."""
-        ledger, before = self.builder.ledger, self.builder.ledger.headroom
         self.set_aside(request, num_tokens)
         least = self.reserve if num_tokens and self.config.overrun != "reserve" else 0
-        if ledger.headroom >= min(least, before):
+        if self.builder.ledger.headroom >= least:
             return True
         self.set_aside(request, 0)
         return False
@@ -352,16 +352,23 @@ class _Work:
                 self._start(_fill(queue, _account(self, reserve=0), by_search=False))
 
     def _start_somebody(self, queue: list[_Entry]) -> None:
-        """Nothing runs: the reserve is given out too, and the last of those that wait stop until
-        somebody can run. Who is left alone runs whatever there is."""
-        while not (chosen := _fill(queue, _account(self, reserve=0), by_search=True)):
-            last = queue[-1].members[-1]
-            if last is queue[0].members[0] or not last.traits.can_stop:
-                _remove(queue, last)
+        """Nothing runs: the reserve is given out too, to anybody alone, and the last of those that
+        wait stop until somebody can run. Who is left alone runs whatever there is."""
+        singles = [
+            entry._replace(length=self.length(request), members=[request])
+            for entry in queue
+            for request in entry.members
+        ]
+        while not (chosen := _fill(singles, _account(self, reserve=0), by_search=True)):
+            last = singles[-1].members[0]
+            if len(singles) == 1 or not last.traits.can_stop:
                 chosen = [[last]]
                 break
-            self._stop(last)
+            del singles[-1]
             _remove(queue, last)
+            self._stop(last)
+        for members in chosen:
+            _remove(queue, members[0])
         self._start(chosen)
 
     def _entries(self, waiting: Sequence[Request]) -> list[_Entry]:
@@ -465,20 +472,35 @@ class _Work:
     # Step 4
 
     def hold_others(self) -> None:
-        """GTs that wait sit out; those that run too, the last chosen first, where not even a token
-        of each has room."""
+        """GTs that wait sit out, but for those whose next token is due (decision 5); those that run
+        too, the last chosen first, where not even a token of each has room."""
         builder, ledger = self.builder, self.builder.ledger
-        builder.hold_all(self.waiting(), SkipReason.MEMORY_BUDGET)
-        active = list(self.groups)
+        due = [r for r in self.waiting() if self._is_token_due(r)]
+        is_due = {request.rid for request in due}
+        builder.hold_all(
+            [r for r in self.waiting() if r.rid not in is_due], SkipReason.MEMORY_BUDGET
+        )
+        active = [*map(self.running.__getitem__, self.groups), *due]
         while ledger.available < 0 and len(active) > 1:
-            rid = active.pop()
-            self._leave(rid)
-            builder.hold(self.running[rid], SkipReason.MEMORY_BUDGET)
+            request = active.pop()
+            if request.rid in self.groups:
+                self._leave(request.rid)
+            builder.hold(request, SkipReason.MEMORY_BUDGET)
         if ledger.available < 0:
-            for victim in youngest_first(builder):
-                self._stop(victim)
+            others = [r for r in self.running.values() if r not in active and r.traits.can_stop]
+            for victim in (*youngest_first(builder), *reversed(others)):
+                if victim.rid in self.running:
+                    self._stop(victim)
                 if ledger.available >= 0:
                     break
+
+    def _is_token_due(self, request: Request) -> bool:
+        """An online request with a TPOT target that would miss it by sitting out."""
+        first_s, tpot_s = request.first_token_s, request.slo.tpot_s or self._tpot_s
+        if not _is_impatient(request) or first_s is None or tpot_s is None:
+            return False
+        due_s = first_s + tpot_s * request.num_output_tokens
+        return self.view.start_s + self.view.mean_iteration_s > due_s
 
     def add_prompts(self) -> None:
         """Prompts until the iteration has the target forward size: whole ones in order, then the

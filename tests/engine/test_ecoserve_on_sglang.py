@@ -1,4 +1,4 @@
-"""EcoServe on SGLang's scheduler: what is set aside, lent and held is what its checks agree with."""
+"""EcoServe on SGLang's scheduler: its checks agree with what is set aside, lent and held."""
 
 from __future__ import annotations
 

@@ -17,11 +17,12 @@ from cosched.errors import ConfigError
 from cosched.planning.ledger import promised_tokens
 from cosched.planning.validate import validate
 from cosched.policy.base import EcoConfig, PolicySettings
-from cosched.policy.ecoserve import EcoOptions, EcoServePolicy
+from cosched.policy.ecoserve import Batch, EcoOptions, EcoServePolicy
 from tests.factories import FakeView, decoding, make_caps, offline, online, prefilled
 
 CAPS = make_caps(max_running_requests=512, partial_decode=True, promises=True, hosts=True)
 FREELY = EcoConfig(reserve=0.0, buffer=0.0)
+PAPER = EcoConfig()
 PLAIN = EcoOptions(synced=False, ordered=False, pipeline=False)
 
 
@@ -193,7 +194,7 @@ def test_whose_deadline_is_nearer_by_range_comes_first_then_who_holds_more_then_
     for _ in range(5):
         held = sum(request.num_computed_tokens for request, _ in gts)
         view = view_of(*gts, total_kv=held + 2 * len(gts) + max(n for _, n in gts))
-        plan, carry = planned(view, options=ordered)
+        _, carry = planned(view, options=ordered)
         chosen = next(iter(carry.groups))
         first.append(chosen)
         gts = [pair for pair in gts if pair[0].rid != chosen]
@@ -255,6 +256,21 @@ def test_an_offline_output_stops_for_an_online_one():
     view = view_of(job, chat, total_kv=130, promises={"job": 60, "chat": 1})
     plan, _ = planned(view, carry)
     assert [stop.rid for stop in plan.preempt] == ["job"] and active(plan, view) == {"chat"}
+
+
+def test_an_online_output_sits_out_no_longer_than_its_tpot_target_allows():
+    job = gt("job", 900, make=online, slo=Slo(deadline_s=60.0))
+    chat = gt("chat", 900, make=online, first_token_s=0.0)
+    patient = gt("patient", 900, make=online, first_token_s=0.0, slo=Slo(deadline_s=60.0))
+
+    def active_at(start_s):
+        view = view_of(job, chat, patient, total_kv=60 + 900 + 6, start_s=start_s)
+        view = replace(view, promises=view.promises | {"job": 900}, mean_iteration_s=0.01)
+        carry = Batch(groups={"job": 1}, is_due=False)
+        return active(planned(view, carry)[0], view)
+
+    assert active_at(0.03) == {"job"}
+    assert active_at(0.05) == {"job", "chat"}, "50 ms a token"
 
 
 # Guests
@@ -401,7 +417,7 @@ class Follower:
             self.ended.append(ended(rid))
 
 
-def run_all(follower, options, config=EcoConfig(), most=4000):
+def run_all(follower, options, config=PAPER, most=4000):
     slo = Slo(ttft_s=1.0, tpot_s=0.05)
     policy = EcoServePolicy(PolicySettings(caps=CAPS, slo=slo, ecoserve=config), options)
     carry = policy.initial
