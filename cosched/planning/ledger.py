@@ -298,11 +298,18 @@ class Ledger:
         """Set KV aside for `num_tokens` output tokens of a request, generated ones included, from
         now on, in place of the engine's rule or an earlier promise. `headroom` may become
         negative."""
-        if self._runs(request):
-            change = self._kept_for(request) - self._promised(request, num_tokens)
-            self.headroom += change
-            self._spare += change
+        price = self.price(request, num_tokens)
+        self.headroom -= price
+        self._spare -= price
         self.promises[request.rid] = num_tokens
+
+    def price(self, request: Request, num_tokens: int) -> int:
+        """KV tokens of the headroom that such a promise takes beyond what stands for the request
+        already; with the tokens that it has of another's promise, if it is a guest. 0 for one that
+        waits: it is charged when it is admitted."""
+        if not self._runs(request):
+            return 0
+        return self._promised(request, num_tokens) - self._kept_for(request)
 
     def _kept_for(self, request: Request) -> int:
         """Tokens of the headroom that stand for the output of a running request."""

@@ -423,11 +423,13 @@ class _Work:
 
     def _find_guests(self, queue: list[_Entry]) -> None:
         """GTs that wait run in what others were promised and need only later."""
+        ledger = self.builder.ledger
         patient = [
             (entry.length, request)
             for entry in queue
             for request in entry.members
-            if self.is_patient(request)
+            # One that still counts as another's guest would take what it has there along.
+            if self.is_patient(request) and ledger.price(request, request.num_output_tokens) <= 0
         ]
         patient.sort(key=lambda item: item[0])
         lengths = [length * (1 + self.config.buffer) for length, _ in patient]
@@ -615,7 +617,8 @@ class _Promises:
         return True
 
     def fits(self, request: Request, length: int) -> bool:
-        return length <= self._ledger.headroom - self._least
+        num_tokens = request.num_output_tokens + length
+        return self._ledger.price(request, num_tokens) <= self._ledger.headroom - self._least
 
     def add(self, num_tokens: int, length: int) -> bool:
         """Remember that a prompt will run once it is computed. False: it could not."""
