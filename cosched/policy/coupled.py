@@ -22,9 +22,9 @@ Deviations
 * One prefill at a time may stay unfinished: an iteration is filled by whole prompts and one chunk.
   Without a target forward size prompts are cut where the engine does.
 * A prompt counts with all its tokens where requests are compared, though a part may be cached.
-* A request that generates more than was set aside goes on token by token. Where memory then runs
-  out the last in the order is stopped, by what costs least unless the options say how. Nothing is
-  set aside anew but by `BLOCK`.
+* A request that generates more than was set aside goes on token by token; nothing is set aside anew
+  but by `BLOCK`. Where memory runs out the last in the order is stopped, and nobody is admitted in
+  that iteration, as in vLLM: what is copied to host memory is not free yet.
 * `BLOCK` sets a block aside beyond the prompt when a request is admitted, vLLM's watermark, and
   another one whenever it is used up. Where pages are as large as blocks the engine does the latter
   by itself.
@@ -129,8 +129,7 @@ class CoupledOptions:
     fills_forward  an iteration has at most the target forward size of tokens, prompts are cut for
                    it; False: prompts whole
     prefill_first  prompts come before decodes where the two do not share an iteration
-    stop           how requests are stopped; None: what costs least. CHECKPOINT is RECOMPUTE where
-                   there is no host memory
+    stop           how requests are stopped; CHECKPOINT is RECOMPUTE where there is no host memory
     num_levels     of `LEVELS`
     quantum        iterations until a request leaves the first level; each level has twice as many
     """
@@ -140,7 +139,7 @@ class CoupledOptions:
     most_requests: int | None = None
     fills_forward: bool = False
     prefill_first: bool = False
-    stop: PreemptMode | None = None
+    stop: PreemptMode = PreemptMode.KEEP_KV
     num_levels: int = 5
     quantum: int = 1
 
@@ -172,7 +171,7 @@ class CoupledPolicy:
         packing.make_room()
         if carry is not None:
             carry = packing.without_ended(carry)
-        if packing.continue_prefill():
+        if packing.continue_prefill() and not packing.builder.num_preempted:
             if carry is not None:
                 carry = packing.admit_groups(carry)
             elif self.options.order is Order.DISTANCE:
@@ -350,7 +349,12 @@ class _Packing:
 
     def admit_in_order(self, requests: Iterable[Request]) -> Request | None:
         """Until one does not fit, which is returned."""
-        return next((request for request in requests if not self._admit(request)), None)
+        return next((request for request in requests if self._keeps_out(request)), None)
+
+    def _keeps_out(self, request: Request) -> bool:
+        """Admit it; True: it does not fit, and those behind it wait for it. Who does not fit an
+        idle engine never will, and keeps nobody out."""
+        return not self._admit(request) and self.builder.runs_anything()
 
     def admit_ranked(self) -> None:
         """In the order, stopping those that come later in it where that makes one fit."""
@@ -360,7 +364,7 @@ class _Packing:
             waiting = [(self._place(request), request) for request in window]
             for place, request in sorted(waiting, key=_first):
                 later = [victim for (rank, _), victim in running if rank > place[0]]
-                if not self._admit(request) and not self._displace(request, later):
+                if self._keeps_out(request) and not self._displace(request, later):
                     return
 
     def _displace(self, request: Request, victims: Sequence[Request]) -> bool:
@@ -391,7 +395,7 @@ class _Packing:
                 if compute <= 0 or not fitting:
                     break
                 closest = self._closest(fitting, compute, memory)
-                if not self._admit(closest.request):
+                if self._keeps_out(closest.request):
                     break
                 left.remove(closest)
             if left:

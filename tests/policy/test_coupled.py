@@ -473,6 +473,13 @@ def test_only_a_window_of_those_that_wait_is_looked_at(name):
     assert len(looked_at) <= most
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_who_never_fits_keeps_nobody_out_of_an_idle_engine(name):
+    whole = asks("whole", 300, traits=Traits(can_cut=False))
+    view = view_of(online=(whole, asks("other", 30)), caps=caps(max_chunk_tokens=64))
+    assert list(plan_of(name, view).prefill) == ["other"]
+
+
 @st.composite
 def views(draw):
     own = caps(
@@ -535,7 +542,7 @@ def views(draw):
 rids = st.sampled_from(["run0", "run1", "part0", "on0", "on1", "off0", "off1", "gone"])
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     name=st.sampled_from(NAMES),
     view=views(),
