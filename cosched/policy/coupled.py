@@ -30,10 +30,9 @@ Deviations
   by itself.
 * `LEVELS` counts iterations instead of seconds, `TILE` prompt tokens as one, and moves nobody up
   again for having waited.
-* `GROUPS` chooses new groups when one has ended and until memory is used up, which is at once where
-  it is not. The requests of a group whose prompts exceed the iteration follow in the next ones. Of
-  a group for which there is not enough memory the first are taken, and the others are a group of
-  their own later.
+* `GROUPS` chooses groups until one does not find memory, and then no more until one has ended. Of
+  the group that does not find memory the first requests are taken; the others are a group of their
+  own later. Prompts of a group that exceed the iteration follow in the next ones.
 """
 
 from __future__ import annotations
