@@ -324,8 +324,9 @@ class _Packing:
         """Of each class those that are compared with each other."""
         online = list(islice(self._view.online, WINDOW))
         if self._options.order.stops_others and len(online) == WINDOW:
+            last = online[-1].arrival_seq
             newest = deque(self._view.online, maxlen=WINDOW)
-            online += (r for r in newest if r.arrival_seq > online[-1].arrival_seq)
+            online += [r for r in newest if r.arrival_seq > last]
         yield [r for r in online if not must_wait(self.builder, r)]
         yield list(islice(self._offline(), WINDOW))
 

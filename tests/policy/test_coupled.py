@@ -15,7 +15,7 @@ from cosched.core.request import RequestClass, Slo, Traits
 from cosched.core.view import Match, OfflineLimits
 from cosched.planning.validate import validate
 from cosched.policy.base import PolicySettings
-from cosched.policy.coupled import BLOCK, WINDOW, Groups, orca_of_16
+from cosched.policy.coupled import BLOCK, WINDOW, Groups, _Packing, orca_of_16
 from cosched.policy.forward_size import LEAST
 from cosched.policy.registry import POLICIES
 from cosched.policy.safe import SafePolicy
@@ -285,9 +285,7 @@ def test_nobody_is_stopped_where_that_makes_no_room():
 
 def level(num_tokens, num_output=0):
     view = view_of()
-    packing = pytest.importorskip("cosched.policy.coupled")._Packing(
-        view, policy_of("eco-fastserve", view).options
-    )
+    packing = _Packing(view, policy_of("eco-fastserve", view).options)
     return packing._level(runs("r", num_output, num_tokens=num_tokens))
 
 
