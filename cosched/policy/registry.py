@@ -24,6 +24,7 @@ from cosched.length.config import LengthConfig
 from cosched.offline.prefix_pool import PoolConfig
 from cosched.policy.base import Policy, PolicySettings
 from cosched.policy.bros import BrosOptions, BrosPolicy
+from cosched.policy.coupled import Allocation, CoupledOptions, CoupledPolicy, Order
 from cosched.policy.echo import EchoPolicy
 from cosched.policy.ecoserve import EcoOptions, EcoServePolicy
 from cosched.policy.hygen import HygenPolicy
@@ -144,6 +145,27 @@ def _ecoserve(
         length=length,
         timed=True,
         server_flags=_MIXED_CHUNK,
+    )
+
+
+def _coupled(
+    name: str,
+    summary: str,
+    source: str,
+    *,
+    server_flags: Mapping[str, object] = _MIXED_CHUNK,
+    **options: Any,
+) -> PolicyEntry:
+    coupled = CoupledOptions(**options)
+    return PolicyEntry(
+        name=name,
+        summary=summary,
+        source=source,
+        make=partial(CoupledPolicy, options=coupled),
+        length=_MOST_FIT,
+        # The target forward size is worked out by the predictor.
+        timed=coupled.fills_forward,
+        server_flags=server_flags,
     )
 
 
@@ -334,6 +356,70 @@ _ENTRIES = (
         "bros with at most 128 requests in an iteration",
         "cosched (without §4.2, adaptive batch sizing)",
         grows=False,
+    ),
+    _coupled(
+        "eco-orca",
+        "first come, first served, 8 at once, KV set aside for all that they may generate",
+        "EcoServe §2.1 (baseline ORCA)",
+        allocation=Allocation.MAX,
+        most_requests=8,
+    ),
+    _coupled(
+        "eco-srtf",
+        "who is expected to end first, stopping others; KV as eco-orca",
+        "EcoServe §2.1 (baseline SRTF)",
+        allocation=Allocation.MAX,
+        order=Order.SHORTEST,
+    ),
+    _coupled(
+        "eco-fastserve",
+        "multi-level feedback queue with five levels, 8 at once; KV as eco-orca",
+        "EcoServe §2.1 (baseline FastServe)",
+        allocation=Allocation.MAX,
+        order=Order.LEVELS,
+        most_requests=8,
+    ),
+    _coupled(
+        "eco-vllm",
+        "first come, first served, KV block by block, prompts first, who is stopped is swapped out",
+        "EcoServe §2.1 (baseline vLLM)",
+        allocation=Allocation.BLOCK,
+        prefill_first=True,
+        stop=PreemptMode.CHECKPOINT,
+        server_flags={},
+    ),
+    _coupled(
+        "eco-fastgen",
+        "first come, first served, KV block by block, chunks up to the target forward size",
+        "EcoServe §2.1 (baseline FastGen)",
+        allocation=Allocation.BLOCK,
+        fills_forward=True,
+        stop=PreemptMode.RECOMPUTE,
+    ),
+    _coupled(
+        "eco-multires",
+        "whose demand is closest to what is left of compute and KV; KV for the expected length",
+        "EcoServe §2.1 (MultiRes)",
+        allocation=Allocation.EXACT,
+        order=Order.DISTANCE,
+        fills_forward=True,
+    ),
+    _coupled(
+        "eco-synccoupled",
+        "groups of equal expected length, new ones when one has ended; KV as eco-multires",
+        "EcoServe §2.2 (SyncCoupled)",
+        allocation=Allocation.EXACT,
+        order=Order.GROUPS,
+        fills_forward=True,
+    ),
+    _coupled(
+        "eco-syncfastgen",
+        "groups as eco-synccoupled, KV as eco-fastgen",
+        "EcoServe §2.2 (SyncFastGen)",
+        allocation=Allocation.BLOCK,
+        order=Order.GROUPS,
+        fills_forward=True,
+        stop=PreemptMode.RECOMPUTE,
     ),
 )
 

@@ -123,6 +123,7 @@ class SoakSpec:
 
 
 _BROS = tuple(name for name in POLICIES if name.startswith("bros"))
+_ECO = tuple(name for name in POLICIES if name.startswith("eco-"))
 
 
 def _matrix() -> tuple[SoakSpec, ...]:
@@ -145,6 +146,7 @@ def _matrix() -> tuple[SoakSpec, ...]:
         SoakSpec(policy="echo-bs+e", page_size=64),
         SoakSpec(policy="echo-bs+e+s", page_size=1, conservativeness=0.3),
         *(SoakSpec(policy=name, page_size=16, conservativeness=0.3) for name in _BROS),
+        *(SoakSpec(policy=name, page_size=16, conservativeness=0.3) for name in _ECO),
         SoakSpec(policy="bros", page_size=1),
         SoakSpec(policy="bros", page_size=64, overlap=False, mixed=False),
         SoakSpec(policy="echo-bs+e+s+m", page_size=16, overlap=False),
