@@ -181,8 +181,8 @@ TUNED = tuple(
     for mixed in (True, False)
     for chunk in (256, 512, 2048)
 )
-"""Settings of stock SGLang that are tried on a saturated queue. Below 0.3 more requests are stopped,
-which has SGLang admit fewer for a while."""
+"""Settings of stock SGLang that are tried on a saturated queue. Below 0.3 more are stopped, after
+which SGLang admits fewer for a while."""
 
 NUM_TRIED = 3
 """`sglang-tuned` is the best at each load of so many: those that served most of that queue."""
