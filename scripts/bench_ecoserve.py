@@ -108,12 +108,18 @@ class Row:
     machine        fields of `Machine` that differ
     config         keys of the configuration
     reads_lengths  it is run with each of --lengths
+    is_ecoserve    it has the data set's reserve and buffer
     """
 
     scenario: str
     machine: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     reads_lengths: bool = False
+    is_ecoserve: bool = False
+
+
+def _ecoserve(scenario: str, *, reads_lengths: bool = True, **config: Any) -> Row:
+    return Row(scenario=scenario, config=config, reads_lengths=reads_lengths, is_ecoserve=True)
 
 
 HOST_KV_TOKENS = 200_000
@@ -134,12 +140,12 @@ ROWS: Mapping[str, Row] = {
     "eco-multires": Row(scenario="eco-multires", reads_lengths=True),
     "eco-synccoupled": Row(scenario="eco-synccoupled", reads_lengths=True),
     "eco-syncfastgen": Row(scenario="eco-syncfastgen", reads_lengths=True),
-    "ecoserve-d": Row(scenario="ecoserve-d", reads_lengths=True),
-    "ecoserve-sd": Row(scenario="ecoserve-sd", reads_lengths=True),
-    "ecoserve-sdo": Row(scenario="ecoserve-sdo", reads_lengths=True),
-    "ecoserve": Row(scenario="ecoserve", reads_lengths=True),
-    "ecoserve-oracle": Row(scenario="ecoserve-oracle", config={"length": {"mode": "oracle"}}),
-    "ecoserve-timeline": Row(scenario="ecoserve-timeline", reads_lengths=True),
+    "ecoserve-d": _ecoserve("ecoserve-d"),
+    "ecoserve-sd": _ecoserve("ecoserve-sd"),
+    "ecoserve-sdo": _ecoserve("ecoserve-sdo"),
+    "ecoserve": _ecoserve("ecoserve"),
+    "ecoserve-oracle": _ecoserve("ecoserve-oracle", reads_lengths=False, length={"mode": "oracle"}),
+    "ecoserve-timeline": _ecoserve("ecoserve-timeline"),
 }
 """Rows by name. cosched's policies keep stopped requests in the radix cache and cannot go without
 it; the prompts of these data sets share nothing, so that it decides nothing else."""
@@ -190,33 +196,48 @@ NUM_TRIED = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """A number that is varied. row: of `ROWS`; at: that row with a value of it."""
+    """What is varied of the row `ecoserve`. at: its run with a value."""
 
-    row: str
-    values: tuple[float, ...]
-    at: Callable[[Row, float], Row]
+    values: tuple[Any, ...]
+    at: Callable[[RunSpec, Any], RunSpec]
+
+
+def _configured(key: str, name: str) -> Callable[[RunSpec, Any], RunSpec]:
+    def at(spec: RunSpec, value: Any) -> RunSpec:
+        return spec.configured(**{key: {**dict(spec.config).get(key, {}), name: value}})
+
+    return at
+
+
+def _overrun(spec: RunSpec, value: str) -> RunSpec:
+    tokens = HOST_KV_TOKENS if value == "offload" else 0
+    spec = replace(spec, machine=replace(spec.machine, host_kv_tokens=tokens))
+    return _configured("ecoserve", "overrun")(spec, value)
+
+
+def _slo_scale(spec: RunSpec, value: float) -> RunSpec:
+    assert spec.jct is not None
+    return replace(spec, jct=replace(spec.jct, scale=value))
 
 
 SWEEPS: Mapping[str, Sweep] = {
     "padding": Sweep(
-        row="ecoserve",
-        values=(0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5),
-        at=lambda row, value: replace(row, config={**row.config, "length": {"padding": value}}),
+        values=(0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5), at=_configured("length", "padding")
     ),
     "reserve": Sweep(
-        row="ecoserve",
-        values=(0.0, 0.01, 0.02, 0.03, 0.04, 0.06, 0.1),
-        at=lambda row, value: replace(row, scenario=f"{row.scenario}-reserve-{value:g}"),
+        values=(0.0, 0.01, 0.02, 0.03, 0.04, 0.06, 0.1), at=_configured("ecoserve", "reserve")
     ),
-    "buffer": Sweep(
-        row="ecoserve",
-        values=(0.0, 0.05, 0.1, 0.15, 0.2, 0.3),
-        at=lambda row, value: replace(row, scenario=f"{row.scenario}-buffer-{value:g}"),
-    ),
+    "buffer": Sweep(values=(0.0, 0.05, 0.1, 0.15, 0.2, 0.3), at=_configured("ecoserve", "buffer")),
+    "overrun": Sweep(values=("offload", "free", "reserve"), at=_overrun),
+    "slo scale": Sweep(values=(0.5, 1.0, 1.5, 2.0, 2.5), at=_slo_scale),
 }
-"""By what is varied. A new one needs only a line here."""
+"""By what is varied. A new one needs a line here, and its place in a figure."""
 
-FIGURE_SWEEPS = {"4": ("padding",), "5": ("reserve",), "12": ("padding", "reserve", "buffer")}
+FIGURE_SWEEPS = {
+    "4": ("padding",),
+    "5": ("overrun",),
+    "12": ("slo scale", "padding", "reserve", "buffer"),
+}
 
 LOADS = (0.2, 0.5, 0.8, 1.0, 1.25, 1.5)
 """Of the capacity."""
@@ -256,6 +277,9 @@ class Bench:
         length |= row.config.get("length", {})
         if length:
             config["length"] = length
+        if row.is_ecoserve:
+            found = DATA_SETS[data]
+            config["ecoserve"] = {"reserve": found.reserve, "buffer": found.buffer}
         profile = args.latency_models and args.latency_models / f"{args.machine}.json"
         if profile and profile.exists() and row.scenario != STOCK.scenario:
             config["latency_model"] = str(profile)
@@ -313,7 +337,7 @@ class Bench:
         specs: dict[str, RunSpec] = {}
         for name, row in named.items():
             for lengths in self.args.lengths if row.reads_lengths else (None,):
-                self._add(
+                self.add(
                     specs, f"{name} ({lengths})" if lengths else name, row, data, page, lengths
                 )
         return specs
@@ -321,7 +345,7 @@ class Bench:
     def _names(self, figure: str) -> Sequence[str]:
         return self.args.only or FIGURE_ROWS[figure]
 
-    def _add(
+    def add(
         self,
         specs: dict[str, RunSpec],
         label: str,
@@ -330,6 +354,7 @@ class Bench:
         page: int,
         lengths: str | None,
     ) -> None:
+        """Its run, where the row is there."""
         try:
             specs[label] = self.spec(row, data, page, lengths)
         except ConfigError as error:
@@ -488,22 +513,22 @@ def figure_decomposed(bench: Bench, page: int) -> Iterator[Lines]:
 
 
 def figure_sweeps(bench: Bench, figure: str, page: int) -> Iterator[Lines]:
+    """With noise on the lengths: where they are known, nothing is too short."""
     for data in bench.args.data_sets:
         base = bench.base(data, page)
+        specs: dict[str, RunSpec] = {}
+        bench.add(specs, "ecoserve", ROWS["ecoserve"], data, page, "oracle-noise")
+        if not specs:
+            return
+        plain = bench.loaded(specs["ecoserve"], base, bench.args.load)
         for what in FIGURE_SWEEPS[figure]:
             sweep = SWEEPS[what]
-            specs: dict[str, RunSpec] = {}
-            for value in sweep.values:
-                row = sweep.at(ROWS[sweep.row], value)
-                # Nobody errs, and nothing is to be padded, where lengths are known.
-                bench._add(specs, f"{value:g}", row, data, page, "oracle-noise")
-            runs = [bench.loaded(spec, base, bench.args.load) for spec in specs.values()]
+            runs = [sweep.at(plain, value) for value in sweep.values]
             results = bench.run(f"figure {figure}, {data}, {what}:", runs)
-            if results:
-                yield [
-                    {"data set": data, "page": page, what: value, **said(measure(result))}
-                    for value, result in zip(specs, results, strict=True)
-                ]
+            yield [
+                {"data set": data, "page": page, what: value, **said(measure(result))}
+                for value, result in zip(sweep.values, results, strict=True)
+            ]
 
 
 def figure_sustained(bench: Bench, page: int) -> Iterator[Lines]:
@@ -539,7 +564,7 @@ def figure_groups(bench: Bench, page: int) -> Iterator[Lines]:
         base = bench.base(data, page)
         specs: dict[str, RunSpec] = {}
         for name in names:
-            bench._add(specs, name, ROWS[name], data, page, bench.args.lengths[0])
+            bench.add(specs, name, ROWS[name], data, page, bench.args.lengths[0])
         runs = [bench.loaded(spec, base, bench.args.load) for spec in specs.values()]
         found: dict[int, Groups] = dict(
             call_all(groups_of, [(spec, page) for spec in runs], num_jobs=bench.args.jobs)

@@ -120,8 +120,18 @@ def test_each_figure_of_rates_has_a_line_for_each_row_and_load(monkeypatch, all_
     assert said["versions"]["sglang"]
 
 
-def test_a_sweep_keeps_what_is_known_of_lengths(monkeypatch, all_made_up):
+def test_sweeps_vary_one_thing(monkeypatch, all_made_up):
     bench = make_bench(monkeypatch)
-    row = BENCH.SWEEPS["padding"].at(BENCH.Row(scenario="hygen"), 0.3)
-    length = config_of(bench.spec(row, "bookcorpus", 32, "oracle-noise")).length
+    hygen = bench.spec(BENCH.ROWS["hygen"], "bookcorpus", 32, "oracle-noise")
+    length = config_of(BENCH.SWEEPS["padding"].at(hygen, 0.3)).length
     assert (length.mode, length.sigma, length.padding) == ("oracle-noise", 0.35, 0.3)
+    spec = hygen.configured(ecoserve={"reserve": 0.04, "buffer": 0.1})
+    varied = dict(BENCH.SWEEPS["buffer"].at(spec, 0.2).config)
+    assert varied == dict(spec.config) | {"ecoserve": {"reserve": 0.04, "buffer": 0.2}}
+    offload, free = (BENCH.SWEEPS["overrun"].at(spec, name) for name in ("offload", "free"))
+    assert offload.machine.host_kv_tokens > 0 == free.machine.host_kv_tokens
+    loaded = bench.loaded(spec, bench.base("alpaca", 32), 1.0)
+    assert BENCH.SWEEPS["slo scale"].at(loaded, 0.5).jct.limit_s(10) == pytest.approx(
+        loaded.jct.limit_s(10) / 4
+    )
+    assert {name for names in BENCH.FIGURE_SWEEPS.values() for name in names} == {*BENCH.SWEEPS}
