@@ -559,7 +559,9 @@ def sustained(bench: Bench, name: str, spec: RunSpec, base: Base) -> float | Non
 
 def figure_groups(bench: Bench, page: int) -> Iterator[Lines]:
     """Figures 2 and 6: percentiles of the sizes of groups, and of the KV of those that wait."""
-    names = [n for n in bench.args.only or ("eco-synccoupled", *PARTS) if n in ROWS]
+    asked = bench.args.only or ("eco-synccoupled", *PARTS)
+    # Stock SGLang keeps no log of decisions.
+    names = [name for name in asked if name in ROWS and ROWS[name].scenario != STOCK.scenario]
     for data in bench.args.data_sets:
         base = bench.base(data, page)
         specs: dict[str, RunSpec] = {}
