@@ -334,10 +334,10 @@ class Bench:
 
     def rows(self, figure: str, data: str, page: int, load: float) -> dict[str, RunSpec]:
         """The rows of a figure that are there, by what they are called."""
-        named = {name: ROWS[name] for name in self._names(figure) if name in ROWS}
-        if "sglang-tuned" in self._names(figure):
-            setting = self.best_setting(data, page, load)
-            named["sglang-tuned"] = with_setting(setting)
+        named = {
+            name: ROWS[name] if name in ROWS else with_setting(self.best_setting(data, page, load))
+            for name in self._names(figure)
+        }
         specs: dict[str, RunSpec] = {}
         for name, row in named.items():
             for lengths in self.args.lengths if row.reads_lengths else (None,):
