@@ -69,12 +69,14 @@ class DataSet:
     """What the paper found best of a data set (§2.3, §4), and what a look at it needs.
 
     flood     requests/s that no scheduler here serves on OPT-13B
+    stretch   its runs are so many times as long: requests come more seldom, or more often
     sigma     of `oracle-noise`: with `padding`, as many lengths are enough as the paper's predictor
               had (77.5, 73.2, 69.8 %)
     padding, reserve, buffer  shares of the predicted length, of the pool, of the length
     """
 
     flood: float
+    stretch: float
     sigma: float
     padding: float
     reserve: float
@@ -82,9 +84,11 @@ class DataSet:
 
 
 DATA_SETS = {
-    "alpaca": DataSet(flood=40, sigma=0.13, padding=0.10, reserve=0.02, buffer=0.15),
-    "sharegpt": DataSet(flood=6, sigma=0.23, padding=0.15, reserve=0.03, buffer=0.15),
-    "bookcorpus": DataSet(flood=1.2, sigma=0.35, padding=0.20, reserve=0.04, buffer=0.10),
+    "alpaca": DataSet(flood=40, stretch=0.5, sigma=0.13, padding=0.10, reserve=0.02, buffer=0.15),
+    "sharegpt": DataSet(flood=6, stretch=1, sigma=0.23, padding=0.15, reserve=0.03, buffer=0.15),
+    "bookcorpus": DataSet(
+        flood=1.2, stretch=5, sigma=0.35, padding=0.20, reserve=0.04, buffer=0.10
+    ),
 }
 
 LENGTHS: Mapping[str, Callable[[DataSet], dict[str, Any]]] = {
@@ -250,8 +254,9 @@ LOADS = (0.2, 0.5, 0.8, 1.0, 1.25, 1.5)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
     """Of stock SGLang on a data set. settings: `TUNED`, what serves most first, which is the
-    capacity [requests/s]."""
+    capacity [requests/s]. duration_s: of its runs."""
 
+    duration_s: float
     unloaded: Unloaded
     capacity: float
     settings: tuple[dict[str, Any], ...]
@@ -305,23 +310,29 @@ class Bench:
         if key not in self.bases:
             settings = TUNED[:: len(TUNED) - 1] if self.args.quick else TUNED
             stock = self.spec(STOCK, data, page)
-            flood = DATA_SETS[data].flood
             specs = [unloaded(stock)]
             for setting in settings:
-                tried = self.stock(setting, data, page)
-                specs.append(saturated(tried, flood, duration_s=self.args.duration))
+                specs.append(self.flooded(self.stock(setting, data, page), data))
             alone, *floods = self.run(f"{data}, pages of {page}:", specs)
             rates = [self.measured(result).requests_per_s or 0.0 for result in floods]
             order = sorted(range(len(rates)), key=lambda index: (-rates[index], index))
             self.bases[key] = Base(
+                duration_s=self.duration_s(data),
                 unloaded=unloaded_of(alone),
                 capacity=rates[order[0]],
                 settings=tuple(settings[index] for index in order),
             )
         return self.bases[key]
 
+    def duration_s(self, data: str) -> float:
+        return float(DATA_SETS[data].stretch * self.args.duration)
+
+    def flooded(self, spec: RunSpec, data: str) -> RunSpec:
+        return saturated(spec, DATA_SETS[data].flood, duration_s=self.duration_s(data))
+
     def measured(self, result: RunResult) -> Measures:
-        return measure(result, warmup_s=0.1 * self.args.duration)
+        """Of a run of `flooded`."""
+        return measure(result, warmup_s=0.1 * result.spec.duration_s)
 
     def run(self, label: str, specs: Sequence[RunSpec]) -> list[RunResult]:
         """In their order."""
@@ -386,7 +397,7 @@ class Bench:
     def loaded(self, spec: RunSpec, base: Base, load: float) -> RunSpec:
         """At a share of the capacity, with targets of JCT."""
         spec = replace(spec, jct=base.unloaded.target(self.args.slo_scale))
-        return at_rate(spec, load * base.capacity, duration_s=self.args.duration)
+        return at_rate(spec, load * base.capacity, duration_s=base.duration_s)
 
 
 def with_setting(setting: Mapping[str, Any]) -> Row:
@@ -465,14 +476,11 @@ def figure_table(bench: Bench, page: int) -> Iterator[Lines]:
         specs = bench.rows("table", data, page, 1.0)
         if "sglang-tuned" in specs:
             specs["sglang-tuned"] = bench.stock(bench.base(data, page).settings[0], data, page)
-        flood = DATA_SETS[data].flood
         unhurried = bench.base(data, page).unloaded.target(UNHURRIED)
         runs = [
-            saturated(
-                # Stock SGLang knows no deadlines: its runs are those that found the capacity.
-                spec if spec.scenario.name == STOCK.scenario else replace(spec, jct=unhurried),
-                flood,
-                duration_s=bench.args.duration,
+            # Stock SGLang knows no deadlines: its runs are those that found the capacity.
+            bench.flooded(
+                spec if spec.scenario.name == STOCK.scenario else replace(spec, jct=unhurried), data
             )
             for spec in specs.values()
         ]
@@ -659,7 +667,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--loads", nargs="+", type=float, default=list(LOADS), help="of capacity")
     parser.add_argument("--load", type=float, default=1.0, help="of figures at one load (1)")
     parser.add_argument("--slo-scale", type=float, default=2.0, help="of JCT targets (2)")
-    parser.add_argument("--duration", type=float, default=600.0, help="s of requests (600)")
+    parser.add_argument(
+        "--duration",
+        type=float,
+        default=600.0,
+        help="s of requests; of some data sets longer (600)",
+    )
     parser.add_argument("--rows", type=int, default=512, help="--max-running-requests (512)")
     parser.add_argument("--quick", action="store_true", help="two settings of stock SGLang in all")
     parser.add_argument("--latency-models", type=Path, metavar="DIR")
