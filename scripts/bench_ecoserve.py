@@ -87,7 +87,7 @@ DATA_SETS = {
     "alpaca": DataSet(flood=40, stretch=0.5, sigma=0.13, padding=0.10, reserve=0.02, buffer=0.15),
     "sharegpt": DataSet(flood=6, stretch=1, sigma=0.23, padding=0.15, reserve=0.03, buffer=0.15),
     "bookcorpus": DataSet(
-        flood=1.2, stretch=5, sigma=0.35, padding=0.20, reserve=0.04, buffer=0.10
+        flood=1.2, stretch=3, sigma=0.35, padding=0.20, reserve=0.04, buffer=0.10
     ),
 }
 
