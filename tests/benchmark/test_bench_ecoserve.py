@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.config import parse_config
+from cosched.errors import ConfigError
 from cosched.policy.registry import policy_names
 from cosched.simulation.run import RunResult, config_of, engine_flags, summarize_run
 from tests.metrics.samples import iterations, request
@@ -118,6 +120,15 @@ def test_each_figure_of_rates_has_a_line_for_each_row_and_load(monkeypatch, all_
     timed = [spec for spec in all_made_up if spec.jct is not None]
     assert timed and {spec.jct.scale for spec in timed} == {2.0}
     assert said["versions"]["sglang"]
+
+
+def test_a_flood_that_is_served_is_refused(monkeypatch, all_made_up):
+    bench = make_bench(monkeypatch)
+    monkeypatch.setitem(
+        BENCH.DATA_SETS, "alpaca", replace(BENCH.DATA_SETS["alpaca"], flood=1.1 * CAPACITY)
+    )
+    with pytest.raises(ConfigError, match="raise DataSet.flood"):
+        bench.base("alpaca", 32)
 
 
 def test_sweeps_vary_one_thing(monkeypatch, all_made_up):
