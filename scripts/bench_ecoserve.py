@@ -48,7 +48,7 @@ from cosched.benchmark.jct import (
 from cosched.benchmark.progress import progress_of_runs
 from cosched.decision_log.groups import Groups, read_groups
 from cosched.decision_log.read import read_log
-from cosched.errors import ConfigError
+from cosched.errors import ConfigError, CoschedError
 from cosched.simulation.machine import Machine
 from cosched.simulation.parallel import call_all, execute_all
 from cosched.simulation.run import CostSpec, RunResult, RunSpec, WorkloadSpec, config_of, execute
@@ -732,4 +732,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    try:
+        raise SystemExit(main())
+    except CoschedError as error:
+        raise SystemExit(f"bench_ecoserve.py: {error}") from None

@@ -123,11 +123,11 @@ def test_each_figure_of_rates_has_a_line_for_each_row_and_load(monkeypatch, all_
 
 
 def test_a_flood_that_is_served_is_refused(monkeypatch, all_made_up):
-    bench = make_bench(monkeypatch)
+    bench = make_bench(monkeypatch, "--duration", "4")
     monkeypatch.setitem(
         BENCH.DATA_SETS, "alpaca", replace(BENCH.DATA_SETS["alpaca"], flood=1.1 * CAPACITY)
     )
-    with pytest.raises(ConfigError, match="raise DataSet.flood"):
+    with pytest.raises(ConfigError, match=r"raise DataSet\.flood"):
         bench.base("alpaca", 32)
 
 
