@@ -61,6 +61,8 @@ class RequestRecord:
                            cache did not have any more; None: not known
     num_recomputed_tokens  tokens computed beyond what it would have needed without preemption
     num_preemptions        how often it was stopped to come back later
+    pauses                 when it was stopped and when it ran again [s], for each time that is
+                           known; None: it had not run again when the run ended
     finish_reason          as the server gives it (stop, length, abort, …)
     ok                     False: refused, aborted, timed out or broken off
     slo                    its own targets; what is None there is for the summary's defaults
@@ -81,6 +83,7 @@ class RequestRecord:
     num_lost_tokens: int | None = None
     num_recomputed_tokens: int = 0
     num_preemptions: int = 0
+    pauses: tuple[tuple[float, float | None], ...] = ()
     finish_reason: str | None = None
     ok: bool = True
     slo: Slo = field(default_factory=Slo)
@@ -178,6 +181,9 @@ def _fault(record: RequestRecord) -> str | None:
             f"num_cached_tokens {record.num_cached_tokens} with num_lost_tokens "
             f"{record.num_lost_tokens} exceeds the prompt"
         )
+    for stopped_s, again_s in record.pauses:
+        if again_s is not None and again_s < stopped_s:
+            return f"it ran again at {again_s}, before it was stopped at {stopped_s}"
     if record.max_tbt_s is not None and not 0 <= record.max_tbt_s < math.inf:
         return f"max_tbt_s is {record.max_tbt_s}"
     return _token_fault(record)
@@ -259,6 +265,8 @@ def _parse(entry: object) -> RequestRecord:
         given["token_times"] = array("d", given["token_times"])
     if "slo" in given:
         given["slo"] = Slo(**given["slo"])
+    if "pauses" in given:
+        given["pauses"] = tuple((stopped_s, again_s) for stopped_s, again_s in given["pauses"])
     return RequestRecord(**given)
 
 

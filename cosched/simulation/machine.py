@@ -30,6 +30,8 @@ class Machine:
     mixed_chunk           prefill and decode in one iteration; default: as the policy wants it
     schedule_policy       of stock scheduling
     overlap               SGLang's overlap scheduler
+    radix_cache           KV of prefixes is kept for later requests; only stock scheduling can go
+                          without
     host_kv_tokens        KV that host memory holds beside the GPU's (HiCache); 0: none
     host_bandwidth_gb_s   of copies to host memory and back, of each GPU
     host_write_policy     what is copied to host memory; default: what cosched finds worth it, and
@@ -49,6 +51,7 @@ class Machine:
     schedule_policy: str = "fcfs"
     schedule_conservativeness: float = 1.0
     overlap: bool = True
+    radix_cache: bool = True
     host_kv_tokens: int = 0
     host_bandwidth_gb_s: float = 20.0
     host_write_policy: str | None = None
@@ -85,6 +88,8 @@ class Machine:
             flags.append("--enable-mixed-chunk")
         if not self.overlap:
             flags.append("--disable-overlap-schedule")
+        if not self.radix_cache:
+            flags.append("--disable-radix-cache")
         if self.host_kv_tokens:
             # SGLang's own size is in bytes, which the modelled machine has none of.
             ratio = self.host_kv_tokens / capacity

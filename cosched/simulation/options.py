@@ -82,6 +82,7 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
     add("schedule_policy", choices=["fcfs", "lpm", "dfs-weight"])
     add("mixed_chunk")
     add("overlap")
+    add("radix_cache")
     add("host_kv_tokens", type=whole(at_least=0), metavar="N")
     add("host_bandwidth_gb_s", "--host-bandwidth", metavar="GB/S")
     writes = ["write_back", "write_through", "write_through_selective"]

@@ -22,7 +22,7 @@ from cosched.engine.arguments import EVICTION_FLAG, eviction_arguments, host_arg
 from cosched.errors import ConfigError, CoschedError
 from cosched.latency.profile_file import EngineIdentity, Profile
 from cosched.metrics.records import ColumnLog, IterationLog, RequestRecord
-from cosched.metrics.slo import Verdict, judge, with_defaults
+from cosched.metrics.slo import JctTarget, Verdict, judge, with_defaults
 from cosched.metrics.summary import Summary, summarize
 from cosched.metrics.window import Window
 from cosched.policy.registry import policy_entry
@@ -124,6 +124,8 @@ class RunSpec:
                     knows all lengths; else for the most that the data set has (docs/workloads.md)
     most_misses     the run gives up once more online requests than this have missed a target; None:
                     never
+    jct             online requests have a deadline: the time that this allows for their whole
+                    length (EcoServe §4), which so shows in it
     config          keys of `Config` and their values beside policy and slo, sorted
     """
 
@@ -140,6 +142,7 @@ class RunSpec:
     max_concurrency: int = 256
     clairvoyant: bool = False
     most_misses: int | None = None
+    jct: JctTarget | None = None
     config: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -348,6 +351,7 @@ def summarize_run(
         iterations,
         window=Window(start_s=0.0, end_s=end_s),
         default_slos={RequestClass.ONLINE: spec.slo},
+        jct_target=spec.jct,
         offline_ceiling_tokens_per_s=ceiling_tokens_per_s,
     )
 
@@ -370,7 +374,7 @@ def load_requests(spec: RunSpec) -> tuple[list[TraceRequest], list[TraceRequest]
         )
         if spec.online.peak_window_s is not None:
             workload = busiest_window(workload, spec.online.peak_window_s)
-        online.extend(workload.requests)
+        online.extend(_with_deadlines(workload.requests, spec.jct))
     if spec.scenario.has_offline and spec.offline is not None:
         workload = load_workload(
             spec.offline.name,
@@ -387,6 +391,19 @@ def load_requests(spec: RunSpec) -> tuple[list[TraceRequest], list[TraceRequest]
     if spec.clairvoyant or spec.scenario.clairvoyant:
         return _told(online), _told(offline)
     return online, offline
+
+
+def _with_deadlines(
+    requests: Sequence[TraceRequest], jct: JctTarget | None
+) -> Sequence[TraceRequest]:
+    """The same, each with a deadline that allows for its length; its own where it has one."""
+    if jct is None:
+        return requests
+
+    def deadline(request: TraceRequest) -> Slo:
+        return Slo(deadline_s=jct.limit_s(request.num_output_tokens))
+
+    return [replace(r, slo=with_defaults(r.slo, deadline(r))) for r in requests]
 
 
 def _told(requests: Sequence[TraceRequest]) -> list[TraceRequest]:

@@ -121,6 +121,7 @@ class _Following:
         "num_cached",
         "num_computed",
         "num_known",
+        "pauses",
         "token_times",
     )
 
@@ -133,6 +134,7 @@ class _Following:
         """First prompt tokens that somebody had computed when it was admitted, in whole blocks."""
         self.furthest = 0
         """First tokens that have ever been computed, by it or before it."""
+        self.pauses: list[tuple[float, float | None]] = []
         self.token_times: array[float] = array("d")
 
     def record(self, req: Any | None, finish_s: float | None) -> RequestRecord:
@@ -155,10 +157,16 @@ class _Following:
             num_lost_tokens=self._num_lost(),
             num_recomputed_tokens=self._num_recomputed(),
             num_preemptions=0 if req is None else port.num_retractions(req),
+            pauses=tuple(self.pauses),
             finish_reason=reason,
             ok=reason != "abort",
             slo=arrival.slo,
         )
+
+    def runs(self, time_s: float) -> None:
+        """It is in an iteration that begins then."""
+        if self.pauses and self.pauses[-1][1] is None:
+            self.pauses[-1] = self.pauses[-1][0], time_s
 
     def computed(self, start: int, end: int) -> int:
         """Its tokens from `start` to `end` have been computed. How many of them not for the first
@@ -348,6 +356,7 @@ class VirtualEngine:
     def _take_over(self) -> None:
         use_virtual_device(self.scheduler, self.clock, self._cost_model.graph_sizes)
         self.local.replace_forward(self._forward)
+        self.local.watch_stops(self._on_stop)
 
         def process_when_done(batch: Any, result: Any) -> None:
             launched: _Launched = result.virtual
@@ -377,6 +386,11 @@ class VirtualEngine:
             stream=False,
         )
 
+    def _on_stop(self, rid: str) -> None:
+        following = self._following.get(rid)
+        if following is not None:
+            following.pauses.append((self.clock.now_s(), None))
+
     def _forward(self, batch: Any, **options: Any) -> Any:
         """Takes the place of the model worker's forward: no computation, modelled time."""
         shape = port.shape_of(batch)
@@ -391,7 +405,10 @@ class VirtualEngine:
         self._num_in_flight += 1
         for req in batch.reqs:
             following = self._following.get(req.rid)
-            if following is not None and following.admitted_s is None:
+            if following is None:
+                continue
+            following.runs(start_s)
+            if following.admitted_s is None:
                 following.admitted_s = start_s
                 known = self._computed.num_known(following.arrival.input_ids)
                 following.num_known = following.furthest = known

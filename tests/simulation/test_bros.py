@@ -77,5 +77,7 @@ def test_stock_is_run_as_bros_ran_vllm():
     assert "--enable-mixed-chunk" not in flags
 
 
-def test_opt_30b_is_as_large_as_its_name_says():
-    assert model_spec("OPT-30B").weight_bytes() / 2 == pytest.approx(30e9, rel=0.02)
+@pytest.mark.parametrize("name", ["OPT-30B", "Llama-33B", "OPT-175B"])
+def test_models_are_as_large_as_their_names_say(name):
+    billions = int(name.split("-")[1].removesuffix("B"))
+    assert model_spec(name).weight_bytes() / 2 == pytest.approx(billions * 1e9, rel=0.02)

@@ -153,6 +153,18 @@ class LocalEngine:
         self.scheduler.process_batch_result = process
         return before
 
+    def watch_stops(self, on_stop: Callable[[str], None]) -> None:
+        """Call `on_stop` with the id of each running request that goes back to the queue, whoever
+        decides that."""
+        queue = self.scheduler._add_request_to_queue
+
+        def add(req: Any, is_retracted: bool = False) -> None:
+            if is_retracted:
+                on_stop(req.rid)
+            queue(req, is_retracted)
+
+        self.scheduler._add_request_to_queue = add
+
     def submit(
         self,
         rid: str,
