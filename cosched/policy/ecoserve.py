@@ -326,7 +326,9 @@ class _Work:
         if not (self.is_due or not self.groups or any(map(_is_impatient, waiting))):
             return
         queue = self._entries(waiting)
-        self._start(_fill(queue, _account(self), by_search=self.options.ordered))
+        # By the timeline nothing is kept from those that were let in: they were to run at once.
+        account = _account(self, reserve=0 if self.options.timeline else self.reserve)
+        self._start(_fill(queue, account, by_search=self.options.ordered))
         self._make_room_for_online(queue)
         if not self.groups:
             self._start_somebody(queue)
@@ -575,7 +577,7 @@ class _Gate:
 
     def __init__(self, work: _Work) -> None:
         self._work = work
-        self._account = _account(work)
+        self._account = _account(work, reserve=work.reserve)
         self._places = sorted(
             place.num_tokens
             for place in (work.places() if work.options.pipeline else ())
@@ -608,6 +610,10 @@ class _Promises:
         self._work = work
         self._ledger = work.builder.ledger
         self._least = reserve
+
+    def takes_all(self, queue: Sequence[_Entry]) -> bool:
+        """Nobody's promise makes room for another's: they are looked at one by one."""
+        return False
 
     def take(self, request: Request, length: int) -> bool:
         """Set KV aside for a GT that waits. False: it does not fit."""
@@ -642,6 +648,15 @@ class _Peaks:
         self._others = kv.total - kv.free - kv.evictable - sum(n.held for n in self._needs)
         self._timeline: Timeline | None = None
 
+    def takes_all(self, queue: Sequence[_Entry]) -> bool:
+        """Let all that wait run at once, if they fit so: what one gives back soon may be what
+        another needs, which does not fit while it sits out."""
+        gain = self._gain
+        needs = [Need(gain(r), entry.length) for entry in queue for r in entry.members]
+        held = sum(need.held for need in needs)
+        peak = Timeline([*self._needs, *needs]).peak
+        return peak + self._others - held <= self._most
+
     def take(self, request: Request, length: int) -> bool:
         """Let a GT that waits run. False: it does not fit."""
         if not self.fits(request, length):
@@ -671,10 +686,9 @@ class _Peaks:
         return self._timeline.peak_with(need) + self._others
 
 
-def _account(work: _Work, *, reserve: int | None = None) -> _Promises | _Peaks:
-    """reserve: KV tokens that are not given out; None: what is configured."""
-    least = work.reserve if reserve is None else reserve
-    return _Peaks(work, least) if work.options.timeline else _Promises(work, least)
+def _account(work: _Work, *, reserve: int) -> _Promises | _Peaks:
+    """reserve: KV tokens that are not given out."""
+    return _Peaks(work, reserve) if work.options.timeline else _Promises(work, reserve)
 
 
 def _fill(
@@ -683,6 +697,9 @@ def _fill(
     """Take entries in order until one does not fit, of which as many members as do; with a search
     then the longest that fit of each band. Returns what was taken; the queue has the others."""
     chosen: list[list[Request]] = []
+    if account.takes_all(queue):
+        chosen = [entry.members for entry in queue]
+        queue.clear()
     while queue:
         entry = queue[0]
         chosen.append(_take(entry, account))
