@@ -535,6 +535,7 @@ class _Work:
                 if not misses:
                     break
                 misses -= 1
+                queue = [r for r in queue if num_tokens_of(r) < builder.ledger.headroom]
         if cut is not None and (self._left() >= _LEAST_CHUNK or not self.runs_anything()):
             self._admit(gate, cut, self._left())
 
