@@ -1,23 +1,16 @@
-"""A server with the routes, the store and the feeder of batches, and a stand-in for the engine.
-
-``python -m tests.batches.stand_in FOLDER PORT [SETTINGS]`` runs one in a process of its own, to be
-killed.
-"""
+"""A server with the routes, the store and the feeder of batches, and a stand-in for the engine."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import sys
+import os
 from collections import Counter
 from contextlib import asynccontextmanager
 
-import msgspec
-import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from cosched.batches.config import BatchesConfig
 from cosched.batches.routes import add_routes
 from cosched.batches.service import BatchService
 
@@ -31,6 +24,7 @@ class StandIn:
         self.asked = Counter()
         self.order = []
         self.hung_up = 0
+        self.note = None  # a file that is told each prompt
         self.is_held = False
         self.num_under_way = 0
         self.most_under_way = 0
@@ -57,6 +51,8 @@ class StandIn:
         prompt = body["prompt"]
         self.asked[prompt] += 1
         self.order.append(prompt)
+        if self.note is not None:
+            os.write(self.note, f"{prompt}\n".encode())
         self.num_under_way += 1
         self.most_under_way = max(self.most_under_way, self.num_under_way)
         try:
@@ -73,15 +69,3 @@ class StandIn:
         choice = {"index": 0, "text": f"to {prompt}", "finish_reason": "stop"}
         usage = {"prompt_tokens": 3, "completion_tokens": 2}
         return {"id": "r", "choices": [choice], "usage": usage}
-
-
-def main():
-    folder, port, *rest = sys.argv[1:]
-    settings = msgspec.json.decode(rest[0]) if rest else {}
-    delay_s = settings.pop("delay_s", 0.01)
-    stand_in = StandIn(BatchesConfig(folder=folder, **settings), delay_s=delay_s)
-    uvicorn.run(stand_in.app, port=int(port), log_level="warning")
-
-
-if __name__ == "__main__":
-    main()

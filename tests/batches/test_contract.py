@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sqlite3
 import time
@@ -11,7 +12,7 @@ import openai
 import pytest
 
 from cosched.batches.config import BatchesConfig
-from tests.batches.conftest import Api, line, serving
+from tests.batches.api import Api, line, serving
 from tests.batches.stand_in import StandIn
 
 
@@ -334,7 +335,7 @@ def test_lines_that_begin_alike_go_together(folder):
         api = Api(url)
         api.wait(api.create(mixed))
     order = [prompt.split()[1] for prompt in stand_in.order]
-    changes = sum(a != b for a, b in zip(order, order[1:], strict=False))
+    changes = sum(a != b for a, b in itertools.pairwise(order))
     assert changes == 4
 
 

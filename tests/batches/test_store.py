@@ -325,5 +325,5 @@ def test_what_is_no_database_is_refused(tmp_path):
     (tmp_path / "b.sqlite").write_text("something else" * 1000)
     with pytest.raises(ConfigError, match="not a database"):
         Database(f"sqlite:///{tmp_path / 'b.sqlite'}")
-    with pytest.raises(ConfigError, match="batches.url"):
+    with pytest.raises(ConfigError, match=r"batches\.url"):
         Database("nonsense")
