@@ -13,6 +13,7 @@ import secrets
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from cosched.batches.config import BatchesConfig
 from cosched.batches.data import Batch, Finished, Line, Status
@@ -33,11 +34,19 @@ _LOOK_S = 1.0
 """How often to look for windows that have ended, when nothing else happens."""
 _SWEEP_S = 60.0
 _RETRY_S = 1.0
-_MAX_BYTES = 64 << 20
-"""Of the lines that are taken at a time; one line always fits."""
+_MAX_BYTES = 256 << 20
+"""Of the lines under way together; one line always fits."""
 _CLOSED_PER_TRANSACTION = 500
 # The one server that has the store takes back all leases when it starts, so they need no renewal.
 _LEASE_S = 10 * 365 * 86400
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _UnderWay:
+    """A line that was taken and whose result is not written yet."""
+
+    task: asyncio.Task[None]
+    num_bytes: int
 
 
 class Feeder:
@@ -52,7 +61,7 @@ class Feeder:
         self._config = config
         self._name = secrets.token_hex(8)
         self._wake = asyncio.Event()
-        self._under_way: dict[str, dict[int, asyncio.Task[None]]] = defaultdict(dict)
+        self._under_way: dict[str, dict[int, _UnderWay]] = defaultdict(dict)
         self._finished: list[Finished] = []
         self._has_finished = asyncio.Event()
         self._flushing = asyncio.Lock()
@@ -78,7 +87,7 @@ class Feeder:
                 group.create_task(self._write())
                 group.create_task(self._sweep())
         finally:
-            left = [task for tasks in self._under_way.values() for task in tasks.values()]
+            left = [one.task for some in self._under_way.values() for one in some.values()]
             left += self._endings.values()
             left += [] if self._validation is None else [self._validation]
             for task in left:
@@ -124,7 +133,7 @@ class Feeder:
     async def _end(self, batch: Batch) -> None:
         """Let go of what is under way, keep what is finished, close the rest."""
         try:
-            tasks = list(self._under_way[batch.id].values())
+            tasks = [one.task for one in self._under_way[batch.id].values()]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -161,14 +170,21 @@ class Feeder:
         by_id = {batch.id: batch for batch in found}
         for name, limit in shares(demands, room=room).items():
             batch = by_id[name]
-            for line in await asyncio.to_thread(self._take, batch, limit):
-                task = asyncio.create_task(self._answer(batch, line))
-                self._under_way[batch.id][line.number] = task
+            max_bytes = _MAX_BYTES - sum(
+                one.num_bytes for some in self._under_way.values() for one in some.values()
+            )
+            if max_bytes <= 0:
+                return
+            for line in await asyncio.to_thread(self._take, batch, limit, max_bytes):
+                self._under_way[batch.id][line.number] = _UnderWay(
+                    task=asyncio.create_task(self._answer(batch, line)),
+                    num_bytes=len(line.body) if isinstance(line, RequestLine) else 0,
+                )
 
-    def _take(self, batch: Batch, limit: int) -> list[RequestLine | BadLine]:
+    def _take(self, batch: Batch, limit: int, max_bytes: int) -> list[RequestLine | BadLine]:
         """Lines of a batch, read from its input file."""
         taken = self._store.take(
-            batch.id, limit=limit, max_bytes=_MAX_BYTES, lease_owner=self._name, lease_s=_LEASE_S
+            batch.id, limit=limit, max_bytes=max_bytes, lease_owner=self._name, lease_s=_LEASE_S
         )
         if not taken:
             return []

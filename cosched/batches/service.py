@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from cosched.batches.store import BatchStore
 from cosched.jobs.client import Client, RetryRules
 
 __all__ = ["BatchService"]
+
+logger = logging.getLogger(__name__)
 
 _SELF = "http://cosched"
 """Stands for the server itself in its requests to itself."""
@@ -67,16 +70,22 @@ class BatchService:
                 store=self.store, files=self.files, client=client, config=self.config
             )
             task = asyncio.create_task(self._feeder.run())
+            task.add_done_callback(_tell)
             try:
                 yield
             finally:
                 self._feeder = None
                 task.cancel()
-                with suppress(asyncio.CancelledError):
-                    await task
-        self.close()
+                await asyncio.wait([task])
+                self.close()
 
     def close(self) -> None:
         """Give the folder back."""
         self._database.close()
         self._lock.close()
+
+
+def _tell(task: asyncio.Task[None]) -> None:
+    """A feeder that ends by itself must not end in silence."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("batches: no line is sent until the server is restarted", exc_info=error)

@@ -37,6 +37,8 @@ def _hook() -> Any:
         from cosched.batches import routes
         from cosched.batches.service import BatchService
 
+        if config.policy == "sglang":
+            logger.warning("batches: under policy 'sglang' their lines stand in line with chats")
         service = BatchService(config.batches)
         routes.add_routes(app, service)
         lifespan = app.router.lifespan_context
