@@ -49,8 +49,7 @@ _OWN = "cosched_own"
 
 OWN_REQUEST = {_OWN: True}
 """What `request.state` begins with where the server asks itself: such a request is offline whatever
-it says, its signs are read even where the operator ignores those of clients, and it counts against
-no API key."""
+it says or the operator ignores, and counts against no API key."""
 
 
 class Front:
@@ -77,10 +76,8 @@ class Front:
         state = request.state
         if hasattr(state, _STATE):
             return
-        is_own = getattr(state, _OWN, False)
-        ignored = frozenset[str]() if is_own else self._ignored
-        wish = parse_http(body, request.headers, tiers=tiers, ignored=ignored)
-        if is_own:
+        wish = parse_http(body, request.headers, tiers=tiers, ignored=self._ignored)
+        if getattr(state, _OWN, False):
             grant = Grant(wish=replace(wish, only=RequestClass.OFFLINE))
         elif not counts:
             grant = self.gate.grant(wish, request.headers)

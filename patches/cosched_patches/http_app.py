@@ -52,7 +52,7 @@ def _hook() -> Any:
 
         app.router.lifespan_context = with_feeder
 
-    def prepare_app(server_args: Any, *_: Any, **__: Any) -> None:
+    def prepare_app(server_args: Any = None, *_: Any, **__: Any) -> None:
         config = load_config()
         # The last one added is the outermost: it adds a ``Retry-After`` only where there is none.
         app.add_middleware(ReplyMiddleware, front=front)
