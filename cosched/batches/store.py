@@ -234,7 +234,12 @@ class BatchStore:
         with self._database.write() as connection:
             for name, group in by_batch.items():
                 seq = _row(connection, name).seq
-                kept = [one for one in group if _close(connection, seq, one.number)]
+                open_lines = _taken(connection, seq, [one.number for one in group])
+                kept = []
+                for one in group:
+                    if one.number in open_lines:
+                        open_lines.remove(one.number)
+                        kept.append(one)
                 self._record(connection, seq, kept)
                 num_kept += len(kept)
                 row = _row(connection, name)
@@ -249,7 +254,10 @@ class BatchStore:
             row = _row(connection, name)
             left = connection.execute(
                 sa.select(lines.c.number, lines.c.custom_id)
-                .where(lines.c.batch == row.seq, lines.c.state != LineState.DONE)
+                .where(
+                    lines.c.batch == row.seq,
+                    lines.c.state.in_((LineState.WAITING, LineState.TAKEN)),
+                )
                 .limit(limit)
             ).all()
             if not left or row.ending not in _CLOSED:
@@ -264,7 +272,6 @@ class BatchStore:
                 line = RequestLine(number=number, custom_id=custom_id, url=row.endpoint, body=b"")
                 data = writer.record(line, failure).data
                 closed.append(Finished(batch_id=name, number=number, is_answer=False, data=data))
-                connection.execute(_done(row.seq, number))
             self._record(connection, row.seq, closed)
             return False
 
@@ -306,8 +313,14 @@ class BatchStore:
         return file.id
 
     def _record(self, connection: sa.Connection, seq: int, kept: Sequence[Finished]) -> None:
+        """Results of lines that have none, whose lines are done then."""
         if not kept:
             return
+        connection.execute(
+            lines.update()
+            .where(lines.c.batch == seq, lines.c.number.in_([one.number for one in kept]))
+            .values(state=LineState.DONE, lease_owner=None, lease_until=None)
+        )
         connection.execute(
             results.insert(),
             [
@@ -353,19 +366,12 @@ def _row(connection: sa.Connection, name: str, *, owner: str | None = None) -> A
     return row
 
 
-def _done(seq: int, number: int) -> Any:
-    return (
-        lines.update()
-        .where(lines.c.batch == seq, lines.c.number == number)
-        .values(state=LineState.DONE, lease_owner=None, lease_until=None)
+def _taken(connection: sa.Connection, seq: int, numbers: Sequence[int]) -> set[int]:
+    """Which of the lines are under way; nobody else can end them before this transaction ends."""
+    query = sa.select(lines.c.number).where(
+        lines.c.batch == seq, lines.c.number.in_(numbers), lines.c.state == LineState.TAKEN
     )
-
-
-def _close(connection: sa.Connection, seq: int, number: int) -> bool:
-    """Whether the line was under way; it no longer is."""
-    return (
-        connection.execute(_done(seq, number).where(lines.c.state == LineState.TAKEN)).rowcount == 1
-    )
+    return set(connection.scalars(query.with_for_update()))
 
 
 def _batch_of(row: Any) -> Batch:
