@@ -121,6 +121,7 @@ class Line:
     """A line that was taken to be sent: where it stands in the input file."""
 
     number: int
+    custom_id: str
     offset: int
     num_bytes: int
 

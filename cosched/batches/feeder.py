@@ -13,7 +13,7 @@ import secrets
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cosched.batches.config import BatchesConfig
 from cosched.batches.data import Batch, Finished, Line, Status
@@ -194,7 +194,10 @@ class Feeder:
                 for line in taken:
                     content.seek(line.offset)
                     raw = RawLine(number=line.number, data=content.read(line.num_bytes))
-                    found.append(parse(raw, self._config))
+                    read = parse(raw, self._config)
+                    if isinstance(read, BadLine):  # it was right when it was validated
+                        read = replace(read, custom_id=line.custom_id)
+                    found.append(read)
                 return found
         except OSError as error:
             return [_unreadable(line, error) for line in taken]
@@ -203,7 +206,7 @@ class Feeder:
         """Send a line, and hand its result to the writer."""
         records = records_of(batch.id)
         tokens = (0, 0)
-        if isinstance(line, BadLine):  # it was right when it was validated
+        if isinstance(line, BadLine):
             record = records.bad_line(line)
         else:
             try:
@@ -262,5 +265,9 @@ class Feeder:
 def _unreadable(line: Line, error: OSError) -> BadLine:
     message = f"the input file cannot be read: {error.strerror}"
     return BadLine(
-        number=line.number, custom_id=None, code="input_unreadable", message=message, param=None
+        number=line.number,
+        custom_id=line.custom_id,
+        code="input_unreadable",
+        message=message,
+        param=None,
     )

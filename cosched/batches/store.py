@@ -187,7 +187,7 @@ class BatchStore:
             if row.status != Status.IN_PROGRESS:
                 return []
             found = connection.execute(
-                sa.select(lines.c.number, lines.c.start, lines.c.num_bytes)
+                sa.select(lines.c.number, lines.c.custom_id, lines.c.start, lines.c.num_bytes)
                 .where(lines.c.batch == row.seq, lines.c.state == LineState.WAITING)
                 .order_by(lines.c.prefix_key, lines.c.number)
                 .limit(limit)
@@ -195,11 +195,11 @@ class BatchStore:
             ).all()
             taken: list[Line] = []
             num_bytes = 0
-            for number, start, size in found:
+            for number, custom_id, start, size in found:
                 num_bytes += size
                 if taken and num_bytes > max_bytes:
                     break
-                taken.append(Line(number=number, offset=start, num_bytes=size))
+                taken.append(Line(number=number, custom_id=custom_id, offset=start, num_bytes=size))
             if taken:
                 connection.execute(
                     lines.update()

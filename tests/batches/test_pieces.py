@@ -16,6 +16,8 @@ from cosched.batches.fairness import Demand, shares
 from cosched.batches.in_process import InProcessTransport
 from cosched.batches.lock import lock_folder
 from cosched.batches.prefix import CHUNK_BYTES, MAX_CHUNKS, prefix_key
+from cosched.config import Config
+from cosched.engine.arguments import check_files
 from cosched.errors import ConfigError
 
 
@@ -135,6 +137,8 @@ def test_a_folder_is_for_one_server(tmp_path):
     with lock_folder(tmp_path / "b"):
         with pytest.raises(ConfigError, match="another server uses it"):
             lock_folder(tmp_path / "b")
+        with pytest.raises(ConfigError, match="another server uses it"):
+            check_files(Config(batches=BatchesConfig(folder=str(tmp_path / "b"))))
     lock_folder(tmp_path / "b").close()
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="file"):
