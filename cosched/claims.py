@@ -20,7 +20,17 @@ from cosched.core.request import RequestClass, Slo
 from cosched.core.wire import SIGNS, SLO_FIELDS, Bounds, Wish, parse_slo
 from cosched.errors import ConfigError, LimitError, choices
 
-__all__ = ["ANY_KEY", "Claims", "Grant", "KeyClaims", "KeyGate", "TargetLimits", "read_claims"]
+__all__ = [
+    "ANY_KEY",
+    "Claims",
+    "Grant",
+    "KeyClaims",
+    "KeyGate",
+    "TargetLimits",
+    "digest_of",
+    "presented_key",
+    "read_claims",
+]
 
 ANY_KEY = "*"
 """In ``keys``: every key without an entry of its own, and requests without one."""
@@ -145,6 +155,14 @@ def digest_of(key: str) -> str:
     return f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"
 
 
+def presented_key(headers: Mapping[str, str]) -> str:
+    """The API key that a request shows; empty: none. `headers` are looked up by lower-case name."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer":
+        key = headers.get("x-api-key", "")
+    return key.strip()
+
+
 def _check_order(bounds: Bounds) -> None:
     for key, (name, unit) in SLO_FIELDS.items():
         floor, ceiling = getattr(bounds.floors, name), getattr(bounds.ceilings, name)
@@ -244,10 +262,7 @@ class KeyGate:
         keys = self.claims.keys
         if not keys:
             return None
-        scheme, _, presented = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer":
-            presented = headers.get("x-api-key", "")
-        presented = presented.strip()
+        presented = presented_key(headers)
         # A digest is no key: who sends one has read the configuration, not the key.
         if presented and not _DIGEST.fullmatch(presented) and digest_of(presented) in keys:
             return digest_of(presented)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from cosched.batches.config import BatchesConfig
 from cosched.claims import Claims
 from cosched.core.request import Slo
 from cosched.core.wire import Bounds
@@ -82,6 +83,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                        and Retry-After; absent: any number
     drain_s            after SIGTERM, most seconds that online requests under way may take; offline
                        ones are let go at once
+    batches            OpenAI's Files and Batches on the server itself (docs/batches.md)
 
     latency_budget_ms, budgets and latency_model are read by policies with a latency budget; those
     with a token budget ignore them.
@@ -106,6 +108,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     decision_log_mb: float = 256.0
     max_offline_waiting: int | None = None
     drain_s: float = 30.0
+    batches: BatchesConfig = BatchesConfig()
 
     def __post_init__(self) -> None:
         entry = policy_entry(self.policy)

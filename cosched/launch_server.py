@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from cosched.batches.config import BatchesConfig
 from cosched.claims import read_claims
 from cosched.command_line import add_field_option
 from cosched.config import ENV_VAR, Config, SloConfig, load_config
@@ -86,6 +87,8 @@ def build_parser() -> argparse.ArgumentParser:
     flag = "--cosched-kv-eviction"
     add_field_option(group, KvConfig, "eviction", flag, metavar="NAME", help=orders)
     add("max_offline_waiting", "--cosched-max-offline-waiting", type=int, metavar="N")
+    flag = "--cosched-batches"
+    add_field_option(group, BatchesConfig, "folder", flag, metavar="FOLDER", default=None)
     add("drain_s", "--cosched-drain-s", type=float, metavar="S")
     add("decision_log", "--cosched-decision-log", "--decision-log", metavar="FILE")
     add("iteration_log", "--cosched-iteration-log", metavar="FILE")
@@ -118,6 +121,7 @@ def config_from(flags: argparse.Namespace) -> Config:
     if "claims" in given:
         given["claims"] = read_claims(given["claims"], source="--cosched-claims")
     given["kv"] = msgspec.structs.replace(base.kv, **_given(KvConfig, flags))
+    given["batches"] = msgspec.structs.replace(base.batches, **_given(BatchesConfig, flags))
     try:
         return msgspec.structs.replace(base, **given)
     except ValueError as error:

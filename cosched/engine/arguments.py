@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import cosched.bootstrap
+from cosched.batches.lock import lock_folder
 from cosched.config import Config
 from cosched.errors import ConfigError, choices
 from cosched.kv.config import ENGINE_ORDERS
@@ -278,6 +279,8 @@ def check_files(config: Config) -> None:
             raise ConfigError(
                 f"cannot read --latency-model {config.latency_model!r}: {error.strerror}"
             ) from None
+    if config.batches.folder is not None:
+        lock_folder(Path(config.batches.folder)).close()
 
 
 def _check_writable(flag: str, path: Path) -> None:

@@ -8,6 +8,7 @@ where it named targets. The replies of OpenAI's endpoints that have the field ca
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,7 +34,7 @@ from cosched.core.wire import (
 )
 from cosched.errors import LimitError
 
-__all__ = ["CLASS_HEADER", "TARGETS_HEADER", "Front", "ReplyMiddleware"]
+__all__ = ["CLASS_HEADER", "OWN_REQUEST", "TARGETS_HEADER", "Front", "ReplyMiddleware"]
 
 CLASS_HEADER = "x-cosched-class"
 TARGETS_HEADER = "x-cosched-targets"
@@ -44,6 +45,11 @@ Send = Callable[[Message], Awaitable[None]]
 # Where it is kept while a request is under way: `request.state` of Starlette, which every
 # middleware and every `Request` of one HTTP request share.
 _STATE, _TIERED, _RETRY_AFTER = "cosched", "cosched_tiered", "cosched_retry_after_s"
+_OWN = "cosched_own"
+
+OWN_REQUEST = {_OWN: True}
+"""What `request.state` begins with where the server asks itself: such a request is offline whatever
+it says or the operator ignores, and counts against no API key."""
 
 
 class Front:
@@ -71,7 +77,9 @@ class Front:
         if hasattr(state, _STATE):
             return
         wish = parse_http(body, request.headers, tiers=tiers, ignored=self._ignored)
-        if not counts:
+        if getattr(state, _OWN, False):
+            grant = Grant(wish=replace(wish, only=RequestClass.OFFLINE))
+        elif not counts:
             grant = self.gate.grant(wish, request.headers)
         else:
             try:

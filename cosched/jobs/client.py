@@ -6,8 +6,9 @@ import asyncio
 import random
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from types import TracebackType
 
 import httpx
@@ -90,16 +91,29 @@ class Client:
         clock: Callable[[], float],
         timeout_s: float | None = None,
         api_key: str | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
+        """`transport`: another way than the network, which is not limited to `concurrency`."""
         self.base_url = base_url
         self._rules = rules
         self._rng = rng
         self._clock = clock
         self._timeout_s = timeout_s
-        self._pools = _pools(base_url, concurrency=concurrency, api_key=api_key)
+        headers = dict(_HEADERS)
+        if api_key is not None:
+            headers["authorization"] = f"Bearer {api_key}"
+        if transport is None:
+            self._pools = _pools(base_url, concurrency=concurrency, headers=headers)
+        else:
+            self._pools = [
+                httpx.AsyncClient(
+                    base_url=base_url, headers=headers, timeout=None, transport=transport
+                )
+            ]
         self._failing_since_s: float | None = None
         self._limit_s = rules.max_wait_s
         self._last_reason = ""
+        self._tickets = count()
         self._sent_at_s: dict[int, float] = {}  # of requests without an answer; oldest first
 
     async def __aenter__(self) -> Client:
@@ -226,7 +240,8 @@ class Client:
 
     async def _try(self, line: RequestLine) -> Outcome | TryAgain:
         pool = self._pools[line.number % len(self._pools)]
-        self._sent_at_s[line.number] = self._clock()
+        ticket = next(self._tickets)
+        self._sent_at_s[ticket] = self._clock()
         try:
             async with asyncio.timeout(self._timeout_s):
                 return judge(await pool.post(line.url, content=line.body))
@@ -236,7 +251,7 @@ class Client:
         except httpx.RequestError as error:
             return TryAgain(reason=_reason(error))
         finally:
-            del self._sent_at_s[line.number]
+            del self._sent_at_s[ticket]
 
     def _refused(self, reason: str) -> None:
         """Note that the server could not be reached or took no request.
@@ -257,10 +272,9 @@ class Client:
             )
 
 
-def _pools(base_url: str, *, concurrency: int, api_key: str | None) -> list[httpx.AsyncClient]:
-    headers = dict(_HEADERS)
-    if api_key is not None:
-        headers["authorization"] = f"Bearer {api_key}"
+def _pools(
+    base_url: str, *, concurrency: int, headers: Mapping[str, str]
+) -> list[httpx.AsyncClient]:
     # A line's pool is its number modulo the number of pools, so pools are not equally full: each
     # may hold more than its share.
     num_pools = -(-concurrency // _CONNECTIONS_PER_POOL)

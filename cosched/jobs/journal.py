@@ -59,7 +59,7 @@ class Journal:
 
     def __init__(self, *, paths: JournalPaths, source: Source) -> None:
         self.paths = paths
-        self.records = RecordWriter(input_sha256=source.sha256)
+        self.records = RecordWriter(digest=source.sha256)
         self.done = LineSet(num_lines=source.num_lines)
         self.num_answered = 0
         self.num_failed = 0

@@ -39,10 +39,15 @@ class BadLine:
     param: str | None
 
 
-def parse_line(line: RawLine, *, max_line_bytes: int) -> RequestLine | BadLine:
-    """Read-only; never raises. The one check left to the caller is whether the id is unique."""
+def parse_line(
+    line: RawLine, *, max_line_bytes: int, limit_name: str = "--max-line-bytes"
+) -> RequestLine | BadLine:
+    """Read-only; never raises. The one check left to the caller is whether the id is unique.
+
+    limit_name  where `max_line_bytes` was set, for the message
+    """
     if line.data is None:
-        return _bad(line, "line_too_long", f"longer than {max_line_bytes} bytes (--max-line-bytes)")
+        return _bad(line, "line_too_long", f"longer than {max_line_bytes} bytes ({limit_name})")
     try:
         entry = msgspec.json.decode(line.data)
         return _check(line, entry)

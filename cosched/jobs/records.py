@@ -51,14 +51,16 @@ class Record:
 
 
 class RecordWriter:
-    """Makes records for one input file.
+    """Makes records for one job.
 
-    The `id` of a record holds the digest of the input and the number of the line it answers. So
-    the outputs alone say what is done: there is no second file that could disagree with them.
+    The `id` of a record holds 16 digits that name the job and the number of the line it answers.
+    Those of `run_batch` begin the digest of the input. So the outputs alone say what is done: there
+    is no second file that could disagree with them.
     """
 
-    def __init__(self, *, input_sha256: str) -> None:
-        self._digest = input_sha256[:16]
+    def __init__(self, *, digest: str) -> None:
+        """`digest`: 16 hexadecimal digits or more."""
+        self._digest = digest[:16]
 
     def record(self, line: RequestLine, outcome: Outcome) -> Record:
         if isinstance(outcome, Failure):

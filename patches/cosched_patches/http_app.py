@@ -15,9 +15,9 @@ def _hook() -> Any:
     from fastapi import HTTPException
     from sglang.srt.entrypoints.http_server import app
 
-    from cosched.config import load_config
+    from cosched.config import Config, load_config
     from cosched.engine.admin import add_routes
-    from cosched.engine.front import ReplyMiddleware
+    from cosched.engine.front import OWN_REQUEST, ReplyMiddleware
     from cosched_patches.active import front
     from cosched_patches.generate_request import WRONG_VALUES
 
@@ -31,12 +31,35 @@ def _hook() -> Any:
         wrong = HTTPException(status_code=400, detail=f"cannot read this request: {reason}")
         return await in_form(request, wrong)
 
-    def prepare_app(*_: Any, **__: Any) -> None:
+    def add_batches(config: Config, server_args: Any) -> None:
+        from contextlib import asynccontextmanager
+
+        from cosched.batches import routes
+        from cosched.batches.service import BatchService
+
+        if config.policy == "sglang":
+            logger.warning("batches: under policy 'sglang' their lines stand in line with chats")
+        service = BatchService(config.batches)
+        routes.add_routes(app, service)
+        lifespan = app.router.lifespan_context
+        api_key = server_args.api_key
+
+        @asynccontextmanager
+        async def with_feeder(of: Any) -> Any:
+            async with lifespan(of) as state:
+                async with service.feeding(app, api_key=api_key, state=OWN_REQUEST):
+                    yield state
+
+        app.router.lifespan_context = with_feeder
+
+    def prepare_app(server_args: Any = None, *_: Any, **__: Any) -> None:
         config = load_config()
         # The last one added is the outermost: it adds a ``Retry-After`` only where there is none.
         app.add_middleware(ReplyMiddleware, front=front)
         if config is not None:
             add_routes(app, config)
+            if config.batches.folder is not None:
+                add_batches(config, server_args)
         for kind in (ValueError, *WRONG_VALUES):
             app.add_exception_handler(kind, refuse)
 
@@ -63,6 +86,7 @@ SEAM = Seam(
         "``service_tier`` in the reply, and the end of a request for the limits of its API key; "
         "SGLang's reply models have no ``service_tier``, and its streams are built as bytes in "
         "several places. And a handler for what endpoints raise over wrong values: SGLang answers "
-        "500."
+        "500. With ``batches.folder`` also OpenAI's Files and Batches (docs/batches.md); their "
+        "feeder lives as long as the application."
     ),
 )

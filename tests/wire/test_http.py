@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 import cosched.bootstrap
+from cosched.batches.in_process import InProcessTransport
 from cosched.core.wire import OFFLINE_PRIORITY
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -468,6 +469,26 @@ class TestClaims:
             refused(front.post(CHAT, headers=self.KEY, n=2, messages=[]))
         fields = {"prompt": ["a", "b", "c"], "service_tier": "flex"}
         assert front.post(COMPLETIONS, headers=self.KEY, **fields).status_code == 200
+
+    def test_what_the_server_asks_itself_is_offline_and_no_key_counts_it(self, front, claiming):
+        from cosched.engine.front import OWN_REQUEST
+
+        claiming(
+            ignore=["priority", "service_tier", "class_header"], keys={"*": {"max_offline": 0}}
+        )
+        transport = InProcessTransport(front.app, state=OWN_REQUEST)
+        for fields in ({}, {"priority": 3}, {"service_tier": "flex"}):
+            front.sent.clear()
+
+            async def ask(body):
+                async with httpx.AsyncClient(transport=transport, base_url="http://own") as client:
+                    return await client.post(CHAT, json=body)
+
+            response = asyncio.run(ask({**MINIMAL[CHAT], **fields}))
+            assert response.status_code == 200, response.text
+            assert front.priorities == [OFFLINE_PRIORITY]
+            assert response.headers["x-cosched-class"] == "offline"
+        assert front.post(CHAT, priority=3).status_code == 200
 
     def test_no_key_stands_before_the_end_of_a_request(self, front, claiming):
         claiming(keys={"*": {"max_online": 0}})

@@ -1,0 +1,107 @@
+"""Validation: the lines of an input file are checked and put into the store, or what is wrong is
+told by line number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from cosched.batches.config import BatchesConfig
+from cosched.batches.data import Batch, Fault, NewLine
+from cosched.batches.files import FileStore
+from cosched.batches.prefix import prefix_key
+from cosched.batches.store import BatchStore
+from cosched.jobs.ids import IdSet
+from cosched.jobs.lines import BadLine, RequestLine, duplicate_of, parse_line
+from cosched.jobs.source import RawLine, raw_lines
+
+__all__ = ["MAX_FAULTS", "parse", "validate"]
+
+MAX_FAULTS = 1000
+"""Most that are told of one file; the first ones."""
+
+_LINES_PER_PAGE = 500
+
+
+def validate(batch: Batch, *, store: BatchStore, files: FileStore, config: BatchesConfig) -> None:
+    """Bring `batch` from validating to in_progress or failed. It may be interrupted at any moment,
+    and is then begun again; ends early when the batch is no longer validated."""
+    store.drop_lines(batch.id)
+    faults: list[Fault] = []
+    page: list[NewLine] = []
+    try:
+        content = files.path(batch.request.input_file_id).open("rb")
+    except FileNotFoundError:
+        message = f"the input file {batch.request.input_file_id!r} was deleted"
+        store.reject(
+            batch.id,
+            [Fault(code="file_not_found", message=message, param="input_file_id", line=None)],
+        )
+        return
+    with content:
+        for found in _checked(content, endpoint=batch.request.endpoint, config=config):
+            if isinstance(found, Fault):
+                faults.append(found)
+                if len(faults) >= MAX_FAULTS:
+                    break
+                continue
+            page.append(found)
+            # Once something is wrong, no line will be sent.
+            if len(page) >= _LINES_PER_PAGE:
+                if not store.add_lines(batch.id, () if faults else page):
+                    return
+                page.clear()
+    if faults:
+        store.reject(batch.id, faults)
+    elif store.add_lines(batch.id, page):
+        store.accept(batch.id)
+
+
+def parse(line: RawLine, config: BatchesConfig) -> RequestLine | BadLine:
+    """As for `run_batch`: the same checks, the same texts."""
+    limit = config.max_line_bytes
+    return parse_line(line, max_line_bytes=limit, limit_name="batches.max_line_bytes")
+
+
+def _checked(
+    content: BinaryIO, *, endpoint: str, config: BatchesConfig
+) -> Iterator[NewLine | Fault]:
+    ids = IdSet(max_ids=config.max_lines)
+    num_lines = 0
+    for raw in raw_lines(content, max_line_bytes=config.max_line_bytes):
+        if raw.is_empty:
+            continue
+        num_lines += 1
+        if num_lines > config.max_lines:
+            message = f"a batch may have {config.max_lines} lines (batches.max_lines)"
+            yield Fault(code="too_many_lines", message=message, param=None, line=raw.number)
+            return
+        line = parse(raw, config)
+        if isinstance(line, RequestLine):
+            if not ids.add(line.custom_id):
+                line = duplicate_of(line)
+            elif line.url != endpoint:
+                line = _other_endpoint(line, endpoint)
+        if isinstance(line, BadLine):
+            yield Fault(code=line.code, message=line.message, param=line.param, line=line.number)
+            continue
+        assert raw.data is not None
+        yield NewLine(
+            number=line.number,
+            custom_id=line.custom_id,
+            offset=content.tell() - len(raw.data),
+            num_bytes=len(raw.data),
+            prefix_key=prefix_key(line.body),
+        )
+    if not num_lines:
+        yield Fault(code="empty_file", message="the file has no lines", param=None, line=None)
+
+
+def _other_endpoint(line: RequestLine, endpoint: str) -> BadLine:
+    return BadLine(
+        number=line.number,
+        custom_id=line.custom_id,
+        code="mismatched_endpoint",
+        message=f"url is {line.url}, but the batch is for {endpoint}",
+        param="url",
+    )

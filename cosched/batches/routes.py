@@ -1,0 +1,193 @@
+"""The HTTP routes of the Batch API, on an application that has others too."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.responses import Response, StreamingResponse
+from starlette.datastructures import UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+
+from cosched.batches.api import (
+    batch_json,
+    error_json,
+    expiry_seconds,
+    file_json,
+    limit_of,
+    new_batch,
+    owner_of,
+    page_json,
+)
+from cosched.batches.errors import ApiError
+from cosched.batches.service import BatchService
+
+__all__ = ["add_routes"]
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+_FORM_BYTES = 1 << 20
+"""What a form may have besides its file."""
+_MAX_FIELDS = 20
+
+
+def add_routes(app: FastAPI, service: BatchService) -> None:
+    """Before the application starts."""
+    routes = _Routes(service)
+    for method, path, handler in (
+        ("POST", "/v1/files", routes.upload),
+        ("GET", "/v1/files", routes.list_files),
+        ("GET", "/v1/files/{id}", routes.show_file),
+        ("DELETE", "/v1/files/{id}", routes.delete_file),
+        ("GET", "/v1/files/{id}/content", routes.content),
+        ("POST", "/v1/batches", routes.create),
+        ("GET", "/v1/batches", routes.list_batches),
+        ("GET", "/v1/batches/{id}", routes.show),
+        ("POST", "/v1/batches/{id}/cancel", routes.cancel),
+    ):
+        app.add_api_route(path, _with_errors(handler), methods=[method], name=handler.__name__)
+
+
+def _with_errors(handler: Handler) -> Handler:
+    async def answer(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except ApiError as error:
+            return _json(error_json(error), status=error.status)
+
+    return answer
+
+
+class _Routes:
+    def __init__(self, service: BatchService) -> None:
+        self._service = service
+        self._files = service.files
+        self._store = service.store
+
+    async def upload(self, request: Request) -> Response:
+        form = await self._form(request)
+        try:
+            content, purpose = form.get("file"), form.get("purpose")
+            if not isinstance(content, UploadFile):
+                raise ApiError("file: the form has no file of that name", param="file")
+            if purpose != "batch":
+                raise ApiError(f"purpose must be 'batch', not {purpose!r}", param="purpose")
+            if (content.size or 0) > self._service.config.max_file_bytes:
+                raise self._too_large()
+            file = await asyncio.to_thread(
+                self._files.add,
+                content.file,
+                owner=owner_of(request.headers),
+                filename=content.filename or "",
+                purpose="batch",
+                expires_s=expiry_seconds(form),
+            )
+        finally:
+            await form.close()
+        return _json(file_json(file))
+
+    async def _form(self, request: Request) -> Any:
+        """The form of an upload, its file on the disk while it comes in. ApiError 400, 413."""
+        if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+            raise ApiError("a file is uploaded as multipart/form-data")
+        parser = MultiPartParser(
+            request.headers, self._limited(request), max_files=1, max_fields=_MAX_FIELDS
+        )
+        try:
+            return await parser.parse()
+        except (MultiPartException, KeyError) as error:
+            raise ApiError(f"the form cannot be read: {error}") from None
+
+    async def _limited(self, request: Request) -> AsyncGenerator[bytes, None]:
+        most = self._service.config.max_file_bytes + _FORM_BYTES
+        announced = request.headers.get("content-length", "")
+        if announced.isdecimal() and int(announced) > most:
+            raise self._too_large()
+        num_bytes = 0
+        async for chunk in request.stream():
+            num_bytes += len(chunk)
+            if num_bytes > most:
+                raise self._too_large()
+            yield chunk
+
+    def _too_large(self) -> ApiError:
+        limit = self._service.config.max_file_bytes
+        message = f"a file may have {limit} bytes (batches.max_file_mb)"
+        return ApiError(message, status=413, param="file")
+
+    async def list_files(self, request: Request) -> Response:
+        query = request.query_params
+        order = query.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise ApiError(f"order must be asc or desc, not {order!r}", param="order")
+        found, has_more = await asyncio.to_thread(
+            self._files.page,
+            owner=owner_of(request.headers),
+            purpose=query.get("purpose"),
+            after=query.get("after"),
+            limit=limit_of(query.get("limit"), default=10_000, most=10_000),
+            newest_first=order == "desc",
+        )
+        return _json(page_json([file_json(file) for file in found], has_more))
+
+    async def show_file(self, request: Request) -> Response:
+        return _json(file_json(await self._file(request)))
+
+    async def delete_file(self, request: Request) -> Response:
+        name = request.path_params["id"]
+        await asyncio.to_thread(self._files.delete, name, owner=owner_of(request.headers))
+        return _json({"id": name, "object": "file", "deleted": True})
+
+    async def content(self, request: Request) -> Response:
+        file = await self._file(request)
+        return StreamingResponse(
+            self._files.content(file),  # Starlette takes its blocks in a thread
+            media_type="application/jsonl",
+            headers={"content-length": str(file.num_bytes)},
+        )
+
+    async def _file(self, request: Request) -> Any:
+        return await asyncio.to_thread(
+            self._files.get, request.path_params["id"], owner=owner_of(request.headers)
+        )
+
+    async def create(self, request: Request) -> Response:
+        owner = owner_of(request.headers)
+        asked = new_batch(await request.body(), owner=owner)
+        file = await asyncio.to_thread(self._files.get, asked.input_file_id, owner=owner)
+        if file.purpose != "batch":
+            raise ApiError(
+                f"input_file_id must be of a file with purpose 'batch', not {file.purpose!r}",
+                param="input_file_id",
+            )
+        batch = await asyncio.to_thread(self._store.create, asked)
+        self._service.wake()
+        return _json(batch_json(batch))
+
+    async def list_batches(self, request: Request) -> Response:
+        query = request.query_params
+        found, has_more = await asyncio.to_thread(
+            self._store.page,
+            owner=owner_of(request.headers),
+            after=query.get("after"),
+            limit=limit_of(query.get("limit"), default=20, most=100),
+        )
+        return _json(page_json([batch_json(batch) for batch in found], has_more))
+
+    async def show(self, request: Request) -> Response:
+        name = request.path_params["id"]
+        batch = await asyncio.to_thread(self._store.get, name, owner=owner_of(request.headers))
+        return _json(batch_json(batch))
+
+    async def cancel(self, request: Request) -> Response:
+        name = request.path_params["id"]
+        batch = await asyncio.to_thread(self._store.cancel, name, owner=owner_of(request.headers))
+        self._service.wake()
+        return _json(batch_json(batch))
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status_code=status, media_type="application/json")

@@ -1,0 +1,228 @@
+"""kill -9 of a server in the middle of its batches, again and again.
+
+    scripts/kill_batches [--kills 100] [--seed 1] [--server]
+
+While batches are uploaded, created, validated, fed or ended, the server is killed at a moment of
+chance, and started anew. No finished line may be lost or sent again, and in the end every line has
+one result. By default the engine is a stand-in, so that a start takes no time; ``--server`` takes a
+real server with the tiny model. Prints one JSON object, and ends with 1 when something was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import signal
+import sqlite3
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import uvicorn
+
+from cosched.batches.config import BatchesConfig
+from cosched.config import ENV_VAR
+from cosched.demo_model import ensure_demo_model
+from tests.batches.api import Api, line
+from tests.batches.stand_in import StandIn
+from tests.forks import Forks
+from tests.serving import ServerError, free_port, start_server
+
+LINES_PER_BATCH = 400
+LONGEST_LIFE_S = 2.0
+
+
+class StandInServer:
+    """Forks of this process; each notes what it is asked in a file."""
+
+    max_life_s = LONGEST_LIFE_S
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.asked = folder.parent / "asked"
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.process = None
+
+    def start(self):
+        self.asked.write_text("")
+        self.process = multiprocessing.get_context("fork").Process(target=self.run)
+        self.process.start()
+
+    def run(self):
+        stand_in = StandIn(BatchesConfig(folder=str(self.folder)), delay_s=0.05)
+        stand_in.note = os.open(self.asked, os.O_WRONLY | os.O_APPEND)
+        uvicorn.run(stand_in.app, port=self.port, log_level="error")
+
+    def kill(self):
+        self.process.kill()
+        self.process.join()
+
+    def asked_for(self):
+        return self.asked.read_text().split()
+
+    def close(self):
+        self.kill()
+
+
+class RealServer:
+    """The tiny model; all of its processes are killed."""
+
+    max_life_s = 4 * LONGEST_LIFE_S
+
+    def __init__(self, folder, forks):
+        self.folder = folder
+        self.model = ensure_demo_model(size="tiny", dtype="float32")
+        self.forks = forks
+        self.stack = contextlib.ExitStack()
+        self.url = ""
+
+    def start(self):
+        flags = ("--cosched-policy", "sarathi", "--cosched-batches", str(self.folder))
+        server = self.stack.enter_context(start_server(self.model, *flags, forks=self.forks))
+        self.url, self.process = server.url, server.process
+
+    def kill(self):
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.stack.close()
+
+    def asked_for(self):
+        return []
+
+    def close(self):
+        self.stack.close()
+
+
+def wait_ready(server):
+    deadline_s = time.monotonic() + 60
+    while True:
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{server.url}/v1/batches", timeout=5).status_code == 200:
+                return
+        assert time.monotonic() < deadline_s, "the server does not start"
+        time.sleep(0.01)
+
+
+def finished(folder):
+    """(Batch, line) of each result that is in the store of a server that was killed."""
+    path = folder / "batches.sqlite"
+    if not path.exists():
+        return set()
+    with contextlib.closing(sqlite3.connect(path, timeout=30)) as store:
+        try:
+            rows = store.execute(
+                "SELECT id, number FROM results JOIN batches ON seq = batch"
+            ).fetchall()
+        except sqlite3.OperationalError:  # killed before there was a table
+            return set()
+    return set(rows)
+
+
+def content(name):
+    """Good lines, and some that the server refuses."""
+    made = []
+    for number in range(LINES_PER_BATCH):
+        custom_id = f"{name}-{number}"
+        entry = line(custom_id, "refuse" if number % 50 == 9 else custom_id)
+        if number % 50 == 9:
+            entry["body"]["max_tokens"] = -1
+        made.append(entry)
+    return made
+
+
+def run(server, *, kills, seed):
+    """What was seen; AssertionError when something is wrong."""
+    rng = random.Random(seed)
+    created, done, at_kills, num_cut = {}, set(), [], 0
+    for number in range(kills):
+        server.start()
+        wait_ready(server)
+        api = Api(server.url)
+        ends_s = time.monotonic() + rng.uniform(0, server.max_life_s)
+        open_lines = len(created) * LINES_PER_BATCH - len(done)
+        if open_lines < LINES_PER_BATCH:
+            # Some kills come while the file is on its way, or before the batch is answered for.
+            name = f"b{number}"
+            timer = multiprocessing.get_context("fork").Process(
+                target=kill_at, args=(server.process.pid, ends_s, isinstance(server, RealServer))
+            )
+            timer.start()
+            try:
+                batch = api.create(content(name))
+                created[batch.id] = name
+            except (openai.APIConnectionError, openai.APIStatusError):
+                num_cut += 1
+            timer.join()
+        time.sleep(max(0.0, ends_s - time.monotonic()))
+        server.kill()
+        now = finished(server.folder)
+        assert done <= now, f"lost: {sorted(done - now)[:3]}"
+        again = {f"{created.get(b)}-{n - 1}" for b, n in done} & set(server.asked_for())
+        assert not again, f"sent again although finished: {sorted(again)[:3]}"
+        at_kills.append(len(now - done))
+        done = now
+    server.start()
+    wait_ready(server)
+    api = Api(server.url)
+    num_lines = 0
+    # Also those that were created, but whose client never heard of it.
+    for batch in api.batches.list(limit=100):
+        ended = api.wait(batch, timeout_s=300)
+        assert ended.status == "completed", ended
+        counts = ended.request_counts
+        assert (counts.total, counts.failed) == (LINES_PER_BATCH, LINES_PER_BATCH // 50), ended
+        outcome = api.outcome(ended)  # AssertionError where a line has two results
+        assert len(outcome) == LINES_PER_BATCH
+        assert sum(code == "http_400" for code in outcome.values()) == counts.failed
+        num_lines += len(outcome)
+        created.pop(batch.id, None)
+    assert not created, f"batches that were answered for are gone: {created}"
+    return {
+        "kills": kills,
+        "in_mid_batch": sum(map(bool, at_kills)),
+        "while_created": num_cut,
+        "lines": num_lines,
+        "lost": 0,
+        "repeated": 0,
+    }
+
+
+def kill_at(pid, at_s, is_group):
+    time.sleep(max(0.0, at_s - time.monotonic()))
+    with contextlib.suppress(ProcessLookupError):
+        (os.killpg if is_group else os.kill)(pid, signal.SIGKILL)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--server", action="store_true", help="a real one, with the tiny model")
+    arguments = parser.parse_args()
+    with contextlib.ExitStack() as stack:
+        root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cosched-kills-")))
+        if arguments.server:
+            forks = Forks(root, cleared=(ENV_VAR, "SGLANG_PLUGINS"))
+            stack.callback(forks.close)
+            server = RealServer(root / "batches", forks)
+        else:
+            server = StandInServer(root / "batches")
+        stack.callback(server.close)
+        try:
+            seen = run(server, kills=arguments.kills, seed=arguments.seed)
+        except (AssertionError, ServerError) as error:
+            print(json.dumps({"seed": arguments.seed, "wrong": str(error)}))
+            return 1
+    print(json.dumps({"seed": arguments.seed, **seen}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""A server with the routes, the store and the feeder of batches, and a stand-in for the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections import Counter
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+
+from cosched.batches.routes import add_routes
+from cosched.batches.service import BatchService
+
+
+class StandIn:
+    """What the engine was asked, and what it answers: `delay_s` after, an echo of the prompt; 400
+    where the prompt is "refuse", and as long as `is_held` nothing."""
+
+    def __init__(self, config, *, delay_s=0.01):
+        self.delay_s = delay_s
+        self.asked = Counter()
+        self.order = []
+        self.hung_up = 0
+        self.note = None  # a file that is told each prompt
+        self.is_held = False
+        self.num_under_way = 0
+        self.most_under_way = 0
+        self.service = BatchService(config)
+
+        @asynccontextmanager
+        async def lifespan(app):
+            async with self.service.feeding(app, api_key="secret", state={"own": True}):
+                yield
+
+        self.app = FastAPI(lifespan=lifespan)
+        self.app.add_api_route("/health", self.health)
+        self.app.add_api_route("/v1/models", self.health)
+        self.app.add_api_route("/v1/completions", self.complete, methods=["POST"])
+        add_routes(self.app, self.service)
+
+    async def health(self):
+        return {}
+
+    async def complete(self, request: Request):
+        assert request.state.own and request.headers["authorization"] == "Bearer secret"
+        body = json.loads(await request.body())
+        assert body["service_tier"] == "flex"
+        prompt = body["prompt"]
+        self.asked[prompt] += 1
+        self.order.append(prompt)
+        if self.note is not None:
+            os.write(self.note, f"{prompt}\n".encode())
+        self.num_under_way += 1
+        self.most_under_way = max(self.most_under_way, self.num_under_way)
+        try:
+            await asyncio.sleep(self.delay_s)
+            while self.is_held:
+                if await request.is_disconnected():
+                    self.hung_up += 1
+                    break
+                await asyncio.sleep(0.01)
+        finally:
+            self.num_under_way -= 1
+        if prompt == "refuse":
+            return JSONResponse({"error": {"message": "not this one"}}, status_code=400)
+        choice = {"index": 0, "text": f"to {prompt}", "finish_reason": "stop"}
+        usage = {"prompt_tokens": 3, "completion_tokens": 2}
+        return {"id": "r", "choices": [choice], "usage": usage}

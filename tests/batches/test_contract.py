@@ -1,0 +1,392 @@
+"""OpenAI's contract, as the `openai` client sees it; what runs lines is a stand-in."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sqlite3
+import time
+
+import httpx
+import openai
+import pytest
+
+from cosched.batches.config import BatchesConfig
+from tests.batches.api import Api, line, serving
+from tests.batches.stand_in import StandIn
+
+
+def lines(num, prefix="c"):
+    return [line(f"{prefix}{n}") for n in range(num)]
+
+
+def until(condition, timeout_s=30):
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_a_batch_from_the_upload_to_its_results(api):
+    batch = api.create([*lines(20), line("bad", "refuse")], metadata={"project": "p"})
+    assert batch.object == "batch" and batch.status == "validating"
+    assert batch.expires_at - batch.created_at == 86400 and batch.completion_window == "24h"
+    done = api.wait(batch)
+    assert done.status == "completed" and done.metadata == {"project": "p"}
+    counts = done.request_counts
+    assert (counts.total, counts.completed, counts.failed) == (21, 20, 1)
+    times = [done.created_at, done.in_progress_at, done.finalizing_at, done.completed_at]
+    assert times == sorted(times)
+    others = ("failed_at", "expired_at", "cancelling_at", "cancelled_at", "errors")
+    assert [getattr(done, name) for name in others] == [None] * 5
+    assert (done.usage.input_tokens, done.usage.output_tokens) == (60, 40)
+    assert done.usage.total_tokens == 100
+
+    output = api.records(done.output_file_id)
+    assert [record["custom_id"] for record in output] == [f"c{n}" for n in range(20)]
+    for record in output:
+        assert record["id"].startswith("batch_req_") and record["error"] is None
+        assert record["response"]["status_code"] == 200 and record["response"]["request_id"]
+    [failed] = api.records(done.error_file_id)
+    assert failed["custom_id"] == "bad" and failed["response"]["status_code"] == 400
+    assert failed["error"]["message"] == "not this one" and failed["line"] == 21
+
+    file = api.files.retrieve(done.output_file_id)
+    assert file.purpose == "batch_output" and file.expires_at is None
+    assert file.filename == f"{done.id}_output.jsonl"
+    assert file.bytes == len(api.files.content(file.id).content)
+
+
+def test_each_line_is_sent_once(api, stand_in):
+    api.wait(api.create(lines(600)))
+    assert set(stand_in.asked.values()) == {1} and len(stand_in.asked) == 600
+
+
+def test_wrong_lines_fail_the_batch_with_their_numbers(api, stand_in):
+    wrong = [
+        line("a"),
+        "{broken",
+        line("a"),
+        line("b", url="/v1/chat/completions"),
+        "",
+        line("c", method="GET"),
+        line("", method="GET"),
+    ]
+    failed = api.wait(api.create(wrong))
+    assert failed.status == "failed" and failed.failed_at
+    assert [(fault.line, fault.code, fault.param) for fault in failed.errors.data] == [
+        (2, "invalid_json", None),
+        (3, "duplicate_custom_id", "custom_id"),
+        (4, "mismatched_endpoint", "url"),
+        (6, "invalid_method", "method"),
+        (7, "invalid_custom_id", "custom_id"),
+    ]
+    assert failed.request_counts.total == 0 and not stand_in.asked
+    assert failed.output_file_id is None and failed.error_file_id is None
+
+
+@pytest.mark.parametrize(
+    ("content", "code"), [([], "empty_file"), (["", " "], "empty_file")], ids=["no", "blank"]
+)
+def test_a_file_without_lines_fails(api, content, code):
+    failed = api.wait(api.create(content))
+    assert [(fault.code, fault.line) for fault in failed.errors.data] == [(code, None)]
+
+
+@pytest.mark.parametrize("stand_in", [{"max_lines": 5, "max_line_bytes": 200}], indirect=True)
+def test_limits_of_lines(api):
+    assert api.wait(api.create(lines(5))).status == "completed"
+    [fault] = api.wait(api.create(lines(9))).errors.data
+    assert (fault.code, fault.line) == ("too_many_lines", 6) and "5 lines" in fault.message
+    [fault] = api.wait(api.create([line("a", "x" * 300)])).errors.data
+    assert fault.code == "line_too_long" and "200 bytes (batches.max_line_bytes)" in fault.message
+
+
+@pytest.mark.parametrize("stand_in", [{"max_file_mb": 0.001}], indirect=True)
+def test_limit_of_a_file(api, folder):
+    api.upload(["x" * 999])
+    with pytest.raises(openai.APIStatusError, match="1000 bytes") as error:
+        api.upload(["x" * 1000])
+    assert error.value.status_code == 413
+    with pytest.raises(openai.APIStatusError, match="1000 bytes"):
+        api.upload(["x" * 3_000_000])
+    # Nothing says before how much this is.
+    head = b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n'
+    chunks = itertools.chain([head], itertools.repeat(b"x" * 65536, 100))
+    headers = {"content-type": "multipart/form-data; boundary=b"}
+    reply = httpx.post(f"{api.url}/v1/files", content=chunks, headers=headers)
+    assert reply.status_code == 413
+    assert len(list((folder / "files").iterdir())) == 1
+
+
+def test_cancel_keeps_what_is_finished(api, stand_in):
+    stand_in.delay_s = 0.3
+    batch = api.create(lines(400))
+    api.wait(batch, "in_progress")
+    until(lambda: api.batches.retrieve(batch.id).request_counts.completed)
+    stand_in.is_held = True
+    until(lambda: stand_in.num_under_way)
+    cancelling = api.batches.cancel(batch.id)
+    assert cancelling.status in ("cancelling", "cancelled") and cancelling.cancelling_at
+    ended = api.wait(batch)
+    assert ended.status == "cancelled" and ended.cancelled_at >= ended.cancelling_at
+    counts = ended.request_counts
+    assert 0 < counts.completed < 400 and counts.completed + counts.failed == 400
+    codes = [code for code in api.outcome(ended).values() if not code.startswith("to ")]
+    assert codes == ["batch_cancelled"] * counts.failed
+    # The engine is told, and works on nothing more.
+    until(lambda: not stand_in.num_under_way)
+    assert stand_in.hung_up
+    with pytest.raises(openai.ConflictError, match="cancelled cannot be cancelled"):
+        api.batches.cancel(batch.id)
+
+
+def test_expiry_returns_what_is_finished(api, stand_in, folder):
+    batch = api.create(lines(300))
+    until(lambda: api.batches.retrieve(batch.id).request_counts.completed)
+    stand_in.is_held = True
+    until(lambda: stand_in.num_under_way)
+    with sqlite3.connect(folder / "batches.sqlite", timeout=30) as store:
+        store.execute("UPDATE batches SET expires_at = ?", (int(time.time()),))
+    store.close()
+    ended = api.wait(batch)
+    assert ended.status == "expired" and ended.expired_at and ended.completed_at is None
+    outcome = api.outcome(ended)
+    assert len(outcome) == 300
+    codes = [code for code in outcome.values() if not code.startswith("to ")]
+    assert set(codes) == {"batch_expired"} and len(codes) == ended.request_counts.failed
+
+
+def test_results_expire_where_that_is_asked_for(api):
+    expires = {"anchor": "created_at", "seconds": 3600}
+    done = api.wait(api.create(lines(1), output_expires_after=expires))
+    file = api.files.retrieve(done.output_file_id)
+    assert file.expires_at - file.created_at == 3600
+    file = api.upload(["x"], expires_after=expires)
+    assert file.expires_at - file.created_at == 3600
+
+
+@pytest.mark.parametrize(
+    ("window", "seconds"),
+    [("30m", 1800), ("1h", 3600), ("6h", 21600), ("48h", 172800), ("2d", 172800)],
+)
+def test_windows(api, window, seconds):
+    batch = api.create(lines(1), window=window)
+    assert batch.expires_at - batch.created_at == seconds and batch.completion_window == window
+    api.wait(batch)
+
+
+WRONG = [
+    ({"completion_window": "1 day"}, "completion_window must be a number and m, h or d"),
+    ({"completion_window": "0h"}, "not '0h'"),
+    ({"completion_window": "31d"}, "at most 30d"),
+    ({"completion_window": 24}, "completion_window"),
+    ({"endpoint": "/v1/images"}, "endpoint must be one of /v1/chat/completions"),
+    ({"metadata": {str(n): "" for n in range(17)}}, "16 pairs, not 17"),
+    ({"metadata": {"k" * 65: ""}}, "64 characters, not 65"),
+    ({"metadata": {"k": "v" * 513}}, "metadata.k may have 512 characters, not 513"),
+    ({"metadata": {"k": 1}}, "metadata"),
+    ({"output_expires_after": {"anchor": "created_at", "seconds": 60}}, "from 3600 to 2592000"),
+    ({"output_expires_after": {"anchor": "now", "seconds": 3600}}, "anchor"),
+    ({"input_file_id": "file-0"}, "no file 'file-0'"),
+    ({"unheard": 1}, "unheard"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG)
+def test_wrong_batches_are_refused(api, changes, message):
+    file = api.upload(lines(1))
+    good = {
+        "input_file_id": file.id,
+        "endpoint": "/v1/completions",
+        "completion_window": "24h",
+    }
+    with pytest.raises(openai.APIStatusError, match=message) as error:
+        api.client.post("/batches", body=good | changes, cast_to=object)
+    assert error.value.status_code in (400, 404)
+    assert set(error.value.body) == {"message", "type", "param", "code"}
+    assert not api.batches.list().data
+
+
+def test_results_are_no_input(api):
+    done = api.wait(api.create(lines(1)))
+    with pytest.raises(openai.BadRequestError, match="purpose 'batch', not 'batch_output'"):
+        api.batches.create(
+            input_file_id=done.output_file_id,
+            endpoint="/v1/completions",
+            completion_window="1h",
+        )
+
+
+def test_wrong_uploads_are_refused(api):
+    with pytest.raises(openai.BadRequestError, match="purpose must be 'batch', not 'fine-tune'"):
+        api.files.create(file=("f", b"x"), purpose="fine-tune")
+    url = f"{api.url}/v1/files"
+    replies = [
+        httpx.post(url, json={}),
+        httpx.post(url, data={"purpose": "batch"}, files={"other": b"x"}),
+        httpx.post(url, content=b"x", headers={"content-type": "multipart/form-data"}),
+        httpx.post(url, content=b"x", headers={"content-type": "multipart/form-data; boundary=b"}),
+    ]
+    for reply in replies:
+        assert reply.status_code == 400 and reply.json()["error"]["message"], reply.text
+
+
+def test_lists_are_paged(api):
+    batches = [api.create(lines(1)) for _ in range(5)]
+    page = api.batches.list(limit=2)
+    assert [batch.id for batch in page.data] == [batches[4].id, batches[3].id] and page.has_more
+    assert [batch.id for batch in api.batches.list(limit=2)] == [b.id for b in batches[::-1]]
+    assert api.batches.list(after=batches[1].id).data[0].id == batches[0].id
+    for batch in batches:
+        api.wait(batch)
+    inputs = [batch.input_file_id for batch in batches]
+    listed = [file.id for file in api.files.list(purpose="batch", order="asc", limit=2)]
+    assert listed == inputs
+    assert len(list(api.files.list())) == 10
+    for query in ("limit=0", "limit=x", "limit=101", "after=nothing"):
+        assert httpx.get(f"{api.url}/v1/batches?{query}").status_code in (400, 404)
+    assert httpx.get(f"{api.url}/v1/files?order=up").status_code == 400
+
+
+def test_a_deleted_file_is_gone(api):
+    done = api.wait(api.create(lines(3)))
+    for name in (done.input_file_id, done.output_file_id):
+        assert api.files.delete(name).deleted
+        for call in (api.files.retrieve, api.files.content, api.files.delete):
+            with pytest.raises(openai.NotFoundError):
+                call(name)
+    assert api.batches.retrieve(done.id).status == "completed"
+
+
+def test_an_input_file_may_be_deleted_while_its_batch_runs(api, stand_in, folder):
+    stand_in.is_held = True
+    batch = api.create(lines(600))
+    until(lambda: stand_in.num_under_way)
+    api.files.delete(batch.input_file_id)
+    stand_in.is_held = False
+    assert len(api.outcome(api.wait(batch))) == 600
+    until(lambda: not list((folder / "files").iterdir()))
+
+
+def test_a_key_sees_its_own_only(api):
+    done = api.wait(api.create(lines(1)))
+    other = Api(api.url, key="another")
+    assert not other.batches.list().data and not other.files.list().data
+    calls = [
+        (other.batches.retrieve, done.id),
+        (other.batches.cancel, done.id),
+        (other.files.retrieve, done.input_file_id),
+        (other.files.content, done.output_file_id),
+        (other.files.delete, done.output_file_id),
+    ]
+    for call, name in calls:
+        with pytest.raises(openai.NotFoundError):
+            call(name)
+    with pytest.raises(openai.NotFoundError):
+        other.batches.create(
+            input_file_id=done.input_file_id,
+            endpoint="/v1/completions",
+            completion_window="1h",
+        )
+
+
+@pytest.mark.parametrize(
+    "name", ["../../etc/passwd", "..%2F..%2Fetc%2Fpasswd", "%00", "' OR 1=1 --", "file-"]
+)
+def test_names_are_only_names(api, name):
+    api.upload(lines(1))
+    for path in (f"/v1/files/{name}/content", f"/v1/files/{name}", f"/v1/batches/{name}"):
+        assert httpx.get(api.url + path).status_code in (404, 405)
+
+
+@pytest.mark.parametrize("stand_in", [{"high_watermark": 20, "low_watermark": 10}], indirect=True)
+def test_lines_under_way_stay_between_the_watermarks(api, stand_in):
+    api.wait(api.create(lines(200)))
+    assert 10 <= stand_in.most_under_way <= 20
+
+
+@pytest.mark.parametrize("stand_in", [{"high_watermark": 8, "low_watermark": 4}], indirect=True)
+def test_batches_and_tenants_share(api, stand_in):
+    stand_in.is_held = True
+    first = api.create(lines(100, "first"), metadata={"tenant": "big"})
+    until(lambda: stand_in.num_under_way == 8)
+    second = api.create(lines(100, "second"), metadata={"tenant": "big"})
+    third = api.create(lines(20, "third"), metadata={"tenant": "small"})
+    for batch in (second, third):
+        api.wait(batch, "in_progress")
+    stand_in.is_held = False
+    for batch in (first, second, third):
+        api.wait(batch)
+    # While all three wait, each tenant has half.
+    begins = [name.rstrip("0123456789") for name in stand_in.order[8:48]]
+    assert 15 <= begins.count("third") <= 20
+    assert abs(begins.count("first") - begins.count("second")) <= 12
+
+
+def test_lines_that_begin_alike_go_together(folder):
+    config = BatchesConfig(folder=str(folder), high_watermark=4, low_watermark=3)
+    stand_in = StandIn(config)
+    documents = [f"document {n} " * 60 for n in range(5)]
+    mixed = [line(f"{n}", documents[n % 5] + f"question {n}") for n in range(50)]
+    with serving(stand_in) as url:
+        api = Api(url)
+        api.wait(api.create(mixed))
+    order = [prompt.split()[1] for prompt in stand_in.order]
+    changes = sum(a != b for a, b in itertools.pairwise(order))
+    assert changes == 4
+
+
+def test_a_restart_goes_on_where_it_was(folder):
+    config = BatchesConfig(folder=str(folder))
+    before, after = StandIn(config), None
+    with serving(before) as url:
+        api = Api(url)
+        batch = api.create(lines(700))
+        until(lambda: api.batches.retrieve(batch.id).request_counts.completed > 100)
+    counted = set(before.asked)
+    after = StandIn(config)
+    with serving(after) as url:
+        api = Api(url)
+        done = api.wait(batch)
+        assert api.outcome(done) == {f"c{n}": f"to c{n}" for n in range(700)}
+    again = counted & set(after.asked)
+    assert len(again) <= config.high_watermark, "only what was under way is sent again"
+    assert len(counted | set(after.asked)) == 700
+
+
+def test_json_of_errors_in_routes_is_openais(api):
+    reply = httpx.post(f"{api.url}/v1/batches", content=b"{")
+    assert reply.status_code == 400
+    assert reply.json()["error"]["type"] == "invalid_request_error"
+    assert json.loads(reply.text)["error"]["message"]
+
+
+def test_a_window_that_ends_while_the_server_is_down(folder):
+    config = BatchesConfig(folder=str(folder))
+    with serving(StandIn(config)) as url:
+        api = Api(url)
+        batch = api.create(lines(2000))
+        until(lambda: api.batches.retrieve(batch.id).request_counts.completed)
+    with sqlite3.connect(folder / "batches.sqlite") as store:
+        store.execute("UPDATE batches SET expires_at = ?", (int(time.time()) - 1,))
+    store.close()
+    with serving(StandIn(config)) as url:
+        api = Api(url)
+        ended = api.wait(batch)
+        assert ended.status == "expired" and ended.request_counts.completed
+        assert len(api.outcome(ended)) == 2000
+
+
+def test_input_that_is_damaged_later_is_an_error_of_its_lines(api, stand_in, folder):
+    stand_in.is_held = True
+    batch = api.create(lines(600))
+    until(lambda: stand_in.num_under_way)
+    path = folder / "files" / batch.input_file_id
+    path.write_bytes(b"\0" * path.stat().st_size)
+    stand_in.is_held = False
+    done = api.wait(batch)
+    counts = done.request_counts
+    assert done.status == "completed" and counts.completed + counts.failed == 600
+    assert counts.completed and counts.failed
+    assert api.outcome(done).keys() == {f"c{n}" for n in range(600)}

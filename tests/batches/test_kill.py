@@ -1,0 +1,24 @@
+"""kill -9 in the middle of batches: tests/batches/kills.py, and scripts/kill_batches for more."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+from tests.serving import ROOT, SEARCH_PATH
+
+
+def test_no_finished_line_is_lost_or_sent_again():
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.batches.kills", "--kills", "5", "--seed", "3"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": SEARCH_PATH},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    seen = json.loads(ended.stdout.splitlines()[-1])
+    assert seen["in_mid_batch"] and seen["lines"]

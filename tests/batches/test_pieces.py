@@ -1,0 +1,159 @@
+"""Shares of batches, keys of prefixes, requests of a server to itself."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cosched.batches.config import BatchesConfig
+from cosched.batches.fairness import Demand, shares
+from cosched.batches.in_process import InProcessTransport
+from cosched.batches.lock import lock_folder
+from cosched.batches.prefix import CHUNK_BYTES, MAX_CHUNKS, prefix_key
+from cosched.config import Config
+from cosched.engine.arguments import check_files
+from cosched.errors import ConfigError
+
+
+@st.composite
+def demands(draw):
+    return [
+        Demand(
+            batch_id=str(n),
+            tenant=("", draw(st.sampled_from("ab"))),
+            num_under_way=draw(st.integers(0, 20)),
+            num_waiting=draw(st.integers(0, 30)),
+        )
+        for n in range(draw(st.integers(0, 6)))
+    ]
+
+
+@given(found=demands(), room=st.integers(0, 60))
+def test_all_room_is_used_and_by_who_has_least(found, room):
+    given_to = shares(found, room=room)
+    assert sum(given_to.values()) == min(room, sum(one.num_waiting for one in found))
+    load = {one.batch_id: one.num_under_way + given_to.get(one.batch_id, 0) for one in found}
+    by_tenant = {}
+    for one in found:
+        by_tenant[one.tenant] = by_tenant.get(one.tenant, 0) + load[one.batch_id]
+    for one in found:
+        assert given_to.get(one.batch_id, 0) <= one.num_waiting
+        if given_to.get(one.batch_id, 0) == one.num_waiting:
+            continue  # it wants no more
+        # Whoever wants more has at least as much as others of its kind that were given some.
+        for other in found:
+            if given_to.get(other.batch_id, 0):
+                if other.tenant == one.tenant:
+                    assert load[one.batch_id] >= load[other.batch_id] - 1
+                assert by_tenant[one.tenant] >= by_tenant[other.tenant] - 1
+
+
+def chat(*texts):
+    messages = [{"role": "user", "content": text} for text in texts]
+    return json.dumps({"model": "m", "messages": messages}).encode()
+
+
+def test_prompts_with_the_same_head_stand_together():
+    documents = [f"document {n} " * 200 for n in range(4)]
+    prompts = {(d, q): prefix_key(chat(documents[d] + str(q))) for q in range(5) for d in range(4)}
+    order = [document for document, _ in sorted(prompts, key=prompts.__getitem__)]
+    assert sum(a != b for a, b in itertools.pairwise(order)) == 3
+
+
+def test_keys_are_small_and_what_stands_before_the_prompt_does_not_count():
+    long = "x" * 10**6
+    assert len(prefix_key(chat(long))) == 4 * MAX_CHUNKS
+    body = {"prompt": long, "max_tokens": 3}
+    assert prefix_key(json.dumps(body).encode()) == prefix_key(
+        json.dumps({"model": "y", **body}).encode()
+    )
+    head = {"tools": [{"name": "t" * CHUNK_BYTES}]}
+    keys = {prefix_key(json.dumps({"messages": m, **head}).encode())[:4] for m in (["a"], ["b"])}
+    assert len(keys) == 1
+    assert prefix_key(b"{}") == b""
+
+
+async def ask(app, **changes):
+    transport = InProcessTransport(app, state={"own": True})
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        return await client.request(**({"method": "POST", "url": "/a"} | changes))
+
+
+def test_a_request_to_oneself_is_a_whole_request():
+    async def app(scope, receive, send):
+        message = await receive()
+        said = [scope["path"], scope["query_string"].decode(), scope["state"]]
+        body = json.dumps([*said, message["body"].decode()]).encode()
+        await send({"type": "http.response.start", "status": 201, "headers": [(b"a", b"b")]})
+        await send({"type": "http.response.body", "body": body[:5], "more_body": True})
+        await send({"type": "http.response.body", "body": body[5:]})
+
+    reply = asyncio.run(ask(app, url="/a/b?c=d", content=b"hello"))
+    assert reply.status_code == 201 and reply.headers["a"] == "b"
+    assert reply.json() == ["/a/b", "c=d", {"own": True}, "hello"]
+
+
+def test_an_application_that_fails_is_an_error_of_the_connection():
+    async def fails(scope, receive, send):
+        raise KeyError("x")
+
+    async def silent(scope, receive, send):
+        pass
+
+    for app in (fails, silent):
+        with pytest.raises(httpx.RequestError):
+            asyncio.run(ask(app))
+
+
+def test_whoever_goes_away_is_seen_to_go():
+    seen = []
+
+    async def app(scope, receive, send):
+        await receive()
+        seen.append((await receive())["type"])
+        seen.append("went on")
+
+    async def run():
+        transport = InProcessTransport(app, state={})
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            task = asyncio.create_task(client.get("/"))
+            await asyncio.sleep(0.05)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await asyncio.sleep(0.05)
+
+    asyncio.run(run())
+    assert seen == ["http.disconnect", "went on"]
+
+
+def test_a_folder_is_for_one_server(tmp_path):
+    with lock_folder(tmp_path / "b"):
+        with pytest.raises(ConfigError, match="another server uses it"):
+            lock_folder(tmp_path / "b")
+        with pytest.raises(ConfigError, match="another server uses it"):
+            check_files(Config(batches=BatchesConfig(folder=str(tmp_path / "b"))))
+    lock_folder(tmp_path / "b").close()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="file"):
+        lock_folder(tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_file_mb": 0}, "max_file_mb must be a positive number, not 0"),
+        ({"max_lines": 0}, "max_lines must be at least 1"),
+        ({"low_watermark": 256}, "low_watermark must be from 0 to 255"),
+        ({"url": "sqlite://"}, "url without folder"),
+    ],
+)
+def test_wrong_settings_are_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        BatchesConfig(**values)

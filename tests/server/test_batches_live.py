@@ -1,0 +1,139 @@
+"""Files and Batches on a real server, with the `openai` client; chats are answered beside them."""
+
+from __future__ import annotations
+
+import time
+
+import httpx
+import openai
+import pytest
+
+from tests.batches.api import Api
+from tests.batches.kills import RealServer, run
+from tests.serving import start_server
+
+KEY = "secret"
+CHAT = "/v1/chat/completions"
+
+
+def line(custom_id, url, **body):
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+
+
+def chat(custom_id, **body):
+    messages = [{"role": "user", "content": f"hello {custom_id}"}]
+    defaults = {"model": "default", "messages": messages, "max_tokens": 4, "temperature": 0}
+    return line(custom_id, "/v1/chat/completions", **(defaults | body))
+
+
+def completion(custom_id, **body):
+    defaults = {"model": "default", "prompt": f"hello {custom_id}", "max_tokens": 4}
+    return line(custom_id, "/v1/completions", **(defaults | body))
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model, forks, tmp_path_factory):
+    """With an API key, and an operator who lets clients send no offline work of their own."""
+    folder = tmp_path_factory.mktemp("batches")
+    claims = '{"ignore": ["service_tier", "priority"], "keys": {"*": {"max_offline": 0}}}'
+    flags = ("--cosched-policy", "sarathi", "--cosched-batches", str(folder))
+    flags += ("--api-key", KEY, "--cosched-claims", claims)
+    with start_server(tiny_model, *flags, forks=forks) as server:
+        yield server
+
+
+@pytest.fixture
+def api(server):
+    return Api(server.url, key=KEY)
+
+
+def state_of(server):
+    headers = {"authorization": f"Bearer {KEY}"}
+    info = httpx.get(f"{server.url}/get_server_info", headers=headers, timeout=30).json()
+    return info["internal_states"][0]["cosched"]
+
+
+def test_chats_are_answered_while_a_batch_is(api, server):
+    before = state_of(server)
+    batch = api.create([chat(f"c{n}", max_tokens=20) for n in range(300)], endpoint=CHAT)
+    api.wait(batch, "in_progress")
+    reply = api.client.chat.completions.create(
+        model="default", messages=[{"role": "user", "content": "hi"}], max_tokens=4
+    )
+    assert reply.usage.completion_tokens == 4
+    assert api.batches.retrieve(batch.id).status == "in_progress"
+    done = api.wait(batch)
+    assert done.status == "completed" and done.request_counts.completed == 300
+    records = api.records(done.output_file_id)
+    assert [record["custom_id"] for record in records] == [f"c{n}" for n in range(300)]
+    assert {record["response"]["body"]["service_tier"] for record in records} == {"flex"}
+    assert done.usage.output_tokens == 6000
+    # Only the chat was online, whatever signs the operator ignores.
+    after = state_of(server)
+    online = after["online_prefill_tokens"] - before["online_prefill_tokens"]
+    offline = after["offline_prefill_tokens"] - before["offline_prefill_tokens"]
+    assert 0 < online < 50 < offline
+
+
+def test_lines_that_the_server_refuses_are_errors(api):
+    lines = [
+        chat("good"),
+        chat("hot", temperature=-1),
+        chat("long", messages=[{"role": "user", "content": "word " * 30_000}]),
+        chat("late", custom_params={"cosched": {"deadline_s": "soon"}}),
+    ]
+    done = api.wait(api.create(lines, endpoint=CHAT))
+    assert done.status == "completed" and done.request_counts.failed == 3
+    assert [r["custom_id"] for r in api.records(done.output_file_id)] == ["good"]
+    failed = {r["custom_id"]: r for r in api.records(done.error_file_id)}
+    assert failed.keys() == {"hot", "long", "late"}
+    for record in failed.values():
+        assert record["response"]["status_code"] == 400 and record["error"]["message"]
+    assert "deadline_s" in failed["late"]["error"]["message"]
+
+
+def test_cancel_frees_the_engine(api, server):
+    lines = [completion(f"c{n}", max_tokens=400, ignore_eos=True) for n in range(150)]
+    batch = api.create(lines, endpoint="/v1/completions")
+    deadline_s = time.monotonic() + 60
+    while not state_of(server)["num_running_offline"]:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    api.batches.cancel(batch.id)
+    ended = api.wait(batch)
+    assert ended.status == "cancelled" and ended.request_counts.failed > 0
+    assert len(api.records(ended.error_file_id)) == ended.request_counts.failed
+    while any(state_of(server)[f"num_{kind}_offline"] for kind in ("waiting", "running")):
+        assert time.monotonic() < deadline_s, "the engine works on lines that nobody waits for"
+        time.sleep(0.2)
+
+
+def test_the_routes_are_behind_the_key(server):
+    for key in (None, "wrong"):
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        for method, path in (
+            ("GET", "/v1/files"),
+            ("POST", "/v1/files"),
+            ("GET", "/v1/files/file-1/content"),
+            ("DELETE", "/v1/files/file-1"),
+            ("GET", "/v1/batches"),
+            ("POST", "/v1/batches"),
+            ("POST", "/v1/batches/batch_1/cancel"),
+        ):
+            reply = httpx.request(method, server.url + path, headers=headers)
+            assert reply.status_code == 401, (method, path)
+
+
+def test_names_that_are_not_there(api):
+    for call in (api.batches.retrieve, api.batches.cancel, api.files.retrieve, api.files.content):
+        with pytest.raises(openai.NotFoundError):
+            call("batch_1")
+
+
+def test_kills_lose_and_repeat_nothing(forks, tmp_path):
+    server = RealServer(tmp_path / "batches", forks)
+    try:
+        seen = run(server, kills=2, seed=5)
+    finally:
+        server.close()
+    assert seen["lines"]
