@@ -147,7 +147,8 @@ class EcoServePolicy:
         work.settle()
         work.choose()
         work.hold_others()
-        if not is_turn_of_decodes(builder):
+        # What is stopped may be on its way to host memory, and not free yet.
+        if not builder.num_preempted and not is_turn_of_decodes(builder):
             work.add_prompts()
         after = Batch(
             groups=work.groups,
@@ -233,6 +234,11 @@ class _Work:
             length = view.caps.ceil_to_page(max(view.length(request).upper, 1))
             self._lengths[request.rid] = length
         return length
+
+    @property
+    def num_unfinished_tokens(self) -> int:
+        """KV that prompts under way still take."""
+        return sum(num_tokens_of(r) - r.num_computed_tokens for r in self.builder.unfinished())
 
     def waiting(self) -> Iterator[Request]:
         """GTs that wait."""
@@ -610,7 +616,7 @@ class _Promises:
     def __init__(self, work: _Work, reserve: int) -> None:
         self._work = work
         self._ledger = work.builder.ledger
-        self._least = reserve
+        self._least = reserve + work.num_unfinished_tokens
 
     def takes_all(self, queue: Sequence[_Entry]) -> bool:
         """Nobody's promise makes room for another's: they are looked at one by one."""
@@ -643,7 +649,7 @@ class _Peaks:
         view = work.view
         self._gain = view.preemption_gain
         kv = view.kv
-        self._most = kv.total - reserve
+        self._most = kv.total - reserve - work.num_unfinished_tokens
         running = [work.running[rid] for rid in work.groups]
         self._needs = [Need(self._gain(r), work.length(r)) for r in running]
         self._others = kv.total - kv.free - kv.evictable - sum(n.held for n in self._needs)
