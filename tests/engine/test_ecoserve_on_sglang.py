@@ -16,7 +16,7 @@ NAMES = [name for name in POLICIES if name.startswith("ecoserve")]
 OFFLINE = -100
 
 
-def flood(engine, rng, *, num_requests=40, deadlines=False, longest=60):
+def flood(engine, rng, *, num_requests=30, deadlines=False, longest=60):
     """Requests that each know how long their output gets, at random moments."""
     sent = {}
 
@@ -72,7 +72,7 @@ def test_guests_grow_in_what_their_hosts_were_promised(make_engine, page_size, o
         max_total_tokens=1600,
         max_running_requests=16,
     )
-    sent, act = flood(engine, random.Random(5), num_requests=60, longest=400)
+    sent, act = flood(engine, random.Random(5), num_requests=30, longest=250)
     taken, hosts = [], set()
 
     def look(iteration):
