@@ -47,8 +47,9 @@ Deviations from the paper, each for a reason (docs/policies/ecoserve.md has more
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -75,7 +76,7 @@ from cosched.policy.phases import (
 
 __all__ = ["Batch", "EcoOptions", "EcoServePolicy"]
 
-WINDOW = 256
+WINDOW = 128
 """Waiting prompts of each class that are looked at (own)."""
 
 REFRESHED = 512
@@ -522,10 +523,12 @@ class _Work:
                 return
         gate = _Gate(self)
         room = offline_room(builder)
-        queue, cut = self._prompts(), None
-        misses = _MOST_MISSES if self.options.ordered else 0
+        queue, cut = deque(self._prompts()), None
+        misses, most = (_MOST_MISSES if self.options.ordered else 0), sys.maxsize
         while queue and builder.ledger.slots > 0:
-            request = queue.pop(0)
+            request = queue.popleft()
+            if num_tokens_of(request) >= most or must_wait(builder, request):
+                continue
             left = self._left()
             if left <= 0 and self.runs_anything():
                 break
@@ -536,12 +539,11 @@ class _Work:
                 room -= 1
             if cut is None and num_tokens_of(request) - self._num_cached(request) > left > 0:
                 cut = request
-                queue = _shorter(queue, left) if self.options.ordered else []
+                queue = deque(_shorter(queue, left) if self.options.ordered else ())
             elif not self._admit(gate, request, left):
                 if not misses:
                     break
-                misses -= 1
-                queue = [r for r in queue if num_tokens_of(r) < builder.ledger.headroom]
+                misses, most = misses - 1, builder.ledger.headroom
         if cut is not None and (self._left() >= _LEAST_CHUNK or not self.runs_anything()):
             self._admit(gate, cut, self._left())
 
@@ -566,13 +568,8 @@ class _Work:
 
     def _prompts(self) -> list[Request]:
         """Waiting prompts in order."""
-        view, builder = self.view, self.builder
-        waiting = [
-            request
-            for source in (view.online, view.offline_order())
-            for request in islice(source, WINDOW)
-            if not must_wait(builder, request)
-        ]
+        view = self.view
+        waiting = [*islice(view.online, WINDOW), *islice(view.offline_order(), WINDOW)]
         if not self.options.ordered:
             return waiting
         return sorted(waiting, key=lambda r: self._place(r, 0, num_tokens_of(r)))
@@ -745,7 +742,7 @@ def _remove(queue: list[_Entry], request: Request) -> None:
             return
 
 
-def _shorter(queue: Sequence[Request], most: int) -> list[Request]:
+def _shorter(queue: Iterable[Request], most: int) -> list[Request]:
     """Those that fit, longest first."""
     return sorted((r for r in queue if num_tokens_of(r) <= most), key=lambda r: -num_tokens_of(r))
 
@@ -765,7 +762,7 @@ _ONLINE = 0
 _MOST_LEVELS = 8
 """Of hosts in hosts; a place halves with each."""
 
-_MOST_MISSES = 32
+_MOST_MISSES = 16
 """Prompts for which there is no KV that are passed over in a plan, for others to fill it."""
 
 _LEAST_CHUNK = 16
