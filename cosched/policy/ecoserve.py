@@ -47,8 +47,9 @@ Deviations from the paper, each for a reason (docs/policies/ecoserve.md has more
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -75,7 +76,7 @@ from cosched.policy.phases import (
 
 __all__ = ["Batch", "EcoOptions", "EcoServePolicy"]
 
-WINDOW = 256
+WINDOW = 128
 """Waiting prompts of each class that are looked at (own)."""
 
 REFRESHED = 512
@@ -147,7 +148,8 @@ class EcoServePolicy:
         work.settle()
         work.choose()
         work.hold_others()
-        if not is_turn_of_decodes(builder):
+        # What is stopped may be on its way to host memory, and not free yet.
+        if not builder.num_preempted and not is_turn_of_decodes(builder):
             work.add_prompts()
         after = Batch(
             groups=work.groups,
@@ -233,6 +235,11 @@ class _Work:
             length = view.caps.ceil_to_page(max(view.length(request).upper, 1))
             self._lengths[request.rid] = length
         return length
+
+    @property
+    def num_unfinished_tokens(self) -> int:
+        """KV that prompts under way still take."""
+        return sum(num_tokens_of(r) - r.num_computed_tokens for r in self.builder.unfinished())
 
     def waiting(self) -> Iterator[Request]:
         """GTs that wait."""
@@ -516,10 +523,12 @@ class _Work:
                 return
         gate = _Gate(self)
         room = offline_room(builder)
-        queue, cut = self._prompts(), None
-        misses = _MOST_MISSES if self.options.ordered else 0
+        queue, cut = deque(self._prompts()), None
+        misses, most = (_MOST_MISSES if self.options.ordered else 0), sys.maxsize
         while queue and builder.ledger.slots > 0:
-            request = queue.pop(0)
+            request = queue.popleft()
+            if num_tokens_of(request) >= most or must_wait(builder, request):
+                continue
             left = self._left()
             if left <= 0 and self.runs_anything():
                 break
@@ -530,12 +539,11 @@ class _Work:
                 room -= 1
             if cut is None and num_tokens_of(request) - self._num_cached(request) > left > 0:
                 cut = request
-                queue = _shorter(queue, left) if self.options.ordered else []
+                queue = deque(_shorter(queue, left) if self.options.ordered else ())
             elif not self._admit(gate, request, left):
                 if not misses:
                     break
-                misses -= 1
-                queue = [r for r in queue if num_tokens_of(r) < builder.ledger.headroom]
+                misses, most = misses - 1, builder.ledger.headroom
         if cut is not None and (self._left() >= _LEAST_CHUNK or not self.runs_anything()):
             self._admit(gate, cut, self._left())
 
@@ -560,13 +568,8 @@ class _Work:
 
     def _prompts(self) -> list[Request]:
         """Waiting prompts in order."""
-        view, builder = self.view, self.builder
-        waiting = [
-            request
-            for source in (view.online, view.offline_order())
-            for request in islice(source, WINDOW)
-            if not must_wait(builder, request)
-        ]
+        view = self.view
+        waiting = [*islice(view.online, WINDOW), *islice(view.offline_order(), WINDOW)]
         if not self.options.ordered:
             return waiting
         return sorted(waiting, key=lambda r: self._place(r, 0, num_tokens_of(r)))
@@ -610,7 +613,7 @@ class _Promises:
     def __init__(self, work: _Work, reserve: int) -> None:
         self._work = work
         self._ledger = work.builder.ledger
-        self._least = reserve
+        self._least = reserve + work.num_unfinished_tokens
 
     def takes_all(self, queue: Sequence[_Entry]) -> bool:
         """Nobody's promise makes room for another's: they are looked at one by one."""
@@ -643,7 +646,7 @@ class _Peaks:
         view = work.view
         self._gain = view.preemption_gain
         kv = view.kv
-        self._most = kv.total - reserve
+        self._most = kv.total - reserve - work.num_unfinished_tokens
         running = [work.running[rid] for rid in work.groups]
         self._needs = [Need(self._gain(r), work.length(r)) for r in running]
         self._others = kv.total - kv.free - kv.evictable - sum(n.held for n in self._needs)
@@ -739,7 +742,7 @@ def _remove(queue: list[_Entry], request: Request) -> None:
             return
 
 
-def _shorter(queue: Sequence[Request], most: int) -> list[Request]:
+def _shorter(queue: Iterable[Request], most: int) -> list[Request]:
     """Those that fit, longest first."""
     return sorted((r for r in queue if num_tokens_of(r) <= most), key=lambda r: -num_tokens_of(r))
 
@@ -759,7 +762,7 @@ _ONLINE = 0
 _MOST_LEVELS = 8
 """Of hosts in hosts; a place halves with each."""
 
-_MOST_MISSES = 32
+_MOST_MISSES = 16
 """Prompts for which there is no KV that are passed over in a plan, for others to fill it."""
 
 _LEAST_CHUNK = 16

@@ -62,7 +62,10 @@ def test_one_request_on_an_h100_decodes_as_fast_as_sglang_did(real_tables):
     assert 1 / model.iteration_s(BatchShape(decodes=[60])) == pytest.approx(144, rel=0.05)
 
 
-@pytest.mark.parametrize(("name", "tp"), [*product(MODELS, (1, 4))])
+# No table has a whole model of 175B on one GPU, nor would one hold it.
+@pytest.mark.parametrize(
+    ("name", "tp"), [pair for pair in product(MODELS, (1, 4)) if pair != ("OPT-175B", 1)]
+)
 def test_every_model_can_be_read_from_the_tables(real_tables, name, tp):
     # The smallest table: what it holds the others hold too.
     model = make_cost_model("kernel-table", model=name, gpu="A100-80", tp=tp, data_dir=real_tables)

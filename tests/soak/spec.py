@@ -123,7 +123,7 @@ class SoakSpec:
 
 
 _BROS = tuple(name for name in POLICIES if name.startswith("bros"))
-_ECO = tuple(name for name in POLICIES if name.startswith("eco-"))
+_ECO = tuple(name for name in POLICIES if name.startswith("eco"))
 
 
 def _matrix() -> tuple[SoakSpec, ...]:
@@ -140,6 +140,7 @@ def _matrix() -> tuple[SoakSpec, ...]:
         SoakSpec(policy="sarathi", page_size=1),
         SoakSpec(policy="sarathi", page_size=64, conservativeness=0.3),
         SoakSpec(policy="sarathi", page_size=16, overlap=False, mixed=False),
+        SoakSpec(policy="hygen-timeline", page_size=16, conservativeness=0.3),
         SoakSpec(policy="hygen-throttled", page_size=16),
         SoakSpec(policy="hygen-fcfs", page_size=16, conservativeness=0.3),
         SoakSpec(policy="echo-bs", page_size=1, overlap=False),
