@@ -12,7 +12,7 @@ from cosched.simulation.run import execute
 from tests.engine.conftest import assert_drained, prompt
 from tests.engine.test_decisions import planned_again, read, spec_of
 
-NAMES = [name for name in POLICIES if name.startswith("ecoserve")]
+NAMES = [*(name for name in POLICIES if name.startswith("ecoserve")), "hygen-timeline"]
 OFFLINE = -100
 
 

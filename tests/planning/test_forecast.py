@@ -1,0 +1,96 @@
+"""Memory given out by expected lengths, against following everybody to the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cosched.core.estimates import LengthEstimate
+from cosched.planning.builder import PlanBuilder
+from cosched.planning.forecast import KvForecast
+from cosched.planning.validate import validate
+from tests.factories import FakeView, decoding, make_caps, offline
+
+CAPS = make_caps(promises=True, max_chunk_tokens=None)
+
+
+@dataclass(kw_only=True)
+class KnownLengths(FakeView):
+    """lengths: rid -> tokens still to come."""
+
+    caps: object = CAPS
+    lengths: dict[str, int] = field(default_factory=dict)
+
+    def length(self, request):
+        return LengthEstimate(self.lengths[request.rid], self.lengths[request.rid])
+
+
+def view_of(running, waiting, total_kv):
+    """Of each its prompt and the tokens still to come."""
+    here = [decoding(offline(f"r{i}", p, max_new_tokens=900)) for i, (p, _) in enumerate(running)]
+    there = [offline(f"w{i}", p, max_new_tokens=900) for i, (p, _) in enumerate(waiting)]
+    lengths = {f"r{i}": n for i, (_, n) in enumerate(running)}
+    lengths |= {f"w{i}": n for i, (_, n) in enumerate(waiting)}
+    return KnownLengths(
+        running=tuple(here),
+        offline=there,
+        total_kv=total_kv,
+        lengths=lengths,
+        promises={request.rid: 1 for request in here},
+    )
+
+
+def most_held(view, admitted):
+    """Tokens held at the worst of all iterations, each taking one more until it ends."""
+    held = {r.rid: r.num_computed_tokens for r in view.running}
+    held |= {r.rid: r.num_prompt_tokens for r in admitted}
+    left = {rid: view.lengths[rid] for rid in held}
+    worst = sum(held.values())
+    while held:
+        held = {rid: n + 1 for rid, n in held.items()}
+        left = {rid: n - 1 for rid, n in left.items()}
+        worst = max(worst, sum(held.values()))
+        held = {rid: n for rid, n in held.items() if left[rid] > 0}
+    return worst
+
+
+pairs = st.tuples(st.integers(1, 60), st.integers(1, 60))
+
+
+@given(st.lists(pairs, max_size=6), st.lists(pairs, min_size=1, max_size=8), st.integers(0, 500))
+def test_what_is_admitted_fits_until_everybody_has_ended(running, waiting, more):
+    view = view_of(running, waiting, sum(p + n for p, n in running) + 20 + more)
+    builder = PlanBuilder(view, forecast=KvForecast(view))
+    admitted = [r for r in view.offline if builder.admit(r, view.match(r), r.num_prompt_tokens)]
+    plan = builder.build()
+    validate(plan, view)
+    assert plan.promise == {r.rid: 0 for r in admitted}
+    assert most_held(view, admitted) <= view.total_kv
+    # A page of each that was admitted stays free, as SGLang counts.
+    for request in view.offline:
+        if request not in admitted:
+            assert most_held(view, [*admitted, request]) + len(admitted) + 1 > view.total_kv - 20
+
+
+def test_a_request_that_is_stopped_leaves_its_room_to_another():
+    view = view_of([(100, 300)], [(100, 300)], 600)
+    waiting = view.offline[0]
+    builder = PlanBuilder(view, forecast=KvForecast(view))
+    assert not builder.admit(waiting, view.match(waiting), 100)
+    trial = builder.fork()
+    trial.preempt(view.running[0])
+    assert trial.admit(waiting, view.match(waiting), 100)
+    assert not builder.admit(waiting, view.match(waiting), 100), "the copy has changed nothing"
+
+
+def test_a_share_can_be_kept_for_outputs_that_get_longer():
+    view = view_of([(100, 300)], [(50, 40)], 500)
+    waiting = view.offline[0]
+
+    def admits(reserve_share):
+        builder = PlanBuilder(view, forecast=KvForecast(view, reserve_share=reserve_share))
+        return builder.admit(waiting, view.match(waiting), 50)
+
+    assert admits(0.0) and not admits(0.3)
