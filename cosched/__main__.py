@@ -33,6 +33,10 @@ COMMANDS: Mapping[str, _Command] = {
         module="cosched.simulate", summary="run the scheduler on a GPU that need not be there"
     ),
     "bench": _Command(module="cosched.bench", summary="policies and stock scheduling side by side"),
+    "estimate": _Command(
+        module="cosched.estimate",
+        summary="when would a file of requests be finished, beside a day of chat?",
+    ),
     "profile": _Command(
         module="cosched.profile",
         summary="measure what iterations take; find the budget that meets targets",

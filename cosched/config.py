@@ -25,7 +25,15 @@ from cosched.offline.prefix_pool import PoolConfig
 from cosched.policy.base import Budgets, EcoConfig
 from cosched.policy.registry import policy_entry
 
-__all__ = ["ENV_VAR", "Config", "SloConfig", "configured", "load_config", "parse_config"]
+__all__ = [
+    "ENV_VAR",
+    "Config",
+    "SharedPrefixConfig",
+    "SloConfig",
+    "configured",
+    "load_config",
+    "parse_config",
+]
 
 ENV_VAR = "COSCHED_CONFIG"
 
@@ -49,6 +57,23 @@ class SloConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def targets(self) -> Slo:
         return Slo(ttft_s=self.ttft_ms / 1e3, tpot_s=self.tpot_ms / 1e3)
+
+
+class SharedPrefixConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The attention backend ``cosched_shared_prefix`` (docs/kernels.md).
+
+    inner             SGLang's attention backend for batches that share nothing; absent: fa3 on
+                      Hopper, flashinfer on Ampere and Ada, triton on other GPUs
+    min_saved_tokens  a batch is shared when that saves so many reads of KV tokens in an iteration;
+                      absent: where a model of the device says that it pays
+    """
+
+    inner: str | None = None
+    min_saved_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.min_saved_tokens is not None and self.min_saved_tokens < 1:
+            raise ValueError(f"min_saved_tokens must be at least 1, not {self.min_saved_tokens}")
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -84,6 +109,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     drain_s            after SIGTERM, most seconds that online requests under way may take; offline
                        ones are let go at once
     batches            OpenAI's Files and Batches on the server itself (docs/batches.md)
+    shared_prefix      the attention backend ``cosched_shared_prefix``, where
+                       ``--attention-backend`` names it (docs/kernels.md)
 
     latency_budget_ms, budgets and latency_model are read by policies with a latency budget; those
     with a token budget ignore them.
@@ -109,6 +136,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_offline_waiting: int | None = None
     drain_s: float = 30.0
     batches: BatchesConfig = BatchesConfig()
+    shared_prefix: SharedPrefixConfig = SharedPrefixConfig()
 
     def __post_init__(self) -> None:
         entry = policy_entry(self.policy)

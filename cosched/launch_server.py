@@ -89,6 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("max_offline_waiting", "--cosched-max-offline-waiting", type=int, metavar="N")
     flag = "--cosched-batches"
     add_field_option(group, BatchesConfig, "folder", flag, metavar="FOLDER", default=None)
+    add_field_option(group, BatchesConfig, "url", f"{flag}-url", metavar="URL", default=None)
     add("drain_s", "--cosched-drain-s", type=float, metavar="S")
     add("decision_log", "--cosched-decision-log", "--decision-log", metavar="FILE")
     add("iteration_log", "--cosched-iteration-log", metavar="FILE")
@@ -121,7 +122,10 @@ def config_from(flags: argparse.Namespace) -> Config:
     if "claims" in given:
         given["claims"] = read_claims(given["claims"], source="--cosched-claims")
     given["kv"] = msgspec.structs.replace(base.kv, **_given(KvConfig, flags))
-    given["batches"] = msgspec.structs.replace(base.batches, **_given(BatchesConfig, flags))
+    try:
+        given["batches"] = msgspec.structs.replace(base.batches, **_given(BatchesConfig, flags))
+    except ValueError as error:
+        raise ConfigError(f"--cosched-batches: {error}") from None
     try:
         return msgspec.structs.replace(base, **given)
     except ValueError as error:

@@ -14,8 +14,14 @@ from collections.abc import Sequence
 
 from cosched.command_line import Parser, add_version_option
 from cosched.errors import CoschedError
-from cosched.jobs.call import ExitCode, run_job, validate
-from cosched.jobs.config import ABSENT_WAIT_S, DEFAULT_BASE_URL, JobConfig, normal_base_url
+from cosched.jobs.call import ExitCode, fetch, run_job, show_batches, validate
+from cosched.jobs.config import (
+    ABSENT_WAIT_S,
+    DEFAULT_BASE_URL,
+    VIAS,
+    JobConfig,
+    normal_base_url,
+)
 from cosched.jobs.lines import URLS
 from cosched.jobs.server import check_flags
 
@@ -24,6 +30,12 @@ __all__ = ["main"]
 _API_KEY_VARIABLE = "COSCHED_API_KEY"
 _DEFAULTS = JobConfig(input="", out="")
 
+_COMMANDS = {
+    "status": "How far the server is with a job that was started with --detach, or interrupted.",
+    "cancel": "Have the server end it. What is answered by then can be fetched.",
+    "fetch": "Write what the server has answered: the results of those batches that have ended.",
+}
+
 _EPILOG = f"""
 Each input line is {{"custom_id": "...", "method": "POST", "url": "...", "body": {{...}}}}
 with one of the urls {", ".join(URLS)}.
@@ -31,10 +43,15 @@ with one of the urls {", ".join(URLS)}.
 resuming: stop it in any way (Ctrl-C, SIGTERM, kill -9) and give the same command again: it goes on
 where it was, and no line is lost or written twice. --retry-failed sends failed lines once more.
 
+as batches of the server: where it has them (--cosched-batches), the lines are uploaded to it, and
+it goes on by itself; this call waits, or does not (--detach). `run_batch status|cancel|fetch -o
+OUT` later asks how far it is, ends it, writes what is there.
+
 exit codes:
     0  every line is answered
     1  finished, but some lines failed: see the error file
     2  bad usage, or a file that cannot be read or written
+    4  status, fetch: the server is not done with it yet
     3  the server was unreachable for too long, died, or cannot do this
    70  a bug in run_batch
   130  interrupted; the same command resumes
@@ -46,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         arguments = list(sys.argv[1:] if argv is None else argv)
+        if arguments and arguments[0] in _COMMANDS:
+            return _of_detached(arguments[0], arguments[1:])
         options, server_flags = _parse(arguments)
         config = _config(options, server_flags)
         return validate(config) if options.validate else run_job(config)
@@ -57,6 +76,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Python's own exit code for this is 1, which here means that the job finished.
         traceback.print_exc()
         return _fail("this is a bug in run_batch; the same command resumes", ExitCode.BUG)
+
+
+def _of_detached(command: str, arguments: list[str]) -> int:
+    """``status``, ``cancel`` and ``fetch``: of a job that the server goes on with."""
+    parser = Parser(
+        prog=f"python -m cosched.run_batch {command}",
+        usage="%(prog)s -o OUT.jsonl [--api-key KEY]",
+        description=_COMMANDS[command],
+    )
+    parser.add_argument(
+        "-o", "--output", dest="out", required=True, metavar="PATH", help="as it was started with"
+    )
+    _add_api_key(parser)
+    options = parser.parse_args(arguments)
+    key = options.api_key or os.environ.get(_API_KEY_VARIABLE)
+    config = JobConfig(input="", out=options.out, api_key=key)
+    if command == "fetch":
+        return fetch(config)
+    return show_batches(config, cancels=command == "cancel")
 
 
 def _fail(message: str, code: ExitCode) -> int:
@@ -141,8 +179,22 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--base-url", metavar="URL", help=f"a server that runs (default: {DEFAULT_BASE_URL})"
     )
+    _add_api_key(group)
     group.add_argument(
-        "--api-key", metavar="KEY", help=f"the server's key (default: ${_API_KEY_VARIABLE})"
+        "--via",
+        choices=VIAS,
+        default=_DEFAULTS.via,
+        help="how lines get there: uploaded as batches of the server, or one by one; auto: as "
+        "batches where it has them (default: %(default)s)",
+    )
+    group.add_argument(
+        "--window",
+        default=_DEFAULTS.window,
+        metavar="W",
+        help="completion window of the batches: 30m, 6h, 2d (default: %(default)s)",
+    )
+    group.add_argument(
+        "--detach", action="store_true", help="upload, and do not wait for the results"
     )
     group.add_argument(
         "--require-offline",
@@ -172,6 +224,12 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
         default=_DEFAULTS.start_timeout_s,
         metavar="S",
         help="how long that server may take to start (default: %(default)g)",
+    )
+
+
+def _add_api_key(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--api-key", metavar="KEY", help=f"the server's key (default: ${_API_KEY_VARIABLE})"
     )
 
 

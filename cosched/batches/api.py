@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -11,7 +10,7 @@ import msgspec
 
 from cosched.batches.data import Batch, File, NewBatch, Status
 from cosched.batches.errors import ApiError
-from cosched.claims import presented_key
+from cosched.batches.forecast import Forecast
 from cosched.jobs.lines import URLS
 
 __all__ = [
@@ -21,7 +20,6 @@ __all__ = [
     "file_json",
     "limit_of",
     "new_batch",
-    "owner_of",
     "page_json",
     "window_seconds",
 ]
@@ -49,12 +47,6 @@ class _Create(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     completion_window: str
     metadata: dict[str, str] | None = None
     output_expires_after: _ExpiresAfter | None = None
-
-
-def owner_of(headers: Mapping[str, str]) -> str:
-    """Whom a request's files and batches belong to: the digest of its API key; "" without one."""
-    key = presented_key(headers)
-    return hashlib.sha256(key.encode()).hexdigest() if key else ""
 
 
 def new_batch(body: bytes, *, owner: str) -> NewBatch:
@@ -177,7 +169,8 @@ def file_json(file: File) -> dict[str, Any]:
     }
 
 
-def batch_json(batch: Batch) -> dict[str, Any]:
+def batch_json(batch: Batch, forecast: Forecast | None = None) -> dict[str, Any]:
+    """forecast: None where nothing is known, and of a batch that has ended."""
     request = batch.request
     moments = [status for status in Status if status is not Status.VALIDATING]
     return {
@@ -208,10 +201,21 @@ def batch_json(batch: Batch) -> dict[str, Any]:
         },
         "usage": {
             "input_tokens": batch.input_tokens,
-            "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens_details": {"cached_tokens": batch.cached_tokens},
             "output_tokens": batch.output_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": batch.reasoning_tokens},
             "total_tokens": batch.input_tokens + batch.output_tokens,
         },
         "metadata": request.metadata,
+        "cosched": None if forecast is None else _forecast_json(forecast),
+    }
+
+
+def _forecast_json(forecast: Forecast) -> dict[str, Any]:
+    """Our own, beside OpenAI's fields. Times from now on [s]."""
+    return {
+        "finish_s": round(forecast.finish_s),
+        "slack_s": round(forecast.slack_s),
+        "is_late": forecast.is_late,
+        "miss_chance": round(forecast.miss_chance, 3),
     }

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import msgspec
+
+from cosched.claims import digest_of
 
 __all__ = ["BatchesConfig"]
 
@@ -10,16 +14,27 @@ __all__ = ["BatchesConfig"]
 class BatchesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The Batch API of the server (docs/batches.md).
 
-    folder          where uploaded files and the store are kept, for one server at a time; absent:
-                    the server has no Batch API
-    url             of the store's database, as SQLAlchemy reads it; absent: an SQLite file in
-                    `folder`
+    folder          where uploaded files are kept, and the store where it has no URL of its own;
+                    absent: the server has no Batch API
+    url             of the store's database: ``postgresql://USER@HOST/DATABASE``, which several
+                    servers with one `folder` may share, or ``sqlite:///FILE``; absent: an SQLite
+                    file in `folder`, for one server at a time
     max_file_mb     most that an uploaded file may have [MB of 1,000,000 bytes]
     max_lines       most lines of a batch
     max_line_bytes  most bytes of one line
     high_watermark  lines that are at the scheduler at a time, waiting or running; it chooses well
                     among many, and a restart repeats them
     low_watermark   lines left at which more are taken from the store, a page at a time
+    late_margin_s   a batch whose window leaves less than this beyond the time that it takes is
+                    late: it goes before others [s]; not above pool.deadline_margin_s
+    tenant_weights  `metadata.tenant` -> its share beside others, who have 1 each
+    owners          a name -> API keys whose files and batches are the same, in clear text or as
+                    ``sha256:`` and the hex digest. They are kept under the first one: a new key is
+                    added at the end, and the first stays even when it opens nothing any more
+    lease_s         a server of a shared store that was not heard of for so long is dead, and others
+                    answer its lines [s]
+    keep_ended_days  how long a batch is kept after its end, and its results with it [days]; absent:
+                    for ever
     """
 
     folder: str | None = None
@@ -29,6 +44,11 @@ class BatchesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_line_bytes: int = 16 << 20
     high_watermark: int = 256
     low_watermark: int = 192
+    late_margin_s: float = 600.0
+    tenant_weights: dict[str, float] = msgspec.field(default_factory=dict)
+    owners: dict[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
+    lease_s: float = 30.0
+    keep_ended_days: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.max_file_mb < float("inf"):
@@ -42,8 +62,40 @@ class BatchesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 f"low_watermark must be from 0 to {self.high_watermark - 1} (below "
                 f"high_watermark), not {self.low_watermark}"
             )
+        if not 0 <= self.late_margin_s < float("inf"):
+            raise ValueError(f"late_margin_s must be 0 or more, not {self.late_margin_s}")
+        for name, weight in self.tenant_weights.items():
+            if not 0 < weight < float("inf"):
+                raise ValueError(f"tenant_weights.{name} must be above 0, not {weight}")
+        if not 0 < self.lease_s < float("inf"):
+            raise ValueError(f"lease_s must be above 0, not {self.lease_s}")
+        if self.keep_ended_days is not None and not 0 < self.keep_ended_days < float("inf"):
+            raise ValueError(f"keep_ended_days must be above 0, not {self.keep_ended_days}")
+        hashed = {name: tuple(map(digest_of, keys)) for name, keys in self.owners.items()}
+        for key in (key for keys in self.owners.values() for key in keys):
+            if key.startswith("sha256:") and digest_of(key) != key:
+                raise ValueError("owners: after 'sha256:' come 64 hexadecimal digits in lower case")
+        every = [key for keys in hashed.values() for key in keys]
+        if len(set(every)) < len(every):
+            raise ValueError("owners: one key is there twice")
+        msgspec.structs.force_setattr(self, "owners", hashed)
         if self.url is not None and self.folder is None:
             raise ValueError("url without folder: uploaded files need a place")
+
+    def owner_of(self, key: str) -> str:
+        """Whom the files and batches of an API key belong to: the digest of the key, or of the
+        first one of its owner; "" without a key."""
+        if not key:
+            return ""
+        # Who shows a digest has read the configuration, and has no key.
+        digest = f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"
+        keys = next((keys for keys in self.owners.values() if digest in keys), (digest,))
+        return keys[0].removeprefix("sha256:")
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several servers may have the store at a time."""
+        return self.url is not None and not self.url.startswith("sqlite")
 
     @property
     def max_file_bytes(self) -> int:

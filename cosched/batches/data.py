@@ -66,6 +66,7 @@ class NewBatch:
     tenant                  for fair shares: `metadata.tenant`, within the owner
     window                  as the client wrote it, "24h"
     output_expires_after_s  how long the results are kept [s]; None: until they are deleted
+    num_bytes               of the input file
     """
 
     owner: str
@@ -76,6 +77,7 @@ class NewBatch:
     window_s: int
     metadata: Mapping[str, str] | None
     output_expires_after_s: int | None
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +87,7 @@ class Batch:
     times   when it came to a state: OpenAI's name without ``_at`` -> seconds of the epoch
     ending  the status it will end with, once it is known and until it has come; lines that have no
             result by then get none
+    validated_by  the server that reads, or has read, its lines
     """
 
     id: str
@@ -100,8 +103,11 @@ class Batch:
     failed: int
     input_tokens: int
     output_tokens: int
+    cached_tokens: int
+    reasoning_tokens: int
     output_file_id: str | None
     error_file_id: str | None
+    validated_by: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +134,8 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """The result of a line. `data` is the line of the output file, or of the error file."""
+    """The result of a line. `data` is the line of the output file, or of the error file. Of the
+    input tokens some may have been cached, of the output some be reasoning."""
 
     batch_id: str
     number: int
@@ -136,3 +143,5 @@ class Finished:
     data: bytes
     input_tokens: int = 0
     output_tokens: int = 0
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0

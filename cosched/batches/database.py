@@ -4,36 +4,95 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import sqlalchemy as sa
 
 from cosched.errors import ConfigError
 
-__all__ = ["Database", "LineState", "batches", "files", "lines", "results"]
+__all__ = [
+    "Database",
+    "LineState",
+    "batches",
+    "database_url",
+    "files",
+    "lines",
+    "results",
+    "servers",
+    "store_row",
+]
 
-VERSION = 1
+VERSION = 3
 """Of the tables below. A change of them needs a new one, and an entry in `_UPGRADES`."""
 
-_UPGRADES: dict[int, tuple[str, ...]] = {}
+_UPGRADES: dict[int, tuple[str, ...]] = {
+    1: tuple(
+        f"ALTER TABLE batches ADD COLUMN {name} BIGINT NOT NULL DEFAULT 0"
+        for name in ("num_bytes", "cached_tokens", "reasoning_tokens")
+    ),
+    2: (
+        "ALTER TABLE schema_version ADD COLUMN folder_id VARCHAR(64)",
+        "ALTER TABLE batches ADD COLUMN validated_by VARCHAR(64)",
+        "ALTER TABLE lines DROP COLUMN lease_until",
+        "UPDATE lines SET state = 0, lease_owner = NULL WHERE state = 1",
+        "DROP INDEX lines_in_order",
+        "CREATE INDEX lines_in_order ON lines (batch, state, lease_owner, prefix_key, number)",
+    ),
+}
 """Version -> the SQL statements that make its tables those of the next."""
 
 _BUSY_TIMEOUT_MS = 30_000
+_CONNECT_TIMEOUT_S = 10
+_POSTGRES_LOCK = 0x636F7363686564
+"""Of PostgreSQL's advisory locks: who makes or changes tables has it."""
+
+
+class _Text(sa.types.TypeDecorator[str]):
+    """Text in which U+0000 may stand: JSON allows it, PostgreSQL does not."""
+
+    impl = sa.Text
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: sa.Dialect) -> str | None:
+        if value is None or dialect.name != "postgresql":
+            return value
+        return value.replace("\\", "\\\\").replace("\0", "\\0")
+
+    def process_result_value(self, value: str | None, dialect: sa.Dialect) -> str | None:
+        if value is None or dialect.name != "postgresql" or "\\" not in value:
+            return value
+        return "\\".join(part.replace("\\0", "\0") for part in value.split("\\\\"))
+
 
 _metadata = sa.MetaData()
 
-_version = sa.Table("schema_version", _metadata, sa.Column("version", sa.Integer, nullable=False))
+store_row = sa.Table(
+    "schema_version",
+    _metadata,
+    sa.Column("version", sa.Integer, nullable=False),
+    # Which folder has the files of this store: the same as in the folder itself.
+    sa.Column("folder_id", sa.String(64)),
+)
+"""One row: what is true of the whole store."""
+
+servers = sa.Table(
+    "servers",
+    _metadata,
+    sa.Column("name", sa.String(64), primary_key=True),
+    # A server that has not said by then that it lives is dead.
+    sa.Column("until", sa.Float(53), nullable=False),
+)
 
 files = sa.Table(
     "files",
     _metadata,
     # Counts up: the order in which files are listed, which ids of chance do not have.
     sa.Column("seq", sa.Integer, primary_key=True, autoincrement=True),
-    sa.Column("id", sa.String(64), nullable=False, unique=True),
+    sa.Column("id", _Text, nullable=False, unique=True),
     sa.Column("owner", sa.String(80), nullable=False),
-    sa.Column("purpose", sa.String(32), nullable=False),
-    sa.Column("filename", sa.Text, nullable=False),
+    sa.Column("purpose", _Text, nullable=False),
+    sa.Column("filename", _Text, nullable=False),
     sa.Column("num_bytes", sa.BigInteger, nullable=False),
     sa.Column("created_at", sa.BigInteger, nullable=False),
     sa.Column("expires_at", sa.BigInteger),
@@ -47,13 +106,14 @@ batches = sa.Table(
     "batches",
     _metadata,
     sa.Column("seq", sa.Integer, primary_key=True, autoincrement=True),
-    sa.Column("id", sa.String(64), nullable=False, unique=True),
+    sa.Column("id", _Text, nullable=False, unique=True),
     sa.Column("owner", sa.String(80), nullable=False),
-    sa.Column("tenant", sa.Text, nullable=False),
+    sa.Column("tenant", _Text, nullable=False),
     sa.Column("endpoint", sa.String(64), nullable=False),
     sa.Column("input_file_id", sa.String(64), nullable=False),
     sa.Column("completion_window", sa.String(16), nullable=False),
     sa.Column("window_s", sa.BigInteger, nullable=False),
+    sa.Column("num_bytes", sa.BigInteger, nullable=False, default=0),
     sa.Column("metadata", sa.JSON),
     sa.Column("output_expires_after_s", sa.BigInteger),
     sa.Column("status", sa.String(16), nullable=False),
@@ -67,8 +127,12 @@ batches = sa.Table(
     sa.Column("failed", sa.Integer, nullable=False, default=0),
     sa.Column("input_tokens", sa.BigInteger, nullable=False, default=0),
     sa.Column("output_tokens", sa.BigInteger, nullable=False, default=0),
+    sa.Column("cached_tokens", sa.BigInteger, nullable=False, default=0),
+    sa.Column("reasoning_tokens", sa.BigInteger, nullable=False, default=0),
     sa.Column("output_file_id", sa.String(64)),
     sa.Column("error_file_id", sa.String(64)),
+    # The server that reads its lines: two that did would add them twice.
+    sa.Column("validated_by", sa.String(64)),
     sa.Index("batches_by_owner", "owner", "seq"),
     sa.Index("batches_by_status", "status"),
     sqlite_autoincrement=True,
@@ -88,16 +152,15 @@ lines = sa.Table(
     _metadata,
     sa.Column("batch", sa.Integer, primary_key=True),
     sa.Column("number", sa.Integer, primary_key=True),
-    sa.Column("custom_id", sa.Text, nullable=False),
+    sa.Column("custom_id", _Text, nullable=False),
     sa.Column("start", sa.BigInteger, nullable=False),
     sa.Column("num_bytes", sa.BigInteger, nullable=False),
     sa.Column("prefix_key", sa.LargeBinary, nullable=False),
     sa.Column("state", sa.SmallInteger, nullable=False),
-    # Who sends it, and until when nobody else may: one server so far, which takes all leases back
-    # when it starts.
+    # The server that has taken it, or that will take it next. The lines of a server that died are
+    # anybody's again.
     sa.Column("lease_owner", sa.String(64)),
-    sa.Column("lease_until", sa.BigInteger),
-    sa.Index("lines_in_order", "batch", "state", "prefix_key", "number"),
+    sa.Index("lines_in_order", "batch", "state", "lease_owner", "prefix_key", "number"),
     sqlite_with_rowid=False,
 )
 
@@ -111,47 +174,94 @@ results = sa.Table(
 )
 
 
+def database_url(url: str) -> sa.URL:
+    """The URL with the driver that is used. ConfigError: it is none, or of another database."""
+    try:
+        made = sa.make_url(url)
+    except sa.exc.ArgumentError:
+        # Not the URL itself: it may have a password.
+        raise ConfigError(f"batches.url {_WANTED_URL}: this is no URL") from None
+    if made.drivername in ("postgres", "postgresql", "postgresql+psycopg"):
+        return made.set(drivername="postgresql+psycopg")
+    if made.get_backend_name() != "sqlite":
+        raise ConfigError(f"batches.url {_WANTED_URL}, not {made.drivername}://")
+    return made
+
+
+_WANTED_URL = "must be postgresql://USER@HOST/DATABASE or sqlite:///FILE"
+
+
 class Database:
-    """Transactions; for any number of threads."""
+    """Transactions; for any number of threads.
+
+    is_shared  several servers may have it at a time
+    """
 
     def __init__(self, url: str) -> None:
         """Make the tables, or check that they are of this version. ConfigError."""
-        try:
-            self._engine = sa.create_engine(url)
-        except (sa.exc.ArgumentError, ImportError) as error:
-            raise ConfigError(f"batches.url: {error}") from None
+        made = database_url(url)
+        self.is_shared = made.get_backend_name() == "postgresql"
         # SQLite has one writer at a time; waiting here is fairer than in its busy handler, and no
         # transaction that has read can find that it may not write.
-        self._writer = threading.Lock()
-        if self._engine.dialect.name == "sqlite":
+        self._writer: AbstractContextManager[Any] = (
+            nullcontext() if self.is_shared else threading.Lock()
+        )
+        if self.is_shared:
+            if "connect_timeout" not in made.query:
+                made = made.update_query_dict({"connect_timeout": str(_CONNECT_TIMEOUT_S)})
+            try:
+                # A connection that the server has closed meanwhile is replaced in silence.
+                self._engine = sa.create_engine(made, pool_pre_ping=True)
+            except ImportError as error:
+                raise ConfigError(
+                    f"batches.url is of PostgreSQL, which needs psycopg ({error}): "
+                    "pip install 'cosched[postgres]'"
+                ) from None
+        else:
+            self._engine = sa.create_engine(made)
             sa.event.listen(self._engine, "connect", _prepare_sqlite)
             sa.event.listen(self._engine, "begin", lambda it: it.exec_driver_sql("BEGIN"))
         try:
             self._make_tables()
         except sa.exc.DBAPIError as error:
-            raise ConfigError(f"the store of batches cannot be opened: {error.orig}") from None
+            self.close()
+            raise ConfigError(
+                f"the store of batches cannot be opened: {str(error.orig).strip()}"
+            ) from None
+        except ConfigError:
+            self.close()
+            raise
 
     @contextmanager
     def read(self) -> Iterator[sa.Connection]:
-        """A consistent look at the store."""
+        """A look at the store, of which each statement is consistent in itself."""
         with self._engine.connect() as connection:
             yield connection
 
     @contextmanager
     def write(self) -> Iterator[sa.Connection]:
-        """All or nothing of what is done in the block."""
+        """All or nothing of what is done in the block. Where servers share the store, others write
+        at the same time: who changes what it has read reads it ``FOR UPDATE``, batches first (in
+        the order of their ids), then their lines."""
         with self._writer, self._engine.begin() as connection:
             yield connection
+
+    def keep_others_from_adding_files(self, connection: sa.Connection) -> None:
+        """Until the end of this transaction."""
+        if self.is_shared:
+            connection.exec_driver_sql("LOCK TABLE files IN SHARE ROW EXCLUSIVE MODE")
 
     def close(self) -> None:
         self._engine.dispose()
 
     def _make_tables(self) -> None:
         with self.write() as connection:
+            if self.is_shared:
+                connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_POSTGRES_LOCK)))
             _metadata.create_all(connection)
-            found = connection.execute(sa.select(_version.c.version)).scalar()
+            found = connection.execute(sa.select(store_row.c.version)).scalar()
             if found is None:
-                connection.execute(_version.insert().values(version=VERSION))
+                connection.execute(store_row.insert().values(version=VERSION))
                 return
             if found > VERSION:
                 raise ConfigError(
@@ -161,7 +271,8 @@ class Database:
             for version in range(found, VERSION):
                 for statement in _UPGRADES[version]:
                     connection.exec_driver_sql(statement)
-            connection.execute(_version.update().values(version=VERSION))
+            if found < VERSION:
+                connection.execute(store_row.update().values(version=VERSION))
 
 
 def _prepare_sqlite(connection: Any, record: Any) -> None:

@@ -10,15 +10,17 @@ import asyncio
 import logging
 import math
 import secrets
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from cosched.batches.config import BatchesConfig
 from cosched.batches.data import Batch, Finished, Line, Status
 from cosched.batches.fairness import Demand, shares
 from cosched.batches.files import FileStore
+from cosched.batches.forecast import Forecast, Load, Rate, RateMeter, forecasts
 from cosched.batches.ingest import parse, validate
 from cosched.batches.store import BatchStore, records_of
 from cosched.jobs.client import Client
@@ -37,8 +39,12 @@ _RETRY_S = 1.0
 _MAX_BYTES = 256 << 20
 """Of the lines under way together; one line always fits."""
 _CLOSED_PER_TRANSACTION = 500
-# The one server that has the store takes back all leases when it starts, so they need no renewal.
-_LEASE_S = 10 * 365 * 86400
+_LEAST_DEADLINE_S = 1.0
+_BEATS_PER_LEASE = 3
+_MAX_AHEAD = 512
+_SHARES_AHEAD = 4
+"""Where servers share the store, one sets aside for itself a run of lines that begin alike: a
+quarter of its part of what is left, so that all end together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,14 +59,30 @@ class Feeder:
     """One per server; `run` until it is cancelled."""
 
     def __init__(
-        self, *, store: BatchStore, files: FileStore, client: Client, config: BatchesConfig
+        self,
+        *,
+        store: BatchStore,
+        files: FileStore,
+        client: Client,
+        config: BatchesConfig,
+        state: Callable[[float | None], Mapping[str, Any]],
+        clock: Callable[[], float],
     ) -> None:
+        """state  as in `BatchService.feeding`
+        clock  seconds since any moment, for the rate at which lines are finished"""
+        self._state = state
+        self._meter = RateMeter(clock)
+        self._rate: Rate | None = None
+        self._forecasts: Mapping[str, Forecast] = {}
         self._store = store
         self._files = files
         self._client = client
         self._config = config
         self._name = secrets.token_hex(8)
+        self._num_servers = 1
         self._wake = asyncio.Event()
+        self.finished: Counter[str] = Counter()
+        """Since the start: answered and failed lines, input and output tokens."""
         self._under_way: dict[str, dict[int, _UnderWay]] = defaultdict(dict)
         self._finished: list[Finished] = []
         self._has_finished = asyncio.Event()
@@ -80,9 +102,10 @@ class Feeder:
         """Feed the server. When cancelled, what is finished is written, and what is under way is
         left to the next start."""
         try:
-            await asyncio.to_thread(self._store.take_back_all)
             await self._client.wait_ready(max_wait_s=math.inf, check=lambda: None)
+            await self._join()
             async with asyncio.TaskGroup() as group:
+                group.create_task(self._beat())
                 group.create_task(self._decide())
                 group.create_task(self._write())
                 group.create_task(self._sweep())
@@ -94,6 +117,46 @@ class Feeder:
                 task.cancel()
             await asyncio.gather(*left, return_exceptions=True)
             await self._flush()
+            await asyncio.to_thread(self._store.leave, self._name)
+
+    async def _join(self) -> None:
+        lease_s = self._config.lease_s
+        while True:
+            try:
+                await asyncio.to_thread(self._store.join, self._name, lease_s=lease_s)
+                return
+            except Exception:
+                logger.exception("batches: cannot begin; trying again in %g s", _RETRY_S)
+                await asyncio.sleep(_RETRY_S)
+
+    async def _beat(self) -> None:
+        """Tell the other servers of a shared store that this one lives."""
+        lease_s = self._config.lease_s
+        while True:
+            try:
+                living = await asyncio.to_thread(self._store.beat, self._name, lease_s=lease_s)
+                if not living:
+                    logger.warning(
+                        "batches: nothing was heard of this server for batches.lease_s (%g s); "
+                        "others have its lines now",
+                        lease_s,
+                    )
+                    await self._let_go(list(self._under_way))
+                    await self._join()
+                self._num_servers = max(living, 1)
+            except Exception:
+                logger.exception("batches: the store cannot be told that this server lives")
+            await asyncio.sleep(lease_s / _BEATS_PER_LEASE)
+
+    async def _let_go(self, names: Sequence[str]) -> None:
+        """Of batches: nothing is under way after it, and what is finished is written."""
+        tasks = [one.task for name in names for one in self._under_way.get(name, {}).values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._flush()
+        for name in names:
+            self._under_way.pop(name, None)
 
     async def _decide(self) -> None:
         while True:
@@ -114,14 +177,55 @@ class Feeder:
         for batch in found:
             if batch.ending is not None and batch.id not in self._endings:
                 self._endings[batch.id] = asyncio.create_task(self._end(batch))
-            elif batch.status is Status.VALIDATING and self._validation is None:
+            elif self._is_to_validate(batch):
                 self._validation = asyncio.create_task(self._validate(batch))
+        self._forecasts = self.forecasts(found)
         await self._refill([batch for batch in found if batch.status is Status.IN_PROGRESS])
+        self._meter.look(self.num_under_way)
+        self._rate = self._meter.rate()
+
+    def _is_to_validate(self, batch: Batch) -> bool:
+        return (
+            batch.status is Status.VALIDATING
+            and self._validation is None
+            and batch.validated_by in (None, self._name)
+        )
+
+    def forecasts(self, found: Sequence[Batch]) -> dict[str, Forecast]:
+        """Of batches that have not ended; none where nothing has been measured yet. For any
+        thread."""
+        rate = self._rate
+        if rate is None:
+            return {}
+        # The others of a shared store are taken to be as fast as this one.
+        rate = replace(rate, tokens_per_s=rate.tokens_per_s * self._num_servers)
+        loads = [
+            Load(
+                batch_id=batch.id,
+                tenant=_tenant(batch),
+                due_s=batch.expires_at - self._store.now(),
+                num_tokens=_tokens_left(batch, rate),
+                weight=self._weight(batch),
+            )
+            for batch in found
+            if batch.status in (Status.VALIDATING, Status.IN_PROGRESS)
+        ]
+        return forecasts(loads, rate=rate, margin_s=self._config.late_margin_s)
+
+    @property
+    def rate(self) -> Rate | None:
+        """Measured, as of a second ago."""
+        return self._rate
 
     async def _validate(self, batch: Batch) -> None:
         try:
             await asyncio.to_thread(
-                validate, batch, store=self._store, files=self._files, config=self._config
+                validate,
+                batch,
+                store=self._store,
+                files=self._files,
+                config=self._config,
+                server=self._name,
             )
         except Exception:
             logger.exception("batches: cannot validate %s; trying again", batch.id)
@@ -131,20 +235,19 @@ class Feeder:
             self.wake()
 
     async def _end(self, batch: Batch) -> None:
-        """Let go of what is under way, keep what is finished, close the rest."""
+        """Let go of what is under way, keep what is finished, close the rest. Lines that are under
+        way elsewhere are let go there: the last server to do so ends the batch."""
         try:
-            tasks = [one.task for one in self._under_way[batch.id].values()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await self._flush()
-            del self._under_way[batch.id]
-            while not await asyncio.to_thread(
+            await self._let_go([batch.id])
+            await asyncio.to_thread(self._store.release, batch.id, server=self._name)
+            while await asyncio.to_thread(
                 self._store.close_lines, batch.id, limit=_CLOSED_PER_TRANSACTION
             ):
                 pass
-            await asyncio.to_thread(self._store.end, batch.id)
-            await asyncio.to_thread(self._files.sweep)
+            if await asyncio.to_thread(self._store.end, batch.id):
+                await asyncio.to_thread(self._files.sweep)
+            else:
+                await asyncio.sleep(_LOOK_S)
         except Exception:
             logger.exception("batches: cannot end %s; trying again", batch.id)
             await asyncio.sleep(_RETRY_S)
@@ -156,14 +259,17 @@ class Feeder:
         if self.num_under_way > self._config.low_watermark:
             return
         demands = []
+        taken = await asyncio.to_thread(self._store.num_taken)
         for batch in found:
-            num_under_way = len(self._under_way.get(batch.id, ()))
+            num_under_way = max(len(self._under_way.get(batch.id, ())), taken.get(batch.id, 0))
             demands.append(
                 Demand(
                     batch_id=batch.id,
-                    tenant=(batch.request.owner, batch.request.tenant),
+                    tenant=_tenant(batch),
                     num_under_way=num_under_way,
                     num_waiting=batch.total - batch.completed - batch.failed - num_under_way,
+                    weight=self._weight(batch),
+                    due=batch.expires_at if self._is_late(batch) else None,
                 )
             )
         room = self._config.high_watermark - self.num_under_way
@@ -181,10 +287,38 @@ class Feeder:
                     num_bytes=len(line.body) if isinstance(line, RequestLine) else 0,
                 )
 
+    def _weight(self, batch: Batch) -> float:
+        return self._config.tenant_weights.get(batch.request.tenant, 1.0)
+
+    def _is_late(self, batch: Batch) -> bool:
+        forecast = self._forecasts.get(batch.id)
+        return forecast is not None and forecast.is_late
+
+    def _deadline_s(self, batch: Batch) -> float:
+        """Until when a line that is sent now should be finished, for the lines behind it to be in
+        time too [s]: what the window leaves them, and the time of those under way. A late one's is
+        near enough for the scheduler to put it before other offline work."""
+        left_s = max(batch.expires_at - self._store.now(), _LEAST_DEADLINE_S)
+        forecast, rate = self._forecasts.get(batch.id), self._rate
+        if forecast is None or rate is None:
+            return left_s
+        num_left = max(batch.total - batch.completed - batch.failed, 1)
+        ahead = min(self._config.high_watermark * self._num_servers, num_left) / num_left
+        tokens_per_s = rate.tokens_per_s * self._num_servers
+        deadline_s = ahead * _tokens_left(batch, rate) / tokens_per_s
+        deadline_s += max(forecast.slack_s, 0.0)
+        if forecast.is_late:
+            deadline_s = min(deadline_s, self._config.late_margin_s)
+        return min(max(deadline_s, _LEAST_DEADLINE_S), left_s)
+
     def _take(self, batch: Batch, limit: int, max_bytes: int) -> list[RequestLine | BadLine]:
         """Lines of a batch, read from its input file."""
+        num_ahead = 0
+        if self._num_servers > 1:
+            left = batch.total - batch.completed - batch.failed
+            num_ahead = min(left // (_SHARES_AHEAD * self._num_servers), _MAX_AHEAD)
         taken = self._store.take(
-            batch.id, limit=limit, max_bytes=max_bytes, lease_owner=self._name, lease_s=_LEASE_S
+            batch.id, limit=limit, max_bytes=max_bytes, server=self._name, num_ahead=num_ahead
         )
         if not taken:
             return []
@@ -205,17 +339,20 @@ class Feeder:
     async def _answer(self, batch: Batch, line: RequestLine | BadLine) -> None:
         """Send a line, and hand its result to the writer."""
         records = records_of(batch.id)
-        tokens = (0, 0)
+        answer: Answer | None = None
         if isinstance(line, BadLine):
             record = records.bad_line(line)
         else:
             try:
-                outcome = await self._client.send(line)
+                state = self._state(self._deadline_s(batch))
+                outcome = await self._client.send(line, extensions={"state": state})
             except Exception as error:
                 logger.exception("batches: line %d of %s", line.number, batch.id)
                 outcome = Failure(code="internal_error", message=repr(error))
             if isinstance(outcome, Answer):
-                tokens = (outcome.prompt_tokens, outcome.completion_tokens)
+                answer = outcome
+                num_tokens = answer.prompt_tokens + answer.completion_tokens
+                self._meter.finished(num_tokens=num_tokens, num_bytes=len(line.body))
             record = records.record(line, outcome)
         self._finished.append(
             Finished(
@@ -223,8 +360,10 @@ class Feeder:
                 number=line.number,
                 is_answer=record.is_answer,
                 data=record.data,
-                input_tokens=tokens[0],
-                output_tokens=tokens[1],
+                input_tokens=answer.prompt_tokens if answer else 0,
+                output_tokens=answer.completion_tokens if answer else 0,
+                cached_tokens=answer.cached_tokens if answer else 0,
+                reasoning_tokens=answer.reasoning_tokens if answer else 0,
             )
         )
         self._has_finished.set()
@@ -251,15 +390,35 @@ class Feeder:
             await asyncio.to_thread(self._store.finish, group)
             del self._finished[: len(group)]
             for one in group:
+                self.finished["answered" if one.is_answer else "failed"] += 1
+                self.finished["input"] += one.input_tokens
+                self.finished["output"] += one.output_tokens
                 self._under_way[one.batch_id].pop(one.number, None)
 
     async def _sweep(self) -> None:
         while True:
             try:
+                if self._config.keep_ended_days is not None:
+                    kept_s = self._config.keep_ended_days * 86400
+                    await asyncio.to_thread(self._store.remove_ended, kept_s=kept_s)
                 await asyncio.to_thread(self._files.sweep)
             except Exception:
-                logger.exception("batches: cannot let go of expired files")
+                logger.exception("batches: cannot let go of what has expired")
             await asyncio.sleep(_SWEEP_S)
+
+
+def _tenant(batch: Batch) -> tuple[str, str]:
+    return batch.request.owner, batch.request.tenant
+
+
+def _tokens_left(batch: Batch, rate: Rate) -> float:
+    """Of its lines without a result, as many a line as those have that are answered. Without any,
+    by the length of its file."""
+    num_left = batch.total - batch.completed - batch.failed
+    if batch.completed:
+        return num_left * (batch.input_tokens + batch.output_tokens) / batch.completed
+    share = num_left / batch.total if batch.total else 1.0
+    return share * batch.request.num_bytes * rate.tokens_per_byte
 
 
 def _unreadable(line: Line, error: OSError) -> BadLine:

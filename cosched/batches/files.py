@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,6 +21,8 @@ __all__ = ["FileStore", "file_of", "new_id"]
 _BLOCK_BYTES = 1 << 20
 _RESULTS_PER_PAGE = 200
 _PART = ".part"
+_PART_S = 3600.0
+"""An upload to which nothing was added for so long was cut short: its server ended."""
 
 
 def new_id(kind: str) -> str:
@@ -41,8 +44,6 @@ class FileStore:
         self._folder = folder / "files"
         self._clock = clock
         self._folder.mkdir(parents=True, exist_ok=True)
-        for left in self._folder.glob(f"*{_PART}"):
-            left.unlink()
 
     def add(
         self, content: BinaryIO, *, owner: str, filename: str, purpose: str, expires_s: int | None
@@ -146,6 +147,8 @@ class FileStore:
     def sweep(self) -> None:
         """Let go of files that have expired, and of bytes that nothing needs any more."""
         with self._database.write() as connection:
+            # The bytes of a file are in the folder a moment before others see that it is listed.
+            self._database.keep_others_from_adding_files(connection)
             expired = files.c.expires_at <= int(self._clock())
             for row in connection.execute(sa.select(files).where(expired)).all():
                 _remove(connection, file_of(row))
@@ -153,8 +156,12 @@ class FileStore:
             in_use = sa.select(batches.c.input_file_id).where(batches.c.status.in_(OPEN))
             listed.update(connection.scalars(in_use))
             for path in self._folder.iterdir():
-                if path.suffix != _PART and path.name not in listed:
-                    path.unlink()
+                if path.suffix == _PART:
+                    is_left = time.time() - _last_write_s(path) > _PART_S
+                else:
+                    is_left = path.name not in listed
+                if is_left:
+                    path.unlink(missing_ok=True)
 
     def _visible(self, owner: str | None) -> Any:
         now = int(self._clock())
@@ -175,6 +182,14 @@ def _remove(connection: sa.Connection, file: File) -> None:
         connection.execute(
             results.delete().where(results.c.batch == seq, results.c.is_errors == file.is_errors)
         )
+
+
+def _last_write_s(path: Path) -> float:
+    """Seconds of the epoch; now where it is gone."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return time.time()
 
 
 def _sync_folder(folder: Path) -> None:

@@ -26,7 +26,8 @@ class InProcessTransport(httpx.AsyncBaseTransport):
     """
 
     def __init__(self, app: App, *, state: Mapping[str, Any]) -> None:
-        """`state`: what `request.state` begins with."""
+        """`state`: what `request.state` begins with; a request may add to it, as its extension of
+        that name."""
         self._app = app
         self._state = state
         self._running: set[asyncio.Task[None]] = set()
@@ -80,7 +81,7 @@ class InProcessTransport(httpx.AsyncBaseTransport):
             "headers": [(name.lower(), value) for name, value in request.headers.raw],
             "server": (request.url.host, request.url.port),
             "client": ("127.0.0.1", 0),
-            "state": dict(self._state),
+            "state": {**self._state, **request.extensions.get("state", {})},
         }
 
     def _ended(self, task: asyncio.Task[None]) -> None:

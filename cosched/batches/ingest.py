@@ -23,10 +23,13 @@ MAX_FAULTS = 1000
 _LINES_PER_PAGE = 500
 
 
-def validate(batch: Batch, *, store: BatchStore, files: FileStore, config: BatchesConfig) -> None:
+def validate(
+    batch: Batch, *, store: BatchStore, files: FileStore, config: BatchesConfig, server: str
+) -> None:
     """Bring `batch` from validating to in_progress or failed. It may be interrupted at any moment,
-    and is then begun again; ends early when the batch is no longer validated."""
-    store.drop_lines(batch.id)
+    and is then begun again; ends early when the batch is no longer validated by this server."""
+    if not store.begin_validation(batch.id, server=server):
+        return
     faults: list[Fault] = []
     page: list[NewLine] = []
     try:
@@ -36,6 +39,7 @@ def validate(batch: Batch, *, store: BatchStore, files: FileStore, config: Batch
         store.reject(
             batch.id,
             [Fault(code="file_not_found", message=message, param="input_file_id", line=None)],
+            server=server,
         )
         return
     with content:
@@ -48,13 +52,13 @@ def validate(batch: Batch, *, store: BatchStore, files: FileStore, config: Batch
             page.append(found)
             # Once something is wrong, no line will be sent.
             if len(page) >= _LINES_PER_PAGE:
-                if not store.add_lines(batch.id, () if faults else page):
+                if not store.add_lines(batch.id, () if faults else page, server=server):
                     return
                 page.clear()
     if faults:
-        store.reject(batch.id, faults)
-    elif store.add_lines(batch.id, page):
-        store.accept(batch.id)
+        store.reject(batch.id, faults, server=server)
+    elif store.add_lines(batch.id, page, server=server):
+        store.accept(batch.id, server=server)
 
 
 def parse(line: RawLine, config: BatchesConfig) -> RequestLine | BadLine:

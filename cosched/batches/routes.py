@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -19,11 +20,13 @@ from cosched.batches.api import (
     file_json,
     limit_of,
     new_batch,
-    owner_of,
     page_json,
 )
+from cosched.batches.data import Batch
 from cosched.batches.errors import ApiError
+from cosched.batches.exposition import exposition
 from cosched.batches.service import BatchService
+from cosched.claims import presented_key
 
 __all__ = ["add_routes"]
 
@@ -34,8 +37,11 @@ _FORM_BYTES = 1 << 20
 _MAX_FIELDS = 20
 
 
-def add_routes(app: FastAPI, service: BatchService) -> None:
-    """Before the application starts."""
+def add_routes(
+    app: FastAPI, service: BatchService, *, protect: Callable[[Handler], Handler] = lambda it: it
+) -> None:
+    """Before the application starts. `protect` marks what is for operators: it shows all
+    owners'."""
     routes = _Routes(service)
     for method, path, handler in (
         ("POST", "/v1/files", routes.upload),
@@ -49,6 +55,7 @@ def add_routes(app: FastAPI, service: BatchService) -> None:
         ("POST", "/v1/batches/{id}/cancel", routes.cancel),
     ):
         app.add_api_route(path, _with_errors(handler), methods=[method], name=handler.__name__)
+    app.add_api_route("/cosched/metrics", protect(_with_errors(routes.metrics)), methods=["GET"])
 
 
 def _with_errors(handler: Handler) -> Handler:
@@ -67,6 +74,14 @@ class _Routes:
         self._files = service.files
         self._store = service.store
 
+    def _owner(self, request: Request) -> str:
+        return self._service.config.owner_of(presented_key(request.headers))
+
+    async def metrics(self, request: Request) -> Response:
+        read = self._service.snapshot()
+        text = await asyncio.to_thread(lambda: exposition(read()))
+        return Response(text, media_type="text/plain; version=0.0.4")
+
     async def upload(self, request: Request) -> Response:
         form = await self._form(request)
         try:
@@ -80,7 +95,7 @@ class _Routes:
             file = await asyncio.to_thread(
                 self._files.add,
                 content.file,
-                owner=owner_of(request.headers),
+                owner=self._owner(request),
                 filename=content.filename or "",
                 purpose="batch",
                 expires_s=expiry_seconds(form),
@@ -125,7 +140,7 @@ class _Routes:
             raise ApiError(f"order must be asc or desc, not {order!r}", param="order")
         found, has_more = await asyncio.to_thread(
             self._files.page,
-            owner=owner_of(request.headers),
+            owner=self._owner(request),
             purpose=query.get("purpose"),
             after=query.get("after"),
             limit=limit_of(query.get("limit"), default=10_000, most=10_000),
@@ -138,7 +153,7 @@ class _Routes:
 
     async def delete_file(self, request: Request) -> Response:
         name = request.path_params["id"]
-        await asyncio.to_thread(self._files.delete, name, owner=owner_of(request.headers))
+        await asyncio.to_thread(self._files.delete, name, owner=self._owner(request))
         return _json({"id": name, "object": "file", "deleted": True})
 
     async def content(self, request: Request) -> Response:
@@ -151,11 +166,11 @@ class _Routes:
 
     async def _file(self, request: Request) -> Any:
         return await asyncio.to_thread(
-            self._files.get, request.path_params["id"], owner=owner_of(request.headers)
+            self._files.get, request.path_params["id"], owner=self._owner(request)
         )
 
     async def create(self, request: Request) -> Response:
-        owner = owner_of(request.headers)
+        owner = self._owner(request)
         asked = new_batch(await request.body(), owner=owner)
         file = await asyncio.to_thread(self._files.get, asked.input_file_id, owner=owner)
         if file.purpose != "batch":
@@ -163,30 +178,37 @@ class _Routes:
                 f"input_file_id must be of a file with purpose 'batch', not {file.purpose!r}",
                 param="input_file_id",
             )
+        asked = replace(asked, num_bytes=file.num_bytes)
         batch = await asyncio.to_thread(self._store.create, asked)
         self._service.wake()
-        return _json(batch_json(batch))
+        return await self._shown(batch)
+
+    async def _shown(self, batch: Batch) -> Response:
+        forecasts = await asyncio.to_thread(self._service.forecasts)
+        return _json(batch_json(batch, forecasts.get(batch.id)))
 
     async def list_batches(self, request: Request) -> Response:
         query = request.query_params
         found, has_more = await asyncio.to_thread(
             self._store.page,
-            owner=owner_of(request.headers),
+            owner=self._owner(request),
             after=query.get("after"),
             limit=limit_of(query.get("limit"), default=20, most=100),
         )
-        return _json(page_json([batch_json(batch) for batch in found], has_more))
+        forecasts = await asyncio.to_thread(self._service.forecasts)
+        shown = [batch_json(batch, forecasts.get(batch.id)) for batch in found]
+        return _json(page_json(shown, has_more))
 
     async def show(self, request: Request) -> Response:
         name = request.path_params["id"]
-        batch = await asyncio.to_thread(self._store.get, name, owner=owner_of(request.headers))
-        return _json(batch_json(batch))
+        batch = await asyncio.to_thread(self._store.get, name, owner=self._owner(request))
+        return await self._shown(batch)
 
     async def cancel(self, request: Request) -> Response:
         name = request.path_params["id"]
-        batch = await asyncio.to_thread(self._store.cancel, name, owner=owner_of(request.headers))
+        batch = await asyncio.to_thread(self._store.cancel, name, owner=self._owner(request))
         self._service.wake()
-        return _json(batch_json(batch))
+        return await self._shown(batch)
 
 
 def _json(content: Any, status: int = 200) -> Response:

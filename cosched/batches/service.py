@@ -6,17 +6,18 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from cosched.batches.config import BatchesConfig
-from cosched.batches.database import Database
+from cosched.batches.exposition import Snapshot
 from cosched.batches.feeder import Feeder
 from cosched.batches.files import FileStore
+from cosched.batches.forecast import Forecast
 from cosched.batches.in_process import App, InProcessTransport
-from cosched.batches.lock import lock_folder
+from cosched.batches.opening import open_store
 from cosched.batches.store import BatchStore
 from cosched.jobs.client import Client, RetryRules
 
@@ -32,12 +33,10 @@ class BatchService:
     """One per server process that serves HTTP."""
 
     def __init__(self, config: BatchesConfig) -> None:
-        """Take the folder; ConfigError when it cannot be, or another server has it."""
-        assert config.folder is not None
+        """Take the folder, and open the store; ConfigError when one cannot be."""
         self.config = config
-        folder = Path(config.folder)
-        self._lock = lock_folder(folder)
-        self._database = Database(config.url or f"sqlite:///{folder / 'batches.sqlite'}")
+        self._lock, self._database = open_store(config)
+        folder = Path(config.folder or "")
         self.files = FileStore(self._database, folder, clock=time.time)
         self.store = BatchStore(self._database, clock=time.time)
         self._feeder: Feeder | None = None
@@ -47,14 +46,39 @@ class BatchService:
         if self._feeder is not None:
             self._feeder.wake()
 
+    def forecasts(self) -> Mapping[str, Forecast]:
+        """Of the batches that have not ended, as far as anything is known; for any thread."""
+        return {} if self._feeder is None else self._feeder.forecasts(self.store.open())
+
+    def snapshot(self) -> Callable[[], Snapshot]:
+        """For Prometheus. What the feeder knows is read now; the rest by what is returned, for
+        another thread."""
+        feeder = self._feeder
+        finished = {} if feeder is None else dict(feeder.finished)
+        rate = None if feeder is None else feeder.rate
+
+        def read() -> Snapshot:
+            found = self.store.open()
+            return Snapshot(
+                now=self.store.now(),
+                num_by_status=self.store.num_by_status(),
+                open=tuple(found),
+                forecasts={} if feeder is None else feeder.forecasts(found),
+                under_way=self.store.num_taken(),
+                finished=finished,
+                tokens_per_s=None if rate is None else rate.tokens_per_s,
+            )
+
+        return read
+
     @asynccontextmanager
     async def feeding(
-        self, app: App, *, api_key: str | None, state: Mapping[str, Any]
+        self, app: App, *, api_key: str | None, state: Callable[[float | None], Mapping[str, Any]]
     ) -> AsyncIterator[None]:
         """Send lines to `app` within the block, as the server's own requests.
 
         api_key  that `app` asks for
-        state    what its requests have in ``request.state``
+        state    what a request has in ``request.state``, by its deadline from now on [s]
         """
         client = Client(
             base_url=_SELF,
@@ -63,11 +87,16 @@ class BatchService:
             rng=random.Random(),
             clock=time.monotonic,
             api_key=api_key,
-            transport=InProcessTransport(app, state=state),
+            transport=InProcessTransport(app, state=state(None)),
         )
         async with client:
             self._feeder = Feeder(
-                store=self.store, files=self.files, client=client, config=self.config
+                store=self.store,
+                files=self.files,
+                client=client,
+                config=self.config,
+                state=state,
+                clock=time.monotonic,
             )
             task = asyncio.create_task(self._feeder.run())
             task.add_done_callback(_tell)
@@ -80,7 +109,7 @@ class BatchService:
                 self.close()
 
     def close(self) -> None:
-        """Give the folder back."""
+        """Give the store back."""
         self._database.close()
         self._lock.close()
 

@@ -2,6 +2,10 @@
 
 Each change is one transaction. A line has its result, counts, and is never taken again from the
 same moment on, so that a process that ends at any other moment loses and repeats nothing.
+
+Servers that share a store say again and again that they live. What one has leased (lines, and the
+validation of a batch) is anybody's again once it is silent. Should it live all the same, the first
+result of a line stands.
 """
 
 from __future__ import annotations
@@ -24,7 +28,15 @@ from cosched.batches.data import (
     NewLine,
     Status,
 )
-from cosched.batches.database import Database, LineState, batches, files, lines, results
+from cosched.batches.database import (
+    Database,
+    LineState,
+    batches,
+    files,
+    lines,
+    results,
+    servers,
+)
 from cosched.batches.errors import ApiError, not_found
 from cosched.batches.files import new_id
 from cosched.jobs.lines import RequestLine
@@ -33,6 +45,7 @@ from cosched.jobs.records import Failure, RecordWriter
 __all__ = ["BatchStore", "records_of"]
 
 _OUTPUT_PURPOSE = "batch_output"
+_TOKENS = ("input_tokens", "output_tokens", "cached_tokens", "reasoning_tokens")
 _CLOSED: dict[Status, Failure] = {
     Status.EXPIRED: Failure(
         code="batch_expired",
@@ -58,9 +71,48 @@ class BatchStore:
         self._database = database
         self._clock = clock
 
+    def join(self, server: str, *, lease_s: float) -> None:
+        """A server begins. Where the store is not shared all others are dead."""
+        with self._database.write() as connection:
+            if not self._database.is_shared:
+                self._bury(connection, sa.true())
+            until = self._clock() + lease_s
+            connection.execute(servers.insert().values(name=server, until=until))
+
+    def beat(self, server: str, *, lease_s: float) -> int:
+        """A server lives, and will for `lease_s` at least; how many do. Those that do not lose
+        their leases. 0: this one was silent for too long and has lost its own; `join` again."""
+        now = self._clock()
+        with self._database.write() as connection:
+            mine = servers.update().where(servers.c.name == server)
+            if not connection.execute(mine.values(until=now + lease_s)).rowcount:
+                return 0
+        with self._database.write() as connection:
+            self._bury(connection, servers.c.until < now)
+            count = sa.select(sa.func.count()).select_from(servers)
+            return connection.execute(count).scalar_one()
+
+    def leave(self, server: str) -> None:
+        """A server ends: others need not wait until its leases do."""
+        with self._database.write() as connection:
+            self._bury(connection, servers.c.name == server)
+
+    def _bury(self, connection: sa.Connection, which: sa.ColumnElement[bool]) -> None:
+        """Servers are dead: what they have leased is free."""
+        dead = connection.scalars(sa.select(servers.c.name).where(which).with_for_update()).all()
+        if not dead:
+            return
+        connection.execute(servers.delete().where(servers.c.name.in_(dead)))
+        found = sa.select(batches.c.seq).where(batches.c.status.in_(OPEN)).order_by(batches.c.id)
+        for seq in connection.scalars(found.with_for_update()).all():
+            _release(connection, seq, lines.c.lease_owner.in_(dead))
+        connection.execute(
+            batches.update().where(batches.c.validated_by.in_(dead)).values(validated_by=None)
+        )
+
     def create(self, request: NewBatch) -> Batch:
         """A batch that is to be validated."""
-        name, now = new_id("batch_"), self._now()
+        name, now = new_id("batch_"), self.now()
         with self._database.write() as connection:
             connection.execute(
                 batches.insert().values(
@@ -73,6 +125,7 @@ class BatchStore:
                     window_s=request.window_s,
                     metadata=None if request.metadata is None else dict(request.metadata),
                     output_expires_after_s=request.output_expires_after_s,
+                    num_bytes=request.num_bytes,
                     status=Status.VALIDATING,
                     created_at=now,
                     expires_at=now + request.window_s,
@@ -103,10 +156,26 @@ class BatchStore:
         with self._database.read() as connection:
             return [_batch_of(row) for row in connection.execute(query)]
 
+    def num_taken(self) -> dict[str, int]:
+        """Open batch -> its lines that are under way, at whichever server."""
+        query = (
+            sa.select(batches.c.id, sa.func.count())
+            .join(lines, lines.c.batch == batches.c.seq)
+            .where(batches.c.status.in_(OPEN), lines.c.state == LineState.TAKEN)
+            .group_by(batches.c.id)
+        )
+        with self._database.read() as connection:
+            return {name: count for name, count in connection.execute(query)}
+
+    def num_by_status(self) -> dict[str, int]:
+        query = sa.select(batches.c.status, sa.func.count()).group_by(batches.c.status)
+        with self._database.read() as connection:
+            return {status: count for status, count in connection.execute(query)}
+
     def cancel(self, name: str, *, owner: str | None = None) -> Batch:
         """Nothing more of it is sent. ApiError: 404, or 409 when it has ended or is about to."""
         with self._database.write() as connection:
-            row = _row(connection, name, owner=owner)
+            row = _row(connection, name, owner=owner, is_locked=True)
             if row.status in (Status.VALIDATING, Status.IN_PROGRESS):
                 self._move(connection, row, Status.CANCELLING, ending=Status.CANCELLED)
             elif row.status != Status.CANCELLING:
@@ -117,22 +186,37 @@ class BatchStore:
         """The batches whose window has ended now; nothing more of them is sent."""
         due = sa.select(batches).where(
             batches.c.status.in_((Status.VALIDATING, Status.IN_PROGRESS)),
-            batches.c.expires_at <= self._now(),
+            batches.c.expires_at <= self.now(),
         )
         with self._database.read() as connection:
             if connection.execute(due.limit(1)).first() is None:
                 return []
         with self._database.write() as connection:
-            rows = connection.execute(due).all()
+            rows = connection.execute(due.order_by(batches.c.id).with_for_update()).all()
             for row in rows:
                 self._move(connection, row, Status.FINALIZING, ending=Status.EXPIRED)
         return [row.id for row in rows]
 
-    def add_lines(self, name: str, found: Sequence[NewLine]) -> bool:
-        """Add lines to a batch that is validated; False when it no longer is."""
+    def begin_validation(self, name: str, *, server: str) -> bool:
+        """Whether this server validates the batch: none that lives does. What another one has added
+        is forgotten."""
         with self._database.write() as connection:
-            row = _row(connection, name)
-            if row.status != Status.VALIDATING:
+            if not _lives(connection, server):
+                return False
+            row = _row(connection, name, is_locked=True)
+            if row.status != Status.VALIDATING or row.validated_by not in (None, server):
+                return False
+            connection.execute(lines.delete().where(lines.c.batch == row.seq))
+            connection.execute(
+                batches.update().where(batches.c.seq == row.seq).values(validated_by=server)
+            )
+            return True
+
+    def add_lines(self, name: str, found: Sequence[NewLine], *, server: str) -> bool:
+        """Add lines to a batch that this server validates; False when it no longer does."""
+        with self._database.write() as connection:
+            row = _row(connection, name, is_locked=True)
+            if not _is_validated_by(row, server):
                 return False
             if found:
                 connection.execute(
@@ -152,120 +236,115 @@ class BatchStore:
                 )
             return True
 
-    def drop_lines(self, name: str) -> None:
-        """Forget what an interrupted validation has added."""
+    def accept(self, name: str, *, server: str) -> None:
+        """All lines are there and right. Does nothing when it is no longer validated by this
+        server."""
         with self._database.write() as connection:
-            row = _row(connection, name)
-            assert row.status == Status.VALIDATING, f"{row.status=}"
-            connection.execute(lines.delete().where(lines.c.batch == row.seq))
-
-    def accept(self, name: str) -> None:
-        """All lines are there and right. Does nothing when the batch is no longer validated."""
-        with self._database.write() as connection:
-            row = _row(connection, name)
-            if row.status == Status.VALIDATING:
+            row = _row(connection, name, is_locked=True)
+            if _is_validated_by(row, server):
                 count = sa.select(sa.func.count()).where(lines.c.batch == row.seq)
                 total = connection.execute(count).scalar_one()
                 self._move(connection, row, Status.IN_PROGRESS, total=total)
 
-    def reject(self, name: str, faults: Iterable[Fault]) -> None:
-        """The input file is wrong. Does nothing when the batch is no longer validated."""
+    def reject(self, name: str, faults: Iterable[Fault], *, server: str) -> None:
+        """The input file is wrong. Does nothing when it is no longer validated by this server."""
         with self._database.write() as connection:
-            row = _row(connection, name)
-            if row.status == Status.VALIDATING:
+            row = _row(connection, name, is_locked=True)
+            if _is_validated_by(row, server):
                 connection.execute(lines.delete().where(lines.c.batch == row.seq))
                 told = [asdict(fault) for fault in faults]
                 self._move(connection, row, Status.FAILED, faults=told)
 
     def take(
-        self, name: str, *, limit: int, max_bytes: int, lease_owner: str, lease_s: int
+        self, name: str, *, limit: int, max_bytes: int, server: str, num_ahead: int = 0
     ) -> list[Line]:
-        """Waiting lines in prefix order, now leased: at most `limit`, and after the first at most
-        `max_bytes` together. None of a batch that is not in progress."""
+        """Waiting lines, now leased: at most `limit`, and after the first at most `max_bytes`
+        together. None of a batch that is not in progress.
+
+        In prefix order: first those that were set aside for this server, then free ones, with
+        `num_ahead` more set aside for its next time, so that lines that begin alike are taken by
+        one server. When there are no others, the last ones of those set aside for other servers.
+        """
         with self._database.write() as connection:
             row = _row(connection, name)
-            if row.status != Status.IN_PROGRESS:
+            if row.status != Status.IN_PROGRESS or not _lives(connection, server):
                 return []
-            found = connection.execute(
-                sa.select(lines.c.number, lines.c.custom_id, lines.c.start, lines.c.num_bytes)
-                .where(lines.c.batch == row.seq, lines.c.state == LineState.WAITING)
-                .order_by(lines.c.prefix_key, lines.c.number)
-                .limit(limit)
-                .with_for_update(skip_locked=True)
-            ).all()
+            owner = lines.c.lease_owner
+            found = _waiting(connection, row.seq, owner == server, limit=limit)
+            if len(found) < limit:
+                free_limit = limit - len(found) + num_ahead
+                found += _waiting(connection, row.seq, owner.is_(None), limit=free_limit)
+            if not found and self._database.is_shared:
+                found = _waiting(connection, row.seq, owner != server, limit=limit, is_last=True)
             taken: list[Line] = []
             num_bytes = 0
-            for number, custom_id, start, size in found:
+            for number, custom_id, start, size in found[:limit]:
                 num_bytes += size
                 if taken and num_bytes > max_bytes:
                     break
                 taken.append(Line(number=number, custom_id=custom_id, offset=start, num_bytes=size))
-            if taken:
-                connection.execute(
-                    lines.update()
-                    .where(
-                        lines.c.batch == row.seq,
-                        lines.c.number.in_([line.number for line in taken]),
+            ahead = [number for number, *_ in found[len(taken) :]] if num_ahead else []
+            for numbers, state in (
+                ([line.number for line in taken], LineState.TAKEN),
+                (ahead, LineState.WAITING),
+            ):
+                if numbers:
+                    connection.execute(
+                        lines.update()
+                        .where(lines.c.batch == row.seq, lines.c.number.in_(numbers))
+                        .values(state=state, lease_owner=server)
                     )
-                    .values(
-                        state=LineState.TAKEN,
-                        lease_owner=lease_owner,
-                        lease_until=self._now() + lease_s,
-                    )
-                )
             return taken
 
-    def take_back_all(self) -> None:
-        """End all leases. For a server that starts and has the store to itself."""
+    def release(self, name: str, *, server: str) -> None:
+        """Nothing of the batch is under way at this server any more."""
         with self._database.write() as connection:
-            connection.execute(
-                lines.update()
-                .where(lines.c.state == LineState.TAKEN)
-                .values(state=LineState.WAITING, lease_owner=None, lease_until=None)
-            )
+            row = _row(connection, name, is_locked=True)
+            _release(connection, row.seq, lines.c.lease_owner == server)
 
     def finish(self, finished: Sequence[Finished]) -> int:
-        """Keep the results of lines that were taken; how many. A line that has one, or that was
-        closed, keeps what it has."""
+        """Keep the results of lines; how many. A line that has one, or that was closed, keeps what
+        it has, whoever comes second with another; of a batch that is gone nothing is kept."""
         num_kept = 0
         by_batch: dict[str, list[Finished]] = defaultdict(list)
         for one in finished:
             by_batch[one.batch_id].append(one)
         with self._database.write() as connection:
-            for name, group in by_batch.items():
-                seq = _row(connection, name).seq
-                open_lines = _taken(connection, seq, [one.number for one in group])
+            for name, group in sorted(by_batch.items()):
+                query = sa.select(batches).where(batches.c.id == name).with_for_update()
+                row = connection.execute(query).first()
+                if row is None:
+                    continue
+                open_lines = _unfinished(connection, row.seq, [one.number for one in group])
                 kept = []
                 for one in group:
                     if one.number in open_lines:
                         open_lines.remove(one.number)
                         kept.append(one)
-                self._record(connection, seq, kept)
+                self._record(connection, row.seq, kept)
                 num_kept += len(kept)
                 row = _row(connection, name)
                 if row.status == Status.IN_PROGRESS and row.completed + row.failed == row.total:
                     self._move(connection, row, Status.FINALIZING, ending=Status.COMPLETED)
         return num_kept
 
-    def close_lines(self, name: str, *, limit: int) -> bool:
-        """Give some lines without a result the error with which their batch ends; whether none is
-        left. Nothing of the batch may be under way."""
+    def close_lines(self, name: str, *, limit: int) -> int:
+        """Give some lines that wait the error with which their batch ends; how many. Those that are
+        under way are left."""
         with self._database.write() as connection:
-            row = _row(connection, name)
-            left = connection.execute(
-                sa.select(lines.c.number, lines.c.custom_id)
-                .where(
-                    lines.c.batch == row.seq,
-                    lines.c.state.in_((LineState.WAITING, LineState.TAKEN)),
-                )
-                .limit(limit)
-            ).all()
-            if not left or row.ending not in _CLOSED:
-                return True
+            row = _row(connection, name, is_locked=True)
+            if row.ending not in _CLOSED:
+                return 0
             # Of a batch whose validation was cut short nobody knows all lines: none was sent.
             if "in_progress" not in row.times:
                 connection.execute(lines.delete().where(lines.c.batch == row.seq))
-                return True
+                return 0
+            left = connection.execute(
+                sa.select(lines.c.number, lines.c.custom_id)
+                .where(lines.c.batch == row.seq, lines.c.state == LineState.WAITING)
+                .limit(limit)
+                .with_for_update()
+            ).all()
             writer, failure = records_of(name), _CLOSED[row.ending]
             closed = []
             for number, custom_id in left:
@@ -273,20 +352,43 @@ class BatchStore:
                 data = writer.record(line, failure).data
                 closed.append(Finished(batch_id=name, number=number, is_answer=False, data=data))
             self._record(connection, row.seq, closed)
-            return False
+            return len(closed)
 
-    def end(self, name: str) -> None:
-        """Make the results files, and give the batch its last status. Its lines are all closed."""
+    def end(self, name: str) -> bool:
+        """Make the results files, and give the batch its last status; whether it has ended. Not as
+        long as a line has no result."""
         with self._database.write() as connection:
-            row = _row(connection, name)
+            row = _row(connection, name, is_locked=True)
             if row.ending is None:
-                return
+                return row.status not in OPEN
+            left = sa.select(lines.c.number).where(
+                lines.c.batch == row.seq,
+                lines.c.state.in_((LineState.WAITING, LineState.TAKEN)),
+            )
+            if connection.execute(left.limit(1)).first() is not None:
+                return False
             named = {
                 "output_file_id": self._add_results(connection, row, is_errors=False),
                 "error_file_id": self._add_results(connection, row, is_errors=True),
             }
             connection.execute(lines.delete().where(lines.c.batch == row.seq))
             self._move(connection, row, Status(row.ending), ending=None, **named)
+            return True
+
+    def remove_ended(self, *, kept_s: float) -> int:
+        """Let go of batches that ended longer ago than this, and of their results; how many."""
+        with self._database.write() as connection:
+            found = connection.execute(
+                sa.select(batches.c.seq, batches.c.id, batches.c.status, batches.c.times).where(
+                    batches.c.status.not_in(OPEN), batches.c.created_at < self.now() - kept_s
+                )
+            ).all()
+            gone = [row for row in found if row.times[row.status] < self.now() - kept_s]
+            for row in gone:
+                connection.execute(files.delete().where(files.c.batch_id == row.id))
+                connection.execute(results.delete().where(results.c.batch == row.seq))
+                connection.execute(batches.delete().where(batches.c.seq == row.seq))
+        return len(gone)
 
     def _add_results(self, connection: sa.Connection, row: Any, *, is_errors: bool) -> str | None:
         """A file of the batch's results; None: there are none."""
@@ -297,7 +399,7 @@ class BatchStore:
         ).scalar()
         if num_bytes is None:
             return None
-        now, keep_s = self._now(), row.output_expires_after_s
+        now, keep_s = self.now(), row.output_expires_after_s
         file = File(
             id=new_id("file-"),
             owner=row.owner,
@@ -319,7 +421,7 @@ class BatchStore:
         connection.execute(
             lines.update()
             .where(lines.c.batch == seq, lines.c.number.in_([one.number for one in kept]))
-            .values(state=LineState.DONE, lease_owner=None, lease_until=None)
+            .values(state=LineState.DONE, lease_owner=None)
         )
         connection.execute(
             results.insert(),
@@ -340,8 +442,10 @@ class BatchStore:
             .values(
                 completed=batches.c.completed + count[True],
                 failed=batches.c.failed + count[False],
-                input_tokens=batches.c.input_tokens + sum(one.input_tokens for one in kept),
-                output_tokens=batches.c.output_tokens + sum(one.output_tokens for one in kept),
+                **{
+                    name: batches.c[name] + sum(getattr(one, name) for one in kept)
+                    for name in _TOKENS
+                },
             )
         )
 
@@ -349,27 +453,79 @@ class BatchStore:
         connection.execute(
             batches.update()
             .where(batches.c.seq == row.seq)
-            .values(status=status, times={**row.times, status.value: self._now()}, **values)
+            .values(status=status, times={**row.times, status.value: self.now()}, **values)
         )
 
-    def _now(self) -> int:
+    def now(self) -> int:
+        """Seconds of the epoch."""
         return int(self._clock())
 
 
-def _row(connection: sa.Connection, name: str, *, owner: str | None = None) -> Any:
+def _row(
+    connection: sa.Connection, name: str, *, owner: str | None = None, is_locked: bool = False
+) -> Any:
+    """is_locked: nobody else changes it before this transaction ends. ApiError 404."""
     query = sa.select(batches).where(batches.c.id == name)
     if owner is not None:
         query = query.where(batches.c.owner == owner)
-    row = connection.execute(query).first()
+    row = connection.execute(query.with_for_update() if is_locked else query).first()
     if row is None:
         raise not_found("batch", name)
     return row
 
 
-def _taken(connection: sa.Connection, seq: int, numbers: Sequence[int]) -> set[int]:
-    """Which of the lines are under way; nobody else can end them before this transaction ends."""
+def _lives(connection: sa.Connection, server: str) -> bool:
+    """Whether a server may lease; nobody finds it dead before this transaction ends."""
+    query = sa.select(servers.c.name).where(servers.c.name == server)
+    return connection.execute(query.with_for_update(read=True)).first() is not None
+
+
+def _is_validated_by(row: Any, server: str) -> bool:
+    return bool(row.status == Status.VALIDATING and row.validated_by == server)
+
+
+def _waiting(
+    connection: sa.Connection,
+    seq: int,
+    of: sa.ColumnElement[bool],
+    *,
+    limit: int,
+    is_last: bool = False,
+) -> list[Any]:
+    """Number, custom_id, start and bytes of the first lines that wait, or of the last ones, in
+    prefix order. Those that another server takes just now are left out."""
+    # The owner is there for PostgreSQL, which would sort all that have none instead of going along
+    # the index.
+    order: list[Any] = [lines.c.lease_owner, lines.c.prefix_key, lines.c.number]
+    query = (
+        sa.select(lines.c.number, lines.c.custom_id, lines.c.start, lines.c.num_bytes)
+        .where(lines.c.batch == seq, lines.c.state == LineState.WAITING, of)
+        .order_by(*([column.desc() for column in order] if is_last else order))
+        .limit(limit)
+        .with_for_update(skip_locked=True)
+    )
+    found = list(connection.execute(query).all())
+    return found[::-1] if is_last else found
+
+
+def _release(connection: sa.Connection, seq: int, of: sa.ColumnElement[bool]) -> None:
+    """Leased lines of a batch wait for anybody."""
+    connection.execute(
+        lines.update()
+        .where(
+            lines.c.batch == seq,
+            lines.c.state.in_((LineState.WAITING, LineState.TAKEN)),
+            of,
+        )
+        .values(state=LineState.WAITING, lease_owner=None)
+    )
+
+
+def _unfinished(connection: sa.Connection, seq: int, numbers: Sequence[int]) -> set[int]:
+    """Which of the lines have no result; nobody else gives them one before this transaction
+    ends."""
     query = sa.select(lines.c.number).where(
-        lines.c.batch == seq, lines.c.number.in_(numbers), lines.c.state == LineState.TAKEN
+        lines.c.batch == seq, lines.c.number.in_(numbers), lines.c.state != LineState.DONE
     )
     return set(connection.scalars(query.with_for_update()))
 
@@ -386,6 +542,7 @@ def _batch_of(row: Any) -> Batch:
             window_s=row.window_s,
             metadata=row._mapping["metadata"],
             output_expires_after_s=row.output_expires_after_s,
+            num_bytes=row.num_bytes,
         ),
         status=Status(row.status),
         ending=None if row.ending is None else Status(row.ending),
@@ -398,6 +555,9 @@ def _batch_of(row: Any) -> Batch:
         failed=row.failed,
         input_tokens=row.input_tokens,
         output_tokens=row.output_tokens,
+        cached_tokens=row.cached_tokens,
+        reasoning_tokens=row.reasoning_tokens,
         output_file_id=row.output_file_id,
         error_file_id=row.error_file_id,
+        validated_by=row.validated_by,
     )

@@ -6,7 +6,15 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-__all__ = ["PLAIN", "Request", "RequestClass", "Slo", "Traits"]
+__all__ = [
+    "PLAIN",
+    "Request",
+    "RequestClass",
+    "Slo",
+    "Traits",
+    "num_tokens_left",
+    "num_tokens_of",
+]
 
 
 class RequestClass(Enum):
@@ -132,3 +140,13 @@ class Request(Protocol):
     def num_own_tokens(self) -> int:
         """Those of them that are not in the radix tree: the KV that is its alone."""
         ...
+
+
+def num_tokens_of(request: Request) -> int:
+    """Prompt and generated tokens: what a prefill of it computes in all where nothing is cached."""
+    return request.num_prompt_tokens + request.num_output_tokens
+
+
+def num_tokens_left(request: Request) -> int:
+    """Of them, those whose KV it does not hold yet."""
+    return num_tokens_of(request) - request.num_computed_tokens

@@ -15,6 +15,7 @@ from sglang.srt.utils.auth import AuthLevel, auth_level
 from cosched.config import Config
 from cosched.core.view import OfflineLimits
 from cosched.engine.offline_gate import limits_to_message
+from cosched.engine.page import add_page
 from cosched.policy.registry import policy_entry
 
 __all__ = ["RETRY_AFTER_S", "OfflineOrder", "add_routes", "limits_of"]
@@ -76,6 +77,7 @@ def add_routes(app: Any, config: Config) -> None:
     app.add_api_route("/cosched", protect(show), methods=["GET"])
     app.add_api_route("/cosched/offline", protect(set_offline), methods=["POST"])
     app.add_middleware(_TurnAway)
+    add_page(app)
 
 
 async def _state(config: Config) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import cosched.bootstrap
-from cosched.batches.lock import lock_folder
+from cosched.batches.opening import check_store
 from cosched.config import Config
 from cosched.errors import ConfigError, choices
 from cosched.kv.config import ENGINE_ORDERS
@@ -280,7 +280,7 @@ def check_files(config: Config) -> None:
                 f"cannot read --latency-model {config.latency_model!r}: {error.strerror}"
             ) from None
     if config.batches.folder is not None:
-        lock_folder(Path(config.batches.folder)).close()
+        check_store(config.batches)
 
 
 def _check_writable(flag: str, path: Path) -> None:

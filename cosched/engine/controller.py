@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -136,6 +136,7 @@ class Controller:
         self._before: _Before | None = None
         """What the latest plan was made with, for it to be made again."""
         self.iteration: Iteration | None = None
+        self._skipped: Mapping[str, SkipReason] = {}
         """Planned, and not launched yet."""
         self.guard = guard
         self.ranks: Ranks | None = None
@@ -227,10 +228,9 @@ class Controller:
 
     def promise(self, plan: Plan, running_batch: Any) -> None:
         """Remember what a plan sets aside, and who grows into what is set aside for another."""
-        running = [req.cosched for req in running_batch.reqs]
         if plan.promise or plan.hosts:
             unfinished = self.scheduler.chunked_req
-            here = {tracked.rid: tracked for tracked in running}
+            here = {req.rid: req.cosched for req in running_batch.reqs}
             if unfinished is not None:
                 here[unfinished.rid] = unfinished.cosched
             for rid, num_tokens in plan.promise.items():
@@ -241,7 +241,9 @@ class Controller:
                 guest, host = here.get(rid), here.get(hosting.host)
                 if guest is not None and host is not None:
                     guest.grow_into(host)
-        self.taken = taken_by_guests(running) if plan.prefill else {}
+        self.taken = {}
+        if plan.prefill:
+            self.taken = taken_by_guests([req.cosched for req in running_batch.reqs])
 
     def _evictions(self, plan: Plan, running_batch: Any) -> Sequence[Eviction] | None:
         """What goes for a plan on all ranks; None: the engine's order holds."""
@@ -283,6 +285,7 @@ class Controller:
             self.counters.num_safe_plans += 1
         planning_s = time.perf_counter() - started_s
         self.iteration = Iteration(plan=plan, planning_s=planning_s)
+        self._skipped = plan.skipped
         self.counters.num_plans += 1
         self.counters.planning_s += planning_s
         self._planning_s.append(planning_s)
@@ -437,6 +440,13 @@ class Controller:
                 target: (met, missed)
                 for (_, target), (met, missed) in self.service.attainment.items()
             },
+            times_s={
+                f"{request_class.value}_{name}": (round(total_s, 6), num)
+                for (request_class, name), (total_s, num) in self.service.times_s.items()
+            },
+            skipped=dict(Counter(reason.value for reason in self._skipped.values()))
+            if len(self.waiting.online) + len(pool)
+            else {},
             offline_limits=self.waiting.offline_limits,
             pool=pool.stats() if isinstance(pool, PrefixPool) else None,
             kv=None if self.kv is None else self.kv.occupancy(),

@@ -10,20 +10,20 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from enum import Enum
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from cosched.core.request import RequestClass
 from cosched.engine.iteration import Iteration
 from cosched.engine.service import TARGETS
 from cosched.engine.state import ReplicaState
 from cosched.kv.occupancy import KvOccupancy
+from cosched.metrics.prometheus import Kind, Metric
 
 if TYPE_CHECKING:
     from cosched.engine.controller import Controller
 
-__all__ = ["LOGS", "METRICS", "Kind", "Metric", "MetricsExporter"]
+__all__ = ["LOGS", "METRICS", "MetricsExporter"]
 
 REFRESH_S = 1.0
 """Host time between two updates of what is a level and not a count."""
@@ -35,27 +35,6 @@ _ERROR = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 30, 60, 600, 3600)
 _TPOT_S = (0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 10)
 _E2E_S = (0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400)
-
-
-class Kind(Enum):
-    COUNTER = "counter"
-    GAUGE = "gauge"
-    HISTOGRAM = "histogram"
-
-
-class Metric(NamedTuple):
-    """A metric as it is declared to Prometheus, without the prefix ``cosched:``."""
-
-    name: str
-    kind: Kind
-    text: str
-    labels: tuple[str, ...] = ()
-    buckets: tuple[float, ...] = ()
-
-    @property
-    def shown_name(self) -> str:
-        """As it stands in ``/metrics``, where a histogram's lines add ``_bucket`` and others."""
-        return f"cosched:{self.name}" + ("_total" if self.kind is Kind.COUNTER else "")
 
 
 _CLASS = ("request_class",)

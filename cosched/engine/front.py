@@ -34,7 +34,7 @@ from cosched.core.wire import (
 )
 from cosched.errors import LimitError
 
-__all__ = ["CLASS_HEADER", "OWN_REQUEST", "TARGETS_HEADER", "Front", "ReplyMiddleware"]
+__all__ = ["CLASS_HEADER", "TARGETS_HEADER", "Front", "ReplyMiddleware", "own_request"]
 
 CLASS_HEADER = "x-cosched-class"
 TARGETS_HEADER = "x-cosched-targets"
@@ -47,9 +47,14 @@ Send = Callable[[Message], Awaitable[None]]
 _STATE, _TIERED, _RETRY_AFTER = "cosched", "cosched_tiered", "cosched_retry_after_s"
 _OWN = "cosched_own"
 
-OWN_REQUEST = {_OWN: True}
-"""What `request.state` begins with where the server asks itself: such a request is offline whatever
-it says or the operator ignores, and counts against no API key."""
+
+def own_request(deadline_s: float | None = None) -> dict[str, Any]:
+    """What `request.state` begins with where the server asks itself: such a request is offline
+    whatever it says or the operator ignores, and counts against no API key.
+
+    deadline_s  latest completion, from now on [s], unless the request names one of its own
+    """
+    return {_OWN: params_of_slo(Slo(deadline_s=deadline_s))}
 
 
 class Front:
@@ -77,8 +82,10 @@ class Front:
         if hasattr(state, _STATE):
             return
         wish = parse_http(body, request.headers, tiers=tiers, ignored=self._ignored)
-        if getattr(state, _OWN, False):
-            grant = Grant(wish=replace(wish, only=RequestClass.OFFLINE))
+        own = getattr(state, _OWN, None)
+        if own is not None:
+            wish = replace(wish, only=RequestClass.OFFLINE, slo={**own, **wish.slo})
+            grant = Grant(wish=wish)
         elif not counts:
             grant = self.gate.grant(wish, request.headers)
         else:

@@ -50,6 +50,12 @@ class ServiceRecord:
             for target in targets
         }
         """(class, target) -> [met, missed]"""
+        self.times_s: dict[tuple[RequestClass, str], tuple[float, int]] = {
+            (request_class, name): (0.0, 0)
+            for request_class in RequestClass
+            for name in ("ttft", "tpot")
+        }
+        """(class, time) -> (sum [s], number of them)"""
 
     def on_batch(self, batch: Any, now_s: float) -> None:
         """The tokens of an iteration are known. O(its requests)."""
@@ -72,6 +78,7 @@ class ServiceRecord:
     def _first_token(self, tracked: TrackedRequest, now_s: float) -> None:
         tracked.first_reported_s = now_s
         ttft_s = now_s - tracked.arrival_s
+        self._add_time(tracked.request_class, "ttft", ttft_s)
         if self.listener is not None:
             self.listener.first_token(tracked.request_class, ttft_s)
         if tracked.request_class is RequestClass.ONLINE:
@@ -81,6 +88,8 @@ class ServiceRecord:
         num_gaps = tracked.num_reported_tokens - 1
         first_s = tracked.first_reported_s
         tpot_s = None if num_gaps < 1 else (now_s - first_s) / num_gaps
+        if tpot_s is not None:
+            self._add_time(tracked.request_class, "tpot", tpot_s)
         e2e_s = now_s - tracked.arrival_s
         if self.listener is not None:
             self.listener.finished(tracked.request_class, e2e_s, tpot_s)
@@ -96,6 +105,10 @@ class ServiceRecord:
                 is_late = first_s - tracked.arrival_s > most_ttft_s
                 is_slow = (tpot_s or 0.0) > most_tpot_s
                 self._judge(tracked, ALL_TARGETS, float(is_late or is_slow), 0.0)
+
+    def _add_time(self, request_class: RequestClass, name: str, seconds: float) -> None:
+        total_s, num = self.times_s[request_class, name]
+        self.times_s[request_class, name] = (total_s + seconds, num + 1)
 
     def _judge(
         self, tracked: TrackedRequest, target: str, value: float, most: float | None

@@ -29,6 +29,8 @@ class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
     failures         what failed and was left out (`cosched.engine.guard`) -> how often
     recomputed_tokens  prompt and output tokens computed again because a stop had lost them
     attainment       target -> (requests that met it, requests that missed it)
+    times_s          ``online_ttft`` and the like -> (sum [s], number of them) since the start
+    skipped          why waiting requests that the latest plan looked at were left out -> how many
     pool             None: offline requests wait in the order of arrival
     kv               None: the engine's own order of eviction holds
     logs_off         logs that were switched off because a line could not be written
@@ -57,6 +59,8 @@ class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
     online_output_tokens: int
     offline_output_tokens: int
     attainment: dict[str, tuple[int, int]]
+    times_s: dict[str, tuple[float, int]]
+    skipped: dict[str, int]
     offline_limits: OfflineLimits
     pool: PoolStats | None
     kv: KvOccupancy | None

@@ -11,17 +11,20 @@ import signal
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from cosched.errors import ConfigError, CoschedError
+from cosched.jobs.batch_api import ENDED, BatchApi, RemoteBatch
 from cosched.jobs.client import Client, RetryRules
 from cosched.jobs.config import JobConfig
-from cosched.jobs.errors import DiskError, ServerGoneError, ServerRefusedError
+from cosched.jobs.errors import DiskError, JobFileError, ServerGoneError, ServerRefusedError
 from cosched.jobs.journal import Journal, JournalPaths
 from cosched.jobs.lines import BadLine
-from cosched.jobs.progress import make_reporter
-from cosched.jobs.report import job_results, print_report
+from cosched.jobs.progress import Snapshot, make_reporter
+from cosched.jobs.remote import Manifest, RemoteJob, batches_of, load_manifest, new_manifest
+from cosched.jobs.report import job_results, print_batches, print_report
 from cosched.jobs.runner import Job, JobCounts, checked_lines
 from cosched.jobs.server import (
     OwnServer,
@@ -33,7 +36,7 @@ from cosched.jobs.server import (
 from cosched.jobs.sidecar import JobState
 from cosched.jobs.source import Source, read_source
 
-__all__ = ["ExitCode", "run_job", "validate"]
+__all__ = ["ExitCode", "fetch", "run_job", "show_batches", "validate"]
 
 _FILES_BESIDE_CONNECTIONS = 64
 _MAX_SHOWN_FAULTS = 20
@@ -46,6 +49,7 @@ class ExitCode(IntEnum):
     SOME_FAILED = 1
     BAD_USAGE = 2
     SERVER_GONE = 3
+    GOING_ON = 4
     BUG = 70
     INTERRUPTED = 130
 
@@ -67,6 +71,7 @@ class _Standing:
     source: Source | None = None
     journal: Journal | None = None
     counts: JobCounts = field(default_factory=JobCounts)
+    is_going_on: bool = False
 
 
 def run_job(config: JobConfig) -> ExitCode:
@@ -142,7 +147,14 @@ def _run(config: JobConfig, standing: _Standing) -> _Ending:
                 f"{journal.num_retried} failed lines are sent again"
                 + f"; their errors are kept in {paths.before_retry}" * bool(journal.num_retried)
             )
-        asyncio.run(_until_end(config, source, journal, standing))
+        manifest = load_manifest(paths.batches)
+        asyncio.run(_until_end(config, source, journal, standing, manifest))
+    if standing.is_going_on:
+        return _Ending(
+            exit_code=ExitCode.GOING_ON if config.fetch_only else ExitCode.ANSWERED,
+            message="the server goes on with it: run_batch status, cancel or fetch, each with "
+            f"-o {config.out}; the same command without --detach waits",
+        )
     if not journal.num_failed:
         return _Ending(exit_code=ExitCode.ANSWERED)
     return _Ending(
@@ -172,6 +184,45 @@ def _again(config: JobConfig) -> str:
         if is_given
     ]
     return "run the same command again" + f" without {' and '.join(dropped)}" * bool(dropped)
+
+
+def show_batches(config: JobConfig, *, cancels: bool) -> ExitCode:
+    """What the server says of the batches of a job; with `cancels` they are cancelled first.
+    JobFileError when there are none."""
+    manifest = _manifest_of(config)
+
+    async def ask() -> list[RemoteBatch]:
+        async with _api(config, manifest.base_url) as api:
+            if cancels:
+                for name in manifest.open:
+                    await api.cancel(name)
+            return await batches_of(manifest, api)
+
+    found = asyncio.run(ask())
+    print_batches(found, is_fetched=lambda one: one.id in manifest.done)
+    is_over = all(one.status in ENDED for one in found)
+    return ExitCode.ANSWERED if is_over else ExitCode.GOING_ON
+
+
+def fetch(config: JobConfig) -> ExitCode:
+    """Write the results of a job's batches that have ended. JobFileError when there are none."""
+    manifest = _manifest_of(config)
+    config = replace(
+        config,
+        input=manifest.input,
+        errors=manifest.errors,
+        max_line_bytes=manifest.max_line_bytes,
+        fetch_only=True,
+    )
+    return run_job(config)
+
+
+def _manifest_of(config: JobConfig) -> Manifest:
+    path = JournalPaths(out=config.out, errors=None).batches
+    manifest = load_manifest(path)
+    if manifest is None:
+        raise JobFileError(f"no job at {config.out} that a server has (no {path})")
+    return manifest
 
 
 def validate(config: JobConfig) -> ExitCode:
@@ -212,7 +263,11 @@ async def _check_all(source: Source, max_line_bytes: int, counts: JobCounts) -> 
 
 
 async def _until_end(
-    config: JobConfig, source: Source, journal: Journal, standing: _Standing
+    config: JobConfig,
+    source: Source,
+    journal: Journal,
+    standing: _Standing,
+    manifest: Manifest | None,
 ) -> None:
     """Raises _StoppedError when a signal stopped the job in order."""
     port = config.port or free_port()
@@ -221,19 +276,30 @@ async def _until_end(
     server = _server(config, client, port=port, log_path=journal.paths.server_log)
     _stop_on_signals()
     with make_reporter(every_s=config.progress_every_s, num_done=journal.num_done) as reporter:
-        job = Job(
-            source=source,
-            journal=journal,
-            client=client,
-            server=server,
-            concurrency=config.concurrency,
-            max_line_bytes=config.max_line_bytes,
-            ordered=config.ordered,
-            show=reporter.show,
-        )
-        standing.counts = job.counts
         try:
             async with client:
+                if manifest is None and await _has_batches(config, client, server, journal):
+                    manifest = new_manifest(
+                        base_url=base_url,
+                        window=config.window,
+                        source=source,
+                        errors=config.errors,
+                        max_line_bytes=config.max_line_bytes,
+                    )
+                if manifest is not None:
+                    await _remotely(config, source, journal, standing, manifest, reporter.show)
+                    return
+                job = Job(
+                    source=source,
+                    journal=journal,
+                    client=client,
+                    server=server,
+                    concurrency=config.concurrency,
+                    max_line_bytes=config.max_line_bytes,
+                    ordered=config.ordered,
+                    show=reporter.show,
+                )
+                standing.counts = job.counts
                 await job.run()
         except asyncio.CancelledError:
             raise _StoppedError(
@@ -241,6 +307,69 @@ async def _until_end(
             ) from None
         finally:
             await asyncio.to_thread(server.stop)
+
+
+async def _has_batches(
+    config: JobConfig, client: Client, server: OwnServer | RunningServer, journal: Journal
+) -> bool:
+    """Whether this job is one for the server's batches. One that has begun line by line goes on so,
+    and so does one whose server is not there yet. ServerRefusedError where they are asked for and
+    there are none."""
+    is_asked_for = config.via == "batches" or config.detach
+    if config.via == "lines" or config.model_path is not None or config.ordered:
+        return False
+    if is_asked_for:
+        await server.ready()
+    elif journal.num_done:
+        return False
+    async with _api(config, config.base_url) as api:
+        has_them = await client.serves_classes() and await api.is_there()
+    if is_asked_for and not has_them:
+        raise ServerRefusedError(
+            f"{config.base_url} has no batches of cosched's: start it with --cosched-batches "
+            "FOLDER, or use --via lines"
+        )
+    return has_them
+
+
+async def _remotely(
+    config: JobConfig,
+    source: Source,
+    journal: Journal,
+    standing: _Standing,
+    manifest: Manifest,
+    show: Callable[[Snapshot], None],
+) -> None:
+    """Raises _StoppedError when a signal stopped the waiting in order."""
+    async with _api(config, manifest.base_url) as api:
+        job = RemoteJob(
+            source=source, journal=journal, api=api, manifest=manifest, show=show, say=_say
+        )
+        standing.counts = job.counts
+        try:
+            if config.fetch_only:
+                await job.fetch()
+                standing.is_going_on = job.is_open
+            elif config.detach:
+                await job.submit()
+                standing.is_going_on = job.is_open
+            else:
+                await job.run()
+        except asyncio.CancelledError:
+            raise _StoppedError(
+                "interrupted; the server goes on with what it has. The same command waits for it, "
+                f"run_batch cancel -o {config.out} ends it"
+            ) from None
+
+
+def _api(config: JobConfig, base_url: str) -> BatchApi:
+    return BatchApi(
+        base_url=base_url,
+        api_key=config.api_key,
+        rules=RetryRules(max_wait_s=config.max_wait_s, max_retries=config.max_retries),
+        rng=random.Random(config.seed),
+        clock=time.monotonic,
+    )
 
 
 def _client(config: JobConfig, base_url: str) -> Client:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
 from types import TracebackType
+from typing import Any
 
 import httpx
 import msgspec
@@ -219,11 +220,16 @@ class Client:
                 return state.get("policy") != _IGNORES_CLASSES
         return False
 
-    async def send(self, line: RequestLine) -> Outcome:
-        """The final outcome of `line`. Raises ServerGoneError; may be cancelled at any time."""
+    async def send(
+        self, line: RequestLine, *, extensions: Mapping[str, Any] | None = None
+    ) -> Outcome:
+        """The final outcome of `line`. Raises ServerGoneError; may be cancelled at any time.
+
+        extensions  for the transport, of each try
+        """
         num_tries = num_faults = 0
         while True:
-            verdict = await self._try(line)
+            verdict = await self._try(line, extensions)
             if not isinstance(verdict, TryAgain):
                 self._failing_since_s = None
                 return verdict
@@ -238,13 +244,18 @@ class Client:
             await asyncio.sleep(min(wait_s, 2 * self._rules.cap_s))
             num_tries += 1
 
-    async def _try(self, line: RequestLine) -> Outcome | TryAgain:
+    async def _try(
+        self, line: RequestLine, extensions: Mapping[str, Any] | None
+    ) -> Outcome | TryAgain:
         pool = self._pools[line.number % len(self._pools)]
         ticket = next(self._tickets)
         self._sent_at_s[ticket] = self._clock()
         try:
             async with asyncio.timeout(self._timeout_s):
-                return judge(await pool.post(line.url, content=line.body))
+                reply = await pool.post(
+                    line.url, content=line.body, extensions=dict(extensions or {})
+                )
+                return judge(reply)
         except TimeoutError:
             message = f"no answer within {self._timeout_s:g} s (--timeout)"
             return Failure(code="timeout", message=message)

@@ -13,13 +13,16 @@ __all__ = ["JobConfig", "normal_base_url"]
 
 DEFAULT_BASE_URL = "http://127.0.0.1:30000"
 ABSENT_WAIT_S = 5.0
+VIAS = ("auto", "batches", "lines")
+"""How lines get to the server: as its batches, or one by one; auto: as batches if it has them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobConfig:
     """Everything a call of run_batch was told. Field names are the options' names.
 
-    `model_path` None: attach to the server at `base_url`.
+    `model_path` None: attach to the server at `base_url`. `fetch_only`: of a job that the server
+    has, write what is there.
     """
 
     input: str
@@ -45,6 +48,10 @@ class JobConfig:
     max_retries: int = RetryRules().max_retries
     progress_every_s: float = 10.0
     seed: int = 0
+    via: str = "auto"
+    window: str = "24h"
+    detach: bool = False
+    fetch_only: bool = False
 
     def __post_init__(self) -> None:
         _at_least("--concurrency", self.concurrency, 1)
@@ -69,6 +76,24 @@ class JobConfig:
                 f"flags after -- ({' '.join(self.server_flags)}) are for a server started with "
                 "--model-path"
             )
+
+        if self.via not in VIAS:
+            raise ConfigError(f"--via must be one of {', '.join(VIAS)}, not {self.via!r}")
+        if self.detach and self.via == "lines":
+            raise ConfigError("--detach leaves the work to the server's batches: not --via lines")
+        for option, is_given in (
+            ("--detach", self.detach),
+            ("--via batches", self.via == "batches"),
+        ):
+            if is_given and self.model_path is not None:
+                raise ConfigError(
+                    f"{option} is for a server that goes on, --model-path starts one for this job"
+                )
+            if is_given and self.ordered:
+                raise ConfigError(
+                    f"{option} and --ordered: results come one batch after the other; sort them, "
+                    "or use --via lines"
+                )
 
     @property
     def absent_wait_s(self) -> float:

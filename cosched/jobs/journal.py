@@ -39,6 +39,7 @@ class JournalPaths:
         self.errors = errors or out + ".errors.jsonl"
         self.state = out + ".state.json"
         self.server_log = out + ".server.log"
+        self.batches = out + ".batches.json"
         self.before_retry = self.errors + ".before-retry"
         # How the sidecar names it: a finished job may be moved to another folder as a whole.
         self.errors_beside_out = os.path.relpath(self.errors, os.path.dirname(out) or ".")
@@ -94,6 +95,7 @@ class Journal:
 
     def _start(self, state: JobState, *, overwrite: bool, retry_failed: bool) -> None:
         if overwrite:
+            remove_state(self.paths.batches)
             remove_state(self.paths.state)
             for file in self._files:
                 file.truncate(0)

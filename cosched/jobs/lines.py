@@ -14,7 +14,8 @@ __all__ = ["URLS", "BadLine", "RequestLine", "duplicate_of", "parse_line"]
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 EMBEDDINGS = "/v1/embeddings"
-URLS = (CHAT, COMPLETIONS, EMBEDDINGS)
+RESPONSES = "/v1/responses"
+URLS = (CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES)
 _MAX_SHOWN = 80  # characters of a wrong value in a message
 
 
@@ -98,6 +99,9 @@ def _wrong_part(method: Any, url: Any, body: Any) -> tuple[str, str, str] | None
         return "invalid_body", f"body must be a JSON object, not {_kind(body)}", "body"
     if body.get("stream") not in (None, False):
         return "stream_unsupported", "an answer here is one line: leave out stream", "body.stream"
+    if body.get("background") not in (None, False):
+        message = "the answer is waited for: leave out background"
+        return "background_unsupported", message, "body.background"
     return None
 
 

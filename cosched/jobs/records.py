@@ -17,13 +17,16 @@ _ID = re.compile(r"batch_req_([0-9a-f]{16})([0-9a-f]{8})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What the server answered. `body` is JSON without line breaks."""
+    """What the server answered. `body` is JSON without line breaks. Of the prompt some tokens may
+    have been cached, of the completion some be reasoning, as far as the server says so."""
 
     status: int
     request_id: str
     body: bytes
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +75,13 @@ class RecordWriter:
             "error": None,
         }
         return Record(number=line.number, is_answer=True, data=_jsonl(entry))
+
+    def adopt(self, data: bytes, *, number: int, is_answer: bool) -> Record:
+        """A record that another writer has made, of line `number` of this job. Whatever else it
+        holds stays as it is."""
+        entry = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+        named = {**entry, "id": self._id(number)}
+        return Record(number=number, is_answer=is_answer, data=_jsonl(named))
 
     def bad_line(self, line: BadLine) -> Record:
         failure = Failure(code=line.code, message=line.message, param=line.param)

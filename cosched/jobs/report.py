@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from cosched.jobs.batch_api import RemoteBatch
 from cosched.versions import versions
 
-__all__ = ["job_results", "print_report"]
+__all__ = ["job_results", "print_batches", "print_report"]
 
 
 def job_results(
@@ -57,6 +59,27 @@ def print_report(
         print(msgspec.json.encode(entry).decode(), flush=True)
     except OSError as error:  # stdout is a file on the disk that is full, say
         print(f"run_batch: cannot write the report: {error.strerror}", file=sys.stderr, flush=True)
+
+
+def print_batches(
+    found: Sequence[RemoteBatch], *, is_fetched: Callable[[RemoteBatch], bool]
+) -> None:
+    """A table of the batches of a job, then one line of JSON."""
+    table = Table("batch", "status", "lines", "answered", "failed", "finished in", "chance to miss")
+    for one in found:
+        counts, told = one.request_counts, one.cosched
+        table.add_row(
+            one.id,
+            one.status + ", fetched" * is_fetched(one),
+            f"{counts.total:,}",
+            f"{counts.completed:,}",
+            f"{counts.failed:,}",
+            f"{told.finish_s:,.0f} s" if told else "",
+            f"{told.miss_chance:.1%}" if told else "",
+        )
+    Console(file=sys.stdout).print(table)
+    entries = [{**msgspec.to_builtins(one), "is_fetched": is_fetched(one)} for one in found]
+    print(msgspec.json.encode({"program": "run_batch", "batches": entries}).decode(), flush=True)
 
 
 def _rows(results: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:

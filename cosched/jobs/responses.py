@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,28 +49,55 @@ def judge(response: httpx.Response) -> Answer | Failure | TryAgain:
             reason=message, failure=Failure(code="bad_response", message=message, status=status)
         )
     if _aborted(body):
-        message = 'the server gave the request up (finish_reason "abort")'
+        message = 'the server gave the request up (finish_reason "abort", or status "failed")'
         return TryAgain(reason=message, failure=_with_body(response, "aborted", message))
     return Answer(
         status=status,
         request_id=_request_id(response, body),
         body=_one_line(response.content),
-        prompt_tokens=_tokens(body, "prompt_tokens"),
-        completion_tokens=_tokens(body, "completion_tokens"),
+        **_usage(body),
     )
 
 
 def _aborted(body: Any) -> bool:
+    if isinstance(body, dict) and body.get("object") == "response":
+        return body.get("status") in ("cancelled", "failed")
     choices = body.get("choices") if isinstance(body, dict) else None
     return isinstance(choices, list) and any(
         isinstance(choice, dict) and choice.get("finish_reason") == "abort" for choice in choices
     )
 
 
-def _tokens(body: Any, name: str) -> int:
+# The names of chat and completions, then those of /v1/responses; SGLang has reasoning tokens of the
+# former beside the others too.
+_TOKENS: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "prompt_tokens": (("prompt_tokens",), ("input_tokens",)),
+    "completion_tokens": (("completion_tokens",), ("output_tokens",)),
+    "cached_tokens": (
+        ("prompt_tokens_details", "cached_tokens"),
+        ("input_tokens_details", "cached_tokens"),
+    ),
+    "reasoning_tokens": (
+        ("completion_tokens_details", "reasoning_tokens"),
+        ("output_tokens_details", "reasoning_tokens"),
+        ("reasoning_tokens",),
+    ),
+}
+"""Field of `Answer` -> where an answer's ``usage`` may have it."""
+
+
+def _usage(body: Any) -> dict[str, int]:
     usage = body.get("usage") if isinstance(body, dict) else None
-    count = usage.get(name) if isinstance(usage, dict) else None
-    return count if isinstance(count, int) else 0
+    return {
+        name: next((count for place in places if (count := _count(usage, place))), 0)
+        for name, places in _TOKENS.items()
+    }
+
+
+def _count(value: Any, place: Sequence[str]) -> int | None:
+    for name in place:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value if isinstance(value, int) else None
 
 
 def _failure(response: httpx.Response) -> Failure:

@@ -12,7 +12,7 @@ import msgspec
 from cosched.jobs.errors import JobFileError
 from cosched.jobs.source import Source
 
-__all__ = ["JobState", "load_state", "remove_state", "save_state"]
+__all__ = ["JobState", "load_state", "remove_state", "save_json", "save_state"]
 
 _FORMAT = 1
 
@@ -85,11 +85,16 @@ def load_state(path: str) -> dict[str, Any] | None:
 
 
 def save_state(path: str, state: JobState) -> None:
-    """Write all of it or nothing, and on disk before the first record can be."""
+    """On disk before the first record can be."""
+    save_json(path, state.as_json())
+
+
+def save_json(path: str, content: Any) -> None:
+    """Write all of it or nothing; it is on the disk on return. JobFileError."""
     half = path + ".tmp"
     try:
         with open(half, "wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(state.as_json())) + b"\n")
+            file.write(msgspec.json.format(msgspec.json.encode(content)) + b"\n")
             file.flush()
             os.fsync(file.fileno())
         os.replace(half, path)

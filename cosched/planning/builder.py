@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Set
 
 from cosched.core.plan import Hosting, Plan, Preemption, PreemptMode, SkipReason
-from cosched.core.request import Request, RequestClass
+from cosched.core.request import Request, RequestClass, num_tokens_of
 from cosched.core.view import Decodes, Match, View
 from cosched.planning.forecast import KvForecast
 from cosched.planning.ledger import Ledger
 from cosched.planning.stopping import stop_mode
 
-__all__ = ["PlanBuilder", "mixes", "num_tokens_of"]
+__all__ = ["PlanBuilder", "mixes"]
 
 
 class PlanBuilder:
@@ -284,8 +284,3 @@ def mixes(view: View, ledger: Ledger, idle: Set[str]) -> bool:
     if not (view.caps.mixed_batches and ledger.prefills_mix):
         return False
     return view.rules.mixed or all(r.traits.can_mix for r in view.running if r.rid not in idle)
-
-
-def num_tokens_of(request: Request) -> int:
-    """Prompt and generated tokens: what a prefill of it computes in all."""
-    return request.num_prompt_tokens + request.num_output_tokens

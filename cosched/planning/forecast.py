@@ -7,7 +7,7 @@ the peak of all iterations to come (`cosched.planning.timeline`) below the memor
 
 from __future__ import annotations
 
-from cosched.core.request import Request
+from cosched.core.request import Request, num_tokens_left, num_tokens_of
 from cosched.core.view import Match, View
 from cosched.planning.timeline import Need, Timeline
 
@@ -41,19 +41,14 @@ class KvForecast:
 
     def shortfall(self, request: Request, match: Match) -> int:
         """KV tokens missing to admit a waiting request; <= 0 when it fits."""
-        needs = self._all()
-        if self._timeline is None:
-            self._timeline = Timeline(needs.values())
-        return self._shared + self._timeline.peak_with(self._need(request, match)) - self._most
+        peak = self._ends().peak_with(self._need(request, match))
+        return self._shared + peak - self._most
 
     @property
     def spare(self) -> int:
         """KV tokens that nobody uses or will use; less what is cached of those that are over, maybe
         negative."""
-        needs = self._all()
-        if self._timeline is None:
-            self._timeline = Timeline(needs.values())
-        return self._most - self._shared - self._timeline.peak - self._view.kv.evictable
+        return self._most - self._ends().peak - self._shared - self._view.kv.evictable
 
     def output(self, request: Request) -> int:
         """KV tokens that it is to take until it ends."""
@@ -69,6 +64,12 @@ class KvForecast:
         self._all().pop(request.rid, None)
         self._timeline = None
 
+    def _ends(self) -> Timeline:
+        needs = self._all()
+        if self._timeline is None:
+            self._timeline = Timeline(needs.values())
+        return self._timeline
+
     def _all(self) -> dict[str, Need]:
         if self._needs is None:
             view = self._view
@@ -77,11 +78,9 @@ class KvForecast:
             self._shared = self._used - sum(held.values())
             self._needs = {r.rid: Need(held[r.rid], self.output(r)) for r in view.running}
             for r in view.unfinished:
-                num_left = r.num_prompt_tokens + r.num_output_tokens - r.num_computed_tokens
-                self._needs[r.rid] = Need(held[r.rid] + num_left, self.output(r))
+                self._needs[r.rid] = Need(held[r.rid] + num_tokens_left(r), self.output(r))
         return self._needs
 
     def _need(self, request: Request, match: Match) -> Need:
-        num_tokens = request.num_prompt_tokens + request.num_output_tokens
-        num_new = num_tokens - match.cached + match.host + match.evictable
+        num_new = num_tokens_of(request) - match.cached + match.host + match.evictable
         return Need(num_new + self._view.caps.page_size, self.output(request))

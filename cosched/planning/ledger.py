@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from cosched.core.batch import BatchTotals
 from cosched.core.plan import SkipReason
-from cosched.core.request import Request, RequestClass
+from cosched.core.request import Request, RequestClass, num_tokens_left, num_tokens_of
 from cosched.core.view import Match, View
 from cosched.planning.forecast import KvForecast
 
@@ -81,7 +81,7 @@ class Ledger:
         (`KvState.kept`); None: any number, also for the first, or a large one would never run."""
         if kv.kept and kv.offline_held and _runs_offline(view):
             self.offline_room = kv.total - kv.kept - kv.offline_held
-        self._spare = kv.free - kv.reserved - sum(map(_num_left, view.unfinished))
+        self._spare = kv.free - kv.reserved - sum(map(num_tokens_left, view.unfinished))
         self.slots = view.free_slots
         """Requests that may still be admitted."""
         self._free_slots = self.slots
@@ -191,7 +191,7 @@ class Ledger:
     def shortfall(self, request: Request, match: Match) -> int:
         """KV tokens missing to admit a waiting request; <= 0 when it fits."""
         caps = self._caps
-        num_uncached = _num_tokens(request) - match.cached + match.host
+        num_uncached = num_tokens_of(request) - match.cached + match.host
         need = num_uncached + self._reserve(request) + caps.page_size + match.evictable
         missing = need + 1 - self.headroom  # the engine asks for strictly less than the headroom
         if self._forecast is not None and missing <= 0:
@@ -212,7 +212,7 @@ class Ledger:
 
         num_loaded: tokens of its cached prefix that must be loaded from the host
         """
-        remaining = _num_tokens(request) - num_cached
+        remaining = num_tokens_of(request) - num_cached
         room = self._room(num_loaded)
         if not request.traits.can_cut:
             # The first one may take what decodes beside it are counted for: they find their place.
@@ -276,7 +276,7 @@ class Ledger:
         if num_tokens <= 0 or not self.may_continue:
             return 0
         need = self._caps.ceil_to_page(num_tokens) + self._caps.page_size
-        if request.num_computed_tokens + num_tokens == _num_tokens(request):
+        if request.num_computed_tokens + num_tokens == num_tokens_of(request):
             need += self._reserve(request)
         return num_tokens if need <= self.headroom else 0
 
@@ -340,7 +340,7 @@ class Ledger:
             self._forecast.drop(request)
         is_unfinished = any(r.rid == request.rid for r in self._view.unfinished)
         if is_unfinished:
-            self._spare += _num_left(request)
+            self._spare += num_tokens_left(request)
         if request.request_class is RequestClass.OFFLINE:
             self._charge_offline(-gain)
         if self._adapters is not None:
@@ -384,7 +384,7 @@ class Ledger:
         self.tokens -= caps.ceil_to_page(num_tokens)
         self.headroom -= caps.ceil_to_page(num_tokens) + caps.page_size
         self.available -= caps.ceil_to_page(num_tokens) + caps.page_size
-        if num_cached + num_tokens < _num_tokens(request):
+        if num_cached + num_tokens < num_tokens_of(request):
             assert self.unfinished > 0, f"second unfinished prefill {request.rid=}"
             self.unfinished -= 1
         else:
@@ -398,11 +398,11 @@ class Ledger:
         output = self._reserve(request)
         if self._forecast is not None:
             output = self._forecast.output(request)
-        return _num_tokens(request) - match.cached + match.host + output
+        return num_tokens_of(request) - match.cached + match.host + output
 
     def _new_tokens(self, request: Request, match: Match) -> int:
         """Those of its prompt that nobody holds now."""
-        return _num_tokens(request) - match.cached + match.host + match.evictable
+        return num_tokens_of(request) - match.cached + match.host + match.evictable
 
     def _charge_offline(self, num_tokens: int) -> None:
         kv = self._view.kv
@@ -438,11 +438,3 @@ def _runs_offline(view: View) -> bool:
         request.request_class is RequestClass.OFFLINE
         for request in itertools.chain(view.unfinished, view.running)
     )
-
-
-def _num_left(request: Request) -> int:
-    return _num_tokens(request) - request.num_computed_tokens
-
-
-def _num_tokens(request: Request) -> int:
-    return request.num_prompt_tokens + request.num_output_tokens

@@ -70,9 +70,9 @@ import msgspec
 
 from cosched.core.batch import BatchTotals
 from cosched.core.plan import Plan, PreemptMode, SkipReason
-from cosched.core.request import Request, RequestClass
+from cosched.core.request import Request, RequestClass, num_tokens_of
 from cosched.core.view import OfflineOrder, View
-from cosched.planning.builder import PlanBuilder, num_tokens_of
+from cosched.planning.builder import PlanBuilder
 from cosched.policy.base import PolicySettings
 from cosched.policy.phases import (
     Steps,
@@ -278,7 +278,7 @@ class _Packing:
             own_s = request.slo.tpot_s
             residual_s = tpot_s if own_s is None else own_s
             # As `PlanBuilder.gap_s`, without its look at the context.
-            if context <= request.num_prompt_tokens + request.num_output_tokens:
+            if context <= num_tokens_of(request):
                 last_s = request.last_token_s
                 if last_s is not None:
                     residual_s -= start_s - last_s

@@ -50,9 +50,9 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 
 from cosched.core.plan import Plan, PreemptMode, SkipReason
-from cosched.core.request import Request, RequestClass
+from cosched.core.request import Request, RequestClass, num_tokens_of
 from cosched.core.view import View
-from cosched.planning.builder import PlanBuilder, num_tokens_of
+from cosched.planning.builder import PlanBuilder
 from cosched.policy.base import PolicySettings
 from cosched.policy.forward_size import TILE, target_forward_size
 from cosched.policy.phases import (

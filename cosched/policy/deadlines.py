@@ -32,18 +32,18 @@ from __future__ import annotations
 import math
 import sys
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from cosched.core.batch import BatchTotals
 from cosched.core.estimates import Predictor
-from cosched.core.request import Request, RequestClass, Slo
+from cosched.core.request import Request, RequestClass, Slo, num_tokens_of
 from cosched.core.view import View
 from cosched.planning.builder import PlanBuilder
 from cosched.planning.ledger import Ledger
 from cosched.policy.base import PolicySettings
 
-__all__ = ["DeadlinePace", "deadline_pace"]
+__all__ = ["DeadlinePace", "Deadlines", "deadline_pace", "online_prefills"]
 
 
 class DeadlinePace:
@@ -148,38 +148,107 @@ _TILES = (64, 128, 256)
 
 def deadline_pace(builder: PlanBuilder, settings: PolicySettings) -> DeadlinePace:
     """For the next iteration. Counts the time of the running online requests' decodes."""
-    view, ledger = builder.view, builder.ledger
-    budgets = settings.budgets
-    predictor = view.predictor
-    slacks = _decode_slacks(view, settings.slo, budgets.aim, predictor)
-    ledger.add_decodes(slacks.contexts)
-    alone_s = ledger.seconds()
-    prefills = _prefill_slacks(view, settings.slo, budgets.ttft_aim, ledger, alone_s)
-    if settings.latency_budget_s is not None:
-        online_s = offline_s = settings.latency_budget_s
-    else:
-        # Slow decodes alone must not keep a prefill from starting.
-        lent_s = _LENT * slacks.least_s
-        online_s = max(lent_s, slacks.tpot_s, _LEAST_GROWTH * alone_s, prefills.iteration_s)
-        burst_s = budgets.burst * slacks.tpot_s
-        uncrowded_s = slacks.tpot_s * _room(view, slacks.contexts, budgets.crowded_share)
-        offline_s = min(slacks.aimed_s, prefills.laxity_s, burst_s, uncrowded_s)
-    if not slacks.contexts and math.isinf(prefills.least_s):
-        offline_s = budgets.idle_share * prefills.ttft_s
-    cuts_online = _may_cut_online(view, prefills.least_s, settings.slo)
-    return DeadlinePace(
-        predictor,
-        ledger,
-        online_s=online_s,
-        offline_s=offline_s,
-        beside_online=view.running_of(RequestClass.OFFLINE).contexts if cuts_online else None,
-    )
+    deadlines = Deadlines(builder, settings)
+    return deadlines.pace(online_prefills(builder.view))
+
+
+class Deadlines:
+    """What the running online requests leave of the next iteration. Counts the time of their
+    decodes.
+
+    slacks   of their next tokens
+    alone_s  predicted time of an iteration with nothing but them [s]
+    """
+
+    def __init__(
+        self, builder: PlanBuilder, settings: PolicySettings, *, give_up: bool = False
+    ) -> None:
+        """give_up: who cannot be in time any more, however fast it goes on, holds nobody up."""
+        self._builder = builder
+        self._settings = settings
+        self._prefill_s: dict[str, float] = {}
+        view, ledger = builder.view, builder.ledger
+        self.slacks = _decode_slacks(
+            view, settings.slo, settings.budgets.aim, view.predictor, give_up=give_up
+        )
+        ledger.add_decodes(self.slacks.contexts)
+        self.alone_s = ledger.seconds()
+
+    @property
+    def lent_s(self) -> float:
+        """Of the slack of the decodes, what one iteration may take [s]."""
+        return _LENT * self.slacks.least_s
+
+    def ttft_s(self, request: Request) -> float:
+        """The TTFT target of a request [s]."""
+        return _target(request.slo.ttft_s, self._settings.slo.ttft_s)
+
+    def prefill_s(self, request: Request) -> float:
+        """By how much all that is left of a prefill lengthens the iterations that compute it
+        [s]. Worked out once for each."""
+        seconds = self._prefill_s.get(request.rid)
+        if seconds is None:
+            seconds = _prefill_s(request, self._builder.view, self._builder.ledger, self.alone_s)
+            self._prefill_s[request.rid] = seconds
+        return seconds
+
+    def prefill_time_s(self, within_s: float) -> float:
+        """How much of a time is left for prefills where no decode is late by it [s]: those decodes
+        have a slack, and after it need one iteration for each of their tokens."""
+        behind_s = within_s - max(self.lent_s, 0.0)
+        if behind_s <= 0:
+            return within_s
+        return max(within_s - behind_s * self.alone_s / self.slacks.tpot_s, 0.0)
+
+    def pace(
+        self,
+        prefills: Iterable[Request],
+        *,
+        decodes_first: bool = False,
+        most_s: float = math.inf,
+    ) -> DeadlinePace:
+        """prefills: online requests without a first token whose targets count. decodes_first: they
+        are not late for the sake of first tokens, but where nothing could start otherwise. most_s:
+        that an iteration beside online decodes takes [s]."""
+        builder, settings, slacks = self._builder, self._settings, self.slacks
+        view, budgets = builder.view, settings.budgets
+        prefill = _prefill_slacks(
+            prefills, view, settings.slo, budgets.ttft_aim, self.prefill_s, self.alone_s
+        )
+        if settings.latency_budget_s is not None:
+            online_s = offline_s = settings.latency_budget_s
+        else:
+            # Slow decodes alone must not keep a prefill from starting.
+            if decodes_first:
+                online_s = max(slacks.aimed_s, _LEAST_BESIDE * self.alone_s)
+            else:
+                online_s = max(
+                    self.lent_s,
+                    slacks.tpot_s,
+                    _LEAST_GROWTH * self.alone_s,
+                    prefill.iteration_s,
+                )
+            burst_s = budgets.burst * slacks.tpot_s
+            uncrowded_s = slacks.tpot_s * _room(view, slacks.contexts, budgets.crowded_share)
+            offline_s = min(slacks.aimed_s, prefill.laxity_s, burst_s, uncrowded_s)
+        if not slacks.contexts and math.isinf(prefill.least_s):
+            offline_s = budgets.idle_share * prefill.ttft_s
+        if not slacks.contexts:
+            most_s = math.inf
+        cuts_online = _may_cut_online(view, prefill.least_s, settings.slo)
+        return DeadlinePace(
+            view.predictor,
+            builder.ledger,
+            online_s=min(online_s, most_s),
+            offline_s=min(offline_s, most_s),
+            beside_online=view.running_of(RequestClass.OFFLINE).contexts if cuts_online else None,
+        )
 
 
 def _room(view: View, online_contexts: Sequence[int], crowded_share: float) -> float:
     """How much of the KV memory online requests leave, by what they may hold before it is crowded:
     1 at `crowded_share`, 0 when they fill it. inf: it is not crowded."""
-    prompts = sum(request.num_prompt_tokens for request in _online_prefills(view))
+    prompts = sum(request.num_prompt_tokens for request in online_prefills(view))
     held_share = (sum(online_contexts) + prompts) / view.kv.total
     if held_share <= crowded_share:
         return math.inf
@@ -201,6 +270,11 @@ _LENT = 0.8
 predicted, and what is left is lent to the next."""
 
 _LEAST_GROWTH = 1.5
+"""Iterations with online prefills may be so many times as long as the decodes alone, whether or not
+these are late by it."""
+
+_LEAST_BESIDE = 1.2
+"""The same where decodes come first."""
 
 _RELAXED_SHARE = 0.5
 """Of the TTFT target: with less left than this, an online prompt is not cut for a tile's sake."""
@@ -221,7 +295,9 @@ class _DecodeSlacks(NamedTuple):
     tpot_s: float
 
 
-def _decode_slacks(view: View, default: Slo, aim: float, predictor: Predictor) -> _DecodeSlacks:
+def _decode_slacks(
+    view: View, default: Slo, aim: float, predictor: Predictor, *, give_up: bool
+) -> _DecodeSlacks:
     start_s = view.start_s
     shortest_s: float | None = None
     default_tpot_s = least_tpot_s = _target(default.tpot_s, None)
@@ -242,6 +318,10 @@ def _decode_slacks(view: View, default: Slo, aim: float, predictor: Predictor) -
         since_first_s = 0.0 if first_s is None else start_s - first_s
         allowed_s = tpot_s * (context - request.num_prompt_tokens)
         slack_s, aimed_slack_s = allowed_s - since_first_s, aim * allowed_s - since_first_s
+        if slack_s < 0 and give_up:
+            num_left = view.length(request).upper
+            if -slack_s > num_left * (tpot_s - view.mean_iteration_s):
+                continue
         if slack_s < least_s:
             least_s = slack_s
         if aimed_slack_s < aimed_s:
@@ -274,19 +354,24 @@ class _PrefillSlacks(NamedTuple):
 
 
 def _prefill_slacks(
-    view: View, default: Slo, ttft_aim: float, ledger: Ledger, alone_s: float
+    prefills: Iterable[Request],
+    view: View,
+    default: Slo,
+    ttft_aim: float,
+    prefill_s: Callable[[Request], float],
+    alone_s: float,
 ) -> _PrefillSlacks:
-    """alone_s: predicted time of what the ledger has, the decodes of running online requests
-    [s]."""
+    """prefill_s: time of what is left of a prefill [s]. alone_s: predicted time of what the ledger
+    has, the decodes of running online requests [s]."""
     least_s = laxity_s = math.inf
     iteration_s = work_s = 0.0
     least_ttft_s = _target(None, default.ttft_s)
-    for index, request in enumerate(_online_prefills(view)):
+    for index, request in enumerate(prefills):
         ttft_s = _target(request.slo.ttft_s, default.ttft_s)
         least_ttft_s = min(least_ttft_s, ttft_s)
         slack_s = request.arrival_s + ttft_s - view.start_s
         if index < _MOST_LOOKED_AT:
-            work_s += _prefill_s(request, view, ledger, alone_s)
+            work_s += prefill_s(request)
         if slack_s <= 0:
             continue
         least_s = min(least_s, slack_s)
@@ -319,7 +404,7 @@ def _prefill_s(request: Request, view: View, ledger: Ledger, alone_s: float) -> 
     token (attention), so the mean of the first and the last stands for all.
     """
     num_cached = request.num_computed_tokens or view.match(request).cached
-    num_new = request.num_prompt_tokens + request.num_output_tokens - num_cached
+    num_new = num_tokens_of(request) - num_cached
     if num_new <= 0:
         return 0.0
     num_chunk = min(num_new, view.caps.max_chunk_tokens or num_new)
@@ -329,7 +414,7 @@ def _prefill_s(request: Request, view: View, ledger: Ledger, alone_s: float) -> 
     return max((first_s + last_s) / 2 * num_new / num_chunk, 0.0)
 
 
-def _online_prefills(view: View) -> Iterable[Request]:
+def online_prefills(view: View) -> Iterable[Request]:
     for request in view.unfinished:
         if request.request_class is RequestClass.ONLINE:
             yield request

@@ -36,6 +36,7 @@ Deviations from the paper
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -58,7 +59,13 @@ from cosched.policy.phases import (
     youngest_first,
 )
 
-__all__ = ["CANDIDATES_PER_BUCKET", "EchoPolicy"]
+__all__ = [
+    "CANDIDATES_PER_BUCKET",
+    "Candidate",
+    "EchoPolicy",
+    "admit_by_score",
+    "punishments",
+]
 
 CANDIDATES_PER_BUCKET = 2
 
@@ -80,9 +87,10 @@ class EchoPolicy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Candidate:
+class Candidate:
     """A waiting request and what admitting it would do.
 
+    bucket    of the pool, by its place
     num_new   prompt tokens it would compute
     need      KV tokens it would take in all
     seconds   by which the iteration would take longer [s]
@@ -100,7 +108,30 @@ class _Candidate:
         return self.num_new + self.match.cached
 
 
-def _admit_by_score(builder: PlanBuilder, pace: Pace, order: OfflineOrder) -> None:
+Choose = Callable[[PlanBuilder, Sequence[Candidate], int, float], Candidate]
+"""Which of the candidates that fit is admitted next; beside them benefit and predicted seconds of
+what is in the batch."""
+
+
+def best_batch(
+    builder: PlanBuilder, fitting: Sequence[Candidate], benefit: int, seconds: float
+) -> Candidate:
+    """By the score of the batch (Eq. 4). Of equals the first: prefix order, the bucket that has the
+    turn before the others."""
+    lost = punishments(builder, fitting)
+
+    def score(place: int) -> float:
+        candidate = fitting[place]
+        gain = benefit + candidate.benefit - lost[place]
+        return gain / (seconds + candidate.seconds)
+
+    return fitting[max(range(len(fitting)), key=score)]
+
+
+def admit_by_score(
+    builder: PlanBuilder, pace: Pace, order: OfflineOrder, *, choose: Choose = best_batch
+) -> None:
+    """Offline requests one by one, each the best of the candidates that fit."""
     search = _Search(builder, pace, order)
     benefit = _benefit(builder)
     room = offline_room(builder)
@@ -109,7 +140,7 @@ def _admit_by_score(builder: PlanBuilder, pace: Pace, order: OfflineOrder) -> No
         fitting = search.fitting(seconds)
         if not fitting:
             return
-        best = _best(builder, fitting, benefit, seconds)
+        best = choose(builder, fitting, benefit, seconds)
         request, match = best.request, best.match
         # What was admitted since it was looked at may leave it less.
         if not builder.admit(request, match, admission_tokens(builder, pace, request, match)):
@@ -134,14 +165,14 @@ class _Search:
         self._builder = builder
         self._pace = pace
         self._order = order
-        self._known: dict[str, _Candidate | None] = {}  # None: refused
+        self._known: dict[str, Candidate | None] = {}  # None: refused
 
     def refuse(self, request: Request) -> None:
         self._known[request.rid] = None
 
-    def fitting(self, seconds: float) -> list[_Candidate]:
+    def fitting(self, seconds: float) -> list[Candidate]:
         """Those that may be admitted; seconds: of the iteration without them."""
-        fitting: list[_Candidate] = []
+        fitting: list[Candidate] = []
         known = self._known
         goes_on = True
         while goes_on and not fitting:
@@ -159,7 +190,7 @@ class _Search:
                         fitting.append(candidate)
         return fitting
 
-    def _look_at(self, request: Request, bucket: int, seconds: float) -> _Candidate | None:
+    def _look_at(self, request: Request, bucket: int, seconds: float) -> Candidate | None:
         builder, ledger = self._builder, self._builder.ledger
         match = builder.view.match(request)
         at_most = admission_tokens(builder, self._pace, request, match)
@@ -174,7 +205,7 @@ class _Search:
             builder.skip(request, reason)
             return None
         num_new = ledger.chunk(request, match.cached, at_most=at_most, num_loaded=match.host)
-        return _Candidate(
+        return Candidate(
             request=request,
             bucket=bucket,
             match=match,
@@ -184,23 +215,21 @@ class _Search:
         )
 
 
-def _best(
-    builder: PlanBuilder, fitting: list[_Candidate], benefit: int, seconds: float
-) -> _Candidate:
-    """Of equals the first: prefix order, the bucket that has the turn before the others."""
+def punishments(builder: PlanBuilder, fitting: Sequence[Candidate]) -> list[int]:
+    """For each of the candidates: cached tokens that are evicted for it although another one would
+    reuse them."""
     reusable_of: dict[int, int] = {}
     for candidate in fitting:
         bucket = candidate.bucket
         reusable_of[bucket] = max(reusable_of.get(bucket, 0), candidate.match.evictable)
     reusable = sum(reusable_of.values())
-
-    def score(candidate: _Candidate) -> float:
+    headroom = builder.ledger.headroom
+    lost = []
+    for candidate in fitting:
         of_others = reusable - reusable_of[candidate.bucket]
-        room = builder.ledger.headroom - candidate.need
-        punishment = min(max(of_others - room, 0), of_others)
-        return (benefit + candidate.benefit - punishment) / (seconds + candidate.seconds)
-
-    return max(fitting, key=score)
+        room = headroom - candidate.need
+        lost.append(min(max(of_others - room, 0), of_others))
+    return lost
 
 
 def _least_loss_first(builder: PlanBuilder) -> list[Request]:
@@ -217,7 +246,7 @@ _VICTIMS = 8
 """Running requests among which the one to stop is chosen."""
 
 _STEPS = Steps(
-    admit=_admit_by_score,
+    admit=admit_by_score,
     victims=_least_loss_first,
     # A token is a token: those with the shortest contexts give most of them per second.
     decode_order=attrgetter("num_computed_tokens", "arrival_seq"),

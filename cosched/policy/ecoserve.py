@@ -53,15 +53,16 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from operator import attrgetter
 from typing import NamedTuple
 
 import msgspec
 
 from cosched.core.batch import BatchTotals
 from cosched.core.plan import Plan, PreemptMode, SkipReason
-from cosched.core.request import Request, RequestClass
+from cosched.core.request import Request, RequestClass, num_tokens_of
 from cosched.core.view import View
-from cosched.planning.builder import PlanBuilder, num_tokens_of
+from cosched.planning.builder import PlanBuilder
 from cosched.planning.timeline import Need, Timeline
 from cosched.policy.base import PolicySettings
 from cosched.policy.forward_size import target_forward_size
@@ -116,13 +117,18 @@ class EcoOptions:
     synced    GTs of one length are a group, and new ones are chosen where one has ended
     ordered   both queues are ordered, and searched for what fits; False: by arrival
     pipeline  GTs run in KV that others were promised and do not need yet
-    timeline  nothing is promised: what runs must fit at each iteration to come (own)
+    timeline  nothing is promised: what runs must fit at each iteration to come (own). Not with
+              `synced`: a group counts as its longest, and ends are what the timeline packs by
     """
 
     synced: bool = True
     ordered: bool = True
     pipeline: bool = True
     timeline: bool = False
+
+    def __post_init__(self) -> None:
+        if self.synced and self.timeline:
+            raise ValueError("synced and timeline exclude each other")
 
 
 _ALL = EcoOptions()
@@ -440,6 +446,8 @@ class _Work:
             # One that still counts as another's guest would take what it has there along.
             if self.is_patient(request) and ledger.price(request, request.num_output_tokens) <= 0
         ]
+        if not patient:
+            return
         patient.sort(key=lambda item: item[0])
         lengths = [length * (1 + self.config.buffer) for length, _ in patient]
         for place in self.places():
@@ -458,6 +466,7 @@ class _Work:
         """Where guests may grow, the longest first: of `l` tokens promised to a host one place of
         l/2, two of l/4 and so on, each until the host has come so far (§3.4). O(active)."""
         taken = Counter(self.guests.values())
+        least = max(_LEAST_PLACE, self._page + 1)
         lending = {host for host, _ in self.guests.values()}
         promises, promised = self.builder.ledger.promises, self.view.promised
         found = []
@@ -472,7 +481,7 @@ class _Work:
             start, size = region = self.regions.get(rid, (now, promise - now))
             for level in range(1, _MOST_LEVELS):
                 offset = start + size // 2**level // self._page * self._page
-                if offset - now <= self._page:
+                if offset - now < least:
                     break
                 count = 2 ** (level - 1) - taken[rid, offset]
                 if count > 0:
@@ -486,11 +495,11 @@ class _Work:
         """GTs that wait sit out, but for those whose next token is due (decision 5); those that run
         too, the last chosen first, where not even a token of each has room."""
         builder, ledger = self.builder, self.builder.ledger
-        due = [r for r in self.waiting() if self._is_token_due(r)]
-        is_due = {request.rid for request in due}
-        builder.hold_all(
-            [r for r in self.waiting() if r.rid not in is_due], SkipReason.MEMORY_BUDGET
-        )
+        due: list[Request] = []
+        rest: list[Request] = []
+        for request in self.waiting():
+            (due if self._is_token_due(request) else rest).append(request)
+        builder.hold_all(rest, SkipReason.MEMORY_BUDGET)
         active = [*map(self.running.__getitem__, self.groups), *due]
         while ledger.available < 0 and len(active) > 1:
             request = active.pop()
@@ -521,9 +530,11 @@ class _Work:
             left = max(self._size - len(self.groups), _LEAST_CHUNK)
             if not builder.go_on(request, left, unreserved=True):
                 return
+        queue, cut = deque(self._prompts() if builder.ledger.slots > 0 else ()), None
+        if not queue:
+            return
         gate = _Gate(self)
         room = offline_room(builder)
-        queue, cut = deque(self._prompts()), None
         misses, most = (_MOST_MISSES if self.options.ordered else 0), sys.maxsize
         while queue and builder.ledger.slots > 0:
             request = queue.popleft()
@@ -532,27 +543,29 @@ class _Work:
             left = self._left()
             if left <= 0 and self.runs_anything():
                 break
-            if request.request_class is RequestClass.OFFLINE and room is not None:
-                if not room:
-                    builder.skip(request, SkipReason.OPERATOR_LIMIT)
-                    continue
-                room -= 1
-            if cut is None and num_tokens_of(request) - self._num_cached(request) > left > 0:
+            is_offline = request.request_class is RequestClass.OFFLINE
+            if is_offline and room == 0:
+                builder.skip(request, SkipReason.OPERATOR_LIMIT)
+                continue
+            num_new = num_tokens_of(request) - self.view.match(request).cached
+            if cut is None and num_new > left > 0:
                 cut = request
                 queue = deque(_shorter(queue, left) if self.options.ordered else ())
-            elif not self._admit(gate, request, left):
-                if not misses:
-                    break
+            elif self._admit(gate, request, left):
+                if is_offline and room is not None:
+                    room -= 1
+            elif not misses:
+                break
+            else:
                 misses, most = misses - 1, builder.ledger.headroom
-        if cut is not None and (self._left() >= _LEAST_CHUNK or not self.runs_anything()):
+        if cut is None or (room == 0 and cut.request_class is RequestClass.OFFLINE):
+            return
+        if self._left() >= _LEAST_CHUNK or not self.runs_anything():
             self._admit(gate, cut, self._left())
 
     def _left(self) -> int:
         """Tokens that the iteration lacks of its target."""
         return self._size - len(self.groups) - sum(self.builder.prefill.values())
-
-    def _num_cached(self, request: Request) -> int:
-        return self.view.match(request).cached
 
     def _admit(self, gate: _Gate, request: Request, left: int) -> bool:
         builder, match = self.builder, self.view.match(request)
@@ -582,28 +595,35 @@ class _Gate:
     def __init__(self, work: _Work) -> None:
         self._work = work
         self._account = _account(work, reserve=work.reserve)
-        self._places = sorted(
-            place.num_tokens
-            for place in (work.places() if work.options.pipeline else ())
-            for _ in range(place.num_free)
-        )
+        self._places: list[_Place] | None = None if work.options.pipeline else []
+        """That are free, the shortest first; None: not asked for yet."""
         self._pinned = sum(map(work.view.preemption_gain, work.waiting()))
 
     def lets_in(self, request: Request, num_tokens: int) -> bool:
         """num_tokens: of KV that its prompt takes."""
         work = self._work
         length = work.length(request)
-        if self._places and work.is_patient(request):
-            # It is computed first.
-            place = bisect_left(self._places, length * (1 + work.config.buffer) + 2)
-            if place < len(self._places):
-                del self._places[place]
-                return True
+        if work.is_patient(request) and self._takes_place(length * (1 + work.config.buffer) + 2):
+            return True
         if work.is_due and self._account.add(num_tokens, length):
             return True
         if self._pinned + num_tokens > work.reserve and work.runs_anything():
             return False
         self._pinned += num_tokens
+        return True
+
+    def _takes_place(self, num_tokens: float) -> bool:
+        """It is computed first, and then a guest."""
+        if self._places is None:
+            self._places = self._work.places()[::-1]
+        found = bisect_left(self._places, num_tokens, key=attrgetter("num_tokens"))
+        if found == len(self._places):
+            return False
+        place = self._places[found]
+        if place.num_free > 1:
+            self._places[found] = place._replace(num_free=place.num_free - 1)
+        else:
+            del self._places[found]
         return True
 
 
@@ -761,6 +781,9 @@ _ONLINE = 0
 
 _MOST_LEVELS = 8
 """Of hosts in hosts; a place halves with each."""
+
+_LEAST_PLACE = 8
+"""Tokens that a guest may take at least: shorter ones are over before they are worth planning."""
 
 _MOST_MISSES = 16
 """Prompts for which there is no KV that are passed over in a plan, for others to fill it."""

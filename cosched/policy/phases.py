@@ -14,17 +14,18 @@ take, and calls `two_phases` with the steps in which it differs, or the steps th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
 from typing import Any, Protocol
 
 from cosched.core.batch import BatchTotals
+from cosched.core.estimates import Predictor
 from cosched.core.plan import SkipReason
-from cosched.core.request import Request, RequestClass
+from cosched.core.request import Request, RequestClass, num_tokens_of
 from cosched.core.view import Decodes, Match, OfflineOrder
-from cosched.planning.builder import PlanBuilder, num_tokens_of
+from cosched.planning.builder import PlanBuilder
 
 __all__ = [
     "UNLIMITED",
@@ -42,6 +43,7 @@ __all__ = [
     "must_wait",
     "offline_room",
     "offline_tokens",
+    "output_token_s",
     "owes_recomputing",
     "stop_beyond_limit",
     "two_phases",
@@ -156,15 +158,23 @@ class Steps:
 _DEFAULT = Steps()
 
 
-def two_phases(builder: PlanBuilder, pace: Pace, steps: Steps = _DEFAULT) -> None:
+def two_phases(
+    builder: PlanBuilder,
+    pace: Pace,
+    steps: Steps = _DEFAULT,
+    *,
+    waiting: Iterable[Request] | None = None,
+) -> None:
     """Fill a plan. The builder's ledger has the time of the running online requests' decodes
-    already."""
+    already. waiting: online requests in the order in which they are admitted; None: oldest
+    first."""
     stop_beyond_limit(builder, steps)
     make_room_for_decodes(builder, steps)
     if is_turn_of_decodes(builder):
         _decode_offline(builder, pace, steps)
         return
-    is_online_served = _serve_online(builder, pace, steps)
+    online = builder.view.online if waiting is None else waiting
+    is_online_served = _serve_online(builder, pace, steps, online)
     _decode_offline(builder, pace, steps)
     if is_online_served:
         _prefill_offline(builder, pace, steps)
@@ -197,20 +207,22 @@ def is_turn_of_decodes(builder: PlanBuilder) -> bool:
     return rules.decodes_due and not rules.mixed and builder.decodes_any()
 
 
-def _serve_online(builder: PlanBuilder, pace: Pace, steps: Steps) -> bool:
+def _serve_online(
+    builder: PlanBuilder, pace: Pace, steps: Steps, waiting: Iterable[Request]
+) -> bool:
     """Online prefills. False: one still waits, so no offline prefill may start."""
-    for request in builder.view.unfinished:
+    for request in builder.unfinished():
         if request.request_class is RequestClass.ONLINE or not request.traits.can_stop:
-            _admit_beside(builder, pace, request)
+            _admit_beside(builder, pace, request, waiting)
             continue_online(builder, pace, steps, request)
     return all(
-        admit_online(builder, pace, steps, r)
-        for r in builder.view.online
-        if r.rid not in builder.prefill
+        admit_online(builder, pace, steps, r) for r in waiting if r.rid not in builder.prefill
     )
 
 
-def _admit_beside(builder: PlanBuilder, pace: Pace, unfinished: Request) -> None:
+def _admit_beside(
+    builder: PlanBuilder, pace: Pace, unfinished: Request, waiting: Iterable[Request]
+) -> None:
     """Short prompts that wait behind a long one go along with it, whole, and leave it most of the
     tokens: it takes little longer, and they would wait for all of it."""
     view, ledger = builder.view, builder.ledger
@@ -218,7 +230,7 @@ def _admit_beside(builder: PlanBuilder, pace: Pace, unfinished: Request) -> None
     if num_tokens_of(unfinished) - unfinished.num_computed_tokens <= most:
         return
     left = most // _BESIDE_PART
-    for request in islice(view.online, _MOST_BESIDE):
+    for request in islice(waiting, _MOST_BESIDE):
         if left <= 0 or ledger.slots <= 1:
             return
         if must_wait(builder, request):
@@ -395,10 +407,15 @@ def is_worth_its_place(builder: PlanBuilder, request: Request, match: Match) -> 
     totals = BatchTotals()
     totals.add_prefill(max(num_tokens_of(request) - match.cached, 1), match.cached)
     gain_s = view.predictor.predict_s(totals)
-    decodes = BatchTotals()
-    decodes.add_decodes([num_tokens_of(request)] * _DECODES_AT_ONCE)
-    gain_s += view.predictor.predict_s(decodes) / _DECODES_AT_ONCE * view.length(request).median
+    gain_s += output_token_s(view.predictor, num_tokens_of(request)) * view.length(request).median
     return loss_s <= gain_s
+
+
+def output_token_s(predictor: Predictor, context: int) -> float:
+    """What one token of an output takes, by its share of the decodes that run at once [s]."""
+    decodes = BatchTotals()
+    decodes.add_decodes([context] * _DECODES_AT_ONCE)
+    return predictor.predict_s(decodes) / _DECODES_AT_ONCE
 
 
 def has_time(builder: PlanBuilder, pace: Pace) -> bool:

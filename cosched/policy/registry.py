@@ -24,6 +24,7 @@ from cosched.length.config import LengthConfig
 from cosched.offline.prefix_pool import PoolConfig
 from cosched.policy.base import Policy, PolicySettings
 from cosched.policy.bros import BrosOptions, BrosPolicy
+from cosched.policy.cosched import CoschedOptions, CoschedPolicy
 from cosched.policy.coupled import Allocation, CoupledOptions, CoupledPolicy, Order
 from cosched.policy.echo import EchoPolicy
 from cosched.policy.ecoserve import EcoOptions, EcoServePolicy
@@ -169,12 +170,36 @@ def _coupled(
     )
 
 
+def _cosched(name: str, summary: str, **options: bool) -> PolicyEntry:
+    return PolicyEntry(
+        name=name,
+        summary=summary,
+        source="cosched (docs/policies/cosched.md)",
+        make=partial(CoschedPolicy, options=CoschedOptions(**options)),
+        pool=PoolConfig(num_buckets=4),
+        length=_MOST_FIT,
+        timed=True,
+        server_flags=_MIXED_CHUNK,
+    )
+
+
 _ENTRIES = (
     PolicyEntry(
         name="sglang",
         summary="stock SGLang; classes are ignored",
         source="SGLang",
     ),
+    _cosched("cosched", "online by who can be in time, offline by what it yields"),
+    _cosched(
+        "cosched-fcfs",
+        "cosched with online requests in the order of arrival",
+        feasible=False,
+    ),
+    _cosched(
+        "cosched-nogapcap", "cosched without a limit on a single gap of tokens", gap_cap=False
+    ),
+    _cosched("cosched-noyield", "cosched with the pool in prefix order", by_yield=False),
+    _cosched("cosched-notimeline", "cosched with memory by SGLang's ratio", timeline=False),
     PolicyEntry(
         name="priority",
         summary="stock SGLang priority scheduling; offline below online",

@@ -23,8 +23,10 @@ from cosched.simulation.scenario import Scenario
 __all__ = [
     "DATA_ENV",
     "SEED",
+    "add_config_options",
     "add_machine_options",
     "add_run_options",
+    "config_pairs",
     "cost_of",
     "data_dir_of",
     "machine_of",
@@ -42,7 +44,7 @@ def add_run_options(parser: argparse.ArgumentParser, *, slo_of_rows: str = "") -
     that has others too."""
     _add_workload_options(parser, slo_of_rows)
     add_machine_options(parser)
-    _add_config_options(parser)
+    add_config_options(parser)
 
 
 def _add_workload_options(parser: argparse.ArgumentParser, slo_of_rows: str) -> None:
@@ -55,6 +57,7 @@ def _add_workload_options(parser: argparse.ArgumentParser, slo_of_rows: str) -> 
     add("num_requests", "--offline-requests", dest="offline_requests", metavar="N")
     add("wave", "--offline-wave", dest="offline_wave", metavar="N")
     add("peak_window_s", "--peak-window", metavar="S")
+    add("faster", "--online-faster", dest="online_faster", metavar="F", type=number(above=0))
     for kind, default_s in (("ttft", DEFAULT_SLO.ttft_s), ("tpot", DEFAULT_SLO.tpot_s)):
         group.add_argument(
             f"--slo-{kind}",
@@ -100,7 +103,7 @@ def _chunk(text: str) -> int:
     return -1 if text == "-1" else whole(at_least=1)(text)
 
 
-def _add_config_options(parser: argparse.ArgumentParser) -> None:
+def add_config_options(parser: argparse.ArgumentParser) -> None:
     """Of the simulated server's configuration, for policies that have more than a name."""
     group = parser.add_argument_group("policy")
     group.add_argument(
@@ -155,6 +158,7 @@ def run_spec_of(arguments: argparse.Namespace, scenario: Scenario) -> RunSpec:
             rate=arguments.online_rate,
             num_sessions=arguments.online_sessions,
             peak_window_s=arguments.peak_window_s,
+            faster=1.0 if arguments.online_faster is None else arguments.online_faster,
         ),
         offline=arguments.offline
         and WorkloadSpec(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
@@ -38,7 +38,7 @@ from cosched.simulation.machine import Machine
 from cosched.simulation.orders import in_order
 from cosched.simulation.scenario import OfflineClient, Scenario
 from cosched_traces.catalogue import load_workload
-from cosched_traces.transform import busiest_window
+from cosched_traces.transform import busiest_window, replay_faster
 from cosched_traces.workload import TraceRequest
 
 if TYPE_CHECKING:
@@ -80,6 +80,8 @@ class WorkloadSpec:
     peak_window_s  run only the busiest stretch of this length of the online workload
     wave           offline requests sent at once, the next N when all of them have ended; default:
                    the whole set at the start
+    faster         the online workload is replayed so many times as fast as it came, bursts kept;
+                   its rate is meant after that
     """
 
     name: str
@@ -88,6 +90,7 @@ class WorkloadSpec:
     num_requests: int | None = None
     peak_window_s: float | None = None
     wave: int | None = None
+    faster: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -362,16 +365,18 @@ def load_requests(spec: RunSpec) -> tuple[list[TraceRequest], list[TraceRequest]
     online: list[TraceRequest] = []
     offline: list[TraceRequest] = []
     if spec.scenario.has_online and spec.online is not None:
+        faster, rate = spec.online.faster, spec.online.rate
         workload = load_workload(
             spec.online.name,
             seed=spec.seed,
             request_class=RequestClass.ONLINE,
             data_dir=data_dir,
-            rate=spec.online.rate,
+            rate=rate and rate / faster,
             num_sessions=spec.online.num_sessions,
-            duration_s=spec.duration_s,
+            duration_s=spec.duration_s * faster,
             num_requests=spec.online.num_requests,
         )
+        workload = replay_faster(workload, faster)
         if spec.online.peak_window_s is not None:
             workload = busiest_window(workload, spec.online.peak_window_s)
         online.extend(_with_deadlines(workload.requests, spec.jct))
@@ -388,9 +393,21 @@ def load_requests(spec: RunSpec) -> tuple[list[TraceRequest], list[TraceRequest]
             offline = in_order(
                 offline, spec.scenario.sent, machine=spec.machine, cost_model=cost_model_of(spec)
             )
+    offline = _apart(offline, {request.rid for request in online})
     if spec.clairvoyant or spec.scenario.clairvoyant:
         return _told(online), _told(offline)
     return online, offline
+
+
+def _apart(offline: list[TraceRequest], taken: Set[str]) -> list[TraceRequest]:
+    """The same under ids of their own, where one workload is both online and offline."""
+    if all(request.rid not in taken for request in offline):
+        return offline
+
+    def own(rid: str | None) -> str | None:
+        return rid and f"offline-{rid}"
+
+    return [replace(r, rid=f"offline-{r.rid}", after=own(r.after)) for r in offline]
 
 
 def _with_deadlines(

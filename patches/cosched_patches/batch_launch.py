@@ -1,4 +1,4 @@
-"""The time of an iteration starts when its batch is launched."""
+"""When a batch is launched, the time of an iteration starts, and attention learns who is in it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ __all__ = ["SEAM"]
 
 
 def _hook() -> Any:
+    from cosched.engine.port.attention import launching
+
     def timed(original: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         observer = getattr(scheduler, "cosched_observer", None)
-        if observer is None:
-            return original(scheduler, batch, *args, **kwargs)
-        return observer.launch(lambda: original(scheduler, batch, *args, **kwargs), batch)
+        with launching(batch):
+            if observer is None:
+                return original(scheduler, batch, *args, **kwargs)
+            return observer.launch(lambda: original(scheduler, batch, *args, **kwargs), batch)
 
     return timed
 
@@ -24,5 +27,9 @@ SEAM = Seam(
     kind="around",
     signature=("self", "batch", "pp_proxy_tensors"),
     hook=_hook,
-    why="Iterations are timed; an iteration starts when its batch is launched.",
+    why=(
+        "Iterations are timed; an iteration starts when its batch is launched. And the attention "
+        "backend `cosched_shared_prefix` plans from the requests of the batch, of which a forward "
+        "pass knows only the rows of their KV."
+    ),
 )

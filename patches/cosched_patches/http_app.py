@@ -14,10 +14,11 @@ def _hook() -> Any:
 
     from fastapi import HTTPException
     from sglang.srt.entrypoints.http_server import app
+    from sglang.srt.utils.auth import AuthLevel, auth_level
 
     from cosched.config import Config, load_config
     from cosched.engine.admin import add_routes
-    from cosched.engine.front import OWN_REQUEST, ReplyMiddleware
+    from cosched.engine.front import ReplyMiddleware, own_request
     from cosched_patches.active import front
     from cosched_patches.generate_request import WRONG_VALUES
 
@@ -40,14 +41,14 @@ def _hook() -> Any:
         if config.policy == "sglang":
             logger.warning("batches: under policy 'sglang' their lines stand in line with chats")
         service = BatchService(config.batches)
-        routes.add_routes(app, service)
+        routes.add_routes(app, service, protect=auth_level(AuthLevel.ADMIN_OPTIONAL))
         lifespan = app.router.lifespan_context
         api_key = server_args.api_key
 
         @asynccontextmanager
         async def with_feeder(of: Any) -> Any:
             async with lifespan(of) as state:
-                async with service.feeding(app, api_key=api_key, state=OWN_REQUEST):
+                async with service.feeding(app, api_key=api_key, state=own_request):
                     yield state
 
         app.router.lifespan_context = with_feeder
@@ -81,12 +82,12 @@ SEAM = Seam(
     ),
     hook=_hook,
     why=(
-        "``GET /cosched`` and ``POST /cosched/offline`` behind SGLang's admin key, 503 for what "
-        "comes while the server ends, ``Retry-After`` on 429 and 503. A middleware: headers and "
-        "``service_tier`` in the reply, and the end of a request for the limits of its API key; "
-        "SGLang's reply models have no ``service_tier``, and its streams are built as bytes in "
-        "several places. And a handler for what endpoints raise over wrong values: SGLang answers "
-        "500. With ``batches.folder`` also OpenAI's Files and Batches (docs/batches.md); their "
-        "feeder lives as long as the application."
+        "``GET /cosched`` (a page for browsers) and ``POST /cosched/offline`` behind SGLang's "
+        "admin key, 503 for what comes while the server ends, ``Retry-After`` on 429 and 503. "
+        "A middleware: headers and ``service_tier`` in the reply, and the end of a request for "
+        "the limits of its API key; SGLang's reply models have no ``service_tier``, and its "
+        "streams are built as bytes in several places. And a handler for what endpoints raise "
+        "over wrong values: SGLang answers 500. With ``batches.folder`` also OpenAI's "
+        "Files and Batches (docs/batches.md); their feeder lives as long as the application."
     ),
 )

@@ -168,6 +168,19 @@ INTERNALS: Mapping[str, tuple[str, ...]] = {
         "tree_core",
     ),
     "sglang.srt.session.streaming_session.StreamingSession": ("slots",),
+    "sglang.srt.layers.attention.base_attn_backend.AttentionBackend": (
+        "forward_decode",
+        "forward_extend",
+        "init_cuda_graph_state",
+        "init_forward_metadata",
+        "init_forward_metadata_out_graph",
+    ),
+    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool": (
+        "get_key_buffer",
+        "get_kv_buffer",
+        "get_value_buffer",
+        "set_kv_buffer",
+    ),
 }
 """Class -> methods and attributes of it that ``cosched/engine`` uses in every supported version."""
 

@@ -29,6 +29,9 @@ def register() -> None:
         version = check_version()
         check_internals(internals_for(version))
         install(seams_for(version))
+        from cosched.engine.port import attention
+
+        attention.register()
         if not cosched.bootstrap.has_cuda():
             from cosched.engine import cpu_attention, cpu_host, cpu_paging, port
 

@@ -22,6 +22,13 @@ def line(custom_id, prompt=None, **changes):
     return entry | changes
 
 
+def until(condition, timeout_s=30):
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
 class Api:
     """The `openai` client, and what tests do with it again and again."""
 

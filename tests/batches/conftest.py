@@ -1,12 +1,52 @@
-"""Servers with a stand-in for the engine, in threads of this process."""
+"""Stores on both databases; servers with a stand-in for the engine, in threads of this process."""
 
 from __future__ import annotations
+
+import contextlib
 
 import pytest
 
 from cosched.batches.config import BatchesConfig
+from cosched.batches.database import Database
+from tests.batches import postgres
 from tests.batches.api import Api, serving
-from tests.batches.stand_in import StandIn
+from tests.batches.stand_in import Clock, StandIn
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture(scope="session")
+def postgres_cluster():
+    """A PostgreSQL server of this worker's own."""
+    if postgres.programs() is None:
+        pytest.skip(postgres.MISSING)
+    pytest.importorskip("psycopg", reason="PostgreSQL needs psycopg (cosched[postgres])")
+    with postgres.cluster() as url:
+        yield url
+
+
+@pytest.fixture
+def postgres_url(postgres_cluster):
+    """Of a database without tables."""
+    postgres.make_empty(postgres_cluster)
+    return postgres_cluster
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request, tmp_path):
+    """Of a database without tables, once of each kind."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'b.sqlite'}"
+    return request.getfixturevalue("postgres_url")
+
+
+@pytest.fixture
+def database(url):
+    with contextlib.closing(Database(url)) as database:
+        yield database
 
 
 @pytest.fixture

@@ -1,11 +1,13 @@
 """kill -9 of a server in the middle of its batches, again and again.
 
-    scripts/kill_batches [--kills 100] [--seed 1] [--server]
+    scripts/kill_batches [--kills 100] [--seed 1] [--server | --replicas 2]
 
 While batches are uploaded, created, validated, fed or ended, the server is killed at a moment of
 chance, and started anew. No finished line may be lost or sent again, and in the end every line has
 one result. By default the engine is a stand-in, so that a start takes no time; ``--server`` takes a
-real server with the tiny model. Prints one JSON object, and ends with 1 when something was wrong.
+real server with the tiny model. With ``--replicas`` servers share a store in a PostgreSQL of the
+test's own; each time one of them is killed, and the others go on with its lines. Prints one JSON
+object, and ends with 1 when something was wrong.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ import multiprocessing
 import os
 import random
 import signal
-import sqlite3
 import sys
 import tempfile
 import time
@@ -25,11 +26,14 @@ from pathlib import Path
 
 import httpx
 import openai
+import sqlalchemy as sa
 import uvicorn
 
 from cosched.batches.config import BatchesConfig
+from cosched.batches.database import Database, batches, results
 from cosched.config import ENV_VAR
 from cosched.demo_model import ensure_demo_model
+from tests.batches import postgres
 from tests.batches.api import Api, line
 from tests.batches.stand_in import StandIn
 from tests.forks import Forks
@@ -37,6 +41,7 @@ from tests.serving import ServerError, free_port, start_server
 
 LINES_PER_BATCH = 400
 LONGEST_LIFE_S = 2.0
+LEASE_S = 2.0
 
 
 class StandInServer:
@@ -44,20 +49,21 @@ class StandInServer:
 
     max_life_s = LONGEST_LIFE_S
 
-    def __init__(self, folder):
-        self.folder = folder
-        self.asked = folder.parent / "asked"
+    def __init__(self, folder, *, number=0, database_url=None):
+        self.config = BatchesConfig(folder=str(folder), url=database_url, lease_s=LEASE_S)
+        self.asked = folder.parent / f"asked-{number}"
+        self.asked.touch()
+        self.num_read = 0
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.process = None
 
     def start(self):
-        self.asked.write_text("")
         self.process = multiprocessing.get_context("fork").Process(target=self.run)
         self.process.start()
 
     def run(self):
-        stand_in = StandIn(BatchesConfig(folder=str(self.folder)), delay_s=0.05)
+        stand_in = StandIn(self.config, delay_s=0.05)
         stand_in.note = os.open(self.asked, os.O_WRONLY | os.O_APPEND)
         uvicorn.run(stand_in.app, port=self.port, log_level="error")
 
@@ -66,7 +72,10 @@ class StandInServer:
         self.process.join()
 
     def asked_for(self):
-        return self.asked.read_text().split()
+        """Since the last time."""
+        asked = self.asked.read_text().split()
+        new, self.num_read = asked[self.num_read :], len(asked)
+        return new
 
     def close(self):
         self.kill()
@@ -79,6 +88,7 @@ class RealServer:
 
     def __init__(self, folder, forks):
         self.folder = folder
+        self.config = BatchesConfig(folder=str(folder))
         self.model = ensure_demo_model(size="tiny", dtype="float32")
         self.forks = forks
         self.stack = contextlib.ExitStack()
@@ -110,19 +120,13 @@ def wait_ready(server):
         time.sleep(0.01)
 
 
-def finished(folder):
-    """(Batch, line) of each result that is in the store of a server that was killed."""
-    path = folder / "batches.sqlite"
-    if not path.exists():
-        return set()
-    with contextlib.closing(sqlite3.connect(path, timeout=30)) as store:
-        try:
-            rows = store.execute(
-                "SELECT id, number FROM results JOIN batches ON seq = batch"
-            ).fetchall()
-        except sqlite3.OperationalError:  # killed before there was a table
-            return set()
-    return set(rows)
+def finished(config):
+    """(Batch, line) of each result that is in the store after a kill."""
+    url = config.url or f"sqlite:///{config.folder}/batches.sqlite"
+    with contextlib.closing(Database(url)) as database, database.read() as connection:
+        query = sa.select(batches.c.id, results.c.number)
+        found = connection.execute(query.join(results, results.c.batch == batches.c.seq))
+        return {tuple(row) for row in found}
 
 
 def content(name):
@@ -137,13 +141,16 @@ def content(name):
     return made
 
 
-def run(server, *, kills, seed):
+def run(servers, *, kills, seed):
     """What was seen; AssertionError when something is wrong."""
     rng = random.Random(seed)
-    created, done, at_kills, num_cut = {}, set(), [], 0
-    for number in range(kills):
+    created, done, at_kills, num_cut, num_asked = {}, set(), [], 0, 0
+    for server in servers:
         server.start()
-        wait_ready(server)
+    for number in range(kills):
+        for server in servers:
+            wait_ready(server)
+        server = rng.choice(servers)
         api = Api(server.url)
         ends_s = time.monotonic() + rng.uniform(0, server.max_life_s)
         open_lines = len(created) * LINES_PER_BATCH - len(done)
@@ -162,15 +169,18 @@ def run(server, *, kills, seed):
             timer.join()
         time.sleep(max(0.0, ends_s - time.monotonic()))
         server.kill()
-        now = finished(server.folder)
+        now = finished(server.config)
         assert done <= now, f"lost: {sorted(done - now)[:3]}"
-        again = {f"{created.get(b)}-{n - 1}" for b, n in done} & set(server.asked_for())
+        asked = [one for each in servers for one in each.asked_for()]
+        again = {f"{created.get(b)}-{n - 1}" for b, n in done} & set(asked)
         assert not again, f"sent again although finished: {sorted(again)[:3]}"
+        num_asked += len(asked)
         at_kills.append(len(now - done))
         done = now
-    server.start()
-    wait_ready(server)
-    api = Api(server.url)
+        server.start()
+    for server in servers:
+        wait_ready(server)
+    api = Api(rng.choice(servers).url)
     num_lines = 0
     # Also those that were created, but whose client never heard of it.
     for batch in api.batches.list(limit=100):
@@ -184,11 +194,14 @@ def run(server, *, kills, seed):
         num_lines += len(outcome)
         created.pop(batch.id, None)
     assert not created, f"batches that were answered for are gone: {created}"
+    num_asked += sum(len(server.asked_for()) for server in servers)
     return {
         "kills": kills,
+        "replicas": len(servers),
         "in_mid_batch": sum(map(bool, at_kills)),
         "while_created": num_cut,
         "lines": num_lines,
+        "answers_lost_by_kills": max(num_asked - num_lines, 0),
         "lost": 0,
         "repeated": 0,
     }
@@ -204,19 +217,28 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--server", action="store_true", help="a real one, with the tiny model")
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--server", action="store_true", help="a real one, with the tiny model")
+    either.add_argument("--replicas", type=int, default=1, help="servers with one PostgreSQL store")
     arguments = parser.parse_args()
     with contextlib.ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cosched-kills-")))
         if arguments.server:
             forks = Forks(root, cleared=(ENV_VAR, "SGLANG_PLUGINS"))
             stack.callback(forks.close)
-            server = RealServer(root / "batches", forks)
+            servers = [RealServer(root / "batches", forks)]
+        elif arguments.replicas > 1:
+            url = stack.enter_context(postgres.cluster())
+            servers = [
+                StandInServer(root / "batches", number=number, database_url=url)
+                for number in range(arguments.replicas)
+            ]
         else:
-            server = StandInServer(root / "batches")
-        stack.callback(server.close)
+            servers = [StandInServer(root / "batches")]
+        for server in servers:
+            stack.callback(server.close)
         try:
-            seen = run(server, kills=arguments.kills, seed=arguments.seed)
+            seen = run(servers, kills=arguments.kills, seed=arguments.seed)
         except (AssertionError, ServerError) as error:
             print(json.dumps({"seed": arguments.seed, "wrong": str(error)}))
             return 1

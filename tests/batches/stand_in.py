@@ -15,6 +15,13 @@ from cosched.batches.routes import add_routes
 from cosched.batches.service import BatchService
 
 
+class Clock:
+    now_s = 1_000_000.0
+
+    def __call__(self):
+        return self.now_s
+
+
 class StandIn:
     """What the engine was asked, and what it answers: `delay_s` after, an echo of the prompt; 400
     where the prompt is "refuse", and as long as `is_held` nothing."""
@@ -23,6 +30,8 @@ class StandIn:
         self.delay_s = delay_s
         self.asked = Counter()
         self.order = []
+        self.deadlines = {}
+        self.usage = {"prompt_tokens": 3, "completion_tokens": 2}
         self.hung_up = 0
         self.note = None  # a file that is told each prompt
         self.is_held = False
@@ -32,14 +41,22 @@ class StandIn:
 
         @asynccontextmanager
         async def lifespan(app):
-            async with self.service.feeding(app, api_key="secret", state={"own": True}):
+            async with self.service.feeding(app, api_key="secret", state=self.state):
                 yield
 
         self.app = FastAPI(lifespan=lifespan)
         self.app.add_api_route("/health", self.health)
         self.app.add_api_route("/v1/models", self.health)
+        self.app.add_api_route("/server_info", self.info)
         self.app.add_api_route("/v1/completions", self.complete, methods=["POST"])
+        self.app.add_api_route("/v1/responses", self.respond, methods=["POST"])
         add_routes(self.app, self.service)
+
+    def state(self, deadline_s):
+        return {"own": True, "deadline_s": deadline_s}
+
+    async def info(self):
+        return {"internal_states": [{"cosched": {"policy": "hygen"}}]}
 
     async def health(self):
         return {}
@@ -51,6 +68,7 @@ class StandIn:
         prompt = body["prompt"]
         self.asked[prompt] += 1
         self.order.append(prompt)
+        self.deadlines[prompt] = request.state.deadline_s
         if self.note is not None:
             os.write(self.note, f"{prompt}\n".encode())
         self.num_under_way += 1
@@ -67,5 +85,14 @@ class StandIn:
         if prompt == "refuse":
             return JSONResponse({"error": {"message": "not this one"}}, status_code=400)
         choice = {"index": 0, "text": f"to {prompt}", "finish_reason": "stop"}
-        usage = {"prompt_tokens": 3, "completion_tokens": 2}
-        return {"id": "r", "choices": [choice], "usage": usage}
+        return {"id": "r", "choices": [choice], "usage": self.usage}
+
+    async def respond(self, request: Request):
+        body = json.loads(await request.body())
+        assert body["service_tier"] == "flex"
+        usage = {
+            "input_tokens": 3,
+            "output_tokens": 2,
+            "input_tokens_details": {"cached_tokens": 1},
+        }
+        return {"id": "r", "object": "response", "status": "completed", "usage": usage}

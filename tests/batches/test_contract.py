@@ -10,21 +10,18 @@ import time
 import httpx
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from cosched.batches.config import BatchesConfig
-from tests.batches.api import Api, line, serving
+from cosched.batches.data import Batch, Status
+from cosched.batches.exposition import METRICS, Snapshot, exposition
+from tests.batches.api import Api, line, serving, until
 from tests.batches.stand_in import StandIn
+from tests.batches.test_store import asked
 
 
 def lines(num, prefix="c"):
     return [line(f"{prefix}{n}") for n in range(num)]
-
-
-def until(condition, timeout_s=30):
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 def test_a_batch_from_the_upload_to_its_results(api):
@@ -142,7 +139,8 @@ def test_cancel_keeps_what_is_finished(api, stand_in):
 
 
 def test_expiry_returns_what_is_finished(api, stand_in, folder):
-    batch = api.create(lines(300))
+    stand_in.delay_s = 0.3  # so that not all are finished before the rest is held
+    batch = api.create(lines(600))
     until(lambda: api.batches.retrieve(batch.id).request_counts.completed)
     stand_in.is_held = True
     until(lambda: stand_in.num_under_way)
@@ -152,7 +150,7 @@ def test_expiry_returns_what_is_finished(api, stand_in, folder):
     ended = api.wait(batch)
     assert ended.status == "expired" and ended.expired_at and ended.completed_at is None
     outcome = api.outcome(ended)
-    assert len(outcome) == 300
+    assert len(outcome) == 600
     codes = [code for code in outcome.values() if not code.startswith("to ")]
     assert set(codes) == {"batch_expired"} and len(codes) == ended.request_counts.failed
 
@@ -390,3 +388,148 @@ def test_input_that_is_damaged_later_is_an_error_of_its_lines(api, stand_in, fol
     assert done.status == "completed" and counts.completed + counts.failed == 600
     assert counts.completed and counts.failed
     assert api.outcome(done).keys() == {f"c{n}" for n in range(600)}
+
+
+def test_answers_tell_how_many_tokens_were_cached_or_reasoning(api, stand_in):
+    stand_in.usage = {
+        "prompt_tokens": 3,
+        "completion_tokens": 2,
+        "prompt_tokens_details": {"cached_tokens": 2},
+        "reasoning_tokens": 1,
+    }
+    usage = api.wait(api.create(lines(10))).usage
+    assert usage.input_tokens_details.cached_tokens == 20
+    assert usage.output_tokens_details.reasoning_tokens == 10
+
+
+def test_lines_for_responses(api):
+    url = "/v1/responses"
+    made = [line(f"c{n}", url=url, body={"input": f"c{n}"}) for n in range(5)]
+    done = api.wait(api.create(made, endpoint=url))
+    assert done.status == "completed" and done.request_counts.completed == 5
+    assert (done.usage.input_tokens, done.usage.output_tokens) == (15, 10)
+    assert done.usage.input_tokens_details.cached_tokens == 5
+    body = {"input": "a", "background": True}
+    [fault] = api.wait(api.create([line("a", url=url, body=body)], endpoint=url)).errors.data
+    assert (fault.code, fault.param) == ("background_unsupported", "body.background")
+
+
+def test_lines_have_the_deadline_of_their_window(api, stand_in):
+    api.wait(api.create(lines(5), window="30m"))
+    assert all(1790 < deadline_s <= 1800 for deadline_s in stand_in.deadlines.values())
+
+
+@pytest.mark.parametrize("stand_in", [{"high_watermark": 20, "low_watermark": 10}], indirect=True)
+def test_what_cannot_be_in_time_goes_first_and_its_lines_are_due_soon(api, stand_in):
+    stand_in.delay_s = 0.5
+    easy = api.create(lines(4000, "easy"), window="30d")
+    assert api.batches.retrieve(easy.id).cosched is None, "nothing is known yet"
+    until(lambda: api.batches.retrieve(easy.id).cosched)
+    forecast = api.batches.retrieve(easy.id).cosched
+    # 40 lines/s at the most, and a month for 4,000.
+    assert 60 < forecast["finish_s"] < 400 and not forecast["is_late"]
+    assert forecast["slack_s"] > 86400 and forecast["miss_chance"] < 0.01
+    hard = api.create(lines(100_000 // 25, "hard"), window="1m")
+    assert hard.cosched["is_late"] and hard.cosched["miss_chance"] > 0.9
+    api.wait(hard, "in_progress")
+    begin = len(stand_in.order) + 20
+    until(lambda: len(stand_in.order) > begin + 60)
+    assert {name[:4] for name in stand_in.order[begin : begin + 60]} == {"hard"}
+    assert all(stand_in.deadlines[name] <= 600 for name in stand_in.order[begin : begin + 60])
+    [listed] = [batch for batch in api.batches.list() if batch.id == hard.id]
+    assert listed.cosched["is_late"]
+    for batch in (easy, hard):
+        api.batches.cancel(batch.id)
+    assert api.wait(easy).cosched is None
+
+
+def test_a_rotated_key_sees_what_the_old_one_has_made(folder):
+    old = BatchesConfig(folder=str(folder))
+    with serving(StandIn(old)) as url:
+        done = Api(url, key="old").wait(Api(url, key="old").create(lines(3)))
+    new = BatchesConfig(folder=str(folder), owners={"team": ("old", "new")})
+    with serving(StandIn(new)) as url:
+        assert len(Api(url, key="new").outcome(done)) == 3
+        assert [batch.id for batch in Api(url, key="new").batches.list()] == [done.id]
+        assert not Api(url, key="other").batches.list().data
+
+
+@pytest.mark.parametrize("stand_in", [{"keep_ended_days": 1e-5}], indirect=True)
+def test_ended_batches_are_removed_after_the_configured_time(api, stand_in):
+    done = api.wait(api.create(lines(3)))
+    time.sleep(2)
+    stand_in.service.store.remove_ended(kept_s=1)
+    with pytest.raises(openai.NotFoundError):
+        api.batches.retrieve(done.id)
+    with pytest.raises(openai.NotFoundError):
+        api.files.content(done.output_file_id)
+
+
+def test_prometheus_is_told_what_batches_do(api, stand_in):
+    def told():
+        reply = httpx.get(f"{api.url}/cosched/metrics")
+        families = text_string_to_metric_families(reply.text)
+        return {
+            (sample.name, *sample.labels.values()): sample.value
+            for family in families
+            for sample in family.samples
+        }
+
+    stand_in.is_held = True
+    batch = api.create([*lines(300), line("bad", "refuse")], window="1h")
+    until(lambda: stand_in.num_under_way == 256)
+    found = told()
+    assert found["cosched:batches", "in_progress"] == 1
+    states = {
+        state: found["cosched:batch_lines", batch.id, state] for state in ("waiting", "running")
+    }
+    assert states == {"waiting": 45, "running": 256}
+    assert found["cosched:batches_lines", "waiting"] == 45
+    assert 3590 < found["cosched:batch_seconds_left", batch.id] <= 3600
+    stand_in.is_held = False
+    api.wait(batch)
+    found = told()
+    assert found["cosched:batches_finished_lines_total", "answered"] == 300
+    assert found["cosched:batches_finished_lines_total", "failed"] == 1
+    assert found["cosched:batches_tokens_total", "input"] == 900
+    assert found["cosched:batches", "completed"] == 1
+    assert not [key for key in found if batch.id in key], "it has ended"
+
+
+def test_labels_are_bounded(clock):
+    batches = tuple(
+        Batch(
+            id=f"batch_{n}",
+            request=asked(),
+            status=Status.IN_PROGRESS,
+            ending=None,
+            created_at=0,
+            expires_at=n,
+            times={},
+            faults=(),
+            total=9,
+            completed=1,
+            failed=1,
+            input_tokens=1,
+            output_tokens=1,
+            cached_tokens=0,
+            reasoning_tokens=0,
+            output_file_id=None,
+            error_file_id=None,
+        )
+        for n in range(1000)
+    )
+    snapshot = Snapshot(
+        now=0,
+        num_by_status={"in_progress": 1000},
+        open=batches,
+        forecasts={},
+        under_way={},
+        finished={},
+        tokens_per_s=None,
+    )
+    text = exposition(snapshot).decode()
+    assert text.count("\ncosched:batch_seconds_left{") == 50
+    assert 'cosched:batches_lines{state="waiting"} 7000.0' in text
+    for metric in METRICS:
+        assert f"# TYPE {metric.shown_name} " in text

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
+import threading
+import time
 
 import pytest
 
@@ -11,25 +15,6 @@ from cosched.batches.database import Database
 from cosched.batches.errors import ApiError
 from cosched.batches.files import FileStore
 from cosched.batches.store import BatchStore
-
-
-class Clock:
-    now_s = 1_000_000.0
-
-    def __call__(self):
-        return self.now_s
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
-@pytest.fixture
-def database(tmp_path):
-    database = Database(f"sqlite:///{tmp_path / 'b.sqlite'}")
-    yield database
-    database.close()
 
 
 @pytest.fixture
@@ -110,16 +95,43 @@ def test_a_deleted_file_stays_for_the_batch_that_reads_it(files, database, clock
         files.delete(one.id, owner="a")
     assert on_disk(tmp_path) == {file.id}
     store.cancel(batch.id)
-    store.end(batch.id)
+    assert store.end(batch.id)
     files.sweep()
     assert on_disk(tmp_path) == set()
 
 
-def test_what_an_interrupted_upload_left_is_removed_at_the_start(files, database, clock, tmp_path):
-    (tmp_path / "files" / "file-1.part").write_text("half")
-    (tmp_path / "files" / "file-2").write_text("no row for it")
-    FileStore(database, tmp_path, clock=clock).sweep()
-    assert on_disk(tmp_path) == set()
+def test_what_an_interrupted_upload_left_is_removed_after_a_while(files, tmp_path):
+    left, under_way, unlisted = (
+        tmp_path / "files" / f"file-{n}" for n in ("1.part", "2.part", "3")
+    )
+    for path in (left, under_way, unlisted):
+        path.write_text("half")
+    an_hour_ago_s = time.time() - 3601
+    os.utime(left, (an_hour_ago_s, an_hour_ago_s))
+    files.sweep()
+    assert on_disk(tmp_path) == {under_way.name}
+
+
+def test_servers_that_share_a_store_do_not_remove_each_others_uploads(
+    postgres_url, tmp_path, clock
+):
+    ended = threading.Event()
+    with (
+        contextlib.closing(Database(postgres_url)) as one,
+        contextlib.closing(Database(postgres_url)) as two,
+    ):
+        mine, yours = (FileStore(database, tmp_path, clock=clock) for database in (one, two))
+
+        def sweep():
+            while not ended.is_set():
+                yours.sweep()
+
+        thread = threading.Thread(target=sweep)
+        thread.start()
+        added = {add(mine).id for _ in range(100)}
+        ended.set()
+        thread.join()
+        assert on_disk(tmp_path) == added
 
 
 def test_an_upload_that_cannot_be_read_leaves_nothing(files, tmp_path):

@@ -7,12 +7,19 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+from tests.batches import postgres
 from tests.serving import ROOT, SEARCH_PATH
 
 
-def test_no_finished_line_is_lost_or_sent_again():
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_no_finished_line_is_lost_or_sent_again(replicas):
+    if replicas > 1 and postgres.programs() is None:
+        pytest.skip(postgres.MISSING)
+    command = [sys.executable, "-m", "tests.batches.kills", "--kills", "5", "--seed", "3"]
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.batches.kills", "--kills", "5", "--seed", "3"],
+        [*command, "--replicas", str(replicas)],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": SEARCH_PATH},
         capture_output=True,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
 import itertools
 import json
+import math
 
 import httpx
 import pytest
@@ -15,6 +18,7 @@ from cosched.batches.config import BatchesConfig
 from cosched.batches.fairness import Demand, shares
 from cosched.batches.in_process import InProcessTransport
 from cosched.batches.lock import lock_folder
+from cosched.batches.opening import check_store, open_store
 from cosched.batches.prefix import CHUNK_BYTES, MAX_CHUNKS, prefix_key
 from cosched.config import Config
 from cosched.engine.arguments import check_files
@@ -23,12 +27,15 @@ from cosched.errors import ConfigError
 
 @st.composite
 def demands(draw):
+    weight = draw(st.sampled_from([0.5, 1.0, 3.0]))
     return [
         Demand(
             batch_id=str(n),
-            tenant=("", draw(st.sampled_from("ab"))),
+            tenant=("", (tenant := draw(st.sampled_from("ab")))),
+            weight={"a": 1.0, "b": weight}[tenant],
             num_under_way=draw(st.integers(0, 20)),
             num_waiting=draw(st.integers(0, 30)),
+            due=draw(st.none() | st.integers(1, 9)),
         )
         for n in range(draw(st.integers(0, 6)))
     ]
@@ -50,8 +57,14 @@ def test_all_room_is_used_and_by_who_has_least(found, room):
         for other in found:
             if given_to.get(other.batch_id, 0):
                 if other.tenant == one.tenant:
-                    assert load[one.batch_id] >= load[other.batch_id] - 1
-                assert by_tenant[one.tenant] >= by_tenant[other.tenant] - 1
+                    due, others = (x.due or math.inf for x in (one, other))
+                    assert others <= due, "a late one waits behind others"
+                    if others == due:
+                        assert load[one.batch_id] >= load[other.batch_id] - 1
+                assert (
+                    by_tenant[one.tenant] / one.weight
+                    >= (by_tenant[other.tenant] - 1) / other.weight - 1e-9
+                )
 
 
 def chat(*texts):
@@ -139,21 +152,68 @@ def test_a_folder_is_for_one_server(tmp_path):
             lock_folder(tmp_path / "b")
         with pytest.raises(ConfigError, match="another server uses it"):
             check_files(Config(batches=BatchesConfig(folder=str(tmp_path / "b"))))
+    shared = [lock_folder(tmp_path / "b", is_shared=True) for _ in range(2)]
+    with pytest.raises(ConfigError, match="another server uses it"):
+        lock_folder(tmp_path / "b")
+    for lock in shared:
+        lock.close()
     lock_folder(tmp_path / "b").close()
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="file"):
         lock_folder(tmp_path / "file")
 
 
+def test_a_store_has_one_folder_and_a_folder_one_store(tmp_path, postgres_url):
+    here, elsewhere = str(tmp_path / "here"), str(tmp_path / "elsewhere")
+    of_its_own = BatchesConfig(folder=str(tmp_path / "own"))
+    with contextlib.ExitStack() as stack:
+        for _ in range(2):  # servers that share the store
+            lock, database = open_store(BatchesConfig(folder=here, url=postgres_url))
+            stack.callback(lock.close)
+            stack.callback(database.close)
+    with pytest.raises(ConfigError, match=r"elsewhere.*: it is not the folder"):
+        check_store(BatchesConfig(folder=elsewhere, url=postgres_url))
+    check_store(of_its_own)
+    check_store(of_its_own)
+    for folder, url in ((here, None), (of_its_own.folder, postgres_url)):
+        with pytest.raises(ConfigError, match="it has the files of another store"):
+            check_store(BatchesConfig(folder=folder, url=url))
+
+
+def test_a_database_that_is_not_there_is_told_in_one_sentence(tmp_path):
+    pytest.importorskip("psycopg")
+    url = f"postgresql://me:secret@/batches?host={tmp_path}"
+    with pytest.raises(ConfigError, match="the store of batches cannot be opened") as error:
+        check_store(BatchesConfig(folder=str(tmp_path / "b"), url=url))
+    assert "secret" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        ({"lease_s": 0}, "lease_s must be above 0, not 0"),
         ({"max_file_mb": 0}, "max_file_mb must be a positive number, not 0"),
         ({"max_lines": 0}, "max_lines must be at least 1"),
         ({"low_watermark": 256}, "low_watermark must be from 0 to 255"),
         ({"url": "sqlite://"}, "url without folder"),
+        ({"tenant_weights": {"a": 0}}, r"tenant_weights\.a must be above 0, not 0"),
+        ({"late_margin_s": -1}, "late_margin_s must be 0 or more, not -1"),
+        ({"keep_ended_days": 0}, "keep_ended_days must be above 0, not 0"),
+        ({"owners": {"a": ("k",), "b": ("k",)}}, "owners: one key is there twice"),
+        ({"owners": {"a": ("sha256:1",)}}, "64 hexadecimal digits"),
     ],
 )
 def test_wrong_settings_are_refused(values, message):
     with pytest.raises(ValueError, match=message):
         BatchesConfig(**values)
+
+
+def test_keys_of_one_owner_are_the_same_and_a_digest_is_no_key():
+    digest = f"sha256:{hashlib.sha256(b'old').hexdigest()}"
+    config = BatchesConfig(owners={"team": (digest, "new")})
+    plain = BatchesConfig()
+    assert config.owner_of("new") == config.owner_of("old") == plain.owner_of("old")
+    assert config.owner_of(digest) != config.owner_of("old")
+    assert config.owner_of("other") == plain.owner_of("other")
+    assert config.owner_of("") == ""
+    assert "new" not in repr(config.owners["team"])

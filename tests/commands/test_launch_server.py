@@ -37,6 +37,17 @@ def test_flags_win_over_the_environment_and_that_over_defaults(monkeypatch):
     assert rest == ["--port", "1", "--model-path", "x"]
 
 
+def test_batches_have_a_folder_and_perhaps_a_database():
+    url = "postgresql://me@host/batches"
+    flags, _ = flags_of("--cosched-batches", "/f", "--cosched-batches-url", url)
+    config = launch_server.config_from(flags).batches
+    assert (config.folder, config.url, config.is_shared) == ("/f", url, True)
+    assert not launch_server.config_from(flags_of("--cosched-batches", "/f")[0]).batches.is_shared
+    flags, _ = flags_of("--cosched-batches-url", url)
+    with pytest.raises(ConfigError, match="url without folder"):
+        launch_server.config_from(flags)
+
+
 def test_the_decision_log_is_a_flag_that_needs_a_policy_that_decides(monkeypatch):
     monkeypatch.setenv(ENV_VAR, '{"policy": "hygen", "decision_log": "old", "decision_log_mb": 8}')
     config = launch_server.config_from(flags_of("--decision-log", "new")[0])

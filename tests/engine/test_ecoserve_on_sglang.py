@@ -29,7 +29,7 @@ def flood(engine, rng, *, num_requests=30, deadlines=False, longest=60):
             ids += prompt(100 + len(sent), rng.randint(1, 200))
             wish = {"output_tokens_hint": sent[rid]}
             if deadlines:
-                wish["slo"] = {"deadline_s": rng.choice([0.3, 1.0, 60.0])}
+                wish["deadline_s"] = rng.choice([0.3, 1.0, 60.0])
             engine.submit(
                 rid,
                 ids,

@@ -35,7 +35,7 @@ def ask_all(engine, *, seed):
 def test_what_is_answered_does_not_depend_on_the_policy(make_engine, overlap):
     answers = ask_all(make_engine(policy="sarathi", overlap=overlap), seed=1)
     assert len(answers) == 16 and all(len(tokens) == 8 for tokens in answers.values())
-    for policy in ("hygen", "echo-bs", "echo-bs+e", "echo-bs+e+s", "echo-bs+e+s+m"):
+    for policy in ("hygen", "echo-bs", "echo-bs+e", "echo-bs+e+s", "echo-bs+e+s+m", "cosched"):
         assert ask_all(make_engine(policy=policy, overlap=overlap), seed=1) == answers
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
+import pytest
+
 import cosched.bootstrap  # noqa: F401  # before sglang
-from cosched.engine.exporter import METRICS, Kind
+from cosched.batches.exposition import METRICS as OF_BATCHES
+from cosched.engine.exporter import METRICS
+from cosched.metrics.prometheus import Kind
 from cosched.metrics.slo import Attainment
 from cosched.metrics.stats import Distribution
 from cosched.metrics.summary import Comparison, KvShare, summarize
@@ -33,8 +38,11 @@ def test_the_table_of_keys_is_complete():
     assert set(documented) == real
 
 
-def test_the_table_of_prometheus_metrics_is_complete():
-    table = DOCS.read_text().split("## Of a running server", 1)[1].split("\n## ", 1)[0]
+@pytest.mark.parametrize(
+    ("section", "metrics"), [("Of a running server", METRICS), ("Of batches", OF_BATCHES)]
+)
+def test_the_table_of_prometheus_metrics_is_complete(section, metrics):
+    table = DOCS.read_text().split(f"## {section}\n", 1)[1].split("\n## ", 1)[0]
     rows = re.findall(r"^\|[^|]*\| `(cosched:[^`{]+)(\{[^`]*\})?`( \(histogram\))? \|", table, re.M)
     documented = {
         name: (tuple(filter(None, labels.strip("{}").split(","))), bool(histogram))
@@ -42,5 +50,41 @@ def test_the_table_of_prometheus_metrics_is_complete():
     }
     assert len(documented) == len(rows)
     assert documented == {
-        metric.shown_name: (metric.labels, metric.kind is Kind.HISTOGRAM) for metric in METRICS
+        metric.shown_name: (metric.labels, metric.kind is Kind.HISTOGRAM) for metric in metrics
     }
+
+
+def test_the_dashboard_asks_for_what_there_is():
+    dashboard = json.loads(DOCS.with_name("grafana.json").read_text())
+    metrics = {metric.shown_name: metric for metric in (*METRICS, *OF_BATCHES)}
+    shown = set()
+    places = set()
+    for panel in dashboard["panels"]:
+        place = panel["gridPos"]
+        assert (place["x"], place["y"]) not in places and place["x"] + place["w"] <= 24
+        places.add((place["x"], place["y"]))
+        for target in panel["targets"]:
+            text = target["expr"]
+            assert text.count("(") == text.count(")") and text.count("{") == text.count("}")
+            for name, bucket, selector in re.findall(
+                r"(cosched:\w+?)(_bucket)?\b(?:\{(.*?)\})?(?=[\[)\s]|$)", text
+            ):
+                assert (metrics[name].kind is Kind.HISTOGRAM) == bool(bucket), text
+                labels = re.findall(r"(\w+)=", selector) + re.findall(r"\bby \((\w+)\)", text)
+                labels += re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])
+                assert set(labels) <= {*metrics[name].labels, "le"}, text
+                shown.add(name)
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+    host = {name for name in metrics if "kv_host" in name or "kv_demoted" in name}
+    host |= {name for name in metrics if "kv_transferred" in name or "kv_waited" in name}
+    # What says the same as another one, or is a detail of it.
+    left_out = {"e2e_seconds", "prediction_error_ratio", "policy_given_up", "pool_tokens"}
+    left_out |= {"pool_sharing_ratio", "pool_expected_hit_ratio", "batches_tokens_total"}
+    left_out |= {"batch_lines", "batch_tokens"}
+    assert set(metrics) - shown - host == {f"cosched:{name}" for name in left_out}
+
+
+def test_alerts_ask_for_what_there_is():
+    text = DOCS.with_name("operations.md").read_text()
+    named = {name.removesuffix("_bucket") for name in re.findall(r"cosched:\w+", text)}
+    assert named <= {metric.shown_name for metric in (*METRICS, *OF_BATCHES)}

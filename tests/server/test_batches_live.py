@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import httpx
 import openai
 import pytest
 
+from cosched.run_batch import main as run_batch
 from tests.batches.api import Api
 from tests.batches.kills import RealServer, run
+from tests.request_lines import chat, completion, line
 from tests.serving import start_server
 
 KEY = "secret"
 CHAT = "/v1/chat/completions"
-
-
-def line(custom_id, url, **body):
-    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
-
-
-def chat(custom_id, **body):
-    messages = [{"role": "user", "content": f"hello {custom_id}"}]
-    defaults = {"model": "default", "messages": messages, "max_tokens": 4, "temperature": 0}
-    return line(custom_id, "/v1/chat/completions", **(defaults | body))
-
-
-def completion(custom_id, **body):
-    defaults = {"model": "default", "prompt": f"hello {custom_id}", "max_tokens": 4}
-    return line(custom_id, "/v1/completions", **(defaults | body))
+RESPONSES = "/v1/responses"
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +113,51 @@ def test_the_routes_are_behind_the_key(server):
             assert reply.status_code == 401, (method, path)
 
 
+def test_the_page_is_open_and_what_it_asks_for_is_not(api, server):
+    url = f"{server.url}/cosched"
+    page = httpx.get(url, headers={"accept": "text/html,*/*;q=0.8"})
+    assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert httpx.get(url).status_code == 401
+    assert httpx.get(f"{server.url}/cosched/metrics").status_code == 401
+    key = {"authorization": f"Bearer {KEY}", "accept": "application/json"}
+    [state] = httpx.get(url, headers=key).json()["replicas"]
+    assert state["times_s"].keys() == {
+        f"{kind}_{time}" for kind in ("online", "offline") for time in ("ttft", "tpot")
+    }
+    told = httpx.get(f"{server.url}/cosched/metrics", headers=key)
+    assert told.status_code == 200 and "cosched:batches{" in told.text
+
+
+def test_lines_for_responses_are_answered(api):
+    # This endpoint alone takes no other name of the model.
+    body = {"model": api.client.models.list().data[0].id, "input": "hello", "max_output_tokens": 4}
+    lines = [line(f"c{n}", RESPONSES, **body) for n in range(3)]
+    done = api.wait(api.create(lines, endpoint=RESPONSES, window="30m"))
+    assert done.request_counts.completed == 3, api.records(done.error_file_id)
+    assert done.usage.output_tokens >= 3 and done.usage.input_tokens
+    [first, *_] = api.records(done.output_file_id)
+    assert first["response"]["body"]["service_tier"] == "flex"
+
+
+def test_run_batch_leaves_the_work_to_the_batches_and_fetches_it(api, server, tmp_path, capsys):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [chat(f"c{n}") if n % 2 else completion(f"c{n}") for n in range(40)]
+    source.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    files = ["-i", str(source), "-o", str(out), "--base-url", server.url, "--api-key", KEY]
+    assert run_batch([*files, "--detach", "--window", "30m"]) == 0
+    assert run_batch(files) == 0
+    assert {json.loads(text)["custom_id"] for text in out.read_text().splitlines()} == {
+        f"c{n}" for n in range(40)
+    }
+    assert sorted(batch.endpoint for batch in api.batches.list(limit=2).data) == [
+        CHAT,
+        "/v1/completions",
+    ]
+    assert run_batch(["status", "-o", str(out), "--api-key", KEY]) == 0
+    assert '"is_fetched":true' in capsys.readouterr().out
+
+
 def test_names_that_are_not_there(api):
     for call in (api.batches.retrieve, api.batches.cancel, api.files.retrieve, api.files.content):
         with pytest.raises(openai.NotFoundError):
@@ -133,7 +167,7 @@ def test_names_that_are_not_there(api):
 def test_kills_lose_and_repeat_nothing(forks, tmp_path):
     server = RealServer(tmp_path / "batches", forks)
     try:
-        seen = run(server, kills=2, seed=5)
+        seen = run([server], kills=2, seed=5)
     finally:
         server.close()
     assert seen["lines"]

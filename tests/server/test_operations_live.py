@@ -16,7 +16,8 @@ import openai
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
-from cosched.engine.exporter import METRICS, Kind
+from cosched.engine.exporter import METRICS
+from cosched.metrics.prometheus import Kind
 from tests.serving import SEARCH_PATH, SHARED_DRAIN_S, SHARED_FLAGS
 
 pytestmark = pytest.mark.server

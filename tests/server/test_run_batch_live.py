@@ -10,22 +10,8 @@ import time
 import httpx
 import pytest
 
+from tests.request_lines import chat, completion, line
 from tests.serving import TEST_FLAGS, free_port
-
-
-def line(custom_id, url, **body):
-    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
-
-
-def chat(custom_id, **body):
-    messages = [{"role": "user", "content": f"hello {custom_id}"}]
-    defaults = {"model": "default", "messages": messages, "max_tokens": 4, "temperature": 0}
-    return line(custom_id, "/v1/chat/completions", **(defaults | body))
-
-
-def completion(custom_id, **body):
-    defaults = {"model": "default", "prompt": f"hello {custom_id}", "max_tokens": 4}
-    return line(custom_id, "/v1/completions", **(defaults | body))
 
 
 class Job:

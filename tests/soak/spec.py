@@ -123,6 +123,7 @@ class SoakSpec:
 
 
 _BROS = tuple(name for name in POLICIES if name.startswith("bros"))
+_COSCHED = tuple(name for name in POLICIES if name.startswith("cosched"))
 _ECO = tuple(name for name in POLICIES if name.startswith("eco"))
 
 
@@ -141,6 +142,7 @@ def _matrix() -> tuple[SoakSpec, ...]:
         SoakSpec(policy="sarathi", page_size=64, conservativeness=0.3),
         SoakSpec(policy="sarathi", page_size=16, overlap=False, mixed=False),
         SoakSpec(policy="hygen-timeline", page_size=16, conservativeness=0.3),
+        *(SoakSpec(policy=name, page_size=16, conservativeness=0.3) for name in _COSCHED),
         SoakSpec(policy="hygen-throttled", page_size=16),
         SoakSpec(policy="hygen-fcfs", page_size=16, conservativeness=0.3),
         SoakSpec(policy="echo-bs", page_size=1, overlap=False),

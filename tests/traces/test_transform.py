@@ -9,6 +9,7 @@ from cosched_traces.transform import (
     busiest_window,
     mean_rate,
     period_s,
+    replay_faster,
     rescale_rate,
     rescale_think_times,
 )
@@ -33,6 +34,17 @@ def test_rescale_rate_scales_time_and_nothing_else():
     assert mean_rate(scaled) == pytest.approx(4)
     with pytest.raises(WorkloadError, match="rate 0 is not above 0"):
         rescale_rate(evenly(10), 0)
+
+
+def test_a_workload_is_replayed_faster_and_nothing_else_changes():
+    faster = replay_faster(evenly(10, 0.5), 2)
+    assert times(faster) == pytest.approx([0.25 * i for i in range(10)])
+    assert replay_faster(faster, 1) is faster
+    with pytest.raises(WorkloadError, match="factor -1 is not above 0"):
+        replay_faster(faster, -1)
+    turns = workload(request("a"), request("b", after="a", session="s", think_s=4.0))
+    with pytest.raises(WorkloadError, match="session"):
+        replay_faster(turns, 2)
 
 
 def test_think_times_are_scaled_and_nothing_else():

@@ -470,24 +470,31 @@ class TestClaims:
         fields = {"prompt": ["a", "b", "c"], "service_tier": "flex"}
         assert front.post(COMPLETIONS, headers=self.KEY, **fields).status_code == 200
 
-    def test_what_the_server_asks_itself_is_offline_and_no_key_counts_it(self, front, claiming):
-        from cosched.engine.front import OWN_REQUEST
+    @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES])
+    def test_what_the_server_asks_itself_is_offline_and_no_key_counts_it(
+        self, front, claiming, path
+    ):
+        from cosched.engine.front import own_request
 
         claiming(
-            ignore=["priority", "service_tier", "class_header"], keys={"*": {"max_offline": 0}}
+            ignore=["priority", "service_tier", "class_header", "body_targets"],
+            keys={"*": {"max_offline": 0}},
         )
-        transport = InProcessTransport(front.app, state=OWN_REQUEST)
+        transport = InProcessTransport(front.app, state=own_request(30.0))
         for fields in ({}, {"priority": 3}, {"service_tier": "flex"}):
             front.sent.clear()
 
             async def ask(body):
+                state = {"state": own_request(60.0)}
                 async with httpx.AsyncClient(transport=transport, base_url="http://own") as client:
-                    return await client.post(CHAT, json=body)
+                    return await client.post(path, json=body, extensions=state)
 
-            response = asyncio.run(ask({**MINIMAL[CHAT], **fields}))
+            with embedding_model(front) if path == EMBEDDINGS else contextlib.nullcontext():
+                response = asyncio.run(ask({**MINIMAL[path], **fields}))
             assert response.status_code == 200, response.text
             assert front.priorities == [OFFLINE_PRIORITY]
             assert response.headers["x-cosched-class"] == "offline"
+            assert front.targets == [{"deadline_s": 60.0}]
         assert front.post(CHAT, priority=3).status_code == 200
 
     def test_no_key_stands_before_the_end_of_a_request(self, front, claiming):

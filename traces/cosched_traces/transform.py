@@ -27,6 +27,7 @@ __all__ = [
     "merge",
     "period_s",
     "repeat",
+    "replay_faster",
     "rescale_rate",
     "rescale_think_times",
     "sample_to_rate",
@@ -60,6 +61,17 @@ def rescale_rate(workload: Workload, rate: float) -> Workload:
     factor = mean_rate(workload) / rate
     requests = tuple(replace(r, arrival_s=r.arrival_s * factor) for r in workload.requests)
     return workload.changed(requests, f"time scaled by {factor:.4g} to {rate:g} req/s")
+
+
+def replay_faster(workload: Workload, factor: float) -> Workload:
+    """The same requests in `factor` times less time: bursts are kept, and run so many times as
+    fast."""
+    check_positive("factor", factor)
+    if factor == 1:
+        return workload
+    check_no_sessions(workload)
+    requests = tuple(replace(r, arrival_s=r.arrival_s / factor) for r in workload.requests)
+    return workload.changed(requests, f"replayed {factor:g} times as fast")
 
 
 def rescale_think_times(workload: Workload, factor: float) -> Workload:

@@ -76,6 +76,12 @@ class _Outbox:
             reply.message = str(reason.get("message") or "")
 
 
+def _release_groups() -> None:
+    """SGLang's process groups, of which a process has one set."""
+    destroy_model_parallel()
+    destroy_distributed_environment()
+
+
 class LocalEngine:
     """One scheduler and the requests given to it.
 
@@ -94,7 +100,11 @@ class LocalEngine:
         # A scheduler's watchdog thread never ends, keeps the scheduler alive, and kills the parent
         # of this process when nothing has run for a while: right in a server, wrong here.
         with mock.patch.object(scheduler_module, "create_scheduler_watchdog", _no_watchdog):
-            self.scheduler: Any = Scheduler(server_args, PortArgs.init_new(server_args))
+            try:
+                self.scheduler: Any = Scheduler(server_args, PortArgs.init_new(server_args))
+            except BaseException:
+                _release_groups()
+                raise
         self.replies: dict[str, Reply] = {}
         self._inbox: list[Any] = []
         self._zmq_context = self.scheduler.ipc_channels.recv_from_tokenizer.context
@@ -107,8 +117,7 @@ class LocalEngine:
         """Release what the process can have only once. The engine cannot be used afterwards."""
         # Nobody reads the other ends of these sockets: closing them must not wait for it.
         self._zmq_context.destroy(linger=0)
-        destroy_model_parallel()
-        destroy_distributed_environment()
+        _release_groups()
 
     def __enter__(self) -> LocalEngine:
         return self

@@ -1,0 +1,77 @@
+"""What the engine and its attention backend ``cosched_shared_prefix`` know of each other.
+
+The backend itself, with its kernels, is imported when it is built (`cosched.engine.port.
+shared_prefix`): a process that uses another pays nothing for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.srt.arg_groups import choices
+from sglang.srt.layers.attention.attention_registry import (
+    ATTENTION_BACKENDS,
+    register_attention_backend,
+)
+
+__all__ = ["NAME", "Launch", "graph_variants", "launched", "launching", "note_newest", "register"]
+
+NAME = "cosched_shared_prefix"
+
+
+@dataclass(slots=True, eq=False)
+class Launch:
+    """A batch while the engine runs it; nothing holds beyond that."""
+
+    batch: Any
+
+
+_launched: Launch | None = None
+_newest: weakref.ref[Any] | None = None
+
+
+@contextlib.contextmanager
+def launching(batch: Any) -> Iterator[None]:
+    """While the engine runs this batch, an attention backend may read of its requests what the
+    forward pass itself does not know."""
+    global _launched
+    before, _launched = _launched, Launch(batch)
+    try:
+        yield
+    finally:
+        _launched = before
+
+
+def launched() -> Launch | None:
+    """The batch that is run now."""
+    return _launched
+
+
+def register() -> None:
+    """Add the backend to those of ``--attention-backend``. Idempotent."""
+    if NAME not in ATTENTION_BACKENDS:
+        choices.add_attention_backend_choices([NAME])
+        register_attention_backend(NAME)(_create)
+
+
+def _create(runner: Any) -> Any:
+    from cosched.engine.port.shared_prefix import create
+
+    return create(runner)
+
+
+def note_newest(shared: Any) -> None:
+    """The `SharedPrefixes` of the model runner that is being built."""
+    global _newest
+    _newest = weakref.ref(shared)
+
+
+def graph_variants() -> Any:
+    """SGLang's `AttentionGraphVariants` for the model runner that is being built, None where its
+    backend is another."""
+    shared = _newest() if _newest is not None else None
+    return None if shared is None else shared.graph_variants()

@@ -1,0 +1,460 @@
+"""The attention backend ``cosched_shared_prefix``: another backend, but for batches that share.
+
+It is an instance of the other backend's class with a few methods before it, so whatever else SGLang
+asks of an attention backend is answered by that one. A batch whose requests share enough KV is
+computed by `cosched_kernels`; for any other, and for layers that those kernels do not do, the other
+backend does it. Its metadata is always prepared, so that a layer can go either way.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
+from sglang.srt.model_executor.runner_utils.capture_mode import get_capture_attention_variant
+
+from cosched.config import SharedPrefixConfig, load_config
+from cosched.engine.port import common
+from cosched.engine.port.attention import NAME, Launch, launched, note_newest
+from cosched.errors import ConfigError, choices
+from cosched_kernels import reference, shared_prefix
+from cosched_kernels.buffers import FixedBuffers, PlanTensors, upload
+from cosched_kernels.groups import Groups, IntArray, PrefixForest, Shared
+from cosched_kernels.interpret import is_interpreting
+from cosched_kernels.picker import DeviceModel, gain_s
+from cosched_kernels.plan import HeadShape, Plan, Tiling, make_plan
+from cosched_kernels.shared_prefix import tiles_for
+
+__all__ = ["GraphVariants", "SharedPrefixes", "create"]
+
+logger = logging.getLogger(__name__)
+
+PLAIN, SHARED = "plain", "shared"
+"""The two graphs of a decode batch. SGLang captures one for each label."""
+
+_MIN_GROUP_TOKENS = 512
+"""KV tokens that a group must save to be one: its members' pieces cost as much as some hundred."""
+
+_MAX_PIECE_BYTES = 256 << 20
+"""Most memory for pieces; a batch that needs more goes to the other backend."""
+
+_MAX_GROWTH = 64
+"""Tokens by which the requests of a plan may grow until it is made anew, its spans being uneven."""
+
+_MAX_HEAD_DIM = 256
+_MAX_GROUP = 16  # query heads per KV head: the rows of the lowest tile
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class _Work(NamedTuple):
+    """What the layers of a forward pass compute, as long as its batch is under launch."""
+
+    launch: Launch
+    num_tokens: int
+    tensors: PlanTensors
+    pool_rows: torch.Tensor
+
+
+class _Made(NamedTuple):
+    """A plan for decodes, or None where sharing does not pay, and what it was made for: the next
+    iterations of the same requests need no other."""
+
+    groups: Groups
+    seq_lens: IntArray
+    plan: Plan | None
+
+
+def create(runner: Any) -> Any:
+    """The backend for a model runner. ConfigError when the one inside is unknown."""
+    config = load_config()
+    assert config is not None, "the plugin registers nothing without a configuration"
+    settings = config.shared_prefix
+    name = settings.inner or _default_inner(runner)
+    if name not in ATTENTION_BACKENDS or name == NAME:
+        known = [other for other in ATTENTION_BACKENDS if other != NAME]
+        raise ConfigError(f"unknown shared_prefix.inner {name!r}; choose from {choices(known)}")
+    inner = ATTENTION_BACKENDS[name](runner)
+    reason = _why_not(runner)
+    if reason is not None:
+        logger.warning("cosched: %s runs as %s: %s", NAME, name, reason)
+        return inner
+    shared = SharedPrefixes(runner, settings, is_strict=config.strict)
+    note_newest(shared)
+    inner.__class__ = _class_before(type(inner), shared)
+    return inner
+
+
+class GraphVariants:
+    """SGLang's `AttentionGraphVariants`: a decode batch has a graph in which the other backend
+    computes attention, and one in which the plan in the fixed buffers is run."""
+
+    capture_labels = (PLAIN, SHARED)
+
+    def __init__(self, shared: SharedPrefixes) -> None:
+        self._shared = shared
+
+    def select(self, forward_batch: Any) -> str:
+        return self._shared.variant_of(forward_batch)
+
+
+def _default_inner(runner: Any) -> str:
+    """SGLang's own choice for attention with keys and values of every head."""
+    if runner.device != "cuda":
+        return "torch_native"
+    major, _ = torch.cuda.get_device_capability()
+    if major == 9:
+        return "fa3"
+    return "flashinfer" if major == 8 else "triton"
+
+
+def _why_not(runner: Any) -> str | None:
+    """Why no batch of this model can be shared; None: they can."""
+    model = runner.model_config
+    if runner.use_mla_backend:
+        return "the model has latent attention (MLA)"
+    if runner.sliding_window_size is not None:
+        return "the model has layers with a sliding window"
+    if model.is_encoder_decoder:
+        return "the model is an encoder and a decoder"
+    pool = runner.token_to_kv_pool
+    if type(pool) is not MHATokenToKVPool or getattr(pool, "is_quantized_kv_cache", False):
+        return f"KV memory is a {type(pool).__name__}"
+    if getattr(runner.kv_index_translator, "is_translating", False):
+        return "KV slots are translated"
+    keys, values = pool.get_kv_buffer(pool.start_layer)
+    head_dim, group = keys.shape[2], _num_q_heads(runner) // keys.shape[1]
+    if values.shape[2] != head_dim or head_dim > _MAX_HEAD_DIM:
+        return f"heads have {head_dim} numbers in keys, {values.shape[2]} in values"
+    if group > _MAX_GROUP:
+        return f"{group} query heads share a KV head, more than {_MAX_GROUP}"
+    if keys.dtype == torch.float8_e4m3fn and keys.is_cuda:
+        major, minor = torch.cuda.get_device_capability(keys.device)
+        if (major, minor) < (8, 9):
+            return f"compute capability {major}.{minor} has no float8 e4m3; take e5m2"
+    if runner.dtype not in _DTYPES:
+        return f"queries are {runner.dtype}"
+    return None
+
+
+def _num_q_heads(runner: Any) -> int:
+    """On this device."""
+    return int(runner.model_config.num_attention_heads) // common.parallel().tp_size
+
+
+def _class_before(kind: Any, shared: SharedPrefixes) -> type:
+    """A class whose attention goes to `shared` where that can do it, and else is that of `kind`."""
+
+    class SharedPrefixBackend(kind):  # type: ignore[misc]
+        cosched_shared = shared
+
+        def init_forward_metadata(self, forward_batch: Any) -> None:
+            super().init_forward_metadata(forward_batch)
+            shared.prepare(forward_batch)
+
+        def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+            super().init_cuda_graph_state(max_bs, max_num_tokens)
+            shared.begin_graphs(max_bs)
+
+        def init_forward_metadata_out_graph(
+            self, forward_batch: Any, in_capture: bool = False
+        ) -> None:
+            super().init_forward_metadata_out_graph(forward_batch, in_capture)
+            shared.load_for_graph(in_capture=in_capture)
+
+        def forward_decode(
+            self,
+            q: Any,
+            k: Any,
+            v: Any,
+            layer: Any,
+            forward_batch: Any,
+            save_kv_cache: bool = True,
+            **kwargs: Any,
+        ) -> Any:
+            if shared.can_attend(q, k, v, layer, kwargs):
+                return shared.attend(q, k, v, layer, forward_batch, save_kv_cache)
+            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+
+        def forward_extend(
+            self,
+            q: Any,
+            k: Any,
+            v: Any,
+            layer: Any,
+            forward_batch: Any,
+            save_kv_cache: bool = True,
+            **kwargs: Any,
+        ) -> Any:
+            if shared.can_attend(q, k, v, layer, kwargs):
+                return shared.attend(q, k, v, layer, forward_batch, save_kv_cache)
+            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+
+    return SharedPrefixBackend
+
+
+class SharedPrefixes:
+    """The batches of one model runner that share: who shares what, the plan, the attention."""
+
+    def __init__(self, runner: Any, settings: SharedPrefixConfig, *, is_strict: bool) -> None:
+        self._settings = settings
+        self._pool = runner.token_to_kv_pool
+        self._req_to_token = runner.req_to_token_pool.req_to_token
+        self._keys = itertools.count()
+        self._forest = PrefixForest(page_size=runner.page_size)
+        self._is_strict = is_strict
+        self._dtype: torch.dtype = runner.dtype
+        self._is_off = False
+        self._made: _Made | None = None
+        self._planned: tuple[Launch, Plan | None] | None = None
+        self._work: _Work | None = None
+        self._fixed: FixedBuffers | None = None
+        self.num_shared_batches = 0
+        """Batches that were planned so far."""
+        device = torch.device(runner.device)
+        self._is_gpu = device.type == "cuda"
+        self._num_sms = 8
+        if self._is_gpu:
+            self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        # On a CPU the kernels run in an interpreter, which is for tests: TRITON_INTERPRET=1.
+        runs_kernels = self._is_gpu or is_interpreting()
+        self._kernels: Any = shared_prefix if runs_kernels else reference
+        self._device_model = DeviceModel()
+        keys = self._pool.get_key_buffer(self._pool.start_layer)
+        self._heads = HeadShape(
+            num_q_heads=_num_q_heads(runner),
+            num_kv_heads=keys.shape[1],
+            head_dim=keys.shape[2],
+            kv_bytes=keys.dtype.itemsize,
+            q_bytes=runner.dtype.itemsize,
+        )
+        self._tiling = Tiling(
+            rows=tuple(tiles_for(self._heads.head_dim)), programs=max(1, self._num_sms // 2)
+        )
+
+    def prepare(self, forward_batch: Any) -> None:
+        """A forward pass begins that no graph runs: plan it."""
+        self._work = None
+        plan = self.plan_of(forward_batch)
+        if plan is not None:
+            launch = launched()
+            assert launch is not None
+            tensors = upload(
+                plan,
+                self._heads,
+                device=self._req_to_token.device,
+                dtype=self._dtype,
+                num_programs=self._num_sms,
+            )
+            self._work = _Work(launch, plan.num_tokens, tensors, forward_batch.req_pool_indices)
+
+    def plan_of(self, forward_batch: Any) -> Plan | None:
+        """The plan of a forward pass, made once: of the batch under launch, if that is what it runs
+        and sharing pays. Else None."""
+        launch = launched()
+        if launch is None or not _is_plain(forward_batch):
+            return None
+        batch = launch.batch
+        if forward_batch.rids != [req.rid for req in batch.reqs]:
+            return None  # a part of it
+        if self._planned is None or self._planned[0] is not launch:
+            plan = None if self._is_off else self._plan_or_switch_off(batch)
+            self._planned = launch, plan
+            self.num_shared_batches += plan is not None
+        return self._planned[1]
+
+    def _plan_or_switch_off(self, batch: Any) -> Plan | None:
+        """A mistake in here costs the gain of sharing, and not the server."""
+        try:
+            return self._plan_for(batch)
+        except Exception:
+            if self._is_strict:
+                raise
+            logger.exception("cosched: planning failed; %s shares nothing from now on", NAME)
+            self._is_off = True
+            return None
+
+    # --- CUDA graphs ---
+
+    def begin_graphs(self, max_requests: int) -> None:
+        """Graphs are about to be captured, of decodes of at most so many requests."""
+        self._fixed = FixedBuffers(
+            self._heads,
+            rows=self._tiling.rows,
+            max_tokens=max_requests,
+            max_items=8 * max_requests + 1024,
+            max_pieces=8 * max_requests,
+            device=self._req_to_token.device,
+            dtype=self._dtype,
+            num_programs=self._num_sms,
+        )
+
+    def variant_of(self, forward_batch: Any) -> str:
+        """Which of a batch's graphs runs it."""
+        plan = self.plan_of(forward_batch)
+        fits = plan is not None and self._fixed is not None and self._fixed.fits(plan)
+        return SHARED if fits else PLAIN
+
+    def graph_variants(self) -> GraphVariants:
+        return GraphVariants(self)
+
+    def load_for_graph(self, *, in_capture: bool) -> None:
+        """The next graph is captured or replayed, with the plan of the batch under launch."""
+        if self._fixed is None:
+            return
+        if in_capture:
+            self._fixed.clear()
+        elif self._planned is not None and self._planned[0] is launched():
+            plan = self._planned[1]
+            if plan is not None and self._fixed.fits(plan):
+                self._fixed.load(plan)
+
+    def _plan_for(self, batch: Any) -> Plan | None:
+        """The work of a layer for this batch, None where sharing does not pay."""
+        num_queries, seq_lens = _lengths(batch)
+        groups = self._groups(batch, seq_lens - num_queries)
+        if groups.num_groups == 0:
+            return None
+        is_decode = batch.forward_mode.is_decode()
+        made = self._made
+        if is_decode and made is not None and made.groups is groups:
+            growth = seq_lens - made.seq_lens
+            if growth.min() >= 0 and growth.max() < _MAX_GROWTH:
+                return made.plan and made.plan.grown(seq_lens)
+        plan = self._make_plan(groups, num_queries, seq_lens)
+        self._made = _Made(groups, seq_lens, plan) if is_decode else None
+        return plan
+
+    def _make_plan(self, groups: Groups, num_queries: IntArray, seq_lens: IntArray) -> Plan | None:
+        plan = make_plan(
+            groups,
+            num_queries=num_queries,
+            seq_lens=seq_lens,
+            heads=self._heads,
+            tiling=self._tiling,
+        )
+        if plan.num_pieces * self._heads.q_bytes_per_token > _MAX_PIECE_BYTES:
+            return None
+        if self._settings.min_saved_tokens is None:
+            gained = gain_s(
+                groups,
+                plan,
+                num_queries=num_queries,
+                seq_lens=seq_lens,
+                heads=self._heads,
+                device=self._device_model,
+            )
+            return plan if gained > 0 else None
+        return plan if groups.saved_tokens >= self._settings.min_saved_tokens else None
+
+    def _groups(self, batch: Any, cached: IntArray) -> Groups:
+        """cached: [requests] tokens before those computed now."""
+        forest, keys = self._forest, []
+        for req, most in zip(batch.reqs, cached.tolist(), strict=True):
+            # Not its id: clients choose that, and may use it again for another prompt.
+            key = getattr(req, "cosched_prefix_key", None)
+            if key is None:
+                key = req.cosched_prefix_key = next(self._keys)
+            keys.append(key)
+            length = min(int(req.kv.cache_protected_len), most - most % forest.page_size)
+            if not forest.has(key, length):
+                tokens = np.array(common.token_ids(req)[:length], dtype=np.int64)
+                namespace = common.prefix_key(req)
+                forest.put(Shared(rid=key, namespace=namespace, tokens=tokens, length=length))
+        if len(forest) > 2 * len(keys) + 64:
+            forest.keep_only(keys)  # who has ended, or sits out for long
+        least = self._settings.min_saved_tokens
+        return forest.groups(keys, min_saved=_MIN_GROUP_TOKENS if least is None else max(1, least))
+
+    def can_attend(self, q: Any, k: Any, v: Any, layer: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether this layer of the batch that runs now is computed here."""
+        work = self._work
+        if _is_capturing():
+            is_planned = self._fixed is not None
+        else:
+            is_planned = (
+                work is not None
+                and work.launch is launched()
+                and q.numel() == work.num_tokens * layer.tp_q_head_num * layer.qk_head_dim
+            )
+        return (
+            is_planned
+            and k is not None
+            and v is not None
+            and layer.attn_type == AttentionType.DECODER
+            and not layer.is_cross_attention
+            and layer.sliding_window_size <= 0
+            and not layer.logit_cap
+            and layer.xai_temperature_len <= 0
+            and layer.qk_head_dim == layer.v_head_dim == self._heads.head_dim
+            and layer.tp_q_head_num == self._heads.num_q_heads
+            and all(value is None for value in kwargs.values())
+            and q.dtype == self._dtype
+        )
+
+    def attend(
+        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool
+    ) -> Any:
+        heads, head_dim = layer.tp_q_head_num, layer.qk_head_dim
+        scales: dict[str, float] = {}
+        if save_kv_cache:
+            where = KVWriteLoc(forward_batch.out_cache_loc)
+            if layer.k_scale is None:
+                self._pool.set_kv_buffer(layer, where, k, v)
+            else:  # it scales them in place
+                self._pool.set_kv_buffer(
+                    layer, where, k.clone(), v.clone(), layer.k_scale, layer.v_scale
+                )
+        keys = self._pool.get_key_buffer(layer.layer_id)
+        if keys.dtype != q.dtype and layer.k_scale is not None:
+            scales = {"k_scale": layer.k_scale_float, "v_scale": layer.v_scale_float}
+        shape = q.numel() // (heads * head_dim), heads, head_dim
+        if _is_capturing():
+            assert self._fixed is not None
+            tensors, pool_rows = self._fixed.tensors, forward_batch.req_pool_indices
+            # No plan has work for the rows that a batch is padded with.
+            out = torch.zeros(shape, dtype=q.dtype, device=q.device)
+        else:
+            assert self._work is not None
+            tensors, pool_rows = self._work.tensors, self._work.pool_rows
+            out = torch.empty(shape, dtype=q.dtype, device=q.device)
+        self._kernels.attend_items(
+            q.reshape(shape),
+            keys,
+            self._pool.get_value_buffer(layer.layer_id),
+            out=out,
+            plan=tensors,
+            req_to_token=self._req_to_token,
+            pool_rows=pool_rows,
+            scale=layer.scaling,
+            **scales,
+        )
+        self._kernels.reduce_pieces(out=out, plan=tensors)
+        return out.view(-1, heads * head_dim)
+
+
+def _is_capturing() -> bool:
+    """Whether the forward pass now is recorded as the graph of batches that share."""
+    label: str | None = get_capture_attention_variant()
+    return label == SHARED
+
+
+def _is_plain(forward_batch: Any) -> bool:
+    """Whether a forward pass decodes or extends, and nothing else."""
+    mode = forward_batch.forward_mode
+    is_extend = mode.is_extend() and not mode.is_target_verify() and not mode.is_draft_extend_v2()
+    return (mode.is_decode() or is_extend) and forward_batch.spec_info is None
+
+
+def _lengths(batch: Any) -> tuple[IntArray, IntArray]:
+    """[requests] new tokens, and tokens in all; known on the host."""
+    if batch.forward_mode.is_decode():
+        seq_lens = batch.seq_lens_cpu.numpy().astype(np.int64)
+        return np.ones_like(seq_lens), seq_lens
+    num_queries = np.array(batch.extend_lens, dtype=np.int64)
+    return num_queries, np.array(batch.prefix_lens, dtype=np.int64) + num_queries

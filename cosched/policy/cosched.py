@@ -1,0 +1,174 @@
+"""cosched: those first who can still be in time, and offline work by what it yields (own).
+
+Idea         a burst makes everybody late where the first come is the first served. Here those are
+             served first who can still meet their targets, as many as possible, and the late ones
+             behind them; decodes keep their pace, so that nobody is in time at another's expense.
+             What the targets leave is filled with the offline requests that yield most tokens per
+             second of the device.
+Assumptions  the predictor knows how long a batch takes before it runs; waiting offline requests
+             that share a prefix stand beside each other in the pool.
+Good         bursts beyond what the device can do; else it plans as `hygen` and `echo-bs+e+s` do.
+Bad          a long prompt makes way for several short ones, and once late it waits for its turn:
+             where there is too much for long, the late ones wait longer than they would in the
+             order of arrival.
+Parameters   TTFT and TPOT targets [s], per request or the server's; `Budgets` in `base`.
+
+Of an iteration
+
+1. `Deadlines`: what the next tokens of the running online requests leave. Who cannot meet its TPOT
+   target any more, however fast it goes on, holds nobody up.
+2. `by_feasibility`: the online requests without a first token, the due and the late. A late one's
+   unfinished prefill is stopped for a due one, its KV kept.
+3. Online prefills take what the decodes leave (`Deadlines.pace`): a burst of prefills that slows
+   down all decodes beyond their targets wins first tokens and loses as many requests. No iteration
+   beside online decodes lasts longer than `GAPS` TPOT targets: a mean gap may be kept and a reader
+   see a stall all the same.
+4. Offline requests of the pool's candidates (Echo §6) by tokens, those expected of their output
+   among them, per predicted second; less the cached tokens that others would have reused (Echo
+   §4.1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+
+import msgspec
+
+from cosched.core.plan import Plan
+from cosched.core.request import Request, num_tokens_of
+from cosched.core.view import View
+from cosched.planning.builder import PlanBuilder
+from cosched.planning.forecast import KvForecast
+from cosched.policy.base import PolicySettings
+from cosched.policy.deadlines import Deadlines, online_prefills
+from cosched.policy.echo import Candidate, admit_by_score, punishments
+from cosched.policy.online_order import LATE_TURN, OnlineOrder, by_feasibility
+from cosched.policy.phases import Steps, output_token_s, two_phases
+
+__all__ = ["GAPS", "CoschedOptions", "CoschedPolicy", "Past"]
+
+GAPS = 3.0
+"""Most time between two tokens of an online request [TPOT targets]."""
+
+
+class Past(msgspec.Struct, frozen=True, kw_only=True):
+    """What is remembered from one plan to the next.
+
+    num_due  online requests admitted in time since the last late one
+    rid      the late request whose turn it is until it has its first token; "": nobody's
+    """
+
+    num_due: int = 0
+    rid: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoschedOptions:
+    """In what the ablations differ.
+
+    feasible  those first who can be in time; False: by arrival, decodes late for first tokens too
+    gap_cap   no iteration beside online decodes is longer than `GAPS` allow
+    by_yield  offline requests by what they yield; False: in the pool's order
+    timeline  memory by the expected lengths of outputs, in place of the engine's ratio
+    """
+
+    feasible: bool = True
+    gap_cap: bool = True
+    by_yield: bool = True
+    timeline: bool = True
+
+
+_ALL = CoschedOptions()
+
+
+class CoschedPolicy:
+    """See the module's docstring."""
+
+    initial = Past()
+
+    def __init__(self, settings: PolicySettings, options: CoschedOptions = _ALL) -> None:
+        self._settings = settings
+        self._options = options
+        self._steps = _BY_YIELD if options.by_yield else Steps()
+
+    def plan(self, view: View, carry: Past) -> tuple[Plan, Past]:
+        options = self._options
+        by_length = options.timeline and view.caps.promises
+        builder = PlanBuilder(view, forecast=KvForecast(view) if by_length else None)
+        deadlines = Deadlines(builder, self._settings, give_up=options.feasible)
+        if options.feasible:
+            order = by_feasibility(view, deadlines)
+        else:
+            order = OnlineOrder([*online_prefills(view)], [])
+        turn = _turn(order, carry)
+        ahead = [r for r in order.late if r.rid == turn]
+        behind = [r for r in order.late if r.rid != turn]
+        if ahead or order.due:
+            _stop_unfinished(builder, behind)
+        pace = deadlines.pace(
+            order.due,
+            decodes_first=options.feasible,
+            most_s=GAPS * deadlines.slacks.tpot_s if options.gap_cap else math.inf,
+        )
+        unfinished = {request.rid for request in view.unfinished}
+        waiting = [r for r in (*ahead, *order.due, *behind) if r.rid not in unfinished]
+        two_phases(builder, pace, self._steps, waiting=waiting)
+        plan = builder.build(limits=pace.limits())
+        begun = plan.prefill.keys() - unfinished
+        num_due = carry.num_due + sum(request.rid in begun for request in order.due)
+        if not order.late or any(request.rid in plan.prefill for request in order.late):
+            num_due = 0
+        return plan, Past(num_due=min(num_due, LATE_TURN), rid=turn)
+
+
+def _turn(order: OnlineOrder, carry: Past) -> str:
+    """The late request that comes before the due ones, "" for none."""
+    if any(request.rid == carry.rid for request in order.late):
+        return carry.rid
+    is_turn = order.late and carry.num_due >= LATE_TURN - 1
+    return order.late[0].rid if is_turn else ""
+
+
+def _stop_unfinished(builder: PlanBuilder, behind: Sequence[Request]) -> None:
+    """Prefills of those that come behind: a place is for those before them."""
+    rids = {request.rid for request in behind}
+    for request in [*builder.unfinished()]:
+        if request.rid in rids and request.traits.can_stop:
+            builder.preempt(request)
+
+
+def _best_yield(
+    builder: PlanBuilder,
+    fitting: Sequence[Candidate],
+    benefit: int,
+    seconds: float,
+) -> Candidate:
+    """The most tokens per second of the device, those of its output among both. Of equals the
+    first: prefix order, the bucket that has the turn before the others."""
+    view = builder.view
+    lost = punishments(builder, fitting)
+    token_s = output_token_s(view.predictor, num_tokens_of(fitting[0].request))
+
+    def tokens_per_s(place: int) -> float:
+        candidate = fitting[place]
+        request, num_cached = candidate.request, candidate.match.cached
+        share = candidate.num_new / max(num_tokens_of(request) - num_cached, 1)
+        num_output = share * view.length(request).median
+        num_tokens = candidate.benefit + num_output - lost[place]
+        return num_tokens / max(candidate.seconds + num_output * token_s, _LEAST_S)
+
+    return fitting[max(range(len(fitting)), key=tokens_per_s)]
+
+
+_LEAST_S = 1e-9
+"""What anything takes [s]: a predictor may find a request free of cost beside what is in."""
+
+_BY_YIELD = Steps(
+    admit=partial(admit_by_score, choose=_best_yield),
+    # A token is a token: those with the shortest contexts give most of them per second.
+    decode_order=attrgetter("num_computed_tokens", "arrival_seq"),
+)

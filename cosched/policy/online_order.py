@@ -1,0 +1,77 @@
+"""In which order online requests without a first token are served, where not all can be in time.
+
+First come, first served makes everybody late once there is more than the device can do: each waits
+for those before it, all of whom are late already. Here those are served first who can still be in
+time, as many of them as possible, and the late ones behind them.
+
+    due   earliest deadline first; where one would be late by those before it, the longest of them
+          is left out (Moore, 1968: the fewest late jobs on one machine)
+    late  whose deadline is over or who was left out, oldest first
+
+The time that prefills have until a deadline is what the decodes leave that are to be in time
+themselves (`Deadlines.prefill_time_s`). So that nobody waits for ever, one of `LATE_TURN` prefills
+is the oldest of the late while some wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from heapq import heappush, heappushpop
+from typing import NamedTuple
+
+from cosched.core.request import Request
+from cosched.core.view import View
+from cosched.policy.deadlines import Deadlines, online_prefills
+
+__all__ = ["LATE_TURN", "OnlineOrder", "by_feasibility"]
+
+LATE_TURN = 8
+"""Of so many online prefills one is late, while any late one waits."""
+
+_MOST_LOOKED_AT = 64
+"""Requests of which is worked out whether they can be in time; those with later deadlines come
+behind them."""
+
+
+class OnlineOrder(NamedTuple):
+    """Unfinished prefills among them."""
+
+    due: list[Request]
+    late: list[Request]
+
+
+def by_feasibility(view: View, deadlines: Deadlines) -> OnlineOrder:
+    """O(n) for n online requests without a first token, O(m log m) for those whose deadline is
+    still to come."""
+    start_s = view.start_s
+    due_s: dict[str, float] = {}
+    coming: list[Request] = []
+    late: list[Request] = []
+    for request in online_prefills(view):
+        due_s[request.rid] = deadline_s = request.arrival_s + deadlines.ttft_s(request)
+        (coming if deadline_s > start_s else late).append(request)
+    coming.sort(key=lambda r: due_s[r.rid])
+    due = _most_in_time(coming[:_MOST_LOOKED_AT], due_s, start_s, deadlines)
+    if len(due) < len(coming):
+        chosen = {request.rid for request in due}
+        behind = coming[_MOST_LOOKED_AT:]
+        late += [r for r in coming[:_MOST_LOOKED_AT] if r.rid not in chosen]
+        late.sort(key=lambda r: r.arrival_seq)
+        due += behind
+    return OnlineOrder(due, late)
+
+
+def _most_in_time(
+    coming: list[Request], due_s: Mapping[str, float], start_s: float, deadlines: Deadlines
+) -> list[Request]:
+    """Moore's algorithm. coming: by deadline."""
+    total_s = 0.0
+    chosen: list[tuple[float, int]] = []  # as a heap: the longest first, of equals the latest
+    for place, request in enumerate(coming):
+        seconds = deadlines.prefill_s(request)
+        total_s += seconds
+        if total_s <= deadlines.prefill_time_s(due_s[request.rid] - start_s):
+            heappush(chosen, (-seconds, -place))
+        else:
+            total_s += heappushpop(chosen, (-seconds, -place))[0]
+    return [coming[place] for place in sorted(-place for _, place in chosen)]

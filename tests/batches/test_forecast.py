@@ -1,0 +1,177 @@
+"""When batches will be finished: shares of the rate, slack, the chance to miss, the meter."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cosched.batches.forecast import Load, Rate, RateMeter, _finish_times, forecasts
+from tests.batches.stand_in import Clock
+
+RATE = Rate(tokens_per_s=100.0, spread=0.3, tokens_per_byte=0.25)
+
+
+@st.composite
+def loads(draw):
+    return [
+        Load(
+            batch_id=str(n),
+            tenant=("", draw(st.sampled_from("abc"))),
+            due_s=draw(st.floats(1.0, 1e6)),
+            num_tokens=draw(st.floats(0.0, 1e7)),
+        )
+        for n in range(draw(st.integers(1, 8)))
+    ]
+
+
+@given(found=loads(), margin_s=st.sampled_from([0.0, 600.0]))
+def test_all_work_is_done_when_the_rate_has_done_it_and_no_batch_before(found, margin_s):
+    told = forecasts(found, rate=RATE, margin_s=margin_s)
+    assert told.keys() == {load.batch_id for load in found}
+    all_s = sum(load.num_tokens for load in found) / RATE.tokens_per_s
+    assert max(one.finish_s for one in told.values()) == pytest.approx(all_s, abs=1e-3)
+    for load in found:
+        one = told[load.batch_id]
+        assert one.finish_s >= load.num_tokens / RATE.tokens_per_s * (1 - 1e-9)
+        assert 0 <= one.miss_chance <= 1
+        assert one.is_late == (one.slack_s < margin_s)
+
+
+def step_by_step(loads, tokens_per_s):
+    """The same from one end of a batch to the next."""
+    left = {load.batch_id: load.num_tokens for load in loads}
+    finish, now_s = {}, 0.0
+    while left:
+        for name in [name for name, tokens in left.items() if tokens <= 0]:
+            finish[name] = now_s
+            del left[name]
+        groups = {}
+        for load in loads:
+            if load.batch_id in left:
+                groups.setdefault(load.tenant, []).append(load)
+        weights = sum(group[0].weight for group in groups.values())
+        pace = {}
+        for group in groups.values():
+            late = sorted((load for load in group if load.is_late), key=lambda load: load.due_s)
+            served = late[:1] or group
+            for load in served:
+                pace[load.batch_id] = tokens_per_s * load.weight / weights / len(served)
+        if not pace:
+            break
+        first = min(pace, key=lambda name: left[name] / pace[name])
+        step_s = left[first] / pace[first]
+        now_s += step_s
+        for name in pace:
+            left[name] -= pace[name] * step_s
+        left[first] = 0.0  # whatever rounding left of it
+    return finish
+
+
+@given(found=loads(), data=st.data())
+def test_times_are_those_of_sharing_step_by_step(found, data):
+    late = data.draw(st.lists(st.booleans(), min_size=len(found), max_size=len(found)))
+    weights = {name: data.draw(st.sampled_from([0.5, 1.0, 3.0])) for name in "abc"}
+    found = [
+        replace(load, is_late=is_late, weight=weights[load.tenant[1]])
+        for load, is_late in zip(found, late, strict=True)
+    ]
+    expected = step_by_step(found, 100.0)
+    assert _finish_times(found, 100.0) == pytest.approx(expected, rel=1e-6, abs=1e-3)
+
+
+@given(found=loads(), more=st.floats(1.0, 1e6))
+def test_more_work_is_finished_later_and_missed_more(found, more):
+    first, *others = found
+    longer = Load(
+        batch_id=first.batch_id,
+        tenant=first.tenant,
+        due_s=first.due_s,
+        num_tokens=first.num_tokens + more,
+    )
+    before = forecasts(found, rate=RATE, margin_s=0.0)[first.batch_id]
+    after = forecasts([longer, *others], rate=RATE, margin_s=0.0)[first.batch_id]
+    assert after.slack_s <= before.slack_s + 1e-6
+    if before.is_late == after.is_late:
+        assert after.miss_chance >= before.miss_chance - 1e-9
+
+
+def test_a_late_batch_goes_first_within_its_tenant_only():
+    others = [
+        Load(batch_id="long", tenant=("", "a"), due_s=1e6, num_tokens=1e5),
+        Load(batch_id="other tenant", tenant=("", "b"), due_s=1e6, num_tokens=1e5),
+    ]
+    hurried = Load(batch_id="late", tenant=("", "a"), due_s=900.0, num_tokens=4e4)
+    told = forecasts([*others, hurried], rate=RATE, margin_s=600.0)
+    # A quarter of 100 tokens/s would take 1,600 s; half of it, its tenant's, takes 800.
+    assert told["late"].slack_s == pytest.approx(900 - 1600)
+    assert told["late"].is_late and told["late"].finish_s == pytest.approx(800)
+    assert not told["other tenant"].is_late
+    assert told["other tenant"].finish_s == pytest.approx(2000)
+
+
+def test_a_tenant_of_more_weight_is_done_earlier():
+    loads = [
+        Load(batch_id=name, tenant=("", name), due_s=1e6, num_tokens=3e4, weight=weight)
+        for name, weight in (("gold", 3.0), ("iron", 1.0))
+    ]
+    told = forecasts(loads, rate=RATE, margin_s=0.0)
+    assert told["gold"].finish_s == pytest.approx(400)
+    assert told["iron"].finish_s == pytest.approx(600)
+
+
+def test_half_of_those_that_need_just_the_mean_rate_miss_and_few_with_much_room():
+    def chance(due_s, num_tokens):
+        load = Load(batch_id="b", tenant=("", ""), due_s=due_s, num_tokens=num_tokens)
+        return forecasts([load], rate=RATE, margin_s=0.0)["b"].miss_chance
+
+    assert chance(3600.0, 360_000) == pytest.approx(0.5)
+    assert chance(3600.0, 36_000) < 0.01 and chance(3600.0, 3_600_000) > 0.99
+    # Over a day good and bad hours even out.
+    assert chance(86400.0, 0.8 * 8_640_000) < chance(3600.0, 0.8 * 360_000)
+
+
+def test_the_chance_to_miss_is_how_often_they_are_missed():
+    rng = random.Random(1)
+    spread, num_hours, runs = 0.4, 8, 2000
+    for needed in (0.8, 0.9, 1.0):
+        work = needed * num_hours * 3600 * 100
+        load = Load(batch_id="b", tenant=("", ""), due_s=num_hours * 3600.0, num_tokens=work)
+        rate = Rate(tokens_per_s=100.0, spread=spread, tokens_per_byte=1.0)
+        told = forecasts([load], rate=rate, margin_s=0.0)["b"].miss_chance
+        missed = sum(
+            sum(rng.gauss(100, spread * 100) * 3600 for _ in range(num_hours)) < work
+            for _ in range(runs)
+        )
+        # A little more than that: what is left of a batch is not known exactly either.
+        assert missed / runs - 0.03 < told < missed / runs + 0.1
+
+
+def measured(meter, clock, *, seconds, tokens_per_s, under_way):
+    for _ in range(seconds):
+        clock.now_s += 1.0
+        meter.look(under_way)
+        meter.finished(num_tokens=tokens_per_s, num_bytes=4 * tokens_per_s)
+
+
+def test_the_meter_measures_while_there_is_work():
+    clock = Clock()
+    meter = RateMeter(clock)
+    assert meter.rate() is None
+    measured(meter, clock, seconds=4, tokens_per_s=100, under_way=200)
+    assert meter.rate() is None, "too short a time"
+    measured(meter, clock, seconds=600, tokens_per_s=100, under_way=200)
+    rate = meter.rate()
+    assert rate.tokens_per_s == pytest.approx(100, rel=0.02)
+    assert rate.spread < 0.05 and rate.tokens_per_byte == 0.25
+    # The tail, then nothing at all, says nothing of how fast the engine is.
+    measured(meter, clock, seconds=300, tokens_per_s=1, under_way=20)
+    clock.now_s += 3600
+    meter.look(0)
+    assert meter.rate().tokens_per_s == pytest.approx(100, rel=0.03)
+    # It follows what is new, within an hour of work.
+    measured(meter, clock, seconds=3700, tokens_per_s=20, under_way=200)
+    assert meter.rate().tokens_per_s == pytest.approx(20, rel=0.1)

@@ -1,0 +1,172 @@
+"""The page at ``/cosched``: it asks nobody but its server, for what that has."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from importlib.resources import files
+
+import pytest
+
+import cosched.bootstrap  # noqa: F401  # before sglang
+from cosched.core.plan import SkipReason
+from cosched.engine.state import ReplicaState
+from cosched.jobs.lines import URLS
+from cosched.kv.occupancy import KvOccupancy
+from cosched.offline.prefix_pool import PoolStats
+
+PAGE = files("cosched.engine").joinpath("page.html").read_text()
+SCRIPT = re.search(r"<script>(.*)</script>", PAGE, re.DOTALL)[1]
+
+# As much of a browser as the script needs.
+BROWSER = """
+const made = {};
+class Node {
+  constructor(name) {
+    Object.assign(this, { name, children: [], style: {}, dataset: {}, own: "" });
+  }
+  append(...more) { this.children.push(...more); }
+  replaceChildren(...more) { this.children = more; }
+  set textContent(text) { this.own = text; this.children = []; }
+  get textContent() { return this.own + this.children.map((c) => c.textContent ?? c).join("|"); }
+  setAttribute(name, value) { this[name] = value; }
+  addEventListener() {}
+  querySelectorAll() { return []; }
+}
+globalThis.document = {
+  hidden: false, activeElement: null,
+  getElementById: (id) => made[id] ||= new Node(id), createElement: (name) => new Node(name),
+};
+globalThis.sessionStorage = { getItem: () => "secret", setItem() {} };
+globalThis.setTimeout = () => {};
+const asked = [];
+globalThis.fetch = async (path, options) => {
+  asked.push([path, options.headers.authorization]);
+  const answer = ANSWERS[path], ok = answer !== undefined;
+  return { ok, status: ok ? 200 : 404, json: async () => answer };
+};
+"""
+
+
+def numbers_of(struct, **more):
+    """A value for each field, so that what is not there is undefined in the script."""
+    return dict.fromkeys(struct.__struct_fields__, 1) | more
+
+
+def state():
+    pool = {"num_requests": 7, "num_tokens": 700, "oldest_age_s": 61.0, "sharing_ratio": 0.5}
+    assert pool.keys() <= PoolStats.__dataclass_fields__.keys()
+    return numbers_of(
+        ReplicaState,
+        planning_us={"mean": 321.0, "p50": 1, "p99": 1},
+        attainment={"ttft": [9, 1], "tpot": [9, 1], "all": [9, 1], "deadline": [3, 1]},
+        times_s={
+            "online_ttft": [1.0, 4],
+            "online_tpot": [0.1, 4],
+            "offline_ttft": [1.0, 4],
+            "offline_tpot": [0.1, 4],
+        },
+        skipped={"latency_budget": 12},
+        offline_limits={"paused": True, "max_running": 8, "stop_running": False},
+        pool=pool,
+        kv=numbers_of(KvOccupancy, running_online=94),
+    )
+
+
+def run(answers):
+    """The texts of the page after it has asked once, and what it asked."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("no node")
+    end = """
+    setImmediate(() => setImmediate(() => setImmediate(() => {
+      const texts = Object.fromEntries(Object.entries(made).map(([id, n]) => [id, n.textContent]));
+      const hidden = Object.fromEntries(Object.entries(made).map(([id, n]) => [id, n.hidden]));
+      console.log(JSON.stringify({ texts, hidden, asked }));
+    })));
+    """
+    code = f"const ANSWERS = {json.dumps(answers)};\n{BROWSER}\n{SCRIPT}\n{end}"
+    done = subprocess.run([node, "-"], input=code, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+BATCH = {
+    "id": "batch_0123456789abcdef",
+    "endpoint": "/v1/completions",
+    "status": "in_progress",
+    "request_counts": {"total": 10, "completed": 4, "failed": 1},
+    "expires_at": 4e9,
+    "errors": None,
+    "output_file_id": None,
+    "error_file_id": None,
+    "cosched": {"finish_s": 90.0, "slack_s": 1, "is_late": True, "miss_chance": 0.25},
+}
+
+
+def test_it_shows_both_classes_memory_and_batches():
+    server = {"policy": "hygen", "slo": {"ttft_ms": 1000, "tpot_ms": 50}, "shutting_down": False}
+    ended = BATCH | {"status": "completed", "cosched": None, "output_file_id": "file-1"}
+    seen = run(
+        {
+            "cosched": server | {"replicas": [state(), state()]},
+            "v1/batches?limit=50": {"data": [BATCH, ended]},
+        }
+    )
+    texts = seen["texts"]
+    assert texts["what"] == "policy hygen" and texts["fault"] == ""
+    assert "within targets, since the start|90.0 %" in texts["online"]
+    for row in ("mean TTFT, target|\N{EN DASH}, 1.00 s", "mean TPOT, target|\N{EN DASH}, 50 ms"):
+        assert row in texts["online"]
+    assert "deadlines met, since the start|75.0 %" in texts["offline"]
+    assert "tokens in the pool|1,400" in texts["offline"]
+    assert "online 94.9 %" in texts["kv-legend"]
+    assert "the time of the iteration is used up|24" in texts["waits"]
+    assert "offline work is paused|yes" in texts["waits"]
+    first, second = texts["batch-rows"].split("batch_01234567")[1:]
+    assert "4 of 10|1 failed" in first and "90 s" in first and "25.0 %" in first
+    assert "Cancel" in first and "Results" not in first
+    assert "Results" in second and "Cancel" not in second
+    assert "undefined" not in json.dumps(texts) and "NaN" not in json.dumps(texts)
+    assert {key for _, key in seen["asked"]} == {"Bearer secret"}
+
+
+def test_a_server_without_batches_or_a_policy_of_ours():
+    server = {"policy": "sglang", "slo": {"ttft_ms": 1000, "tpot_ms": 50}, "shutting_down": False}
+    seen = run({"cosched": server | {"replicas": [None]}})
+    assert seen["hidden"]["live"] and seen["hidden"]["batches"]
+    assert seen["texts"]["fault"] == ""
+
+
+def test_it_needs_no_other_host_and_names_what_there_is():
+    assert not re.search(r"https?:|//[a-z]|src=|@import|url\(", PAGE)
+    ids = set(re.findall(r'id="([^"]+)"', PAGE))
+    assert set(re.findall(r'\$\("([^"]+)"\)', SCRIPT)) <= ids
+    assert set(re.findall(r"<option>([^<]+)</option>", PAGE)) == set(URLS)
+    reasons = re.search(r"const REASONS = \{(.*?)\};", SCRIPT, re.DOTALL)[1]
+    assert set(re.findall(r"(\w+): \"", reasons)) == {reason.value for reason in SkipReason}
+    for name in re.findall(r"\br\.(\w+)", SCRIPT):
+        assert name in ReplicaState.__struct_fields__, name
+    assert "innerHTML" not in SCRIPT
+
+
+def test_text_can_be_read_in_light_and_dark():
+    """WCAG's contrast of 4.5 between text and what is behind it."""
+    light, dark = re.findall(r":root \{(.*?)\}", PAGE, re.DOTALL)
+    for scheme in (light, dark):
+        colours = dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", scheme))
+        for text in ("text", "soft", "online", "offline", "bad"):
+            for ground in ("ground", "panel"):
+                assert contrast(colours[text], colours[ground]) >= 4.5, (text, ground)
+
+
+def contrast(one, other):
+    def luminance(colour):
+        parts = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)

@@ -1,0 +1,284 @@
+"""The attention backend that reads a shared prefix once, in SGLang's real scheduler: it gives the
+tokens of SGLang's own backends."""
+
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from sglang.srt.model_executor.runner import decode_cuda_graph_runner
+from sglang.srt.model_executor.runner_utils import capture_mode
+
+import cosched.bootstrap  # noqa: F401  # before sglang
+from cosched.engine import port
+from cosched.engine.port.attention import launching
+from tests.engine.conftest import assert_drained, prompt
+
+pytestmark = pytest.mark.skipif(
+    port.PAGES_NEED_TRITON,
+    reason="this SGLang runs Triton kernels beside backends that it does not know, on a CPU too",
+)
+
+NAME = "cosched_shared_prefix"
+OFFLINE = -1
+
+
+def questions(engine, *, documents=2, each=3, num_new=8, length=40):
+    """Questions about documents; each document is asked about first, so that its KV is in the tree
+    when the others come."""
+    for document in range(documents):
+        head = prompt(document + 1, length)
+        engine.submit(f"d{document}", head, max_new_tokens=2, priority=OFFLINE)
+    engine.run_until_idle()
+    for index in range(documents * each):
+        document = index % documents
+        # Some go on alike, so that there are levels below the document.
+        tokens = prompt(document + 1, length) + prompt(50 + index % 4, 16) + prompt(90 + index, 5)
+        engine.submit(f"q{index}", tokens, max_new_tokens=num_new, priority=-(index % 2))
+    engine.run_until_idle()
+
+
+def with_interruptions(engine):
+    """Offline questions about one document are stopped by online ones and go on later."""
+    stopped = []
+    engine.watch_stops(stopped.append)
+    head = prompt(1, 40)
+    engine.submit("d", head, max_new_tokens=2, priority=OFFLINE)
+    engine.run_until_idle()
+    for index in range(4):
+        tokens = head + prompt(90 + index, 5)
+        engine.submit(f"q{index}", tokens, max_new_tokens=24, priority=OFFLINE)
+
+    def act(iteration):
+        if iteration == 8:
+            for index in range(4):
+                engine.submit(f"o{index}", head + prompt(70 + index, 4), max_new_tokens=5)
+
+    engine.run_until_idle(on_iteration=act)
+    assert stopped
+
+
+def replies(engine):
+    return {rid: reply.output_ids for rid, reply in engine.replies.items()}
+
+
+def shared_of(engine):
+    return engine.scheduler.tp_worker.model_runner.attn_backend.cosched_shared
+
+
+def run(make_engine, attention, work, **options):
+    config = {"shared_prefix": {"min_saved_tokens": 1}}
+    engine = make_engine(attention_backend=attention, config=config, **options)
+    if attention == NAME:
+        check_groups(engine)
+    work(engine)
+    assert_drained(engine)
+    return engine, replies(engine)
+
+
+def check_groups(engine):
+    """From now on, what a plan takes for shared must be: the same slots in the rows of all."""
+    shared = shared_of(engine)
+    groups_of, rows = shared._groups, shared._req_to_token
+
+    def checked(batch, cached):
+        groups = groups_of(batch, cached)
+        for begin, end, last in zip(groups.begin, groups.end, groups.last, strict=True):
+            members = [batch.reqs[i].kv.req_pool_idx for i in groups.order[begin:end]]
+            assert (rows[members, :last] == rows[members[0], :last]).all()
+        return groups
+
+    shared._groups = checked
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_tokens_of_prefills_decodes_and_mixed_batches(make_engine, page_size, overlap):
+    options = {"page_size": page_size, "overlap": overlap}
+    _, expected = run(make_engine, "torch_native", questions, **options)
+    engine, found = run(make_engine, NAME, questions, **options)
+    assert found == expected
+    assert shared_of(engine).num_shared_batches > 5
+
+
+@pytest.mark.parametrize("policy", ["sarathi", "hygen"])
+def test_tokens_of_requests_that_were_stopped_and_go_on(make_engine, policy):
+    options = {"policy": policy, "max_running_requests": 4}
+    _, expected = run(make_engine, "torch_native", with_interruptions, **options)
+    engine, found = run(make_engine, NAME, with_interruptions, **options)
+    assert found == expected
+    assert shared_of(engine).num_shared_batches > 5
+
+
+def test_an_id_that_is_used_again_is_another_request(make_engine):
+    def work(engine):
+        for document in (1, 2):
+            engine.submit(f"d{document}", prompt(document, 40), max_new_tokens=2)
+        engine.run_until_idle()
+        for second in (1, 2):
+            for name in ("d1", "d2", "a", "b"):
+                engine.replies.pop(name, None)
+            engine.submit("a", prompt(1, 40) + prompt(90, 5), max_new_tokens=1)
+            engine.submit("b", prompt(second, 40) + prompt(91, 5), max_new_tokens=1)
+            engine.run_until_idle()
+
+    _, expected = run(make_engine, "torch_native", work)
+    _, found = run(make_engine, NAME, work)
+    assert found == expected
+
+
+def test_without_a_radix_tree_nothing_is_shared(make_engine):
+    engine, found = run(
+        make_engine, NAME, questions, policy="sglang", switches=("--disable-radix-cache",)
+    )
+    assert shared_of(engine).num_shared_batches == 0
+    assert all(found.values())
+
+
+def test_a_plan_ends_with_its_batch(make_engine):
+    """A later forward pass that no plan was made for goes to the other backend."""
+    engine, _ = run(make_engine, NAME, questions)
+    shared = shared_of(engine)
+    assert shared._work is not None
+    layer = engine.scheduler.tp_worker.model_runner.model.model.layers[0].self_attn.attn
+    q = torch.zeros(shared._work.num_tokens, layer.tp_q_head_num * layer.qk_head_dim)
+    assert not shared.can_attend(q, q, q, layer, {})
+    with launching(shared._work.launch.batch):
+        assert not shared.can_attend(q, q, q, layer, {})
+
+
+def test_tokens_of_decodes_in_graphs(make_engine, monkeypatch):
+    """The steps of SGLang's graph runner without graphs: a variant is chosen for a batch, its plan
+    goes into the fixed buffers, and what was captured for that variant runs."""
+    _, expected = run(make_engine, "torch_native", questions)
+    config = {"shared_prefix": {"min_saved_tokens": 1}}
+    engine = make_engine(attention_backend=NAME, config=config)
+    shared = shared_of(engine)
+    backend = engine.scheduler.tp_worker.model_runner.attn_backend
+    variants = decode_cuda_graph_runner.create_attention_graph_variants(
+        engine.scheduler.model_config.hf_config
+    )
+    assert variants.capture_labels == ("plain", "shared")
+    shared.begin_graphs(8)
+    shared.load_for_graph(in_capture=True)
+    addresses = shared._fixed.tensors.items.data_ptr(), shared._fixed.tensors.pieces.data_ptr()
+    prepare, chosen = shared.prepare, []
+
+    def begin(forward_batch):
+        if not forward_batch.forward_mode.is_decode():
+            monkeypatch.setattr(capture_mode, "_capture_attention_variant", None)
+            prepare(forward_batch)
+            return
+        label = variants.select(forward_batch)
+        chosen.append(label)
+        view = SimpleNamespace(forward_mode=forward_batch.forward_mode)
+        backend.init_forward_metadata_out_graph(view)
+        monkeypatch.setattr(capture_mode, "_capture_attention_variant", label)
+
+    monkeypatch.setattr(shared, "prepare", begin)
+    questions(engine)
+    assert replies(engine) == expected
+    assert set(chosen) == {"plain", "shared"}
+    assert addresses == (
+        shared._fixed.tensors.items.data_ptr(),
+        shared._fixed.tensors.pieces.data_ptr(),
+    )
+
+
+def test_a_failure_of_the_plan_costs_no_server(make_engine, monkeypatch):
+    _, expected = run(make_engine, "torch_native", questions)
+    config = {"shared_prefix": {"min_saved_tokens": 1}, "strict": False}
+    engine = make_engine(attention_backend=NAME, config=config)
+    shared = shared_of(engine)
+
+    def broken(*args):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(shared, "_groups", broken)
+    questions(engine)
+    assert replies(engine) == expected
+    assert shared.num_shared_batches == 0
+
+
+def test_layers_that_the_kernels_do_not_do_go_to_the_other_backend(make_engine):
+    engine = make_engine(attention_backend=NAME, config={"shared_prefix": {"min_saved_tokens": 1}})
+    shared, asked = shared_of(engine), []
+    traits = {"logit_cap": 30.0, "sliding_window_size": 8, "is_cross_attention": True}
+
+    def can_attend(q, k, v, layer, kwargs):
+        def can(**options):
+            return type(shared).can_attend(shared, q, k, v, layer, kwargs | options)
+
+        if can():
+            asked.append(layer)
+            for name, value in traits.items():
+                with mock.patch.object(layer, name, value):
+                    assert not can()
+            assert can(sinks=None) and not can(sinks=q)
+        return can()
+
+    shared.can_attend = can_attend
+    questions(engine, num_new=3)
+    assert asked
+
+
+def test_an_unknown_inner_backend_is_refused(make_engine):
+    with pytest.raises(Exception, match=r"unknown shared_prefix.inner 'fa33'; choose from .*fa3"):
+        make_engine(attention_backend=NAME, config={"shared_prefix": {"inner": "fa33"}})
+    assert_drained(make_engine())  # the process is as it was
+
+
+INTERPRETED = """
+import json, sys
+import cosched.bootstrap
+from cosched_kernels.interpret import repair_interpreter
+from tests.engine.conftest import FLAGS, prompt
+repair_interpreter()
+from cosched.engine.port.local import LocalEngine
+
+def run(attention):
+    flags = FLAGS | {"--model-path": sys.argv[1], "--attention-backend": attention}
+    arguments = [text for pair in flags.items() for text in pair]
+    with LocalEngine([*arguments, "--enable-mixed-chunk", "--disable-overlap-schedule"]) as engine:
+        head = prompt(1, 20)
+        engine.submit("d", head, max_new_tokens=1)
+        engine.run_until_idle()
+        def act(iteration):
+            if iteration < 3:
+                tokens = head + prompt(90 + iteration, 3)
+                engine.submit(f"q{iteration}", tokens, max_new_tokens=5 - iteration)
+        engine.run_until_idle(on_iteration=act)
+        backend = engine.scheduler.tp_worker.model_runner.attn_backend
+        shared = getattr(backend, "cosched_shared", None)
+        return {
+            "replies": {rid: reply.output_ids for rid, reply in engine.replies.items()},
+            "kernels": shared._kernels.__name__ if shared else type(backend).__name__,
+            "shared": shared.num_shared_batches if shared else 0,
+        }
+
+print(json.dumps([run(name) for name in sys.argv[2:]]))
+"""
+
+
+def test_the_kernels_and_stock_triton_give_the_same_tokens(tiny_model):
+    """Both under Triton's interpreter, in a process of its own: that is chosen at import."""
+    config = {"policy": "sarathi", "strict": True, "shared_prefix": {"min_saved_tokens": 1}}
+    environment = os.environ | {"TRITON_INTERPRET": "1", "COSCHED_CONFIG": json.dumps(config)}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED, str(tiny_model), NAME, "triton"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    ours, stock = json.loads(done.stdout.splitlines()[-1])
+    assert ours["kernels"] == "cosched_kernels.shared_prefix"
+    assert stock["kernels"] == "TritonAttnBackend"
+    assert ours["shared"] > 3
+    assert ours["replies"] == stock["replies"]

@@ -1,0 +1,183 @@
+"""The default policy on hand-made views."""
+
+from array import array
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cosched.core.request import Slo
+from cosched.offline.prefix_pool import PoolConfig, PrefixPool
+from cosched.planning.validate import validate
+from cosched.policy.base import Budgets, PolicySettings
+from cosched.policy.cosched import GAPS, CoschedOptions, CoschedPolicy, Past
+from cosched.policy.online_order import LATE_TURN
+from tests.factories import FakeView, Linear, decoding, make_caps, offline, online, prefilled
+from tests.policy.limits import seconds_of
+
+TTFT_S, TPOT_S = 1.0, 0.05
+SLO = Slo(ttft_s=TTFT_S, tpot_s=TPOT_S)
+CAPS = make_caps(partial_decode=True, promises=True, max_chunk_tokens=4096, max_prefill_tokens=8192)
+BUDGETS = Budgets(aim=1.0, ttft_aim=1.0, burst=2.0, idle_share=0.3)
+
+
+def planned(view, carry=None, *, predictor=None, **options):
+    settings = PolicySettings(caps=view.caps, slo=SLO, budgets=BUDGETS)
+    policy = CoschedPolicy(settings, CoschedOptions(**options))
+    view = replace(view, predictor=predictor or Linear())
+    plan, after = policy.plan(view, carry or policy.initial)
+    validate(plan, view)
+    return plan, after
+
+
+def view_of(*, now_s=10.0, **fields):
+    return FakeView(**{"caps": CAPS, "now_s": now_s, "start_s": now_s, "total_kv": 50_000} | fields)
+
+
+def chat(rid, num_tokens=500, *, age_s=0.1, seq=0, **fields):
+    return online(rid, num_tokens, arrival_s=10.0 - age_s, arrival_seq=seq, **fields)
+
+
+def replying(rid="run", *, num_tokens=2, ago_s=0.05, **fields):
+    """Decodes; its first token came `ago_s` ago."""
+    request = online(rid, 100, max_new_tokens=200, arrival_s=9.0, **fields)
+    return replace(decoding(request, num_tokens), first_token_s=10.0 - ago_s)
+
+
+def test_those_who_can_be_in_time_come_before_those_who_cannot():
+    queue = [chat(f"late{i}", 3000, age_s=3.0 - i / 10, seq=i) for i in range(5)]
+    queue += [chat(f"due{i}", 400, seq=10 + i) for i in range(3)]
+    plan, _ = planned(view_of(online=queue))
+    assert [*plan.prefill][:3] == ["due0", "due1", "due2"]
+    plan, _ = planned(view_of(online=queue), feasible=False)
+    assert next(iter(plan.prefill)) == "late0", "cosched-fcfs"
+
+
+def test_one_of_so_many_is_late_until_it_has_its_first_token():
+    late = chat("late", 6000, age_s=3.0)
+    queue = [late, *(chat(f"due{i}", 600, seq=1 + i) for i in range(LATE_TURN - 1))]
+    plan, carry = planned(view_of(online=queue))
+    begun = [rid for rid in plan.prefill if rid.startswith("due")]
+    assert carry == Past(num_due=len(begun)) and len(begun) == LATE_TURN - 1
+    more = [late, chat("new", 100, seq=99)]
+    plan, carry = planned(view_of(online=more), carry)
+    assert next(iter(plan.prefill)) == "late" and carry == Past(num_due=0, rid="late")
+    going = view_of(unfinished=(prefilled(late, 3000),), online=more[1:])
+    plan, carry = planned(going, carry)
+    assert "late" in plan.prefill and carry.rid == "late"
+    plan, carry = planned(view_of(online=more[1:]), carry)
+    assert carry.rid == ""
+
+
+def test_an_unfinished_prefill_that_is_late_makes_way_and_goes_on_where_nobody_is_due():
+    late = prefilled(chat("late", 9000, age_s=3.0), 4000)
+    plan, _ = planned(view_of(unfinished=(late,), online=[chat("due", seq=1)]))
+    assert [*plan.prefill] == ["due"] and [p.rid for p in plan.preempt] == ["late"]
+    plan, _ = planned(view_of(unfinished=(late,), online=[chat("more", age_s=2.0, seq=1)]))
+    assert "late" in plan.prefill and not plan.preempt
+
+
+def test_late_prefills_do_not_make_decodes_late():
+    view = view_of(running=(replying(),), online=[chat("late", 4000, age_s=3.0)])
+    plan, _ = planned(view)
+    assert plan.prefill and seconds_of(plan, view) <= TPOT_S + 1e-9
+    plan, _ = planned(view, feasible=False)
+    assert seconds_of(plan, view) <= GAPS * TPOT_S + 1e-9
+
+
+def test_who_cannot_keep_its_tpot_any_more_holds_nobody_up():
+    lost = replying("lost", num_tokens=2, ago_s=60.0)
+    view = view_of(
+        running=(lost, replying("run", num_tokens=30, ago_s=0.1)),
+        offline=[offline("off", 3000)],
+        mean_iteration_s=0.02,
+    )
+    plan, _ = planned(view)
+    assert "off" in plan.prefill
+    plan, _ = planned(view, feasible=False)
+    assert "off" not in plan.prefill
+
+
+@pytest.mark.parametrize(
+    "rest", [{"online": [chat("new", 4000)]}, {"offline": [offline("o", 4000)]}]
+)
+def test_a_reader_sees_no_stall_however_much_time_was_saved(rest):
+    """Sixty tokens came at once: three seconds of slack."""
+    view = view_of(running=(replying(num_tokens=60),), **rest)
+    budgets = replace_burst(10.0)
+    for is_capped in (True, False):
+        settings = PolicySettings(caps=CAPS, slo=SLO, budgets=budgets)
+        policy = CoschedPolicy(settings, CoschedOptions(gap_cap=is_capped))
+        plan, _ = policy.plan(replace(view, predictor=Linear()), policy.initial)
+        assert (seconds_of(plan, view) <= GAPS * TPOT_S + 1e-9) == is_capped
+
+
+def replace_burst(burst):
+    return Budgets(aim=1.0, ttft_aim=1.0, burst=burst, idle_share=0.3)
+
+
+def waiting(rid, *parts, **fields):
+    token_ids = array("q", (ord(letter) for letter, n in parts for _ in range(n)))
+    return offline(rid, len(token_ids), token_ids=token_ids, **fields)
+
+
+def test_offline_it_is_tokens_per_second_that_count_those_of_the_output_too():
+    """A token of a prompt costs a tenth of a millisecond and one of an output, with 32 at once, a
+    quarter: who generates much yields less."""
+    pool = PrefixPool(PoolConfig(bucket_boundaries=(300,)))
+    pool.add(waiting("short", ("a", 200), max_new_tokens=4000))
+    pool.add(waiting("long", ("b", 900), max_new_tokens=10))
+    plan, _ = planned(view_of(offline=pool))
+    assert next(iter(plan.prefill)) == "long"
+
+
+@st.composite
+def views(draw):
+    queue = [
+        chat(f"q{i}", num_tokens, age_s=age_s, seq=i)
+        for i, (num_tokens, age_s) in enumerate(
+            draw(st.lists(st.tuples(st.integers(1, 6000), st.floats(0, 4)), max_size=8))
+        )
+    ]
+    queue.sort(key=lambda r: r.arrival_s)
+    running = [
+        replying(f"run{i}", num_tokens=num_tokens, ago_s=ago_s)
+        for i, (num_tokens, ago_s) in enumerate(
+            draw(st.lists(st.tuples(st.integers(1, 60), st.floats(0, 4)), max_size=5))
+        )
+    ]
+    jobs = [offline(f"off{i}", n) for i, n in enumerate(draw(st.lists(st.integers(1, 3000))))]
+    unfinished = ()
+    if draw(st.booleans()):
+        unfinished = (prefilled(chat("u", 5000, age_s=draw(st.floats(0, 4)), seq=-1), 1000),)
+    return view_of(
+        online=queue,
+        running=tuple(running),
+        unfinished=unfinished,
+        offline=jobs,
+        total_kv=draw(st.integers(8000, 60_000)),
+        mean_iteration_s=0.02,
+    )
+
+
+@given(views(), st.booleans(), st.integers(0, LATE_TURN))
+def test_every_plan_is_valid_and_something_always_runs(view, feasible, num_due):
+    plan, carry = planned(view, Past(num_due=num_due), feasible=feasible)
+    assert 0 <= carry.num_due <= LATE_TURN
+    work = [*view.running, *view.unfinished, *view.online, *view.offline]
+    assert bool(plan.prefill or len(plan.hold) < len(view.running)) == bool(work)
+    if any(rid.startswith("off") for rid in plan.prefill):
+        admitted = {p.rid for p in plan.preempt} | plan.prefill.keys()
+        assert all(r.rid in admitted for r in view.online), "online before offline"
+
+
+def test_nobody_waits_for_ever_while_there_is_always_somebody_due():
+    """Each iteration brings two new ones, more than the device can do."""
+    carry, waits, num_plans = None, [chat(f"late{i}", 900, age_s=5.0, seq=i) for i in range(4)], 0
+    while any(r.rid.startswith("late") for r in waits):
+        num_plans += 1
+        assert num_plans < 12 * LATE_TURN, "they wait for ever"
+        new = [chat(f"n{num_plans}.{i}", 900, seq=10 * num_plans + i) for i in range(2)]
+        plan, carry = planned(view_of(online=[*waits, *new]), carry)
+        waits = [r for r in waits if plan.prefill.get(r.rid, 0) < 900]

@@ -1,0 +1,31 @@
+"""More chat than the device can do: who can still be in time is."""
+
+from dataclasses import replace
+
+import cosched.bootstrap  # noqa: F401  # before sglang
+from cosched.simulation.machine import Machine
+from cosched.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
+from cosched.simulation.scenario import scenario
+
+SPEC = RunSpec(
+    scenario=scenario("cosched"),
+    machine=Machine(kv_tokens=120_000, chunk_tokens=2048, max_running_requests=64),
+    cost=CostSpec(name="roofline"),
+    online=WorkloadSpec(name="azure-like", rate=24.0),
+    duration_s=10.0,
+)
+
+
+def online_of(name):
+    result = execute(replace(SPEC, scenario=scenario(name)))
+    return result.to_dict()["summary"]["online"]
+
+
+def test_more_are_in_time_than_in_the_order_of_arrival_and_decodes_keep_their_pace():
+    ours, by_arrival = online_of("cosched"), online_of("cosched-fcfs")
+    met, met_by_arrival = (
+        summary["attainment"]["joint"]["num_met"] for summary in (ours, by_arrival)
+    )
+    assert met > 2 * met_by_arrival > 0
+    assert ours["attainment"]["tpot"]["ratio"] > 0.97
+    assert ours["num_finished"] >= by_arrival["num_finished"]
