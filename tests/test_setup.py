@@ -32,13 +32,14 @@ def setup(tmp_path):
     python.write_text(PYTHON)
     python.chmod(0o755)
 
-    def run(profile, **environment):
+    def run(profile, stderr=subprocess.PIPE, **environment):
         return subprocess.run(
             [tmp_path / "scripts/setup"],
             env=os.environ
             | {"COSCHED_PROFILE": profile, "COSCHED_PYTHON": str(python)}
             | environment,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
             text=True,
             timeout=60,
         )
@@ -75,3 +76,27 @@ def test_a_failed_gpu_install_names_the_index_that_is_needed(setup):
 def test_a_failed_cpu_install_leaves_no_stamp(setup):
     assert setup("cpu", FAKE_PIP="1").returncode == 1
     assert not setup.stamp.exists()
+
+
+def test_a_size_that_cannot_be_taken_does_not_end_the_install(setup, tmp_path):
+    """pip's files come and go while it works; du fails when one that it has listed is gone."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    du = programs / "du"
+    du.write_text("#!/bin/sh\necho '12 .venv'\nexit 1\n")
+    du.chmod(0o755)
+    # On a terminal the size shows after two seconds.
+    terminal, its_end = os.openpty()
+    done = setup(
+        "gpu",
+        stderr=its_end,
+        FAKE_TORCH="2.13.0 13.0",
+        FAKE_SLEEP="3",
+        PATH=f"{programs}:{os.environ['PATH']}",
+    )
+    os.close(its_end)
+    shown = os.read(terminal, 65536).decode()
+    os.close(terminal)
+    assert done.returncode == 0
+    assert "12 MB in .venv so far" in shown
+    assert setup.stamp.exists()
