@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
+
+from cosched.jobs.server import free_port
 
 if TYPE_CHECKING:
     from tests.forks import Fork, Forks
@@ -53,13 +54,6 @@ class Server:
     def log(self) -> str:
         """All that the server has printed so far."""
         return self.log_path.read_text(errors="replace")
-
-
-def free_port() -> int:
-    """A TCP port of 127.0.0.1 that is free now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @contextlib.contextmanager

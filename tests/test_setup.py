@@ -83,7 +83,7 @@ def test_a_size_that_cannot_be_taken_does_not_end_the_install(setup, tmp_path):
     programs = tmp_path / "programs"
     programs.mkdir()
     du = programs / "du"
-    du.write_text("#!/bin/sh\necho '12 .venv'\nexit 1\n")
+    du.write_text("#!/bin/sh\nprintf '12\\t.venv\\n'\nexit 1\n")
     du.chmod(0o755)
     # On a terminal the size shows after two seconds.
     terminal, its_end = os.openpty()

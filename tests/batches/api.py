@@ -11,7 +11,7 @@ import time
 import openai
 import uvicorn
 
-from tests.serving import free_port
+from cosched.jobs.server import free_port
 
 ENDED = ("completed", "failed", "expired", "cancelled")
 

@@ -33,11 +33,12 @@ from cosched.batches.config import BatchesConfig
 from cosched.batches.database import Database, batches, results
 from cosched.config import ENV_VAR
 from cosched.demo_model import ensure_demo_model
+from cosched.jobs.server import free_port
 from tests.batches import postgres
 from tests.batches.api import Api, line
 from tests.batches.stand_in import StandIn
 from tests.forks import Forks
-from tests.serving import ServerError, free_port, start_server
+from tests.serving import ServerError, start_server
 
 LINES_PER_BATCH = 400
 LONGEST_LIFE_S = 2.0

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from tests.serving import free_port
+from cosched.jobs.server import free_port
 
 PROGRAM = """
 import sys

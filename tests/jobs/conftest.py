@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-PORTS = range(31240, 31290)
+from cosched.jobs.server import free_port
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,22 +241,10 @@ def tools() -> type[Tools]:
     return Tools
 
 
-@pytest.fixture(scope="session")
-def _port() -> int:
-    """One that no other test run uses now."""
-    for port in PORTS:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            with contextlib.suppress(OSError):
-                probe.bind(("127.0.0.1", port))
-                return port
-    raise RuntimeError(f"every port of {PORTS} is taken")
-
-
 @pytest.fixture
-def fake(_port: int) -> Iterator[FakeServer]:
+def fake() -> Iterator[FakeServer]:
     """Running; `stop` it where a test wants it to come later."""
-    server = FakeServer(_port)
+    server = FakeServer(free_port())
     server.start()
     yield server
     server.close()

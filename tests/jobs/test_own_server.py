@@ -53,13 +53,15 @@ def child_of(log):
 
 
 @pytest.fixture
-def own(tmp_path, _port):
+def own(tmp_path):
     """Runs `work(server)` with a server made of a Python program."""
 
     def run(program, work):
+        port = free_port()
+
         async def main():
             client = Client(
-                base_url=own_base_url(_port),
+                base_url=own_base_url(port),
                 concurrency=1,
                 rules=RetryRules(base_s=0.02, cap_s=0.1),
                 rng=random.Random(0),
@@ -67,7 +69,7 @@ def own(tmp_path, _port):
             )
             server = OwnServer(
                 client=client,
-                command=[sys.executable, "-c", program, str(_port)],
+                command=[sys.executable, "-c", program, str(port)],
                 log_path=str(tmp_path / "server.log"),
                 start_timeout_s=20,
             )

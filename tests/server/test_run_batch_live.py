@@ -10,8 +10,9 @@ import time
 import httpx
 import pytest
 
+from cosched.jobs.server import free_port
 from tests.request_lines import chat, completion, line
-from tests.serving import TEST_FLAGS, free_port
+from tests.serving import TEST_FLAGS
 
 
 class Job:
