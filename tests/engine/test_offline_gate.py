@@ -76,12 +76,13 @@ def test_a_paused_pool_admits_nobody_and_chat_goes_on(make_engine, policy, overl
 def test_no_more_run_than_the_limit_says(make_engine, policy, stop_running):
     engine = make_engine(policy=policy, overlap=True)
     submit_offline(engine, 8)
-    seen, stopped = [], []
+    seen, stopped, waiting = [], [], []
 
     def watch(iteration):
         stopped.append(engine.scheduler.cosched.counters.num_preemptions)
         if iteration == 12:
             assert running_offline(engine) > 2, "the limit shall have something to do"
+            waiting.append(len(engine.scheduler.waiting_queue))
             send_limits(engine, max_running=2, stop_running=stop_running)
         seen.append(running_offline(engine))
 
@@ -89,7 +90,9 @@ def test_no_more_run_than_the_limit_says(make_engine, policy, stop_running):
     assert all(len(engine.replies[f"off{i}"].output_ids) == 30 for i in range(8))
     limited = seen[12:]
     settled = next(i for i, count in enumerate(limited) if count <= 2)
-    assert max(limited[settled:]) == 2
+    # Where all of them ran by then, on a slow machine, and may end, nobody comes after them.
+    assert max(limited[settled:]) == 2 or (waiting == [0] and not stop_running)
+    assert max(limited[settled:]) <= 2
     if stop_running:
         assert settled <= 4
         assert stopped[-1] > stopped[12]
