@@ -50,6 +50,7 @@ from cosched.command_line import (
     whole,
 )
 from cosched.config import Config, configured
+from cosched.cost_models.base import PrefixReads
 from cosched.cost_models.specs import GPUS
 from cosched.engine.arguments import bind_cpu_threads, check_arguments, engine_arguments
 from cosched.errors import ConfigError, choices
@@ -301,7 +302,10 @@ def _virtual_engine(arguments: argparse.Namespace) -> Iterator[_Engine]:
         configured(config_of(spec)),
         tempfile.TemporaryDirectory(prefix="cosched-model-") as folder,
         VirtualEngine(
-            flags=engine_flags(spec), cost_model=cost_model, model_dir=Path(folder)
+            flags=engine_flags(spec),
+            cost_model=cost_model,
+            model_dir=Path(folder),
+            prefix_reads=PrefixReads(spec.cost.prefix_reads),
         ) as engine,
     ):
         yield engine.local, identity_of(spec), cost_model.graph_sizes

@@ -135,6 +135,7 @@ class FakeView:
     offline_in_sessions: int = 0
     host_free: int = 0
     promises: Mapping[str, int] = field(default_factory=dict)
+    shared: Mapping[str, int] = field(default_factory=dict)
     offline_limits: OfflineLimits = field(default_factory=OfflineLimits)
 
     @property
@@ -214,6 +215,9 @@ class FakeView:
             num_left = self.promises[request.rid] - request.num_output_tokens
             return promised_tokens(num_left, request.traits.num_rows)
         return max(request.max_new_tokens - request.num_output_tokens, 0)
+
+    def num_shared(self, request: Request) -> int:
+        return self.shared.get(request.rid, 0)
 
     def preemption_gain(self, request: Request) -> int:
         return request.num_computed_tokens

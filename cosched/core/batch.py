@@ -32,11 +32,15 @@ class BatchShape:
     prefills    the prefill part, one entry per request
     decodes     context length of each decoding request: tokens attended to, its new one included
     num_loaded  tokens whose KV comes back from host memory meanwhile, layer by layer
+    num_repeated KV tokens of the decodes that others of them read as well, on the same slots: of a
+                prefix that k share, k - 1 times its tokens. 0 where nobody looked, as where the
+                engine reads every context for itself anyway
     """
 
     prefills: Sequence[Prefill] = ()
     decodes: Sequence[int] = ()
     num_loaded: int = 0
+    num_repeated: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -59,7 +63,9 @@ class BatchTotals:
     double_tail_pairs    the same for the queries beyond the first `QUERY_TILE` of each prefill
     max_prefill_context  longest n + c [tokens]
     num_decodes          decoding requests, one token each
-    decode_context       sum of the tokens they attend to, their new ones included
+    decode_context       KV tokens that are read for them: the sum of those they attend to, their
+                         new ones included; what an engine reads once for several of them
+                         (`EngineCaps.shared_prefix`) counts once
     max_decode_context   the largest of these [tokens]
     num_loaded           tokens whose KV comes back from host memory while the iteration runs
     """
@@ -96,6 +102,7 @@ class BatchTotals:
         for num_new, num_cached in batch.prefills:
             totals.add_prefill(num_new, num_cached)
         totals.add_decodes(batch.decodes)
+        totals.decode_context -= batch.num_repeated
         totals.num_loaded = batch.num_loaded
         return totals
 

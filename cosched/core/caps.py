@@ -29,6 +29,7 @@ class EngineCaps:
     partial_decode          a running request may sit out an iteration
     promises                `Plan.promise` replaces the engine's own reserve
     hosts                   `Plan.hosts` is accounted for
+    shared_prefix           the KV of a prefix is read once for all that decode on it
     host_tokens             KV tokens that host memory holds (HiCache); 0: there is none, and
                             nothing can be copied there
     """
@@ -46,6 +47,7 @@ class EngineCaps:
     partial_decode: bool = False
     promises: bool = False
     hosts: bool = False
+    shared_prefix: bool = False
     host_tokens: int = 0
 
     def __post_init__(self) -> None:

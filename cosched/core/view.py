@@ -299,6 +299,11 @@ class View(Protocol):
         was, the engine's rule holds."""
         ...
 
+    def num_shared(self, request: Request) -> int:
+        """Of the KV that the next decode of a running request attends to, tokens that are read for
+        another of its class anyway. Asked only where `EngineCaps.shared_prefix` holds. O(1)."""
+        ...
+
     def preemption_gain(self, request: Request) -> int:
         """KV tokens that become free or evictable if this request is stopped. O(depth).
 

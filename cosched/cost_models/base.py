@@ -3,13 +3,48 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from typing import Protocol
 
 from cosched.core.batch import BatchShape
 from cosched.errors import ConfigError
 from cosched.latency.graphs import GraphSizes
 
-__all__ = ["OVERLAPPED", "SYNCHRONOUS", "CostModel", "CpuOverhead"]
+__all__ = ["OVERLAPPED", "SYNCHRONOUS", "CostModel", "CpuOverhead", "PrefixReads"]
+
+
+class PrefixReads(StrEnum):
+    """How the decodes of a batch read KV that several of them have in common.
+
+    EACH    each reads its whole context from memory: what SGLang's backends ask for, and the kernel
+            tables hold
+    CACHED  the same, and what another one has just read comes from the device's L2 cache: the most
+            that stock attention can gain from slots that are shared, `L2_SPEEDUP`
+    ONCE    read once for all of them (``cosched_shared_prefix``), at `ONCE_OVERHEAD`; at most the
+            time of EACH, for the backend picks
+    """
+
+    EACH = "each"
+    CACHED = "cached"
+    ONCE = "once"
+
+    def attention_s(self, each_s: float, distinct_s: float) -> float:
+        """Time of the decodes' attention [s]. each_s: as EACH has it; distinct_s: if there were no
+        more KV than there is without what is repeated."""
+        if self is PrefixReads.ONCE:
+            return min(each_s, ONCE_OVERHEAD * distinct_s)
+        if self is PrefixReads.CACHED:
+            return min(each_s, distinct_s + (each_s - distinct_s) / L2_SPEEDUP)
+        return each_s
+
+
+L2_SPEEDUP = 2.0
+"""Bandwidth of the L2 cache over that of the memory: assumed, 8 over 4.3 TB/s on an H200. Whatever
+fits; one layer's KV of 10,000 tokens of an 8B model is 41 MB, as large as the cache of an A100."""
+
+ONCE_OVERHEAD = 1.1
+"""Bytes of the shared-prefix plan over each token once: 3 to 9 % more are counted
+(docs/kernels.md). The kernel itself is not measured on a GPU yet."""
 
 
 class CostModel(Protocol):

@@ -9,7 +9,7 @@ import numpy as np
 
 from cosched.core.batch import BatchShape
 from cosched.cost_models.attention import ContextTable, GenerationTable
-from cosched.cost_models.base import OVERLAPPED, CpuOverhead
+from cosched.cost_models.base import OVERLAPPED, CpuOverhead, PrefixReads
 from cosched.cost_models.gemm import AllReduceTable, GemmTable
 from cosched.cost_models.graph_sizes import (
     decode_graph_sizes,
@@ -76,6 +76,7 @@ class KernelTableModel:
         max_prefill_graph: int | None = None,
         max_decode_graph: int | None = None,
         mixed_decode_factor: float = 1.0,
+        prefix_reads: PrefixReads = PrefixReads.EACH,
     ) -> None:
         """ConfigError when the tables are missing, broken, or lack the model's shapes.
 
@@ -85,6 +86,7 @@ class KernelTableModel:
         mixed_decode_factor  how many times longer the attention of a decode takes in a mixed batch
                              than among decodes; unknown for SGLang's kernels, 1.6 to 2 in the
                              median for vLLM's FlashAttention-2 (docs/cost_models.md)
+        prefix_reads      how decodes read what they have in common; tables hold EACH
         """
         if mixed_decode_factor < 1:
             raise ConfigError(
@@ -97,6 +99,7 @@ class KernelTableModel:
         self.overhead = overhead
         self.graph_sizes: GraphSizes | None = None
         self._mixed_decode_factor = mixed_decode_factor
+        self._prefix_reads = prefix_reads
         paths = find_tables(data_dir, gpu.tables)
         self._paths = paths
         gemms = GemmTable(read_gemm(paths.gemm))
@@ -169,7 +172,7 @@ class KernelTableModel:
         num_sequences = len(decodes) + len(prefills)
         if not num_sequences:
             return 0.0
-        attention = self.generation.seconds(decodes) * self.gpu.slower_memory if decodes else 0.0
+        attention = self._decode_attention(batch) * self.gpu.slower_memory if decodes else 0.0
         if prefills:
             num_new = longest = 0
             for new, cached in prefills:
@@ -186,6 +189,17 @@ class KernelTableModel:
             total = _lookup(self._decode_s, len(decodes))
         overhead = self.overhead.fixed_s + self.overhead.per_sequence_s * num_sequences
         return total + attention * self.model.num_layers + overhead
+
+    def _decode_attention(self, batch: BatchShape) -> float:
+        """Of one layer, as the tables' GPU takes for it [s]."""
+        decodes = batch.decodes
+        seconds = self.generation.seconds(decodes)
+        if not batch.num_repeated:
+            return seconds
+        distinct = (sum(decodes) - batch.num_repeated) / len(decodes)
+        return self._prefix_reads.attention_s(
+            seconds, self.generation.equal_s(len(decodes), distinct)
+        )
 
     def describe(self) -> dict[str, object]:
         return {
@@ -205,6 +219,7 @@ class KernelTableModel:
             ],
             "cuda_graphs": self.graph_sizes is not None,
             "mixed_decode_factor": self._mixed_decode_factor,
+            "prefix_reads": self._prefix_reads.value,
             "cpu_overhead": asdict(self.overhead),
         }
 

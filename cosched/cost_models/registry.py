@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from cosched.cost_models.base import OVERLAPPED, CostModel, CpuOverhead
+from cosched.cost_models.base import OVERLAPPED, CostModel, CpuOverhead, PrefixReads
 from cosched.cost_models.kernel_table import KernelTableModel
 from cosched.cost_models.noise import NoisyModel, SlowingModel
 from cosched.cost_models.profile_model import ProfileModel
@@ -28,6 +28,7 @@ class _Request:
     profile: Path | None
     overhead: CpuOverhead
     mixed_decode_factor: float
+    prefix_reads: PrefixReads
 
     def hardware(self, name: str) -> tuple[ModelSpec, GpuSpec]:
         if self.model is None or self.gpu is None:
@@ -59,12 +60,19 @@ def _kernel_table(request: _Request) -> CostModel:
         data_dir=request.data_dir,
         overhead=request.overhead,
         mixed_decode_factor=request.mixed_decode_factor,
+        prefix_reads=request.prefix_reads,
     )
 
 
 def _roofline(request: _Request) -> CostModel:
     model, gpu = request.hardware("roofline")
-    return RooflineModel(model=model, gpu=gpu, tp=request.tp, overhead=request.overhead)
+    return RooflineModel(
+        model=model,
+        gpu=gpu,
+        tp=request.tp,
+        overhead=request.overhead,
+        prefix_reads=request.prefix_reads,
+    )
 
 
 def _profile(request: _Request) -> CostModel:
@@ -105,6 +113,7 @@ def make_cost_model(
     profile: Path | str | None = None,
     overhead: CpuOverhead = OVERLAPPED,
     mixed_decode_factor: float = 1.0,
+    prefix_reads: str = PrefixReads.EACH.value,
     noise_sigma: float = 0.0,
     slower: float = 1.0,
     slower_after_s: float = 0.0,
@@ -117,6 +126,8 @@ def make_cost_model(
     profile         file that cosched.profile wrote
     overhead        CPU time per iteration that nothing hides (kernel-table, roofline)
     mixed_decode_factor  of `KernelTableModel`; the others have no such part
+    prefix_reads    how decodes read what they have in common: a value of `PrefixReads`
+                    (kernel-table, roofline)
     slower          times as long it takes (`SlowingModel`) once it has worked for `slower_after_s`
     noise_sigma     above 0: multiplied by lognormal noise of mean 1, drawn from `seed`
     """
@@ -124,6 +135,12 @@ def make_cost_model(
         raise ConfigError(f"unknown cost model {name!r}; choose from {choices(COST_MODELS)}")
     if mixed_decode_factor != 1 and name != "kernel-table":
         raise ConfigError(f"cost model {name!r} has no mixed_decode_factor; kernel-table has one")
+    if prefix_reads not in [way.value for way in PrefixReads]:
+        raise ConfigError(
+            f"prefix_reads is {prefix_reads!r}; choose from {choices([*PrefixReads])}"
+        )
+    if prefix_reads != PrefixReads.EACH and name == "profile":
+        raise ConfigError(f"cost model {name!r} was measured, and knows no prefix_reads but 'each'")
     request = _Request(
         model=model_spec(model) if isinstance(model, str) else model,
         gpu=gpu_spec(gpu) if isinstance(gpu, str) else gpu,
@@ -132,6 +149,7 @@ def make_cost_model(
         profile=None if profile is None else Path(profile),
         overhead=overhead,
         mixed_decode_factor=mixed_decode_factor,
+        prefix_reads=PrefixReads(prefix_reads),
     )
     made = COST_MODELS[name].make(request)
     if slower != 1:

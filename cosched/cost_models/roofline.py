@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from cosched.core.batch import BatchShape
-from cosched.cost_models.base import OVERLAPPED, CpuOverhead
+from cosched.cost_models.base import OVERLAPPED, CpuOverhead, PrefixReads
 from cosched.cost_models.specs import GpuSpec, ModelSpec
 
 __all__ = ["Efficiency", "RooflineModel"]
@@ -51,12 +51,14 @@ class RooflineModel:
         tp: int = 1,
         overhead: CpuOverhead = OVERLAPPED,
         efficiency: Efficiency | None = None,
+        prefix_reads: PrefixReads = PrefixReads.EACH,
     ) -> None:
         model.check_tp(tp)
         self.model = model
         self.gpu = gpu
         self.tp = tp
         self.overhead = overhead
+        self._prefix_reads = prefix_reads
         self.efficiency = e = efficiency or Efficiency()
         bandwidth, flops = gpu.bandwidth_bytes_per_s, gpu.flops_per_s
 
@@ -95,7 +97,10 @@ class RooflineModel:
         layer = max(self._elementwise * tokens, e.elementwise_floor_s)
         for compute, memory, memory_per_token in self._layer:
             layer += max(compute * tokens, memory + memory_per_token * tokens, e.gemm_floor_s)
-        layer += max(pairs * self._pair, num_keys * self._kv) + sum(decodes) * self._kv
+        num_read = sum(decodes)
+        layer += max(pairs * self._pair, num_keys * self._kv) + self._prefix_reads.attention_s(
+            num_read * self._kv, (num_read - batch.num_repeated) * self._kv
+        )
         layer += e.attention_floor_s
         if self.tp > 1:
             layer += 2 * (e.allreduce_floor_s + self._allreduce * tokens)
@@ -111,5 +116,6 @@ class RooflineModel:
             "gpu": self.gpu.name,
             "tp": self.tp,
             "efficiency": asdict(self.efficiency),
+            "prefix_reads": self._prefix_reads.value,
             "cpu_overhead": asdict(self.overhead),
         }

@@ -29,6 +29,7 @@ from cosched.engine.kv import KvManager, transfer_s_of
 from cosched.engine.lengths import Lengths
 from cosched.engine.observe import IterationObserver
 from cosched.engine.port.partial import SplitBatch
+from cosched.engine.port.prefixes import RunningPrefixes
 from cosched.engine.ranks import Ranks, Shared
 from cosched.engine.running import taken_by_guests
 from cosched.engine.service import ServiceRecord
@@ -118,6 +119,9 @@ class Controller:
         self.clock = clock
         self.observer = observer
         self.caps = port.caps_of(scheduler)
+        self._prefixes: RunningPrefixes | None = None
+        if self.caps.shared_prefix:
+            self._prefixes = RunningPrefixes.of(scheduler)
         self.predictor = Calibrator(
             _known_predictor(scheduler, entry, config), graphs=port.graph_sizes_of(scheduler)
         )
@@ -311,6 +315,7 @@ class Controller:
             lengths=self.lengths,
             recompute_debt_s=self._recompute.debt_s(moment.now_s),
             kv=self.kv if self.kv is not None and not self.kv.core.is_off else None,
+            prefixes=self._prefixes,
         )
 
     def _watched(self, view: View) -> View:

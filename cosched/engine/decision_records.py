@@ -135,6 +135,7 @@ class ViewState(msgspec.Struct, kw_only=True, omit_defaults=True):
     eviction_loss_s: dict[int, float] = {}
     reserve_of: dict[int, int] = {}
     preemption_gain: dict[int, int] = {}
+    num_shared: dict[int, int] = {}
 
     @property
     def is_all_offline(self) -> bool:
@@ -152,6 +153,7 @@ QUESTIONS = {
     "eviction_loss_s": ...,
     "reserve_of": ...,
     "preemption_gain": ...,
+    "num_shared": 0,
 }
 """Methods of `cosched.core.view.View` with one argument: a request or a number. The usual answer is
 not written; ...: there is none."""

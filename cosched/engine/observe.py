@@ -21,6 +21,8 @@ from cosched.engine.clock import Clock, EngineClock
 from cosched.engine.guard import Guard
 from cosched.engine.iteration import Iteration
 from cosched.engine.parts import LineFile, switched_off
+from cosched.engine.port.attention import reads_once
+from cosched.engine.port.prefixes import RunningPrefixes, with_repeated
 from cosched.errors import ConfigError
 
 __all__ = ["IterationLogFile", "IterationObserver"]
@@ -40,6 +42,9 @@ class IterationObserver:
         self._guard = guard
         self._clock = clock
         self._is_synchronous = port.runs_on_cpu(scheduler)
+        self._prefixes: RunningPrefixes | None = None
+        if reads_once():
+            self._prefixes = RunningPrefixes.of(scheduler)
         self._listeners: list[Callable[[Iteration], None]] = []
         self._in_flight: list[Iteration] = []
         self.planned: Iteration | None = None
@@ -71,6 +76,8 @@ class IterationObserver:
         iteration, self.planned = self.planned or Iteration(), None
         with self._guard.watching("timing"):
             iteration.shape = port.shape_of(batch)
+            if self._prefixes is not None:
+                iteration.shape = with_repeated(iteration.shape, batch, self._prefixes)
             if self.predict_s is not None:
                 iteration.predicted_s = self.predict_s(iteration.shape)
         iteration.follows = not port.is_idle(self._scheduler) and self.num_iterations > 0

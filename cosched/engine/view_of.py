@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -22,6 +22,7 @@ from cosched.core.view import (
 from cosched.engine import port
 from cosched.engine.kv import KvManager
 from cosched.engine.lengths import Lengths
+from cosched.engine.port.prefixes import RunningPrefixes
 from cosched.engine.running import Running, own_tokens
 from cosched.engine.timekeeper import Moment
 from cosched.engine.tracked import TrackedRequest
@@ -58,8 +59,11 @@ class SchedulerView:
         lengths: Lengths,
         recompute_debt_s: float = 0.0,
         kv: KvManager | None = None,
+        prefixes: RunningPrefixes | None = None,
     ) -> None:
+        """prefixes: where the engine reads a shared prefix once."""
         self._kv = kv
+        self._prefixes = prefixes
         self._scheduler = scheduler
         self._batch = running_batch
         self._waiting = waiting
@@ -212,6 +216,19 @@ class SchedulerView:
         assert isinstance(request, TrackedRequest), f"{type(request)=}"
         host = self._kv.num_on_host(request, node, num_tokens)
         return Match(cached=num_tokens + host, evictable=held, host=host)
+
+    @cached_property
+    def _shared(self) -> Mapping[Request, int]:
+        found: dict[Request, int] = {}
+        if self._prefixes is not None:
+            for requests, contexts in self._running.by_class.values():
+                reads = self._prefixes.reads([_req(r) for r in requests], contexts)
+                shared = (all_ - read for all_, read in zip(contexts, reads, strict=True))
+                found |= zip(requests, shared, strict=True)
+        return found
+
+    def num_shared(self, request: Request) -> int:
+        return self._shared.get(request, 0)
 
     def preemption_gain(self, request: Request) -> int:
         """Looked up once."""

@@ -6,7 +6,7 @@ engine does not do without.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from cosched.core.plan import Hosting, Plan, Preemption, PreemptMode, SkipReason
 from cosched.core.request import Request, RequestClass, num_tokens_of
@@ -64,6 +64,15 @@ class PlanBuilder:
         if not self._preempted:
             return decodes
         return Decodes.of([r for r in decodes.requests if r.rid not in self._preempted])
+
+    def reads_of(self, decodes: Decodes) -> Sequence[int]:
+        """For each of these running requests the KV tokens that are read for its next decode, those
+        that are read for another anyway not among them. They add up to what is read where all of
+        them decode."""
+        if not self.view.caps.shared_prefix:
+            return decodes.contexts
+        num_shared = self.view.num_shared
+        return [n - num_shared(r) for r, n in zip(*decodes, strict=True)]
 
     def unfinished(self) -> Iterator[Request]:
         """Unfinished prefills that are not preempted."""

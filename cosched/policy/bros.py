@@ -500,7 +500,8 @@ class _Packing:
 
     def _decode_offline(self) -> bool:
         """Running offline requests decode, oldest first. True: some sit out."""
-        requests, contexts = self.builder.running_of(RequestClass.OFFLINE)
+        decodes = self.builder.running_of(RequestClass.OFFLINE)
+        requests, contexts = decodes.requests, self.builder.reads_of(decodes)
         num_fitting = self._num_decodes_that_fit(contexts)
         if num_fitting < len(requests):
             places = sorted(range(len(requests)), key=lambda i: requests[i].arrival_seq)

@@ -151,7 +151,9 @@ def _best_yield(
     first: prefix order, the bucket that has the turn before the others."""
     view = builder.view
     lost = punishments(builder, fitting)
-    token_s = output_token_s(view.predictor, num_tokens_of(fitting[0].request))
+    # One price for all, but where a cached prefix makes decoding cheap.
+    dear = fitting if view.caps.shared_prefix else fitting[:1]
+    token_s = [output_token_s(view, candidate.request, candidate.match) for candidate in dear]
 
     def tokens_per_s(place: int) -> float:
         candidate = fitting[place]
@@ -159,7 +161,8 @@ def _best_yield(
         share = candidate.num_new / max(num_tokens_of(request) - num_cached, 1)
         num_output = share * view.length(request).median
         num_tokens = candidate.benefit + num_output - lost[place]
-        return num_tokens / max(candidate.seconds + num_output * token_s, _LEAST_S)
+        output_s = num_output * token_s[place % len(dear)]
+        return num_tokens / max(candidate.seconds + output_s, _LEAST_S)
 
     return fitting[max(range(len(fitting)), key=tokens_per_s)]
 

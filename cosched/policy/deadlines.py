@@ -50,8 +50,9 @@ class DeadlinePace:
     """Implements `cosched.policy.phases.Pace`: the predicted time of what is in a ledger, held
     against a limit per phase [s].
 
-    beside_online  contexts of the offline requests that will decode beside them, if they fit: then
-                   online prompts may be cut where a tile of tokens ends. None: they may not
+    beside_online  KV tokens read for each of the offline requests that will decode beside them, if
+                   they fit: then online prompts may be cut where a tile of tokens ends. None: they
+                   may not
     """
 
     def __init__(
@@ -241,7 +242,9 @@ class Deadlines:
             builder.ledger,
             online_s=min(online_s, most_s),
             offline_s=min(offline_s, most_s),
-            beside_online=view.running_of(RequestClass.OFFLINE).contexts if cuts_online else None,
+            beside_online=(
+                builder.reads_of(view.running_of(RequestClass.OFFLINE)) if cuts_online else None
+            ),
         )
 
 

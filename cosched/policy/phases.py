@@ -21,10 +21,9 @@ from operator import attrgetter
 from typing import Any, Protocol
 
 from cosched.core.batch import BatchTotals
-from cosched.core.estimates import Predictor
 from cosched.core.plan import SkipReason
 from cosched.core.request import Request, RequestClass, num_tokens_of
-from cosched.core.view import Decodes, Match, OfflineOrder
+from cosched.core.view import Decodes, Match, OfflineOrder, View
 from cosched.planning.builder import PlanBuilder
 
 __all__ = [
@@ -296,26 +295,26 @@ def _victims_for(
 
 def _decode_offline(builder: PlanBuilder, pace: Pace, steps: Steps) -> None:
     """Running offline requests decode while they fit; the others sit out."""
-    running, contexts = builder.running_of(RequestClass.OFFLINE)
+    decodes = builder.running_of(RequestClass.OFFLINE)
+    running, reads = decodes.requests, builder.reads_of(decodes)
     if builder.view.rules.partial:
-        num_fitting = pace.offline_decodes(contexts)
+        num_fitting = pace.offline_decodes(reads)
         if num_fitting < len(running):
-            running, contexts = _in_order(running, contexts, steps.decode_order)
-            num_fitting = pace.offline_decodes(contexts)
-        decoding = Decodes(running[:num_fitting], contexts[:num_fitting])
+            running, reads = _in_order(running, reads, steps.decode_order)
+            num_fitting = pace.offline_decodes(reads)
+        decoding, reads = running[:num_fitting], reads[:num_fitting]
         unheld = builder.hold_all(running[num_fitting:])
         if unheld:
-            decoding = Decodes.of([*decoding.requests, *unheld])
-        contexts = decoding.contexts
-    builder.ledger.add_decodes(contexts)
+            reads = builder.reads_of(Decodes.of([*decoding, *unheld]))
+    builder.ledger.add_decodes(reads)
 
 
 def _in_order(
-    requests: Sequence[Request], contexts: Sequence[int], order: Callable[[Request], Any]
-) -> Decodes:
+    requests: Sequence[Request], reads: Sequence[int], order: Callable[[Request], Any]
+) -> tuple[Sequence[Request], Sequence[int]]:
     keys = [order(request) for request in requests]
     places = sorted(range(len(keys)), key=keys.__getitem__)
-    return Decodes([requests[i] for i in places], [contexts[i] for i in places])
+    return [requests[i] for i in places], [reads[i] for i in places]
 
 
 def _prefill_offline(builder: PlanBuilder, pace: Pace, steps: Steps) -> None:
@@ -407,15 +406,19 @@ def is_worth_its_place(builder: PlanBuilder, request: Request, match: Match) -> 
     totals = BatchTotals()
     totals.add_prefill(max(num_tokens_of(request) - match.cached, 1), match.cached)
     gain_s = view.predictor.predict_s(totals)
-    gain_s += output_token_s(view.predictor, num_tokens_of(request)) * view.length(request).median
+    gain_s += output_token_s(view, request, match) * view.length(request).median
     return loss_s <= gain_s
 
 
-def output_token_s(predictor: Predictor, context: int) -> float:
-    """What one token of an output takes, by its share of the decodes that run at once [s]."""
+def output_token_s(view: View, request: Request, match: Match) -> float:
+    """What one token of a waiting request's output takes, by its share of the decodes that run at
+    once [s]. Of a cached prefix where such are read once only a share: others read it too."""
+    context = num_tokens_of(request)
+    if view.caps.shared_prefix:
+        context -= match.cached - match.cached // _DECODES_AT_ONCE
     decodes = BatchTotals()
     decodes.add_decodes([context] * _DECODES_AT_ONCE)
-    return predictor.predict_s(decodes) / _DECODES_AT_ONCE
+    return view.predictor.predict_s(decodes) / _DECODES_AT_ONCE
 
 
 def has_time(builder: PlanBuilder, pace: Pace) -> bool:

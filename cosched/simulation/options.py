@@ -13,6 +13,7 @@ from typing import Any
 from cosched.command_line import add_field_option, existing_file, fields_given, number, whole
 from cosched.config import parse_config
 from cosched.core.request import Slo
+from cosched.cost_models.base import PrefixReads
 from cosched.cost_models.registry import COST_MODELS
 from cosched.cost_models.specs import GPUS, MODELS
 from cosched.errors import ConfigError
@@ -95,6 +96,7 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
     add("profile", type=existing_file, metavar="FILE")
     add("noise_sigma", "--noise", type=number(at_least=0, at_most=1), metavar="SIGMA")
     add("mixed_decode_factor", type=number(at_least=1, at_most=10), metavar="F")
+    add("prefix_reads", choices=[way.value for way in PrefixReads])
     add("slower", type=number(at_least=0.1, at_most=10), metavar="F")
     add("slower_after_s", "--slower-after", type=number(at_least=0), metavar="S")
 

@@ -15,7 +15,7 @@ import msgspec
 
 from cosched.config import Config, SloConfig, configured, parse_config
 from cosched.core.request import RequestClass, Slo
-from cosched.cost_models.base import OVERLAPPED, SYNCHRONOUS, CostModel
+from cosched.cost_models.base import OVERLAPPED, SYNCHRONOUS, CostModel, PrefixReads
 from cosched.cost_models.registry import make_cost_model
 from cosched.cost_models.specs import model_spec
 from cosched.engine.arguments import EVICTION_FLAG, eviction_arguments, host_arguments
@@ -102,6 +102,8 @@ class CostSpec:
     profile      measured profile, for the one called ``profile``
     mixed_decode_factor  how many times longer the attention of a decode takes beside a prefill, of
                  a ``kernel-table`` model (docs/cost_models.md)
+    prefix_reads how decodes read what they have in common: each its whole context (each), the same
+                 from the L2 cache (cached), or once by cosched_shared_prefix (once)
     slower       the GPU takes so many times as long once it has worked for --slower-after
     slower_after_s  working time after which the GPU is slower [s]
     """
@@ -110,6 +112,7 @@ class CostSpec:
     noise_sigma: float = 0.0
     profile: str | None = None
     mixed_decode_factor: float = 1.0
+    prefix_reads: str = PrefixReads.EACH.value
     slower: float = 1.0
     slower_after_s: float = 60.0
 
@@ -265,6 +268,7 @@ def execute_requests(
                 model_dir=Path(folder),
                 identity=identity,
                 host_link=host_link,
+                prefix_reads=PrefixReads(spec.cost.prefix_reads),
             )
         except CoschedError:
             raise
@@ -519,6 +523,7 @@ def cost_model_of(spec: RunSpec) -> CostModel:
         profile=Path(spec.cost.profile) if spec.cost.profile else None,
         overhead=OVERLAPPED if spec.machine.overlap else SYNCHRONOUS,
         mixed_decode_factor=spec.cost.mixed_decode_factor,
+        prefix_reads=spec.cost.prefix_reads,
         noise_sigma=spec.cost.noise_sigma,
         slower=spec.cost.slower,
         slower_after_s=spec.cost.slower_after_s,

@@ -33,11 +33,14 @@ from cosched.core.wire import (
     class_of_priority,
     params_of_slo,
 )
+from cosched.cost_models.base import PrefixReads
 from cosched.engine import port
 from cosched.engine.attach import use_virtual_device
 from cosched.engine.identity import STANDS_FOR
 from cosched.engine.iteration import Iteration
+from cosched.engine.port.attention import assuming_one_reading
 from cosched.engine.port.local import LocalEngine, lengths_of, made_up
+from cosched.engine.port.prefixes import RunningPrefixes, with_repeated
 from cosched.kv.occupancy import HostOccupancy, KvOccupancy
 from cosched.kv.returns import BLOCK, block_hashes
 from cosched.latency.graphs import GraphSizes
@@ -230,9 +233,11 @@ class VirtualEngine:
         model_dir: Path,
         identity: EngineIdentity | None = None,
         host_link: HostLink | None = None,
+        prefix_reads: PrefixReads = PrefixReads.EACH,
     ) -> None:
         """identity: of the simulated engine, for a policy that starts from a profile of it.
-        host_link: where the flags give it host memory."""
+        host_link: where the flags give it host memory. prefix_reads: as the cost model has
+        them."""
         self.clock = VirtualClock()
         self.records: list[RequestRecord] = []
         self.iterations = IterationLog()
@@ -250,17 +255,21 @@ class VirtualEngine:
         self._num_launched = 0
         self._num_in_flight = 0
         write_model_config(model_dir, identity)
-        self.local = LocalEngine(
-            [
-                *("--model-path", str(model_dir), "--load-format", "dummy"),
-                *("--device", "cpu", "--attention-backend", "torch_native"),
-                *("--dtype", "bfloat16", "--log-level", "error"),
-                # Of the host's memory; the pool's size is given in tokens and tiny in bytes.
-                *("--mem-fraction-static", "0.2"),
-                *flags,
-            ]
-        )
+        with assuming_one_reading(prefix_reads is PrefixReads.ONCE):
+            self.local = LocalEngine(
+                [
+                    *("--model-path", str(model_dir), "--load-format", "dummy"),
+                    *("--device", "cpu", "--attention-backend", "torch_native"),
+                    *("--dtype", "bfloat16", "--log-level", "error"),
+                    # Of the host's memory; the pool's size is given in tokens and tiny in bytes.
+                    *("--mem-fraction-static", "0.2"),
+                    *flags,
+                ]
+            )
         self.scheduler = self.local.scheduler
+        self._prefixes: RunningPrefixes | None = None
+        if prefix_reads is not PrefixReads.EACH:
+            self._prefixes = RunningPrefixes.of(self.scheduler)
         controller = getattr(self.scheduler, "cosched", None)
         self._tells_lengths = (
             controller is not None and controller.config.named_length().needs_hints
@@ -394,6 +403,8 @@ class VirtualEngine:
     def _forward(self, batch: Any, **options: Any) -> Any:
         """Takes the place of the model worker's forward: no computation, modelled time."""
         shape = port.shape_of(batch)
+        if self._prefixes is not None:
+            shape = with_repeated(shape, batch, self._prefixes)
         start_s = max(self.clock.now_s(), self._gpu_free_s)
         seconds = self._cost_model.iteration_s(shape)
         if shape.num_loaded and self._transfers is not None:

@@ -532,3 +532,24 @@ def test_a_request_that_the_engine_refused_stands_back_and_stops_nobody():
     plan = plan_of(view)
     assert not plan.preempt and not plan.prefill
     assert plan.skipped["refused"] is SkipReason.ENGINE_REFUSED
+
+
+def test_decodes_on_a_prefix_that_is_read_once_all_fit():
+    """Where each reads its whole context only some of them fit beside the online request."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class PerKv(Linear):
+        def predict_s(self, totals):
+            return 1e-6 * totals.decode_context + super().predict_s(totals)
+
+    members = [decoding(offline(f"off{i}", 10_000, max_new_tokens=50), 5) for i in range(8)]
+    shared = {request.rid: 10_000 for request in members[1:]}
+    run = running_online(num_tokens=3, first_token_s=0.0)
+    held = []
+    for reads_once in (False, True):
+        caps = replace(CAPS, shared_prefix=reads_once)
+        view = FakeView(
+            running=(run, *members), shared=shared, caps=caps, start_s=0.095, total_kv=200_000
+        )
+        held.append(len(plan_of(view, predictor=PerKv()).hold))
+    assert held[0] > 0 and held[1] == 0

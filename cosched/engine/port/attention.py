@@ -18,7 +18,17 @@ from sglang.srt.layers.attention.attention_registry import (
     register_attention_backend,
 )
 
-__all__ = ["NAME", "Launch", "graph_variants", "launched", "launching", "note_newest", "register"]
+__all__ = [
+    "NAME",
+    "Launch",
+    "assuming_one_reading",
+    "graph_variants",
+    "launched",
+    "launching",
+    "note_newest",
+    "reads_once",
+    "register",
+]
 
 NAME = "cosched_shared_prefix"
 
@@ -32,6 +42,7 @@ class Launch:
 
 _launched: Launch | None = None
 _newest: weakref.ref[Any] | None = None
+_is_assumed = False
 
 
 @contextlib.contextmanager
@@ -68,6 +79,22 @@ def note_newest(shared: Any) -> None:
     """The `SharedPrefixes` of the model runner that is being built."""
     global _newest
     _newest = weakref.ref(shared)
+
+
+def reads_once() -> bool:
+    """Whether the attention of the model runner in this process reads a shared prefix once."""
+    return _is_assumed or (_newest is not None and _newest() is not None)
+
+
+@contextlib.contextmanager
+def assuming_one_reading(is_assumed: bool) -> Iterator[None]:
+    """A scheduler is built whose attention is only modelled, as one that does, or as it is."""
+    global _is_assumed
+    before, _is_assumed = _is_assumed, is_assumed
+    try:
+        yield
+    finally:
+        _is_assumed = before
 
 
 def graph_variants() -> Any:

@@ -17,6 +17,7 @@ from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule
 from cosched.core.batch import BatchShape, Prefill
 from cosched.core.caps import EngineCaps
 from cosched.core.request import Traits
+from cosched.engine.port.attention import reads_once
 from cosched.latency.graphs import GraphSizes
 
 __all__ = [
@@ -134,6 +135,7 @@ def caps_of(scheduler: Any) -> EngineCaps:
         partial_decode=can_split(scheduler),
         promises=True,
         hosts=True,
+        shared_prefix=reads_once(),
         host_tokens=host_total(scheduler),
     )
 

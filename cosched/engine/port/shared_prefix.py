@@ -8,7 +8,6 @@ backend does it. Its metadata is always prepared, so that a layer can go either 
 
 from __future__ import annotations
 
-import itertools
 import logging
 from typing import Any, NamedTuple
 
@@ -22,10 +21,11 @@ from sglang.srt.model_executor.runner_utils.capture_mode import get_capture_atte
 from cosched.config import SharedPrefixConfig, load_config
 from cosched.engine.port import common
 from cosched.engine.port.attention import NAME, Launch, launched, note_newest
+from cosched.engine.port.prefixes import MIN_GROUP_TOKENS, RunningPrefixes
 from cosched.errors import ConfigError, choices
 from cosched_kernels import reference, shared_prefix
 from cosched_kernels.buffers import FixedBuffers, PlanTensors, upload
-from cosched_kernels.groups import Groups, IntArray, PrefixForest, Shared
+from cosched_kernels.groups import Groups, IntArray
 from cosched_kernels.interpret import is_interpreting
 from cosched_kernels.picker import DeviceModel, gain_s
 from cosched_kernels.plan import HeadShape, Plan, Tiling, make_plan
@@ -37,9 +37,6 @@ logger = logging.getLogger(__name__)
 
 PLAIN, SHARED = "plain", "shared"
 """The two graphs of a decode batch. SGLang captures one for each label."""
-
-_MIN_GROUP_TOKENS = 512
-"""KV tokens that a group must save to be one: its members' pieces cost as much as some hundred."""
 
 _MAX_PIECE_BYTES = 256 << 20
 """Most memory for pieces; a batch that needs more goes to the other backend."""
@@ -205,8 +202,7 @@ class SharedPrefixes:
         self._settings = settings
         self._pool = runner.token_to_kv_pool
         self._req_to_token = runner.req_to_token_pool.req_to_token
-        self._keys = itertools.count()
-        self._forest = PrefixForest(page_size=runner.page_size)
+        self._prefixes = RunningPrefixes(page_size=runner.page_size)
         self._is_strict = is_strict
         self._dtype: torch.dtype = runner.dtype
         self._is_off = False
@@ -354,22 +350,12 @@ class SharedPrefixes:
 
     def _groups(self, batch: Any, cached: IntArray) -> Groups:
         """cached: [requests] tokens before those computed now."""
-        forest, keys = self._forest, []
-        for req, most in zip(batch.reqs, cached.tolist(), strict=True):
-            # Not its id: clients choose that, and may use it again for another prompt.
-            key = getattr(req, "cosched_prefix_key", None)
-            if key is None:
-                key = req.cosched_prefix_key = next(self._keys)
-            keys.append(key)
-            length = min(int(req.kv.cache_protected_len), most - most % forest.page_size)
-            if not forest.has(key, length):
-                tokens = np.array(common.token_ids(req)[:length], dtype=np.int64)
-                namespace = common.prefix_key(req)
-                forest.put(Shared(rid=key, namespace=namespace, tokens=tokens, length=length))
-        if len(forest) > 2 * len(keys) + 64:
-            forest.keep_only(keys)  # who has ended, or sits out for long
         least = self._settings.min_saved_tokens
-        return forest.groups(keys, min_saved=_MIN_GROUP_TOKENS if least is None else max(1, least))
+        return self._prefixes.groups(
+            batch.reqs,
+            most=cached.tolist(),
+            min_saved=MIN_GROUP_TOKENS if least is None else max(1, least),
+        )
 
     def can_attend(self, q: Any, k: Any, v: Any, layer: Any, kwargs: dict[str, Any]) -> bool:
         """Whether this layer of the batch that runs now is computed here."""
