@@ -289,8 +289,7 @@ def add_field_option(
         options.setdefault("action", argparse.BooleanOptionalAction)
         text += " (default: on)" if default else ""
     else:
-        if "choices" not in options:
-            options.setdefault("type", {int: whole(at_least=1), float: number(above=0)}.get(kind))
+        options.setdefault("type", {int: whole(at_least=1), float: number(above=0)}.get(kind))
         if isinstance(default, int | float | str | Path) and not re.search(
             "(default|absent): ", text
         ):
