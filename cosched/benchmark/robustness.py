@@ -12,6 +12,7 @@ from cosched.benchmark.progress import progress_of_runs
 from cosched.errors import ConfigError
 from cosched.metrics.plots_sweep import Panel, plot_panels
 from cosched.metrics.summary import Summary
+from cosched.metrics.table import markdown_rows, shown
 from cosched.policy.registry import POLICIES, policy_entry
 from cosched.simulation.parallel import execute_all
 from cosched.simulation.run import RunSpec
@@ -110,15 +111,17 @@ def rows_of(robustness: Robustness) -> list[dict[str, Any]]:
 
 
 def print_robustness(robustness: Robustness) -> None:
-    print("| policy | error % | GPU slower | " + " | ".join(title for title, *_ in _COLUMNS) + " |")
-    print("|---" * (len(_COLUMNS) + 3) + "|")
-    for row in rows_of(robustness):
-        cells = [
-            "-" if row[key] is None else format(scale * row[key], form)
-            for _, key, scale, form in _COLUMNS
+    headers = ["policy", "error %", "GPU slower", *(title for title, *_ in _COLUMNS)]
+    rows = (
+        [
+            row["policy"],
+            f"{row['predictor_error']:.0%}",
+            f"{row['slower']:g}x",
+            *(shown(row[key], form, scale) for _, key, scale, form in _COLUMNS),
         ]
-        trouble = f"{row['predictor_error']:.0%} | {row['slower']:g}x"
-        print(f"| {row['policy']} | {trouble} | " + " | ".join(cells) + " |")
+        for row in rows_of(robustness)
+    )
+    print(markdown_rows(headers, rows), end="")
 
 
 def plot_robustness(robustness: Robustness, path: Path) -> Path:
