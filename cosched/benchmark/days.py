@@ -198,8 +198,8 @@ def print_days(days: Days) -> None:
     alone = days.points[0].offline_tokens_per_s
     print(
         f"Over all: {total.offline_tokens_per_s:,.0f} offline tokens/s beside "
-        f"{total.online_rate:.3g} online requests/s, {total.offline_tokens_per_s / alone:.0%} of what the machine serves of them "
-        f"alone; both targets met {shown(total.attainment, '.1f', 100)} %. "
+        f"{total.online_rate:.3g} online requests/s, {total.offline_tokens_per_s / alone:.0%} of "
+        f"what the machine serves of them alone; both targets met {shown(total.attainment, '.1f', 100)} %. "
         f"{days.load.num_holes} of {days.load.num_holes + len(days.load.rates)} windows are holes."
     )
 
