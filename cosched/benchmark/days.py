@@ -199,7 +199,8 @@ def print_days(days: Days) -> None:
     print(
         f"Over all: {total.offline_tokens_per_s:,.0f} offline tokens/s beside "
         f"{total.online_rate:.3g} online requests/s, {total.offline_tokens_per_s / alone:.0%} of "
-        f"what the machine serves of them alone; both targets met {shown(total.attainment, '.1f', 100)} %. "
+        "what the machine serves of them alone; both targets met "
+        f"{shown(total.attainment, '.1f', 100)} %. "
         f"{days.load.num_holes} of {days.load.num_holes + len(days.load.rates)} windows are holes."
     )
 
