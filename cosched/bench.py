@@ -347,6 +347,11 @@ def _store(arguments: argparse.Namespace) -> ResultStore | None:
     return None if arguments.results is None else ResultStore(arguments.results)
 
 
+def _how(arguments: argparse.Namespace) -> dict[str, Any]:
+    """How simulations are run, where they are kept."""
+    return {"num_jobs": arguments.jobs, "quiet": arguments.quiet, "store": _store(arguments)}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Exits with 2 and one sentence when the arguments are wrong."""
     run_command(build_parser().parse_args(argv))
@@ -356,14 +361,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     base = run_spec_of(arguments, scenario("s1"))
     if arguments.plot is not None:
         check_can_draw()
-    suite = run_suite(
-        base,
-        arguments.scenarios,
-        num_jobs=arguments.jobs,
-        num_seeds=arguments.seeds,
-        quiet=arguments.quiet,
-        store=_store(arguments),
-    )
+    suite = run_suite(base, arguments.scenarios, num_seeds=arguments.seeds, **_how(arguments))
     _show(suite)
     save_output(arguments, arguments.plot, lambda folder: write_plots(folder, suite))
     return {"scenarios": suite.to_dict()}
@@ -384,13 +382,7 @@ def _say_seeds(suite: SuiteResult) -> str:
 
 
 def _yardstick(arguments: argparse.Namespace) -> dict[str, Any]:
-    suites = run_yardstick(
-        arguments,
-        num_jobs=arguments.jobs,
-        quiet=arguments.quiet,
-        names=arguments.scenarios,
-        store=_store(arguments),
-    )
+    suites = run_yardstick(arguments, names=arguments.scenarios, **_how(arguments))
     for name, suite in suites.items():
         print(f"\n{name}\n\n{markdown_table(suite.rows, suite.seeds)}")
     save_output(
@@ -433,9 +425,7 @@ def _tolerance(arguments: argparse.Namespace) -> dict[str, Any]:
             arguments.metrics,
             arguments.tolerances,
             precision=arguments.precision,
-            num_jobs=arguments.jobs,
-            quiet=arguments.quiet,
-            store=_store(arguments) or ResultStore(Path(folder)),
+            **(_how(arguments) | {"store": _store(arguments) or ResultStore(Path(folder))}),
         )
     print_tolerances(sweep)
     save_output(arguments, arguments.plot, lambda path: plot_tolerances(sweep, path))
@@ -444,14 +434,7 @@ def _tolerance(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _robustness(arguments: argparse.Namespace) -> dict[str, Any]:
     base = _both_classes(arguments)
-    robustness = run_robustness(
-        base,
-        arguments.scenarios,
-        arguments.errors,
-        num_jobs=arguments.jobs,
-        quiet=arguments.quiet,
-        store=_store(arguments),
-    )
+    robustness = run_robustness(base, arguments.scenarios, arguments.errors, **_how(arguments))
     print_robustness(robustness)
     save_output(arguments, arguments.plot, lambda path: plot_robustness(robustness, path))
     return {"spec": base.describe(), "rows": rows_of(robustness)}
@@ -463,9 +446,7 @@ def _days(arguments: argparse.Namespace) -> dict[str, Any]:
         base,
         read_load(arguments.load).scaled(arguments.peak),
         num_points=arguments.points,
-        num_jobs=arguments.jobs,
-        quiet=arguments.quiet,
-        store=_store(arguments),
+        **_how(arguments),
     )
     print_days(days)
     save_output(arguments, arguments.plot, lambda path: plot_days(days, path))

@@ -17,7 +17,7 @@ from rich.table import Table
 from cosched.benchmark.progress import progress_of_runs
 from cosched.command_line import Parser, add_json_option, run_command
 from cosched.simulation.options import SEED
-from cosched.simulation.parallel import call_all, execute_all
+from cosched.simulation.parallel import call_all, execute_named
 from cosched.simulation.run import RunResult, RunSpec
 from cosched.simulation.store import ResultStore
 
@@ -67,12 +67,14 @@ def runs_of(
     quiet: bool = False,
 ) -> list[RunResult]:
     """Results in the order of the specs."""
-    results: dict[int, RunResult] = {}
     with progress_of_runs(label, total=len(specs), quiet=quiet) as on_run:
-        for index, result in execute_all(specs, num_jobs=num_jobs, store=store):
-            results[index] = result
-            on_run(result.spec.scenario.name, result)
-    return [results[index] for index in sorted(results)]
+        results = execute_named(
+            dict(enumerate(specs)),
+            num_jobs=num_jobs,
+            store=store,
+            on_run=lambda _, result: on_run(result.spec.scenario.name, result),
+        )
+    return list(results.values())
 
 
 def show(value: Any) -> str:

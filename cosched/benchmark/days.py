@@ -21,7 +21,7 @@ from cosched.benchmark.progress import progress_of_runs
 from cosched.errors import ConfigError
 from cosched.metrics.plots_sweep import Panel, plot_panels
 from cosched.metrics.table import markdown_rows, shown
-from cosched.simulation.parallel import execute_all
+from cosched.simulation.parallel import execute_named
 from cosched.simulation.run import RunSpec
 from cosched.simulation.store import ResultStore
 
@@ -169,19 +169,23 @@ def run_days(
     assert base.online is not None, "there are online requests"
     highest = max(load.rates)
     rates = [highest * (1 + i) / num_points for i in range(num_points)]
-    specs = [replace(base, scenario=replace(base.scenario, has_online=False))]
-    specs += [replace(base, online=replace(base.online, rate=rate)) for rate in rates]
-    points: dict[int, Point] = {}
+    specs = {0.0: replace(base, scenario=replace(base.scenario, has_online=False))}
+    specs |= {rate: replace(base, online=replace(base.online, rate=rate)) for rate in rates}
     with progress_of_runs("days", total=len(specs), quiet=quiet) as on_run:
-        for index, result in execute_all(specs, num_jobs=num_jobs, store=store):
-            rate = 0.0 if index == 0 else rates[index - 1]
-            points[index] = Point(
-                online_rate=rate,
-                attainment=result.summary.online.attainment.joint.ratio,
-                offline_tokens_per_s=result.summary.offline.tokens_per_s or 0.0,
-            )
-            on_run(f"{rate:.3g} req/s", result)
-    known = tuple(points[index] for index in range(len(specs)))
+        results = execute_named(
+            specs,
+            num_jobs=num_jobs,
+            store=store,
+            on_run=lambda rate, result: on_run(f"{rate:.3g} req/s", result),
+        )
+    known = tuple(
+        Point(
+            online_rate=rate,
+            attainment=result.summary.online.attainment.joint.ratio,
+            offline_tokens_per_s=result.summary.offline.tokens_per_s or 0.0,
+        )
+        for rate, result in results.items()
+    )
     return Days(load=load, points=known, days=day_by_day(load, known))
 
 

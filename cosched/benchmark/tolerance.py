@@ -14,7 +14,7 @@ from cosched.benchmark.tuned import CEILING, highest_rate
 from cosched.metrics.goals import Goal, parse_goal
 from cosched.metrics.plots_sweep import Panel, plot_panels
 from cosched.metrics.table import markdown_rows, shown
-from cosched.simulation.parallel import execute_all
+from cosched.simulation.parallel import execute_named
 from cosched.simulation.run import RunResult, RunSpec
 from cosched.simulation.scenario import scenario
 from cosched.simulation.slo_search import SEARCHES, find_largest
@@ -93,14 +93,11 @@ def sweep_tolerances(
     """
     goals = {m: [parse_goal(f"{m}<=+{100 * t:g}%") for t in tolerances] for m in metrics}
     names = ("s0", CEILING, UNAWARE)
-    specs = [replace(base, scenario=scenario(name)) for name in names]
-    fixed = {}
+    specs = {name: replace(base, scenario=scenario(name)) for name in names}
     found = []
     shown: set[str] = set()
     with progress_of_runs("runs", total=None, quiet=quiet) as on_run:
-        for index, result in execute_all(specs, num_jobs=num_jobs, store=store):
-            fixed[names[index]] = result
-            on_run(names[index], result)
+        fixed = execute_named(specs, num_jobs=num_jobs, store=store, on_run=on_run)
         alone = {m: goals[m][0].measure(fixed["s0"].summary, fixed["s0"].records) for m in metrics}
         for search, (low, high) in _ranges(fixed[CEILING]).items():
             wanted = SEARCHES[search]
