@@ -34,7 +34,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from rich.progress import Progress
 
@@ -61,14 +61,20 @@ from cosched.benchmark.tolerance import (
 from cosched.benchmark.tuned import TUNINGS
 from cosched.benchmark.yardstick import run_yardstick, yardstick_page
 from cosched.command_line import (
+    JsonOption,
+    Kind,
+    NewFile,
+    NewFolder,
+    OldFile,
     Parser,
-    add_json_option,
+    Part,
+    Seconds,
+    Share,
+    add_command,
     add_version_option,
     checked,
     existing_file,
     number,
-    output_file,
-    output_folder,
     run_async,
     run_command,
     save_output,
@@ -87,11 +93,7 @@ from cosched.metrics.table import print_table
 from cosched.policy.registry import known_policy
 from cosched.simulation.find import find
 from cosched.simulation.machine import Machine
-from cosched.simulation.options import (
-    SEED,
-    add_run_options,
-    run_spec_of,
-)
+from cosched.simulation.options import SEED, add_run_options, run_spec_of
 from cosched.simulation.run import RunSpec, WorkloadSpec, load_requests
 from cosched.simulation.scenario import SCENARIOS, OfflineClient, scenario
 from cosched.simulation.store import ResultStore
@@ -100,318 +102,6 @@ from cosched_traces.transform import rescale_think_times
 from cosched_traces.workload import TraceRequest, Workload
 
 __all__ = ["main"]
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="python -m cosched.bench", description=__doc__)
-    add_version_option(parser)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_run(commands)
-    _add_yardstick(commands)
-    _add_knee(commands)
-    _add_tolerance(commands)
-    _add_robustness(commands)
-    _add_days(commands)
-    _add_live(commands)
-    _add_fidelity(commands)
-    _add_compare(commands)
-    return parser
-
-
-def _add_run(commands: Any) -> None:
-    known = "\n".join(f"  {name:<20}{SCENARIOS[name].summary}" for name in SCENARIOS)
-    parser = commands.add_parser(
-        "run",
-        help="scenarios side by side on one workload",
-        description=f"Scenarios:\n{known}\n  "
-        f"{', '.join(name for name in TUNINGS if name not in SCENARIOS)}: at their best settings",
-    )
-    parser.add_argument(
-        "--scenarios",
-        type=_scenarios,
-        default=ALL_SCENARIOS,
-        metavar="A,B,…",
-        help="also policies of yours as module:Class, and NAME/ORDER for one that evicts KV by "
-        f"another order ({', '.join(EVICTION_ORDERS)}; docs/kv_memory.md), such as hygen/lru or "
-        "priority/priority (default: all)",
-    )
-    add_run_options(parser)
-    _add_common(parser)
-    _add_results(parser)
-    _add_seeds(parser)
-    parser.add_argument(
-        "--plot", type=output_folder, metavar="DIR", help="write the pictures there"
-    )
-    parser.set_defaults(execute=_run)
-
-
-def _add_yardstick(commands: Any) -> None:
-    parser = commands.add_parser(
-        "yardstick",
-        help="the table every policy is held against (docs/yardstick.md)",
-    )
-    add_run_options(parser, slo_of_rows="; some rows have their own")
-    _add_common(parser)
-    _add_results(parser)
-    _add_seeds(parser)
-    parser.add_argument(
-        "--scenarios", type=_scenarios, default=ALL_SCENARIOS, metavar="A,B,…", help="default: all"
-    )
-    parser.add_argument("--write", type=output_file, metavar="FILE", help="write the page there")
-    parser.set_defaults(execute=_yardstick)
-
-
-def _add_knee(commands: Any) -> None:
-    parser = commands.add_parser(
-        "knee",
-        help="the highest online rate that meets the SLO",
-        description="State a load as a share of this rate; practitioners run bursts at 0.88.",
-    )
-    add_run_options(parser)
-    _add_common(parser)
-    parser.add_argument(
-        "--attainment",
-        type=number(above=0, at_most=1),
-        default=0.99,
-        metavar="SHARE",
-        help="of the online requests that must meet their targets (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--share",
-        type=number(above=0, at_most=1),
-        default=0.88,
-        help="load to state (default: %(default)s)",
-    )
-    parser.set_defaults(execute=_knee)
-
-
-def _add_tolerance(commands: Any) -> None:
-    parser = commands.add_parser(
-        "tolerance",
-        help="offline work for a tolerance of the online latency: hygen and hygen-throttled",
-        description="For each metric and tolerance the largest latency budget of hygen and the "
-        "largest offline rate of hygen-throttled that keep the metric within the tolerance above "
-        "the online requests alone (HyGen's Fig. 3 and 4).",
-    )
-    parser.add_argument(
-        "--metrics",
-        type=_names,
-        default=METRICS,
-        metavar="A,B,…",
-        help=f"as in the goals of `cosched.profile slo` (default: {','.join(METRICS)})",
-    )
-    parser.add_argument(
-        "--tolerances",
-        type=_shares,
-        default=TOLERANCES,
-        metavar="%,%,…",
-        help=f"growth allowed (default: {','.join(f'{100 * t:g}' for t in TOLERANCES)})",
-    )
-    parser.add_argument(
-        "--precision",
-        type=number(above=0, below=1),
-        default=0.05,
-        metavar="SHARE",
-        help="relative, of the values found (default: %(default)s)",
-    )
-    _add_sweep(parser)
-    parser.set_defaults(execute=_tolerance)
-
-
-def _add_robustness(commands: Any) -> None:
-    parser = commands.add_parser(
-        "robustness",
-        help="policies with an ever worse predictor",
-        description="Every prediction of a plan is multiplied by a random factor of mean 1 "
-        "(docs/predictors.md); errors are its standard deviations. With --slower also on a GPU "
-        "that becomes so much slower once it has worked for --slower-after.",
-    )
-    parser.add_argument(
-        "--scenarios", type=_policies, default=("hygen",), metavar="A,B,…", help="default: hygen"
-    )
-    parser.add_argument(
-        "--errors",
-        type=_shares,
-        default=ERRORS,
-        metavar="%,%,…",
-        help=f"default: {','.join(f'{100 * error:g}' for error in ERRORS)}",
-    )
-    _add_sweep(parser)
-    parser.set_defaults(execute=_robustness)
-
-
-def _add_days(commands: Any) -> None:
-    parser = commands.add_parser(
-        "days",
-        help="offline work beside days of chat, from their rate (Echo §5.4)",
-        description="Simulates --policy alone with the offline set and beside a few rates of "
-        "online requests, --duration each, and reads the rest off between them for every window "
-        "of --load.",
-    )
-    parser.add_argument(
-        "--load",
-        type=existing_file,
-        required=True,
-        metavar="FILE",
-        help="rates of the online requests: CSV, gzipped or not, with columns t_s and rate_rps",
-    )
-    parser.add_argument(
-        "--peak",
-        type=number(above=0),
-        required=True,
-        metavar="REQ/S",
-        help="rate of the busiest window, to which the load is scaled",
-    )
-    parser.add_argument(
-        "--points",
-        type=whole(at_least=2),
-        default=6,
-        metavar="N",
-        help="rates that are simulated (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--policy", type=checked(known_policy), default=Config().policy, metavar="NAME"
-    )
-    _add_sweep(parser)
-    parser.set_defaults(execute=_days)
-
-
-def _add_sweep(parser: argparse.ArgumentParser) -> None:
-    add_run_options(parser)
-    _add_common(parser)
-    _add_results(parser)
-    parser.add_argument("--plot", type=output_file, metavar="FILE", help="write the picture there")
-
-
-def _add_live(commands: Any) -> None:
-    parser = commands.add_parser(
-        "live",
-        help="one scenario against a running server: stock SGLang, cosched, vLLM",
-        description="Online requests come open-loop at their times; offline ones as "
-        "--offline-client says. A turn of a session is sent when the answer before it has come and "
-        "been thought about, with that answer in its prompt. The server's own policy schedules; "
-        "name it with --scenario for the table.",
-    )
-    parser.add_argument("--base-url", required=True, metavar="URL")
-    parser.add_argument("--served-model", default="default", metavar="NAME")
-    parser.add_argument("--api-key", metavar="KEY")
-    parser.add_argument("--scenario", default="live", metavar="NAME", help="row of the table")
-    parser.add_argument(
-        "--vocab-size",
-        type=whole(at_least=20),
-        default=VOCAB_SIZE,
-        metavar="N",
-        help="prompts made of token ids stay below it (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--offline-client",
-        choices=[client.value for client in OfflineClient],
-        default=OfflineClient.CAP.value,
-        help="cap: a fixed number of offline requests in flight; aimd: a gateway that halves or "
-        "raises that number by the online requests that miss a target; all: all at once, or in "
-        "waves (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--concurrency",
-        type=whole(at_least=1),
-        default=64,
-        help="offline requests in flight, with aimd at most (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--no-priority",
-        action="store_true",
-        help="do not send `priority`: for servers that refuse it",
-    )
-    parser.add_argument(
-        "--length-scale",
-        type=number(above=0),
-        default=1.0,
-        metavar="X",
-        help="all prompts and outputs times X, for small models (default: %(default)g)",
-    )
-    parser.add_argument(
-        "--think-scale",
-        type=number(above=0),
-        default=1.0,
-        metavar="X",
-        help="times between the turns of a session times X (default: %(default)g)",
-    )
-    add_run_options(parser)
-    parser.add_argument(
-        "--records", type=output_file, metavar="FILE", help="write one JSON line per request there"
-    )
-    parser.add_argument(
-        "--plot", type=output_folder, metavar="DIR", help="write the pictures there"
-    )
-    add_json_option(parser)
-    parser.set_defaults(execute=_live)
-
-
-def _add_fidelity(commands: Any) -> None:
-    parser = commands.add_parser(
-        "fidelity",
-        help="a live CPU server against its own simulation",
-        description="Serves the demo model, measures its iterations, and runs one workload live "
-        "and in virtual time; with a cache that holds and with one that thrashes.",
-    )
-    parser.add_argument("--size", choices=["tiny", "demo"], default="demo", help="of the model")
-    parser.add_argument("--duration", type=number(above=0), default=60.0, metavar="S")
-    parser.add_argument("--online-rate", type=number(above=0), default=1.0, metavar="REQ/S")
-    parser.add_argument(
-        "--policy", "--cosched-policy", type=checked(known_policy), default="sarathi"
-    )
-    parser.add_argument("--seed", type=SEED, default=0)
-    add_json_option(parser)
-    parser.set_defaults(execute=_fidelity)
-
-
-def _add_compare(commands: Any) -> None:
-    parser = commands.add_parser(
-        "compare",
-        help="results of earlier runs side by side",
-        description="Files hold the last line of `run`. Ratios are to s0 of the first file.",
-    )
-    parser.add_argument("files", nargs="+", type=existing_file, metavar="FILE")
-    add_json_option(parser)
-    parser.set_defaults(execute=lambda arguments: compare_files(arguments.files))
-
-
-def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--jobs",
-        type=whole(at_least=1),
-        default=2,
-        help="simulations at a time (default: %(default)s)",
-    )
-    parser.add_argument("--quiet", action="store_true", help="no progress")
-    add_json_option(parser)
-
-
-def _add_seeds(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--seeds",
-        type=whole(at_least=1, at_most=MOST_VALUES),
-        default=1,
-        metavar="N",
-        help="run everything with so many seeds, from --seed on, and show the mean and its 95 %% "
-        "interval (default: %(default)s)",
-    )
-
-
-def _add_results(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--results",
-        type=output_folder,
-        metavar="DIR",
-        help="keep each run's result there and do not run again what is there: an interrupted "
-        "comparison goes on, a new policy is added to old ones. A result of one of cosched's "
-        "policies counts as long as its code is the same; empty the folder after a change to the "
-        "simulation itself",
-    )
-
-
-def _store(arguments: argparse.Namespace) -> ResultStore | None:
-    return None if arguments.results is None else ResultStore(arguments.results)
 
 
 def _shares(text: str) -> tuple[float, ...]:
@@ -435,6 +125,233 @@ def _policies(text: str) -> tuple[str, ...]:
     return tuple(checked(known_policy)(name) for name in _names(text))
 
 
+def _percents(shares: Sequence[float]) -> str:
+    return "default: " + ",".join(f"{100 * share:g}" for share in shares)
+
+
+_OF_METRICS = f"as in the goals of `cosched.profile slo` (default: {','.join(METRICS)})"
+_GROWTH = f"growth allowed ({_percents(TOLERANCES)})"
+_SPREAD = _percents(ERRORS)
+
+Policy = Annotated[str, Kind(checked(known_policy), "NAME")]
+Factor = Annotated[float, Kind(None, "X")]
+Rate = Annotated[float, Kind(None, "REQ/S")]
+
+
+# The options of each command, which is called as its class. What several have comes first.
+
+
+class _Simulations(JsonOption):
+    """
+    jobs   simulations at a time
+    quiet  no progress
+    """
+
+    jobs: int = 2
+    quiet: bool = False
+
+
+class _Kept(_Simulations):
+    """
+    results  keep each run's result there and do not run again what is there: an interrupted
+             comparison goes on, a new policy is added to old ones. A result of one of cosched's
+             policies counts as long as its code is the same; empty the folder after a change to
+             the simulation itself
+    """
+
+    results: NewFolder | None = None
+
+
+class _Compared(_Kept):
+    """
+    scenarios  also policies of yours as module:Class, and NAME/ORDER for one that evicts KV by
+               another order (docs/kv_memory.md), such as hygen/lru or priority/priority (default:
+               all)
+    seeds      run everything with so many seeds, from --seed on, and show the mean and its 95 %
+               interval
+    """
+
+    scenarios: Annotated[tuple[str, ...], Kind(_scenarios, "A,B,…")] = ALL_SCENARIOS
+    seeds: Annotated[int, Kind(whole(at_least=1, at_most=MOST_VALUES), "N")] = 1
+
+
+class Run(_Compared):
+    """Scenarios side by side on one workload.
+
+    plot  write the pictures there
+    """
+
+    plot: NewFolder | None = None
+
+
+class Yardstick(_Compared):
+    """The table every policy is held against (docs/yardstick.md).
+
+    write  write the page there
+    """
+
+    write: NewFile | None = None
+
+
+class Knee(_Simulations):
+    """The highest online rate that meets the SLO.
+
+    State a load as a share of this rate; practitioners run bursts at 0.88.
+
+    attainment  of the online requests that must meet their targets
+    share       load to state
+    """
+
+    attainment: Share = 0.99
+    share: Share = 0.88
+
+
+class _Sweep(_Kept):
+    """
+    plot  write the picture there
+    """
+
+    plot: NewFile | None = None
+
+
+class Tolerance(_Sweep):
+    """Offline work for a tolerance of the online latency: hygen and hygen-throttled.
+
+    For each metric and tolerance the largest latency budget of hygen and the largest offline rate
+    of hygen-throttled that keep the metric within the tolerance above the online requests alone
+    (HyGen's Fig. 3 and 4).
+
+    precision  relative, of the values found
+    """
+
+    metrics: Annotated[tuple[str, ...], Kind(_names, "A,B,…", help=_OF_METRICS)] = METRICS
+    tolerances: Annotated[tuple[float, ...], Kind(_shares, "%,%,…", help=_GROWTH)] = TOLERANCES
+    precision: Part = 0.05
+
+
+class Robustness(_Sweep):
+    """Policies with an ever worse predictor.
+
+    Every prediction of a plan is multiplied by a random factor of mean 1 (docs/predictors.md);
+    errors are its standard deviations. With --slower also on a GPU that becomes so much slower
+    once it has worked for --slower-after.
+
+    scenarios  default: hygen
+    """
+
+    scenarios: Annotated[tuple[str, ...], Kind(_policies, "A,B,…")] = ("hygen",)
+    errors: Annotated[tuple[float, ...], Kind(_shares, "%,%,…", help=_SPREAD)] = ERRORS
+
+
+class Days(_Sweep, kw_only=True):
+    """Offline work beside days of chat, from their rate (Echo §5.4).
+
+    Simulates --policy alone with the offline set and beside a few rates of online requests,
+    --duration each, and reads the rest off between them for every window of --load.
+
+    load    rates of the online requests: CSV, gzipped or not, with columns t_s and rate_rps
+    peak    rate of the busiest window, to which the load is scaled
+    points  rates that are simulated
+    """
+
+    load: OldFile
+    peak: Rate
+    points: Annotated[int, Kind(whole(at_least=2), "N")] = 6
+    policy: Policy = Config().policy
+
+
+class Live(JsonOption, kw_only=True):
+    """One scenario against a running server: stock SGLang, cosched, vLLM.
+
+    Online requests come open-loop at their times; offline ones as --offline-client says. A turn of
+    a session is sent when the answer before it has come and been thought about, with that answer in
+    its prompt. The server's own policy schedules; name it with --scenario for the table.
+
+    scenario        row of the table
+    vocab_size      prompts made of token ids stay below it
+    offline_client  cap: a fixed number of offline requests in flight; aimd: a gateway that halves
+                    or raises that number by the online requests that miss a target; all: all at
+                    once, or in waves
+    concurrency     offline requests in flight, with aimd at most
+    no_priority     do not send `priority`: for servers that refuse it
+    length_scale    all prompts and outputs times X, for small models
+    think_scale     times between the turns of a session times X
+    records         write one JSON line per request there
+    plot            write the pictures there
+    """
+
+    base_url: Annotated[str, Kind(None, "URL")]
+    served_model: Annotated[str, Kind(None, "NAME")] = "default"
+    api_key: Annotated[str, Kind(None, "KEY")] | None = None
+    scenario: Annotated[str, Kind(None, "NAME")] = "live"
+    vocab_size: Annotated[int, Kind(whole(at_least=20), "N")] = VOCAB_SIZE
+    offline_client: Annotated[str, Kind(choices=[one.value for one in OfflineClient])] = "cap"
+    concurrency: int = 64
+    no_priority: bool = False
+    length_scale: Factor = 1.0
+    think_scale: Factor = 1.0
+    records: NewFile | None = None
+    plot: NewFolder | None = None
+
+
+class Fidelity(JsonOption):
+    """A live CPU server against its own simulation.
+
+    Serves the demo model, measures its iterations, and runs one workload live and in virtual time;
+    with a cache that holds and with one that thrashes.
+
+    size  of the model
+    """
+
+    size: Annotated[str, Kind(choices=["tiny", "demo"])] = "demo"
+    duration: Seconds = 60.0
+    online_rate: Rate = 1.0
+    policy: Annotated[Policy, Kind(None, None, "--policy", "--cosched-policy")] = "sarathi"
+    seed: Annotated[int, Kind(SEED)] = 0
+
+
+class Compare(JsonOption):
+    """Results of earlier runs side by side.
+
+    Files hold the last line of `run`. Ratios are to s0 of the first file.
+    """
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="python -m cosched.bench", description=__doc__)
+    add_version_option(parser)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    known = "\n".join(f"  {name:<20}{SCENARIOS[name].summary}" for name in SCENARIOS)
+    tuned = ", ".join(name for name in TUNINGS if name not in SCENARIOS)
+    scenarios = f"Scenarios:\n{known}\n  {tuned}: at their best settings"
+    orders = f"Orders of eviction:\n  {', '.join(EVICTION_ORDERS)}"
+    add_run_options(add_command(commands, Run, _run, description=f"{scenarios}\n\n{orders}"))
+    add_run_options(
+        add_command(commands, Yardstick, _yardstick), slo_of_rows="; some rows have their own"
+    )
+    for options, execute in (
+        (Knee, _knee),
+        (Tolerance, _tolerance),
+        (Robustness, _robustness),
+        (Days, _days),
+        (Live, _live),
+    ):
+        add_run_options(add_command(commands, options, execute))
+    add_command(commands, Fidelity, _fidelity)
+    compare = add_command(commands, Compare, lambda arguments: compare_files(arguments.files))
+    compare.add_argument("files", nargs="+", type=existing_file, metavar="FILE")
+    return parser
+
+
+def _store(arguments: argparse.Namespace) -> ResultStore | None:
+    return None if arguments.results is None else ResultStore(arguments.results)
+
+
+def _how(arguments: argparse.Namespace) -> dict[str, Any]:
+    """How simulations are run, where they are kept."""
+    return {"num_jobs": arguments.jobs, "quiet": arguments.quiet, "store": _store(arguments)}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Exits with 2 and one sentence when the arguments are wrong."""
     run_command(build_parser().parse_args(argv))
@@ -444,14 +361,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     base = run_spec_of(arguments, scenario("s1"))
     if arguments.plot is not None:
         check_can_draw()
-    suite = run_suite(
-        base,
-        arguments.scenarios,
-        num_jobs=arguments.jobs,
-        num_seeds=arguments.seeds,
-        quiet=arguments.quiet,
-        store=_store(arguments),
-    )
+    suite = run_suite(base, arguments.scenarios, num_seeds=arguments.seeds, **_how(arguments))
     _show(suite)
     save_output(arguments, arguments.plot, lambda folder: write_plots(folder, suite))
     return {"scenarios": suite.to_dict()}
@@ -472,13 +382,7 @@ def _say_seeds(suite: SuiteResult) -> str:
 
 
 def _yardstick(arguments: argparse.Namespace) -> dict[str, Any]:
-    suites = run_yardstick(
-        arguments,
-        num_jobs=arguments.jobs,
-        quiet=arguments.quiet,
-        names=arguments.scenarios,
-        store=_store(arguments),
-    )
+    suites = run_yardstick(arguments, names=arguments.scenarios, **_how(arguments))
     for name, suite in suites.items():
         print(f"\n{name}\n\n{markdown_table(suite.rows, suite.seeds)}")
     save_output(
@@ -521,9 +425,7 @@ def _tolerance(arguments: argparse.Namespace) -> dict[str, Any]:
             arguments.metrics,
             arguments.tolerances,
             precision=arguments.precision,
-            num_jobs=arguments.jobs,
-            quiet=arguments.quiet,
-            store=_store(arguments) or ResultStore(Path(folder)),
+            **(_how(arguments) | {"store": _store(arguments) or ResultStore(Path(folder))}),
         )
     print_tolerances(sweep)
     save_output(arguments, arguments.plot, lambda path: plot_tolerances(sweep, path))
@@ -532,14 +434,7 @@ def _tolerance(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _robustness(arguments: argparse.Namespace) -> dict[str, Any]:
     base = _both_classes(arguments)
-    robustness = run_robustness(
-        base,
-        arguments.scenarios,
-        arguments.errors,
-        num_jobs=arguments.jobs,
-        quiet=arguments.quiet,
-        store=_store(arguments),
-    )
+    robustness = run_robustness(base, arguments.scenarios, arguments.errors, **_how(arguments))
     print_robustness(robustness)
     save_output(arguments, arguments.plot, lambda path: plot_robustness(robustness, path))
     return {"spec": base.describe(), "rows": rows_of(robustness)}
@@ -551,9 +446,7 @@ def _days(arguments: argparse.Namespace) -> dict[str, Any]:
         base,
         read_load(arguments.load).scaled(arguments.peak),
         num_points=arguments.points,
-        num_jobs=arguments.jobs,
-        quiet=arguments.quiet,
-        store=_store(arguments),
+        **_how(arguments),
     )
     print_days(days)
     save_output(arguments, arguments.plot, lambda path: plot_days(days, path))

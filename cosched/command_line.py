@@ -16,10 +16,21 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from inspect import getdoc, signature
+from inspect import Parameter, getdoc, signature
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
+from types import UnionType
+from typing import (
+    Annotated,
+    Any,
+    NoReturn,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
+import msgspec
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cosched.errors import CoschedError
@@ -28,14 +39,26 @@ from cosched.versions import version_line, versions
 
 __all__ = [
     "PORT",
+    "Count",
+    "JsonOption",
+    "Kind",
+    "NewFile",
+    "NewFolder",
+    "OldFile",
     "Parser",
+    "Part",
+    "Seconds",
+    "Share",
+    "add_command",
     "add_field_option",
     "add_json_option",
+    "add_options",
     "add_version_option",
     "checked",
     "existing_file",
     "field_texts",
     "fields_given",
+    "introduction",
     "number",
     "output_file",
     "output_folder",
@@ -88,15 +111,6 @@ class _Version(argparse.Action):
     ) -> None:
         print(version_line())
         parser.exit()
-
-
-def add_json_option(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument(
-        "--json",
-        type=output_file,
-        metavar="FILE",
-        help="write there what the last line of the output is",
-    )
 
 
 def checked(read: Callable[[str], T]) -> Callable[[str], T]:
@@ -172,47 +186,117 @@ PORT = whole(at_least=1, at_most=65535)
 
 
 def field_texts(struct: type) -> Mapping[str, str]:
-    """What a docstring says of the fields of a struct or data class: its lines
-    ``name   what it is``, with those that follow and are indented."""
-    fields = signature(struct).parameters
+    """What the docstrings of a struct or data class and of those that it extends say of its fields:
+    their lines ``name   what it is``, with those that follow and are indented."""
+    names = signature(struct).parameters
     found: dict[str, str] = {}
-    name = None
-    for line in (getdoc(struct) or "").splitlines():
-        match = re.match(r"(\w+) +(\S.*)", line)
-        if match and match[1] in fields:
-            name = match[1]
-            found[name] = match[2]
-        elif name and line.startswith("  "):
-            found[name] += " " + line.strip()
-        else:
-            name = None
+    for kind in reversed(struct.__mro__):
+        name = None
+        for line in (getdoc(kind) or "").splitlines() if "__doc__" in vars(kind) else ():
+            match = re.match(r"(\w+) +(\S.*)", line)
+            if match and match[1] in names:
+                name = match[1]
+                found[name] = match[2]
+            elif name and line.startswith("  "):
+                found[name] += " " + line.strip()
+            else:
+                name = None
     return found
 
 
+class Kind:
+    """What the annotation of a field (``Annotated[type, Kind(...)]``) says of its option."""
+
+    def __init__(
+        self,
+        read: Callable[[str], Any] | None = None,
+        metavar: str | None = None,
+        *flags: str,
+        **more: Any,
+    ) -> None:
+        """
+        read     what makes its value of the text; None: as goes with the type of the field
+        metavar  what stands for the value in the help
+        flags    its names; without any that of the field
+        more     options of `add_argument`
+        """
+        self.flags = flags
+        self.more = more
+        if read is not None:
+            more["type"] = read
+        if metavar is not None:
+            more["metavar"] = metavar
+
+
+def add_options(parser: argparse._ActionsContainer, struct: type) -> None:
+    """An option for each field of a struct: what it does is in the docstrings (`field_texts`),
+    what it takes in its type, which may have a `Kind`. A field without a default must be given."""
+    for name in signature(struct).parameters:
+        add_field_option(parser, struct, name)
+
+
+def introduction(struct: type) -> str:
+    """What the docstring of a struct says before it comes to fields."""
+    paragraphs = (getdoc(struct) or "").split("\n\n")
+    return "\n\n".join(one for one in paragraphs if not re.match(r"\w+  ", one))
+
+
+def add_command(
+    commands: Any,
+    options: type,
+    execute: Callable[[argparse.Namespace], Mapping[str, Any]],
+    *,
+    description: str | None = None,
+    epilog: str | None = None,
+) -> argparse.ArgumentParser:
+    """The subcommand that is called as the struct of its options, in small letters. The first line
+    of the struct's docstring is its help, what follows its description unless there is another."""
+    summary, _, rest = introduction(options).partition("\n\n")
+    parser: argparse.ArgumentParser = commands.add_parser(
+        options.__name__.lower(),
+        help=summary.removesuffix(".").replace("%", "%%"),
+        description=description or rest or None,
+        epilog=epilog,
+    )
+    add_options(parser, options)
+    parser.set_defaults(execute=execute)
+    return parser
+
+
 def add_field_option(
-    group: argparse._ActionsContainer, struct: type, field: str, *flags: str, **options: Any
+    group: argparse._ActionsContainer, struct: type, name: str, *flags: str, **options: Any
 ) -> None:
-    """An option for a field of a struct or data class.
+    """An option for the field `name` of a struct or data class.
 
     flags    its names; without any that of the field. The value gets the name of the field
     options  of `add_argument`, where they are not what follows from the field: its default; a type
              or action that goes with its type, numbers above 0; and as help its text
     """
-    default = signature(struct).parameters[field].default
-    kind = get_type_hints(struct)[field]
-    kind = next((one for one in get_args(kind) if one is not type(None)), kind)
-    text = field_texts(struct)[field].replace("``", "`").replace("%", "%%")
-    if kind is bool:
+    default = signature(struct).parameters[name].default
+    kind = get_type_hints(struct, include_extras=True)[name]
+    if get_origin(kind) in (Union, UnionType):
+        kind = next(one for one in get_args(kind) if one is not type(None))
+    kind, *notes = get_args(kind) if get_origin(kind) is Annotated else (kind,)
+    for note in reversed(notes):
+        flags, options = flags or note.flags, {**note.more, **options}
+    text = field_texts(struct).get(name, "").replace("``", "`").replace("%", "%%")
+    if default is Parameter.empty:
+        default = None
+        options.setdefault("required", "default" not in options)
+    if kind is bool and default is False:
+        options.setdefault("action", "store_true")
+    elif kind is bool:
         options.setdefault("action", argparse.BooleanOptionalAction)
         text += " (default: on)" if default else ""
     else:
-        if "choices" not in options:
-            options.setdefault("type", {int: whole(at_least=1), float: number(above=0)}.get(kind))
-        if isinstance(default, int | float | str) and not re.search("(default|absent): ", text):
-            shown = f"{default:g}" if kind is float else str(default)
-            text += f" (default: {shown})"
-    given = {"dest": field, "default": default, "help": text, **options}
-    group.add_argument(*flags or [f"--{field.replace('_', '-')}"], **given)
+        options.setdefault("type", {int: whole(at_least=1), float: number(above=0)}.get(kind))
+        if isinstance(default, int | float | str | Path) and not re.search(
+            "(default|absent): ", text
+        ):
+            shown = f"default: {default:g}" if kind is float else f"default: {default}"
+            text = f"{text} ({shown})" if text else shown
+    given = {"dest": name, "default": default, "help": text, **options}
+    group.add_argument(*flags or [f"--{name.replace('_', '-')}"], **given)
 
 
 def fields_given(struct: Callable[..., T], arguments: argparse.Namespace) -> T:
@@ -262,6 +346,28 @@ def _check_folder(folder: Path) -> None:
     # Permissions say too little: nobody can make a file in /proc, and root may write anywhere else.
     with tempfile.TemporaryFile(dir=folder):
         pass
+
+
+Share = Annotated[float, Kind(number(above=0, at_most=1), "SHARE")]
+Part = Annotated[float, Kind(number(above=0, below=1), "SHARE")]
+Count = Annotated[int, Kind(None, "N")]
+Seconds = Annotated[float, Kind(None, "S")]
+OldFile = Annotated[Path, Kind(existing_file, "FILE")]
+NewFile = Annotated[Path, Kind(output_file, "FILE")]
+NewFolder = Annotated[Path, Kind(output_folder, "DIR")]
+
+
+class JsonOption(msgspec.Struct):
+    """Of every command that ends with a line of JSON.
+
+    json  write there what the last line of the output is
+    """
+
+    json: NewFile | None = None
+
+
+def add_json_option(parser: argparse._ActionsContainer) -> None:
+    add_options(parser, JsonOption)
 
 
 def save_output(

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
@@ -30,16 +30,18 @@ from cosched.benchmark.live import LiveResult, print_live
 from cosched.benchmark.own_server import OwnRun, OwnServers, leave_a_core_free
 from cosched.command_line import (
     PORT,
+    Count,
+    JsonOption,
+    Kind,
     Parser,
-    add_json_option,
+    Seconds,
+    add_options,
     add_version_option,
     checked,
-    number,
     output_folder,
     run_async,
     run_command,
     save_output,
-    whole,
 )
 from cosched.core.request import RequestClass, Slo
 from cosched.demo_model import SIZES, ensure_demo_model
@@ -142,6 +144,47 @@ class Measured:
         }
 
 
+def _scenario_name(name: str) -> str:
+    return name if name == ONLINE_ONLY else known_policy(name)
+
+
+def _picture(text: str) -> Path:
+    path = output_folder(str(Path(text).absolute().parent)) / Path(text).name
+    if path.is_dir() or path.suffix != ".png":
+        raise argparse.ArgumentTypeError(f"{text!r} is no file that ends in .png")
+    return Path(text)
+
+
+_NAMES = (
+    f"of {ONLINE_ONLY}, {', '.join(policy_names())}, or yours as module:Class "
+    f"(default: {' '.join(_SCENARIOS)})"
+)
+
+
+class Options(JsonOption):
+    """
+    seconds          how long online requests arrive, per scenario
+    rate             mean online requests per second outside the two bursts, which have 3 times as
+                     many
+    offline_prompts  few-shot prompts of the offline job
+    seed             of arrivals and prompts
+    size             of the model
+    port             of the servers (default: one that is free)
+    out              the picture; servers' logs go beside it
+    """
+
+    scenarios: Annotated[
+        Sequence[str], Kind(checked(_scenario_name), "NAME", nargs="+", help=_NAMES)
+    ] = _SCENARIOS
+    seconds: Seconds = _SECONDS
+    rate: Annotated[float, Kind(None, "R")] = _RATE
+    offline_prompts: Count = _JOB_REQUESTS
+    seed: Annotated[int, Kind(SEED)] = 0
+    size: Annotated[str, Kind(choices=sorted(SIZES))] = "demo"
+    port: Annotated[int, Kind(PORT, "N")] | None = None
+    out: Annotated[Path, Kind(_picture, "PNG")] = Path("out/demo.png")
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m cosched.demo",
@@ -150,54 +193,7 @@ def build_parser() -> argparse.ArgumentParser:
         "itself.",
     )
     add_version_option(parser)
-    parser.add_argument(
-        "--scenarios",
-        nargs="+",
-        type=checked(_scenario_name),
-        default=list(_SCENARIOS),
-        metavar="NAME",
-        help=f"of {ONLINE_ONLY}, {', '.join(policy_names())}, or yours as module:Class "
-        f"(default: {' '.join(_SCENARIOS)})",
-    )
-    parser.add_argument(
-        "--seconds",
-        type=number(above=0),
-        default=_SECONDS,
-        metavar="S",
-        help="how long online requests arrive, per scenario (default: %(default)g)",
-    )
-    parser.add_argument(
-        "--rate",
-        type=number(above=0),
-        default=_RATE,
-        metavar="R",
-        help="mean online requests per second outside the two bursts, which have 3 times as many "
-        "(default: %(default)g)",
-    )
-    parser.add_argument(
-        "--offline-prompts",
-        type=whole(at_least=1),
-        default=_JOB_REQUESTS,
-        metavar="N",
-        help="few-shot prompts of the offline job (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--seed", type=SEED, default=0, help="of arrivals and prompts (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--size", choices=sorted(SIZES), default="demo", help="of the model (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--port", type=PORT, metavar="N", help="of the servers (default: one that is free)"
-    )
-    parser.add_argument(
-        "--out",
-        type=_picture,
-        default=Path("out/demo.png"),
-        metavar="PNG",
-        help="the picture; servers' logs go beside it (default: %(default)s)",
-    )
-    add_json_option(parser)
+    add_options(parser, Options)
     parser.set_defaults(execute=_run)
     return parser
 
@@ -209,17 +205,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _expected_min(num_scenarios: int, seconds: float) -> float:
     return max(1.0, num_scenarios * (_START_S + seconds) / 60)
-
-
-def _scenario_name(name: str) -> str:
-    return name if name == ONLINE_ONLY else known_policy(name)
-
-
-def _picture(text: str) -> Path:
-    path = output_folder(str(Path(text).absolute().parent)) / Path(text).name
-    if path.is_dir() or path.suffix != ".png":
-        raise argparse.ArgumentTypeError(f"{text!r} is no file that ends in .png")
-    return Path(text)
 
 
 def _spec(name: str, arguments: argparse.Namespace) -> RunSpec:

@@ -18,24 +18,27 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from cosched.batches.api import window_seconds
 from cosched.batches.config import BatchesConfig
 from cosched.command_line import (
+    Count,
+    JsonOption,
+    Kind,
     Parser,
+    Seconds,
     add_field_option,
-    add_json_option,
+    add_options,
     add_version_option,
     checked,
     existing_file,
-    number,
     run_command,
     virtual_time_bar,
-    whole,
 )
 from cosched.config import Config
 from cosched.core.request import RequestClass, Slo
@@ -61,72 +64,55 @@ from cosched_traces.workload import TraceRequest
 
 __all__ = ["main"]
 
+_POLICIES = f"who schedules: {', '.join(policy_names())}, or one of yours (default: %(default)s)"
+
 _FIRST_ID = 10
 """Below it are the special tokens of a vocabulary."""
+
+
+class Submission(msgspec.Struct):
+    """
+    trace         the chats beside it: a trace or a workload (docs/workloads.md)
+    rate          mean rate of the chats, of a trace at most its own (default: the trace's)
+    window        completion window
+    starts        moments of the trace at which it is submitted, the first at its beginning
+    reply_tokens  length of a reply, within its limit (default: its limit, or 256 without one)
+    concurrency   lines at the scheduler at a time
+    slo_ttft      TTFT target of the chats
+    slo_tpot      TPOT target of the chats
+    """
+
+    trace: Annotated[str, Kind(None, "NAME|FILE")]
+    rate: Annotated[float, Kind(None, "REQ/S")] | None = None
+    window: Annotated[str, Kind(None, "W")] = "24h"
+    starts: Count = 1
+    reply_tokens: Count | None = None
+    concurrency: Count = BatchesConfig().high_watermark
+    policy: Annotated[
+        str, Kind(checked(known_policy), "NAME", "--policy", "--cosched-policy", help=_POLICIES)
+    ] = Config().policy
+    slo_ttft: Seconds | None = DEFAULT_SLO.ttft_s
+    slo_tpot: Seconds | None = DEFAULT_SLO.tpot_s
+
+
+class Output(JsonOption):
+    """
+    quiet  no progress bar
+    """
+
+    quiet: bool = False
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m cosched.estimate", description=__doc__)
     add_version_option(parser)
     parser.add_argument("file", type=existing_file, metavar="FILE", help="requests (JSONL)")
-    parser.add_argument(
-        "--trace",
-        required=True,
-        metavar="NAME|FILE",
-        help="the chats beside it: a trace or a workload (docs/workloads.md)",
-    )
-    parser.add_argument(
-        "--rate",
-        type=number(above=0),
-        metavar="REQ/S",
-        help="mean rate of the chats, of a trace at most its own (default: the trace's)",
-    )
-    parser.add_argument(
-        "--window", default="24h", metavar="W", help="completion window (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--starts",
-        type=whole(at_least=1),
-        default=1,
-        metavar="N",
-        help="moments of the trace at which it is submitted, the first at its beginning (default: "
-        "%(default)s)",
-    )
-    parser.add_argument(
-        "--reply-tokens",
-        type=whole(at_least=1),
-        metavar="N",
-        help="length of a reply, within its limit (default: its limit, or 256 without one)",
-    )
-    parser.add_argument(
-        "--concurrency",
-        type=whole(at_least=1),
-        default=BatchesConfig().high_watermark,
-        metavar="N",
-        help="lines at the scheduler at a time (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--policy",
-        "--cosched-policy",
-        type=checked(known_policy),
-        default=Config().policy,
-        metavar="NAME",
-        help=f"who schedules: {', '.join(policy_names())}, or one of yours (default: %(default)s)",
-    )
-    for kind, default_s in (("ttft", DEFAULT_SLO.ttft_s), ("tpot", DEFAULT_SLO.tpot_s)):
-        parser.add_argument(
-            f"--slo-{kind}",
-            type=number(above=0),
-            default=default_s,
-            metavar="S",
-            help=f"{kind.upper()} target of the chats (default: %(default)s)",
-        )
+    add_options(parser, Submission)
     add_field_option(parser, RunSpec, "seed", type=SEED)
     add_field_option(parser, RunSpec, "data_dir", type=Path, metavar="DIR")
     add_machine_options(parser)
     add_config_options(parser)
-    add_json_option(parser)
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    add_options(parser, Output)
     parser.set_defaults(execute=_execute)
     return parser
 

@@ -18,17 +18,19 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from cosched.command_line import (
+    JsonOption,
+    Kind,
+    NewFile,
+    OldFile,
     Parser,
-    add_json_option,
+    add_command,
     add_version_option,
-    existing_file,
     number,
-    output_file,
     run_command,
     save_output,
     whole,
@@ -38,7 +40,7 @@ from cosched.length import MODES, Facts, LengthConfig, LengthModel
 from cosched.length.judge import LATER, Judged, Score, score, stream
 from cosched.length.trees import held_out_medians
 from cosched.metrics.figure import check_can_draw, new_figure, save, tidy
-from cosched.simulation.options import DATA_ENV, SEED, data_dir_of
+from cosched.simulation.options import SEED, data_dir_of
 from cosched_traces.responses import (
     RESPONSE_SETS,
     Response,
@@ -55,75 +57,6 @@ TREES = "trees"
 _DEFAULT_MODES = ("limit", "histogram", "learned", "oracle-noise")
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="python -m cosched.lengths", description=__doc__)
-    add_version_option(parser)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    sets = "\n".join(f"  {name:<20}{one.summary}" for name, one in RESPONSE_SETS.items())
-    modes = "\n".join(f"  {name:<20}{summary}" for name, summary in MODES.items())
-    compare = commands.add_parser(
-        "compare",
-        help="errors, coverage and what is allocated, by mode and data set",
-        description=f"Modes:\n{modes}\n\nSets:\n{sets}",
-    )
-    compare.add_argument(
-        "--sets", type=_names(RESPONSE_SETS), metavar="NAMES", help="default: all that are there"
-    )
-    compare.add_argument(
-        "--file", type=existing_file, metavar="FILE", help="prompts of one's own, in place of sets"
-    )
-    compare.add_argument(
-        "--by-stream", action="store_true", help="a row for each stream (model) of a set"
-    )
-    compare.add_argument(
-        "--modes",
-        type=_names((*MODES, TREES)),
-        default=_DEFAULT_MODES,
-        metavar="NAMES",
-        help=f"default: {','.join(_DEFAULT_MODES)}; {TREES}: LightGBM (to be installed), fitted "
-        "to four fifths of a stream and judged by the rest",
-    )
-    compare.add_argument(
-        "--coverage",
-        type=number(above=0.5, below=1),
-        default=0.95,
-        metavar="SHARE",
-        help="of the upper estimate (default: %(default)s)",
-    )
-    compare.add_argument(
-        "--warm-up",
-        type=whole(at_least=0),
-        default=100,
-        metavar="N",
-        help="first requests of each stream that are not judged (default: %(default)s)",
-    )
-    compare.add_argument(
-        "--delay",
-        type=whole(at_least=0),
-        metavar="N",
-        help="requests under way when one arrives (default: of the set; of a file 20)",
-    )
-    compare.add_argument("--data-dir", type=Path, metavar="DIR", help=f"default: ${DATA_ENV}")
-    compare.add_argument("--plot", type=output_file, metavar="FILE", help="picture of the table")
-    compare.add_argument("--seed", type=SEED, default=0, help="default: %(default)s")
-    add_json_option(compare)
-    compare.set_defaults(execute=_compare)
-
-    timing = commands.add_parser("time", help="how long an estimate and a lesson take here")
-    timing.add_argument(
-        "--requests", type=whole(at_least=100), default=4000, help="default: %(default)s"
-    )
-    timing.add_argument("--seed", type=SEED, default=0, help="default: %(default)s")
-    add_json_option(timing)
-    timing.set_defaults(execute=_time)
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Exits with 2 and one sentence when the arguments are wrong."""
-    run_command(build_parser().parse_args(argv), packages=["numpy"], with_config=True)
-
-
 def _names(known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
     def parse(text: str) -> tuple[str, ...]:
         names = tuple(dict.fromkeys(text.split(",")))
@@ -133,6 +66,59 @@ def _names(known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
         return names
 
     return parse
+
+
+Names = tuple[str, ...]
+
+
+class Compare(JsonOption):
+    """Errors, coverage and what is allocated, by mode and data set.
+
+    sets       default: all that are there
+    file       prompts of one's own, in place of sets
+    by_stream  a row for each stream (model) of a set
+    modes      default: limit,histogram,learned,oracle-noise; trees: LightGBM (to be installed),
+               fitted to four fifths of a stream and judged by the rest
+    coverage   of the upper estimate
+    warm_up    first requests of each stream that are not judged
+    delay      requests under way when one arrives (default: of the set; of a file 20)
+    data_dir   default: $COSCHED_DATA
+    plot       picture of the table
+    """
+
+    sets: Annotated[Names, Kind(_names(RESPONSE_SETS), "NAMES")] | None = None
+    file: OldFile | None = None
+    by_stream: bool = False
+    modes: Annotated[Names, Kind(_names((*MODES, TREES)), "NAMES")] = _DEFAULT_MODES
+    coverage: Annotated[float, Kind(number(above=0.5, below=1), "SHARE")] = 0.95
+    warm_up: Annotated[int, Kind(whole(at_least=0), "N")] = 100
+    delay: Annotated[int, Kind(whole(at_least=0), "N")] | None = None
+    data_dir: Annotated[Path, Kind(Path, "DIR")] | None = None
+    plot: NewFile | None = None
+    seed: Annotated[int, Kind(SEED)] = 0
+
+
+class Time(JsonOption):
+    """How long an estimate and a lesson take here."""
+
+    requests: Annotated[int, Kind(whole(at_least=100))] = 4000
+    seed: Annotated[int, Kind(SEED)] = 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="python -m cosched.lengths", description=__doc__)
+    add_version_option(parser)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    sets = "\n".join(f"  {name:<20}{one.summary}" for name, one in RESPONSE_SETS.items())
+    modes = "\n".join(f"  {name:<20}{summary}" for name, summary in MODES.items())
+    add_command(commands, Compare, _compare, description=f"Modes:\n{modes}\n\nSets:\n{sets}")
+    add_command(commands, Time, _time)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Exits with 2 and one sentence when the arguments are wrong."""
+    run_command(build_parser().parse_args(argv), packages=["numpy"], with_config=True)
 
 
 def _compare(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -21,18 +21,22 @@ from dataclasses import asdict
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from cosched.command_line import (
+    JsonOption,
+    Kind,
+    NewFile,
+    OldFile,
     Parser,
+    Part,
+    add_command,
     add_field_option,
-    add_json_option,
     add_version_option,
     existing_file,
     number,
-    output_file,
     run_command,
     save_output,
     whole,
@@ -71,58 +75,59 @@ from cosched.simulation.run import CostSpec, RunSpec
 __all__ = ["main"]
 
 
+class _Truth(JsonOption):
+    """
+    outliers  of the iterations, ten times as long (default: none)
+    graphs    tell `cosched` the sizes of the CUDA graphs where there are any
+    """
+
+    outliers: Annotated[float, Kind(number(at_least=0, at_most=1), "SHARE")] = 0.0
+    iterations: Annotated[int, Kind(whole(at_least=10), "N")] = 8000
+    graphs: bool = True
+
+
+class Compare(_Truth):
+    """Errors of all predictors on held-out iterations.
+
+    log       iterations of a server, instead of --truth: its --cosched-iteration-log, or a profile
+              that `python -m cosched.profile measure` wrote
+    held_out  of the iterations
+    in_order  hold out the last iterations and not some of all: what a fit says of the time after it
+    plot      picture of predicted against measured
+    """
+
+    log: OldFile | None = None
+    held_out: Part = 0.3
+    in_order: bool = False
+    plot: NewFile | None = None
+
+
+class Calibrate(_Truth):
+    """Error of a predictor that learns while it runs.
+
+    slower  how much longer iterations take in the third quarter
+    """
+
+    slower: Annotated[float, Kind(None, "FACTOR")] = 1.0
+
+
+class Time(_Truth):
+    """How long prediction, inverse and fit take here."""
+
+    iterations: Annotated[int, Kind(whole(at_least=10), "N")] = 80_000
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m cosched.predictors", description=__doc__)
     add_version_option(parser)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     known = "\n".join(f"  {e.name:<10}{e.summary} ({e.source})" for e in PREDICTORS.values())
-    compare = commands.add_parser(
-        "compare",
-        help="errors of all predictors on held-out iterations",
-        description=f"Predictors:\n{known}",
-    )
-    _add_truth(compare)
-    compare.add_argument(
-        "--log",
-        type=existing_file,
-        metavar="FILE",
-        help="iterations of a server, instead of --truth: its --cosched-iteration-log, or a "
-        "profile that `python -m cosched.profile measure` wrote",
-    )
-    compare.add_argument(
-        "--held-out",
-        type=number(above=0, below=1),
-        default=0.3,
-        metavar="SHARE",
-        help="of the iterations (default: %(default)s)",
-    )
-    compare.add_argument(
-        "--in-order",
-        action="store_true",
-        help="hold out the last iterations and not some of all: what a fit says of the time after "
-        "it",
-    )
-    compare.add_argument(
-        "--plot", type=output_file, metavar="FILE", help="picture of predicted against measured"
-    )
-    compare.set_defaults(execute=_compare)
-
-    calibrate = commands.add_parser(
-        "calibrate", help="error of a predictor that learns while it runs"
-    )
-    _add_truth(calibrate)
-    calibrate.add_argument(
-        "--slower",
-        type=number(above=0),
-        default=1.0,
-        metavar="FACTOR",
-        help="how much longer iterations take in the third quarter (default: %(default)s)",
-    )
-    calibrate.set_defaults(execute=_calibrate)
-
-    timing = commands.add_parser("time", help="how long prediction, inverse and fit take here")
-    _add_truth(timing)
-    timing.set_defaults(execute=_time, iterations=80_000)
+    for command in (
+        add_command(commands, Compare, _compare, description=f"Predictors:\n{known}"),
+        add_command(commands, Calibrate, _calibrate),
+        add_command(commands, Time, _time),
+    ):
+        _add_truth(command)
     return parser
 
 
@@ -138,27 +143,6 @@ def _add_truth(parser: argparse.ArgumentParser) -> None:
     add = partial(add_field_option, parser, RunSpec)
     add("data_dir", type=Path, metavar="DIR")
     add("seed", type=SEED)
-    parser.add_argument(
-        "--outliers",
-        type=number(at_least=0, at_most=1),
-        default=0.0,
-        metavar="SHARE",
-        help="of the iterations, ten times as long (default: none)",
-    )
-    parser.add_argument(
-        "--iterations",
-        type=whole(at_least=10),
-        default=8000,
-        metavar="N",
-        help="default: %(default)s",
-    )
-    parser.add_argument(
-        "--graphs",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="tell `cosched` the sizes of the CUDA graphs (default: yes, where there are any)",
-    )
-    add_json_option(parser)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

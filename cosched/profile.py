@@ -31,7 +31,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -40,11 +40,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from cosched.benchmark.live import VOCAB_SIZE, LiveResult
 from cosched.benchmark.own_server import OwnServers, leave_a_core_free
 from cosched.command_line import (
+    Count,
+    JsonOption,
+    Kind,
+    NewFile,
     Parser,
-    add_json_option,
+    Part,
+    add_command,
+    add_options,
     add_version_option,
-    number,
-    output_file,
+    introduction,
     run_command,
     save_output,
     whole,
@@ -89,62 +94,91 @@ _POLICY = "sarathi"
 """Any policy that plans does: a script takes its place."""
 
 
+class Measure(JsonOption, kw_only=True):
+    """Measure an engine, fit the predictors, write a profile.
+
+    The engine is the modelled GPU of a simulation (--virtual and machine options), or one in this
+    process (--model-path and any SGLang flag).
+
+    write        the profile
+    virtual      measure the modelled GPU, in virtual time
+    batches      batches to measure; fewer than 100 fit poorly
+    repeats      times each batch runs; the median counts, and batches whose repeats differ by more
+                 than a tenth are repeated once more, then discarded
+    max_context  longest context measured (default: as the engine allows)
+    held_out     of the batches, to tell the error from
+    quiet        no progress bar
+    """
+
+    write: NewFile
+    virtual: bool = False
+    batches: Count = 400
+    repeats: Count = 3
+    max_context: Annotated[int, Kind(None, "TOKENS")] | None = None
+    held_out: Part = 0.25
+    seed: Annotated[int, Kind(SEED)] = 0
+    quiet: bool = False
+
+
+class Slo(JsonOption, kw_only=True):
+    """The largest budget or offline rate with which a workload meets its goals.
+
+    goals      a goal; several may be named, and all are met at once
+    low        lower end of the range
+    high       upper end of the range
+    tolerance  stop when the value is known to this relative precision
+    jobs       simulations at a time
+    write      write a COSCHED_CONFIG with the value there
+    quiet      no progress bar
+    """
+
+    goals: Annotated[list[str], Kind(None, "GOAL", "--slo", action="append")]
+    search: Annotated[str, Kind(choices=sorted(SEARCHES))] = "budget"
+    low: Annotated[float, Kind(None, "X")] | None = None
+    high: Annotated[float, Kind(None, "X")] | None = None
+    tolerance: Part = 0.05
+    jobs: int = 1
+    write: NewFile | None = None
+    quiet: bool = False
+
+
+class LiveServers(msgspec.Struct):
+    """With a model each value is tried on a server that is started here with it, as it is served:
+    SGLang's flags follow --, and the options of the machine say nothing.
+
+    model_path   search on live servers of this model
+    concurrency  offline requests in flight
+    vocab_size   prompts made of token ids stay below it
+    server_log   output of the last server
+    """
+
+    model_path: Annotated[str, Kind(None, "MODEL")] | None = None
+    concurrency: Count = 64
+    vocab_size: Annotated[int, Kind(whole(at_least=20), "N")] = VOCAB_SIZE
+    server_log: NewFile = Path("cosched-server.log")
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m cosched.profile", description=__doc__)
     add_version_option(parser)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_measure(commands)
-    _add_slo(commands)
+    machine = _machine_parser().format_help().partition("\n\n")[2]
+    add_command(commands, Measure, _measure, epilog=f"With --virtual also:\n\n{machine}")
+    searches = "\n".join(
+        f"  {name:<14}{s.summary} ({s.key}, {s.unit}; policy {s.policy})"
+        for name, s in SEARCHES.items()
+    )
+    slo = add_command(commands, Slo, _slo, description=f"Searches:\n{searches}\n\n{_GOALS}")
+    add_options(slo.add_argument_group("live", introduction(LiveServers)), LiveServers)
+    add_run_options(slo)
     return parser
 
 
-def _add_measure(commands: Any) -> None:
-    machine = _machine_parser().format_help().partition("\n\n")[2]
-    parser = commands.add_parser(
-        "measure",
-        help="measure an engine, fit the predictors, write a profile",
-        description="The engine is the modelled GPU of a simulation (--virtual and machine "
-        "options), or one in this process (--model-path and any SGLang flag).",
-        epilog=f"With --virtual also:\n\n{machine}",
-    )
-    parser.add_argument(
-        "--write", type=output_file, required=True, metavar="FILE", help="the profile"
-    )
-    parser.add_argument(
-        "--virtual", action="store_true", help="measure the modelled GPU, in virtual time"
-    )
-    parser.add_argument(
-        "--batches",
-        type=whole(at_least=1),
-        default=400,
-        metavar="N",
-        help="batches to measure; fewer than 100 fit poorly (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--repeats",
-        type=whole(at_least=1),
-        default=3,
-        metavar="N",
-        help="times each batch runs; the median counts, and batches whose repeats differ by more "
-        "than a tenth are repeated once more, then discarded (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--max-context",
-        type=whole(at_least=1),
-        metavar="TOKENS",
-        help="longest context measured (default: as the engine allows)",
-    )
-    parser.add_argument(
-        "--held-out",
-        type=number(above=0, below=1),
-        default=0.25,
-        metavar="SHARE",
-        help="of the batches, to tell the error from (default: %(default)s)",
-    )
-    parser.add_argument("--seed", type=SEED, default=0, help="default: %(default)s")
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    add_json_option(parser)
-    parser.set_defaults(execute=_measure)
+_GOALS = """\
+Goals: STATISTIC_METRIC<=LIMIT with mean, p50, p90, p95 or p99 of ttft, tpot, tbt or e2e
+of the online requests; the limit in ms or s, or as +5% above the online requests alone
+under stock scheduling; and attainment>=99% of the targets --slo-ttft and --slo-tpot, or
+attainment>=-1%, at most 1 point below the online requests alone."""
 
 
 def _machine_parser() -> argparse.ArgumentParser:
@@ -158,85 +192,6 @@ def _machine_parser() -> argparse.ArgumentParser:
         help="folder with kernel tables (default: $COSCHED_DATA)",
     )
     return parser
-
-
-def _add_slo(commands: Any) -> None:
-    parser = commands.add_parser(
-        "slo",
-        help="the largest budget or offline rate with which a workload meets its goals",
-        description="Searches:\n"
-        + "\n".join(
-            f"  {name:<14}{s.summary} ({s.key}, {s.unit}; policy {s.policy})"
-            for name, s in SEARCHES.items()
-        )
-        + "\n\nGoals: STATISTIC_METRIC<=LIMIT with mean, p50, p90, p95 or p99 of ttft, tpot, tbt "
-        "or e2e\nof the online requests; the limit in ms or s, or as +5% above the online requests "
-        "alone\nunder stock scheduling; and attainment>=99% of the targets --slo-ttft and "
-        "--slo-tpot, or\nattainment>=-1%, at most 1 point below the online requests alone.",
-    )
-    parser.add_argument(
-        "--slo",
-        action="append",
-        required=True,
-        metavar="GOAL",
-        dest="goals",
-        help="a goal; several may be named, and all are met at once",
-    )
-    parser.add_argument(
-        "--search", choices=sorted(SEARCHES), default="budget", help="default: %(default)s"
-    )
-    parser.add_argument("--low", type=number(above=0), metavar="X", help="lower end of the range")
-    parser.add_argument("--high", type=number(above=0), metavar="X", help="upper end of the range")
-    parser.add_argument(
-        "--tolerance",
-        type=number(above=0, below=1),
-        default=0.05,
-        metavar="SHARE",
-        help="stop when the value is known to this relative precision (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--jobs",
-        type=whole(at_least=1),
-        default=1,
-        help="simulations at a time (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--write",
-        type=output_file,
-        metavar="FILE",
-        help="write a COSCHED_CONFIG with the value there",
-    )
-    live = parser.add_argument_group(
-        "live",
-        "With a model each value is tried on a server that is started here with it, as it is "
-        "served: SGLang's flags follow --, and the options of the machine say nothing.",
-    )
-    live.add_argument("--model-path", metavar="MODEL", help="search on live servers of this model")
-    live.add_argument(
-        "--concurrency",
-        type=whole(at_least=1),
-        default=64,
-        metavar="N",
-        help="offline requests in flight (default: %(default)s)",
-    )
-    live.add_argument(
-        "--vocab-size",
-        type=whole(at_least=20),
-        default=VOCAB_SIZE,
-        metavar="N",
-        help="prompts made of token ids stay below it (default: %(default)s)",
-    )
-    live.add_argument(
-        "--server-log",
-        type=output_file,
-        default=Path("cosched-server.log"),
-        metavar="FILE",
-        help="output of the last server (default: %(default)s)",
-    )
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    add_json_option(parser)
-    add_run_options(parser)
-    parser.set_defaults(execute=_slo)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -11,24 +11,18 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from functools import partial
 
-from cosched.command_line import Parser, add_version_option
+from cosched.command_line import Parser, add_field_option, add_version_option
 from cosched.errors import CoschedError
 from cosched.jobs.call import ExitCode, fetch, run_job, show_batches, validate
-from cosched.jobs.config import (
-    ABSENT_WAIT_S,
-    DEFAULT_BASE_URL,
-    VIAS,
-    JobConfig,
-    normal_base_url,
-)
+from cosched.jobs.config import DEFAULT_BASE_URL, VIAS, JobConfig, normal_base_url
 from cosched.jobs.lines import URLS
 from cosched.jobs.server import check_flags
 
 __all__ = ["main"]
 
 _API_KEY_VARIABLE = "COSCHED_API_KEY"
-_DEFAULTS = JobConfig(input="", out="")
 
 _COMMANDS = {
     "status": "How far the server is with a job that was started with --detach, or interrupted.",
@@ -88,7 +82,7 @@ def _of_detached(command: str, arguments: list[str]) -> int:
     parser.add_argument(
         "-o", "--output", dest="out", required=True, metavar="PATH", help="as it was started with"
     )
-    _add_api_key(parser)
+    add_field_option(parser, JobConfig, "api_key", metavar="KEY")
     options = parser.parse_args(arguments)
     key = options.api_key or os.environ.get(_API_KEY_VARIABLE)
     config = JobConfig(input="", out=options.out, api_key=key)
@@ -132,157 +126,36 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
     )
     add_version_option(parser)
-    _add_files(parser)
-    _add_server(parser)
-    _add_sending(parser)
-    return parser
-
-
-def _add_files(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("files")
-    group.add_argument("-i", "--input", required=True, metavar="PATH", help="requests (JSONL)")
-    group.add_argument("-o", "--output", dest="out", metavar="PATH", help="answers (JSONL)")
-    group.add_argument(
-        "--errors", metavar="PATH", help="failed lines (JSONL; default: OUT.errors.jsonl)"
-    )
-    group.add_argument(
-        "--ordered",
-        action="store_true",
-        help="write answers in the order of the input; default: as they are finished. One slow "
-        "line then holds back at most 4 x concurrency others",
-    )
-    group.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="start anew: empty OUT and the error file. Default: go on where they end",
-    )
-    group.add_argument(
-        "--retry-failed",
-        action="store_true",
-        help="send the lines that failed in earlier calls again, with those that are still open; "
-        "their errors are kept in the error file's name with .before-retry",
-    )
-    group.add_argument(
-        "--max-line-bytes",
-        type=int,
-        default=_DEFAULTS.max_line_bytes,
-        metavar="N",
-        help="a longer line is an error of that line (default: %(default)s)",
-    )
-    group.add_argument(
+    add = partial(add_field_option, parser.add_argument_group("files"), JobConfig)
+    add("input", "-i", "--input", metavar="PATH")
+    add("out", "-o", "--output", metavar="PATH", required=False)
+    add("errors", metavar="PATH")
+    add("ordered")
+    add("overwrite")
+    add("retry_failed")
+    add("max_line_bytes", type=int, metavar="N")
+    parser.add_argument(
         "--validate", action="store_true", help="check all lines, send nothing, write no file"
     )
-
-
-def _add_server(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("server")
-    group.add_argument(
-        "--base-url", metavar="URL", help=f"a server that runs (default: {DEFAULT_BASE_URL})"
-    )
-    _add_api_key(group)
-    group.add_argument(
-        "--via",
-        choices=VIAS,
-        default=_DEFAULTS.via,
-        help="how lines get there: uploaded as batches of the server, or one by one; auto: as "
-        "batches where it has them (default: %(default)s)",
-    )
-    group.add_argument(
-        "--window",
-        default=_DEFAULTS.window,
-        metavar="W",
-        help="completion window of the batches: 30m, 6h, 2d (default: %(default)s)",
-    )
-    group.add_argument(
-        "--detach", action="store_true", help="upload, and do not wait for the results"
-    )
-    group.add_argument(
-        "--require-offline",
-        action="store_true",
-        help="refuse a server that would take these requests for chat (default: a warning)",
-    )
-    group.add_argument(
-        "--wait-s",
-        type=float,
-        metavar="S",
-        help="how long to wait at the start where no server listens yet "
-        f"(default: {ABSENT_WAIT_S:g})",
-    )
-    group.add_argument(
-        "--model-path",
-        metavar="PATH",
-        help="start a server for this job and stop it at the end; SGLang's own flags go after --; "
-        "its log is OUT.server.log",
-    )
-    group.add_argument(
-        "--port", type=int, metavar="N", help="port of that server (default: a free one)"
-    )
-    group.add_argument(
-        "--start-timeout",
-        dest="start_timeout_s",
-        type=float,
-        default=_DEFAULTS.start_timeout_s,
-        metavar="S",
-        help="how long that server may take to start (default: %(default)g)",
-    )
-
-
-def _add_api_key(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument(
-        "--api-key", metavar="KEY", help=f"the server's key (default: ${_API_KEY_VARIABLE})"
-    )
-
-
-def _add_sending(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("sending")
-    group.add_argument(
-        "--concurrency",
-        type=int,
-        default=_DEFAULTS.concurrency,
-        metavar="N",
-        help="requests at the server at a time (default: %(default)s). They wait in its offline "
-        "pool: many give it a choice, for instance of requests that share a prefix",
-    )
-    group.add_argument(
-        "--timeout",
-        dest="timeout_s",
-        type=float,
-        metavar="S",
-        help="a line fails when one try takes longer (default: no limit; offline requests may "
-        "wait for hours)",
-    )
-    group.add_argument(
-        "--max-wait",
-        dest="max_wait_s",
-        type=float,
-        default=_DEFAULTS.max_wait_s,
-        metavar="S",
-        help="give up when the server has been unreachable for this long (default: %(default)g)",
-    )
-    group.add_argument(
-        "--retries",
-        dest="max_retries",
-        type=int,
-        default=_DEFAULTS.max_retries,
-        metavar="N",
-        help="how often a line is sent again after a 500 or an aborted answer (default: "
-        "%(default)s). A server that is down or full costs no retries",
-    )
-    group.add_argument(
-        "--progress-every",
-        dest="progress_every_s",
-        type=float,
-        default=_DEFAULTS.progress_every_s,
-        metavar="S",
-        help="seconds between progress lines when stderr is no terminal (default: %(default)g)",
-    )
-    group.add_argument(
-        "--seed",
-        type=int,
-        default=_DEFAULTS.seed,
-        metavar="N",
-        help="of the random part of the waits between tries (default: %(default)s)",
-    )
+    add = partial(add_field_option, parser.add_argument_group("server"), JobConfig)
+    add("base_url", metavar="URL", default=None)
+    add("api_key", metavar="KEY")
+    add("via", choices=VIAS)
+    add("window", metavar="W")
+    add("detach")
+    add("require_offline")
+    add("wait_s", type=float, metavar="S")
+    add("model_path", metavar="PATH")
+    add("port", type=int, metavar="N")
+    add("start_timeout_s", "--start-timeout", type=float, metavar="S")
+    add = partial(add_field_option, parser.add_argument_group("sending"), JobConfig)
+    add("concurrency", type=int, metavar="N")
+    add("timeout_s", "--timeout", type=float, metavar="S")
+    add("max_wait_s", "--max-wait", type=float, metavar="S")
+    add("max_retries", "--retries", type=int, metavar="N")
+    add("progress_every_s", "--progress-every", type=float, metavar="S")
+    add("seed", type=int, metavar="N")
+    return parser
 
 
 if __name__ == "__main__":

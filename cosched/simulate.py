@@ -17,20 +17,24 @@ import cosched.bootstrap  # isort: skip  # noqa: F401  # before anything of SGLa
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from cosched.command_line import (
+    JsonOption,
+    Kind,
+    NewFile,
+    NewFolder,
     Parser,
-    add_json_option,
+    Part,
+    Share,
+    add_options,
     add_version_option,
     checked,
-    number,
-    output_file,
-    output_folder,
     run_command,
     save_output,
     virtual_time_bar,
-    whole,
 )
 from cosched.config import Config
 from cosched.errors import ConfigError
@@ -51,78 +55,66 @@ from cosched.simulation.scenario import Scenario, with_eviction
 
 __all__ = ["main"]
 
+_POLICIES = (
+    f"who schedules: {', '.join(policy_names())}, or one of yours as module:Class; sglang and "
+    "priority are stock (default: %(default)s)"
+)
+_ORDERS = (
+    f"which KV goes first: {', '.join(EVICTION_ORDERS)} (docs/kv_memory.md); of stock scheduling "
+    f"{', '.join(ENGINE_ORDERS)} (default: kv.eviction of --cosched-config, or the policy's own, "
+    "value for most; of stock scheduling SGLang's)"
+)
+
+
+class Scheduling(msgspec.Struct):
+    """Who schedules, and what of the KV goes first."""
+
+    policy: Annotated[
+        str, Kind(checked(known_policy), "NAME", "--policy", "--cosched-policy", help=_POLICIES)
+    ] = Config().policy
+    kv_eviction: (
+        Annotated[str, Kind(None, "NAME", "--kv-eviction", "--cosched-kv-eviction", help=_ORDERS)]
+        | None
+    ) = None
+
+
+class Output(JsonOption):
+    """
+    plot          write the pictures there
+    records       write one JSON line per request there
+    kv_log        write one JSON line per second there: who has the KV memory, and what was evicted
+    decision_log  write every decision there, for python -m cosched.explain
+    quiet         no progress bar
+    """
+
+    plot: NewFolder | None = None
+    records: NewFile | None = None
+    kv_log: NewFile | None = None
+    decision_log: NewFile | None = None
+    quiet: bool = False
+
+
+class Capacity(msgspec.Struct):
+    """
+    find        search for the least or the most that meets the SLO instead of one run
+    attainment  share of online requests that must meet their targets
+    tolerance   stop when the answer is known to this relative precision
+    jobs        simulations at a time
+    """
+
+    find: Annotated[str, Kind(choices=sorted(QUESTIONS))] | None = None
+    attainment: Share = 0.9
+    tolerance: Part = 0.05
+    jobs: int = 2
+
 
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m cosched.simulate", description=__doc__)
     add_version_option(parser)
-    parser.add_argument(
-        "--policy",
-        "--cosched-policy",
-        type=checked(known_policy),
-        default=Config().policy,
-        metavar="NAME",
-        help=f"who schedules: {', '.join(policy_names())}, or one of yours as module:Class; sglang "
-        "and priority are stock (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--kv-eviction",
-        "--cosched-kv-eviction",
-        metavar="NAME",
-        help=f"which KV goes first: {', '.join(EVICTION_ORDERS)} (docs/kv_memory.md); of stock "
-        f"scheduling {', '.join(ENGINE_ORDERS)} (default: kv.eviction of --cosched-config, or "
-        "the policy's own, value for most; of stock scheduling SGLang's)",
-    )
+    add_options(parser, Scheduling)
     add_run_options(parser)
-    output = parser.add_argument_group("output")
-    output.add_argument(
-        "--plot", type=output_folder, metavar="DIR", help="write the pictures there"
-    )
-    output.add_argument(
-        "--records",
-        type=output_file,
-        metavar="FILE",
-        help="write one JSON line per request there",
-    )
-    output.add_argument(
-        "--kv-log",
-        type=output_file,
-        metavar="FILE",
-        help="write one JSON line per second there: who has the KV memory, and what was evicted",
-    )
-    output.add_argument(
-        "--decision-log",
-        type=output_file,
-        metavar="FILE",
-        help="write every decision there, for python -m cosched.explain",
-    )
-    add_json_option(output)
-    output.add_argument("--quiet", action="store_true", help="no progress bar")
-    capacity = parser.add_argument_group("capacity questions (Echo §5.4)")
-    capacity.add_argument(
-        "--find",
-        choices=sorted(QUESTIONS),
-        help="search for the least or the most that meets the SLO instead of one run",
-    )
-    capacity.add_argument(
-        "--attainment",
-        type=number(above=0, at_most=1),
-        default=0.9,
-        metavar="SHARE",
-        help="share of online requests that must meet their targets (default: %(default)s)",
-    )
-    capacity.add_argument(
-        "--tolerance",
-        type=number(above=0, below=1),
-        default=0.05,
-        metavar="SHARE",
-        help="stop when the answer is known to this relative precision (default: %(default)s)",
-    )
-    capacity.add_argument(
-        "--jobs",
-        type=whole(at_least=1),
-        default=2,
-        help="simulations at a time (default: %(default)s)",
-    )
+    add_options(parser.add_argument_group("output"), Output)
+    add_options(parser.add_argument_group("capacity questions (Echo §5.4)"), Capacity)
     parser.set_defaults(execute=_execute)
     return parser
 

@@ -20,7 +20,6 @@ offline requests: finished per second, tokens per second, stops.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,17 +27,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
+from measuring import end, parser_of, runs_of, show_rows
 
-from cosched.benchmark.progress import progress_of_runs
 from cosched.core.request import RequestClass, Slo
 from cosched.simulation.machine import Machine
-from cosched.simulation.parallel import execute_all
 from cosched.simulation.run import CostSpec, RunResult, RunSpec, WorkloadSpec
 from cosched.simulation.scenario import Scenario, scenario
 from cosched.simulation.store import ResultStore
-from cosched.versions import versions
 
 SLO = Slo(ttft_s=0.4, tpot_s=0.2)
 """BROS §7.1."""
@@ -142,19 +137,20 @@ def row(result: RunResult) -> dict[str, Any]:
     }
 
 
-def show(figure: str, rows: list[dict[str, Any]]) -> None:
-    table = Table(title=f"Figure {figure}")
-    for name in rows[0]:
-        table.add_column(name.replace("_", " "), justify="left" if name == "scenario" else "right")
-    for entry in rows:
-        table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in entry.values()))
-    Console(width=220).print(table)
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    store = None if args.results is None else ResultStore(args.results)
+    figures: dict[str, list[dict[str, Any]]] = {}
+    for figure in args.figures:
+        results = runs_of(
+            f"figure {figure}", list(specs(args, figure)), num_jobs=args.jobs, store=store
+        )
+        figures[figure] = [row(result) for result in results]
+        show_rows(figures[figure], title=f"Figure {figure}")
+    return {"figures": figures}
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main() -> None:
+    parser = parser_of(__file__, __doc__, jobs=os.cpu_count() or 1)
     known = ["3", "10", "12", "13"]
     parser.add_argument("--figures", nargs="+", choices=known, default=known)
     parser.add_argument("--machines", nargs="+", choices=MACHINES, default=["opt-13b"])
@@ -171,28 +167,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--latency-models", type=Path, metavar="DIR")
     parser.add_argument("--data-dir", default=os.environ.get("COSCHED_DATA"), metavar="DIR")
     parser.add_argument("--results", type=Path, metavar="DIR", help="keep runs there")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
-
-
-def main() -> int:
-    args = parse()
-    store = None if args.results is None else ResultStore(args.results)
-    figures: dict[str, list[dict[str, Any]]] = {}
-    for figure in args.figures:
-        wanted = list(specs(args, figure))
-        rows: dict[int, dict[str, Any]] = {}
-        with progress_of_runs(f"figure {figure}", total=len(wanted), quiet=False) as on_run:
-            for index, result in execute_all(wanted, num_jobs=args.jobs, store=store):
-                rows[index] = row(result)
-                on_run(result.spec.scenario.name, result)
-        figures[figure] = [rows[index] for index in sorted(rows)]
-        show(figure, figures[figure])
-    options = {k: str(v) for k, v in vars(args).items() if k not in ("data_dir", "results")}
-    print(json.dumps({"figures": figures, "options": options, "versions": versions()}))
-    return 0
+    end(parser, run)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

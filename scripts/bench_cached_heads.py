@@ -16,23 +16,16 @@ classes, served offline tokens per second.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
+from measuring import calls_of, end, parser_of, show_rows
 
 from cosched.core.request import RequestClass, Slo
 from cosched.offline.prefix_pool import PrefixPool
 from cosched.simulation.machine import Machine
-from cosched.simulation.parallel import call_all
 from cosched.simulation.run import CostSpec, RunSpec, execute_requests
 from cosched.simulation.scenario import scenario
-from cosched.versions import versions
 from cosched_traces.workload import Segment, TraceRequest
 
 
@@ -87,10 +80,26 @@ def measure(args: argparse.Namespace, rate: float, promotes: bool) -> dict[str, 
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    rows = calls_of(measure, args, [(rate, on) for rate in args.rates for on in (False, True)])
+    show_rows(
+        [
+            {
+                "online req/s": f"{row['rate']:g}",
+                "next when cached": "yes" if row["promotes"] else "no",
+                "both met %": f"{100 * row['both_met']:.1f}",
+                "online hit %": f"{100 * row['online_hit_ratio']:.1f}",
+                "offline hit %": f"{100 * row['offline_hit_ratio']:.1f}",
+                "offline tokens/s": row["offline_tokens_per_s"],
+            }
+            for row in rows
+        ]
     )
+    return {"runs": rows}
+
+
+def main() -> None:
+    parser = parser_of(__file__, __doc__, jobs=1)
     parser.add_argument(
         "--rates", type=float, nargs="+", default=[0.5, 1.0, 2.0, 4.0], metavar="REQ/S"
     )
@@ -98,30 +107,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=1500, help="(%(default)s)")
     parser.add_argument("--questions", type=int, default=5, help="of each (%(default)s)")
     parser.add_argument("--kv-tokens", type=int, default=150_000, help="(%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time (%(default)s)")
-    args = parser.parse_args()
-    cases = [(rate, promotes) for rate in args.rates for promotes in (False, True)]
-    calls = [(args, *case) for case in cases]
-    runs = call_all(measure, calls, num_jobs=args.jobs)
-    done = track(runs, description="runs", total=len(calls), console=Console(file=sys.stderr))
-    rows = [row for _, row in sorted(done, key=itemgetter(0))]
-    table = Table(box=None)
-    for name in ("online req/s", "next when cached", "both met %", "online hit %", "offline hit %",
-                 "offline tokens/s"):  # fmt: skip
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(
-            f"{row['rate']:g}",
-            "yes" if row["promotes"] else "no",
-            f"{100 * row['both_met']:.1f}",
-            f"{100 * row['online_hit_ratio']:.1f}",
-            f"{100 * row['offline_hit_ratio']:.1f}",
-            f"{row['offline_tokens_per_s']:,.0f}",
-        )
-    Console(width=120).print(table)
-    settings = {key: value for key, value in vars(args).items() if key != "jobs"}
-    print(json.dumps({"versions": versions(), "settings": settings, "runs": rows}, sort_keys=True))
+    end(parser, run)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ while they run.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -33,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from measuring import end, parser_of, runs_of, show
 
 from cosched.benchmark.jct import (
     NORMALIZED_LIMIT,
@@ -45,16 +45,15 @@ from cosched.benchmark.jct import (
     unloaded,
     unloaded_of,
 )
-from cosched.benchmark.progress import progress_of_runs
 from cosched.decision_log.groups import Groups, read_groups
 from cosched.decision_log.read import read_log
-from cosched.errors import ConfigError, CoschedError
+from cosched.errors import ConfigError, choices
+from cosched.metrics.table import markdown_rows
 from cosched.simulation.machine import Machine
-from cosched.simulation.parallel import call_all, execute_all
+from cosched.simulation.parallel import call_all
 from cosched.simulation.run import CostSpec, RunResult, RunSpec, WorkloadSpec, config_of, execute
 from cosched.simulation.scenario import scenario
 from cosched.simulation.store import ResultStore
-from cosched.versions import versions
 
 MACHINES = {
     "opt-13b": Machine(model="OPT-13B", gpu="A100-80", kv_tokens=14_648),
@@ -344,12 +343,8 @@ class Bench:
 
     def run(self, label: str, specs: Sequence[RunSpec]) -> list[RunResult]:
         """In their order."""
-        results: dict[int, RunResult] = {}
-        with progress_of_runs(label, total=len(specs), quiet=self.args.quiet) as on_run:
-            for index, result in execute_all(specs, num_jobs=self.args.jobs, store=self.store):
-                results[index] = result
-                on_run(result.spec.scenario.name, result)
-        return [results[index] for index in sorted(results)]
+        jobs, quiet = self.args.jobs, self.args.quiet
+        return runs_of(label, specs, num_jobs=jobs, store=self.store, quiet=quiet)
 
     def rows(self, figure: str, data: str, page: int, load: float) -> dict[str, RunSpec]:
         """The rows of a figure that are there, by what they are called."""
@@ -643,28 +638,41 @@ def figures(bench: Bench, figure: str) -> Iterator[Lines]:
                 yield from figure_sweeps(bench, figure, page)
 
 
-def show(value: Any) -> str:
-    if value is None:
-        return "-"
-    return (
-        f"{value:.3g}"
-        if isinstance(value, float) and abs(value) < 1000
-        else (f"{value:,.0f}" if isinstance(value, float) else str(value))
-    )
-
-
 def markdown(lines: Lines) -> str:
     """Without the columns that nobody has."""
     names = [name for name in lines[0] if any(line[name] is not None for line in lines)]
-    table = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
-    table += ["| " + " | ".join(show(line[name]) for name in names) + " |" for line in lines]
-    return "\n".join(table) + "\n"
+    return markdown_rows(names, ([show(line[name]) for name in names] for line in lines))
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    for name in args.only or ():
+        if name not in {*ROWS, "sglang-tuned"}:
+            raise ConfigError(f"no row {name!r}; choose from {choices([*ROWS, 'sglang-tuned'])}")
+    bench = Bench(args)
+    tables: dict[str, list[Lines]] = {}
+    for figure in args.figures:
+        for lines in figures(bench, figure):
+            tables.setdefault(figure, []).append(lines)
+            print(f"\nFigure {figure}\n\n{markdown(lines)}", flush=True)
+    bases: Lines = [
+        {
+            "data set": data,
+            "page": page,
+            "t_p ms": ms(base.unloaded.prompt_s),
+            "t_g ms": ms(base.unloaded.token_s),
+            "normalized ms": ms(base.unloaded.normalized_latency_s),
+            "capacity requests/s": base.capacity,
+            **base.settings[0],
+        }
+        for (page, data), base in bench.bases.items()
+    ]
+    if bases:
+        print(f"\nStock SGLang, unloaded and saturated\n\n{markdown(bases)}")
+    return {"figures": tables, "bases": bases}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = parser_of(__file__, __doc__, jobs=os.cpu_count() or 1)
     known = ["stock", "table", "1", "2", "4", "5", "6", "10", "11", "12", "13"]
     parser.add_argument("--figures", nargs="+", choices=known, default=["table", "1", "10", "11"])
     parser.add_argument("--machine", choices=MACHINES, default="opt-13b")
@@ -686,53 +694,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--latency-models", type=Path, metavar="DIR")
     parser.add_argument("--data-dir", default=os.environ.get("COSCHED_DATA"), metavar="DIR")
     parser.add_argument("--results", type=Path, metavar="DIR", help="keep runs there")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quiet", action="store_true")
-    args = parser.parse_args()
-    for name in args.only or ():
-        if name not in {*ROWS, "sglang-tuned"}:
-            parser.error(f"no row {name!r}; choose from {', '.join([*ROWS, 'sglang-tuned'])}")
-    return args
+    return parser
 
 
-def main() -> int:
-    args = parse()
-    bench = Bench(args)
-    tables: dict[str, list[Lines]] = {}
-    for figure in args.figures:
-        for lines in figures(bench, figure):
-            tables.setdefault(figure, []).append(lines)
-            print(f"\nFigure {figure}\n\n{markdown(lines)}", flush=True)
-    bases: Lines = [
-        {
-            "data set": data,
-            "page": page,
-            "t_p ms": ms(base.unloaded.prompt_s),
-            "t_g ms": ms(base.unloaded.token_s),
-            "normalized ms": ms(base.unloaded.normalized_latency_s),
-            "capacity requests/s": base.capacity,
-            **base.settings[0],
-        }
-        for (page, data), base in bench.bases.items()
-    ]
-    if bases:
-        print(f"\nStock SGLang, unloaded and saturated\n\n{markdown(bases)}")
-    said_versions = versions()
-    print("versions: " + ", ".join(f"{name} {number}" for name, number in said_versions.items()))
-    options = {k: v for k, v in vars(args).items() if k not in ("data_dir", "results")}
-    result = {
-        "figures": tables,
-        "bases": bases,
-        "options": {k: str(v) for k, v in options.items()},
-        "versions": said_versions,
-    }
-    print(json.dumps(result))
-    return 0
+def main() -> None:
+    end(build_parser(), run)
 
 
 if __name__ == "__main__":
-    try:
-        raise SystemExit(main())
-    except CoschedError as error:
-        raise SystemExit(f"bench_ecoserve.py: {error}") from None
+    main()

@@ -17,17 +17,12 @@ admissions of others went before the one that was passed over most, as a share o
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from collections.abc import Sequence
-from operator import itemgetter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
+from measuring import calls_of, end, parser_of, show_rows
 
 from cosched.core.request import RequestClass
 from cosched.metrics.figure import new_figure, save, tidy
@@ -35,10 +30,8 @@ from cosched.metrics.records import RequestRecord
 from cosched.offline.freshness import UtilityMix
 from cosched.offline.prefix_pool import PoolConfig
 from cosched.simulation.machine import Machine
-from cosched.simulation.parallel import call_all
 from cosched.simulation.run import CostSpec, RunSpec, execute_requests
 from cosched.simulation.scenario import scenario
-from cosched.versions import versions
 from cosched_traces.workload import Segment, TraceRequest
 
 RATIOS = (0.0, 0.5, 0.9, 0.95, 0.99, 0.999, 1.0)
@@ -142,7 +135,7 @@ def _p99_wait_s(records: Sequence[RequestRecord], end_s: float) -> float:
     return float(np.percentile(waits, 99)) if waits else 0.0
 
 
-def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure = new_figure(width=9.0, height=3.4)
     left, right = figure.subplots(1, 2)
     for patience, style in ((0, "o--"), (max(r["patience"] for r in rows), "s-")):
@@ -160,10 +153,32 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     save(figure, path)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    cases = [(ratio, patience) for patience in (0, args.patience) for ratio in RATIOS]
+    rows = calls_of(measure, args, cases)
+    show_rows(
+        [
+            {
+                "utility ratio": f"{row['utility_ratio']:g}",
+                "patience": row["patience"],
+                "tokens/s": row["tokens_per_s"],
+                "hit %": f"{100 * row['hit_ratio']:.1f}",
+                "p99 wait alone s": f"{row['wait_p99_s'][ALONE]:.0f}",
+                "p99 wait others s": f"{row['wait_p99_s']['others']:.0f}",
+                "alone still waiting": f"{row['num_alone_waiting']}/{row['num_alone']}",
+                "most of bound %": "no bound" if bound is None else f"{100 * bound:.0f}",
+            }
+            for row in rows
+            for bound in (row["most_of_bound"],)
+        ]
     )
+    if args.write is not None:
+        plot(rows, args.write)
+    return {"runs": rows}
+
+
+def main() -> None:
+    parser = parser_of(__file__, __doc__, jobs=1)
     config = PoolConfig()
     parser.add_argument("--rate", type=float, default=14.0, help="[requests/s] (%(default)s)")
     parser.add_argument("--duration", type=float, default=200.0, help="[s] (%(default)s)")
@@ -171,36 +186,8 @@ def main() -> None:
     parser.add_argument("--unsharing", type=float, default=0.01, help="part (%(default)s)")
     parser.add_argument("--kv-tokens", type=int, default=150_000, help="(%(default)s)")
     parser.add_argument("--patience", type=int, default=config.patience, help="(%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time (%(default)s)")
     parser.add_argument("--write", type=Path, metavar="PNG", help="draw it into this file")
-    args = parser.parse_args()
-    cases = [(ratio, patience) for patience in (0, args.patience) for ratio in RATIOS]
-    calls = [(args, *case) for case in cases]
-    runs = call_all(measure, calls, num_jobs=args.jobs)
-    done = track(runs, description="runs", total=len(calls), console=Console(file=sys.stderr))
-    rows = [row for _, row in sorted(done, key=itemgetter(0))]
-    table = Table(box=None)
-    for name in ("utility ratio", "patience", "tokens/s", "hit %", "p99 wait alone s",
-                 "p99 wait others s", "alone still waiting", "most of bound %"):  # fmt: skip
-        table.add_column(name, justify="right")
-    for row in rows:
-        bound = row["most_of_bound"]
-        table.add_row(
-            f"{row['utility_ratio']:g}",
-            str(row["patience"]),
-            f"{row['tokens_per_s']:,.0f}",
-            f"{100 * row['hit_ratio']:.1f}",
-            f"{row['wait_p99_s'][ALONE]:.0f}",
-            f"{row['wait_p99_s']['others']:.0f}",
-            f"{row['num_alone_waiting']}/{row['num_alone']}",
-            "no bound" if bound is None else f"{100 * bound:.0f}",
-        )
-    Console(width=120).print(table)
-    if args.write is not None:
-        plot(rows, args.write)
-    settings = {key: value for key, value in vars(args).items() if key not in ("write", "jobs")}
-    print(json.dumps({"versions": versions(), "settings": settings, "runs": rows}, sort_keys=True))
+    end(parser, run)
 
 
 if __name__ == "__main__":

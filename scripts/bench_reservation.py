@@ -19,18 +19,15 @@ and all of it for Echo's published form too: mean and deviations of the window, 
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
+from measuring import end, parser_of, show_rows
 
 from cosched.kv.demand import OnlineDemand
 from cosched.metrics.figure import new_figure, save, tidy
 from cosched.metrics.records import Floats
-from cosched.versions import versions
 from cosched_traces.catalogue import load_workload
 
 TRACES = (
@@ -109,17 +106,7 @@ def draw(demand: Floats, name: str, path: Path) -> None:
     save(figure, path)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data-dir", type=Path, required=True, help="folder with the traces")
-    parser.add_argument("--duration", type=float, default=1000.0, help="[s] (%(default)s)")
-    parser.add_argument("--ttft", type=float, default=0.2, help="[s] (%(default)s)")
-    parser.add_argument("--tpot", type=float, default=0.025, help="[s] (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="draw the first trace there")
-    args = parser.parse_args()
+def run(args: argparse.Namespace) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for name, rate in TRACES:
         demand = demand_of(args, name, rate)
@@ -129,14 +116,18 @@ def main() -> None:
                 rows.append({"trace": trace, "k": k, "form": form, **measure(demand, kept)})
         if args.write is not None and not rows[6:]:
             draw(demand, rows[0]["trace"], args.write)
-    table = Table(box=None)
-    for name in rows[0]:
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(*(f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()))
-    Console(width=120).print(table)
-    settings = {key: str(value) for key, value in vars(args).items() if key != "data_dir"}
-    print(json.dumps({"versions": versions(), "settings": settings, "rows": rows}, sort_keys=True))
+    show_rows(rows)
+    return {"rows": rows}
+
+
+def main() -> None:
+    parser = parser_of(__file__, __doc__)
+    parser.add_argument("--data-dir", type=Path, required=True, help="folder with the traces")
+    parser.add_argument("--duration", type=float, default=1000.0, help="[s] (%(default)s)")
+    parser.add_argument("--ttft", type=float, default=0.2, help="[s] (%(default)s)")
+    parser.add_argument("--tpot", type=float, default=0.025, help="[s] (%(default)s)")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="draw the first trace there")
+    end(parser, run)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
+sys.path.append(str(SCRIPTS))  # where a script finds what it shares with others
 
 
 def script(name: str) -> ModuleType:

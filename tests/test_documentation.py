@@ -66,3 +66,14 @@ def test_every_folder_is_described():
     folders |= {ROOT / name for name in ("examples", "scripts", "tests")}
     names = {f"`{folder.relative_to(ROOT)}/`" for folder in folders}
     assert not {name for name in names if name not in page}
+
+
+def test_every_folder_of_code_has_a_line_in_the_architecture():
+    rows = re.findall(r"^\| `([\w/]+)/` \|", (DOCS / "architecture.md").read_text(), flags=re.M)
+    assert [row for row in rows if not (ROOT / row).is_dir()] == []
+    folders = {
+        path.parent.relative_to(ROOT).as_posix()
+        for root in ("cosched", "kernels", "patches", "traces", "examples", "scripts")
+        for path in (ROOT / root).rglob("*.py")
+    }
+    assert folders - {"cosched"} <= set(rows)

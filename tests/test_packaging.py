@@ -26,7 +26,6 @@ LAYERS = (
         "length",
         "metrics",
         "command_line",
-        "demo_adapters",
         "cosched_traces",
     ),
     ("kv", "planning", "cost_models", "jobs"),

@@ -20,7 +20,8 @@ import numpy as np
 from cosched.benchmark.progress import progress_of_runs
 from cosched.errors import ConfigError
 from cosched.metrics.plots_sweep import Panel, plot_panels
-from cosched.simulation.parallel import execute_all
+from cosched.metrics.table import markdown_rows, shown
+from cosched.simulation.parallel import execute_named
 from cosched.simulation.run import RunSpec
 from cosched.simulation.store import ResultStore
 
@@ -168,51 +169,49 @@ def run_days(
     assert base.online is not None, "there are online requests"
     highest = max(load.rates)
     rates = [highest * (1 + i) / num_points for i in range(num_points)]
-    specs = [replace(base, scenario=replace(base.scenario, has_online=False))]
-    specs += [replace(base, online=replace(base.online, rate=rate)) for rate in rates]
-    points: dict[int, Point] = {}
+    specs = {0.0: replace(base, scenario=replace(base.scenario, has_online=False))}
+    specs |= {rate: replace(base, online=replace(base.online, rate=rate)) for rate in rates}
     with progress_of_runs("days", total=len(specs), quiet=quiet) as on_run:
-        for index, result in execute_all(specs, num_jobs=num_jobs, store=store):
-            rate = 0.0 if index == 0 else rates[index - 1]
-            points[index] = Point(
-                online_rate=rate,
-                attainment=result.summary.online.attainment.joint.ratio,
-                offline_tokens_per_s=result.summary.offline.tokens_per_s or 0.0,
-            )
-            on_run(f"{rate:.3g} req/s", result)
-    known = tuple(points[index] for index in range(len(specs)))
+        results = execute_named(
+            specs,
+            num_jobs=num_jobs,
+            store=store,
+            on_run=lambda rate, result: on_run(f"{rate:.3g} req/s", result),
+        )
+    known = tuple(
+        Point(
+            online_rate=rate,
+            attainment=result.summary.online.attainment.joint.ratio,
+            offline_tokens_per_s=result.summary.offline.tokens_per_s or 0.0,
+        )
+        for rate, result in results.items()
+    )
     return Days(load=load, points=known, days=day_by_day(load, known))
 
 
 def print_days(days: Days) -> None:
-    print("| online req/s | both met % | offline tok/s |\n|---|---|---|")
-    for point in days.points:
-        print(f"| {point.online_rate:.3g} | {_percent(point.attainment)} | {_served(point)} |")
-    print(
-        "\n| day | mean online req/s | both met % | offline tok/s | million offline tokens |\n"
-        "|---|---|---|---|---|"
+    headers = ("online req/s", "both met %", "offline tok/s")
+    print(markdown_rows(headers, map(_cells, days.points)))
+    rows = (
+        (f"{day.day}", *_cells(day), f"{day.offline_tokens_per_s * DAY_S / 1e6:,.0f}")
+        for day in days.days
     )
-    for day in days.days:
-        print(
-            f"| {day.day} | {day.online_rate:.3g} | {_percent(day.attainment)} | {_served(day)} "
-            f"| {day.offline_tokens_per_s * DAY_S / 1e6:,.0f} |"
-        )
+    of_days = ("day", f"mean {headers[0]}", *headers[1:], "million offline tokens")
+    print(markdown_rows(of_days, rows))
     total = days.total
     alone = days.points[0].offline_tokens_per_s
     print(
-        f"\nOver all: {_served(total)} offline tokens/s beside {total.online_rate:.3g} online "
-        f"requests/s, {total.offline_tokens_per_s / alone:.0%} of what the machine serves of them "
-        f"alone; both targets met {_percent(total.attainment)} %. "
+        f"Over all: {total.offline_tokens_per_s:,.0f} offline tokens/s beside "
+        f"{total.online_rate:.3g} online requests/s, {total.offline_tokens_per_s / alone:.0%} of "
+        "what the machine serves of them alone; both targets met "
+        f"{shown(total.attainment, '.1f', 100)} %. "
         f"{days.load.num_holes} of {days.load.num_holes + len(days.load.rates)} windows are holes."
     )
 
 
-def _percent(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{100 * ratio:.1f}"
-
-
-def _served(of: Point | Day) -> str:
-    return f"{of.offline_tokens_per_s:,.0f}"
+def _cells(of: Point | Day) -> tuple[str, ...]:
+    met = shown(of.attainment, ".1f", 100)
+    return f"{of.online_rate:.3g}", met, f"{of.offline_tokens_per_s:,.0f}"
 
 
 def plot_days(days: Days, path: Path) -> Path:

@@ -8,6 +8,7 @@ from pathlib import Path
 from cosched.benchmark.suite import Row, SuiteResult
 from cosched.metrics.interval import interval_of
 from cosched.metrics.plots_compare import Run, write_comparison_plots
+from cosched.metrics.table import markdown_rows, shown
 
 __all__ = ["markdown_table", "write_plots"]
 
@@ -34,11 +35,10 @@ def markdown_table(
     """The comparison as a Markdown table. seeds: the same rows with each seed; what they come to in
     the mean, and its 95 % interval, then takes the place of the first one's attainment and offline
     throughput."""
-    lines = ["| " + " | ".join(_HEADERS) + " |", "|---" * len(_HEADERS) + "|"]
-    for name, row in rows.items():
-        some = [row] if seeds is None else seeds[name]
-        lines.append("| " + " | ".join(_cells(row, some)) + " |")
-    return "\n".join(lines) + "\n"
+    return markdown_rows(
+        _HEADERS,
+        (_cells(row, [row] if seeds is None else seeds[name]) for name, row in rows.items()),
+    )
 
 
 def _over(values: Sequence[float | None], digits: int, scale: float = 1.0) -> str:
@@ -55,32 +55,28 @@ def _cells(row: Row, seeds: Sequence[Row]) -> list[str]:
     online, offline = row.summary.online, row.summary.offline
     has_online = row.result.spec.scenario.has_online
     has_offline = row.result.spec.scenario.has_offline
-    attainment = online.attainment
+    met, ttft, tpot = online.attainment, online.ttft_s, online.tpot_s
+    of_online = [
+        shown(met.ttft.ratio, ".1f", 100),
+        shown(met.tpot.ratio, ".1f", 100),
+        _over([one.attainment for one in seeds], 1, 100),
+        shown(row.baseline_attainment, ".1f", 100),
+        f"{shown(ttft.p50, '.2f')} / {shown(ttft.p99, '.2f')}",
+        f"{shown(tpot.p50, '.1f', 1e3)} / {shown(tpot.p99, '.1f', 1e3)}",
+        shown(online.hit_ratio, ".1f", 100),
+    ]
+    of_offline = [
+        _over([one.offline_tokens_per_s or 0.0 for one in seeds], 0),
+        shown(row.summary.ceiling.ratio, ".1f", 100),
+        shown(offline.hit_ratio, ".1f", 100),
+    ]
     return [
         row.name,
-        _percent(attainment.ttft.ratio) if has_online else "",
-        _percent(attainment.tpot.ratio) if has_online else "",
-        _over([one.attainment for one in seeds], 1, 100) if has_online else "",
-        _percent(row.baseline_attainment) if has_online else "",
-        f"{_number(online.ttft_s.p50, 2)} / {_number(online.ttft_s.p99, 2)}" if has_online else "",
-        f"{_number(online.tpot_s.p50, 1, 1e3)} / {_number(online.tpot_s.p99, 1, 1e3)}"
-        if has_online
-        else "",
-        _percent(online.hit_ratio) if has_online else "",
-        _over([one.offline_tokens_per_s or 0.0 for one in seeds], 0) if has_offline else "",
-        _percent(row.summary.ceiling.ratio) if has_offline else "",
-        _percent(offline.hit_ratio) if has_offline else "",
+        *(of_online if has_online else [""] * len(of_online)),
+        *(of_offline if has_offline else [""] * len(of_offline)),
         f"{offline.num_preemptions}" if has_offline and has_online else "",
         f"{row.result.end_s:.0f}{', gave up' if row.gave_up else ''}",
     ]
-
-
-def _percent(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio * 100:.1f}"
-
-
-def _number(value: float | None, digits: int, scale: float = 1.0) -> str:
-    return "-" if value is None else f"{value * scale:.{digits}f}"
 
 
 def write_plots(folder: Path, suite: SuiteResult) -> None:

@@ -12,8 +12,9 @@ from cosched.benchmark.progress import progress_of_runs
 from cosched.errors import ConfigError
 from cosched.metrics.plots_sweep import Panel, plot_panels
 from cosched.metrics.summary import Summary
+from cosched.metrics.table import markdown_rows, shown
 from cosched.policy.registry import POLICIES, policy_entry
-from cosched.simulation.parallel import execute_all
+from cosched.simulation.parallel import execute_named
 from cosched.simulation.run import RunSpec
 from cosched.simulation.scenario import scenario
 from cosched.simulation.store import ResultStore
@@ -67,17 +68,19 @@ def run_robustness(
             for error in errors if slower == 1 else (0.0,):
                 spec = on_gpu.configured(predictor_error=error) if error else on_gpu
                 runs[name, Trouble(error, slower)] = replace(spec, scenario=scenario(name))
+    with progress_of_runs("runs", total=len(runs), quiet=quiet) as on_run:
+        results = execute_named(
+            runs,
+            num_jobs=num_jobs,
+            store=store,
+            on_run=lambda of, result: on_run(
+                f"{of[0]} {of[1].error:.0%} x{of[1].slower:g}", result
+            ),
+        )
     summaries: dict[str, dict[Trouble, Summary]] = {name: {} for name in ("s0", *policies)}
-    keys = list(runs)
-    with progress_of_runs("runs", total=len(keys), quiet=quiet) as on_run:
-        for index, result in execute_all(list(runs.values()), num_jobs=num_jobs, store=store):
-            name, trouble = keys[index]
-            summaries[name][trouble] = result.summary
-            on_run(f"{name} {trouble.error:.0%} x{trouble.slower:g}", result)
-    by_slower = {
-        name: sorted(found, key=lambda t: (t.slower, t)) for name, found in summaries.items()
-    }
-    return {name: {t: summaries[name][t] for t in order} for name, order in by_slower.items()}
+    for (name, trouble), result in sorted(results.items(), key=lambda run: run[0][1][::-1]):
+        summaries[name][trouble] = result.summary
+    return summaries
 
 
 _COLUMNS = (
@@ -110,15 +113,17 @@ def rows_of(robustness: Robustness) -> list[dict[str, Any]]:
 
 
 def print_robustness(robustness: Robustness) -> None:
-    print("| policy | error % | GPU slower | " + " | ".join(title for title, *_ in _COLUMNS) + " |")
-    print("|---" * (len(_COLUMNS) + 3) + "|")
-    for row in rows_of(robustness):
-        cells = [
-            "-" if row[key] is None else format(scale * row[key], form)
-            for _, key, scale, form in _COLUMNS
+    headers = ["policy", "error %", "GPU slower", *(title for title, *_ in _COLUMNS)]
+    rows = (
+        [
+            row["policy"],
+            f"{row['predictor_error']:.0%}",
+            f"{row['slower']:g}x",
+            *(shown(row[key], form, scale) for _, key, scale, form in _COLUMNS),
         ]
-        trouble = f"{row['predictor_error']:.0%} | {row['slower']:g}x"
-        print(f"| {row['policy']} | {trouble} | " + " | ".join(cells) + " |")
+        for row in rows_of(robustness)
+    )
+    print(markdown_rows(headers, rows), end="")
 
 
 def plot_robustness(robustness: Robustness, path: Path) -> Path:

@@ -22,7 +22,7 @@ from cosched.errors import ConfigError
 from cosched.metrics.interval import interval_of
 from cosched.metrics.summary import Summary
 from cosched.simulation.orders import SENT
-from cosched.simulation.parallel import execute_all
+from cosched.simulation.parallel import execute_named
 from cosched.simulation.run import RunResult, RunSpec, summarize_run
 from cosched.simulation.scenario import SCENARIOS, Scenario, runs_as, scenario
 from cosched.simulation.store import ResultStore
@@ -172,7 +172,7 @@ def run_suite(
             )
 
     def execute(runs: Mapping[str, RunSpec]) -> dict[str, RunResult]:
-        return _execute(runs, num_jobs=num_jobs, store=store, on_run=on_run)
+        return execute_named(runs, num_jobs=num_jobs, store=store, on_run=on_run)
 
     rows, sweeps, found = _run_seed(base, names, {}, execute, num_at_once=num_jobs)
     seeds = {name: [row] for name, row in rows.items()}
@@ -282,18 +282,3 @@ def _simulated_as(names: Sequence[str]) -> dict[str, str]:
 
 def _offline_rate(result: RunResult) -> float:
     return result.summary.offline.tokens_per_s or 0.0
-
-
-def _execute(
-    specs: Mapping[str, RunSpec],
-    *,
-    num_jobs: int,
-    store: ResultStore | None,
-    on_run: Callable[[str, RunResult], None],
-) -> dict[str, RunResult]:
-    names = list(specs)
-    results: dict[str, RunResult] = {}
-    for index, result in execute_all([specs[n] for n in names], num_jobs=num_jobs, store=store):
-        results[names[index]] = result
-        on_run(names[index], result)
-    return results

@@ -13,7 +13,8 @@ from cosched.benchmark.progress import progress_of_runs
 from cosched.benchmark.tuned import CEILING, highest_rate
 from cosched.metrics.goals import Goal, parse_goal
 from cosched.metrics.plots_sweep import Panel, plot_panels
-from cosched.simulation.parallel import execute_all
+from cosched.metrics.table import markdown_rows, shown
+from cosched.simulation.parallel import execute_named
 from cosched.simulation.run import RunResult, RunSpec
 from cosched.simulation.scenario import scenario
 from cosched.simulation.slo_search import SEARCHES, find_largest
@@ -92,14 +93,11 @@ def sweep_tolerances(
     """
     goals = {m: [parse_goal(f"{m}<=+{100 * t:g}%") for t in tolerances] for m in metrics}
     names = ("s0", CEILING, UNAWARE)
-    specs = [replace(base, scenario=scenario(name)) for name in names]
-    fixed = {}
+    specs = {name: replace(base, scenario=scenario(name)) for name in names}
     found = []
     shown: set[str] = set()
     with progress_of_runs("runs", total=None, quiet=quiet) as on_run:
-        for index, result in execute_all(specs, num_jobs=num_jobs, store=store):
-            fixed[names[index]] = result
-            on_run(names[index], result)
+        fixed = execute_named(specs, num_jobs=num_jobs, store=store, on_run=on_run)
         alone = {m: goals[m][0].measure(fixed["s0"].summary, fixed["s0"].records) for m in metrics}
         for search, (low, high) in _ranges(fixed[CEILING]).items():
             wanted = SEARCHES[search]
@@ -167,26 +165,21 @@ def print_tolerances(sweep: ToleranceSweep) -> None:
     for metric, seconds in sweep.alone.items():
         said = "nothing" if seconds is None else f"{1e3 * seconds:.1f} ms"
         print(f"{metric} of the online requests alone: {said}")
-    print(
-        "\n| metric | tolerance | policy | found | reached | both met % | offline tok/s "
-        "| all tok/s |\n|---|---|---|---|---|---|---|---|"
-    )
-    for found in (*sweep.found, *sweep.unaware):
-        cells = (
+    headers = ("metric", "tolerance", "policy", "found", "reached", "both met %", "offline tok/s")
+    rows = (
+        (
             found.metric,
-            _shown(found.tolerance, "+.0%"),
+            shown(found.tolerance, "+.0%"),
             found.policy,
             "-" if found.value is None else f"{found.key} {found.value:g}",
-            _shown(found.interference, "+.1%"),
-            _shown(found.attainment and 100 * found.attainment, ".1f"),
-            _shown(found.offline_tokens_per_s, ",.0f"),
-            _shown(found.total_tokens_per_s, ",.0f"),
+            shown(found.interference, "+.1%"),
+            shown(found.attainment, ".1f", 100),
+            shown(found.offline_tokens_per_s, ",.0f"),
+            shown(found.total_tokens_per_s, ",.0f"),
         )
-        print(f"| {' | '.join(cells)} |")
-
-
-def _shown(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+        for found in (*sweep.found, *sweep.unaware)
+    )
+    print("\n" + markdown_rows((*headers, "all tok/s"), rows), end="")
 
 
 def _title(metric: str) -> str:

@@ -6,7 +6,6 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
-from types import TracebackType
 from typing import BinaryIO, TypeVar
 
 import httpx
@@ -104,12 +103,7 @@ class BatchApi:
     async def __aenter__(self) -> BatchApi:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self._http.aclose()
 
     async def is_there(self) -> bool:

@@ -9,7 +9,6 @@ import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
-from types import TracebackType
 from typing import Any
 
 import httpx
@@ -120,12 +119,7 @@ class Client:
     async def __aenter__(self) -> Client:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         for pool in self._pools:
             await pool.aclose()
 

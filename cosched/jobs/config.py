@@ -19,10 +19,40 @@ VIAS = ("auto", "batches", "lines")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobConfig:
-    """Everything a call of run_batch was told. Field names are the options' names.
+    """Everything a call of run_batch was told. Its options are named as the fields, or nearly so.
 
-    `model_path` None: attach to the server at `base_url`. `fetch_only`: of a job that the server
-    has, write what is there.
+    input             requests (JSONL)
+    out               answers (JSONL)
+    errors            failed lines (JSONL; default: OUT.errors.jsonl)
+    ordered           write answers in the order of the input; default: as they are finished. One
+                      slow line then holds back at most 4 x concurrency others
+    overwrite         start anew: empty OUT and the error file. Default: go on where they end
+    retry_failed      send the lines that failed in earlier calls again, with those that are still
+                      open; their errors are kept in the error file's name with .before-retry
+    max_line_bytes    a longer line is an error of that line
+    base_url          a server that runs
+    api_key           the server's key (default: $COSCHED_API_KEY)
+    via               how lines get there: uploaded as batches of the server, or one by one; auto:
+                      as batches where it has them
+    window            completion window of the batches: 30m, 6h, 2d
+    detach            upload, and do not wait for the results
+    require_offline   refuse a server that would take these requests for chat (default: a warning)
+    wait_s            how long to wait at the start where no server listens yet (default: 5)
+    model_path        start a server for this job and stop it at the end; SGLang's own flags go
+                      after --; its log is OUT.server.log
+    port              port of that server (default: a free one)
+    start_timeout_s   how long that server may take to start
+    server_flags      of that server
+    concurrency       requests at the server at a time. They wait in its offline pool: many give it
+                      a choice, for instance of requests that share a prefix
+    timeout_s         a line fails when one try takes longer (default: no limit; offline requests
+                      may wait for hours)
+    max_wait_s        give up when the server has been unreachable for this long
+    max_retries       how often a line is sent again after a 500 or an aborted answer. A server that
+                      is down or full costs no retries
+    progress_every_s  seconds between progress lines when stderr is no terminal
+    seed              of the random part of the waits between tries
+    fetch_only        of a job that the server has, write what is there
     """
 
     input: str

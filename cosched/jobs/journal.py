@@ -20,7 +20,6 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator
-from types import TracebackType
 
 from cosched.jobs.errors import DiskError, JobFileError
 from cosched.jobs.ids import LineSet
@@ -195,12 +194,7 @@ class Journal:
     def __enter__(self) -> Journal:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+import msgspec
+
 from cosched.core.estimates import Predictor
 from cosched.errors import ConfigError
 from cosched.latency.interp import FloatArray
@@ -18,8 +20,9 @@ class FittedPredictor(Predictor, Protocol):
     """A predictor whose coefficients do not change, so that a file can hold them."""
 
     def to_dict(self) -> dict[str, object]:
-        """Plain JSON values from which `predictor_from_dict` makes an equal predictor."""
-        ...
+        """Plain JSON values from which `predictor_from_dict` makes an equal predictor: its name
+        and, of a data class, its fields."""
+        return {"predictor": self.name, **msgspec.json.decode(msgspec.json.encode(self))}
 
     def describe(self) -> dict[str, object]:
         return self.to_dict()

@@ -76,9 +76,6 @@ class HygenPredictor(FittedPredictor):
             + cached * (new * totals.num_cached)
         )
 
-    def to_dict(self) -> dict[str, object]:
-        return {"predictor": self.name, "coefficients": list(self.coefficients)}
-
     @classmethod
     def from_dict(cls, data: Any) -> HygenPredictor:
         return cls(coefficients=numbers(data, "coefficients", len(cls.FEATURES)))
@@ -148,14 +145,6 @@ class EchoPredictor(FittedPredictor):
         longer = prefill_s if prefill_s > decode_s else decode_s
         return self.overlap * longer + (1 - self.overlap) * (prefill_s + decode_s)
 
-    def to_dict(self) -> dict[str, object]:
-        return {
-            "predictor": self.name,
-            "prefill": list(self.prefill),
-            "decode": list(self.decode),
-            "overlap": self.overlap,
-        }
-
     @classmethod
     def from_dict(cls, data: Any) -> EchoPredictor:
         return cls(
@@ -211,14 +200,6 @@ class BrosPredictor(FittedPredictor):
             seconds += alpha0 * decodes + alpha1 * (decodes * totals.decode_context) + beta
         loading = self.load_s_per_token * totals.num_loaded
         return seconds if seconds > loading else loading
-
-    def to_dict(self) -> dict[str, object]:
-        return {
-            "predictor": self.name,
-            "prefill": list(self.prefill),
-            "decode": list(self.decode),
-            "load_s_per_token": self.load_s_per_token,
-        }
 
     @classmethod
     def from_dict(cls, data: Any) -> BrosPredictor:

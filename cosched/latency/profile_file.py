@@ -11,7 +11,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from cosched.core.batch import BatchShape, Prefill
 from cosched.errors import ConfigError
@@ -217,40 +219,20 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     return data
 
 
+class _Point(msgspec.Struct, forbid_unknown_fields=True):
+    prefills: list[tuple[Annotated[int, msgspec.Meta(ge=1)], Annotated[int, msgspec.Meta(ge=0)]]]
+    decodes: list[Annotated[int, msgspec.Meta(ge=1)]]
+    seconds: Annotated[float, msgspec.Meta(gt=0)]
+
+
 def _point(entry: Any, *, where: str) -> MeasuredPoint:
-    if not isinstance(entry, dict) or set(entry) != {"prefills", "decodes", "seconds"}:
-        raise ConfigError(f"{where}: expected an object with prefills, decodes and seconds")
-    seconds = entry["seconds"]
-    if not isinstance(seconds, int | float) or not (seconds > 0 and math.isfinite(seconds)):
-        raise ConfigError(f"{where}: seconds is {seconds!r}; it must be above 0")
-    prefills = [
-        _counts(pair, least=(1, 0), where=where) for pair in _list(entry, "prefills", where)
-    ]
-    decodes = [
-        _counts([context], least=(1,), where=where)[0] for context in _list(entry, "decodes", where)
-    ]
-    if not prefills and not decodes:
+    try:
+        point = msgspec.convert(entry, _Point)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {error}, in {str(entry)[:200]}") from None
+    if not math.isfinite(point.seconds):
+        raise ConfigError(f"{where}: seconds is {point.seconds}; it must be finite")
+    if not point.prefills and not point.decodes:
         raise ConfigError(f"{where}: neither prefills nor decodes")
-    batch = BatchShape(prefills=[Prefill(*pair) for pair in prefills], decodes=decodes)
-    return MeasuredPoint(batch=batch, seconds=float(seconds))
-
-
-def _list(entry: Mapping[str, Any], key: str, where: str) -> list[Any]:
-    value = entry[key]
-    if not isinstance(value, list):
-        raise ConfigError(f"{where}: {key} must be a list")
-    return value
-
-
-def _counts(values: Any, *, least: Sequence[int], where: str) -> list[int]:
-    """Whole numbers, as many as `least` has, none below its own least."""
-    if (
-        not isinstance(values, list)
-        or len(values) != len(least)
-        or any(type(value) is not int for value in values)
-        or any(value < low for value, low in zip(values, least, strict=True))
-    ):
-        raise ConfigError(
-            f"{where}: {values!r} must be {len(least)} whole numbers, at least {list(least)}"
-        )
-    return values
+    batch = BatchShape(prefills=[Prefill(*pair) for pair in point.prefills], decodes=point.decodes)
+    return MeasuredPoint(batch=batch, seconds=point.seconds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
 
@@ -14,10 +14,22 @@ from cosched.errors import ConfigError, choices
 from cosched.metrics.figure import label_rate
 from cosched.metrics.summary import Comparison, Summary, compare
 
-__all__ = ["make_table", "print_table"]
+__all__ = ["make_table", "markdown_rows", "print_table", "shown"]
 
 _NONE = "-"
 _UNLIMITED = 10_000
+
+
+def shown(value: float | None, form: str, scale: float = 1.0) -> str:
+    """A number in a table: its format, after it was multiplied."""
+    return _NONE if value is None else format(scale * value, form)
+
+
+def markdown_rows(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = ["| " + " | ".join(headers) + " |", "|---" * len(headers) + "|"]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
-from cosched.benchmark import days, robustness, suite, tolerance
-from cosched.config import ENV_VAR
 from cosched.core.request import Slo
-from cosched.simulation import slo_search
 from cosched.simulation.machine import Machine
-from cosched.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
+from cosched.simulation.run import CostSpec, RunSpec, WorkloadSpec
 from cosched.simulation.scenario import scenario
 from cosched.simulation.store import ResultStore
+from tests.in_process import stay_in_process
 
 
 @pytest.fixture
@@ -36,19 +34,4 @@ def store(tmp_path):
 @pytest.fixture
 def ran(monkeypatch):
     """Specifications that were really run, one after the other in this process."""
-    done = []
-
-    def in_this_process(specs, *, num_jobs, store):
-        for index, spec in enumerate(specs):
-            result = None if store is None else store.get(spec)
-            if result is None:
-                done.append(spec)
-                result = execute(spec)
-                if store is not None:
-                    store.put(result)
-            yield index, result
-
-    for module in (days, robustness, suite, tolerance, slo_search):
-        monkeypatch.setattr(module, "execute_all", in_this_process)
-    monkeypatch.setenv(ENV_VAR, "")  # a run sets it
-    return done
+    return stay_in_process(monkeypatch)

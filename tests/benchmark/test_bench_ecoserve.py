@@ -20,9 +20,8 @@ BENCH = script("bench_ecoserve")
 CAPACITY = 10.0
 
 
-def make_bench(monkeypatch, *options):
-    monkeypatch.setattr(sys, "argv", ["bench_ecoserve.py", *options])
-    return BENCH.Bench(BENCH.parse())
+def make_bench(*options):
+    return BENCH.Bench(BENCH.build_parser().parse_args(options))
 
 
 def made_up(spec):
@@ -65,16 +64,16 @@ def all_made_up(monkeypatch):
 
 @pytest.mark.parametrize("lengths", BENCH.LENGTHS)
 @pytest.mark.parametrize("data", BENCH.DATA_SETS)
-def test_what_is_known_of_lengths_is_a_configuration(monkeypatch, lengths, data):
-    bench = make_bench(monkeypatch)
+def test_what_is_known_of_lengths_is_a_configuration(lengths, data):
+    bench = make_bench()
     spec = bench.spec(BENCH.ROWS["hygen"], data, 32, lengths)
     assert config_of(spec).length.mode == lengths
     known = BENCH.LENGTHS[lengths](BENCH.DATA_SETS[data])
     parse_config(json.dumps({"length": known}), source="a test")
 
 
-def test_rows_are_as_the_specification_has_them(monkeypatch):
-    bench = make_bench(monkeypatch)
+def test_rows_are_as_the_specification_has_them():
+    bench = make_bench()
     for figure, names in BENCH.FIGURE_ROWS.items():
         assert {*names} <= {*BENCH.ROWS, "sglang-tuned"}, figure
     flags = " ".join(engine_flags(bench.spec(BENCH.STOCK, "sharegpt", 32)))
@@ -87,7 +86,7 @@ def test_rows_are_as_the_specification_has_them(monkeypatch):
 
 
 def test_rows_that_are_not_there_are_named_and_left_out(monkeypatch, all_made_up, capsys):
-    bench = make_bench(monkeypatch, "--quick")
+    bench = make_bench("--quick")
     monkeypatch.setitem(BENCH.ROWS, "nobody", BENCH.Row(scenario="eco-nobody"))
     monkeypatch.setitem(BENCH.FIGURE_ROWS, "table", ("sglang", "nobody", "hygen"))
     assert list(bench.rows("table", "alpaca", 32, 1.0)) == ["sglang", "hygen"]
@@ -101,7 +100,7 @@ def test_each_figure_of_rates_has_a_line_for_each_row_and_load(monkeypatch, all_
     options = "--figures stock 10 --only sglang sglang-tuned --loads 0.5 1.5".split()
     few = ["--data-sets", "alpaca", "--pages", "32", "--duration", "4", "--quick"]
     monkeypatch.setattr(sys, "argv", ["bench_ecoserve.py", *options, *few])
-    assert BENCH.main() == 0
+    BENCH.main()
     *_, last = capsys.readouterr().out.splitlines()
     said = json.loads(last)
     stock, rates, sustained = said["figures"]["stock"][0], *said["figures"]["10"]
@@ -123,7 +122,7 @@ def test_each_figure_of_rates_has_a_line_for_each_row_and_load(monkeypatch, all_
 
 
 def test_a_flood_that_is_served_is_refused(monkeypatch, all_made_up):
-    bench = make_bench(monkeypatch, "--duration", "4")
+    bench = make_bench("--duration", "4")
     monkeypatch.setitem(
         BENCH.DATA_SETS, "alpaca", replace(BENCH.DATA_SETS["alpaca"], flood=1.1 * CAPACITY)
     )
@@ -131,8 +130,8 @@ def test_a_flood_that_is_served_is_refused(monkeypatch, all_made_up):
         bench.base("alpaca", 32)
 
 
-def test_sweeps_vary_one_thing(monkeypatch, all_made_up):
-    bench = make_bench(monkeypatch)
+def test_sweeps_vary_one_thing(all_made_up):
+    bench = make_bench()
     hygen = bench.spec(BENCH.ROWS["hygen"], "bookcorpus", 32, "oracle-noise")
     length = config_of(BENCH.SWEEPS["padding"].at(hygen, 0.3)).length
     assert (length.mode, length.sigma, length.padding) == ("oracle-noise", 0.35, 0.3)

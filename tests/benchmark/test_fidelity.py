@@ -12,6 +12,7 @@ from cosched.latency.profile_file import read_iteration_log
 from cosched.metrics.records import RequestRecord
 from cosched.simulation.machine import Machine
 from cosched.simulation.run import CostSpec, WorkloadSpec, execute
+from tests.in_process import stay_in_process
 
 
 def record(rid, request_class=RequestClass.ONLINE, *, first_s, finish_s, cached=0):
@@ -56,10 +57,6 @@ def test_the_duration_is_that_of_equal_work():
     assert compared["duration_s"]["live"] == 4.0 and compared["duration_s"]["simulated"] == 5.0
 
 
-def in_this_process(specs, *, num_jobs):
-    yield from enumerate(map(execute, specs))
-
-
 def small_case(model_path, **changes):
     return FidelityCase(
         name="small",
@@ -89,7 +86,7 @@ def test_a_machine_of_known_times_is_simulated_as_it_ran(monkeypatch):
             num_profiled, num_points = num_points, len(read_iteration_log(log))
         return records, num_profiled
 
-    monkeypatch.setattr(fidelity, "execute_all", in_this_process)
+    stay_in_process(monkeypatch)
     monkeypatch.setattr(fidelity, "_run_server", run_in_virtual_time)
     result = run_fidelity(small_case("none", duration_s=4.0), show=lambda text: None)
     assert result["profile_held_out_error"] < 0.02 and result["iteration_error"] < 0.02
@@ -102,7 +99,7 @@ def test_a_machine_of_known_times_is_simulated_as_it_ran(monkeypatch):
 
 @pytest.mark.server
 def test_a_server_is_profiled_run_and_simulated(tiny_model, monkeypatch, forked_own_server):
-    monkeypatch.setattr(fidelity, "execute_all", in_this_process)
+    stay_in_process(monkeypatch)
     result = run_fidelity(small_case(tiny_model, duration_s=4.0), show=lambda text: None)
     # Others may use the machine in either part of the run, so times are compared loosely here, and
     # closely above. What is found in the cache follows from the requests.

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from importlib import metadata
+from typing import Annotated
 
 import pytest
 
@@ -15,7 +16,11 @@ import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched import bench, demo, explain, lengths, predictors, profile, simulate
 from cosched.__main__ import COMMANDS, main
 from cosched.command_line import (
+    JsonOption,
+    Kind,
     Parser,
+    Share,
+    add_command,
     add_field_option,
     add_json_option,
     fields_given,
@@ -208,6 +213,36 @@ class Oven:
     trays: int = 2
     fan: bool = True
     shelves: int = 3
+
+
+class Bake(JsonOption, kw_only=True):
+    """Bake 100 % of it.
+
+    It takes a while.
+
+    recipe  what is baked
+    """
+
+    recipe: Annotated[str, Kind(None, "NAME", "-r", "--recipe")]
+    share: Share = 0.5
+    doors: Annotated[int, Kind(choices=[1, 2])] | None = None
+    quiet: bool = False
+
+
+def test_a_subcommand_is_made_of_a_struct_with_the_fields_of_those_before_it(capsys):
+    parser = Parser(prog="test")
+    add_command(parser.add_subparsers(), Bake, lambda arguments: {})
+    assert "Bake 100 % of it\n" in parser.format_help()
+    with pytest.raises(SystemExit):
+        parser.parse_args(["bake", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "It takes a while." in shown and "-r NAME, --recipe NAME what is baked" in shown
+    assert "--share SHARE default: 0.5" in shown and "--doors {1,2}" in shown
+    assert "--json FILE write there what" in shown
+    given = parser.parse_args(["bake", "-r", "bread", "--doors", "2", "--quiet"])
+    assert (given.recipe, given.share, given.doors, given.quiet) == ("bread", 0.5, 2, True)
+    assert "required: -r/--recipe" in refusal(capsys, parser.parse_args, "bake")
+    assert "above 0" in refusal(capsys, parser.parse_args, "bake", "-r", "x", "--share", "0")
 
 
 def test_an_option_of_a_field_has_its_name_type_default_and_text():

@@ -18,10 +18,10 @@ from cosched.errors import ConfigError
 from cosched.latency.compare import kind_of, scheduler_batches
 from cosched.latency.predictor import PREDICTORS, fit_predictor
 from cosched.latency.profile_file import Profile
-from cosched.simulation import slo_search
 from cosched.simulation.machine import Machine
 from cosched.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
 from cosched.simulation.scenario import scenario
+from tests.in_process import stay_in_process
 
 MACHINE = ("--cost-model", "roofline", "--gpu", "H100")
 
@@ -238,10 +238,7 @@ def test_an_interrupted_measurement_leaves_no_file(tmp_path, monkeypatch):
 
 
 def test_a_search_writes_a_configuration(tmp_path, capsys, monkeypatch):
-    def in_this_process(specs, *, num_jobs, store):
-        yield from enumerate(map(execute, specs))
-
-    monkeypatch.setattr(slo_search, "execute_all", in_this_process)
+    stay_in_process(monkeypatch)
     path = tmp_path / "config.json"
     profile.main(
         [

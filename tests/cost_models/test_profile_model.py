@@ -104,14 +104,15 @@ class TestBadFiles:
     @pytest.mark.parametrize(
         ("point", "message"),
         [
-            ({"prefills": [], "decodes": [1]}, "expected an object with"),
+            ({"prefills": [], "decodes": [1]}, "missing required field `seconds`"),
             ({"prefills": [], "decodes": [], "seconds": 1.0}, "neither prefills nor decodes"),
-            ({"prefills": [], "decodes": [0], "seconds": 1.0}, r"\[0\] must be 1 whole numbers"),
-            ({"prefills": [[1]], "decodes": [], "seconds": 1.0}, r"\[1\] must be 2 whole"),
-            ({"prefills": [[1, 0.5]], "decodes": [], "seconds": 1.0}, "must be 2 whole"),
-            ({"prefills": 3, "decodes": [], "seconds": 1.0}, "prefills must be a list"),
-            ({"prefills": [], "decodes": [1], "seconds": 0}, "seconds is 0"),
-            ({"prefills": [], "decodes": [1], "seconds": "1"}, "seconds is '1'"),
+            ({"prefills": [], "decodes": [0], "seconds": 1.0}, r"`int` >= 1 .*decodes.*: \[0\]"),
+            ({"prefills": [[1]], "decodes": [], "seconds": 1.0}, "`array` of length 2"),
+            ({"prefills": [[1, 0.5]], "decodes": [], "seconds": 1.0}, "`int`, got `float`"),
+            ({"prefills": 3, "decodes": [], "seconds": 1.0}, "`array`, got `int` .*prefills"),
+            ({"prefills": [], "decodes": [1], "seconds": 0}, "> 0.0 .*seconds.*'seconds': 0"),
+            ({"prefills": [], "decodes": [1], "seconds": "1"}, "`float`, got `str` .*seconds"),
+            ({"prefills": [], "decodes": [1], "seconds": 1, "x": 1}, "unknown field `x`"),
         ],
     )
     def test_a_bad_point_is_named_by_its_place(self, tmp_path, point, message):
@@ -136,7 +137,9 @@ class TestIterationLog:
     def test_another_bad_line_is_named(self, tmp_path):
         with pytest.raises(ConfigError, match=r"log\.jsonl, line 1 is not JSON"):
             self.read(tmp_path, f"{self.ENTRY[:20]}\n{self.ENTRY}")
-        with pytest.raises(ConfigError, match=r"log\.jsonl, line 2: expected an object"):
+        with pytest.raises(
+            ConfigError, match=r"log\.jsonl, line 2: Expected `object`, got `array`"
+        ):
             self.read(tmp_path, f"{self.ENTRY}\n[]\n")
 
     def test_one_that_is_not_there(self, tmp_path):

@@ -17,9 +17,9 @@ from sglang.srt.managers.io_struct import (
     SessionParams,
 )
 
-from cosched.demo_adapters import FLAGS as LORA_FLAGS
-from cosched.demo_adapters import make_adapters, without_pinned_memory
 from cosched.engine.port.local import load_adapters, made_up
+from tests.adapters import FLAGS as LORA_FLAGS
+from tests.adapters import make_adapters, without_pinned_memory
 from tests.engine.conftest import assert_drained
 
 NUM_OPERATIONS = int(os.environ.get("COSCHED_SLOT_OPERATIONS", "1000"))

@@ -1,7 +1,5 @@
 """The examples of docs/policies/own_policy.md, on SGLang's scheduler and in a simulation."""
 
-from pathlib import Path
-
 import pytest
 
 from cosched.config import ENV_VAR
@@ -11,24 +9,14 @@ from cosched.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
 from cosched.simulation.scenario import scenario
 from cosched.simulation.store import ResultStore
 from tests.engine.conftest import assert_drained, prompt
-from tests.engine.test_policies_on_sglang import OFFLINE, ask_all
+from tests.engine.test_policies_on_sglang import EXAMPLES, OFFLINE
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NAME = "own_policy:IdleOnly"
 
 
 @pytest.fixture(autouse=True)
 def examples(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
-
-
-@pytest.mark.parametrize("name", [NAME, "batch_size:BatchSize"])
-@pytest.mark.parametrize("overlap", [False, True])
-def test_it_answers_as_every_policy_does(make_engine, overlap, name):
-    answers = ask_all(make_engine(policy="sarathi", overlap=overlap), seed=1)
-    engine = make_engine(policy=name, overlap=overlap)
-    assert ask_all(engine, seed=1) == answers
-    assert engine.scheduler.cosched.counters.num_engine_refusals == 0
 
 
 def test_a_chat_stops_what_runs_offline_and_nothing_is_lost(make_engine):

@@ -2,12 +2,14 @@
 really measured."""
 
 import random
+from pathlib import Path
 
 import pytest
 
 from tests.engine.conftest import assert_drained, kv_tokens, prompt
 
 OFFLINE = -1
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def ask_all(engine, *, seed):
@@ -31,12 +33,36 @@ def ask_all(engine, *, seed):
     return {rid: reply.output_ids for rid, reply in engine.replies.items()}
 
 
+AMPLE = {
+    "names": (
+        *("hygen", "echo-bs", "echo-bs+e", "echo-bs+e+s", "echo-bs+e+s+m", "cosched"),
+        *("bros", "bros-late-last", "bros-rr", "bros-rt"),
+        *("own_policy:IdleOnly", "batch_size:BatchSize"),  # of examples/
+    ),
+    "seed": 1,
+    "flags": {},
+}
+SCARCE = {
+    "names": ("eco-srtf", "eco-vllm", "eco-multires", "eco-syncfastgen"),
+    "seed": 3,
+    "flags": {"page_size": 16},
+    "max_total_tokens": 992,
+}
+
+
 @pytest.mark.parametrize("overlap", [False, True])
-def test_what_is_answered_does_not_depend_on_the_policy(make_engine, overlap):
-    answers = ask_all(make_engine(policy="sarathi", overlap=overlap), seed=1)
+@pytest.mark.parametrize("case", [AMPLE, SCARCE], ids=["ample memory", "scarce memory"])
+def test_what_is_answered_does_not_depend_on_the_policy(make_engine, monkeypatch, overlap, case):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    flags = {"overlap": overlap, **case["flags"]}
+    answers = ask_all(make_engine(policy="sarathi", **flags), seed=case["seed"])
     assert len(answers) == 16 and all(len(tokens) == 8 for tokens in answers.values())
-    for policy in ("hygen", "echo-bs", "echo-bs+e", "echo-bs+e+s", "echo-bs+e+s+m", "cosched"):
-        assert ask_all(make_engine(policy=policy, overlap=overlap), seed=1) == answers
+    flags["max_total_tokens"] = case.get("max_total_tokens", 2000)
+    for name in case["names"]:
+        engine = make_engine(policy=name, **flags)
+        assert ask_all(engine, seed=case["seed"]) == answers, name
+        assert engine.scheduler.cosched.counters.num_engine_refusals == 0, name
+        assert_drained(engine)
 
 
 def test_every_iteration_is_learnt_from(make_engine):

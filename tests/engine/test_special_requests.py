@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from cosched.demo_adapters import FLAGS as LORA_FLAGS
-from cosched.demo_adapters import make_adapters, without_pinned_memory
 from cosched.engine import port
 from cosched.engine.port.local import load_adapters, made_up
 from cosched.engine.tracked import TrackedRequest
+from tests.adapters import FLAGS as LORA_FLAGS
+from tests.adapters import make_adapters, without_pinned_memory
 from tests.engine.conftest import assert_drained, prompt, view_now
 from tests.engine.test_partial_decode import hold_at_random
 

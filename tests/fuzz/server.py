@@ -9,7 +9,7 @@ import cosched.bootstrap  # isort: skip  # noqa: F401  # first
 
 import sys
 
-from cosched.demo_adapters import unpin_memory
+from tests.adapters import unpin_memory
 
 unpin_memory()
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cosched.core.request import Slo, Traits
-from cosched.core.view import Match
+from cosched.core.request import Slo
 from cosched.planning.validate import validate
 from cosched.policy.base import PolicySettings
-from tests.factories import FakeView, decoding, make_caps, offline, online, prefilled
+from tests.factories import FakeView, decoding, make_caps, offline, online
+from tests.policy.views import views
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CAPS = make_caps(max_running_requests=512, partial_decode=True)
@@ -105,49 +105,6 @@ def test_nothing_waits_for_late_requests(policy):
     view = FakeView(caps=CAPS, online=(online("late", arrival_s=-5.0),))
     plan, _ = planned(policy, view)
     assert plan.prefill == {"late": 100}
-
-
-@st.composite
-def views(draw):
-    caps = make_caps(
-        page_size=draw(st.sampled_from([1, 16])),
-        max_chunk_tokens=draw(st.sampled_from([None, 64, 512])),
-        max_running_requests=16,
-        mixed_batches=draw(st.booleans()),
-        partial_decode=draw(st.booleans()),
-    )
-    traits = st.builds(Traits, can_stop=st.booleans(), can_mix=st.booleans(), can_cut=st.booleans())
-
-    def requests(name, at_most):
-        made = []
-        for i in range(draw(st.integers(0, at_most))):
-            make = online if name == "on" or (name != "off" and draw(st.booleans())) else offline
-            last_s = draw(st.sampled_from([None, -0.001, -0.03, -2.0]))
-            made.append(
-                make(
-                    f"{name}{i}",
-                    draw(st.integers(1, 700)),
-                    arrival_s=draw(st.sampled_from([-3.0, -0.99, -0.1, 0.0])),
-                    last_token_s=last_s,
-                    max_new_tokens=draw(st.integers(6, 50)),
-                    traits=draw(traits),
-                )
-            )
-        return made
-
-    begun = requests("part", 1)
-    return FakeView(
-        caps=caps,
-        total_kv=draw(st.sampled_from([6_000, 20_000])),
-        running=tuple(decoding(r, draw(st.integers(1, 5))) for r in requests("run", 6)),
-        unfinished=tuple(prefilled(r, r.num_prompt_tokens // 2) for r in begun if r.traits.can_cut),
-        online=tuple(requests("on", 5)),
-        offline=tuple(requests("off", 4)),
-        cached={"on0": Match(cached=0, evictable=0)},
-        barred=draw(st.sets(st.sampled_from(["on0", "off0"]))),
-        unholdable=draw(st.sets(st.sampled_from(["run0", "run1"]))),
-        mean_iteration_s=draw(st.sampled_from([0.0, 0.02])),
-    )
 
 
 @given(view=views(), most=st.sampled_from([1, 3, 128]))

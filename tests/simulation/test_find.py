@@ -3,14 +3,13 @@
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
-from cosched.config import ENV_VAR
 from cosched.core.request import Slo
 from cosched.errors import ConfigError
-from cosched.simulation import find as find_module
 from cosched.simulation.find import QUESTIONS, find
 from cosched.simulation.machine import Machine
-from cosched.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
+from cosched.simulation.run import CostSpec, RunSpec, WorkloadSpec
 from cosched.simulation.scenario import scenario
+from tests.in_process import stay_in_process
 
 
 def test_bad_questions_are_refused_before_anything_runs():
@@ -26,15 +25,7 @@ def test_bad_questions_are_refused_before_anything_runs():
 
 def test_a_question_is_answered_by_simulations(monkeypatch):
     """The answer was simulated and is good; just above it, within the tolerance, it is not."""
-    ran = []
-
-    def in_this_process(specs, *, num_jobs):
-        for index, spec in enumerate(specs):
-            ran.append(spec)
-            yield index, execute(spec)
-
-    monkeypatch.setattr(find_module, "execute_all", in_this_process)
-    monkeypatch.setenv(ENV_VAR, "")
+    ran = stay_in_process(monkeypatch)
     spec = RunSpec(
         scenario=scenario("s0"),
         machine=Machine(kv_tokens=20_000, chunk_tokens=512, max_running_requests=16),

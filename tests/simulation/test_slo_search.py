@@ -7,14 +7,13 @@ from dataclasses import replace
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
-from cosched.config import ENV_VAR
 from cosched.errors import ConfigError
 from cosched.metrics.goals import parse_goal
-from cosched.simulation import slo_search
 from cosched.simulation.machine import Machine
-from cosched.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
+from cosched.simulation.run import CostSpec, RunSpec, WorkloadSpec
 from cosched.simulation.scenario import scenario
 from cosched.simulation.slo_search import SEARCHES, find_largest
+from tests.in_process import stay_in_process
 
 SPEC = RunSpec(
     scenario=scenario("hygen"),
@@ -48,11 +47,7 @@ def test_a_search_without_a_goal_is_refused():
 
 
 def test_a_real_search_meets_its_goals_and_the_next_value_does_not(monkeypatch):
-    def in_this_process(specs, *, num_jobs, store):
-        yield from enumerate(map(execute, specs))
-
-    monkeypatch.setattr(slo_search, "execute_all", in_this_process)
-    monkeypatch.setenv(ENV_VAR, "")  # a run sets it
+    stay_in_process(monkeypatch)
     goals = [parse_goal("p99_tbt<=25ms"), parse_goal("p99_ttft<=2s"), parse_goal("mean_tbt<=+900%")]
     ran = []
     answer = find_largest(

@@ -27,7 +27,6 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from cosched import demo_adapters
 from cosched.config import ENV_VAR
 from cosched.core.batch import BatchShape
 from cosched.demo_model import ensure_demo_model
@@ -36,6 +35,7 @@ from cosched.engine.attach import use_virtual_device
 from cosched.engine.port.local import LocalEngine, Reply, lengths_of, load_adapters, made_up
 from cosched.policy.registry import policy_entry
 from cosched.simulation.virtual import VirtualClock
+from tests import adapters
 from tests.soak.spec import SoakSpec
 from tests.soak.traffic import Ask, Command
 
@@ -265,6 +265,6 @@ def _flags(spec: SoakSpec) -> list[str]:
     flags += ["--enable-mixed-chunk"] if spec.mixed else []
     flags += [] if spec.overlap else ["--disable-overlap-schedule"]
     if spec.has("lora"):
-        flags += [*demo_adapters.FLAGS, "--max-loras-per-batch", str(MAX_ADAPTERS)]
+        flags += [*adapters.FLAGS, "--max-loras-per-batch", str(MAX_ADAPTERS)]
     flags += ["--enable-streaming-session"] if spec.has("stream-sessions") else []
     return flags

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
-from cosched.demo_adapters import make_adapters, without_pinned_memory
 from cosched.simulation.virtual import _quiet_host
+from tests.adapters import make_adapters, without_pinned_memory
 from tests.soak.checks import Checks, SoakFailure
 from tests.soak.engine import SoakEngine
 from tests.soak.spec import EPISODES_PER_HOUR, SoakSpec

@@ -82,17 +82,17 @@ def test_files_of_other_names_share_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("{", "no JSON"),
-        ("[1]", "no JSON object but list"),
-        ('{"timestamp": 0}', "input_length is no whole number: None"),
-        ('{"timestamp": "0", "input_length": 5}', "timestamp is no number: '0'"),
+        ("{", "Input data was truncated: {"),
+        ("[1]", "`object`, got `array`: [1]"),
+        ('{"timestamp": 0}', "missing required field `input_length`"),
+        ('{"timestamp": "0", "input_length": 5}', "`float`, got `str` - at `$.timestamp`"),
         (
             '{"timestamp": 0, "input_length": 513, "output_length": 1, "hash_ids": [1]}',
             "1 hash_ids for 513 tokens; blocks of 512 tokens make 2",
         ),
         (
             '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": ["a"]}',
-            "hash_ids is no list of ids",
+            "`int`, got `str` - at `$.hash_ids[0]`",
         ),
         (
             '{"timestamp": 0, "input_length": 5, "output_length": 0, "hash_ids": [1]}',

@@ -63,8 +63,8 @@ def test_shuffled_by_seed_and_cut(files):
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [
-        ({**row("law", "q"), "choices": ["x"]}, "choices is no list of four"),
-        ({"subject": "law", "choices": [1, 2, 3, 4]}, "question is no text: None"),
+        ({**row("law", "q"), "choices": ["x"]}, "`array` of length 4 - at `$.choices`"),
+        ({"subject": "law", "choices": [1, 2, 3, 4]}, "missing required field `question`"),
         (row("physics", "q"), "subject 'physics' has no examples in"),
     ],
 )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from cosched_traces.errors import RowError
-from cosched_traces.json_lines import count, json_lines, number
+from cosched_traces.json_lines import Ids, json_lines
 from cosched_traces.lengths import Lengths
 from cosched_traces.rows import DEFAULTS, ReadOptions, Row, make_workload
 from cosched_traces.seeds import key_base, rng_of
@@ -21,6 +22,19 @@ SERVEGEN_BLOCK_TOKENS = 16
 SegmentsOf = Callable[[Row], tuple[Segment, ...]]
 
 
+class _Mooncake(msgspec.Struct):
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: Ids
+
+
+class _ServegenJob(msgspec.Struct):
+    input_length: int
+    output_length: int | None = None
+    hash_ids: Ids = ()
+
+
 def read_mooncake_jsonl(path: Path, options: ReadOptions = DEFAULTS) -> Workload:
     """Mooncake: ``{"timestamp": ms, "input_length", "output_length", "hash_ids": [...]}``.
 
@@ -30,12 +44,12 @@ def read_mooncake_jsonl(path: Path, options: ReadOptions = DEFAULTS) -> Workload
     rows = (
         Row(
             line,
-            number(path, line, fields, "timestamp") / 1000,
-            count(path, line, fields, "input_length"),
-            count(path, line, fields, "output_length"),
-            _hash_ids(path, line, fields, MOONCAKE_BLOCK_TOKENS),
+            request.timestamp / 1000,
+            request.input_length,
+            request.output_length,
+            _hash_ids(path, line, request, MOONCAKE_BLOCK_TOKENS),
         )
-        for line, fields in json_lines(path)
+        for line, request in json_lines(path, _Mooncake)
     )
     segments = _segments(path, options, MOONCAKE_BLOCK_TOKENS)
     return make_workload(path, rows, options=options, segments_of=segments)
@@ -56,17 +70,16 @@ def read_servegen_batch_jsonl(
 
     def rows() -> Iterator[Row]:
         rng = rng_of(seed, "servegen-batch", options.name_for(path))
-        for line, fields in json_lines(path):
-            num_prompt_tokens = count(path, line, fields, "input_length")
-            if "output_length" in fields:
-                yield Row(line, 0.0, num_prompt_tokens, count(path, line, fields, "output_length"))
+        for line, job in json_lines(path, _ServegenJob):
+            if job.output_length is not None:
+                yield Row(line, 0.0, job.input_length, job.output_length)
             elif output is None:
                 reason = "no output_length (ServeGen's traces a-c); give output= to draw it from"
                 raise RowError(path, line, reason)
             else:
-                hash_ids = _hash_ids(path, line, fields, SERVEGEN_BLOCK_TOKENS)
+                hash_ids = _hash_ids(path, line, job, SERVEGEN_BLOCK_TOKENS)
                 drawn = int(output.sample(rng, 1)[0])
-                yield Row(line, 0.0, num_prompt_tokens, drawn, hash_ids)
+                yield Row(line, 0.0, job.input_length, drawn, hash_ids)
 
     segments = _segments(path, options, SERVEGEN_BLOCK_TOKENS)
     return make_workload(path, rows(), options=options, segments_of=segments)
@@ -90,18 +103,12 @@ def _segments(path: Path, options: ReadOptions, block_tokens: int) -> SegmentsOf
     return segments_of
 
 
-def _hash_ids(path: Path, line: int, fields: dict[str, Any], block_tokens: int) -> tuple[int, ...]:
-    hash_ids = fields.get("hash_ids")
-    if not isinstance(hash_ids, list) or not all(
-        type(hash_id) is int and hash_id >= 0 for hash_id in hash_ids
-    ):
-        raise RowError(path, line, f"hash_ids is no list of ids: {str(hash_ids)[:80]}")
-    num_tokens = count(path, line, fields, "input_length")
-    expected = -(-num_tokens // block_tokens)
-    if len(hash_ids) != expected:
+def _hash_ids(path: Path, line: int, row: _Mooncake | _ServegenJob, block_tokens: int) -> Ids:
+    expected = -(-row.input_length // block_tokens)
+    if len(row.hash_ids) != expected:
         reason = (
-            f"{len(hash_ids)} hash_ids for {num_tokens} tokens; blocks of {block_tokens} "
-            f"tokens make {expected}"
+            f"{len(row.hash_ids)} hash_ids for {row.input_length} tokens; blocks of "
+            f"{block_tokens} tokens make {expected}"
         )
         raise RowError(path, line, reason)
-    return tuple(hash_ids)
+    return row.hash_ids

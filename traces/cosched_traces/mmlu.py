@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from cosched.core.request import RequestClass
 from cosched_traces.errors import RowError
-from cosched_traces.json_lines import json_lines
+from cosched_traces.json_lines import Text, json_lines
 from cosched_traces.seeds import key_base, rng_of
 from cosched_traces.transform import first_requests, shuffle
 from cosched_traces.workload import Segment, TraceRequest, Workload
@@ -40,6 +41,21 @@ _SUBJECTS = tuple(
 _QUESTION_CV = 0.48  # of a question's length about its subject's mean, over all subjects
 
 
+class _Question(msgspec.Struct):
+    subject: Text
+    question: Text
+    choices: tuple[Any, Any, Any, Any]
+
+    @property
+    def text(self) -> str:
+        options = "".join(f"\n{a}. {text}" for a, text in zip("ABCD", self.choices, strict=True))
+        return f"{self.question}{options}\nAnswer:"
+
+
+class _Example(_Question, kw_only=True):
+    answer: Text
+
+
 def read_mmlu(
     dev_path: Path,
     test_path: Path,
@@ -57,18 +73,16 @@ def read_mmlu(
     divided by 4, and a head is one segment per subject.
     """
     heads: dict[str, str] = {}
-    for line, fields in json_lines(dev_path):
-        subject = _text(dev_path, line, fields, "subject")
+    for _, example in json_lines(dev_path, _Example):
+        subject = example.subject
         intro = "The following are multiple choice questions (with answers) about "
         heads.setdefault(subject, f"{intro}{subject.replace('_', ' ')}.\n\n")
-        answer = _text(dev_path, line, fields, "answer")
-        heads[subject] += f"{_question(dev_path, line, fields)} {answer}\n\n"
+        heads[subject] += f"{example.text} {example.answer}\n\n"
     tokenized = {s: tuple(tokenize(head)) for s, head in heads.items()} if tokenize else {}
     head_keys = {s: key_base("mmlu", "head", s) for s in heads}
     requests: list[TraceRequest] = []
-    for line, fields in json_lines(test_path):
-        subject = _text(test_path, line, fields, "subject")
-        question = _question(test_path, line, fields)
+    for line, asked in json_lines(test_path, _Question):
+        subject, question = asked.subject, asked.text
         if subject not in heads:
             raise RowError(test_path, line, f"subject {subject!r} has no examples in {dev_path}")
         rid = f"mmlu-{len(requests)}"
@@ -138,21 +152,6 @@ def _request(
         segments=segments,
         token_ids=token_ids,
     )
-
-
-def _question(path: Path, line: int, fields: dict[str, Any]) -> str:
-    choices = fields.get("choices")
-    if not isinstance(choices, list) or len(choices) != 4:
-        raise RowError(path, line, f"choices is no list of four: {str(choices)[:80]}")
-    options = "".join(f"\n{letter}. {text}" for letter, text in zip("ABCD", choices, strict=True))
-    return f"{_text(path, line, fields, 'question')}{options}\nAnswer:"
-
-
-def _text(path: Path, line: int, fields: dict[str, Any], field: str) -> str:
-    value = fields.get(field)
-    if not isinstance(value, str) or not value:
-        raise RowError(path, line, f"{field} is no text: {value!r}")
-    return value
 
 
 def _estimate(text: str) -> int:

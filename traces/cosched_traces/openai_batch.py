@@ -42,7 +42,7 @@ def read_openai_batch(
     """
     requests = []
     seen: set[str] = set()
-    for line, fields in json_lines(path):
+    for line, fields in json_lines(path, dict[str, Any]):
         custom_id = fields.get("custom_id")
         if not isinstance(custom_id, str) or not custom_id:
             raise RowError(path, line, f"custom_id is no text: {custom_id!r}")

@@ -11,8 +11,9 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from cosched_traces.block_traces import read_mooncake_jsonl
@@ -75,19 +76,24 @@ def tokens_of(text: str) -> int:
 def read_responses_jsonl(path: Path) -> list[Response]:
     """Lines of ``{"prompt": text, "output_tokens": n}``, or with the ``response`` itself in place
     of its length; ``"model"`` names a stream. Raises `WorkloadError`."""
-    return [_of_line(path, line, fields) for line, fields in json_lines(path)]
+    return [_of_line(path, line, given) for line, given in json_lines(path, _Given)]
 
 
-def _of_line(path: Path, line: int, fields: Mapping[str, Any]) -> Response:
-    prompt = fields.get("prompt")
-    if not isinstance(prompt, str):
-        raise RowError(path, line, f"prompt is no text: {prompt!r}")
-    length = fields.get("output_tokens", fields.get("response_tokens_est"))
-    if length is None and isinstance(fields.get("response"), str):
-        length = tokens_of(fields["response"])
-    if type(length) is not int or length < 0:
-        raise RowError(path, line, f"neither a whole number output_tokens nor a response: {length}")
-    return Response(words_of(prompt), tokens_of(prompt), length, str(fields.get("model", "")))
+class _Given(msgspec.Struct):
+    prompt: str
+    output_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    response_tokens_est: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    response: str | None = None
+    model: Any = ""
+
+
+def _of_line(path: Path, line: int, given: _Given) -> Response:
+    length = given.response_tokens_est if given.output_tokens is None else given.output_tokens
+    if length is None and given.response is not None:
+        length = tokens_of(given.response)
+    if length is None:
+        raise RowError(path, line, "neither output_tokens nor a response")
+    return Response(words_of(given.prompt), tokens_of(given.prompt), length, str(given.model))
 
 
 def _shuffled(responses: list[Response], seed: int, name: str) -> list[Response]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
 
 from cosched_traces.errors import RowError
-from cosched_traces.json_lines import count, json_lines, number
+from cosched_traces.json_lines import Ids, Positive, convert, json_lines
 from cosched_traces.rows import DEFAULTS, ReadOptions
 from cosched_traces.seeds import KEYS, key_base
 from cosched_traces.sessions import RecordedSessions, Session, Turn
@@ -55,79 +56,65 @@ def read_sessions_jsonl(
     name = options.name_for(path)
     sessions: list[Session] = []
     num_left_out = 0
-    for line, fields in islice(json_lines(path), options.max_rows):
-        recorded = _recorded(path, line, fields, max_think_s=max_think_s)
-        num_left_out += len(fields["requests"]) - len(recorded.turns)
-        sessions.append(_session(path, line, f"{name}-{recorded.id}", recorded, heads))
+    for line, recorded in islice(json_lines(path, _Recorded), options.max_rows):
+        requests = _own_requests(path, line, recorded)
+        num_left_out += len(recorded.requests) - len(requests)
+        session_name = f"{name}-{line if recorded.id is None else recorded.id}"
+        stretches, head_key = _stretches(path, line, session_name, recorded, requests, heads)
+        turns = _turns(requests, stretches, max_think_s=max_think_s)
+        sessions.append(Session(name=session_name, turns=turns, head_key=head_key))
     notes = [f"read {path.name}", f"think times cut at {max_think_s:g} s"]
     if num_left_out:
         notes.append(f"left out {num_left_out} entries of sub-agents")
     return RecordedSessions(sessions=tuple(sessions), notes=tuple(notes))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Request:
-    num_prompt_tokens: int
-    num_output_tokens: int
-    think_s: float
-    ids: tuple[int, ...]
+class _Request(msgspec.Struct, frozen=True):
+    num_prompt_tokens: Positive = msgspec.field(name="in")
+    num_output_tokens: Positive = msgspec.field(name="out")
+    think_s: Annotated[float, msgspec.Meta(ge=0)] = msgspec.field(name="think_time")
+    ids: Ids = msgspec.field(name="hash_ids")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Recorded:
-    id: str
-    block_tokens: int
-    head: tuple[int, int]
-    turns: tuple[_Request, ...]
+class _Recorded(msgspec.Struct):
+    block_size: Positive
+    tool_tokens: Annotated[int, msgspec.Meta(ge=0)]
+    system_tokens: Annotated[int, msgspec.Meta(ge=0)]
+    requests: list[dict[str, Any]]
+    id: str | int | None = None
 
 
-def _recorded(path: Path, line: int, fields: dict[str, Any], *, max_think_s: float) -> _Recorded:
-    block_tokens = count(path, line, fields, "block_size", at_least=1)
-    requests = fields.get("requests")
-    if not isinstance(requests, list) or not all(isinstance(r, dict) for r in requests):
-        raise RowError(path, line, "requests is no list of objects")
-    turns = []
-    for request in requests:
-        if request.get("type") == "subagent":
-            continue
-        think_s = number(path, line, request, "think_time")
-        if think_s < 0:
-            raise RowError(path, line, f"think_time {think_s:g} is negative")
-        num_prompt_tokens = count(path, line, request, "in", at_least=1)
-        turns.append(
-            _Request(
-                num_prompt_tokens=num_prompt_tokens,
-                num_output_tokens=count(path, line, request, "out", at_least=1),
-                think_s=min(think_s, max_think_s),
-                ids=_ids(path, line, request, num_prompt_tokens // block_tokens),
-            )
-        )
-    if not turns:
+def _own_requests(path: Path, line: int, recorded: _Recorded) -> list[_Request]:
+    """Those that are not of a sub-agent."""
+    requests = [
+        convert(path, line, fields, _Request)
+        for fields in recorded.requests
+        if fields.get("type") != "subagent"
+    ]
+    if not requests:
         raise RowError(path, line, "the session has no requests of its own")
-    return _Recorded(
-        id=str(fields.get("id", line)),
-        block_tokens=block_tokens,
-        head=(
-            count(path, line, fields, "tool_tokens", at_least=0),
-            count(path, line, fields, "system_tokens", at_least=0),
-        ),
-        turns=tuple(turns),
-    )
+    for request in requests:
+        num_ids, expected = len(request.ids), request.num_prompt_tokens // recorded.block_size
+        if num_ids != expected:
+            reason = (
+                f"{num_ids} hash_ids for {request.num_prompt_tokens} tokens make no {expected} "
+                "full blocks"
+            )
+            raise RowError(path, line, reason)
+    return requests
 
 
-def _ids(path: Path, line: int, request: dict[str, Any], expected: int) -> tuple[int, ...]:
-    ids = request.get("hash_ids")
-    if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
-        raise RowError(path, line, f"hash_ids is no list of ids: {str(ids)[:80]}")
-    if len(ids) != expected:
-        reason = f"{len(ids)} hash_ids for {request['in']} tokens make no {expected} full blocks"
-        raise RowError(path, line, reason)
-    return tuple(ids)
-
-
-def _session(path: Path, line: int, name: str, recorded: _Recorded, heads: Heads) -> Session:
-    tool, system = recorded.head
-    num_head_blocks = (tool + system) // recorded.block_tokens
+def _stretches(
+    path: Path,
+    line: int,
+    name: str,
+    recorded: _Recorded,
+    requests: list[_Request],
+    heads: Heads,
+) -> tuple[_Stretches, int | None]:
+    """Where the blocks of a session stand, and the key of its head, if it is shared."""
+    tool, system = recorded.tool_tokens, recorded.system_tokens
+    num_head_blocks = (tool + system) // recorded.block_size
     head_key = {
         Heads.OWN: None,
         Heads.EQUAL: key_base("session head", tool, system),
@@ -135,24 +122,30 @@ def _session(path: Path, line: int, name: str, recorded: _Recorded, heads: Heads
     }[heads]
     if not num_head_blocks:
         head_key = None
-    stretches = _Stretches(recorded.block_tokens, key_base("session", name))
+    stretches = _Stretches(recorded.block_size, key_base("session", name))
     if head_key is not None:
-        stretches.begin_with(recorded.turns[0].ids[:num_head_blocks], head_key)
-    for request in recorded.turns:
+        stretches.begin_with(requests[0].ids[:num_head_blocks], head_key)
+    for request in requests:
         if not stretches.learn(request.ids):
             raise RowError(path, line, "an id of hash_ids follows another id than it did before")
+    return stretches, head_key
+
+
+def _turns(
+    requests: list[_Request], stretches: _Stretches, *, max_think_s: float
+) -> tuple[Turn, ...]:
     turns: list[Turn] = []
     later: tuple[_Request, _Place] | None = None
-    for request in reversed(recorded.turns):
+    for request in reversed(requests):
         tail = stretches.tail(request, later)
         turn = Turn(
             segments=stretches.prompt(request, tail),
             num_output_tokens=request.num_output_tokens,
-            think_s=request.think_s,
+            think_s=min(request.think_s, max_think_s),
         )
         turns.append(turn)
         later = request, tail
-    return Session(name=name, turns=tuple(reversed(turns)), head_key=head_key)
+    return tuple(reversed(turns))
 
 
 class _Place(NamedTuple):
