@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -46,14 +45,20 @@ class FileStore:
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def add(
-        self, content: BinaryIO, *, owner: str, filename: str, purpose: str, expires_s: int | None
+        self,
+        blocks: Iterable[bytes],
+        *,
+        owner: str,
+        filename: str,
+        purpose: str,
+        expires_s: int | None,
     ) -> File:
-        """Keep a copy of what can be read from `content`; it is on the disk on return."""
+        """Keep a file of these bytes; it is on the disk on return."""
         name = new_id("file-")
         part = self._folder / (name + _PART)
         try:
             with part.open("xb") as copy:
-                shutil.copyfileobj(content, copy, _BLOCK_BYTES)
+                copy.writelines(blocks)
                 copy.flush()
                 os.fsync(copy.fileno())
             now = int(self._clock())

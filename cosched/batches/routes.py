@@ -26,6 +26,7 @@ from cosched.batches.data import Batch
 from cosched.batches.errors import ApiError
 from cosched.batches.exposition import exposition
 from cosched.batches.service import BatchService
+from cosched.batches.uploads import blocks_of, too_large
 from cosched.claims import presented_key
 
 __all__ = ["add_routes"]
@@ -91,10 +92,10 @@ class _Routes:
             if purpose != "batch":
                 raise ApiError(f"purpose must be 'batch', not {purpose!r}", param="purpose")
             if (content.size or 0) > self._service.config.max_file_bytes:
-                raise self._too_large()
+                raise too_large(self._service.config)
             file = await asyncio.to_thread(
                 self._files.add,
-                content.file,
+                blocks_of(content.file, config=self._service.config),
                 owner=self._owner(request),
                 filename=content.filename or "",
                 purpose="batch",
@@ -120,18 +121,13 @@ class _Routes:
         most = self._service.config.max_file_bytes + _FORM_BYTES
         announced = request.headers.get("content-length", "")
         if announced.isdecimal() and int(announced) > most:
-            raise self._too_large()
+            raise too_large(self._service.config)
         num_bytes = 0
         async for chunk in request.stream():
             num_bytes += len(chunk)
             if num_bytes > most:
-                raise self._too_large()
+                raise too_large(self._service.config)
             yield chunk
-
-    def _too_large(self) -> ApiError:
-        limit = self._service.config.max_file_bytes
-        message = f"a file may have {limit} bytes (batches.max_file_mb)"
-        return ApiError(message, status=413, param="file")
 
     async def list_files(self, request: Request) -> Response:
         query = request.query_params
