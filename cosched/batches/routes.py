@@ -64,7 +64,10 @@ def _with_errors(handler: Handler) -> Handler:
         try:
             return await handler(request)
         except ApiError as error:
-            return _json(error_json(error), status=error.status)
+            reply = _json(error_json(error), status=error.status)
+            if error.retry_after_s is not None:
+                reply.headers["retry-after"] = str(error.retry_after_s)
+            return reply
 
     return answer
 
