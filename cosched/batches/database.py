@@ -25,7 +25,7 @@ __all__ = [
     "url_without_password",
 ]
 
-VERSION = 3
+VERSION = 4
 """Of the tables below. A change of them needs a new one, and an entry in `_UPGRADES`."""
 
 _UPGRADES: dict[int, tuple[str, ...]] = {
@@ -41,13 +41,15 @@ _UPGRADES: dict[int, tuple[str, ...]] = {
         "DROP INDEX lines_in_order",
         "CREATE INDEX lines_in_order ON lines (batch, state, lease_owner, prefix_key, number)",
     ),
+    3: ("ALTER TABLE batches ADD COLUMN num_lines BIGINT NOT NULL DEFAULT 0",),
 }
 """Version -> the SQL statements that make its tables those of the next."""
 
 _BUSY_TIMEOUT_MS = 30_000
 _CONNECT_TIMEOUT_S = 10
-_POSTGRES_LOCK = 0x636F7363686564
-"""Of PostgreSQL's advisory locks: who makes or changes tables has it."""
+_TABLES_LOCK, _QUOTAS_LOCK = 0x636F7363686564, 0x636F7363686565
+"""Of PostgreSQL's advisory locks: who makes or changes tables has the one, who counts what a tenant
+has the other."""
 
 
 class _Text(sa.types.TypeDecorator[str]):
@@ -116,6 +118,8 @@ batches = sa.Table(
     sa.Column("completion_window", sa.String(16), nullable=False),
     sa.Column("window_s", sa.BigInteger, nullable=False),
     sa.Column("num_bytes", sa.BigInteger, nullable=False, default=0),
+    # Of the input file, until `total` is known; 0 where nobody has asked.
+    sa.Column("num_lines", sa.BigInteger, nullable=False, default=0),
     sa.Column("metadata", sa.JSON),
     sa.Column("output_expires_after_s", sa.BigInteger),
     sa.Column("status", sa.String(16), nullable=False),
@@ -265,13 +269,18 @@ class Database:
         if self.is_shared:
             connection.exec_driver_sql("LOCK TABLE files IN SHARE ROW EXCLUSIVE MODE")
 
+    def keep_others_from_quotas(self, connection: sa.Connection) -> None:
+        """Until the end of this transaction."""
+        if self.is_shared:
+            connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_QUOTAS_LOCK)))
+
     def close(self) -> None:
         self._engine.dispose()
 
     def _make_tables(self) -> None:
         with self.write() as connection:
             if self.is_shared:
-                connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_POSTGRES_LOCK)))
+                connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_TABLES_LOCK)))
             _metadata.create_all(connection)
             found = connection.execute(sa.select(store_row.c.version)).scalar()
             if found is None:

@@ -178,6 +178,10 @@ class _Routes:
                 param="input_file_id",
             )
         asked = replace(asked, num_bytes=file.num_bytes)
+        if self._service.config.quota.max_waiting_lines is not None:
+            most = self._service.config.max_line_bytes
+            num_lines = await asyncio.to_thread(self._files.num_lines, file.id, max_line_bytes=most)
+            asked = replace(asked, num_lines=num_lines)
         batch = await asyncio.to_thread(self._store.create, asked)
         self._service.wake()
         return await self._shown(batch)

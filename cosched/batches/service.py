@@ -38,8 +38,9 @@ class BatchService:
         self.config = config
         self._lock, self._database = open_store(config)
         folder = Path(config.folder or "")
-        self.files = FileStore(self._database, folder, clock=time.time)
-        self.store = BatchStore(self._database, clock=time.time)
+        quota = config.quota
+        self.files = FileStore(self._database, folder, clock=time.time, quota=quota)
+        self.store = BatchStore(self._database, clock=time.time, quota=quota)
         self._feeder: Feeder | None = None
 
     def wake(self) -> None:
