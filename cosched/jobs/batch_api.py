@@ -6,13 +6,12 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
-from types import TracebackType
 from typing import BinaryIO, TypeVar
 
 import httpx
 import msgspec
 
-from cosched.jobs.client import RetryRules
+from cosched.jobs.client import HttpClients, RetryRules
 from cosched.jobs.errors import QuotaError, ServerGoneError, ServerRefusedError
 
 __all__ = ["ENDED", "QUOTA_CODE", "BatchApi", "RemoteBatch"]
@@ -88,7 +87,7 @@ class _BusyError(httpx.TransportError):
     """The server is there, and can do nothing now."""
 
 
-class BatchApi:
+class BatchApi(HttpClients):
     """Each call is tried again while the server is away or busy, for as long as `rules` allow; then
     it raises ServerGoneError. What the server refuses is a ServerRefusedError, of which a full
     quota is the QuotaError."""
@@ -109,20 +108,10 @@ class BatchApi:
         self._http = httpx.AsyncClient(
             base_url=base_url, headers=headers, timeout=timeout, trust_env=False
         )
+        self.pools = (self._http,)
         self._rules = rules
         self._rng = rng
         self._clock = clock
-
-    async def __aenter__(self) -> BatchApi:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self._http.aclose()
 
     async def is_there(self) -> bool:
         """Whether the server has batches at all; False also while it is away."""
