@@ -171,8 +171,8 @@ def run(root, forks, *, num_lines, max_tokens, num_users, router_python=None):
         "after_the_kill_s": round(ended_s - killed_s, 1),
         "chats": {
             "through": "router" if router_python else "the other server",
-            "before_the_kill": _told([one for one in seen if one[0] < killed_s]),
-            "after_the_kill": _told([one for one in seen if one[0] >= killed_s]),
+            "before_the_kill": told([one for one in seen if one[0] < killed_s]),
+            "after_the_kill": told([one for one in seen if one[0] >= killed_s]),
             "last_failure_after_the_kill_s": max(
                 (round(at_s - killed_s, 1) for at_s, _, wrong in seen if wrong), default=None
             ),
@@ -180,7 +180,7 @@ def run(root, forks, *, num_lines, max_tokens, num_users, router_python=None):
     }
 
 
-def _told(seen):
+def told(seen):
     good = [took_s for _, took_s, wrong in seen if wrong is None]
     return {
         "answered": len(good),
