@@ -113,7 +113,18 @@ def test_checks_at_the_same_time_count_each_other(database, url, clock):
 
 
 @pytest.mark.parametrize("stand_in", [{"quota": QuotaConfig(max_open_batches=2)}], indirect=True)
-def test_run_batch_uploads_the_rest_when_there_is_room(api, tmp_path, monkeypatch, capsys):
+def test_run_batch_uploads_the_rest_when_there_is_room(
+    api, stand_in, tmp_path, monkeypatch, capsys
+):
+    # The first two do not end before the third was refused.
+    stand_in.is_held = True
+    fetch_all = remote.RemoteJob._fetch_all
+
+    async def release(job, **options):
+        stand_in.is_held = False
+        await fetch_all(job, **options)
+
+    monkeypatch.setattr(remote.RemoteJob, "_fetch_all", release)
     monkeypatch.setattr(remote, "_POLL_S", 0.05)
     monkeypatch.setattr(remote, "_MAX_LINES", 10)
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
