@@ -25,6 +25,10 @@ COMMANDS: Mapping[str, _Command] = {
     "batch": _Command(
         module="cosched.run_batch", summary="answer a file of requests as offline work"
     ),
+    "ray": _Command(
+        module="cosched.ray_data",
+        summary="answer a data set of requests by many replicas, with Ray Data",
+    ),
     "demo": _Command(
         module="cosched.demo",
         summary="measure and draw, on a small model, what offline work costs online requests",

@@ -18,6 +18,7 @@ from msgspec import inspect as types
 from rich import print as print_rich
 from rich.table import Table
 
+from cosched.batches.database import url_without_password
 from cosched.command_line import (
     Parser,
     add_json_option,
@@ -194,6 +195,8 @@ def _execute(arguments: argparse.Namespace) -> dict[str, Any]:
         _print_keys()
         return {"program": "config", "config": None}
     checked = msgspec.to_builtins(config)
+    if config.batches.url is not None:
+        checked["batches"]["url"] = url_without_password(config.batches.url)
     print(json.dumps(checked, indent=2))
     return {"program": "config", "config": checked}
 

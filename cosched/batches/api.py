@@ -31,6 +31,7 @@ _MAX_PAIRS, _MAX_KEY_CHARS, _MAX_VALUE_CHARS = 16, 64, 512
 _EXPIRY_S = (3600, 2_592_000)
 _UNITS_S = {"m": 60, "h": 3600, "d": 86400}
 _MAX_WINDOW_S = 30 * 86400
+_ERROR_TYPES = {429: "insufficient_quota", 503: "server_error"}
 _WINDOW = re.compile(r"([0-9]{1,6})([mhd])")
 
 
@@ -137,7 +138,7 @@ def error_json(error: ApiError) -> dict[str, Any]:
     return {
         "error": {
             "message": str(error),
-            "type": "invalid_request_error",
+            "type": _ERROR_TYPES.get(error.status, "invalid_request_error"),
             "param": error.param,
             "code": error.code,
         }

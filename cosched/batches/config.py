@@ -8,7 +8,30 @@ import msgspec
 
 from cosched.claims import digest_of
 
-__all__ = ["BatchesConfig"]
+__all__ = ["BatchesConfig", "QuotaConfig"]
+
+
+class QuotaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one tenant may have; beyond it new files and batches are refused with HTTP 429.
+
+    max_open_batches   most batches that have not ended, of one ``metadata.tenant`` of an API key;
+                       absent: any number
+    max_waiting_lines  most lines without a result in those batches; absent: any number
+    max_stored_mb      most that the files of an API key may have together, results among them [MB
+                       of 1,000,000 bytes]; results are never refused; absent: any size
+    """
+
+    max_open_batches: int | None = None
+    max_waiting_lines: int | None = None
+    max_stored_mb: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_open_batches", "max_waiting_lines"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"quota.{name} must be at least 1, not {value}")
+        if self.max_stored_mb is not None and not 0 < self.max_stored_mb < float("inf"):
+            raise ValueError(f"quota.max_stored_mb must be above 0, not {self.max_stored_mb}")
 
 
 class BatchesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -28,6 +51,7 @@ class BatchesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     late_margin_s   a batch whose window leaves less than this beyond the time that it takes is
                     late: it goes before others [s]; not above pool.deadline_margin_s
     tenant_weights  `metadata.tenant` -> its share beside others, who have 1 each
+    quota           what one tenant may have
     owners          a name -> API keys whose files and batches are the same, in clear text or as
                     ``sha256:`` and the hex digest. They are kept under the first one: a new key is
                     added at the end, and the first stays even when it opens nothing any more
@@ -46,6 +70,7 @@ class BatchesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     low_watermark: int = 192
     late_margin_s: float = 600.0
     tenant_weights: dict[str, float] = msgspec.field(default_factory=dict)
+    quota: QuotaConfig = QuotaConfig()
     owners: dict[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
     lease_s: float = 30.0
     keep_ended_days: float | None = None

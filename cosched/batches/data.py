@@ -67,6 +67,7 @@ class NewBatch:
     window                  as the client wrote it, "24h"
     output_expires_after_s  how long the results are kept [s]; None: until they are deleted
     num_bytes               of the input file
+    num_lines               of the input file, where it was counted
     """
 
     owner: str
@@ -78,6 +79,7 @@ class NewBatch:
     metadata: Mapping[str, str] | None
     output_expires_after_s: int | None
     num_bytes: int = 0
+    num_lines: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from cosched.batches.errors import StoreAwayError
 from cosched.errors import ConfigError
 
 __all__ = [
@@ -21,9 +22,10 @@ __all__ = [
     "results",
     "servers",
     "store_row",
+    "url_without_password",
 ]
 
-VERSION = 3
+VERSION = 4
 """Of the tables below. A change of them needs a new one, and an entry in `_UPGRADES`."""
 
 _UPGRADES: dict[int, tuple[str, ...]] = {
@@ -39,13 +41,15 @@ _UPGRADES: dict[int, tuple[str, ...]] = {
         "DROP INDEX lines_in_order",
         "CREATE INDEX lines_in_order ON lines (batch, state, lease_owner, prefix_key, number)",
     ),
+    3: ("ALTER TABLE batches ADD COLUMN num_lines BIGINT NOT NULL DEFAULT 0",),
 }
 """Version -> the SQL statements that make its tables those of the next."""
 
 _BUSY_TIMEOUT_MS = 30_000
 _CONNECT_TIMEOUT_S = 10
-_POSTGRES_LOCK = 0x636F7363686564
-"""Of PostgreSQL's advisory locks: who makes or changes tables has it."""
+_TABLES_LOCK, _QUOTAS_LOCK = 0x636F7363686564, 0x636F7363686565
+"""Of PostgreSQL's advisory locks: who makes or changes tables has the one, who counts what a tenant
+has the other."""
 
 
 class _Text(sa.types.TypeDecorator[str]):
@@ -114,6 +118,8 @@ batches = sa.Table(
     sa.Column("completion_window", sa.String(16), nullable=False),
     sa.Column("window_s", sa.BigInteger, nullable=False),
     sa.Column("num_bytes", sa.BigInteger, nullable=False, default=0),
+    # Of the input file, until `total` is known; 0 where nobody has asked.
+    sa.Column("num_lines", sa.BigInteger, nullable=False, default=0),
     sa.Column("metadata", sa.JSON),
     sa.Column("output_expires_after_s", sa.BigInteger),
     sa.Column("status", sa.String(16), nullable=False),
@@ -191,8 +197,20 @@ def database_url(url: str) -> sa.URL:
 _WANTED_URL = "must be postgresql://USER@HOST/DATABASE or sqlite:///FILE"
 
 
+def url_without_password(url: str) -> str:
+    """For people to read. ConfigError as `database_url`."""
+    made = database_url(url)
+    hidden = {name: "hidden" for name in made.query if name in _SECRETS}
+    given = made.set(drivername=sa.make_url(url).drivername)
+    return given.update_query_dict(hidden).render_as_string(hide_password=True)
+
+
+_SECRETS = ("password", "sslpassword")
+"""Parameters of a URL that libpq takes."""
+
+
 class Database:
-    """Transactions; for any number of threads.
+    """Transactions; for any number of threads. Each may raise StoreAwayError.
 
     is_shared  several servers may have it at a time
     """
@@ -210,24 +228,24 @@ class Database:
             if "connect_timeout" not in made.query:
                 made = made.update_query_dict({"connect_timeout": str(_CONNECT_TIMEOUT_S)})
             try:
-                # A connection that the server has closed meanwhile is replaced in silence.
-                self._engine = sa.create_engine(made, pool_pre_ping=True)
+                # A connection that the server has closed meanwhile is replaced in silence. Errors
+                # tell no parameters: those of a statement are clients' data.
+                self._engine = sa.create_engine(made, pool_pre_ping=True, hide_parameters=True)
             except ImportError as error:
                 raise ConfigError(
                     f"batches.url is of PostgreSQL, which needs psycopg ({error}): "
                     "pip install 'cosched[postgres]'"
                 ) from None
         else:
-            self._engine = sa.create_engine(made)
+            self._engine = sa.create_engine(made, hide_parameters=True)
             sa.event.listen(self._engine, "connect", _prepare_sqlite)
             sa.event.listen(self._engine, "begin", lambda it: it.exec_driver_sql("BEGIN"))
         try:
             self._make_tables()
-        except sa.exc.DBAPIError as error:
+        except (StoreAwayError, sa.exc.DBAPIError) as error:
             self.close()
-            raise ConfigError(
-                f"the store of batches cannot be opened: {str(error.orig).strip()}"
-            ) from None
+            reason = error.reason if isinstance(error, StoreAwayError) else _reason(error)
+            raise ConfigError(f"the store of batches cannot be opened: {reason}") from None
         except ConfigError:
             self.close()
             raise
@@ -235,7 +253,7 @@ class Database:
     @contextmanager
     def read(self) -> Iterator[sa.Connection]:
         """A look at the store, of which each statement is consistent in itself."""
-        with self._engine.connect() as connection:
+        with _telling(), self._engine.connect() as connection:
             yield connection
 
     @contextmanager
@@ -243,7 +261,7 @@ class Database:
         """All or nothing of what is done in the block. Where servers share the store, others write
         at the same time: who changes what it has read reads it ``FOR UPDATE``, batches first (in
         the order of their ids), then their lines."""
-        with self._writer, self._engine.begin() as connection:
+        with _telling(), self._writer, self._engine.begin() as connection:
             yield connection
 
     def keep_others_from_adding_files(self, connection: sa.Connection) -> None:
@@ -251,13 +269,18 @@ class Database:
         if self.is_shared:
             connection.exec_driver_sql("LOCK TABLE files IN SHARE ROW EXCLUSIVE MODE")
 
+    def keep_others_from_quotas(self, connection: sa.Connection) -> None:
+        """Until the end of this transaction."""
+        if self.is_shared:
+            connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_QUOTAS_LOCK)))
+
     def close(self) -> None:
         self._engine.dispose()
 
     def _make_tables(self) -> None:
         with self.write() as connection:
             if self.is_shared:
-                connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_POSTGRES_LOCK)))
+                connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_TABLES_LOCK)))
             _metadata.create_all(connection)
             found = connection.execute(sa.select(store_row.c.version)).scalar()
             if found is None:
@@ -273,6 +296,22 @@ class Database:
                     connection.exec_driver_sql(statement)
             if found < VERSION:
                 connection.execute(store_row.update().values(version=VERSION))
+
+
+@contextmanager
+def _telling() -> Iterator[None]:
+    """What is no fault of a statement: the server is away, the disk full, others hold it for too
+    long."""
+    try:
+        yield
+    except (sa.exc.OperationalError, sa.exc.InterfaceError) as error:
+        raise StoreAwayError(_reason(error)) from error
+    except sa.exc.TimeoutError as error:
+        raise StoreAwayError(str(error)) from error
+
+
+def _reason(error: sa.exc.DBAPIError) -> str:
+    return str(error.orig).strip()
 
 
 def _prepare_sqlite(connection: Any, record: Any) -> None:

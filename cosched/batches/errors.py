@@ -4,19 +4,46 @@ from __future__ import annotations
 
 from cosched.errors import CoschedError
 
-__all__ = ["ApiError", "not_found"]
+__all__ = ["ApiError", "StoreAwayError", "not_found"]
+
+
+_STORE_RETRY_S = 5
 
 
 class ApiError(CoschedError):
-    """An HTTP status, and what OpenAI's error object says. `param`: the field that is wrong."""
+    """An HTTP status, and what OpenAI's error object says.
+
+    param          the field that is wrong
+    retry_after_s  when to ask again, for what may be there by then [s]
+    """
 
     def __init__(
-        self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
+        self.retry_after_s = retry_after_s
+
+
+class StoreAwayError(ApiError):
+    """The database cannot be used now; all that it holds is as it was."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"the store of batches cannot be used now: {reason}",
+            status=503,
+            code="store_away",
+            retry_after_s=_STORE_RETRY_S,
+        )
+        self.reason = reason
 
 
 def not_found(kind: str, name: str) -> ApiError:

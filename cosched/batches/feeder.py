@@ -18,6 +18,7 @@ from typing import Any
 
 from cosched.batches.config import BatchesConfig
 from cosched.batches.data import Batch, Finished, Line, Status
+from cosched.batches.errors import StoreAwayError
 from cosched.batches.fairness import Demand, shares
 from cosched.batches.files import FileStore
 from cosched.batches.forecast import Forecast, Load, Rate, RateMeter, forecasts
@@ -89,6 +90,7 @@ class Feeder:
         self._flushing = asyncio.Lock()
         self._validation: asyncio.Task[None] | None = None
         self._endings: dict[str, asyncio.Task[None]] = {}
+        self._is_store_away = False
 
     @property
     def num_under_way(self) -> int:
@@ -116,8 +118,11 @@ class Feeder:
             for task in left:
                 task.cancel()
             await asyncio.gather(*left, return_exceptions=True)
-            await self._flush()
-            await asyncio.to_thread(self._store.leave, self._name)
+            try:
+                await self._flush()
+                await asyncio.to_thread(self._store.leave, self._name)
+            except StoreAwayError as error:
+                logger.warning("batches: %s; lines without a result are sent again", error)
 
     async def _join(self) -> None:
         lease_s = self._config.lease_s
@@ -125,8 +130,8 @@ class Feeder:
             try:
                 await asyncio.to_thread(self._store.join, self._name, lease_s=lease_s)
                 return
-            except Exception:
-                logger.exception("batches: cannot begin; trying again in %g s", _RETRY_S)
+            except Exception as error:
+                self._tell(error, "cannot begin")
                 await asyncio.sleep(_RETRY_S)
 
     async def _beat(self) -> None:
@@ -144,8 +149,8 @@ class Feeder:
                     await self._let_go(list(self._under_way))
                     await self._join()
                 self._num_servers = max(living, 1)
-            except Exception:
-                logger.exception("batches: the store cannot be told that this server lives")
+            except Exception as error:
+                self._tell(error, "the store cannot be told that this server lives")
             await asyncio.sleep(lease_s / _BEATS_PER_LEASE)
 
     async def _let_go(self, names: Sequence[str]) -> None:
@@ -163,13 +168,24 @@ class Feeder:
             self._wake.clear()
             try:
                 await self._step()
-            except Exception:
+                if self._is_store_away:
+                    logger.warning("batches: the store is back")
+                    self._is_store_away = False
+            except Exception as error:
                 # A full disk or a database that is away: all is as it was, and is tried again.
-                logger.exception("batches: cannot go on; trying again in %g s", _RETRY_S)
+                self._tell(error, "cannot go on")
                 await asyncio.sleep(_RETRY_S)
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_S):
                     await self._wake.wait()
+
+    def _tell(self, error: Exception, what: str) -> None:
+        """What failed is tried again. A database that is away is told of once."""
+        if not isinstance(error, StoreAwayError):
+            logger.error("batches: %s; trying again", what, exc_info=error)
+        elif not self._is_store_away:
+            logger.warning("batches: %s; trying again until it can: %s", what, error)
+            self._is_store_away = True
 
     async def _step(self) -> None:
         await asyncio.to_thread(self._store.expire_due)
@@ -227,8 +243,8 @@ class Feeder:
                 config=self._config,
                 server=self._name,
             )
-        except Exception:
-            logger.exception("batches: cannot validate %s; trying again", batch.id)
+        except Exception as error:
+            self._tell(error, f"cannot validate {batch.id}")
             await asyncio.sleep(_RETRY_S)
         finally:
             self._validation = None
@@ -248,8 +264,8 @@ class Feeder:
                 await asyncio.to_thread(self._files.sweep)
             else:
                 await asyncio.sleep(_LOOK_S)
-        except Exception:
-            logger.exception("batches: cannot end %s; trying again", batch.id)
+        except Exception as error:
+            self._tell(error, f"cannot end {batch.id}")
             await asyncio.sleep(_RETRY_S)
         finally:
             self._endings.pop(batch.id, None)
@@ -374,8 +390,8 @@ class Feeder:
             self._has_finished.clear()
             try:
                 await self._flush()
-            except Exception:
-                logger.exception("batches: cannot write results; trying again in %g s", _RETRY_S)
+            except Exception as error:
+                self._tell(error, "cannot write results")
                 await asyncio.sleep(_RETRY_S)
                 self._has_finished.set()
             if self.num_under_way <= self._config.low_watermark:
@@ -402,8 +418,8 @@ class Feeder:
                     kept_s = self._config.keep_ended_days * 86400
                     await asyncio.to_thread(self._store.remove_ended, kept_s=kept_s)
                 await asyncio.to_thread(self._files.sweep)
-            except Exception:
-                logger.exception("batches: cannot let go of what has expired")
+            except Exception as error:
+                self._tell(error, "cannot let go of what has expired")
             await asyncio.sleep(_SWEEP_S)
 
 

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import sqlalchemy as sa
 
+from cosched.batches.config import QuotaConfig
 from cosched.batches.data import OPEN, File
 from cosched.batches.database import Database, batches, files, results
 from cosched.batches.errors import not_found
+from cosched.batches.quota import check_new_file
+from cosched.jobs.source import raw_lines
 
 __all__ = ["FileStore", "file_of", "new_id"]
 
 _BLOCK_BYTES = 1 << 20
 _RESULTS_PER_PAGE = 200
+_NO_QUOTA = QuotaConfig()
 _PART = ".part"
 _PART_S = 3600.0
 """An upload to which nothing was added for so long was cut short: its server ended."""
@@ -39,21 +42,35 @@ def file_of(row: Any) -> File:
 class FileStore:
     """For any number of threads. Owners see their own files only; None is the server itself."""
 
-    def __init__(self, database: Database, folder: Path, *, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        database: Database,
+        folder: Path,
+        *,
+        clock: Callable[[], float],
+        quota: QuotaConfig = _NO_QUOTA,
+    ) -> None:
         self._database = database
+        self._quota = quota
         self._folder = folder / "files"
         self._clock = clock
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def add(
-        self, content: BinaryIO, *, owner: str, filename: str, purpose: str, expires_s: int | None
+        self,
+        blocks: Iterable[bytes],
+        *,
+        owner: str,
+        filename: str,
+        purpose: str,
+        expires_s: int | None,
     ) -> File:
-        """Keep a copy of what can be read from `content`; it is on the disk on return."""
+        """Keep a file of these bytes; it is on the disk on return. ApiError 429."""
         name = new_id("file-")
         part = self._folder / (name + _PART)
         try:
             with part.open("xb") as copy:
-                shutil.copyfileobj(content, copy, _BLOCK_BYTES)
+                copy.writelines(blocks)
                 copy.flush()
                 os.fsync(copy.fileno())
             now = int(self._clock())
@@ -67,6 +84,7 @@ class FileStore:
                 expires_at=None if expires_s is None else now + expires_s,
             )
             with self._database.write() as connection:
+                check_new_file(self._database, connection, file, self._quota, now=now)
                 connection.execute(files.insert().values(**_columns(file)))
                 part.rename(self._folder / name)
                 _sync_folder(self._folder)
@@ -111,6 +129,15 @@ class FileStore:
     def path(self, name: str) -> Path:
         """Where the bytes of an uploaded file are. `name` is one that the store gave."""
         return self._folder / name
+
+    def num_lines(self, name: str, *, max_line_bytes: int) -> int:
+        """Of an uploaded file, without the empty ones. ApiError 404."""
+        try:
+            with self.path(name).open("rb") as content:
+                found = raw_lines(content, max_line_bytes=max_line_bytes)
+                return sum(not line.is_empty for line in found)
+        except FileNotFoundError:
+            raise not_found("file", name) from None
 
     def content(self, file: File) -> Iterator[bytes]:
         """Its bytes, a block at a time."""

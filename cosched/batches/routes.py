@@ -26,6 +26,7 @@ from cosched.batches.data import Batch
 from cosched.batches.errors import ApiError
 from cosched.batches.exposition import exposition
 from cosched.batches.service import BatchService
+from cosched.batches.uploads import blocks_of, too_large
 from cosched.claims import presented_key
 
 __all__ = ["add_routes"]
@@ -63,7 +64,10 @@ def _with_errors(handler: Handler) -> Handler:
         try:
             return await handler(request)
         except ApiError as error:
-            return _json(error_json(error), status=error.status)
+            reply = _json(error_json(error), status=error.status)
+            if error.retry_after_s is not None:
+                reply.headers["retry-after"] = str(error.retry_after_s)
+            return reply
 
     return answer
 
@@ -91,10 +95,10 @@ class _Routes:
             if purpose != "batch":
                 raise ApiError(f"purpose must be 'batch', not {purpose!r}", param="purpose")
             if (content.size or 0) > self._service.config.max_file_bytes:
-                raise self._too_large()
+                raise too_large(self._service.config)
             file = await asyncio.to_thread(
                 self._files.add,
-                content.file,
+                blocks_of(content.file, config=self._service.config),
                 owner=self._owner(request),
                 filename=content.filename or "",
                 purpose="batch",
@@ -120,18 +124,13 @@ class _Routes:
         most = self._service.config.max_file_bytes + _FORM_BYTES
         announced = request.headers.get("content-length", "")
         if announced.isdecimal() and int(announced) > most:
-            raise self._too_large()
+            raise too_large(self._service.config)
         num_bytes = 0
         async for chunk in request.stream():
             num_bytes += len(chunk)
             if num_bytes > most:
-                raise self._too_large()
+                raise too_large(self._service.config)
             yield chunk
-
-    def _too_large(self) -> ApiError:
-        limit = self._service.config.max_file_bytes
-        message = f"a file may have {limit} bytes (batches.max_file_mb)"
-        return ApiError(message, status=413, param="file")
 
     async def list_files(self, request: Request) -> Response:
         query = request.query_params
@@ -179,6 +178,10 @@ class _Routes:
                 param="input_file_id",
             )
         asked = replace(asked, num_bytes=file.num_bytes)
+        if self._service.config.quota.max_waiting_lines is not None:
+            most = self._service.config.max_line_bytes
+            num_lines = await asyncio.to_thread(self._files.num_lines, file.id, max_line_bytes=most)
+            asked = replace(asked, num_lines=num_lines)
         batch = await asyncio.to_thread(self._store.create, asked)
         self._service.wake()
         return await self._shown(batch)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cosched.batches.config import BatchesConfig
+from cosched.batches.errors import StoreAwayError
 from cosched.batches.exposition import Snapshot
 from cosched.batches.feeder import Feeder
 from cosched.batches.files import FileStore
@@ -37,8 +38,9 @@ class BatchService:
         self.config = config
         self._lock, self._database = open_store(config)
         folder = Path(config.folder or "")
-        self.files = FileStore(self._database, folder, clock=time.time)
-        self.store = BatchStore(self._database, clock=time.time)
+        quota = config.quota
+        self.files = FileStore(self._database, folder, clock=time.time, quota=quota)
+        self.store = BatchStore(self._database, clock=time.time, quota=quota)
         self._feeder: Feeder | None = None
 
     def wake(self) -> None:
@@ -48,7 +50,12 @@ class BatchService:
 
     def forecasts(self) -> Mapping[str, Forecast]:
         """Of the batches that have not ended, as far as anything is known; for any thread."""
-        return {} if self._feeder is None else self._feeder.forecasts(self.store.open())
+        if self._feeder is None:
+            return {}
+        try:
+            return self._feeder.forecasts(self.store.open())
+        except StoreAwayError:  # what they are to be shown with is known, and is answered
+            return {}
 
     def snapshot(self) -> Callable[[], Snapshot]:
         """For Prometheus. What the feeder knows is read now; the rest by what is returned, for

@@ -17,6 +17,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from cosched.batches.config import QuotaConfig
 from cosched.batches.data import (
     OPEN,
     Batch,
@@ -39,11 +40,13 @@ from cosched.batches.database import (
 )
 from cosched.batches.errors import ApiError, not_found
 from cosched.batches.files import new_id
+from cosched.batches.quota import check_new_batch
 from cosched.jobs.lines import RequestLine
 from cosched.jobs.records import Failure, RecordWriter
 
 __all__ = ["BatchStore", "records_of"]
 
+_NO_QUOTA = QuotaConfig()
 _OUTPUT_PURPOSE = "batch_output"
 _TOKENS = ("input_tokens", "output_tokens", "cached_tokens", "reasoning_tokens")
 _CLOSED: dict[Status, Failure] = {
@@ -67,9 +70,16 @@ def records_of(batch_id: str) -> RecordWriter:
 class BatchStore:
     """For any number of threads. Owners see their own batches only; None is the server itself."""
 
-    def __init__(self, database: Database, *, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        database: Database,
+        *,
+        clock: Callable[[], float],
+        quota: QuotaConfig = _NO_QUOTA,
+    ) -> None:
         self._database = database
         self._clock = clock
+        self._quota = quota
 
     def join(self, server: str, *, lease_s: float) -> None:
         """A server begins. Where the store is not shared all others are dead."""
@@ -111,9 +121,10 @@ class BatchStore:
         )
 
     def create(self, request: NewBatch) -> Batch:
-        """A batch that is to be validated."""
+        """A batch that is to be validated. ApiError 429."""
         name, now = new_id("batch_"), self.now()
         with self._database.write() as connection:
+            check_new_batch(self._database, connection, request, self._quota)
             connection.execute(
                 batches.insert().values(
                     id=name,
@@ -126,6 +137,7 @@ class BatchStore:
                     metadata=None if request.metadata is None else dict(request.metadata),
                     output_expires_after_s=request.output_expires_after_s,
                     num_bytes=request.num_bytes,
+                    num_lines=request.num_lines,
                     status=Status.VALIDATING,
                     created_at=now,
                     expires_at=now + request.window_s,
@@ -543,6 +555,7 @@ def _batch_of(row: Any) -> Batch:
             metadata=row._mapping["metadata"],
             output_expires_after_s=row.output_expires_after_s,
             num_bytes=row.num_bytes,
+            num_lines=row.num_lines,
         ),
         status=Status(row.status),
         ending=None if row.ending is None else Status(row.ending),

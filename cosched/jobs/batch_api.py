@@ -11,14 +11,16 @@ from typing import BinaryIO, TypeVar
 import httpx
 import msgspec
 
-from cosched.jobs.client import RetryRules
-from cosched.jobs.errors import ServerGoneError, ServerRefusedError
+from cosched.jobs.client import HttpClients, RetryRules
+from cosched.jobs.errors import QuotaError, ServerGoneError, ServerRefusedError
 
-__all__ = ["ENDED", "BatchApi", "RemoteBatch"]
+__all__ = ["ENDED", "QUOTA_CODE", "BatchApi", "RemoteBatch"]
 
 T = TypeVar("T")
 
 ENDED = ("completed", "failed", "expired", "cancelled")
+QUOTA_CODE = "quota_exceeded"
+"""Of the error with which a server refuses more than a tenant may have."""
 _BUSY_OR_DOWN = (429, 500, 502, 503, 504)
 _PAGE = 100
 
@@ -72,13 +74,23 @@ class _Page(msgspec.Struct, frozen=True):
     has_more: bool
 
 
-class _Busy(Exception):
-    pass
+class _Error(msgspec.Struct, frozen=True):
+    message: str = ""
+    code: str | None = None
 
 
-class BatchApi:
+class _Refusal(msgspec.Struct, frozen=True):
+    error: _Error = _Error()
+
+
+class _BusyError(httpx.TransportError):
+    """The server is there, and can do nothing now."""
+
+
+class BatchApi(HttpClients):
     """Each call is tried again while the server is away or busy, for as long as `rules` allow; then
-    it raises ServerGoneError. What the server refuses is a ServerRefusedError."""
+    it raises ServerGoneError. What the server refuses is a ServerRefusedError, of which a full
+    quota is the QuotaError."""
 
     def __init__(
         self,
@@ -96,15 +108,10 @@ class BatchApi:
         self._http = httpx.AsyncClient(
             base_url=base_url, headers=headers, timeout=timeout, trust_env=False
         )
+        self.pools = (self._http,)
         self._rules = rules
         self._rng = rng
         self._clock = clock
-
-    async def __aenter__(self) -> BatchApi:
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self._http.aclose()
 
     async def is_there(self) -> bool:
         """Whether the server has batches at all; False also while it is away."""
@@ -208,7 +215,7 @@ class BatchApi:
         while True:
             try:
                 return await call()
-            except (httpx.RequestError, _Busy) as error:
+            except httpx.RequestError as error:
                 reason = f"{type(error).__name__}: {error}"
             if self._clock() - began_s >= self._rules.max_wait_s:
                 raise ServerGoneError(
@@ -219,9 +226,19 @@ class BatchApi:
             num_tries += 1
 
 
+def _error_of(reply: httpx.Response) -> _Error:
+    try:
+        return msgspec.json.decode(reply.content, type=_Refusal).error
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return _Error()
+
+
 def _read(reply: httpx.Response, kind: type[T]) -> T:
     if reply.status_code in _BUSY_OR_DOWN:
-        raise _Busy(f"HTTP {reply.status_code}")
+        error = _error_of(reply)
+        if error.code == QUOTA_CODE:
+            raise QuotaError(f"{error.message}; run the same command again when there is room")
+        raise _BusyError(f"HTTP {reply.status_code} {error.message}".rstrip())
     if not reply.is_success:
         raise ServerRefusedError(
             f"{reply.request.method} {reply.request.url.path}: HTTP {reply.status_code}: "

@@ -6,10 +6,11 @@ import asyncio
 import random
 import socket
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import httpx
 import msgspec
@@ -20,7 +21,7 @@ from cosched.jobs.lines import RequestLine
 from cosched.jobs.records import Failure, Outcome
 from cosched.jobs.responses import TryAgain, judge
 
-__all__ = ["Client", "RetryRules", "Trouble"]
+__all__ = ["Client", "HttpClients", "RetryRules", "Trouble"]
 
 # httpx looks at every connection of a pool for every request: with 256 in one pool that costs
 # 13 ms a line, with pools of 16 under 1 ms (2 cores, local server).
@@ -78,7 +79,25 @@ class _NotReady:
     is_absent: bool = False
 
 
-class Client:
+class HttpClients:
+    """Closes its `pools` at the end of an ``async with``."""
+
+    pools: Sequence[httpx.AsyncClient]
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for pool in self.pools:
+            await pool.aclose()
+
+
+class Client(HttpClients):
     """One per job. `send` may run as often at the same time as `concurrency` says."""
 
     def __init__(
@@ -103,9 +122,9 @@ class Client:
         if api_key is not None:
             headers["authorization"] = f"Bearer {api_key}"
         if transport is None:
-            self._pools = _pools(base_url, concurrency=concurrency, headers=headers)
+            self.pools = _pools(base_url, concurrency=concurrency, headers=headers)
         else:
-            self._pools = [
+            self.pools = [
                 httpx.AsyncClient(
                     base_url=base_url, headers=headers, timeout=None, transport=transport
                 )
@@ -115,13 +134,6 @@ class Client:
         self._last_reason = ""
         self._tickets = count()
         self._sent_at_s: dict[int, float] = {}  # of requests without an answer; oldest first
-
-    async def __aenter__(self) -> Client:
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        for pool in self._pools:
-            await pool.aclose()
 
     @property
     def trouble(self) -> Trouble | None:
@@ -175,7 +187,7 @@ class Client:
         self._failing_since_s, self._limit_s = None, self._rules.max_wait_s
 
     async def _not_ready(self) -> _NotReady | None:
-        pool = self._pools[0]
+        pool = self.pools[0]
         try:
             health = await pool.get("/health", timeout=_CONNECT_TIMEOUT_S)
             if health.status_code not in (200, *_NEVER):
@@ -203,7 +215,7 @@ class Client:
         """
         for url in ("/server_info", "/get_server_info"):
             try:
-                found = await self._pools[0].get(url, timeout=_CONNECT_TIMEOUT_S)
+                found = await self.pools[0].get(url, timeout=_CONNECT_TIMEOUT_S)
                 info = msgspec.json.decode(found.content) if found.is_success else None
             except (httpx.RequestError, msgspec.DecodeError, UnicodeDecodeError):
                 continue
@@ -241,7 +253,7 @@ class Client:
     async def _try(
         self, line: RequestLine, extensions: Mapping[str, Any] | None
     ) -> Outcome | TryAgain:
-        pool = self._pools[line.number % len(self._pools)]
+        pool = self.pools[line.number % len(self.pools)]
         ticket = next(self._tickets)
         self._sent_at_s[ticket] = self._clock()
         try:

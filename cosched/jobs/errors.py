@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from cosched.errors import CoschedError
 
-__all__ = ["DiskError", "JobError", "JobFileError", "ServerGoneError", "ServerRefusedError"]
+__all__ = [
+    "DiskError",
+    "JobError",
+    "JobFileError",
+    "QuotaError",
+    "ServerGoneError",
+    "ServerRefusedError",
+]
 
 
 class JobError(CoschedError):
@@ -23,6 +30,10 @@ class ServerRefusedError(JobError):
     """The server cannot do this job, now or later: it is none, another one, or set up otherwise."""
 
     exit_code = 1
+
+
+class QuotaError(ServerRefusedError):
+    """The server takes nothing more from this client before something of its is done or deleted."""
 
 
 class ServerGoneError(JobError):

@@ -46,7 +46,8 @@ Outcome = Answer | Failure
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One output line, ready to be written: to the output, or to the error file."""
+    """One output line, ready to be written: to the output, or to the error file. `number` is 0
+    where nobody knows which line of the input it answers."""
 
     number: int
     is_answer: bool
@@ -94,13 +95,13 @@ class RecordWriter:
         entry = {
             "id": self._id(number),
             "custom_id": custom_id,
-            "line": number,
+            "line": number or None,
             "response": response,
             "error": {
                 "code": failure.code,
                 "message": failure.message,
                 "param": failure.param,
-                "line": number,
+                "line": number or None,
             },
         }
         return Record(number=number, is_answer=False, data=_jsonl(entry))

@@ -19,7 +19,7 @@ import httpx
 import msgspec
 
 from cosched.jobs.batch_api import ENDED, BatchApi, RemoteBatch
-from cosched.jobs.errors import JobFileError, ServerRefusedError
+from cosched.jobs.errors import JobFileError, QuotaError, ServerRefusedError
 from cosched.jobs.journal import Journal
 from cosched.jobs.lines import BadLine, RequestLine
 from cosched.jobs.progress import Snapshot
@@ -173,6 +173,10 @@ class RemoteJob:
                     num_uploaded += 1
             for url, part in parts.items():
                 await self._upload(url, part)
+        except QuotaError as error:
+            if not self._manifest.open:
+                raise
+            self._say(f"the rest is uploaded when what is there is fetched: {error}")
         finally:
             for part in parts.values():
                 part.close()
@@ -183,12 +187,16 @@ class RemoteJob:
         manifest = self._manifest
         file_id = await self._api.upload(part.file, filename=Path(self._source.path).name)
         number = len(manifest.open) + len(manifest.done)
-        batch = await self._api.create(
-            file_id=file_id,
-            endpoint=url,
-            window=manifest.window,
-            metadata={_NAME: manifest.job, "part": f"{number}"},
-        )
+        try:
+            batch = await self._api.create(
+                file_id=file_id,
+                endpoint=url,
+                window=manifest.window,
+                metadata={_NAME: manifest.job, "part": f"{number}"},
+            )
+        except QuotaError:
+            await self._api.delete(file_id)
+            raise
         manifest.open.append(batch.id)
         save_json(self._journal.paths.batches, manifest)
         self._say(f"{part.num_lines} lines for {url} are batch {batch.id}")

@@ -17,7 +17,7 @@ from cosched.jobs.journal import Journal
 from cosched.jobs.lines import BadLine, RequestLine, duplicate_of, parse_line
 from cosched.jobs.progress import Snapshot
 from cosched.jobs.records import Answer, Record
-from cosched.jobs.source import Source, raw_lines
+from cosched.jobs.source import Source, input_lines
 from cosched.jobs.window import OrderedSink, Window
 
 __all__ = ["Job", "JobCounts", "Server", "checked_lines"]
@@ -62,7 +62,7 @@ async def checked_lines(
     """
     ids = IdSet(max_ids=source.num_lines)
     with open(source.path, "rb", buffering=_READ_BUFFER_BYTES) as file:
-        for raw in raw_lines(file, max_line_bytes=max_line_bytes):
+        for raw in input_lines(file, max_line_bytes=max_line_bytes):
             if raw.number > source.num_lines:
                 break  # the file has grown; `run` says so at the end
             if raw.number % _YIELD_EVERY_LINES == 0:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from cosched.jobs.errors import JobFileError
+from cosched.jobs.parquet import ParquetRows, is_parquet
 
-__all__ = ["RawLine", "Source", "raw_lines", "read_source"]
+__all__ = ["RawLine", "Source", "input_lines", "raw_lines", "read_source"]
 
 _BLOCK_BYTES = 1 << 20
 _BOM = b"\xef\xbb\xbf"  # some editors on Windows start a file with it
@@ -19,7 +20,8 @@ _BOM = b"\xef\xbb\xbf"  # some editors on Windows start a file with it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """What an input file was when the job started. `num_lines` counts empty lines too."""
+    """What an input file was when the job started. `num_lines` counts empty lines too; of a Parquet
+    file it is the number of rows."""
 
     path: str
     num_bytes: int
@@ -67,15 +69,28 @@ def read_source(path: str) -> Source:
                 num_bytes += len(block)
                 num_newlines += block.count(b"\n")
                 last = block
+            num_lines = num_newlines + (not last.endswith(b"\n"))
+            file.seek(0)
+            if is_parquet(file):
+                num_lines = ParquetRows(file).num_rows
     except OSError as error:
         raise JobFileError(f"cannot read the input {path}: {error.strerror}") from error
     return Source(
         path=path,
         num_bytes=num_bytes,
-        num_lines=num_newlines + (not last.endswith(b"\n")),
+        num_lines=num_lines,
         sha256=digest.hexdigest(),
         mtime_ns=before.st_mtime_ns,
     )
+
+
+def input_lines(file: BinaryIO, *, max_line_bytes: int) -> Iterator[RawLine]:
+    """As `raw_lines`; of a Parquet file its rows."""
+    if not is_parquet(file):
+        yield from raw_lines(file, max_line_bytes=max_line_bytes)
+        return
+    for number, data in enumerate(ParquetRows(file).lines(), start=1):
+        yield RawLine(number=number, data=data if len(data) <= max_line_bytes else None)
 
 
 def raw_lines(file: BinaryIO, *, max_line_bytes: int) -> Iterator[RawLine]:

@@ -24,8 +24,8 @@ def postgres_cluster():
     if postgres.programs() is None:
         pytest.skip(postgres.MISSING)
     pytest.importorskip("psycopg", reason="PostgreSQL needs psycopg (cosched[postgres])")
-    with postgres.cluster() as url:
-        yield url
+    with postgres.cluster() as cluster:
+        yield cluster.url
 
 
 @pytest.fixture

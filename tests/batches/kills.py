@@ -229,7 +229,7 @@ def main():
             stack.callback(forks.close)
             servers = [RealServer(root / "batches", forks)]
         elif arguments.replicas > 1:
-            url = stack.enter_context(postgres.cluster())
+            url = stack.enter_context(postgres.cluster()).url
             servers = [
                 StandInServer(root / "batches", number=number, database_url=url)
                 for number in range(arguments.replicas)

@@ -27,9 +27,25 @@ def programs():
     return found[0] if found else None
 
 
+class Cluster:
+    """url  of a database that is empty, reached by a socket and not by the network"""
+
+    def __init__(self, folder, run):
+        self.url = f"postgresql://tests@/postgres?host={folder}"
+        self._folder, self._run = folder, run
+
+    def start(self):
+        settings = (*_SETTINGS, f"unix_socket_directories={self._folder}")
+        options = " ".join(f"-c {setting}" for setting in settings)
+        self._run("pg_ctl", "start", "--wait", "--log", self._folder / "log", "--options", options)
+
+    def stop(self):
+        self._run("pg_ctl", "stop", "--wait", "--mode", "immediate")
+
+
 @contextlib.contextmanager
 def cluster():
-    """The URL of a database that is empty, reached by a socket and not by the network."""
+    """A `Cluster` that runs."""
     bin_folder = programs()
     assert bin_folder is not None, MISSING
     # The path of a socket may have 107 bytes, which pytest's own folders use up.
@@ -49,14 +65,12 @@ def cluster():
             assert done.returncode == 0, done.stderr.decode()
 
         run("initdb", "--username=tests", "--auth=trust", "--no-sync", "--encoding=UTF8")
-        options = " ".join(
-            f"-c {setting}" for setting in (*_SETTINGS, f"unix_socket_directories={folder}")
-        )
-        run("pg_ctl", "start", "--wait", "--log", folder / "log", "--options", options)
+        made = Cluster(folder, run)
+        made.start()
         try:
-            yield f"postgresql://tests@/postgres?host={folder}"
+            yield made
         finally:
-            run("pg_ctl", "stop", "--wait", "--mode", "immediate")
+            made.stop()
 
 
 def _some_user():

@@ -49,6 +49,8 @@ class StandIn:
         self.app.add_api_route("/v1/models", self.health)
         self.app.add_api_route("/server_info", self.info)
         self.app.add_api_route("/v1/completions", self.complete, methods=["POST"])
+        self.app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
+        self.app.add_api_route("/v1/embeddings", self.embed, methods=["POST"])
         self.app.add_api_route("/v1/responses", self.respond, methods=["POST"])
         add_routes(self.app, self.service)
 
@@ -87,12 +89,48 @@ class StandIn:
         choice = {"index": 0, "text": f"to {prompt}", "finish_reason": "stop"}
         return {"id": "r", "choices": [choice], "usage": self.usage}
 
+    async def chat(self, request: Request):
+        body = json.loads(await request.body())
+        assert body["service_tier"] == "flex"
+        text = body["messages"][-1]["content"]
+        await asyncio.sleep(self.delay_s)
+        if text == "refuse":
+            return JSONResponse({"error": {"message": "not this one"}}, status_code=400)
+        message = {"role": "assistant", "content": f"to {text}"}
+        return {
+            "id": "r",
+            "object": "chat.completion",
+            "created": 1,
+            "model": body["model"],
+            "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+            "usage": {**self.usage, "total_tokens": 5},
+        }
+
+    async def embed(self, request: Request):
+        body = json.loads(await request.body())
+        vector = {"object": "embedding", "index": 0, "embedding": [float(len(body["input"]))]}
+        usage = {"prompt_tokens": 3, "total_tokens": 3}
+        return {"object": "list", "data": [vector], "model": body["model"], "usage": usage}
+
     async def respond(self, request: Request):
         body = json.loads(await request.body())
         assert body["service_tier"] == "flex"
         usage = {
             "input_tokens": 3,
             "output_tokens": 2,
+            "total_tokens": 5,
             "input_tokens_details": {"cached_tokens": 1},
+            "output_tokens_details": {"reasoning_tokens": 0},
         }
-        return {"id": "r", "object": "response", "status": "completed", "usage": usage}
+        return {
+            "id": "r",
+            "object": "response",
+            "created_at": 1,
+            "status": "completed",
+            "model": body.get("model", "m"),
+            "output": [],
+            "parallel_tool_calls": False,
+            "tool_choice": "auto",
+            "tools": [],
+            "usage": usage,
+        }

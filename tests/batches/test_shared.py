@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 
+import httpx
 import openai
 import pytest
 import sqlalchemy as sa
 
 from cosched.batches.config import BatchesConfig
 from cosched.batches.database import servers
+from tests.batches import postgres
 from tests.batches.api import Api, line, serving, until
 from tests.batches.stand_in import StandIn
 from tests.batches.test_store import asked
@@ -25,6 +27,16 @@ def two(folder, postgres_url):
     with contextlib.ExitStack() as stack:
         stand_ins = [StandIn(config), StandIn(config)]
         yield [(one, Api(stack.enter_context(serving(one)))) for one in stand_ins]
+
+
+@pytest.fixture
+def cluster():
+    """A PostgreSQL server that may be stopped."""
+    if postgres.programs() is None:
+        pytest.skip(postgres.MISSING)
+    pytest.importorskip("psycopg", reason="PostgreSQL needs psycopg (cosched[postgres])")
+    with postgres.cluster() as cluster:
+        yield cluster
 
 
 def lines(count):
@@ -125,3 +137,53 @@ def test_a_database_that_goes_away_for_a_moment_costs_nothing(two):
         at_first.batches.retrieve(batch.id)
     outcome = at_first.outcome(at_first.wait(batch))
     assert outcome == {f"{n}": f"to {n}" for n in range(1500)}
+
+
+def test_a_database_that_is_stopped_is_told_and_comes_back(cluster, folder, caplog):
+    """The rest of the server goes on. Answers that come meanwhile are written afterwards."""
+    stand_in = StandIn(BatchesConfig(folder=str(folder), url=cluster.url, lease_s=LEASE_S))
+    stand_in.is_held = True
+    with serving(stand_in) as url, caplog.at_level(logging.INFO, logger="cosched"):
+        api = Api(url)
+        batch = api.create(lines(400))
+        until(lambda: stand_in.num_under_way > 100)
+        cluster.stop()
+        try:
+            stand_in.is_held = False  # their answers come while there is nowhere to put them
+            until(lambda: not stand_in.num_under_way)
+            for method, path in (
+                ("GET", f"/v1/batches/{batch.id}"),
+                ("POST", f"/v1/batches/{batch.id}/cancel"),
+                ("GET", "/v1/batches"),
+                ("GET", "/v1/files"),
+                ("GET", "/v1/files/file-1/content"),
+                ("GET", "/cosched/metrics"),
+            ):
+                reply = httpx.request(method, url + path, headers={"authorization": "Bearer key"})
+                assert reply.status_code == 503 and int(reply.headers["retry-after"]) > 0
+                error = reply.json()["error"]
+                assert (error["type"], error["code"]) == ("server_error", "store_away")
+                assert "the store of batches cannot be used now" in error["message"]
+            with pytest.raises(openai.InternalServerError, match="cannot be used now"):
+                api.upload(lines(1))
+            assert len(list((folder / "files").iterdir())) == 1, "an upload was left behind"
+            assert httpx.get(f"{url}/v1/models").status_code == 200
+            asked_before = stand_in.asked.total()
+        finally:
+            cluster.start()
+        outcome = api.outcome(api.wait(batch))
+    assert outcome == {f"{n}": f"to {n}" for n in range(400)}
+    assert stand_in.asked.total() == 400 and asked_before < 400, "answers were thrown away"
+    away = [one for one in caplog.records if "cannot be used now" in one.getMessage()]
+    assert 1 <= len(away) <= 2 and "the store is back" in caplog.text
+    assert "Traceback" not in caplog.text
+
+
+def test_a_server_ends_in_order_while_the_database_is_away(cluster, folder, caplog):
+    stand_in = StandIn(BatchesConfig(folder=str(folder), url=cluster.url, lease_s=LEASE_S))
+    with serving(stand_in) as url:
+        batch = Api(url).create(lines(10))
+        Api(url).wait(batch)
+        cluster.stop()
+    cluster.start()
+    assert "are sent again" in caplog.text and "no line is sent" not in caplog.text

@@ -515,7 +515,12 @@ def test_what_is_no_database_is_refused(tmp_path):
         assert "secret" not in str(error.value)
 
 
+TO_VERSION_3 = (
+    "ALTER TABLE batches DROP COLUMN num_lines",
+    "UPDATE schema_version SET version = 3",
+)
 TO_VERSION_2 = (
+    *TO_VERSION_3,
     "ALTER TABLE schema_version DROP COLUMN folder_id",
     "ALTER TABLE batches DROP COLUMN validated_by",
     "ALTER TABLE lines ADD COLUMN lease_until BIGINT",
@@ -534,7 +539,9 @@ TO_VERSION_1 = (
 )
 
 
-@pytest.mark.parametrize("statements", [TO_VERSION_1, TO_VERSION_2], ids=["1", "2"])
+@pytest.mark.parametrize(
+    "statements", [TO_VERSION_1, TO_VERSION_2, TO_VERSION_3], ids=["1", "2", "3"]
+)
 def test_tables_of_earlier_versions_are_brought_up_to_date(database, store, url, clock, statements):
     name = in_progress(store, [new_line(1), new_line(2)])
     assert take(store, name, limit=1) == [1]
@@ -546,6 +553,7 @@ def test_tables_of_earlier_versions_are_brought_up_to_date(database, store, url,
         store = BatchStore(again, clock=clock)
         found = store.get(name)
         assert (found.status, found.total, found.cached_tokens) == (Status.IN_PROGRESS, 2, 0)
+        store.leave("me")
         store.join("me", lease_s=1)
         assert take(store, name) == [1, 2]  # also the one that an earlier server had taken
 

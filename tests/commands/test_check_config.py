@@ -47,6 +47,21 @@ def test_without_an_argument_the_keys_are_printed(capsys):
     assert json.loads(shown.splitlines()[-1])["config"] is None
 
 
+def test_passwords_of_databases_are_not_printed(capsys):
+    for url, shown in (
+        ("postgresql://me:sec%2Fret@db/b", "postgresql://me:***@db/b"),
+        ("postgres://me@db/b?sslmode=require&password=secret", "password=hidden"),
+        ("sqlite:////b.sqlite", "sqlite:////b.sqlite"),
+    ):
+        main([json.dumps({"batches": {"folder": "b", "url": url}})])
+        printed = capsys.readouterr().out
+        assert shown in printed and "sec" not in printed
+    with pytest.raises(SystemExit):
+        main([json.dumps({"batches": {"folder": "b", "url": "mysql://me:secret@db/b"}})])
+    printed = "".join(capsys.readouterr())
+    assert "batches.url must be postgresql://" in printed and "secret" not in printed
+
+
 @pytest.mark.parametrize("is_file", [False, True])
 def test_a_right_one_is_printed_with_all_defaults(is_file, capsys, tmp_path):
     text = '{"kv": {"eviction": "lru"}}'

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 
 from cosched.batches.config import BatchesConfig
 from cosched.engine.page import add_page
-from tests.batches.api import Api, line, serving
+from tests.batches.api import Api, line, serving, until
 from tests.batches.stand_in import StandIn
 from tests.browser import browsing, find_browser
 from tests.engine.test_page import state
@@ -106,6 +106,24 @@ def test_all_can_be_seen_without_scrolling_to_the_side(shown, width, height, is_
     )
     ground = browser.value("getComputedStyle(document.body).backgroundColor")
     assert ground == ("rgb(20, 23, 28)" if is_dark else "rgb(255, 255, 255)")
+    assert browser.complaints == []
+
+
+def test_results_and_errors_are_downloaded(shown, api, tmp_path):
+    browser = shown()
+    where = {"behavior": "allow", "downloadPath": str(tmp_path)}
+    browser.call("Page.setDownloadBehavior", **where)
+    (completed,) = [batch for batch in api.batches.list() if batch.status == "completed"]
+    for title, name, file_id in (
+        ("Results", f"{completed.id}.jsonl", completed.output_file_id),
+        ("Errors", f"{completed.id}.errors.jsonl", completed.error_file_id),
+    ):
+        buttons = "[...document.querySelectorAll('#batch-rows button')]"
+        browser.value(f"{buttons}.find(b => b.innerText == '{title}').click()")
+        wanted = api.files.content(file_id).text
+        until(lambda path=tmp_path / name: path.exists() and path.stat().st_size)
+        assert (tmp_path / name).read_text() == wanted and wanted.endswith("\n")
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".jsonl", ".jsonl"]
     assert browser.complaints == []
 
 

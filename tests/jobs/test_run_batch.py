@@ -40,6 +40,20 @@ def test_every_line_is_answered(batch, tools):
     assert all(asked.body["service_tier"] == "flex" for asked in batch.server.asked)
 
 
+def test_rows_of_a_parquet_file_are_lines(batch, tools):
+    pa = pytest.importorskip("pyarrow", reason="Parquet needs pyarrow (cosched[parquet])")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [tools.completion(f"a{n}") for n in range(50)]
+    rows[20]["custom_id"] = "a7"
+    parquet.write_table(pa.Table.from_pylist(rows), batch.input, row_group_size=7)
+    batch.run(code=1)
+    assert sorted(ids(batch.answers())) == sorted(f"a{n}" for n in range(50) if n != 20)
+    assert [(one["line"], one["error"]["code"]) for one in batch.failures()] == [
+        (21, "duplicate_custom_id")
+    ]
+    assert batch.run(code=1)["counts"]["answered_now"] == 0
+
+
 def test_good_and_bad_lines_end_in_their_files(batch, tools):
     long = tools.completion("long", prompt="x" * 3000)
     batch.write(

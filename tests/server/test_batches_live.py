@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 
@@ -26,7 +27,7 @@ def server(tiny_model, forks, tmp_path_factory):
     folder = tmp_path_factory.mktemp("batches")
     claims = '{"ignore": ["service_tier", "priority"], "keys": {"*": {"max_offline": 0}}}'
     flags = ("--cosched-policy", "sarathi", "--cosched-batches", str(folder))
-    flags += ("--api-key", KEY, "--cosched-claims", claims)
+    flags += ("--api-key", KEY, "--cosched-claims", claims, "--enable-response-store")
     with start_server(tiny_model, *flags, forks=forks) as server:
         yield server
 
@@ -171,3 +172,47 @@ def test_kills_lose_and_repeat_nothing(forks, tmp_path):
     finally:
         server.close()
     assert seen["lines"]
+
+
+@pytest.mark.parametrize("window", ["24h", None], ids=["batch", "background"])
+def test_autobatchers_client_is_answered(api, window):
+    """As batches; and in its own way, which is responses in the background."""
+    autobatcher = pytest.importorskip("autobatcher", reason="its client is not installed")
+
+    async def ask():
+        client = autobatcher.BatchOpenAI(
+            base_url=f"{api.url}/v1",
+            api_key=KEY,
+            completion_window=window,
+            batch_window_seconds=0.5,
+            poll_interval_seconds=0.2,
+        )
+        try:
+            return await asyncio.wait_for(_ask_all(client), timeout=120)
+        finally:
+            await client.close()
+
+    num_before = len(api.batches.list(limit=100).data)
+    *answers, response = asyncio.run(ask())
+    assert all(1 <= answer.usage.completion_tokens <= 4 for answer in answers)
+    assert response.status in ("completed", "incomplete")
+    assert 1 <= response.usage.output_tokens <= 4
+    num_made = len(api.batches.list(limit=100).data) - num_before
+    assert num_made == (2 if window else 0)
+
+
+async def _ask_all(client):
+    model = (await client.models.list()).data[0].id
+    chats = [
+        client.chat.completions.create(
+            model=model,
+            messages=[{"role": "user", "content": f"hello {n}"}],
+            max_tokens=4,
+            extra_body={"ignore_eos": True},
+        )
+        for n in range(20)
+    ]
+    response = client.responses.create(
+        model=model, input="hi", max_output_tokens=4, extra_body={"ignore_eos": True}
+    )
+    return await asyncio.gather(*chats, response)

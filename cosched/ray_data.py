@@ -1,0 +1,348 @@
+"""A data set of requests of any size, answered by many replicas: a stage of Ray Data.
+
+Lines are put in prefix order over the whole set and cut into blocks of lines that begin alike; each
+block goes to the next replica that has room. Its results are appended to files of its own as they
+come: what is in them is not sent again, whether Ray repeats a block or all is started anew.
+
+    python -m cosched.ray_data -i s3://bucket/in.parquet -o /mnt/shared/out \\
+        --base-url http://a:30000 --base-url http://b:30000
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from cosched.batches.prefix import prefix_key
+from cosched.command_line import Parser, add_json_option, add_version_option, run_command, whole
+from cosched.errors import ConfigError
+from cosched.jobs.client import Client, RetryRules
+from cosched.jobs.config import normal_base_url
+from cosched.jobs.errors import JobFileError, ServerGoneError
+from cosched.jobs.lines import BadLine, RequestLine, parse_line
+from cosched.jobs.parquet import COLUMNS, line_of
+from cosched.jobs.records import Answer, Outcome, Record, RecordWriter
+from cosched.jobs.source import RawLine
+
+__all__ = ["answer", "build_parser", "finished_keys", "main", "read"]
+
+_KEY_BYTES = 12
+_KEYS = np.dtype(f"S{_KEY_BYTES}")
+_ANSWERS, _ERRORS = "answers", "errors"
+_COUNTS = ("answered", "failed", "prompt_tokens", "completion_tokens")
+_BLOCKS_AT_A_TIME = 2
+"""At one replica, by an actor each: the next fills what the end of the last leaves free."""
+
+
+def read(path: str) -> Any:
+    """A data set of JSONL (a text file or a folder of them), or of Parquet, wherever Ray reads
+    from; `path` of Parquet ends in ``.parquet``."""
+    ray = _ray()
+    if path.rstrip("/").endswith(".parquet"):
+        return ray.data.read_parquet(path).select_columns(list(COLUMNS))
+    return ray.data.read_text(path)
+
+
+def answer(
+    dataset: Any,
+    *,
+    replicas: Sequence[str],
+    out: str,
+    in_flight: int = 256,
+    lines_per_block: int = 2048,
+    max_line_bytes: int = 16 << 20,
+    max_wait_s: float = 60.0,
+    api_key: str | None = None,
+) -> Any:
+    """Answer the lines of `dataset`: rows with a column ``text`` (a line of JSON), or with those of
+    the batch format. A data set of counts, a row for each block; nothing is done before it is read.
+
+    replicas         URLs of servers
+    out              folder, seen by all machines: ``answers/*.jsonl`` and ``errors/*.jsonl`` in the
+                     format of `run_batch`, without line numbers. Lines that are there are not sent
+                     again. For one run at a time
+    in_flight        most lines at a replica, 2 at least
+    lines_per_block  of lines that begin alike, which one replica answers
+    max_wait_s       how long a replica may answer nothing, until its lines go to the others [s]
+
+    JobFileError: `out` cannot be read or written. A line is known by its ``custom_id``, which is to
+    be unique; that is not checked.
+    """
+    ray = _ray()
+    done = ray.put(finished_keys(out))
+    prepared = dataset.map_batches(
+        _prepare,
+        batch_format="pyarrow",
+        fn_kwargs={"done": done, "max_line_bytes": max_line_bytes},
+    )
+    tickets = ray.remote(num_cpus=0)(_Tickets).remote()
+    return (
+        prepared.sort("order")
+        .repartition(target_num_rows_per_block=lines_per_block)
+        .map_batches(
+            _Answerer,
+            batch_format="pyarrow",
+            batch_size=None,
+            fn_constructor_kwargs={
+                "replicas": tuple(replicas),
+                "next_ticket": tickets.take.remote,
+                "out": out,
+                "in_flight": in_flight // _BLOCKS_AT_A_TIME,
+                "max_line_bytes": max_line_bytes,
+                "max_wait_s": max_wait_s,
+                "api_key": api_key,
+            },
+            concurrency=_BLOCKS_AT_A_TIME * len(replicas),
+            num_cpus=0,
+        )
+    )
+
+
+def finished_keys(out: str) -> np.ndarray[Any, Any]:
+    """Of the lines that have a result in `out`, which is made: sorted, `_KEY_BYTES` each. Half a
+    record at the end of a file, of a process that was killed, is cut off. JobFileError."""
+    keys: list[bytes] = []
+    try:
+        for name in (_ANSWERS, _ERRORS):
+            folder = Path(out) / name
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in folder.glob("*.jsonl"):
+                keys += _keys_of(path)
+    except OSError as error:
+        raise JobFileError(f"{error.filename or out}: {error.strerror}") from None
+    return np.sort(np.array(keys, dtype=_KEYS))
+
+
+class _Named(msgspec.Struct):
+    id: str
+
+
+def _keys_of(path: Path) -> Iterator[bytes]:
+    whole_bytes = 0
+    with path.open("rb") as file:
+        for data in file:
+            if data.endswith(b"\n"):
+                whole_bytes += len(data)
+                yield bytes.fromhex(msgspec.json.decode(data, type=_Named).id[-2 * _KEY_BYTES :])
+    if whole_bytes != path.stat().st_size:
+        os.truncate(path, whole_bytes)
+
+
+def _prepare(table: Any, *, done: Any, max_line_bytes: int) -> Any:
+    """Lines that have no result, each with what it is sorted by."""
+    import pyarrow as pa
+    import ray
+
+    keys = ray.get(done)
+    found: dict[str, list[Any]] = {"order": [], "key": [], "data": []}
+    for row in table.to_pylist():
+        data = row["text"].encode() if "text" in row else line_of(row)
+        line = _parsed(data, max_line_bytes)
+        key = _key_of(line, data)
+        place = int(np.searchsorted(keys, np.array(key, dtype=_KEYS)))
+        if place < len(keys) and keys[place] == np.array(key, dtype=_KEYS):
+            continue
+        order = prefix_key(line.body) if isinstance(line, RequestLine) else b""
+        found["order"].append(order.hex())
+        found["key"].append(key)
+        found["data"].append(data)
+    kinds = (pa.string(), pa.binary(), pa.large_binary())
+    columns = zip(found.values(), kinds, strict=True)
+    return pa.table({name: pa.array(*one) for name, one in zip(found, columns, strict=True)})
+
+
+def _parsed(data: bytes, max_line_bytes: int) -> RequestLine | BadLine:
+    # Which number it has, only a reader of the whole would know.
+    raw = RawLine(number=0, data=data if len(data) <= max_line_bytes else None)
+    return parse_line(raw, max_line_bytes=max_line_bytes)
+
+
+def _key_of(line: RequestLine | BadLine, data: bytes) -> bytes:
+    name = data if line.custom_id is None else b"id:" + line.custom_id.encode()
+    return blake2b(name, digest_size=_KEY_BYTES).digest()
+
+
+class _Tickets:
+    """Counts those who ask: each gets a replica of its own."""
+
+    def __init__(self) -> None:
+        self._next = -1
+
+    def take(self) -> int:
+        self._next += 1
+        return self._next
+
+
+class _Answerer:
+    """Sends blocks to one replica, and to the others once it is gone."""
+
+    def __init__(
+        self,
+        *,
+        replicas: Sequence[str],
+        next_ticket: Callable[[], Any],
+        out: str,
+        in_flight: int,
+        max_line_bytes: int,
+        max_wait_s: float,
+        api_key: str | None,
+    ) -> None:
+        import ray
+
+        first = ray.get(next_ticket()) % len(replicas)
+        self._clients = [
+            Client(
+                base_url=url,
+                concurrency=in_flight,
+                rules=RetryRules(max_wait_s=max_wait_s),
+                rng=random.Random(),
+                clock=time.monotonic,
+                api_key=api_key,
+            )
+            for url in (*replicas[first:], *replicas[:first])
+        ]
+        self._room = asyncio.Semaphore(in_flight)
+        self._out = Path(out)
+        self._max_line_bytes = max_line_bytes
+
+    async def __call__(self, table: Any) -> AsyncIterator[dict[str, list[int]]]:
+        """A block. ServerGoneError when no replica answers."""
+        block = blake2b(b"".join(table["key"].to_pylist()), digest_size=16).hexdigest()
+        with _Journal(self._out, block) as journal:
+            sends = [
+                self._answer(row["data"], row["key"], journal)
+                for row in table.to_pylist()
+                if row["key"] not in journal.done
+            ]
+            await asyncio.gather(*sends)
+            yield {name: [journal.counts[name]] for name in _COUNTS}
+
+    async def _answer(self, data: bytes, key: bytes, journal: _Journal) -> None:
+        line = _parsed(data, self._max_line_bytes)
+        records = _KeyedRecords(key)
+        if isinstance(line, BadLine):
+            journal.write(records.bad_line(line), None)
+            return
+        async with self._room:
+            outcome = await self._send(line)
+        journal.write(records.record(line, outcome), outcome)
+
+    async def _send(self, line: RequestLine) -> Outcome:
+        gone: ServerGoneError | None = None
+        for client in self._clients:
+            try:
+                return await client.send(line)
+            except ServerGoneError as error:
+                gone = error
+        assert gone is not None, "there is a replica"
+        raise gone
+
+
+class _KeyedRecords(RecordWriter):
+    """Records that are named by a key, not by a job and a number."""
+
+    def __init__(self, key: bytes) -> None:
+        super().__init__(digest=key.hex())
+        self._name = f"batch_req_{key.hex()}"
+
+    def _id(self, number: int) -> str:
+        return self._name
+
+
+class _Journal:
+    """The results of one block. `done`: those that an earlier try has written."""
+
+    def __init__(self, out: Path, block: str) -> None:
+        paths = [out / name / f"{block}.jsonl" for name in (_ANSWERS, _ERRORS)]
+        self.done = {key for path in paths if path.exists() for key in _keys_of(path)}
+        self._answers, self._errors = (path.open("ab", buffering=0) for path in paths)
+        self.counts = dict.fromkeys(_COUNTS, 0)
+
+    def __enter__(self) -> _Journal:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for file in (self._answers, self._errors):
+            file.close()
+            if not os.path.getsize(file.name):
+                os.remove(file.name)
+
+    def write(self, record: Record, outcome: Outcome | None) -> None:
+        (self._answers if record.is_answer else self._errors).write(record.data)
+        self.counts["answered" if record.is_answer else "failed"] += 1
+        if isinstance(outcome, Answer):
+            self.counts["prompt_tokens"] += outcome.prompt_tokens
+            self.counts["completion_tokens"] += outcome.completion_tokens
+
+
+def _ray() -> Any:
+    try:
+        import ray
+        import ray.data
+    except ImportError as error:
+        raise ConfigError(f"Ray Data is not here ({error}): pip install 'cosched[ray]'") from None
+    return ray
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="python -m cosched.ray_data",
+        description="Answer a data set of requests by many replicas, with Ray Data. The same "
+        "command again goes on where an earlier one ended.",
+    )
+    parser.add_argument("-i", "--input", required=True, metavar="PATH", help="JSONL, or *.parquet")
+    parser.add_argument("-o", "--out", required=True, metavar="FOLDER", help="of the results")
+    parser.add_argument(
+        "--base-url", action="append", required=True, metavar="URL", help="a replica; several times"
+    )
+    parser.add_argument(
+        "--in-flight", type=whole(at_least=2), default=256, metavar="N", help="lines at a replica"
+    )
+    parser.add_argument(
+        "--lines-per-block",
+        type=whole(at_least=1),
+        default=2048,
+        metavar="N",
+        help="that begin alike, for one replica",
+    )
+    parser.add_argument("--api-key", metavar="KEY", help="of the replicas")
+    add_json_option(parser)
+    add_version_option(parser)
+    parser.set_defaults(execute=_execute)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command."""
+    run_command(build_parser().parse_args(argv))
+
+
+def _execute(arguments: argparse.Namespace) -> dict[str, Any]:
+    began_s = time.monotonic()
+    counts = dict.fromkeys(_COUNTS, 0)
+    blocks = answer(
+        read(arguments.input),
+        replicas=[normal_base_url(url) for url in arguments.base_url],
+        out=arguments.out,
+        in_flight=arguments.in_flight,
+        lines_per_block=arguments.lines_per_block,
+        api_key=arguments.api_key,
+    )
+    for row in blocks.iter_rows():
+        for name in _COUNTS:
+            counts[name] += int(row[name])
+    return {"program": "ray_data", **counts, "seconds": round(time.monotonic() - began_s, 3)}
+
+
+if __name__ == "__main__":
+    main()
