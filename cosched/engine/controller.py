@@ -16,8 +16,9 @@ import msgspec
 from cosched.config import Config
 from cosched.core.batch import BatchTotals
 from cosched.core.plan import Plan, SkipReason
-from cosched.core.request import Request, RequestClass
+from cosched.core.request import LateReason, Request, RequestClass
 from cosched.core.view import Ended, View
+from cosched.core.wire import LATE_KEY
 from cosched.engine import port
 from cosched.engine.clock import Clock
 from cosched.engine.decisions import DecisionLog
@@ -295,7 +296,18 @@ class Controller:
         with self._logging() as log:
             if log is not None:
                 log.planned(self.iteration, self._before.carry)
+        for rid, reason in plan.late.items():
+            self._judged_late(rid, reason)
         return plan
+
+    def _judged_late(self, rid: str, reason: LateReason) -> None:
+        tracked = self.waiting.get(rid)
+        unfinished = self.scheduler.chunked_req
+        if tracked is None and unfinished is not None and unfinished.rid == rid:
+            tracked = TrackedRequest.of(unfinished)
+        if tracked is not None:
+            self.service.judged_late(tracked, reason)
+            port.tell_client(tracked.req, LATE_KEY, reason.value)
 
     def view(self, running_batch: Any, moment: Moment) -> SchedulerView:
         """What a plan made now would see."""
@@ -439,6 +451,10 @@ class Controller:
             attainment={
                 target: (met, missed)
                 for (_, target), (met, missed) in self.service.attainment.items()
+            },
+            late={
+                reason.value: (num_judged, num_met)
+                for reason, (num_judged, num_met) in self.service.late.items()
             },
             times_s={
                 f"{request_class.value}_{name}": (round(total_s, 6), num)

@@ -75,6 +75,7 @@ __all__ = [
     "searches_host",
     "shape_of",
     "take_out_unanswered",
+    "tell_client",
     "token_ids",
     "traits_of",
     "under_way",
@@ -348,6 +349,15 @@ def traits_of(req: Any, *, can_cut: bool) -> Traits:
         num_rows=1 if beams is None else int(beams.beam_width),
         adapter=req.lora_id,
     )
+
+
+def tell_client(req: Any, key: str, value: str) -> None:
+    """Put a value into the ``meta_info`` of a reply, of a streamed one in its first piece: a list
+    with it alone. Nothing of the request may have been sent yet.
+
+    SGLang sends of each list the entries of the tokens it sends.
+    """
+    req.customized_info = {**(req.customized_info or {}), key: [value]}
 
 
 def has_penalties(req: Any) -> bool:
