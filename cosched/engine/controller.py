@@ -170,11 +170,15 @@ class Controller:
         pool: OfflinePool[TrackedRequest] = ArrivalQueue()
         if entry.pool is not None and self.is_source:
             pool = PrefixPool(
-                config.pool or entry.pool, num_cached=partial(num_cached, scheduler.tree_cache)
+                config.pool or entry.pool,
+                num_cached=partial(num_cached, scheduler.tree_cache),
+                num_left=lambda request: self.lengths.remaining(request).median,
             )
         self.waiting = WaitingQueue(
             pool=pool, clock=clock, guard=guard, bounds=config.target_bounds()
         )
+        if self.timekeeper is not None:
+            self.timekeeper.add_end_listener(self.waiting.ended)
         self.kv: KvManager | None = None
         """None: SGLang's own eviction order holds."""
         kv = config.named_kv()
