@@ -227,7 +227,11 @@ def _add_robustness(commands: Any) -> None:
         "that becomes so much slower once it has worked for --slower-after.",
     )
     parser.add_argument(
-        "--scenarios", type=_policies, default=("hygen",), metavar="A,B,…", help="default: hygen"
+        "--scenarios",
+        type=_policies,
+        default=(Config().policy,),
+        metavar="A,B,…",
+        help=f"default: {Config().policy}",
     )
     parser.add_argument(
         "--errors",
