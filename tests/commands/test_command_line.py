@@ -12,7 +12,7 @@ from importlib import metadata
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
-from cosched import bench, demo, explain, lengths, predictors, profile, simulate
+from cosched import bench, demo, explain, lengths, predictors, profile, simulate, tune
 from cosched.__main__ import COMMANDS, main
 from cosched.command_line import (
     Parser,
@@ -32,6 +32,7 @@ PARSERS = {
     "demo": demo.build_parser(),
     "simulate": simulate.build_parser(),
     "explain": explain.build_parser(),
+    "tune": tune.build_parser(),
     **{
         f"{module.__name__.rpartition('.')[2]} {name}": parser
         for module in (bench, lengths, profile, predictors)

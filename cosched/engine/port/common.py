@@ -512,8 +512,10 @@ def under_way(scheduler: Any) -> list[Any]:
 
 
 def in_flight(scheduler: Any) -> list[Any]:
-    """The same with an unfinished prefill, whatever schedules."""
+    """The same with an unfinished prefill and what was launched last, whatever schedules."""
     reqs = scheduler.collect_inflight_reqs() | {scheduler.chunked_req}
+    for batch, _ in getattr(scheduler, "result_queue", ()):  # under the overlap scheduler
+        reqs.update(batch.reqs)
     return [req for req in reqs if req is not None and not req.finished()]
 
 
