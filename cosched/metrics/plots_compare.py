@@ -138,10 +138,10 @@ def plot_served(runs: Mapping[str, Run], path: Path, *, default_slo: Slo = _NO_S
         axis.limit(lower, window)
     waits = [r.ttft_s for run in shown.values() for r in run.online() if r.ttft_s is not None]
     log_if_wide(grid[0, 0].yaxis, np.array(waits))
-    for axes, place in ((grid[0, 0], "outside upper left"), (grid[1, 0], "outside lower left")):
+    for axes, where in ((grid[0, 0], "outside upper left"), (grid[1, 0], "outside lower left")):
         handles, labels = axes.get_legend_handles_labels()
         if handles:
-            figure.legend(handles, labels, loc=place, ncols=4, frameon=False, fontsize=9)
+            figure.legend(handles, labels, loc=where, ncols=4, frameon=False, fontsize=9)
     return save(figure, path)
 
 
