@@ -159,10 +159,13 @@ def _served_panel(axes: Any, name: str, run: Run, default_slo: Slo, axis: TimeAx
     met, too_slow, late = points.values()
     unserved: list[float] = []
     targets: set[float | None] = set()
+    num_met = num_missed = 0
     for record in run.online():
         slo = with_defaults(record.slo, default_slo)
         targets.add(slo.ttft_s)
         verdicts = judge(record, slo, now_s=run.until_s)
+        num_met += verdicts.joint is Verdict.MET
+        num_missed += verdicts.joint is Verdict.MISSED
         if record.ttft_s is None or not record.ok:
             unserved.append(record.arrival_s)
             continue
@@ -172,8 +175,8 @@ def _served_panel(axes: Any, name: str, run: Run, default_slo: Slo, axis: TimeAx
         elif verdicts.tpot is Verdict.MISSED:
             of = too_slow
         of.append((record.arrival_s, record.ttft_s))
-    num = sum(map(len, points.values())) + len(unserved)
-    share = f": {100 * len(met) / num:.0f} % met" if num else ""
+    num = num_met + num_missed
+    share = f": {100 * num_met / num:.0f} % met" if num else ""
     axes.set_title(f"{name}{share}", loc="left", fontsize=11)
     for label, colour in _SERVED.items():
         times = np.array(points[label]).reshape(-1, 2)
