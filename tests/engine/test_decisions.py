@@ -133,8 +133,8 @@ def test_who_was_judged_late_is_in_the_log_and_judged_so_again(tmp_path):
     judged = [seq for d in decisions for seqs in d.plan.late.values() for seq in seqs]
     assert len(judged) == len(set(judged)) > 5, "each once"
     num_counted = sum(num for num, _ in logged.cosched["late"].values())
-    num_last = len(logged.cosched["late"])  # plans that were still open at the end are not written
-    assert len(judged) <= num_counted <= len(judged) + num_last
+    # The last plans of a run are made and not written: nothing came of them.
+    assert 0 <= num_counted - len(judged) <= 3
     assert {r.arrival_seq for d in decisions for r in d.requests if r.late} <= set(judged)
 
 
