@@ -37,6 +37,9 @@ COMMANDS: Mapping[str, _Command] = {
         module="cosched.simulate", summary="run the scheduler on a GPU that need not be there"
     ),
     "bench": _Command(module="cosched.bench", summary="policies and stock scheduling side by side"),
+    "tune": _Command(
+        module="cosched.tune", summary="choose budgets and sizes for a workload, by simulation"
+    ),
     "estimate": _Command(
         module="cosched.estimate",
         summary="when would a file of requests be finished, beside a day of chat?",

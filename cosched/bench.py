@@ -236,10 +236,10 @@ class Robustness(_Sweep):
     errors are its standard deviations. With --slower also on a GPU that becomes so much slower
     once it has worked for --slower-after.
 
-    scenarios  default: hygen
+    scenarios  default: the server's default policy
     """
 
-    scenarios: Annotated[tuple[str, ...], Kind(_policies, "A,B,…")] = ("hygen",)
+    scenarios: Annotated[tuple[str, ...], Kind(_policies, "A,B,…")] = (Config().policy,)
     errors: Annotated[tuple[float, ...], Kind(_shares, "%,%,…", help=_SPREAD)] = ERRORS
 
 

@@ -167,7 +167,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="examples:\n"
         "  cosched config                    the keys, their defaults, what they do\n"
         "  cosched config my.json            check a file\n"
-        """  cosched config '{"policy": "hygen", "kv": {"eviction": "lru"}}'\n"""
+        """  cosched config '{"policy": "cosched", "kv": {"eviction": "lru"}}'\n"""
         f"Without an argument, {ENV_VAR} is checked where it is set.",
     )
     parser.add_argument("config", nargs="?", metavar="JSON|FILE", help=f"as {ENV_VAR} takes it")

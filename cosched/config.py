@@ -116,7 +116,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     with a token budget ignore them.
     """
 
-    policy: str = "hygen"
+    policy: str = "cosched"
     slo: SloConfig = SloConfig()
     claims: Claims = Claims()
     pool: PoolConfig | None = None

@@ -1,7 +1,7 @@
 """What an offline job costs the online requests beside it, on a small model, policy by policy.
 
     python -m cosched.demo
-    python -m cosched.demo --scenarios online-only sarathi hygen
+    python -m cosched.demo --scenarios online-only sarathi cosched
 
 Each scenario gets a server of its own, freshly started: 'online-only' (policy sarathi, no offline
 job), and policies, under which the offline job runs beside the online requests. A table, a picture,
@@ -61,7 +61,7 @@ __all__ = ["ONLINE_ONLY", "Measured", "draw", "main", "progress_of"]
 
 ONLINE_ONLY = "online-only"
 
-_SCENARIOS = (ONLINE_ONLY, "sglang", "priority", "sarathi", "hygen")
+_SCENARIOS = (ONLINE_ONLY, "sglang", "priority", "sarathi", "hygen", "cosched")
 _SLO = Slo(ttft_s=0.3, tpot_s=0.02)  # about twice what chat alone takes on two CPU cores
 _DTYPE = "bfloat16"
 _SERVER_FLAGS = (

@@ -1,7 +1,7 @@
 """Run SGLang's scheduler through a trace in virtual time, on a GPU that need not be there.
 
     python -m cosched.simulate --online azure-like --online-rate 2.5 --offline documents \\
-        --policy hygen --duration 600
+        --duration 600
 
 The scheduler is the production one, stock or with a cosched policy; only the model's forward pass
 is replaced by a cost model, and the clock is virtual. The last line of the output is one JSON

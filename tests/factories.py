@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from cosched.core.caps import EngineCaps
 from cosched.core.estimates import LengthEstimate, Predictor
 from cosched.core.plan import SkipReason
-from cosched.core.request import PLAIN, Request, RequestClass, Slo, Traits
+from cosched.core.request import PLAIN, LateReason, Request, RequestClass, Slo, Traits
 from cosched.core.view import (
     BatchRules,
     Decodes,
@@ -34,6 +34,7 @@ class FakeRequest:
     first_token_s: float | None = None
     last_token_s: float | None = None
     num_preemptions: int = 0
+    late: LateReason | None = None
     arrival_seq: int = field(default_factory=lambda: next(_seq))
     num_prompt_tokens: int = 100
     num_output_tokens: int = 0

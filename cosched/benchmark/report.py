@@ -89,6 +89,7 @@ def write_plots(folder: Path, suite: SuiteResult) -> None:
             row.name: Run(
                 records=row.result.records,
                 observed_until_s=row.result.end_s,
+                iterations=row.result.iterations,
             )
             for row in rows.values()
         },

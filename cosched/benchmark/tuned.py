@@ -161,6 +161,7 @@ class Tried(Protocol):
 
 
 T = TypeVar("T", bound=Tried)
+K = TypeVar("K")
 
 
 def most_misses(alone: RunResult) -> int:
@@ -182,9 +183,9 @@ def _rank(tried: Tried) -> tuple[float, float]:
     return -lacking if lacking > TOLERANCE else 0.0, tried.offline_tokens_per_s or 0.0
 
 
-def best_of(tried: Mapping[Setting, T]) -> Setting:
-    """Of a sweep that is not empty."""
-    return max(tried, key=lambda setting: _rank(tried[setting]))
+def best_of(tried: Mapping[K, Tried]) -> K:
+    """Of a sweep that is not empty: the key of the best, of equals the first."""
+    return max(tried, key=lambda key: _rank(tried[key]))
 
 
 def tune(

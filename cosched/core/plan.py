@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from cosched.core.request import LateReason
+
 __all__ = ["EMPTY_PLAN", "Hosting", "Plan", "PreemptMode", "Preemption", "SkipReason"]
 
 
@@ -89,6 +91,8 @@ class Plan:
     hosts       rid of a guest -> where it is hosted, both running: what it generates from now on
                 counts as set aside for its host already (`EngineCaps.hosts`). Kept until the
                 guest is promised anew, or either is stopped or over
+    late        online requests of which no plan before this one said so -> why their TTFT target is
+                out of reach; they are told if they asked, and counted
     skipped     rid -> why a request that was looked at does not run; for the decision log
     limits      phase -> most time it was given [s], where the policy limits it; for the decision
                 log
@@ -100,6 +104,7 @@ class Plan:
     preempt: tuple[Preemption, ...] = ()
     promise: Mapping[str, int] = field(default_factory=dict)
     hosts: Mapping[str, Hosting] = field(default_factory=dict)
+    late: Mapping[str, LateReason] = field(default_factory=dict)
     skipped: Mapping[str, SkipReason] = field(default_factory=dict)
     limits: Mapping[str, float] = field(default_factory=dict)
 

@@ -8,6 +8,7 @@ from typing import Protocol
 
 __all__ = [
     "PLAIN",
+    "LateReason",
     "Request",
     "RequestClass",
     "Slo",
@@ -25,6 +26,19 @@ class RequestClass(Enum):
 
     # Members are singletons: identity hashing skips Enum's Python-level ``__hash__`` on hot paths.
     __hash__ = object.__hash__
+
+
+class LateReason(Enum):
+    """Why the TTFT target of an online request was judged out of reach before its first token.
+
+    OVERDUE   it passed while the request waited
+    TOO_LONG  what is left of its prefill takes longer than there is time, whoever else waits
+    CROWDED   there is no time for all that wait, and others are served first
+    """
+
+    OVERDUE = "overdue"
+    TOO_LONG = "too_long"
+    CROWDED = "crowded"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +115,12 @@ class Request(Protocol):
     def last_token_s(self) -> float | None:
         """When its last token came out, on the engine's clock; None while none has. Of one that is
         in the iteration on its way: the token before."""
+        ...
+
+    @property
+    def late(self) -> LateReason | None:
+        """Why a plan said that its TTFT target is out of reach (`Plan.late`): what the first one
+        said that did; None: none has."""
         ...
 
     @property

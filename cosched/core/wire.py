@@ -8,6 +8,7 @@ where                           meaning
 ``x-smg-priority: bulk``        offline; the header's other values leave it to the rest
 ``x-slo-ttft-ms``               TTFT target of this request
 ``x-slo-tpot-ms``               TPOT target of this request
+``x-cosched-late``              ``1``: the reply says whether the TTFT target was out of reach
 ``custom_params["cosched"]``    ``{"ttft_slo_ms", "tpot_slo_ms", "deadline_s"}``, and
                                 ``output_tokens_hint``: how long the client expects the output to
                                 get; it changes no limit
@@ -38,6 +39,8 @@ __all__ = [
     "GATEWAY_PRIORITIES",
     "GRANTED_TIERS",
     "HINT_KEY",
+    "LATE_HEADER",
+    "LATE_KEY",
     "MOST_SAMPLES",
     "OFFLINE_PRIORITY",
     "PARAMS_KEY",
@@ -80,6 +83,13 @@ HINT_KEY = "output_tokens_hint"
 """Key in ``custom_params["cosched"]`` of the output that the client expects [tokens]."""
 
 MOST_HINT = 2**31
+
+LATE_HEADER = "x-cosched-late"
+"""Of a request: the reply shall say whether the TTFT target was out of reach; of that reply: why it
+was, or ``no``."""
+
+LATE_KEY = "cosched_late"
+"""In the ``meta_info`` of SGLang's replies inside the server: a list with a `LateReason`."""
 
 FLEX = "flex"
 
@@ -166,12 +176,14 @@ class Wish:
     priority  the body's, or None
     slo       targets from the headers and, over them, from the body's ``custom_params``; under the
               keys of ``custom_params["cosched"]``
+    asks_late  the reply shall say whether its TTFT target was out of reach
     only      the one class that its API key may have, None: any
     """
 
     offline: bool = False
     priority: int | None = None
     slo: Mapping[str, Any] = field(default_factory=dict)
+    asks_late: bool = False
     only: RequestClass | None = None
 
     @property
@@ -202,6 +214,7 @@ def parse_http(
     gateway = None if "class_header" in ignored else headers.get(GATEWAY_HEADER)
     if gateway is not None:
         offline = _is_offline(gateway.strip().lower(), GATEWAY_PRIORITIES, field=GATEWAY_HEADER)
+    asks_late = _is_on(headers.get(LATE_HEADER, "0").strip(), field=LATE_HEADER)
     slo: dict[str, Any] = {}
     if "target_headers" not in ignored:
         slo = {
@@ -210,7 +223,7 @@ def parse_http(
             if (text := headers.get(header)) is not None
         }
     if not isinstance(body, Mapping):
-        return Wish(offline=offline, slo=slo)
+        return Wish(offline=offline, slo=slo, asks_late=asks_late)
     priority = None if "priority" in ignored else parse_priority(body.get("priority"))
     tier = None if "service_tier" in ignored else body.get("service_tier")
     if tier is not None and _is_offline(tier, tiers, field="service_tier"):
@@ -224,7 +237,7 @@ def parse_http(
     if "body_targets" not in ignored:
         slo |= _cosched_params(body.get("custom_params"), field="custom_params")
         check_sampling_params(body.get("sampling_params"))
-    return Wish(offline=offline, priority=priority, slo=slo)
+    return Wish(offline=offline, priority=priority, slo=slo, asks_late=asks_late)
 
 
 def parse_priority(value: Any, *, field: str = "priority") -> int | None:
@@ -403,6 +416,12 @@ def _is_offline(name: Any, classes: Mapping[str, RequestClass | None], *, field:
     if not isinstance(name, str) or name not in classes:
         raise RequestError(field, f"unknown value {shown(name)}; choose from {choices(classes)}")
     return classes[name] is RequestClass.OFFLINE
+
+
+def _is_on(text: str, *, field: str) -> bool:
+    if text not in ("0", "1"):
+        raise RequestError(field, f"unknown value {shown(text)}; choose from 0, 1")
+    return text == "1"
 
 
 def _number(text: str, *, field: str) -> float:

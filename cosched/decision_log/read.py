@@ -141,4 +141,4 @@ def _named(record: Decision) -> Iterator[int]:
         row[0] for row in (*rows, *plan.prefill, *plan.preempted, *plan.promised, *result.finished)
     )
     hosted = chain.from_iterable(row[:2] for row in plan.hosted)
-    return chain(firsts, plan.held, hosted, *plan.skipped.values())
+    return chain(firsts, plan.held, hosted, *plan.late.values(), *plan.skipped.values())

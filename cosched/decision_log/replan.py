@@ -172,6 +172,8 @@ def _work_differences(recorded: Plan, now: Plan) -> Iterator[str]:
 def _reason_differences(recorded: Plan, now: Plan) -> Iterator[str]:
     if recorded.skipped != now.skipped:
         yield f"skipped were {_skipped(recorded)}, now {_skipped(now)}"
+    if recorded.late != now.late:
+        yield f"late were {_late(recorded)}, now {_late(now)}"
     if recorded.limits != now.limits:
         yield f"limits were {_limits(recorded)}, now {_limits(now)}"
 
@@ -194,6 +196,10 @@ def _stopped(plan: Plan) -> str:
 
 def _skipped(plan: Plan) -> str:
     return _names(f"{rid} ({reason.value})" for rid, reason in plan.skipped.items())
+
+
+def _late(plan: Plan) -> str:
+    return _names(f"{rid} ({why.value})" for rid, why in plan.late.items())
 
 
 def _limits(plan: Plan) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from cosched.core.plan import PreemptMode, SkipReason
-from cosched.core.request import RequestClass
+from cosched.core.request import LateReason, RequestClass
 from cosched.decision_log.read import Entry
 from cosched.engine.decision_records import Decision, Outcome, RequestFacts, RequestRow
 
@@ -30,8 +30,9 @@ _MOST_LINES = 8
 _MOST_NAMES = 3
 
 
-def words(reason: SkipReason) -> str:
-    return reason.value.replace("_", " ")
+def words(reason: SkipReason | LateReason) -> str:
+    value: str = reason.value
+    return value.replace("_", " ")
 
 
 class _Chapter(Protocol):
@@ -103,6 +104,7 @@ class _Prefill:
     num_cached: int | None
     is_resumed: bool
     chunks: list[int] = field(default_factory=list)
+    late: str = ""
 
     def sentences(self, end_s: float) -> Iterator[tuple[float, str]]:
         text = "resumed" if self.is_resumed else "admitted"
@@ -110,7 +112,7 @@ class _Prefill:
             text += f" with {self.num_cached} of {self.num_known_tokens} tokens cached"
         tokens, chunks = _count(sum(self.chunks), "token"), _count(len(self.chunks), "chunk")
         text += f"; prefilled {tokens} in {chunks}, {end_s - self.start_s:.3f} s"
-        yield self.start_s, text
+        yield self.start_s, f"{text}; {self.late}" if self.late else text
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -238,6 +240,7 @@ class Story:
         now_s = view.now_s
         modes = dict(plan.preempted)
         row = _row(view.running, seq)
+        self._judge_late(entry, now_s)
         if seq in modes:
             self._stop(entry, modes[seq], now_s)
         elif seq in result.refused:
@@ -260,6 +263,17 @@ class Story:
             self._moment(now_s, "no longer waits: aborted", {"aborted": True})
         else:
             self._wait(_reason(entry, seq), now_s)
+
+    def _judge_late(self, entry: Entry, now_s: float) -> None:
+        seq = self._facts.arrival_seq
+        for why, seqs in entry.decision.plan.late.items():
+            if seq in seqs:
+                last = self._chapters[-1] if self._chapters else None
+                text = f"its TTFT target is out of reach: {words(why)}"
+                if isinstance(last, _Prefill):
+                    last.late = text
+                else:
+                    self._moment(now_s, text, {"late": why.value})
 
     def _wait(self, reason: str, now_s: float) -> None:
         last = self._chapters[-1] if self._chapters else None

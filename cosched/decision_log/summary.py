@@ -27,6 +27,7 @@ class LogSummary:
         self._stopped: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
         self._num_held = 0
+        self._late: Counter[str] = Counter()
         self._num_refused = 0
         self._num_decodes = 0
         self._planning_s: list[float] = []
@@ -45,6 +46,8 @@ class LogSummary:
             return
         for reason, seqs in plan.skipped.items():
             self._skipped[words(reason)] += len(seqs)
+        for why, seqs in plan.late.items():
+            self._late[words(why)] += len(seqs)
         for _, mode in plan.preempted:
             self._stopped[mode.value] += 1
         refused = set(result.refused)
@@ -69,6 +72,7 @@ class LogSummary:
             "prefill_tokens": dict(self._prefill_tokens),
             "decodes": self._num_decodes,
             "skipped": dict(self._skipped.most_common()),
+            "late": dict(self._late),
             "held": self._num_held,
             "stopped": dict(self._stopped),
             "refused": self._num_refused,
@@ -103,6 +107,8 @@ def tell_summary(summary: dict[str, Any]) -> Iterator[str]:
     yield _line("decodes", f"{summary['decodes']}, held {summary['held']}")
     yield _line("stopped", _counts(summary["stopped"]))
     yield _line("skipped", _counts(summary["skipped"]))
+    if summary["late"]:
+        yield _line("targets lost", _counts(summary["late"]))
     yield _line("refused by SGLang", str(summary["refused"]))
     error = summary["prediction_error"]
     if error is not None:
@@ -148,6 +154,7 @@ def describe(entry: Entry) -> dict[str, Any]:
         ],
         "held": rids(plan.held),
         "stopped": {facts[seq].rid: mode.value for seq, mode in plan.preempted},
+        "late": {words(why): rids(seqs) for why, seqs in plan.late.items()},
         "skipped": {words(reason): rids(seqs) for reason, seqs in plan.skipped.items()},
         "refused": rids(result.refused),
         "outcome": result.outcome.value,
@@ -180,6 +187,8 @@ def tell_decision(shown: dict[str, Any]) -> Iterator[str]:
     yield _line("prefill tokens", ", ".join(chunks))
     yield _line("held", ", ".join(shown["held"]))
     yield _line("stopped", ", ".join(f"{rid} ({m})" for rid, m in shown["stopped"].items()))
+    for why, rids in shown["late"].items():
+        yield _line("targets lost", f"{why}: {', '.join(rids)}")
     for reason, rids in shown["skipped"].items():
         yield _line("skipped", f"{reason}: {', '.join(rids)}")
     yield _line("refused by SGLang", ", ".join(shown["refused"]))

@@ -169,6 +169,7 @@ def recorded_plan(entry: Entry) -> Plan:
             facts[guest].rid: Hosting(host=facts[host].rid, offset=offset)
             for guest, host, offset in plan.hosted
         },
+        late={facts[seq].rid: why for why, seqs in plan.late.items() for seq in seqs},
         skipped={facts[seq].rid: reason for reason, seqs in plan.skipped.items() for seq in seqs},
         decodes=plan.decodes,
         limits=plan.limits,

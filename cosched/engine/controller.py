@@ -16,8 +16,9 @@ import msgspec
 from cosched.config import Config
 from cosched.core.batch import BatchTotals
 from cosched.core.plan import Plan, SkipReason
-from cosched.core.request import Request, RequestClass
+from cosched.core.request import LateReason, Request, RequestClass
 from cosched.core.view import Ended, View
+from cosched.core.wire import LATE_KEY
 from cosched.engine import port
 from cosched.engine.clock import Clock
 from cosched.engine.decisions import DecisionLog
@@ -173,11 +174,15 @@ class Controller:
         pool: OfflinePool[TrackedRequest] = ArrivalQueue()
         if entry.pool is not None and self.is_source:
             pool = PrefixPool(
-                config.pool or entry.pool, num_cached=partial(num_cached, scheduler.tree_cache)
+                config.pool or entry.pool,
+                num_cached=partial(num_cached, scheduler.tree_cache),
+                num_left=lambda request: self.lengths.remaining(request).median,
             )
         self.waiting = WaitingQueue(
             pool=pool, clock=clock, guard=guard, bounds=config.target_bounds()
         )
+        if self.timekeeper is not None:
+            self.timekeeper.add_end_listener(self.waiting.ended)
         self.kv: KvManager | None = None
         """None: SGLang's own eviction order holds."""
         kv = config.named_kv()
@@ -299,7 +304,18 @@ class Controller:
         with self._logging() as log:
             if log is not None:
                 log.planned(self.iteration, self._before.carry)
+        for rid, reason in plan.late.items():
+            self._judged_late(rid, reason)
         return plan
+
+    def _judged_late(self, rid: str, reason: LateReason) -> None:
+        tracked = self.waiting.get(rid)
+        unfinished = self.scheduler.chunked_req
+        if tracked is None and unfinished is not None and unfinished.rid == rid:
+            tracked = TrackedRequest.of(unfinished)
+        if tracked is not None:
+            self.service.judged_late(tracked, reason)
+            port.tell_client(tracked.req, LATE_KEY, reason.value)
 
     def view(self, running_batch: Any, moment: Moment) -> SchedulerView:
         """What a plan made now would see."""
@@ -444,6 +460,10 @@ class Controller:
             attainment={
                 target: (met, missed)
                 for (_, target), (met, missed) in self.service.attainment.items()
+            },
+            late={
+                reason.value: (num_judged, num_met)
+                for reason, (num_judged, num_met) in self.service.late.items()
             },
             times_s={
                 f"{request_class.value}_{name}": (round(total_s, 6), num)

@@ -14,7 +14,7 @@ import msgspec
 
 from cosched.core.estimates import LengthEstimate
 from cosched.core.plan import PreemptMode, SkipReason
-from cosched.core.request import PLAIN, RequestClass, Slo, Traits
+from cosched.core.request import PLAIN, LateReason, RequestClass, Slo, Traits
 from cosched.core.view import BatchRules, Ended, KvState, Match, OfflineLimits
 from cosched.latency.calibration import CalibratorState
 from cosched.policy.base import PolicySettings
@@ -76,6 +76,7 @@ class RequestFacts(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True
     first_token_s: float | None = None
     num_preemptions: int = 0
     num_prefix_tokens: int = 0
+    late: LateReason | None = None
 
 
 class RecordedRequest(RequestFacts, kw_only=True, frozen=True):
@@ -181,6 +182,7 @@ class PlanState(msgspec.Struct, kw_only=True, omit_defaults=True):
     preempted: list[tuple[int, PreemptMode]] = []
     promised: list[tuple[int, int]] = []
     hosted: list[tuple[int, int, int]] = []
+    late: dict[LateReason, list[int]] = {}
     skipped: dict[SkipReason, list[int]] = {}
     limits: dict[str, float] = {}
 

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias, cast
 import msgspec
 
 from cosched.core.plan import Plan
-from cosched.core.request import Request
+from cosched.core.request import LateReason, Request
 from cosched.core.view import OfflineOrder, View
 from cosched.engine.decision_records import (
     QUESTIONS,
@@ -172,8 +172,8 @@ def _noting(ask: Callable[[Any], Any], answers: dict[int, Any], usual: Any) -> C
     return asked
 
 
-_Changing: TypeAlias = tuple[float | None, int, int]
-"""first_token_s, num_preemptions, num_prefix_tokens"""
+_Changing: TypeAlias = tuple[float | None, int, int, LateReason | None]
+"""first_token_s, num_preemptions, num_prefix_tokens, late"""
 
 
 @dataclass(slots=True, eq=False)
@@ -260,7 +260,7 @@ class DecisionLog:
         self._num_plans += 1
         state = None if self._predictor is None else self._predictor.state()
         requests = {
-            seq: (r, (r.first_token_s, r.num_preemptions, r.num_prefix_tokens))
+            seq: (r, (r.first_token_s, r.num_preemptions, r.num_prefix_tokens, r.late))
             for seq, r in named.items()
         }
         self._planned = _Open(decision, plan.prefill.keys(), requests, state)
@@ -360,22 +360,30 @@ def _row(request: Request) -> RequestRow:
 
 
 def _facts(
-    request: Request, first_token_s: float | None, num_preemptions: int, num_prefix_tokens: int
+    request: Request,
+    first_token_s: float | None,
+    num_preemptions: int,
+    num_prefix_tokens: int,
+    late: LateReason | None,
 ) -> RequestFacts:
     facts = {name: getattr(request, name) for name in RequestFacts.__struct_fields__}
     facts |= {"first_token_s": first_token_s, "num_preemptions": num_preemptions}
-    return without_defaults(RequestFacts, facts | {"num_prefix_tokens": num_prefix_tokens})
+    facts |= {"num_prefix_tokens": num_prefix_tokens, "late": late}
+    return without_defaults(RequestFacts, facts)
 
 
 def _plan_state(plan: Plan, named: Iterable[Request]) -> PlanState:
     state = PlanState(limits=dict(plan.limits), decodes=plan.decodes)
-    if plan.prefill or plan.hold or plan.preempt or plan.promise or plan.hosts or plan.skipped:
+    names = (plan.prefill, plan.hold, plan.preempt, plan.promise, plan.hosts, plan.late)
+    if plan.skipped or any(names):
         seqs = {request.rid: request.arrival_seq for request in named}
         state.prefill = [(seqs[rid], num_tokens) for rid, num_tokens in plan.prefill.items()]
         state.held = sorted(seqs[rid] for rid in plan.hold)
         state.promised = [(seqs[rid], num_tokens) for rid, num_tokens in plan.promise.items()]
         state.hosted = [(seqs[rid], seqs[h.host], h.offset) for rid, h in plan.hosts.items()]
         state.preempted = [(seqs[p.rid], p.mode) for p in plan.preempt]
+        for rid, why in plan.late.items():
+            state.late.setdefault(why, []).append(seqs[rid])
         for rid, reason in plan.skipped.items():
             state.skipped.setdefault(reason, []).append(seqs[rid])
     return state

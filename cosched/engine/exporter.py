@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from cosched.core.request import RequestClass
+from cosched.core.request import LateReason, RequestClass
 from cosched.engine.iteration import Iteration
 from cosched.engine.service import TARGETS
 from cosched.engine.state import ReplicaState
@@ -42,6 +42,7 @@ _TARGET = ("request_class", "target")
 _BUCKET = ("min_prompt_tokens",)
 _USE = ("use",)
 _DIRECTION = ("direction",)
+_REASON = ("reason",)
 
 METRICS = (
     Metric("ttft_seconds", Kind.HISTOGRAM, "Arrival to first token.", _CLASS, _TTFT_S),
@@ -51,6 +52,8 @@ METRICS = (
     Metric("e2e_seconds", Kind.HISTOGRAM, "Arrival to last token.", _CLASS, _E2E_S),
     Metric("slo_met", Kind.COUNTER, "Requests that met a target.", _TARGET),
     Metric("slo_missed", Kind.COUNTER, "Requests that missed a target.", _TARGET),
+    Metric("late", Kind.COUNTER, "Online requests judged too late for their TTFT.", _REASON),
+    Metric("late_met", Kind.COUNTER, "Of these, requests that met it anyway.", _REASON),
     Metric("prefill_tokens", Kind.COUNTER, "Prompt tokens computed.", _CLASS),
     Metric("output_tokens", Kind.COUNTER, "Tokens generated.", _CLASS),
     Metric("waiting_requests", Kind.GAUGE, "Requests that wait.", _CLASS),
@@ -128,6 +131,9 @@ class MetricsExporter:
                     self._of(name, request_class=request_class.value, target=target)
             for name in ("ttft_seconds", "tpot_seconds", "e2e_seconds", "output_tokens"):
                 self._of(name, request_class=request_class.value)
+        for reason in LateReason:
+            for name in ("late", "late_met"):
+                self._of(name, reason=reason.value)
         for log in LOGS:
             self._of("log_switched_off", log=log).set(0)
         self._of("failures", place="plan")
@@ -184,6 +190,10 @@ class MetricsExporter:
         for place, count in state.failures.items():
             count -= 0 if before is None else before.failures.get(place, 0)
             self._of("failures", place=place).inc(count)
+        for reason, counts in state.late.items():
+            so_far = (0, 0) if before is None else before.late[reason]
+            for name, num, num_before in zip(("late", "late_met"), counts, so_far, strict=True):
+                self._of(name, reason=reason).inc(num - num_before)
         limits = state.offline_limits
         self._of("offline_paused").set(limits.paused)
         most = limits.max_running

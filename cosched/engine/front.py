@@ -1,8 +1,9 @@
 """The HTTP side of a server: what a request is granted, and how its reply says so.
 
 Headers of every reply to a request with a class: ``x-cosched-class``, and ``x-cosched-targets``
-where it named targets. The replies of OpenAI's endpoints that have the field carry
-``service_tier`` too, streamed ones in every chunk.
+where it named targets. Who asks with ``x-cosched-late: 1`` is told whether its TTFT target was out
+of reach. The replies of OpenAI's endpoints that have the field carry ``service_tier`` too, streamed
+ones in every chunk.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from cosched.core.request import RequestClass, Slo
 from cosched.core.wire import (
     GRANTED_TIERS,
     HINT_KEY,
+    LATE_HEADER,
+    LATE_KEY,
     PARAMS_KEY,
     SERVICE_TIERS,
     check_samples,
@@ -45,7 +48,9 @@ Send = Callable[[Message], Awaitable[None]]
 # Where it is kept while a request is under way: `request.state` of Starlette, which every
 # middleware and every `Request` of one HTTP request share.
 _STATE, _TIERED, _RETRY_AFTER = "cosched", "cosched_tiered", "cosched_retry_after_s"
-_OWN = "cosched_own"
+_OWN, _LATE = "cosched_own", "cosched_late"
+
+_NOT_LATE = "no"
 
 
 def own_request(deadline_s: float | None = None) -> dict[str, Any]:
@@ -124,6 +129,18 @@ class Front:
             params = map_targets(params, partial(_clamped, clamp))
         obj.sampling_params = params
 
+    def hear(self, reply: Any, request: Any) -> None:
+        """Take what the scheduler says of a request out of a reply, a piece of one or several, and
+        keep it for `ReplyMiddleware`."""
+        late = None
+        for each in reply if isinstance(reply, list) else (reply,):
+            meta_info = each.get("meta_info") if isinstance(each, dict) else None
+            told = meta_info.pop(LATE_KEY, None) if meta_info else None
+            late = late or next((reason for reason in told or () if reason), None)
+        state = getattr(request, "state", None)
+        if state is not None and (late or not hasattr(state, _LATE)):
+            setattr(state, _LATE, late or _NOT_LATE)
+
 
 def _clamped(clamp: Callable[[Slo], Slo], own: Mapping[str, Any]) -> dict[str, Any]:
     """The same with its targets clamped; a hint is no target."""
@@ -175,6 +192,9 @@ class _Reply:
         self._send = send
         self._held: Message | None = None
         self._mark: Callable[[bytes], bytes] | None = None
+        self._is_stream = False
+        self._late: str | None = None
+        """What the client was told of its TTFT target."""
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -185,6 +205,8 @@ class _Reply:
             if self._held is not None:
                 await self._send(self._with_length(self._held, message))
                 self._held = self._mark = None
+        if self._is_stream and message.get("body"):
+            message = self._with_late(message)
         await self._send(message)
 
     def _start(self, message: Message) -> bool:
@@ -201,10 +223,17 @@ class _Reply:
         if targets:
             text = ", ".join(f"{name}={value:g}" for name, value in targets.items())
             headers.append((TARGETS_HEADER.encode(), text.encode()))
-        if message["status"] != 200 or not self._state.get(_TIERED):
+        if message["status"] != 200:
+            return True
+        kind = dict(headers).get(b"content-type", b"")
+        if grant.wish.asks_late and grant.request_class is RequestClass.ONLINE:
+            self._is_stream = kind.startswith(b"text/event-stream")
+            self._late = self._state.get(_LATE)
+            if self._late is not None:
+                headers.append((LATE_HEADER.encode(), self._late.encode()))
+        if not self._state.get(_TIERED):
             return True
         field = f'"service_tier":"{GRANTED_TIERS[grant.request_class]}",'.encode()
-        kind = dict(headers).get(b"content-type", b"")
         if kind.startswith(b"text/event-stream"):
             self._mark = lambda body: _mark_events(body, field)
         elif kind.startswith(b"application/json"):
@@ -212,6 +241,16 @@ class _Reply:
             self._held = message
             return False
         return True
+
+    def _with_late(self, message: Message) -> Message:
+        """A piece of a stream behind a comment, where the headers could not say it yet. Pieces are
+        whole events."""
+        late = self._state.get(_LATE)
+        if late is None or late == self._late:
+            return message
+        self._late = late
+        comment = f": {LATE_HEADER}: {late}\n\n".encode()
+        return {**message, "body": comment + message["body"]}
 
     @staticmethod
     def _with_length(start: Message, message: Message) -> Message:

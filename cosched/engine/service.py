@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from cosched.core.request import RequestClass, Slo
+from cosched.core.request import LateReason, RequestClass, Slo
 from cosched.engine.tracked import TrackedRequest
 
 __all__ = ["ALL_TARGETS", "TARGETS", "ServiceListener", "ServiceRecord"]
@@ -50,12 +50,20 @@ class ServiceRecord:
             for target in targets
         }
         """(class, target) -> [met, missed]"""
+        self.late: dict[LateReason, list[int]] = {reason: [0, 0] for reason in LateReason}
+        """Why online requests were judged late -> [how many, of these met their TTFT target]"""
         self.times_s: dict[tuple[RequestClass, str], tuple[float, int]] = {
             (request_class, name): (0.0, 0)
             for request_class in RequestClass
             for name in ("ttft", "tpot")
         }
         """(class, time) -> (sum [s], number of them)"""
+
+    def judged_late(self, tracked: TrackedRequest, reason: LateReason) -> None:
+        """A plan says that the TTFT target of a request is out of reach. Only the first counts."""
+        if tracked.late is None:
+            tracked.late = reason
+            self.late[reason][0] += 1
 
     def on_batch(self, batch: Any, now_s: float) -> None:
         """The tokens of an iteration are known. O(its requests)."""
@@ -116,6 +124,8 @@ class ServiceRecord:
         if most is None:
             return
         is_met = value <= most
+        if target == "ttft" and is_met and tracked.late is not None:
+            self.late[tracked.late][1] += 1
         self.attainment[tracked.request_class, target][0 if is_met else 1] += 1
         if self.listener is not None:
             self.listener.judged(tracked.request_class, target, is_met)

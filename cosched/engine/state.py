@@ -29,6 +29,7 @@ class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
     failures         what failed and was left out (`cosched.engine.guard`) -> how often
     recomputed_tokens  prompt and output tokens computed again because a stop had lost them
     attainment       target -> (requests that met it, requests that missed it)
+    late             why online requests were judged late -> (how many, of these met their target)
     times_s          ``online_ttft`` and the like -> (sum [s], number of them) since the start
     skipped          why waiting requests that the latest plan looked at were left out -> how many
     pool             None: offline requests wait in the order of arrival
@@ -59,6 +60,7 @@ class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
     online_output_tokens: int
     offline_output_tokens: int
     attainment: dict[str, tuple[int, int]]
+    late: dict[str, tuple[int, int]]
     times_s: dict[str, tuple[float, int]]
     skipped: dict[str, int]
     offline_limits: OfflineLimits

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from cosched.core.request import PLAIN, RequestClass, Slo, Traits
+from cosched.core.request import PLAIN, LateReason, RequestClass, Slo, Traits
 from cosched.core.wire import Bounds, class_of_priority, slo_of_params
 from cosched.engine import port
 from cosched.length import Belief
@@ -35,6 +35,7 @@ class TrackedRequest:
         "kv_hashes",
         "kv_turn",
         "last_token_s",
+        "late",
         "length",
         "max_new_tokens",
         "num_penalized",
@@ -68,6 +69,7 @@ class TrackedRequest:
         self.arrival_seq = arrival_seq
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
+        self.late: LateReason | None = None
         self.is_ended = False
         """Its end is known to the timekeeper."""
         self.traits: Traits = _traits_of(req)

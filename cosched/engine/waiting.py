@@ -14,7 +14,7 @@ from typing import Any
 
 from sortedcontainers import SortedList
 
-from cosched.core.request import RequestClass
+from cosched.core.request import RequestClass, num_tokens_of
 from cosched.core.view import OfflineLimits
 from cosched.core.wire import Bounds, class_of_priority
 from cosched.engine import port
@@ -63,6 +63,14 @@ class WaitingQueue:
         """Say what time it is, before planning."""
         with self._pool() as pool:
             pool.advance(now_s)
+
+    def ended(self, tracked: TrackedRequest) -> None:
+        """A request that was admitted has ended."""
+        if tracked.request_class is RequestClass.OFFLINE:
+            first_s, last_s = tracked.first_token_s, tracked.last_token_s
+            seconds = 0.0 if first_s is None or last_s is None else last_s - first_s
+            with self._pool() as pool:
+                pool.ended(num_tokens_of(tracked), seconds)
 
     @property
     def may_admit(self) -> bool:

@@ -30,6 +30,7 @@ from cosched.metrics.window import Window, last_event_s
 __all__ = [
     "HOST_USES",
     "KV_USES",
+    "draw_occupancy",
     "plot_active_requests",
     "plot_hit_rate",
     "plot_kv_memory",
@@ -212,6 +213,14 @@ def plot_kv_occupancy(iterations: IterationLog, path: Path, *, window: Window) -
     figure = new_figure()
     axis = TimeAxis.of(window)
     axes = tidy(figure.subplots(), title="KV cache", x=axis.label, y="share of capacity [%]")
+    draw_occupancy(axes, iterations, window=window)
+    legend_above(axes)
+    return save(figure, path)
+
+
+def draw_occupancy(axes: Any, iterations: IterationLog, *, window: Window) -> None:
+    """Shares of the KV cache over time, one on the other, for a legend of four."""
+    axis = TimeAxis.of(window)
     starts, weights = iterations.column("start_s"), iterations.column("duration_s")
     bins = Bins(window, num_events=len(iterations), events_per_bin=10)
     parts = {
@@ -229,8 +238,6 @@ def plot_kv_occupancy(iterations: IterationLog, path: Path, *, window: Window) -
     stack(axes, bins.edges / axis.seconds, layers)
     axes.set_ylim(0, 100)
     axis.limit(axes, window)
-    legend_above(axes)
-    return save(figure, path)
 
 
 KV_USES = {

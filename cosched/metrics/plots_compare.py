@@ -23,9 +23,9 @@ from cosched.metrics.figure import (
     save,
     tidy,
 )
-from cosched.metrics.plots import hit_rate_curve
+from cosched.metrics.plots import draw_occupancy, hit_rate_curve
 from cosched.metrics.records import Floats, IterationLog, RequestRecord
-from cosched.metrics.slo import common_slo, needed_scale, with_defaults
+from cosched.metrics.slo import Verdict, common_slo, judge, needed_scale, with_defaults
 from cosched.metrics.summary import Summary
 from cosched.metrics.window import Window, last_event_s
 
@@ -37,6 +37,7 @@ __all__ = [
     "plot_bars",
     "plot_cdfs",
     "plot_overview",
+    "plot_served",
     "plot_tradeoff",
     "write_comparison_plots",
 ]
@@ -63,11 +64,15 @@ _RING_PT = 6.0  # by how much each further point at one place is wider
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """The records of a run, and what the summary of it was made with."""
+    """The records of a run, and what the summary of it was made with.
+
+    iterations  None: they were not recorded
+    """
 
     records: Sequence[RequestRecord]
     window: Window | None = None
     observed_until_s: float | None = None
+    iterations: IterationLog | None = None
 
     def online(self) -> list[RequestRecord]:
         """The online requests of the window."""
@@ -108,8 +113,90 @@ def write_comparison_plots(
             plot_cdfs(runs, folder / "latency_cdf.png", default_slo=default_slo),
             plot_attainment(runs, folder / "attainment.png", default_slo=default_slo),
             plot_hit_rates(runs, folder / "hit_rates.png"),
+            plot_served(runs, folder / "served.png", default_slo=default_slo),
         ]
     return written
+
+
+def plot_served(runs: Mapping[str, Run], path: Path, *, default_slo: Slo = _NO_SLO) -> Path:
+    """Who was served when: how long each online request waited for its first token, by its arrival,
+    and whether it met its targets; below it the KV cache by class, where that is known. Of the
+    first `_MOST_SERVED` runs."""
+    shown = dict(list(runs.items())[:_MOST_SERVED])
+    figure = new_figure(width=1.2 + 3.3 * len(shown), height=5.6)
+    grid = figure.subplots(
+        2, len(shown), sharex=True, sharey="row", height_ratios=(1.4, 1), squeeze=False
+    )
+    window = max((run.whole_window() for run in shown.values()), key=lambda w: w.end_s)
+    axis = TimeAxis.of(window)
+    for place, ((name, run), upper, lower) in enumerate(zip(shown.items(), *grid, strict=True)):
+        tidy(upper, y="TTFT [s]" if place == 0 else None)
+        tidy(lower, x=axis.label, y="KV cache [%]" if place == 0 else None)
+        _served_panel(upper, name, run, default_slo, axis)
+        if run.iterations is not None and len(run.iterations):
+            draw_occupancy(lower, run.iterations, window=window)
+        axis.limit(lower, window)
+    waits = [r.ttft_s for run in shown.values() for r in run.online() if r.ttft_s is not None]
+    log_if_wide(grid[0, 0].yaxis, np.array(waits))
+    for axes, where in ((grid[0, 0], "outside upper left"), (grid[1, 0], "outside lower left")):
+        handles, labels = axes.get_legend_handles_labels()
+        if handles:
+            figure.legend(handles, labels, loc=where, ncols=4, frameon=False, fontsize=9)
+    return save(figure, path)
+
+
+_MOST_SERVED = 4
+
+_SERVED = {
+    "both targets met": COLOURS[RequestClass.ONLINE],
+    "first token in time, then too slow": "#CC79A7",
+    "first token late": TARGET_COLOUR,
+}
+
+
+def _served_panel(axes: Any, name: str, run: Run, default_slo: Slo, axis: TimeAxis) -> None:
+    points: dict[str, list[tuple[float, float]]] = {label: [] for label in _SERVED}
+    met, too_slow, late = points.values()
+    unserved: list[float] = []
+    targets: set[float | None] = set()
+    num_met = num_missed = 0
+    for record in run.online():
+        slo = with_defaults(record.slo, default_slo)
+        targets.add(slo.ttft_s)
+        verdicts = judge(record, slo, now_s=run.until_s)
+        num_met += verdicts.joint is Verdict.MET
+        num_missed += verdicts.joint is Verdict.MISSED
+        if record.ttft_s is None or not record.ok:
+            unserved.append(record.arrival_s)
+            continue
+        of = met
+        if verdicts.ttft is Verdict.MISSED:
+            of = late
+        elif verdicts.tpot is Verdict.MISSED:
+            of = too_slow
+        of.append((record.arrival_s, record.ttft_s))
+    num = num_met + num_missed
+    share = f": {100 * num_met / num:.0f} % met" if num else ""
+    axes.set_title(f"{name}{share}", loc="left", fontsize=11)
+    for label, colour in _SERVED.items():
+        times = np.array(points[label]).reshape(-1, 2)
+        axes.plot(
+            times[:, 0] / axis.seconds, times[:, 1], ".", ms=4, mew=0, color=colour, label=label
+        )
+    if unserved:
+        axes.plot(
+            np.array(unserved) / axis.seconds,
+            np.full(len(unserved), 0.98),
+            "v",
+            ms=4,
+            mew=0,
+            color="#555555",
+            transform=axes.get_xaxis_transform(),
+            label="none yet",
+        )
+    target_s = targets.pop() if len(targets) == 1 else None
+    if target_s is not None:
+        axes.axhline(target_s, color=TARGET_COLOUR, lw=1.0, ls="--", label="TTFT target")
 
 
 def plot_hit_rates(runs: Mapping[str, Run], path: Path) -> Path:

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-from sortedcontainers import SortedList
+from sortedcontainers import SortedDict, SortedList
 
 from cosched.core.request import Request
 
-__all__ = ["Deadlines", "UtilityMix", "due_time_s"]
+__all__ = ["Deadlines", "ServedRate", "UtilityMix", "due_time_s"]
 
 R = TypeVar("R", bound=Request)
 
@@ -100,29 +100,123 @@ class UtilityMix:
 
 
 class Deadlines(Generic[R]):
-    """The waiting requests that have a deadline, most urgent first. Each change O(log n)."""
+    """The waiting requests that have a deadline, most urgent first, and how much work they are.
+    Each change O(log n)."""
 
-    __slots__ = ("_entries",)
+    __slots__ = ("_entries", "_work")
 
     def __init__(self) -> None:
-        self._entries: SortedList[tuple[float, int, R]] = SortedList()  # no two of one seq
+        # No two of one seq. The last: tokens.
+        self._entries: SortedList[tuple[float, int, R, int]] = SortedList()
+        self._work: SortedDict[int, int] = SortedDict()
+        """Tokens of those due in a stretch of `_STRETCH_S`, by its number."""
 
-    def add(self, request: R) -> None:
+    def add(self, request: R, num_tokens: int) -> None:
+        """num_tokens: that it is expected to have in the end."""
         due_s = due_time_s(request)
         if due_s is not None:
-            self._entries.add((due_s, request.arrival_seq, request))
+            self._entries.add((due_s, request.arrival_seq, request, num_tokens))
+            stretch = int(due_s // _STRETCH_S)
+            self._work[stretch] = self._work.get(stretch, 0) + num_tokens
 
     def remove(self, request: R) -> None:
         due_s = due_time_s(request)
-        if due_s is not None:
-            self._entries.remove((due_s, request.arrival_seq, request))
+        if due_s is None:
+            return
+        place = self._entries.bisect_left((due_s, request.arrival_seq))
+        _, _, found, num_tokens = self._entries.pop(place)
+        assert found is request, f"not in the pool: {request.rid=}"
+        stretch = int(due_s // _STRETCH_S)
+        self._work[stretch] -= num_tokens
+        if not self._work[stretch]:
+            del self._work[stretch]
+
+    def rise_until_s(self, now_s: float, *, spare_s: float, rate: ServedRate) -> float:
+        """All that are due until then go first [s]: those for which there would be no more than
+        `spare_s` left if all that is due before them were done first, and those before these.
+
+        O(stretches of time in which any are due).
+        """
+        until_s = now_s + spare_s
+        tokens_per_s = rate.tokens_per_s
+        if tokens_per_s is None:
+            return until_s
+        work_s = rate.longest_s
+        for stretch, num_tokens in self._work.items():
+            work_s += _CAUTION * num_tokens / tokens_per_s
+            start_s = stretch * _STRETCH_S
+            if start_s - now_s - work_s <= spare_s:
+                until_s = max(until_s, start_s + _STRETCH_S)
+        return until_s
 
     def until(self, limit_s: float) -> Iterator[R]:
         """All due at `limit_s` or before, lazily; valid until the next `add` or `remove`."""
-        for due_s, _, request in self._entries:
+        for due_s, _, request, _ in self._entries:
             if due_s > limit_s:
                 return
             yield request
+
+
+_STRETCH_S = 10.0
+"""Deadlines in so short a time are looked at together [s]."""
+
+_CAUTION = 1.25
+"""The work that is left takes so many times as long as at the measured rate: chat may need more of
+the device in the time to come."""
+
+
+class ServedRate:
+    """How fast offline requests have been served of late, prompts, cached ones too, and outputs:
+    tokens of those that ended by the time in which others waited. Work that does not fill the
+    device says nothing of how fast it is.
+
+    longest_s  the longest time from a first token to the end, of late: what is admitted is not done
+    """
+
+    __slots__ = ("_is_measuring", "_now_s", "_seconds", "_tokens", "_waits", "longest_s")
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+        self._seconds = self._tokens = 0.0
+        self._now_s = 0.0
+        self._waits = False
+        self._is_measuring = False
+
+    def advance(self, now_s: float, *, waits: bool) -> None:
+        """waits: some request does."""
+        passed_s = now_s - self._now_s
+        self._now_s = now_s
+        self._waits = waits
+        if not waits:
+            self._is_measuring = False
+        elif self._is_measuring and passed_s > 0:
+            share = 0.5 ** (passed_s / _HALF_S)
+            self._seconds = self._seconds * share + passed_s
+            self._tokens *= share
+            self.longest_s *= share
+
+    def ended(self, num_tokens: int, seconds: float) -> None:
+        """A request has ended, so long after its first token [s]. What the first ones took lies
+        before the measurement."""
+        self.longest_s = max(self.longest_s, seconds)
+        if self._is_measuring:
+            self._tokens += num_tokens
+        else:
+            self._is_measuring = self._waits
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """None: not known yet."""
+        if self._seconds < _LEAST_S or not self._tokens:
+            return None
+        return self._tokens / self._seconds
+
+
+_HALF_S = 300.0
+"""What was measured so long ago counts half [s]."""
+
+_LEAST_S = 5.0
+"""Of measuring, before there is a rate [s]."""
 
 
 def due_time_s(request: Request) -> float | None:

@@ -55,6 +55,11 @@ class OfflinePool(Protocol[R]):
         """Say what time it is, before planning."""
         ...
 
+    def ended(self, num_tokens: int, seconds: float) -> None:
+        """An admitted request has ended with so many tokens, its prompt's among them, so long after
+        its first token [s]."""
+        ...
+
     def get(self, rid: str) -> R | None: ...
 
     def __contains__(self, rid: object) -> bool: ...
@@ -100,6 +105,9 @@ class ArrivalQueue(Generic[R]):
 
     def advance(self, now_s: float) -> None:
         """The order of arrival does not depend on the time."""
+
+    def ended(self, num_tokens: int, seconds: float) -> None:
+        """The order of arrival does not depend on how fast requests are served."""
 
     def at(self, index: int) -> R:
         """The request at a position in the order of arrival, O(log n). IndexError outside."""

@@ -2,9 +2,10 @@
 
 What is next, in this order:
 
-1. *Urgent* requests: those due within `PoolConfig.deadline_margin_s`, earliest first. While the
-   head of the depth-first order is one of them and not much later than the earliest, it goes
-   before it: a job whose requests are all urgent is still served in prefix order.
+1. *Urgent* requests: those for whose deadline the work that is due by then leaves no more than
+   `PoolConfig.deadline_margin_s`, earliest first. While the head of the depth-first order is one of
+   them and not much later than the earliest, it goes before it: a job whose requests are all urgent
+   is still served in prefix order.
 2. *Due* requests: the oldest, when `UtilityMix` says that it is their turn. While the head of the
    depth-first order has much in common with the last admission that a due one has not, the due one
    is put off, but not for long: else a prefix in use would be left, and computed again later.
@@ -19,6 +20,7 @@ requests or earlier jobs comes right behind the prefix in use, before it is evic
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
@@ -27,15 +29,19 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from sortedcontainers import SortedKeyList
 
+from cosched.core.request import Request, num_tokens_of
 from cosched.errors import ConfigError
 from cosched.offline.buckets import LengthBuckets
-from cosched.offline.freshness import Deadlines, UtilityMix, due_time_s
+from cosched.offline.freshness import Deadlines, ServedRate, UtilityMix, due_time_s
 from cosched.offline.pool import PrefixRequest
 from cosched.offline.radix import Node, Place, RadixTree, Shared
 
 __all__ = ["BucketStats", "PoolConfig", "PoolOrder", "PoolStats", "PrefixPool"]
 
 P = TypeVar("P", bound=PrefixRequest)
+
+_LOOK_S = 1.0
+"""How often it is worked out what must go first to be done in time [s]."""
 
 _DEADLINE_TOLERANCE = 0.1
 """Deadlines this part of the margin apart count as one: prefix order decides between them."""
@@ -52,7 +58,9 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     least_shared       tokens in common that are worth putting a due request off [tokens]
     num_buckets        length buckets, learned (Echo §6; the paper names no value). 1: HyGen's tree.
     bucket_boundaries  prompt lengths [tokens] at which buckets begin, instead of learned ones
-    deadline_margin_s  how long before its deadline a request is urgent [s] (own addition)
+    deadline_margin_s  a request is urgent where less time than this would be left until its
+                       deadline after all the work that is due before it, at the rate of late (own
+                       addition) [s]
     """
 
     utility_ratio: float = 0.99
@@ -120,11 +128,22 @@ class PrefixPool(Generic[P]):
     some and leaving others is fine: only `remove` counts as a pick.
     """
 
-    def __init__(self, config: PoolConfig, *, num_cached: Callable[[P], int] | None = None) -> None:
+    def __init__(
+        self,
+        config: PoolConfig,
+        *,
+        num_cached: Callable[[P], int] | None = None,
+        num_left: Callable[[P], int] | None = None,
+    ) -> None:
         """num_cached: tokens of a new request that are in the cache now, asked once per prefix that
-        two requests share; None: the cache is unknown."""
+        two requests share; None: the cache is unknown. num_left: tokens that a request with a
+        deadline is expected to generate still; None: all that it may."""
         self.config = config
         self._num_cached = num_cached
+        self._num_left = num_left or _most_left
+        self._rate = ServedRate()
+        self._urgent_until_s = config.deadline_margin_s
+        self._looked_s = -math.inf
         self.now_s = 0.0
         self._places: dict[str, Place[P]] = {}
         self._by_age: SortedKeyList[Place[P], int] = SortedKeyList(key=_arrival_seq)
@@ -137,8 +156,22 @@ class PrefixPool(Generic[P]):
         self._newest_seq = -1
 
     def advance(self, now_s: float) -> None:
-        """Say what time it is, before planning: deadlines become urgent by it."""
+        """Say what time it is, before planning: deadlines become urgent by it. Once in `_LOOK_S`
+        O(stretches of time in which any are due)."""
         self.now_s = now_s
+        self._rate.advance(now_s, waits=bool(self._places))
+        spare_s = self.config.deadline_margin_s
+        self._urgent_until_s = max(self._urgent_until_s, now_s + spare_s)
+        if not 0 <= now_s - self._looked_s < _LOOK_S:
+            self._looked_s = now_s
+            self._urgent_until_s = self._deadlines.rise_until_s(
+                now_s, spare_s=spare_s, rate=self._rate
+            )
+
+    def ended(self, num_tokens: int, seconds: float) -> None:
+        """An admitted request has ended with so many tokens, its prompt's among them, so long after
+        its first token [s]: what waits is as fast."""
+        self._rate.ended(num_tokens, seconds)
 
     def add(self, request: P) -> None:
         """Put a request in. One that was in the pool before (its `arrival_seq` is not the newest)
@@ -149,7 +182,8 @@ class PrefixPool(Generic[P]):
         self._newest_seq = max(self._newest_seq, request.arrival_seq)
         place = self._places[request.rid] = Place(request)
         self._by_age.add(place)
-        self._deadlines.add(request)
+        if request.slo.deadline_s is not None:
+            self._deadlines.add(request, num_tokens_of(request) + self._num_left(request))
         self._buckets.insert(place, front=came_back)
         if came_back:
             self._buckets.take_turn(request)
@@ -305,7 +339,7 @@ class PrefixPool(Generic[P]):
 
     def _is_urgent(self, request: P) -> bool:
         due_s = due_time_s(request)
-        return due_s is not None and due_s <= self.now_s + self.config.deadline_margin_s
+        return due_s is not None and due_s <= self._urgent_until_s
 
     def _shared_with_last(self, place: Place[P]) -> int:
         """Tokens that it has in common with the last admission, in one bucket."""
@@ -353,7 +387,7 @@ class PoolOrder(Iterator[P]):
         self._mix = pool._mix.fork()
         self._oldest = (place.item for place in pool._by_age)
         self._stale: P | None = None
-        self._urgent = pool._deadlines.until(pool.now_s + pool.config.deadline_margin_s)
+        self._urgent = pool._deadlines.until(pool._urgent_until_s)
         self._most_urgent: P | None = None
         self._trees = pool._buckets.in_turn()
         self._cursor: Place[P] | None = None
@@ -529,6 +563,10 @@ class _Front(Generic[P]):
 
 def _sharing_ratio(num_tokens: int, num_distinct_tokens: int) -> float:
     return 1 - num_distinct_tokens / num_tokens if num_tokens else 0.0
+
+
+def _most_left(request: Request) -> int:
+    return request.max_new_tokens - request.num_output_tokens
 
 
 def _arrival_seq(place: Place[Any]) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from cosched.core.plan import Hosting, Plan, Preemption, PreemptMode, SkipReason
-from cosched.core.request import Request, RequestClass, num_tokens_of
+from cosched.core.request import LateReason, Request, RequestClass, num_tokens_of
 from cosched.core.view import Decodes, Match, View
 from cosched.planning.forecast import KvForecast
 from cosched.planning.ledger import Ledger
@@ -259,7 +259,12 @@ class PlanBuilder:
                 else:
                     self.prefill.clear()
 
-    def build(self, *, limits: Mapping[str, float] | None = None) -> Plan:
+    def build(
+        self,
+        *,
+        limits: Mapping[str, float] | None = None,
+        late: Mapping[str, LateReason] | None = None,
+    ) -> Plan:
         """The plan, with what the engine does not do without: an unfinished prefill goes on or is
         stopped wherever anything is prefilled, and an iteration has some work."""
         if self.prefill:
@@ -273,6 +278,7 @@ class PlanBuilder:
             hold=frozenset(self.held),
             promise={r: n for r, n in self.ledger.promises.items() if r not in self.hosts},
             hosts=self.hosts,
+            late={} if late is None else late,
             skipped=self.skipped,
             limits={} if limits is None else limits,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cosched.core.plan import Plan, PreemptMode
-from cosched.core.request import Request
+from cosched.core.request import Request, RequestClass
 from cosched.core.view import View
 from cosched.errors import PlanError
 from cosched.planning.builder import mixes
@@ -18,6 +18,7 @@ def validate(plan: Plan, view: View) -> None:
 
     Everything the plan spends is spent again on a ledger of its own.
     """
+    _check_late(plan, view)
     if plan.decodes and not (
         plan.prefill or plan.preempt or plan.hold or plan.promise or plan.hosts
     ):
@@ -47,6 +48,13 @@ def validate(plan: Plan, view: View) -> None:
         else:
             _replay_admission(rid, num_tokens, view, ledger)
     _check_decodes(plan, view, ledger, preempted)
+
+
+def _check_late(plan: Plan, view: View) -> None:
+    for rid in plan.late:
+        request = view.waiting(rid) or next((r for r in view.unfinished if r.rid == rid), None)
+        if request is None or request.request_class is not RequestClass.ONLINE:
+            raise PlanError(f"late, but no online request that waits for its first token: {rid}")
 
 
 def _check_caps(plan: Plan, view: View) -> None:

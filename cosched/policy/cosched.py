@@ -103,7 +103,7 @@ class CoschedPolicy:
         if options.feasible:
             order = by_feasibility(view, deadlines)
         else:
-            order = OnlineOrder([*online_prefills(view)], [])
+            order = OnlineOrder([*online_prefills(view)], [], {})
         turn = _turn(order, carry)
         ahead = [r for r in order.late if r.rid == turn]
         behind = [r for r in order.late if r.rid != turn]
@@ -117,7 +117,7 @@ class CoschedPolicy:
         unfinished = {request.rid for request in view.unfinished}
         waiting = [r for r in (*ahead, *order.due, *behind) if r.rid not in unfinished]
         two_phases(builder, pace, self._steps, waiting=waiting)
-        plan = builder.build(limits=pace.limits())
+        plan = builder.build(limits=pace.limits(), late=order.newly_late)
         begun = plan.prefill.keys() - unfinished
         num_due = carry.num_due + sum(request.rid in begun for request in order.due)
         if not order.late or any(request.rid in plan.prefill for request in order.late):

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from heapq import heappush, heappushpop
 from typing import NamedTuple
 
-from cosched.core.request import Request
+from cosched.core.request import LateReason, Request
 from cosched.core.view import View
 from cosched.policy.deadlines import Deadlines, online_prefills
 
@@ -34,10 +34,14 @@ behind them."""
 
 
 class OnlineOrder(NamedTuple):
-    """Unfinished prefills among them."""
+    """Unfinished prefills among them.
+
+    newly_late  of the late those of which no plan before this one said so, and why they are
+    """
 
     due: list[Request]
     late: list[Request]
+    newly_late: Mapping[str, LateReason]
 
 
 def by_feasibility(view: View, deadlines: Deadlines) -> OnlineOrder:
@@ -47,18 +51,31 @@ def by_feasibility(view: View, deadlines: Deadlines) -> OnlineOrder:
     due_s: dict[str, float] = {}
     coming: list[Request] = []
     late: list[Request] = []
+    newly_late: dict[str, LateReason] = {}
     for request in online_prefills(view):
         due_s[request.rid] = deadline_s = request.arrival_s + deadlines.ttft_s(request)
-        (coming if deadline_s > start_s else late).append(request)
+        if deadline_s > start_s:
+            coming.append(request)
+            continue
+        late.append(request)
+        if request.late is None:
+            newly_late[request.rid] = LateReason.OVERDUE
     coming.sort(key=lambda r: due_s[r.rid])
     due = _most_in_time(coming[:_MOST_LOOKED_AT], due_s, start_s, deadlines)
     if len(due) < len(coming):
         chosen = {request.rid for request in due}
         behind = coming[_MOST_LOOKED_AT:]
-        late += [r for r in coming[:_MOST_LOOKED_AT] if r.rid not in chosen]
+        left_out = [r for r in coming[:_MOST_LOOKED_AT] if r.rid not in chosen]
+        for request in left_out:
+            if request.late is None:
+                time_s = deadlines.prefill_time_s(due_s[request.rid] - start_s)
+                is_alone_late = deadlines.prefill_s(request) > time_s
+                why = LateReason.TOO_LONG if is_alone_late else LateReason.CROWDED
+                newly_late[request.rid] = why
+        late += left_out
         late.sort(key=lambda r: r.arrival_seq)
         due += behind
-    return OnlineOrder(due, late)
+    return OnlineOrder(due, late, newly_late)
 
 
 def _most_in_time(

@@ -499,6 +499,10 @@ class VirtualEngine:
             else:
                 count[2] += 1
             count[3] += port.num_committed(req)
+        in_batch = {req.rid for req in batch.reqs}
+        for req in port.in_flight(scheduler):  # those that sit this one out hold theirs too
+            if req.rid not in in_batch:
+                counts[class_of_priority(req.priority)][3] += port.num_committed(req)
         on, off = counts[RequestClass.ONLINE], counts[RequestClass.OFFLINE]
         free = port.kv_free(scheduler)
         cached = port.kv_evictable(scheduler)

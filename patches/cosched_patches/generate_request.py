@@ -28,6 +28,7 @@ def _hook() -> Any:
             async with aclosing(original(manager, obj, request)) as replies:
                 async for reply in replies:
                     has_answered = True
+                    front().hear(reply, request)
                     yield reply
         except RequestError as error:
             # The one type that every caller of this method answers with HTTP 400.

@@ -101,6 +101,7 @@ INTERNALS: Mapping[str, tuple[str, ...]] = {
         "_compute_max_prefix_len",
         "beam_group",
         "cache_salt",
+        "customized_info",
         "extra_key",
         "finished",
         "finished_reason",

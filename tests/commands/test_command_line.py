@@ -13,7 +13,7 @@ from typing import Annotated
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
-from cosched import bench, demo, explain, lengths, predictors, profile, simulate
+from cosched import bench, demo, explain, lengths, predictors, profile, simulate, tune
 from cosched.__main__ import COMMANDS, main
 from cosched.command_line import (
     JsonOption,
@@ -37,6 +37,7 @@ PARSERS = {
     "demo": demo.build_parser(),
     "simulate": simulate.build_parser(),
     "explain": explain.build_parser(),
+    "tune": tune.build_parser(),
     **{
         f"{module.__name__.rpartition('.')[2]} {name}": parser
         for module in (bench, lengths, profile, predictors)

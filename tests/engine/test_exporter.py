@@ -86,6 +86,41 @@ def test_targets_met_and_missed(export):
     assert state.attainment == {"ttft": (2, 1), "tpot": (2, 1), "all": (1, 2), "deadline": (1, 1)}
 
 
+def test_who_is_late_is_counted_and_told_with_its_first_token(export):
+    """A target of a nanosecond is over before anybody plans."""
+    engine, value = export(policy="cosched", config={"claims": {"floor_ratio": 0.0}})
+    told = {}
+
+    class Outbox:
+        def send_output(self, output, request=None):
+            info = getattr(output, "customized_info", None)
+            for name, values in (unwrap_from_pickle(info) or {}).items():
+                assert name == "cosched_late"
+                for rid, of_request in zip(output.rids, values, strict=True):
+                    told.setdefault(rid, []).extend(v for v in of_request if v)
+            before.send_output(output, request)
+
+    from sglang.srt.managers.io_struct import unwrap_from_pickle
+
+    before = engine.outbox
+    engine.send_to(Outbox())
+    for rid, stream in (("piece by piece", True), ("whole", False)):
+        custom = {"cosched": {"ttft_slo_ms": 1e-6}}
+        engine.submit(
+            rid, prompt(len(rid), 30), max_new_tokens=60, custom_params=custom, stream=stream
+        )
+    engine.submit("patient", prompt(3, 30), max_new_tokens=5)
+    engine.run_until_idle(max_iterations=500)
+    assert {rid: reasons for rid, reasons in told.items() if reasons} == {
+        "piece by piece": ["overdue"],
+        "whole": ["overdue"],
+    }
+    assert len(engine.replies["whole"].output_ids) == 60
+    assert value("late_total", reason="overdue") == 2 and value("late_total", reason="crowded") == 0
+    assert value("late_met_total", reason="overdue") == 0
+    assert engine.scheduler.cosched.state().late["overdue"] == (2, 0)
+
+
 def test_what_is_aborted_is_no_served_request(export):
     engine, value = export(policy="hygen")
     engine.submit("gone", prompt(1, 30), max_new_tokens=100, priority=0)

@@ -76,8 +76,36 @@ def test_the_pictures_of_several_runs(tmp_path):
         for name, run in runs.items()
     }
     written = write_comparison_plots(tmp_path, summaries=summaries, runs=runs)
-    assert len(written) == 5
+    assert len(written) == 6
     assert all(is_png(path) for path in written)
+
+
+def test_who_was_served_when_is_drawn_as_it_was(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(plots_compare, "save", lambda figure, path: figures.append(figure) or path)
+    _, log = small_run(0)
+    records = [
+        request(1.0, (1.5,), slo=SLO),
+        request(2.0, (3.0, 3.5), slo=SLO),  # at its target, and then too slow
+        request(3.0, (9.0,), slo=SLO),
+        request(4.0, (), slo=SLO),
+        request(1.0, (30.0,), request_class=OFFLINE),
+    ]
+    runs = {
+        "first": Run(records=records, iterations=log),
+        "second": Run(records=records[:2], window=Window(start_s=0.0, end_s=60.0)),
+    }
+    plots_compare.plot_served(runs, tmp_path / "served.png", default_slo=SLO)
+    first, second, memory, _ = figures[0].axes
+    drawn = {line.get_label(): line.get_xydata().tolist() for line in first.lines}
+    assert drawn["both targets met"] == [[1.0, 0.5]]
+    assert drawn["first token in time, then too slow"] == [[2.0, 1.0]]
+    assert drawn["first token late"] == [[3.0, 6.0]]
+    assert [x for x, _ in drawn["none yet"]] == [4.0]
+    assert first.get_title("left") == "first: 25 % met"
+    assert second.get_title("left") == "second: 50 % met"
+    assert memory.patches, "the KV cache by class"
+    assert first.get_ylim()[1] >= 6.0
 
 
 def kv_log(rows, *, host=0):
@@ -154,7 +182,7 @@ def test_nothing_to_draw_is_no_error(tmp_path):
     write_comparison_plots(tmp_path, summaries={}, runs={})
     nothing = {"nothing": Run(records=[])}
     write_comparison_plots(tmp_path, summaries={"nothing": summarize([])}, runs=nothing)
-    assert len(list(tmp_path.iterdir())) == 8
+    assert len(list(tmp_path.iterdir())) == 9
 
 
 @given(st.lists(requests(), max_size=8))

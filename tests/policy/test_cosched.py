@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cosched.core.request import Slo
+from cosched.core.request import LateReason, Slo
 from cosched.offline.prefix_pool import PoolConfig, PrefixPool
 from cosched.planning.validate import validate
 from cosched.policy.base import Budgets, PolicySettings
@@ -68,6 +68,15 @@ def test_one_of_so_many_is_late_until_it_has_its_first_token():
     assert "late" in plan.prefill and carry.rid == "late"
     plan, carry = planned(view_of(online=more[1:]), carry)
     assert carry.rid == ""
+
+
+def test_a_plan_names_those_whose_target_is_out_of_reach_for_the_first_time():
+    queue = [chat("late", age_s=3.0), chat("due", seq=1)]
+    plan, _ = planned(view_of(online=queue))
+    assert plan.late == {"late": LateReason.OVERDUE}
+    queue[0] = replace(queue[0], late=LateReason.OVERDUE)
+    plan, _ = planned(view_of(online=queue))
+    assert plan.late == {}
 
 
 def test_an_unfinished_prefill_that_is_late_makes_way_and_goes_on_where_nobody_is_due():

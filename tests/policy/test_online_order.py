@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cosched.core.request import Slo
+from cosched.core.request import LateReason, Slo
 from cosched.policy.online_order import by_feasibility
 from tests.factories import FakeView, online, prefilled
 
@@ -29,7 +29,7 @@ class Device:
 
 def order_of(*requests, now_s=1.0, share=1.0, unfinished=()):
     view = FakeView(online=requests, unfinished=unfinished, now_s=now_s, start_s=now_s)
-    due, late = by_feasibility(view, Device(share))
+    due, late, _ = by_feasibility(view, Device(share))
     return [r.rid for r in due], [r.rid for r in late]
 
 
@@ -56,6 +56,23 @@ def test_what_is_computed_already_counts_no_more():
     begun = prefilled(online("begun", 900, arrival_s=0.5), 700)
     other = online("other", 300, arrival_s=0.5)
     assert order_of(other, unfinished=(begun,)) == (["begun", "other"], [])
+
+
+def test_it_is_said_once_why_a_request_is_late():
+    def why(*requests):
+        view = FakeView(online=requests, now_s=1.0, start_s=1.0)
+        return by_feasibility(view, Device()).newly_late
+
+    over = online("over", 10, arrival_s=-1.0)
+    said = online("said", 10, arrival_s=-1.0, late=LateReason.CROWDED)
+    huge = online("huge", 2000, arrival_s=0.9)
+    queue = [online(f"r{i}", n, arrival_s=0.5) for i, n in enumerate([300, 400])]
+    assert why(over, said, huge, *queue) == {
+        "over": LateReason.OVERDUE,
+        "huge": LateReason.TOO_LONG,
+        "r1": LateReason.CROWDED,
+    }
+    assert why(queue[0]) == {}
 
 
 @given(

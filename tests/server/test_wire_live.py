@@ -210,3 +210,30 @@ def test_both_classes_at_once(client, seen):
         replies = list(threads.map(lambda each: chat(client, **each), kwargs))
     assert all(reply.usage.completion_tokens == 4 for reply in replies)
     assert seen() == {ONLINE, OFFLINE}
+
+
+def test_who_asks_is_told_that_its_target_was_out_of_reach(servers):
+    """A target of a nanosecond is over before anybody plans."""
+    flags = ("--cosched-policy", "cosched", "--cosched-claims", '{"floor_ratio": 0}')
+    server = servers.get(*flags)
+    asks = {"x-cosched-late": "1"}
+    hopeless = asks | {"x-slo-ttft-ms": "0.000001"}
+    body = {"model": "m", "max_tokens": 3}
+    with httpx.Client(base_url=server.url, timeout=120) as client:
+
+        def chat_of(headers, **fields):
+            fields = {**body, "messages": messages(), **fields}
+            return client.post("/v1/chat/completions", json=fields, headers=headers)
+
+        assert chat_of(hopeless).headers["x-cosched-late"] == "overdue"
+        streamed = chat_of(hopeless, stream=True)
+        assert streamed.headers["x-cosched-late"] == "overdue"
+        assert chat_of(asks | {"x-slo-ttft-ms": "1e9"}).headers["x-cosched-late"] == "no"
+        assert "x-cosched-late" not in chat_of({"x-slo-ttft-ms": "0.000001"}).headers
+        params = {"max_new_tokens": 3}
+        generate = {"text": "one is", "sampling_params": params, "stream": True}
+        reply = client.post("/generate", json=generate, headers=hopeless)
+        assert reply.text.startswith(": x-cosched-late: overdue\n\ndata: ")
+        assert "cosched_late" not in reply.text
+        state = client.get("/get_server_info").json()["internal_states"][0]["cosched"]
+    assert state["late"]["overdue"] == [4, 0]

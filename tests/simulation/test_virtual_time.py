@@ -157,6 +157,14 @@ def test_iterations_fill_time_without_overlapping():
     assert (kv == 20_000).all()
 
 
+def test_memory_of_those_who_sit_an_iteration_out_is_of_their_class():
+    """Stock prefills while nobody decodes: those who run are not in that batch."""
+    result = execute(make_spec("s0"))
+    prefills = result.iterations.column("num_online_prefills") > 0
+    assert prefills.any() and (result.iterations.column("kv_online_tokens")[prefills] > 0).all()
+    assert not result.iterations.column("kv_offline_tokens").any()
+
+
 def test_idle_time_is_skipped():
     spec = make_spec("s0", online=WorkloadSpec(name="alpaca", rate=0.02), duration_s=1800.0)
     result = execute(spec)

@@ -42,6 +42,8 @@ class Front:
         self.app = app
         self.manager = manager
         self.text = "hi"
+        self.late = None
+        """What the scheduler says of the TTFT target."""
         self.sent = []
 
     def post(self, path, body=None, *, headers=(), root_path="", **changes):
@@ -117,6 +119,7 @@ def front(tiny_model):
                 "completion_tokens": 1,
                 "cached_tokens": 0,
                 "weight_version": "default",
+                **({"cosched_late": [front.late]} if front.late else {}),
             },
         }
 
@@ -394,6 +397,37 @@ class TestReply:
         refused(response)
         assert "service_tier" not in response.text
         assert response.headers["x-cosched-class"] == "online"
+
+    @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, GENERATE, MESSAGES])
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize("late", ["overdue", None])
+    def test_who_asks_is_told_whether_its_target_was_out_of_reach(
+        self, front, monkeypatch, path, stream, late
+    ):
+        monkeypatch.setattr(front, "late", late)
+        response = front.post(path, stream=stream, headers={"x_cosched_late": "1"})
+        comment = f": x-cosched-late: {late or 'no'}\n\n"
+        told = response.headers.get("x-cosched-late")
+        # These streams begin before anything is known.
+        begins_early = stream and path in (RESPONSES, GENERATE, MESSAGES)
+        assert told == (None if begins_early else late or "no")
+        assert response.text.count(comment) == begins_early
+        for headers, fields in (({}, {}), ({"x_cosched_late": "1"}, {"priority": -1})):
+            if path == MESSAGES and fields:
+                continue
+            response = front.post(path, stream=stream, headers=headers, **fields)
+            assert "x-cosched-late" not in response.headers
+            assert "cosched_late" not in response.text and "x-cosched-late" not in response.text
+
+    def test_of_several_prompts_one_that_is_late_is_told(self, front, monkeypatch):
+        monkeypatch.setattr(front, "late", "crowded")
+        headers = {"x_cosched_late": "1"}
+        response = front.post(GENERATE, text=["a", "b"], headers=headers)
+        assert response.headers["x-cosched-late"] == "crowded"
+        refused(
+            front.post(GENERATE, headers={"x_cosched_late": "yes"}),
+            "x-cosched-late: unknown value 'yes'; choose from 0, 1",
+        )
 
     def test_targets_as_they_are_granted(self, front):
         headers = {"x_slo_ttft_ms": "0.001", "x_slo_tpot_ms": "30"}

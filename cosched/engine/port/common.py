@@ -76,6 +76,7 @@ __all__ = [
     "searches_host",
     "shape_of",
     "take_out_unanswered",
+    "tell_client",
     "token_ids",
     "traits_of",
     "under_way",
@@ -352,6 +353,15 @@ def traits_of(req: Any, *, can_cut: bool) -> Traits:
     )
 
 
+def tell_client(req: Any, key: str, value: str) -> None:
+    """Put a value into the ``meta_info`` of a reply, of a streamed one in its first piece: a list
+    with it alone. Nothing of the request may have been sent yet.
+
+    SGLang sends of each list the entries of the tokens it sends.
+    """
+    req.customized_info = {**(req.customized_info or {}), key: [value]}
+
+
 def has_penalties(req: Any) -> bool:
     """Whether what it may generate depends on what it has generated, by SGLang's penalizers."""
     params = req.sampling_params
@@ -504,8 +514,10 @@ def under_way(scheduler: Any) -> list[Any]:
 
 
 def in_flight(scheduler: Any) -> list[Any]:
-    """The same with an unfinished prefill, whatever schedules."""
+    """The same with an unfinished prefill and what was launched last, whatever schedules."""
     reqs = scheduler.collect_inflight_reqs() | {scheduler.chunked_req}
+    for batch, _ in getattr(scheduler, "result_queue", ()):  # under the overlap scheduler
+        reqs.update(batch.reqs)
     return [req for req in reqs if req is not None and not req.finished()]
 
 
