@@ -17,7 +17,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -26,12 +26,14 @@ from cosched.benchmark.progress import progress_of_runs
 from cosched.benchmark.sweep import KNOBS, Knob, Swept, sweep
 from cosched.benchmark.tuned import Tried, best_of, most_misses
 from cosched.command_line import (
+    JsonOption,
+    Kind,
+    NewFile,
+    NewFolder,
     Parser,
-    add_json_option,
+    add_options,
     add_version_option,
     checked,
-    output_file,
-    output_folder,
     run_command,
     save_output,
     whole,
@@ -89,60 +91,6 @@ class _Outcome:
         }
 
 
-def build_parser() -> argparse.ArgumentParser:
-    knobs = "\n".join(f"  {name:22}{knob.text}" for name, knob in KNOBS.items())
-    parser = Parser(
-        prog="python -m cosched.tune", description=f"{__doc__}\nKnobs, in this order:\n{knobs}"
-    )
-    add_version_option(parser)
-    parser.add_argument(
-        "--policy",
-        "--cosched-policy",
-        type=checked(_timed_policy),
-        default=Config().policy,
-        metavar="NAME",
-        help="whose budgets (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--knobs",
-        type=checked(_knobs),
-        default=tuple(KNOBS.values()),
-        metavar="A,B,…",
-        help="only these (default: all)",
-    )
-    parser.add_argument(
-        "--out",
-        type=output_file,
-        default=Path("cosched.json"),
-        metavar="FILE",
-        help="the configuration is written there (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--results",
-        type=output_folder,
-        default=Path("out/tune"),
-        metavar="DIR",
-        help="keep each run's result there, and do not run again what is there (default: "
-        "%(default)s)",
-    )
-    parser.add_argument(
-        "--jobs",
-        type=whole(at_least=1),
-        default=2,
-        help="simulations at a time (default: %(default)s)",
-    )
-    parser.add_argument("--quiet", action="store_true", help="no progress")
-    add_run_options(parser)
-    add_json_option(parser)
-    parser.set_defaults(execute=_execute)
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Exits with 2 and one sentence when the arguments are wrong, 130 when interrupted."""
-    run_command(build_parser().parse_args(argv))
-
-
 def _timed_policy(name: str) -> str:
     name = known_policy(name)
     if not policy_entry(name).timed:
@@ -157,6 +105,43 @@ def _knobs(text: str) -> tuple[Knob, ...]:
         if name not in KNOBS:
             raise ConfigError(f"no knob {name!r}; choose from {choices(KNOBS)}")
     return tuple(knob for name, knob in KNOBS.items() if name in names)
+
+
+class Options(JsonOption):
+    """
+    policy   whose budgets
+    knobs    only these; default: all
+    out      the configuration is written there
+    results  keep each run's result there, and do not run again what is there
+    jobs     simulations at a time
+    quiet    no progress
+    """
+
+    policy: Annotated[str, Kind(checked(_timed_policy), "NAME", "--policy", "--cosched-policy")] = (
+        Config().policy
+    )
+    knobs: Annotated[tuple[Knob, ...], Kind(checked(_knobs), "A,B,…")] = tuple(KNOBS.values())
+    out: NewFile = Path("cosched.json")
+    results: NewFolder = Path("out/tune")
+    jobs: Annotated[int, Kind(whole(at_least=1), "N")] = 2
+    quiet: bool = False
+
+
+def build_parser() -> argparse.ArgumentParser:
+    knobs = "\n".join(f"  {name:22}{knob.text}" for name, knob in KNOBS.items())
+    parser = Parser(
+        prog="python -m cosched.tune", description=f"{__doc__}\nKnobs, in this order:\n{knobs}"
+    )
+    add_version_option(parser)
+    add_options(parser, Options)
+    add_run_options(parser)
+    parser.set_defaults(execute=_execute)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Exits with 2 and one sentence when the arguments are wrong, 130 when interrupted."""
+    run_command(build_parser().parse_args(argv))
 
 
 def _execute(arguments: argparse.Namespace) -> dict[str, Any]:

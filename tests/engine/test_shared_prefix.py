@@ -248,9 +248,9 @@ def run(attention):
         engine.submit("d", head, max_new_tokens=1)
         engine.run_until_idle()
         def act(iteration):
-            if iteration < 3:
+            if iteration < 2:
                 tokens = head + prompt(90 + iteration, 3)
-                engine.submit(f"q{iteration}", tokens, max_new_tokens=5 - iteration)
+                engine.submit(f"q{iteration}", tokens, max_new_tokens=4 - iteration)
         engine.run_until_idle(on_iteration=act)
         backend = engine.scheduler.tp_worker.model_runner.attn_backend
         shared = getattr(backend, "cosched_shared", None)
@@ -280,5 +280,5 @@ def test_the_kernels_and_stock_triton_give_the_same_tokens(tiny_model):
     ours, stock = json.loads(done.stdout.splitlines()[-1])
     assert ours["kernels"] == "cosched_kernels.shared_prefix"
     assert stock["kernels"] == "TritonAttnBackend"
-    assert ours["shared"] > 3
+    assert ours["shared"] > 1
     assert ours["replies"] == stock["replies"]

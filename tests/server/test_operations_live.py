@@ -229,7 +229,7 @@ def test_prometheus_has_every_metric_and_counts_both_classes(guarded):
 
 
 def test_the_log_says_what_runs_at_the_start_and_when_ready(guarded):
-    lines = [line for line in guarded.log().splitlines() if "policy hygen; targets TTFT" in line]
+    lines = [line for line in guarded.log().splitlines() if "policy cosched; targets TTFT" in line]
     assert len(lines) == 2
     after = guarded.log().split("ready to roll!", 1)[1]
     assert f"cosched: ready on {guarded.url}" in after
