@@ -40,7 +40,7 @@ import msgspec
 
 from cosched.core.plan import Plan
 from cosched.core.request import Request, num_tokens_of
-from cosched.core.view import View
+from cosched.core.view import Match, View
 from cosched.planning.builder import PlanBuilder
 from cosched.planning.forecast import KvForecast
 from cosched.policy.base import PolicySettings
@@ -151,9 +151,7 @@ def _best_yield(
     first: prefix order, the bucket that has the turn before the others."""
     view = builder.view
     lost = punishments(builder, fitting)
-    # One price for all, but where a cached prefix makes decoding cheap.
-    dear = fitting if view.caps.shared_prefix else fitting[:1]
-    token_s = [output_token_s(view, candidate.request, candidate.match) for candidate in dear]
+    usual_s = output_token_s(view, fitting[0].request, _NOTHING)
 
     def tokens_per_s(place: int) -> float:
         candidate = fitting[place]
@@ -161,11 +159,15 @@ def _best_yield(
         share = candidate.num_new / max(num_tokens_of(request) - num_cached, 1)
         num_output = share * view.length(request).median
         num_tokens = candidate.benefit + num_output - lost[place]
-        output_s = num_output * token_s[place % len(dear)]
-        return num_tokens / max(candidate.seconds + output_s, _LEAST_S)
+        token_s = usual_s
+        if view.caps.shared_prefix and candidate.match.cached:
+            token_s = min(output_token_s(view, request, candidate.match), usual_s)
+        return num_tokens / max(candidate.seconds + num_output * token_s, _LEAST_S)
 
     return fitting[max(range(len(fitting)), key=tokens_per_s)]
 
+
+_NOTHING = Match(cached=0, evictable=0)
 
 _LEAST_S = 1e-9
 """What anything takes [s]: a predictor may find a request free of cost beside what is in."""
