@@ -100,6 +100,10 @@ class Browser:
         self.call("Page.navigate", url=url)
         self.wait_for(f"document.readyState === 'complete' && location.href === {json.dumps(url)}")
 
+    def before_scripts(self, script: str) -> None:
+        """Run ``script`` in each page that is shown from now on, ahead of the page's own."""
+        self.call("Page.addScriptToEvaluateOnNewDocument", source=script)
+
     def picture(self, path: Path) -> None:
         """All of the page, as PNG, also what one would have to scroll to."""
         data = self.call("Page.captureScreenshot", captureBeyondViewport=True)["data"]

@@ -53,12 +53,12 @@ def api(tmp_path_factory):
 
 @pytest.fixture
 def shown(browser, api):
-    """`shown(width, height, is_dark=...)`: the page, once it has asked with the key."""
+    """`shown(width, height, is_dark=...)`: the page of somebody who has the key."""
 
     def show(width=1200, height=800, *, is_dark=False):
-        browser.show(f"{api.url}/cosched", width=width, height=height, is_dark=is_dark)
-        browser.value(f"sessionStorage.setItem('key', {json.dumps(KEY)})")
-        browser.complaints.clear()  # of what it asked without
+        # Before any script of the page: one that asked without it would complain at any later time.
+        browser.before_scripts(f"sessionStorage.setItem('key', {json.dumps(KEY)})")
+        browser.complaints.clear()  # of the test that had no key
         browser.show(f"{api.url}/cosched", width=width, height=height, is_dark=is_dark)
         browser.wait_for("document.querySelectorAll('#batch-rows tr').length >= 3")
         browser.wait_for("!document.getElementById('live').hidden")
@@ -81,7 +81,6 @@ def test_it_asks_for_the_key(browser, api):
     browser.wait_for("document.querySelectorAll('#batch-rows tr').length == 3")
     assert browser.value("document.getElementById('keys').hidden")
     assert all("401" in complaint for complaint in browser.complaints)
-    browser.value("sessionStorage.clear()")
 
 
 @pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
