@@ -106,6 +106,11 @@ WORKLOADS: Mapping[str, _Pair] = {
         slo=_CHATS_SLO,
         kv_tokens=280_000,
     ),
+    "vi": _Pair(
+        workload="summaries-and-stories",
+        title="(vi) prompts for the arithmetic beside replies for the memory",
+        online=_CHAT,
+    ),
 }
 
 

@@ -272,6 +272,24 @@ def documents(asked: Asked) -> Workload:
     return groups.workload(asked.name, seed=asked.seed, num_requests=num_requests)
 
 
+def summaries_and_stories(asked: Asked) -> Workload:
+    """Work for the arithmetic and work for the memory: a third are prompts of 6,000-10,000 tokens
+    with answers of 32-96, two thirds prompts of 100-300 tokens with answers of 1,000-2,000, which
+    take an A100 about as long. 1,200 requests, or `num_requests`, shuffled; nothing is shared."""
+    num_requests = asked.num_requests or 1200
+    num_summaries = -(-num_requests // 3)
+    kinds = (
+        (Uniform(6000, 10_000), Uniform(32, 96), num_summaries),
+        (Uniform(100, 300), Uniform(1000, 2000), num_requests - num_summaries),
+    )
+    pairs = [
+        pair
+        for prompt, output, size in kinds
+        for pair in length_pairs(prompt, output, size=size, seed=asked.own_seed)
+    ]
+    return shuffle(independent_requests(asked.name, pairs, seed=asked.seed), seed=asked.seed)
+
+
 def loogle(*, num_documents: int, num_questions: int, max_output_tokens: int) -> Build:
     """LooGLE's documents (over 24k tokens on average) with its numbers of questions. Questions of
     10-40 tokens and the answers' range are read off the samples in LooGLE's repository."""

@@ -199,6 +199,12 @@ WORKLOADS = {
         max_new_tokens=150,
         build=builders.documents,
     ),
+    "summaries-and-stories": NamedWorkload(
+        classes=(OFFLINE,),
+        description="long prompts with short answers, and short ones with long answers, shuffled",
+        max_new_tokens=2000,
+        build=builders.summaries_and_stories,
+    ),
     "loogle-short": NamedWorkload(
         classes=(OFFLINE,),
         description="LooGLE short-dependency QA: 105 documents, 18.6 questions each, shuffled",
