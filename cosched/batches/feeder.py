@@ -271,7 +271,8 @@ class Feeder:
             ):
                 pass
             if await asyncio.to_thread(self._finish, batch.id):
-                await asyncio.to_thread(self._files.sweep)
+                with suppress(FilesAwayError):  # is swept again and again
+                    await asyncio.to_thread(self._files.sweep)
             else:
                 await asyncio.sleep(_LOOK_S)
         except Exception as error:

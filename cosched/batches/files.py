@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from itertools import chain
 from typing import Any, BinaryIO
 
@@ -15,7 +16,7 @@ from cosched.batches.data import OPEN, File
 from cosched.batches.database import Database, batches, files, results
 from cosched.batches.errors import not_found
 from cosched.batches.quota import check_new_file
-from cosched.batches.storage import Storage
+from cosched.batches.storage import FilesAwayError, Storage
 from cosched.jobs.source import raw_lines
 
 __all__ = ["FileStore", "file_of", "new_id"]
@@ -113,12 +114,14 @@ class FileStore:
         return [file_of(row) for row in rows[:limit]], len(rows) > limit
 
     def delete(self, name: str, *, owner: str) -> None:
-        """ApiError 404. A batch that reads it goes on."""
+        """ApiError 404. A batch that reads it goes on. Where its place is away it is gone all the
+        same, and its bytes go later."""
         file = self.get(name, owner=owner)
         with self._database.write() as connection:
             _remove(connection, file)
         self._storage.forget(name)
-        self.sweep()
+        with suppress(FilesAwayError):
+            self.sweep()
 
     def open(self, name: str) -> BinaryIO:
         """An uploaded file, to be read here and there. FileNotFoundError; ApiError 503."""

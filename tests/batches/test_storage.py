@@ -48,6 +48,10 @@ class Moody(MemoryFileSystem):
         self.be_moody()
         super().makedirs(path, exist_ok)
 
+    def rm_file(self, path):
+        self.be_moody()
+        super().rm_file(path)
+
     def be_moody(self):
         if self.is_away:
             raise ConnectionError("no route to the moody host")
@@ -210,7 +214,7 @@ def test_while_files_are_away_nothing_is_lost_and_it_is_told(moody, sqlite, capl
         stand_in.is_held = True
         running_batch = api.create(lines(600))
         until(lambda: stand_in.num_under_way == 256)
-        file = api.upload(lines(20))
+        file, other = api.upload(lines(20)), api.upload(lines(30))
         Moody.is_away = True
         waiting = api.batches.create(
             input_file_id=file.id, endpoint="/v1/completions", completion_window="1h"
@@ -223,6 +227,7 @@ def test_while_files_are_away_nothing_is_lost_and_it_is_told(moody, sqlite, capl
         )
         assert reply.status_code == 503 and int(reply.headers["retry-after"]) > 0
         assert reply.json()["error"]["code"] == "store_away"
+        assert api.files.delete(other.id).deleted
         # What was read already goes on, up to where its results become files.
         stand_in.is_held = False
         api.wait(running_batch, "finalizing")
@@ -230,6 +235,8 @@ def test_while_files_are_away_nothing_is_lost_and_it_is_told(moody, sqlite, capl
         Moody.is_away = False
         assert api.outcome(api.wait(running_batch)) == answers(600)
         assert api.outcome(api.wait(waiting)) == answers(20)
+        until(lambda: other.id not in objects(moody))
+        assert file.id in objects(moody)
     told = [one for one in caplog.records if "its files cannot be reached" in one.getMessage()]
     assert len(told) == 1 and "Traceback" not in caplog.text
     assert stand_in.asked.total() == 620
