@@ -19,6 +19,7 @@ from rich import print as print_rich
 from rich.table import Table
 
 from cosched.batches.database import url_without_password
+from cosched.batches.storage import without_secrets
 from cosched.command_line import (
     Parser,
     add_json_option,
@@ -197,6 +198,8 @@ def _execute(arguments: argparse.Namespace) -> dict[str, Any]:
     checked = msgspec.to_builtins(config)
     if config.batches.url is not None:
         checked["batches"]["url"] = url_without_password(config.batches.url)
+    if config.batches.folder is not None:
+        checked["batches"]["folder"] = without_secrets(config.batches.folder)
     print(json.dumps(checked, indent=2))
     return {"program": "config", "config": checked}
 

@@ -88,7 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_field_option(group, KvConfig, "eviction", flag, metavar="NAME", help=orders)
     add("max_offline_waiting", "--cosched-max-offline-waiting", type=int, metavar="N")
     flag = "--cosched-batches"
-    add_field_option(group, BatchesConfig, "folder", flag, metavar="FOLDER", default=None)
+    add_field_option(group, BatchesConfig, "folder", flag, metavar="FOLDER|URL", default=None)
     add_field_option(group, BatchesConfig, "url", f"{flag}-url", metavar="URL", default=None)
     add("drain_s", "--cosched-drain-s", type=float, metavar="S")
     add("decision_log", "--cosched-decision-log", "--decision-log", metavar="FILE")

@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
 """MMLU as one batch, uploaded with the `openai` client, while chats are answered beside it.
 
-    .venv/bin/python scripts/mmlu_batch.py --data DIR [--lines N] [--max-tokens 1]
+    .venv/bin/python scripts/mmlu_batch.py --data DIR [--lines N] [--max-tokens 1] [--stop-after S]
 
 Every test question is a line, behind the five worked examples of its subject, in mixed order
 (``--seed``). A server with the tiny demo model (random weights) and the Batch API is started for
-it. Prints one JSON object, and ends with 1 when a line has no answer, or two, or a chat failed.
+it. With ``--stop-after`` the batch is cancelled after so many seconds; the lines that have no
+answer by then must be in the error file. Prints one JSON object, and ends with 1 when a line has no
+result, or two, or a chat failed.
 
 DIR (default: $COSCHED_DATA/prompts/mmlu) holds ``mmlu_dev.jsonl`` and ``mmlu_test.jsonl``, perhaps
 with ``.gz``: ``subject``, ``question``, ``choices`` and ``answer`` in each line. The project ships
@@ -68,14 +70,14 @@ def lines(folder: Path, *, seed: int, max_tokens: int) -> list[dict[str, Any]]:
     return made
 
 
-def run(entries: list[dict[str, Any]], *, users: int) -> dict[str, Any]:
-    """What was seen. AssertionError: a line has not just one answer."""
+def run(entries: list[dict[str, Any]], *, users: int, stop_after_s: float | None) -> dict[str, Any]:
+    """What was seen. AssertionError: a line has not just one result."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cosched-mmlu-")))
         model = ensure_demo_model(size="tiny", dtype="float32")
         flags = ("--cosched-policy", "cosched", "--cosched-batches", str(folder / "batches"))
         more = ("--max-total-tokens", "60000", "--enable-cache-report")
-        server = stack.enter_context(start_server(model, *flags, *more))
+        server = stack.enter_context(start_server(model, *flags, *more, ready_timeout_s=1200.0))
         source = folder / "mmlu.jsonl"
         source.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
@@ -86,19 +88,29 @@ def run(entries: list[dict[str, Any]], *, users: int) -> dict[str, Any]:
         batch = client.batches.create(
             input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
         )
-        while batch.status in ("validating", "in_progress", "finalizing"):
+        while batch.status in ("validating", "in_progress", "finalizing", "cancelling"):
             time.sleep(1)
             batch = client.batches.retrieve(batch.id)
-        batch_s = time.monotonic() - began_s
-        assert batch.status == "completed" and batch.output_file_id, batch
-        results = client.files.content(batch.output_file_id).text.splitlines()
+            batch_s = time.monotonic() - began_s
+            if stop_after_s is not None and batch_s > stop_after_s:
+                if batch.status in ("validating", "in_progress"):
+                    batch = client.batches.cancel(batch.id)
+        assert batch.status in ("completed", "cancelled") and batch.output_file_id, batch
+        assert stop_after_s is not None or batch.status == "completed", batch
+        results = _ids(client, batch.output_file_id)
+        unanswered = _ids(client, batch.error_file_id)
         file_mb = source.stat().st_size / 1e6
-    answered = [json.loads(result)["custom_id"] for result in results]
-    assert answered == [entry["custom_id"] for entry in entries]
+    order = {entry["custom_id"]: number for number, entry in enumerate(entries)}
+    assert sorted(results + unanswered, key=order.__getitem__) == list(order)
+    assert results == sorted(results, key=order.__getitem__), "not in the order of the input"
+    counts = batch.request_counts
+    assert counts and (len(results), len(unanswered)) == (counts.completed, counts.failed)
     usage = batch.usage
     assert usage is not None
     return {
         "lines": len(entries),
+        "answered": len(results),
+        "status": batch.status,
         "file_mb": round(file_mb, 1),
         "batch_s": round(batch_s, 1),
         "input_tokens": usage.input_tokens,
@@ -106,6 +118,13 @@ def run(entries: list[dict[str, Any]], *, users: int) -> dict[str, Any]:
         "output_tokens": usage.output_tokens,
         "chats": told(chats.seen),
     }
+
+
+def _ids(client: openai.OpenAI, file_id: str | None) -> list[str]:
+    if file_id is None:
+        return []
+    found = client.files.content(file_id).content.splitlines()
+    return [json.loads(line)["custom_id"] for line in found]
 
 
 def main() -> int:
@@ -119,11 +138,12 @@ def main() -> int:
     )
     parser.add_argument("--lines", type=int, help="so many; default: all")
     parser.add_argument("--max-tokens", type=int, default=1)
+    parser.add_argument("--stop-after", type=float, metavar="S")
     parser.add_argument("--users", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     entries = lines(options.data, seed=options.seed, max_tokens=options.max_tokens)
-    seen = run(entries[: options.lines], users=options.users)
+    seen = run(entries[: options.lines], users=options.users, stop_after_s=options.stop_after)
     print(json.dumps({"program": "mmlu_batch", "seed": options.seed, **seen}))
     return 1 if seen["chats"]["failed"] else 0
 

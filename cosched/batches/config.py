@@ -6,6 +6,7 @@ import hashlib
 
 import msgspec
 
+from cosched.batches.storage import folder_of, without_secrets
 from cosched.claims import digest_of
 
 __all__ = ["BatchesConfig", "QuotaConfig"]
@@ -37,8 +38,9 @@ class QuotaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class BatchesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The Batch API of the server (docs/batches.md).
 
-    folder          where uploaded files are kept, and the store where it has no URL of its own;
-                    absent: the server has no Batch API
+    folder          where files are kept, and the store where it has no URL of its own: a folder, or
+                    a URL that fsspec knows (``s3://BUCKET/PATH``), which needs `url`; absent: the
+                    server has no Batch API
     url             of the store's database: ``postgresql://USER@HOST/DATABASE``, which several
                     servers with one `folder` may share, or ``sqlite:///FILE``; absent: an SQLite
                     file in `folder`, for one server at a time
@@ -106,6 +108,11 @@ class BatchesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         msgspec.structs.force_setattr(self, "owners", hashed)
         if self.url is not None and self.folder is None:
             raise ValueError("url without folder: uploaded files need a place")
+        if self.folder is not None and folder_of(self.folder) is None and self.url is None:
+            raise ValueError(
+                f"folder {without_secrets(self.folder)!r} is a URL, where no SQLite can be: url "
+                "must say where the database is, postgresql://USER@HOST/DATABASE or sqlite:///FILE"
+            )
 
     def owner_of(self, key: str) -> str:
         """Whom the files and batches of an API key belong to: the digest of the key, or of the

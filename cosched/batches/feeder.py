@@ -12,9 +12,9 @@ import math
 import secrets
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, BinaryIO
 
 from cosched.batches.config import BatchesConfig
 from cosched.batches.data import Batch, Finished, Line, Status
@@ -23,6 +23,7 @@ from cosched.batches.fairness import Demand, shares
 from cosched.batches.files import FileStore
 from cosched.batches.forecast import Forecast, Load, Rate, RateMeter, forecasts
 from cosched.batches.ingest import parse, validate
+from cosched.batches.storage import FilesAwayError
 from cosched.batches.store import BatchStore, records_of
 from cosched.jobs.client import Client
 from cosched.jobs.lines import BadLine, RequestLine
@@ -37,6 +38,7 @@ _LOOK_S = 1.0
 """How often to look for windows that have ended, when nothing else happens."""
 _SWEEP_S = 60.0
 _RETRY_S = 1.0
+_TELL_S = 60.0
 _MAX_BYTES = 256 << 20
 """Of the lines under way together; one line always fits."""
 _CLOSED_PER_TRANSACTION = 500
@@ -70,7 +72,7 @@ class Feeder:
         clock: Callable[[], float],
     ) -> None:
         """state  as in `BatchService.feeding`
-        clock  seconds since any moment, for the rate at which lines are finished"""
+        clock  seconds since any moment"""
         self._state = state
         self._meter = RateMeter(clock)
         self._rate: Rate | None = None
@@ -91,6 +93,8 @@ class Feeder:
         self._validation: asyncio.Task[None] | None = None
         self._endings: dict[str, asyncio.Task[None]] = {}
         self._is_store_away = False
+        self._clock = clock
+        self._next_told_s = float("-inf")
 
     @property
     def num_under_way(self) -> int:
@@ -180,9 +184,15 @@ class Feeder:
                     await self._wake.wait()
 
     def _tell(self, error: Exception, what: str) -> None:
-        """What failed is tried again. A database that is away is told of once."""
+        """What failed is tried again. A database that is away is told of once, files that are away
+        now and then."""
         if not isinstance(error, StoreAwayError):
             logger.error("batches: %s; trying again", what, exc_info=error)
+        elif isinstance(error, FilesAwayError):
+            # Whether it is back is not known as long as nothing new is asked of it.
+            if self._clock() >= self._next_told_s:
+                logger.warning("batches: %s; trying again until it can: %s", what, error)
+                self._next_told_s = self._clock() + _TELL_S
         elif not self._is_store_away:
             logger.warning("batches: %s; trying again until it can: %s", what, error)
             self._is_store_away = True
@@ -260,8 +270,9 @@ class Feeder:
                 self._store.close_lines, batch.id, limit=_CLOSED_PER_TRANSACTION
             ):
                 pass
-            if await asyncio.to_thread(self._store.end, batch.id):
-                await asyncio.to_thread(self._files.sweep)
+            if await asyncio.to_thread(self._finish, batch.id):
+                with suppress(FilesAwayError):  # is swept again and again
+                    await asyncio.to_thread(self._files.sweep)
             else:
                 await asyncio.sleep(_LOOK_S)
         except Exception as error:
@@ -270,6 +281,12 @@ class Feeder:
         finally:
             self._endings.pop(batch.id, None)
             self.wake()
+
+    def _finish(self, name: str) -> bool:
+        """Whether a batch has ended; not as long as lines of it are under way elsewhere."""
+        if not self._store.is_done(name):
+            return False
+        return self._store.end(name, self._files.write_results(name))
 
     async def _refill(self, found: Sequence[Batch]) -> None:
         if self.num_under_way > self._config.low_watermark:
@@ -290,6 +307,7 @@ class Feeder:
             )
         room = self._config.high_watermark - self.num_under_way
         by_id = {batch.id: batch for batch in found}
+        away: FilesAwayError | None = None
         for name, limit in shares(demands, room=room).items():
             batch = by_id[name]
             max_bytes = _MAX_BYTES - sum(
@@ -297,11 +315,18 @@ class Feeder:
             )
             if max_bytes <= 0:
                 return
-            for line in await asyncio.to_thread(self._take, batch, limit, max_bytes):
+            try:
+                taken_now = await asyncio.to_thread(self._take, batch, limit, max_bytes)
+            except FilesAwayError as error:
+                away = error  # others may have been read already
+                continue
+            for line in taken_now:
                 self._under_way[batch.id][line.number] = _UnderWay(
                     task=asyncio.create_task(self._answer(batch, line)),
                     num_bytes=len(line.body) if isinstance(line, RequestLine) else 0,
                 )
+        if away is not None:
+            raise away
 
     def _weight(self, batch: Batch) -> float:
         return self._config.tenant_weights.get(batch.request.tenant, 1.0)
@@ -328,29 +353,34 @@ class Feeder:
         return min(max(deadline_s, _LEAST_DEADLINE_S), left_s)
 
     def _take(self, batch: Batch, limit: int, max_bytes: int) -> list[RequestLine | BadLine]:
-        """Lines of a batch, read from its input file."""
+        """Lines of a batch, read from its input file. None is taken where that is away."""
         num_ahead = 0
         if self._num_servers > 1:
             left = batch.total - batch.completed - batch.failed
             num_ahead = min(left // (_SHARES_AHEAD * self._num_servers), _MAX_AHEAD)
-        taken = self._store.take(
-            batch.id, limit=limit, max_bytes=max_bytes, server=self._name, num_ahead=num_ahead
-        )
-        if not taken:
-            return []
-        try:
-            with self._files.path(batch.request.input_file_id).open("rb") as content:
-                found: list[RequestLine | BadLine] = []
-                for line in taken:
-                    content.seek(line.offset)
-                    raw = RawLine(number=line.number, data=content.read(line.num_bytes))
-                    read = parse(raw, self._config)
-                    if isinstance(read, BadLine):  # it was right when it was validated
-                        read = replace(read, custom_id=line.custom_id)
-                    found.append(read)
-                return found
-        except OSError as error:
-            return [_unreadable(line, error) for line in taken]
+        with ExitStack() as stack:
+            content: BinaryIO | OSError
+            try:
+                content = stack.enter_context(self._files.open(batch.request.input_file_id))
+            except OSError as error:
+                content = error
+            taken = self._store.take(
+                batch.id, limit=limit, max_bytes=max_bytes, server=self._name, num_ahead=num_ahead
+            )
+            try:
+                if isinstance(content, OSError):
+                    raise content
+                return [self._read(line, content) for line in taken]
+            except OSError as error:
+                return [_unreadable(line, error) for line in taken]
+
+    def _read(self, line: Line, content: BinaryIO) -> RequestLine | BadLine:
+        content.seek(line.offset)
+        raw = RawLine(number=line.number, data=content.read(line.num_bytes))
+        read = parse(raw, self._config)
+        if isinstance(read, BadLine):  # it was right when it was validated
+            read = replace(read, custom_id=line.custom_id)
+        return read
 
     async def _answer(self, batch: Batch, line: RequestLine | BadLine) -> None:
         """Send a line, and hand its result to the writer."""

@@ -1,13 +1,13 @@
-"""Files: uploaded ones, whose bytes lie in a folder, and results, whose lines are rows."""
+"""Files: uploaded ones, whose bytes lie in a folder or at a URL, and results, whose lines are rows
+until the batch ends, and after it where the files are in a folder."""
 
 from __future__ import annotations
 
-import os
 import secrets
-import time
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
-from typing import Any
+from contextlib import suppress
+from itertools import chain
+from typing import Any, BinaryIO
 
 import sqlalchemy as sa
 
@@ -16,16 +16,13 @@ from cosched.batches.data import OPEN, File
 from cosched.batches.database import Database, batches, files, results
 from cosched.batches.errors import not_found
 from cosched.batches.quota import check_new_file
+from cosched.batches.storage import FilesAwayError, Storage
 from cosched.jobs.source import raw_lines
 
 __all__ = ["FileStore", "file_of", "new_id"]
 
-_BLOCK_BYTES = 1 << 20
 _RESULTS_PER_PAGE = 200
 _NO_QUOTA = QuotaConfig()
-_PART = ".part"
-_PART_S = 3600.0
-"""An upload to which nothing was added for so long was cut short: its server ended."""
 
 
 def new_id(kind: str) -> str:
@@ -45,16 +42,15 @@ class FileStore:
     def __init__(
         self,
         database: Database,
-        folder: Path,
+        storage: Storage,
         *,
         clock: Callable[[], float],
         quota: QuotaConfig = _NO_QUOTA,
     ) -> None:
         self._database = database
         self._quota = quota
-        self._folder = folder / "files"
+        self._storage = storage
         self._clock = clock
-        self._folder.mkdir(parents=True, exist_ok=True)
 
     def add(
         self,
@@ -65,31 +61,29 @@ class FileStore:
         purpose: str,
         expires_s: int | None,
     ) -> File:
-        """Keep a file of these bytes; it is on the disk on return. ApiError 429."""
+        """Keep a file of these bytes; it is there for good on return. ApiError 429, 503."""
         name = new_id("file-")
-        part = self._folder / (name + _PART)
+        is_published = False
         try:
-            with part.open("xb") as copy:
-                copy.writelines(blocks)
-                copy.flush()
-                os.fsync(copy.fileno())
+            num_bytes = self._storage.write(name, blocks)
             now = int(self._clock())
             file = File(
                 id=name,
                 owner=owner,
                 purpose=purpose,
                 filename=filename,
-                num_bytes=part.stat().st_size,
+                num_bytes=num_bytes,
                 created_at=now,
                 expires_at=None if expires_s is None else now + expires_s,
             )
             with self._database.write() as connection:
                 check_new_file(self._database, connection, file, self._quota, now=now)
                 connection.execute(files.insert().values(**_columns(file)))
-                part.rename(self._folder / name)
-                _sync_folder(self._folder)
+                self._storage.publish(name)
+                is_published = True
         finally:
-            part.unlink(missing_ok=True)
+            if not is_published:
+                self._storage.discard(name)
         return file
 
     def get(self, name: str, *, owner: str | None) -> File:
@@ -120,38 +114,58 @@ class FileStore:
         return [file_of(row) for row in rows[:limit]], len(rows) > limit
 
     def delete(self, name: str, *, owner: str) -> None:
-        """ApiError 404. A batch that reads it goes on."""
+        """ApiError 404. A batch that reads it goes on. Where its place is away it is gone all the
+        same, and its bytes go later."""
         file = self.get(name, owner=owner)
         with self._database.write() as connection:
             _remove(connection, file)
-        self.sweep()
+        self._storage.forget(name)
+        with suppress(FilesAwayError):
+            self.sweep()
 
-    def path(self, name: str) -> Path:
-        """Where the bytes of an uploaded file are. `name` is one that the store gave."""
-        return self._folder / name
+    def open(self, name: str) -> BinaryIO:
+        """An uploaded file, to be read here and there. FileNotFoundError; ApiError 503."""
+        return self._storage.open(name)
 
     def num_lines(self, name: str, *, max_line_bytes: int) -> int:
-        """Of an uploaded file, without the empty ones. ApiError 404."""
+        """Of an uploaded file, without the empty ones. ApiError 404, 503."""
         try:
-            with self.path(name).open("rb") as content:
+            with self.open(name) as content:
                 found = raw_lines(content, max_line_bytes=max_line_bytes)
                 return sum(not line.is_empty for line in found)
         except FileNotFoundError:
             raise not_found("file", name) from None
 
     def content(self, file: File) -> Iterator[bytes]:
-        """Its bytes, a block at a time."""
-        if file.batch_id is not None:
-            yield from self._results(file)
+        """Its bytes, a block at a time. ApiError 404, 503."""
+        if file.batch_id is not None and not self._storage.is_far:
+            yield from self._results(file.batch_id, is_errors=file.is_errors)
             return
         try:
-            with self.path(file.id).open("rb") as content:
-                while block := content.read(_BLOCK_BYTES):
-                    yield block
+            yield from self._storage.read(file.id)
         except FileNotFoundError:
             raise not_found("file", file.id) from None
 
-    def _results(self, file: File) -> Iterator[bytes]:
+    def write_results(self, batch_id: str) -> dict[bool, tuple[str, int]]:
+        """The results of a batch, all of whose lines are done, as files that nobody has listed yet:
+        whether it is the one of the errors -> its name and bytes. {} where results stay rows.
+        ApiError 503."""
+        made: dict[bool, tuple[str, int]] = {}
+        if not self._storage.is_far:
+            return made
+        for is_errors in (False, True):
+            blocks = self._results(batch_id, is_errors=is_errors)
+            if (first := next(blocks, None)) is None:
+                continue
+            name = new_id("file-")
+            try:
+                made[is_errors] = name, self._storage.write(name, chain([first], blocks))
+            except BaseException:
+                self._storage.discard(name)
+                raise
+        return made
+
+    def _results(self, batch_id: str, *, is_errors: bool) -> Iterator[bytes]:
         number = 0
         while True:
             with self._database.read() as connection:
@@ -159,8 +173,8 @@ class FileStore:
                     sa.select(results.c.number, results.c.data)
                     .join(batches, batches.c.seq == results.c.batch)
                     .where(
-                        batches.c.id == file.batch_id,
-                        results.c.is_errors == file.is_errors,
+                        batches.c.id == batch_id,
+                        results.c.is_errors == is_errors,
                         results.c.number > number,
                     )
                     .order_by(results.c.number)
@@ -172,23 +186,25 @@ class FileStore:
             yield b"".join(row.data for row in rows)
 
     def sweep(self) -> None:
-        """Let go of files that have expired, and of bytes that nothing needs any more."""
+        """Let go of files that have expired, and of bytes that nothing needs any more. ApiError
+        503."""
         with self._database.write() as connection:
             # The bytes of a file are in the folder a moment before others see that it is listed.
             self._database.keep_others_from_adding_files(connection)
             expired = files.c.expires_at <= int(self._clock())
-            for row in connection.execute(sa.select(files).where(expired)).all():
-                _remove(connection, file_of(row))
+            gone = [file_of(row) for row in connection.execute(sa.select(files).where(expired))]
+            for file in gone:
+                _remove(connection, file)
             listed = set(connection.scalars(sa.select(files.c.id)))
-            in_use = sa.select(batches.c.input_file_id).where(batches.c.status.in_(OPEN))
-            listed.update(connection.scalars(in_use))
-            for path in self._folder.iterdir():
-                if path.suffix == _PART:
-                    is_left = time.time() - _last_write_s(path) > _PART_S
-                else:
-                    is_left = path.name not in listed
-                if is_left:
-                    path.unlink(missing_ok=True)
+            query = sa.select(batches.c.input_file_id).where(batches.c.status.in_(OPEN))
+            in_use = set(connection.scalars(query))
+            if not self._storage.is_far:
+                self._storage.sweep(listed | in_use, in_use=in_use)
+        # Nobody waits for a place that answers when it likes, which goes by time instead.
+        if self._storage.is_far:
+            for file in gone:
+                self._storage.forget(file.id)
+            self._storage.sweep(listed | in_use, in_use=in_use)
 
     def _visible(self, owner: str | None) -> Any:
         now = int(self._clock())
@@ -209,20 +225,3 @@ def _remove(connection: sa.Connection, file: File) -> None:
         connection.execute(
             results.delete().where(results.c.batch == seq, results.c.is_errors == file.is_errors)
         )
-
-
-def _last_write_s(path: Path) -> float:
-    """Seconds of the epoch; now where it is gone."""
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:
-        return time.time()
-
-
-def _sync_folder(folder: Path) -> None:
-    """A name in a folder is on the disk only then."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -33,7 +33,7 @@ def validate(
     faults: list[Fault] = []
     page: list[NewLine] = []
     try:
-        content = files.path(batch.request.input_file_id).open("rb")
+        content = files.open(batch.request.input_file_id)
     except FileNotFoundError:
         message = f"the input file {batch.request.input_file_id!r} was deleted"
         store.reject(

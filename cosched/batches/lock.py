@@ -8,20 +8,20 @@ from pathlib import Path
 
 from cosched.errors import ConfigError
 
-__all__ = ["lock_folder"]
+__all__ = ["lock_file"]
 
 
-def lock_folder(folder: Path, *, is_shared: bool = False) -> TextIOWrapper:
-    """An open file that keeps other servers out of `folder`, which is made, until it is closed or
-    the process ends; with `is_shared` only those that do not share. ConfigError."""
+def lock_file(path: Path, *, what: str, is_shared: bool = False) -> TextIOWrapper:
+    """An open file that keeps other servers out of `what`, until it is closed or the process ends;
+    with `is_shared` only those that do not share. It is made, with its folder. ConfigError."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "lock").open("w")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.open("w")
     except OSError as error:
-        raise ConfigError(f"batches.folder {str(folder)!r}: {error.strerror}") from None
+        raise ConfigError(f"{what}: {error.strerror}") from None
     try:
         fcntl.flock(lock, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.close()
-        raise ConfigError(f"batches.folder {str(folder)!r}: another server uses it") from None
+        raise ConfigError(f"{what}: another server uses it") from None
     return lock

@@ -1,69 +1,102 @@
-"""The store of a server: its database, and the folder that has its files."""
+"""The store of a server: its database, and the place that has its files."""
 
 from __future__ import annotations
 
 import secrets
+from contextlib import ExitStack
+from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
 
 import sqlalchemy as sa
 
 from cosched.batches.config import BatchesConfig
-from cosched.batches.database import Database, store_row
-from cosched.batches.lock import lock_folder
+from cosched.batches.database import Database, database_url, store_row
+from cosched.batches.lock import lock_file
+from cosched.batches.storage import (
+    FilesAwayError,
+    FolderStorage,
+    Storage,
+    UrlStorage,
+    folder_of,
+    without_secrets,
+)
 from cosched.errors import ConfigError
 
-__all__ = ["check_store", "open_store"]
-
-_ID_FILE = "store-id"
+__all__ = ["OpenStore", "check_store", "open_store"]
 
 
-def open_store(config: BatchesConfig) -> tuple[TextIOWrapper, Database]:
-    """The lock of the folder, and the database. ConfigError: one cannot be had, or the two do not
-    belong together."""
+@dataclass(frozen=True, slots=True)
+class OpenStore:
+    """lock: keeps others out, where the store is for one server."""
+
+    database: Database
+    storage: Storage
+    lock: TextIOWrapper | None
+
+    def close(self) -> None:
+        self.database.close()
+        if self.lock is not None:
+            self.lock.close()
+
+
+def open_store(config: BatchesConfig) -> OpenStore:
+    """ConfigError: the database or the place of the files cannot be had, or the two do not belong
+    together."""
     assert config.folder is not None
-    folder = Path(config.folder)
-    lock = lock_folder(folder, is_shared=config.is_shared)
-    try:
-        database = Database(config.url or f"sqlite:///{folder / 'batches.sqlite'}")
-        try:
-            _check_folder(database, folder)
-        except BaseException:
-            database.close()
-            raise
-    except BaseException:
-        lock.close()
-        raise
-    return lock, database
+    folder = folder_of(config.folder)
+    with ExitStack() as on_error:
+        lock = _lock(config, folder)
+        if lock is not None:
+            on_error.callback(lock.close)
+        storage = UrlStorage(config.folder) if folder is None else FolderStorage(folder)
+        sqlite = f"sqlite:///{Path(config.folder if folder is None else folder) / 'batches.sqlite'}"
+        database = Database(config.url or sqlite)
+        on_error.callback(database.close)
+        _check_storage(database, storage, f"batches.folder {without_secrets(config.folder)!r}")
+        on_error.pop_all()
+    return OpenStore(database, storage, lock)
 
 
 def check_store(config: BatchesConfig) -> None:
     """ConfigError as `open_store`."""
-    lock, database = open_store(config)
-    database.close()
-    lock.close()
+    open_store(config).close()
 
 
-def _check_folder(database: Database, folder: Path) -> None:
+def _lock(config: BatchesConfig, folder: Path | None) -> TextIOWrapper | None:
+    """None: nothing here is to be kept from others."""
+    if folder is not None:
+        what = f"batches.folder {str(folder)!r}"
+        return lock_file(folder / "lock", what=what, is_shared=config.is_shared)
+    if config.is_shared:
+        return None
+    database = database_url(config.url or "").database
+    if not database or database == ":memory:":
+        raise ConfigError(f"batches.url {config.url!r} names no file: sqlite:///FILE")
+    return lock_file(Path(f"{database}.lock"), what=f"batches.url {config.url!r}")
+
+
+def _check_storage(database: Database, storage: Storage, what: str) -> None:
     """Files that the database does not list are removed, and of those that it lists the batches
     fail which do not find them: both have the same id, which the first server gives them."""
-    path = folder / _ID_FILE
     with database.write() as connection:
         known = connection.execute(sa.select(store_row.c.folder_id).with_for_update()).scalar_one()
         try:
-            found = path.read_text().strip() if path.exists() else None
+            found = storage.get_id()
             if known is None and found is None:
                 known = found = secrets.token_hex(16)
-                path.write_text(f"{known}\n")
+                storage.set_id(known)
                 connection.execute(store_row.update().values(folder_id=known))
         except OSError as error:
-            raise ConfigError(f"batches.folder {str(folder)!r}: {error.strerror}") from None
+            raise ConfigError(f"{what}: {error.strerror or error}") from None
+        except FilesAwayError as error:
+            raise ConfigError(f"{what}: {error.reason}") from None
     if found == known:
         return
     reason = (
-        "it is not the folder in which the store that batches.url names has its files; all its "
-        "servers must have the same one"
+        "it is not where the store that batches.url names has its files; all its servers must have "
+        "the same one"
         if found is None
         else "it has the files of another store, which this one would remove"
     )
-    raise ConfigError(f"batches.folder {str(folder)!r}: {reason} ({path.name})")
+    raise ConfigError(f"{what}: {reason} (store-id)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -157,8 +158,10 @@ class _Routes:
 
     async def content(self, request: Request) -> Response:
         file = await self._file(request)
+        blocks = self._files.content(file)
+        first = await asyncio.to_thread(next, blocks, b"")  # or an error, before a status is sent
         return StreamingResponse(
-            self._files.content(file),  # Starlette takes its blocks in a thread
+            chain([first], blocks),  # Starlette takes its blocks in a thread
             media_type="application/jsonl",
             headers={"content-length": str(file.num_bytes)},
         )

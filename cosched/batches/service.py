@@ -8,7 +8,6 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 from cosched.batches.config import BatchesConfig
@@ -36,11 +35,10 @@ class BatchService:
     def __init__(self, config: BatchesConfig) -> None:
         """Take the folder, and open the store; ConfigError when one cannot be."""
         self.config = config
-        self._lock, self._database = open_store(config)
-        folder = Path(config.folder or "")
-        quota = config.quota
-        self.files = FileStore(self._database, folder, clock=time.time, quota=quota)
-        self.store = BatchStore(self._database, clock=time.time, quota=quota)
+        self._opened = open_store(config)
+        quota, database = config.quota, self._opened.database
+        self.files = FileStore(database, self._opened.storage, clock=time.time, quota=quota)
+        self.store = BatchStore(database, clock=time.time, quota=quota)
         self._feeder: Feeder | None = None
 
     def wake(self) -> None:
@@ -117,8 +115,7 @@ class BatchService:
 
     def close(self) -> None:
         """Give the store back."""
-        self._database.close()
-        self._lock.close()
+        self._opened.close()
 
 
 def _tell(task: asyncio.Task[None]) -> None:

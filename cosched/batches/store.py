@@ -11,7 +11,7 @@ result of a line stands.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -47,6 +47,7 @@ from cosched.jobs.records import Failure, RecordWriter
 __all__ = ["BatchStore", "records_of"]
 
 _NO_QUOTA = QuotaConfig()
+_NOTHING: Mapping[bool, tuple[str, int]] = {}
 _OUTPUT_PURPOSE = "batch_output"
 _TOKENS = ("input_tokens", "output_tokens", "cached_tokens", "reasoning_tokens")
 _CLOSED: dict[Status, Failure] = {
@@ -366,22 +367,29 @@ class BatchStore:
             self._record(connection, row.seq, closed)
             return len(closed)
 
-    def end(self, name: str) -> bool:
-        """Make the results files, and give the batch its last status; whether it has ended. Not as
-        long as a line has no result."""
+    def is_done(self, name: str) -> bool:
+        """Whether all lines of a batch have their results: none comes or changes any more."""
+        with self._database.read() as connection:
+            return _is_done(connection, _row(connection, name).seq)
+
+    def end(self, name: str, written: Mapping[bool, tuple[str, int]] = _NOTHING) -> bool:
+        """List the results files, and give the batch its last status; whether it has ended. Not as
+        long as a line has no result.
+
+        written  whether it has the errors -> name and bytes of a file of the batch's results, whose
+                 rows are not needed any more
+        """
         with self._database.write() as connection:
             row = _row(connection, name, is_locked=True)
             if row.ending is None:
                 return row.status not in OPEN
-            left = sa.select(lines.c.number).where(
-                lines.c.batch == row.seq,
-                lines.c.state.in_((LineState.WAITING, LineState.TAKEN)),
-            )
-            if connection.execute(left.limit(1)).first() is not None:
+            if not _is_done(connection, row.seq):
                 return False
             named = {
-                "output_file_id": self._add_results(connection, row, is_errors=False),
-                "error_file_id": self._add_results(connection, row, is_errors=True),
+                f"{kind}_file_id": self._add_results(
+                    connection, row, is_errors=is_errors, written=written.get(is_errors)
+                )
+                for kind, is_errors in (("output", False), ("error", True))
             }
             connection.execute(lines.delete().where(lines.c.batch == row.seq))
             self._move(connection, row, Status(row.ending), ending=None, **named)
@@ -402,18 +410,27 @@ class BatchStore:
                 connection.execute(batches.delete().where(batches.c.seq == row.seq))
         return len(gone)
 
-    def _add_results(self, connection: sa.Connection, row: Any, *, is_errors: bool) -> str | None:
+    def _add_results(
+        self,
+        connection: sa.Connection,
+        row: Any,
+        *,
+        is_errors: bool,
+        written: tuple[str, int] | None,
+    ) -> str | None:
         """A file of the batch's results; None: there are none."""
-        num_bytes = connection.execute(
-            sa.select(sa.func.sum(sa.func.length(results.c.data))).where(
-                results.c.batch == row.seq, results.c.is_errors == is_errors
-            )
-        ).scalar()
-        if num_bytes is None:
-            return None
+        which = sa.and_(results.c.batch == row.seq, results.c.is_errors == is_errors)
+        if written is None:
+            size = sa.select(sa.func.sum(sa.func.length(results.c.data))).where(which)
+            file_id, num_bytes = new_id("file-"), connection.execute(size).scalar()
+            if num_bytes is None:
+                return None
+        else:
+            file_id, num_bytes = written
+            connection.execute(results.delete().where(which))
         now, keep_s = self.now(), row.output_expires_after_s
         file = File(
-            id=new_id("file-"),
+            id=file_id,
             owner=row.owner,
             purpose=_OUTPUT_PURPOSE,
             filename=f"{row.id}_{'error' if is_errors else 'output'}.jsonl",
@@ -494,6 +511,14 @@ def _lives(connection: sa.Connection, server: str) -> bool:
 
 def _is_validated_by(row: Any, server: str) -> bool:
     return bool(row.status == Status.VALIDATING and row.validated_by == server)
+
+
+def _is_done(connection: sa.Connection, seq: int) -> bool:
+    """Whether all lines of a batch have a result."""
+    left = sa.select(lines.c.number).where(
+        lines.c.batch == seq, lines.c.state.in_((LineState.WAITING, LineState.TAKEN))
+    )
+    return connection.execute(left.limit(1)).first() is None
 
 
 def _waiting(

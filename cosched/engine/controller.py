@@ -430,6 +430,7 @@ class Controller:
         planning_s = sorted(self._planning_s) or [0.0]
         pool = self.waiting.offline
         output_tokens = self.service.output_tokens
+        aborted = self.service.aborted + self.waiting.aborted
         return ReplicaState(
             policy=self.config.policy,
             num_waiting_online=len(self.waiting.online),
@@ -442,6 +443,10 @@ class Controller:
             num_turned_away=self.scheduler.cosched_offline.num_turned_away,
             num_iterations=self.observer.num_iterations,
             busy_s=round(self.observer.busy_s, 6),
+            budget_s=round(self.observer.budget_s, 6),
+            budget_used_s=round(self.observer.budget_used_s, 6),
+            num_aborted_online=aborted[RequestClass.ONLINE],
+            num_aborted_offline=aborted[RequestClass.OFFLINE],
             num_plans=counters.num_plans,
             num_replans=counters.num_replans,
             num_safe_plans=counters.num_safe_plans,

@@ -50,6 +50,7 @@ METRICS = (
         "tpot_seconds", Kind.HISTOGRAM, "Time per output token after the first.", _CLASS, _TPOT_S
     ),
     Metric("e2e_seconds", Kind.HISTOGRAM, "Arrival to last token.", _CLASS, _E2E_S),
+    Metric("aborted", Kind.COUNTER, "Requests that ended without their whole reply.", _CLASS),
     Metric("slo_met", Kind.COUNTER, "Requests that met a target.", _TARGET),
     Metric("slo_missed", Kind.COUNTER, "Requests that missed a target.", _TARGET),
     Metric("late", Kind.COUNTER, "Online requests judged too late for their TTFT.", _REASON),
@@ -76,6 +77,8 @@ METRICS = (
     ),
     Metric("iteration_predicted_seconds", Kind.COUNTER, "Predicted time of iterations."),
     Metric("iteration_measured_seconds", Kind.COUNTER, "Measured time of the same."),
+    Metric("iteration_budget_seconds", Kind.COUNTER, "Most time that plans gave iterations."),
+    Metric("iteration_budget_used_seconds", Kind.COUNTER, "Measured time of the same."),
     Metric(
         "prediction_error_ratio",
         Kind.HISTOGRAM,
@@ -244,6 +247,10 @@ _COUNTED: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("engine_refusals", "num_engine_refusals", {}),
     ("safe_plans", "num_safe_plans", {}),
     ("offline_turned_away", "num_turned_away", {}),
+    ("aborted", "num_aborted_online", _ONLINE),
+    ("aborted", "num_aborted_offline", _OFFLINE),
+    ("iteration_budget_seconds", "budget_s", {}),
+    ("iteration_budget_used_seconds", "budget_used_s", {}),
     ("prefill_tokens", "online_prefill_tokens", _ONLINE),
     ("prefill_tokens", "offline_prefill_tokens", _OFFLINE),
     ("output_tokens", "online_output_tokens", _ONLINE),

@@ -53,6 +53,8 @@ class IterationObserver:
         """Time of an iteration as predicted when it is launched."""
         self._last_done_s = 0.0
         self.busy_s = 0.0
+        self.budget_s = 0.0
+        self.budget_used_s = 0.0
         """Time that the device has spent on iterations [s]."""
         self.num_iterations = 0
         """Iterations whose result is there."""
@@ -112,6 +114,9 @@ class IterationObserver:
             port.wait_for(self._scheduler, result)
             self._end(iteration, self._clock.now_s())
         self.num_iterations += 1
+        if limits := iteration.plan.limits:
+            self.budget_s += max(limits.values())
+            self.budget_used_s += iteration.seconds
         for listener in self._listeners:
             with self._guard.watching("timing"):
                 listener(iteration)

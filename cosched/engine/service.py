@@ -36,14 +36,16 @@ class ServiceListener(Protocol):
 
 
 class ServiceRecord:
-    """Counts since the start. Requests that are aborted are in no count but that of their tokens
-    and, where they had one, of their first token."""
+    """Counts since the start. Requests that are aborted are in no other count but that of their
+    tokens and, where they had one, of their first token."""
 
     def __init__(self, *, slo: Slo) -> None:
         """slo: targets of online requests that name none."""
         self._slo = slo
         self.listener: ServiceListener | None = None
         self.output_tokens: Counter[RequestClass] = Counter()
+        self.aborted: Counter[RequestClass] = Counter()
+        """Requests that were aborted after they had begun."""
         self.attainment: dict[tuple[RequestClass, str], list[int]] = {
             (request_class, target): [0, 0]
             for request_class, targets in TARGETS.items()
@@ -80,7 +82,9 @@ class ServiceRecord:
                 self.output_tokens[tracked.request_class] += num_new
             if req.finished_reason is not None:
                 tracked.is_reported = True
-                if req.finished_reason.to_json()["type"] != "abort":
+                if req.finished_reason.to_json()["type"] == "abort":
+                    self.aborted[tracked.request_class] += 1
+                else:
                     self._finished(tracked, now_s)
 
     def _first_token(self, tracked: TrackedRequest, now_s: float) -> None:

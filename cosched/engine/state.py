@@ -28,6 +28,9 @@ class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
     policy_given_up  it failed too often in a row, and the safe rule stays until a restart
     failures         what failed and was left out (`cosched.engine.guard`) -> how often
     recomputed_tokens  prompt and output tokens computed again because a stop had lost them
+    num_aborted_online, num_aborted_offline  requests that ended without their whole reply
+    budget_s         most time that plans gave their iterations, of those that were limited [s]
+    budget_used_s    measured time of the same [s]
     attainment       target -> (requests that met it, requests that missed it)
     late             why online requests were judged late -> (how many, of these met their target)
     times_s          ``online_ttft`` and the like -> (sum [s], number of them) since the start
@@ -46,8 +49,12 @@ class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
     num_preemptions: int
     num_engine_refusals: int
     num_turned_away: int
+    num_aborted_online: int
+    num_aborted_offline: int
     num_iterations: int
     busy_s: float
+    budget_s: float
+    budget_used_s: float
     num_plans: int
     num_replans: int
     num_safe_plans: int

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
 from typing import Any
@@ -49,6 +50,8 @@ class WaitingQueue:
         self.clock = clock
         self.num_tokens = 0
         """Prompt and generated tokens of all that wait."""
+        self.aborted: Counter[RequestClass] = Counter()
+        """Requests that were taken out and will not run."""
         self.offline_limits = OfflineLimits()
         """What the operator allows."""
         self.kv: KvManager | None = None
@@ -118,6 +121,7 @@ class WaitingQueue:
     def abort_rid(self, rid: str) -> TrackedRequest:
         """Take out a request that will not run. KeyError when it does not wait."""
         tracked = self._take(rid)
+        self.aborted[tracked.request_class] += 1
         if tracked.request_class is RequestClass.ONLINE:
             self.online.abort(rid)
         else:

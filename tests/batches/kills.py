@@ -1,13 +1,14 @@
 """kill -9 of a server in the middle of its batches, again and again.
 
-    scripts/kill_batches [--kills 100] [--seed 1] [--server | --replicas 2]
+    scripts/kill_batches [--kills 100] [--seed 1] [--server | --replicas 2] [--files URL]
 
 While batches are uploaded, created, validated, fed or ended, the server is killed at a moment of
 chance, and started anew. No finished line may be lost or sent again, and in the end every line has
 one result. By default the engine is a stand-in, so that a start takes no time; ``--server`` takes a
 real server with the tiny model. With ``--replicas`` servers share a store in a PostgreSQL of the
-test's own; each time one of them is killed, and the others go on with its lines. Prints one JSON
-object, and ends with 1 when something was wrong.
+test's own; each time one of them is killed, and the others go on with its lines. With ``--files``
+uploads and results are kept where fsspec finds that URL. Prints one JSON object, and ends with 1
+when something was wrong.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ import sqlalchemy as sa
 import uvicorn
 
 from cosched.batches.config import BatchesConfig
-from cosched.batches.database import Database, batches, results
+from cosched.batches.database import Database, batches, files, results
+from cosched.batches.storage import UrlStorage, folder_of
 from cosched.config import ENV_VAR
 from cosched.demo_model import ensure_demo_model
 from cosched.jobs.server import free_port
@@ -50,9 +52,10 @@ class StandInServer:
 
     max_life_s = LONGEST_LIFE_S
 
-    def __init__(self, folder, *, number=0, database_url=None):
-        self.config = BatchesConfig(folder=str(folder), url=database_url, lease_s=LEASE_S)
-        self.asked = folder.parent / f"asked-{number}"
+    def __init__(self, root, *, place=None, number=0, database_url=None):
+        place = place or str(root / "batches")
+        self.config = BatchesConfig(folder=place, url=database_url, lease_s=LEASE_S)
+        self.asked = root / f"asked-{number}"
         self.asked.touch()
         self.num_read = 0
         self.port = free_port()
@@ -127,7 +130,14 @@ def finished(config):
     with contextlib.closing(Database(url)) as database, database.read() as connection:
         query = sa.select(batches.c.id, results.c.number)
         found = connection.execute(query.join(results, results.c.batch == batches.c.seq))
-        return {tuple(row) for row in found}
+        seen = {tuple(row) for row in found}
+        if folder_of(config.folder) is None:
+            storage = UrlStorage(config.folder)
+            listed = sa.select(files.c.id, files.c.batch_id).where(files.c.batch_id.is_not(None))
+            for name, batch in connection.execute(listed).all():
+                records = map(json.loads, b"".join(storage.read(name)).splitlines())
+                seen |= {(batch, int(record["id"][-8:], 16)) for record in records}
+        return seen
 
 
 def content(name):
@@ -221,7 +231,10 @@ def main():
     either = parser.add_mutually_exclusive_group()
     either.add_argument("--server", action="store_true", help="a real one, with the tiny model")
     either.add_argument("--replicas", type=int, default=1, help="servers with one PostgreSQL store")
+    parser.add_argument("--files", metavar="URL", help="where nothing is yet, for fsspec")
     arguments = parser.parse_args()
+    if arguments.server and arguments.files:
+        parser.error("--files is for the stand-in")
     with contextlib.ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cosched-kills-")))
         if arguments.server:
@@ -231,11 +244,14 @@ def main():
         elif arguments.replicas > 1:
             url = stack.enter_context(postgres.cluster()).url
             servers = [
-                StandInServer(root / "batches", number=number, database_url=url)
+                StandInServer(root, place=arguments.files, number=number, database_url=url)
                 for number in range(arguments.replicas)
             ]
+        elif arguments.files:
+            url = f"sqlite:///{root}/batches.sqlite"
+            servers = [StandInServer(root, place=arguments.files, database_url=url)]
         else:
-            servers = [StandInServer(root / "batches")]
+            servers = [StandInServer(root)]
         for server in servers:
             stack.callback(server.close)
         try:

@@ -44,8 +44,9 @@ class Chats:
     """Users who ask one after the other. `seen`: (when it ended [s], how long it took [s], what was
     wrong or None)."""
 
-    def __init__(self, url, num_users):
+    def __init__(self, url, num_users, *, key="none"):
         self.url, self.seen = url, []
+        self._headers = {"authorization": f"Bearer {key}"}
         self._ended = threading.Event()
         self._threads = [
             threading.Thread(target=self._ask, args=(number,)) for number in range(num_users)
@@ -69,7 +70,8 @@ class Chats:
             body = {"model": "default", "messages": messages, "max_tokens": 4}
             began_s, wrong = time.monotonic(), None
             try:
-                reply = httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=60)
+                url = f"{self.url}/v1/chat/completions"
+                reply = httpx.post(url, json=body, headers=self._headers, timeout=60)
                 if not (reply.is_success and reply.json()["usage"]["completion_tokens"]):
                     wrong = f"HTTP {reply.status_code}"
             except httpx.HTTPError as error:

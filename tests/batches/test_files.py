@@ -13,12 +13,13 @@ from cosched.batches.data import NewBatch
 from cosched.batches.database import Database
 from cosched.batches.errors import ApiError
 from cosched.batches.files import FileStore
+from cosched.batches.storage import FolderStorage
 from cosched.batches.store import BatchStore
 
 
 @pytest.fixture
 def files(database, tmp_path, clock):
-    return FileStore(database, tmp_path, clock=clock)
+    return FileStore(database, FolderStorage(tmp_path), clock=clock)
 
 
 def add(files, content=b"x", *, owner="a", expires_s=None):
@@ -117,7 +118,9 @@ def test_servers_that_share_a_store_do_not_remove_each_others_uploads(
         contextlib.closing(Database(postgres_url)) as one,
         contextlib.closing(Database(postgres_url)) as two,
     ):
-        mine, yours = (FileStore(database, tmp_path, clock=clock) for database in (one, two))
+        mine, yours = (
+            FileStore(database, FolderStorage(tmp_path), clock=clock) for database in (one, two)
+        )
 
         def sweep():
             while not ended.is_set():

@@ -13,11 +13,13 @@ from tests.batches import postgres
 from tests.serving import ROOT, SEARCH_PATH
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_no_finished_line_is_lost_or_sent_again(replicas):
+@pytest.mark.parametrize(("replicas", "place"), [(1, None), (2, "dir::file://{}/far")])
+def test_no_finished_line_is_lost_or_sent_again(replicas, place, tmp_path):
     if replicas > 1 and postgres.programs() is None:
         pytest.skip(postgres.MISSING)
     command = [sys.executable, "-m", "tests.batches.kills", "--kills", "5", "--seed", "3"]
+    if place is not None:
+        command += ["--files", place.format(tmp_path)]
     ended = subprocess.run(
         [*command, "--replicas", str(replicas)],
         cwd=ROOT,

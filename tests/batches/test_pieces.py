@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from cosched.batches.config import BatchesConfig
 from cosched.batches.fairness import Demand, shares
 from cosched.batches.in_process import InProcessTransport
-from cosched.batches.lock import lock_folder
+from cosched.batches.lock import lock_file
 from cosched.batches.opening import check_store, open_store
 from cosched.batches.prefix import CHUNK_BYTES, MAX_CHUNKS, prefix_key
 from cosched.config import Config
@@ -147,20 +147,23 @@ def test_whoever_goes_away_is_seen_to_go():
 
 
 def test_a_folder_is_for_one_server(tmp_path):
-    with lock_folder(tmp_path / "b"):
-        with pytest.raises(ConfigError, match="another server uses it"):
-            lock_folder(tmp_path / "b")
+    def lock(is_shared=False):
+        return lock_file(tmp_path / "b" / "lock", what="b", is_shared=is_shared)
+
+    with lock():
+        with pytest.raises(ConfigError, match="b: another server uses it"):
+            lock()
         with pytest.raises(ConfigError, match="another server uses it"):
             check_files(Config(batches=BatchesConfig(folder=str(tmp_path / "b"))))
-    shared = [lock_folder(tmp_path / "b", is_shared=True) for _ in range(2)]
+    shared = [lock(is_shared=True) for _ in range(2)]
     with pytest.raises(ConfigError, match="another server uses it"):
-        lock_folder(tmp_path / "b")
-    for lock in shared:
-        lock.close()
-    lock_folder(tmp_path / "b").close()
+        lock()
+    for one in shared:
+        one.close()
+    lock().close()
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="file"):
-        lock_folder(tmp_path / "file")
+        check_store(BatchesConfig(folder=str(tmp_path / "file")))
 
 
 def test_a_store_has_one_folder_and_a_folder_one_store(tmp_path, postgres_url):
@@ -168,10 +171,9 @@ def test_a_store_has_one_folder_and_a_folder_one_store(tmp_path, postgres_url):
     of_its_own = BatchesConfig(folder=str(tmp_path / "own"))
     with contextlib.ExitStack() as stack:
         for _ in range(2):  # servers that share the store
-            lock, database = open_store(BatchesConfig(folder=here, url=postgres_url))
-            stack.callback(lock.close)
-            stack.callback(database.close)
-    with pytest.raises(ConfigError, match=r"elsewhere.*: it is not the folder"):
+            store = open_store(BatchesConfig(folder=here, url=postgres_url))
+            stack.callback(store.close)
+    with pytest.raises(ConfigError, match=r"elsewhere.*: it is not where the store"):
         check_store(BatchesConfig(folder=elsewhere, url=postgres_url))
     check_store(of_its_own)
     check_store(of_its_own)
@@ -196,6 +198,7 @@ def test_a_database_that_is_not_there_is_told_in_one_sentence(tmp_path):
         ({"max_lines": 0}, "max_lines must be at least 1"),
         ({"low_watermark": 256}, "low_watermark must be from 0 to 255"),
         ({"url": "sqlite://"}, "url without folder"),
+        ({"folder": "s3://k:pw@b/c"}, r"folder 's3://\*\*\*@b/c' is a URL.*url must say where"),
         ({"tenant_weights": {"a": 0}}, r"tenant_weights\.a must be above 0, not 0"),
         ({"late_margin_s": -1}, "late_margin_s must be 0 or more, not -1"),
         ({"keep_ended_days": 0}, "keep_ended_days must be above 0, not 0"),

@@ -45,7 +45,7 @@ def lines(count):
 
 def both_live(stand_in):
     def look():
-        with stand_in.service._database.read() as connection:
+        with stand_in.service._opened.database.read() as connection:
             return len(connection.execute(sa.select(servers)).all()) == 2
 
     until(look)
@@ -128,7 +128,10 @@ def test_a_database_that_goes_away_for_a_moment_costs_nothing(two):
     batch = at_first.create(lines(1500))
     for count in (100, 300, 600):
         until(lambda n=count: (first.asked + second.asked).total() > n)
-        with first.service._database.write() as connection, contextlib.suppress(sa.exc.DBAPIError):
+        with (
+            first.service._opened.database.write() as connection,
+            contextlib.suppress(sa.exc.DBAPIError),
+        ):
             connection.exec_driver_sql(
                 "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE usename = 'tests' "
                 "AND pid <> pg_backend_pid()"

@@ -26,6 +26,7 @@ from cosched.batches.data import Fault, Finished, NewBatch, NewLine, Status
 from cosched.batches.database import VERSION, Database, batches, results, store_row
 from cosched.batches.errors import ApiError
 from cosched.batches.files import FileStore
+from cosched.batches.storage import FolderStorage
 from cosched.batches.store import BatchStore, records_of
 from cosched.errors import ConfigError
 from cosched.jobs.lines import RequestLine
@@ -91,7 +92,7 @@ class Machine(RuleBasedStateMachine):
         """All servers begin."""
         self.database = Database(self.url())
         self.store = BatchStore(self.database, clock=self.clock)
-        self.files = FileStore(self.database, self.folder, clock=self.clock)
+        self.files = FileStore(self.database, FolderStorage(self.folder), clock=self.clock)
         self.taken = {name: {} for name in self.model}
         self.living = {}
         for server in self.names:
@@ -561,7 +562,7 @@ def test_tables_of_earlier_versions_are_brought_up_to_date(database, store, url,
 def test_ended_batches_go_after_a_while_with_their_results_and_nothing_else(
     store, database, tmp_path, clock
 ):
-    files = FileStore(database, tmp_path, clock=clock)
+    files = FileStore(database, FolderStorage(tmp_path), clock=clock)
 
     def ended():
         name = in_progress(store, [new_line(1)])

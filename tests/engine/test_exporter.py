@@ -130,6 +130,38 @@ def test_what_is_aborted_is_no_served_request(export):
     assert value("ttft_seconds_count", **ONLINE) == 1
     assert value("e2e_seconds_count", **ONLINE) == value("tpot_seconds_count", **ONLINE) == 0
     assert 0 < value("output_tokens_total", **ONLINE) < 100
+    assert value("aborted_total", **ONLINE) == 1 and value("aborted_total", **OFFLINE) == 0
+
+
+def test_what_is_aborted_while_it_waits_is_counted_by_class(export):
+    engine, value = export(policy="hygen", max_running_requests=1)
+    engine.submit("runs", prompt(1, 30), max_new_tokens=60, priority=0)
+    for i in range(3):
+        engine.submit(f"waits{i}", prompt(9 + i, 30), max_new_tokens=5, priority=-1)
+    engine.run_until_idle(
+        on_iteration=lambda n: engine.abort("waits") if n == 10 else None, max_iterations=300
+    )
+    assert value("aborted_total", **OFFLINE) == 3 and value("aborted_total", **ONLINE) == 0
+    assert value("e2e_seconds_count", **ONLINE) == 1
+
+
+@pytest.mark.parametrize(("policy", "is_limited"), [("hygen", True), ("sarathi", False)])
+def test_how_much_of_the_time_that_plans_give_is_used(export, policy, is_limited):
+    slo = {"slo": {"ttft_ms": 1e5, "tpot_ms": 1e4}}
+    engine, value = export(policy=policy, config=slo)
+    engine.submit("on", prompt(1, 30), max_new_tokens=20, priority=0)
+    engine.run_until_idle(max_iterations=300)
+    given_s, used_s = (
+        value(f"iteration_{name}_seconds_total") for name in ("budget", "budget_used")
+    )
+    state = engine.scheduler.cosched.state()
+    assert (given_s, used_s) == (state.budget_s, state.budget_used_s)
+    if is_limited:
+        # Targets are far away, and the model is tiny.
+        assert 0 < used_s < given_s / 10
+        assert used_s <= value("iteration_measured_seconds_total") + 1e-3
+    else:
+        assert given_s == used_s == 0
 
 
 def test_levels_say_what_the_operator_did(export):

@@ -40,11 +40,12 @@ globalThis.document = {
   getElementById: (id) => made[id] ||= new Node(id), createElement: (name) => new Node(name),
 };
 globalThis.sessionStorage = { getItem: () => "secret", setItem() {} };
-globalThis.setTimeout = () => {};
+const later = [];
+globalThis.setTimeout = (act) => { later.push(act); };
 const asked = [];
 globalThis.fetch = async (path, options) => {
   asked.push([path, options.headers.authorization]);
-  const answer = ANSWERS[path], ok = answer !== undefined;
+  const answer = answers[path], ok = answer !== undefined;
   return { ok, status: ok ? 200 : 404, json: async () => answer };
 };
 """
@@ -75,19 +76,28 @@ def state():
     )
 
 
-def run(answers):
-    """The texts of the page after it has asked once, and what it asked."""
+def run(answers, then=None):
+    """The texts of the page after it has asked once, or with `then` a second time and got that, and
+    what it asked."""
     node = shutil.which("node")
     if node is None:
         pytest.skip("no node")
     end = """
-    setImmediate(() => setImmediate(() => setImmediate(() => {
+    const settled = (act) => setImmediate(() => setImmediate(() => setImmediate(act)));
+    const again = (act) => {
+      if (!THEN) return act();
+      answers = THEN;
+      later.shift()();
+      settled(act);
+    };
+    settled(() => again(() => {
       const texts = Object.fromEntries(Object.entries(made).map(([id, n]) => [id, n.textContent]));
       const hidden = Object.fromEntries(Object.entries(made).map(([id, n]) => [id, n.hidden]));
       console.log(JSON.stringify({ texts, hidden, asked }));
-    })));
+    }));
     """
-    code = f"const ANSWERS = {json.dumps(answers)};\n{BROWSER}\n{SCRIPT}\n{end}"
+    given = f"let answers = {json.dumps(answers)};\nconst THEN = {json.dumps(then)};"
+    code = f"{given}\n{BROWSER}\n{SCRIPT}\n{end}"
     done = subprocess.run([node, "-"], input=code, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -131,6 +141,18 @@ def test_it_shows_both_classes_memory_and_batches():
     assert "Results" in second and "Cancel" not in second
     assert "undefined" not in json.dumps(texts) and "NaN" not in json.dumps(texts)
     assert {key for _, key in seen["asked"]} == {"Bearer secret"}
+
+
+def test_it_shows_what_was_done_since_it_looked_first():
+    server = {"policy": "hygen", "slo": {"ttft_ms": 1000, "tpot_ms": 50}, "shutting_down": False}
+    before = state()
+    times = before["times_s"] | {"online_tpot": [0.7, 6], "offline_ttft": [22.0, 7]}
+    after = before | {"times_s": times, "budget_s": 5, "budget_used_s": 4}
+    first, second = ({"cosched": server | {"replicas": [one, one]}} for one in (before, after))
+    texts = run(first, second)["texts"]
+    assert "mean TPOT, target|300 ms, 50 ms" in texts["online"]
+    assert "mean TTFT|7.00 s|mean TPOT|\N{EN DASH}" in texts["offline"]
+    assert "budget used, last minute|75.0 %" in texts["engine"]
 
 
 def test_a_server_without_batches_or_a_policy_of_ours():
