@@ -86,7 +86,8 @@ class DeadlinePace:
         to_full = -(-(in_batch + most) // tile) * tile - in_batch
         if self._seconds(totals, to_full, num_cached) <= self._offline_s:
             return most  # offline work fills the tile
-        return self._worthwhile(totals, most, num_cached)
+        cut = self._worthwhile(totals, most, num_cached)
+        return cut if cut >= min(most, _LEAST_CUT) else most
 
     def offline_tokens(self, num_cached: int, limit: int, *, is_last: bool = False) -> int:
         totals = self._ledger.totals
@@ -142,6 +143,10 @@ class DeadlinePace:
 
 _MANY = 2048
 """Tokens over which the steps of tiles even out."""
+
+_LEAST_CUT = 64
+"""Where less than this fits below the end of a tile, as beside many decodes, an online prompt is not
+cut there: it would be computed in crumbs, each at the price of a mixed batch."""
 
 _TILES = (64, 128, 256)
 """Tokens that GEMM kernels work on at a time."""

@@ -274,6 +274,21 @@ def test_an_online_prompt_is_cut_where_a_tile_ends_when_there_is_time_and_other_
     assert num_tokens == (256 - 10 if is_cut else 300)
 
 
+@pytest.mark.parametrize(("num_decodes", "num_tokens"), [(150, 105), (250, 150)])
+def test_an_online_prompt_is_not_computed_in_crumbs(num_decodes, num_tokens):
+    decodes = [decoding(offline(f"d{i}", 10), 2) for i in range(num_decodes)]
+    view = FakeView(
+        caps=replace(CAPS, max_running_requests=400),
+        running=(running_online(num_tokens=2, first_token_s=0.5), *decodes),
+        online=[online("late", 150, arrival_s=0.9)],
+        offline=[offline("o", 90)],
+        now_s=1.0,
+        start_s=1.0,
+        total_kv=99_999,
+    )
+    assert plan_of(view, predictor=Stairs()).prefill["late"] == num_tokens
+
+
 class Order:
     """An order that knows who shares a prefix: equal letters."""
 
