@@ -32,7 +32,7 @@ import torch
 
 from cosched_kernels import shared_prefix
 from cosched_kernels.buffers import PlanTensors, upload
-from cosched_kernels.groups import PrefixForest, Shared
+from cosched_kernels.groups import Shared, groups_of
 from cosched_kernels.plan import HeadShape, Plan, Tiling, bytes_moved, make_plan
 from cosched_kernels.shared_prefix import tiles_for
 
@@ -87,12 +87,14 @@ class Work:
         self.scale = heads.head_dim**-0.5
 
     def plan(self, tiling: Tiling) -> Plan:
-        shape, forest = self.shape, PrefixForest()
-        for index in range(shape.batch):
-            tokens = np.full(shape.prefix, index % shape.documents)
-            forest.put(Shared(rid=index, namespace=None, tokens=tokens, length=shape.prefix))
+        shape = self.shape
+        documents = [np.full(shape.prefix, index) for index in range(shape.documents)]
+        requests = [
+            Shared(namespace=None, tokens=documents[i % shape.documents], length=shape.prefix)
+            for i in range(shape.batch)
+        ]
         return make_plan(
-            forest.groups(range(shape.batch)),
+            groups_of(requests),
             num_queries=np.ones(shape.batch, dtype=np.int64),
             seq_lens=np.full(shape.batch, shape.prefix + shape.suffix),
             heads=self.heads,

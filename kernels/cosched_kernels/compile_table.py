@@ -28,7 +28,7 @@ import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from cosched_kernels.groups import PrefixForest, Shared
+from cosched_kernels.groups import Shared, groups_of
 from cosched_kernels.interpret import compiled
 from cosched_kernels.plan import (
     Bytes,
@@ -160,12 +160,9 @@ def document_bytes(
     """What one layer moves for `batch` decodes over one document of `prefix` tokens, each with
     `suffix` of its own: from the plan, the bound (each KV token once), and without sharing
     [bytes]."""
-    forest = PrefixForest()
     document = np.zeros(prefix, dtype=np.int64)
-    for rid in range(batch):
-        forest.put(Shared(rid=rid, namespace=None, tokens=document, length=prefix))
     plan = make_plan(
-        forest.groups(range(batch)),
+        groups_of([Shared(namespace=None, tokens=document, length=prefix)] * batch),
         num_queries=np.ones(batch, dtype=np.int64),
         seq_lens=np.full(batch, prefix + suffix),
         heads=heads,
@@ -270,14 +267,12 @@ def _mixed_table() -> list[dict[str, Any]]:
     heads = HeadShape(num_q_heads=32, num_kv_heads=8, head_dim=128)
     table = []
     for name, (new, prefix, own, is_one) in _MIXED.items():
-        forest = PrefixForest()
-        for rid in range(len(new)):
-            tokens = np.full(prefix, 0 if is_one else rid)
-            forest.put(Shared(rid=rid, namespace=None, tokens=tokens, length=prefix))
+        documents = [np.full(prefix, 0 if is_one else index) for index in range(len(new))]
+        requests = [Shared(namespace=None, tokens=tokens, length=prefix) for tokens in documents]
         num_queries = np.array(new)
         seq_lens = np.full(len(new), prefix + own)
         plan = make_plan(
-            forest.groups(range(len(new))),
+            groups_of(requests),
             num_queries=num_queries,
             seq_lens=seq_lens,
             heads=heads,

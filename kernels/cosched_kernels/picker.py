@@ -59,8 +59,9 @@ def gain_s(
     gained = float((saved / bandwidth).sum())
     piece = heads.q_bytes_per_token + 4 * heads.num_q_heads
     lost = device.launch_s + 2 * plan.num_pieces * piece / device.memory_bandwidth
-    is_prefill = num_queries > 1
-    pairs = num_queries[is_prefill] * (seq_lens[is_prefill] - num_queries[is_prefill] / 2)
-    work = 4 * heads.num_q_heads * heads.head_dim * float(pairs.sum())
-    lost += work * max(0.0, 1 / device.flops - 1 / device.other_flops)
+    if plan.num_tokens > len(num_queries):
+        is_prefill = num_queries > 1
+        pairs = num_queries[is_prefill] * (seq_lens[is_prefill] - num_queries[is_prefill] / 2)
+        work = 4 * heads.num_q_heads * heads.head_dim * float(pairs.sum())
+        lost += work * max(0.0, 1 / device.flops - 1 / device.other_flops)
     return gained - lost

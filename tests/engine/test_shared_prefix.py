@@ -85,8 +85,8 @@ def check_groups(engine):
     shared = shared_of(engine)
     groups_of, rows = shared._groups, shared._req_to_token
 
-    def checked(batch, cached):
-        groups = groups_of(batch, cached)
+    def checked(batch):
+        groups = groups_of(batch)
         for begin, end, last in zip(groups.begin, groups.end, groups.last, strict=True):
             members = [batch.reqs[i].kv.req_pool_idx for i in groups.order[begin:end]]
             assert (rows[members, :last] == rows[members[0], :last]).all()

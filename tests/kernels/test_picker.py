@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cosched_kernels.groups import PrefixForest, Shared
+from cosched_kernels.groups import Shared, groups_of
 from cosched_kernels.picker import DeviceModel, gain_s
 from cosched_kernels.plan import HeadShape, Tiling, make_plan
 
@@ -14,19 +14,15 @@ LLAMA_8B = HeadShape(num_q_heads=32, num_kv_heads=8, head_dim=128)
 
 def gain(*, batch, prefix, chunk=0, **device):
     """Of decodes over one document, and a chunk of a prompt that shares nothing."""
-    forest = PrefixForest()
     document = np.zeros(prefix, dtype=np.int64)
-    rids = list(range(batch))
-    for rid in rids:
-        forest.put(Shared(rid=rid, namespace=None, tokens=document, length=prefix))
+    requests = [Shared(namespace=None, tokens=document, length=prefix)] * batch
     num_queries, seq_lens = [1] * batch, [prefix + 100] * batch
     if chunk:
-        forest.put(Shared(rid="chunk", namespace=None, tokens=document[:0], length=0))
-        rids.append("chunk")
+        requests.append(Shared(namespace=None, tokens=document[:0], length=0))
         num_queries.append(chunk)
         seq_lens.append(10_000)
     shapes = {"num_queries": np.array(num_queries), "seq_lens": np.array(seq_lens)}
-    groups = forest.groups(rids)
+    groups = groups_of(requests)
     plan = make_plan(groups, heads=LLAMA_8B, tiling=Tiling(), **shapes)
     return gain_s(groups, plan, heads=LLAMA_8B, device=DeviceModel(**device), **shapes)
 

@@ -202,7 +202,7 @@ class SharedPrefixes:
         self._settings = settings
         self._pool = runner.token_to_kv_pool
         self._req_to_token = runner.req_to_token_pool.req_to_token
-        self._prefixes = RunningPrefixes(page_size=runner.page_size)
+        self._prefixes = RunningPrefixes.of(runner)
         self._is_strict = is_strict
         self._dtype: torch.dtype = runner.dtype
         self._is_off = False
@@ -313,9 +313,10 @@ class SharedPrefixes:
     def _plan_for(self, batch: Any) -> Plan | None:
         """The work of a layer for this batch, None where sharing does not pay."""
         num_queries, seq_lens = _lengths(batch)
-        groups = self._groups(batch, seq_lens - num_queries)
-        if groups.num_groups == 0:
-            return None
+        groups = self._groups(batch)
+        is_cached = groups.own <= (seq_lens - num_queries)[groups.order]
+        if groups.num_groups == 0 or not is_cached.all():
+            return None  # what is computed now is in no group
         is_decode = batch.forward_mode.is_decode()
         made = self._made
         if is_decode and made is not None and made.groups is groups:
@@ -348,14 +349,10 @@ class SharedPrefixes:
             return plan if gained > 0 else None
         return plan if groups.saved_tokens >= self._settings.min_saved_tokens else None
 
-    def _groups(self, batch: Any, cached: IntArray) -> Groups:
-        """cached: [requests] tokens before those computed now."""
+    def _groups(self, batch: Any) -> Groups:
         least = self._settings.min_saved_tokens
-        return self._prefixes.groups(
-            batch.reqs,
-            most=cached.tolist(),
-            min_saved=MIN_GROUP_TOKENS if least is None else max(1, least),
-        )
+        min_saved = MIN_GROUP_TOKENS if least is None else max(1, least)
+        return self._prefixes.groups(batch.reqs, min_saved=min_saved)
 
     def can_attend(self, q: Any, k: Any, v: Any, layer: Any, kwargs: dict[str, Any]) -> bool:
         """Whether this layer of the batch that runs now is computed here."""
