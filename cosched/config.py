@@ -66,10 +66,13 @@ class SharedPrefixConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
                       Hopper, flashinfer on Ampere and Ada, triton on other GPUs
     min_saved_tokens  a batch is shared when that saves so many reads of KV tokens in an iteration;
                       absent: where a model of the device says that it pays
+    device_model      file with that model, ``picker.json`` of ``scripts/gpu_profile``; absent: an
+                      H200 by its data sheets
     """
 
     inner: str | None = None
     min_saved_tokens: int | None = None
+    device_model: str | None = None
 
     def __post_init__(self) -> None:
         if self.min_saved_tokens is not None and self.min_saved_tokens < 1:

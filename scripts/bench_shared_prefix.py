@@ -4,9 +4,9 @@ iteration before its first kernel.
 
     scripts/bench_shared_prefix.py --running 256 --documents 16
 
-Processor time of this thread, best and median of many. *steady*: the same requests decode on;
-*changed*: one request has ended and another has come; *new*: nobody was there before. The last line
-is JSON.
+Processor time of this thread, best and median of many, with groups, plan and picker. *steady*: the
+same requests decode on; *changed*: one request has ended and another has come; *new*: nobody was
+there before. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from collections.abc import Callable
 import numpy as np
 
 from cosched_kernels.groups import PrefixForest, Shared
-from cosched_kernels.plan import HeadShape, Tiling, make_plan
+from cosched_kernels.picker import DeviceModel, gain_s
+from cosched_kernels.plan import HeadShape, Plan, Tiling, make_plan
 
 
 def timed(repeat: int, action: Callable[[], object]) -> dict[str, float]:
@@ -47,50 +48,46 @@ def main() -> None:
     heads = HeadShape(num_q_heads=32, num_kv_heads=8, head_dim=128)
     length = args.prefix + args.question
 
+    tiling, device = Tiling(), DeviceModel()
+
     def request(index: int) -> Shared:
         own = rng.integers(0, 30_000, args.question)
         tokens = np.concatenate((documents[index % args.documents], own))
-        return Shared(rid=f"r{index}", namespace=None, tokens=tokens, length=length)
+        return Shared(namespace=None, tokens=tokens, length=length)
 
     requests = [request(index) for index in range(args.running)]
     forest = PrefixForest()
-    rids = [r.rid for r in requests]
-    seq_lens = np.full(args.running, length + 100)
-    one = np.ones(args.running, dtype=np.int64)
+    members = [forest.put(request) for request in requests]
+    lengths = {
+        "num_queries": np.ones(args.running, dtype=np.int64),
+        "seq_lens": np.full(args.running, length + 100),
+    }
 
-    def plan() -> object:
-        return make_plan(
-            forest.groups(rids, min_saved=512),
-            num_queries=one,
-            seq_lens=seq_lens,
-            heads=heads,
-            tiling=Tiling(),
-        )
+    def plan() -> Plan:
+        groups = forest.groups(members, min_saved=512)
+        made = make_plan(groups, heads=heads, tiling=tiling, **lengths)
+        gain_s(groups, made, heads=heads, device=device, **lengths)
+        return made
 
     def new() -> object:
-        for rid in rids:
-            forest.remove(rid)
-        for r in requests:
-            forest.put(r)
+        for index, request in enumerate(requests):
+            forest.remove(members[index])
+            members[index] = forest.put(request)
         return plan()
 
     def changed() -> object:
-        forest.put(requests[0])
+        forest.remove(members[0])
+        del members[0]
+        requests.append(requests.pop(0))
+        members.append(forest.put(requests[-1]))
         return plan()
 
     results = {"new": timed(max(3, args.repeat // 20), new), "changed": timed(args.repeat, changed)}
-    made = make_plan(
-        forest.groups(rids, min_saved=512),
-        num_queries=one,
-        seq_lens=seq_lens,
-        heads=heads,
-        tiling=Tiling(),
-    )
+    made = plan()
 
     def steady() -> object:
-        assert all(forest.has(rid, length) for rid in rids)
-        forest.groups(rids, min_saved=512)
-        return made.grown(seq_lens)
+        forest.groups(members, min_saved=512)
+        return made.grown(lengths["seq_lens"])
 
     results["steady"] = timed(args.repeat, steady)
     for name, row in results.items():

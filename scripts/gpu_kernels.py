@@ -19,12 +19,16 @@ SGLang is needed for its own kernels only. The last line is JSON.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import json
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -32,7 +36,7 @@ import torch
 
 from cosched_kernels import shared_prefix
 from cosched_kernels.buffers import PlanTensors, upload
-from cosched_kernels.groups import PrefixForest, Shared
+from cosched_kernels.groups import Groups, Shared, groups_of
 from cosched_kernels.plan import HeadShape, Plan, Tiling, bytes_moved, make_plan
 from cosched_kernels.shared_prefix import tiles_for
 
@@ -86,13 +90,19 @@ class Work:
         self.out = torch.full_like(self.q, float("nan"))
         self.scale = heads.head_dim**-0.5
 
+    def groups(self) -> Groups:
+        shape = self.shape
+        documents = [np.full(shape.prefix, index) for index in range(shape.documents)]
+        requests = [
+            Shared(namespace=None, tokens=documents[i % shape.documents], length=shape.prefix)
+            for i in range(shape.batch)
+        ]
+        return groups_of(requests)
+
     def plan(self, tiling: Tiling) -> Plan:
-        shape, forest = self.shape, PrefixForest()
-        for index in range(shape.batch):
-            tokens = np.full(shape.prefix, index % shape.documents)
-            forest.put(Shared(rid=index, namespace=None, tokens=tokens, length=shape.prefix))
+        shape = self.shape
         return make_plan(
-            forest.groups(range(shape.batch)),
+            self.groups(),
             num_queries=np.ones(shape.batch, dtype=np.int64),
             seq_lens=np.full(shape.batch, shape.prefix + shape.suffix),
             heads=self.heads,
@@ -101,7 +111,15 @@ class Work:
 
     def run(self, plan: PlanTensors) -> None:
         """Ours, all layers."""
-        for k, v in self.layers:
+        for layer in self.layers:
+            self.attend(plan, [layer])
+            shared_prefix.reduce_pieces(out=self.out, plan=plan)
+
+    def attend(
+        self, plan: PlanTensors, layers: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+    ) -> None:
+        """The items alone; of all layers, or of these."""
+        for k, v in self.layers if layers is None else layers:
             shared_prefix.attend_items(
                 self.q,
                 k,
@@ -112,12 +130,16 @@ class Work:
                 pool_rows=self.pool_rows,
                 scale=self.scale,
             )
+
+    def reduce(self, plan: PlanTensors) -> None:
+        """The weighing of pieces alone, as often as there are layers."""
+        for _ in self.layers:
             shared_prefix.reduce_pieces(out=self.out, plan=plan)
 
-    def run_stock(self) -> Callable[[], None]:
-        """SGLang's Triton decode attention, all layers."""
-        from sglang.kernels.ops.attention.decode_attention import decode_attention_fwd
-
+    def run_stock(self, *, only_reduce: bool = False) -> Callable[[], None]:
+        """What launches SGLang's Triton decode attention, all layers. only_reduce: its second
+        kernel alone, which weighs the splits."""
+        decode = stock_module("decode_attention")
         batch, max_splits, device = self.shape.batch, 16, self.q.device
         length = self.shape.prefix + self.shape.suffix
         indptr = torch.arange(batch + 1, device=device, dtype=torch.int32) * length
@@ -128,9 +150,15 @@ class Work:
         lse = torch.empty((batch, self.heads.num_q_heads, max_splits), device=device)
         splits = torch.full((batch,), max_splits, dtype=torch.int32, device=device)
 
+        def reduce() -> None:
+            for _, v in self.layers:
+                decode._decode_softmax_reducev_fwd(
+                    logits, lse, self.q, self.out, 1.0, v, indptr, splits, max_splits
+                )
+
         def run() -> None:
             for k, v in self.layers:
-                decode_attention_fwd(
+                decode.decode_attention_fwd(
                     self.q,
                     k,
                     v,
@@ -146,7 +174,7 @@ class Work:
                     1.0,
                 )
 
-        return run
+        return reduce if only_reduce else run
 
     def reference(self) -> torch.Tensor:
         """Attention over the last layer, in float64."""
@@ -161,8 +189,21 @@ class Work:
         return result
 
 
+def stock_module(name: str) -> ModuleType:
+    """One of SGLang's files of Triton attention kernels, wherever this version has them."""
+    import cosched.bootstrap  # noqa: F401  # a stand-in for sgl_kernel where there is none
+
+    with contextlib.suppress(ModuleNotFoundError):
+        return importlib.import_module(f"sglang.kernels.ops.attention.{name}")
+    return importlib.import_module(f"sglang.srt.layers.attention.triton_ops.{name}")
+
+
 def seconds(run: Callable[[], None], *, repeat: int = 20) -> float:
-    """Of one call, replayed from a CUDA graph."""
+    """Of one call, replayed from a CUDA graph. Without a GPU: of the first call."""
+    if not torch.cuda.is_available():
+        begun = time.perf_counter()
+        run()
+        return time.perf_counter() - begun
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -187,7 +228,7 @@ class Card:
     def __init__(self, device: str) -> None:
         self.device = device
         self.is_gpu = device == "cuda"
-        self.num_sms = 2
+        self.num_sms = 1
         self.name = "CPU"
         if self.is_gpu:
             properties = torch.cuda.get_device_properties(0)

@@ -160,6 +160,9 @@ class Controller:
                 clock=clock, observer=observer, predictor=self.predictor if entry.timed else None
             )
             self.timekeeper.add_end_listener(self.lengths.ended)
+            prefixes = self._prefixes
+            if prefixes is not None:
+                self.timekeeper.add_end_listener(lambda tracked: prefixes.forget(tracked.req))
         self.decisions: DecisionLog | None = None
         self.exporter: MetricsExporter | None = None
         self.service = ServiceRecord(slo=self.settings.slo)

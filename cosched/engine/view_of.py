@@ -79,6 +79,7 @@ class SchedulerView:
         self._decodes_due = decodes_due
         self._matches: dict[Request, Match] = {}
         self._gains: dict[Request, int] = {}
+        self._shared: dict[RequestClass, Mapping[Request, int]] = {}
 
     @cached_property
     def _running(self) -> Running:
@@ -217,18 +218,18 @@ class SchedulerView:
         host = self._kv.num_on_host(request, node, num_tokens)
         return Match(cached=num_tokens + host, evictable=held, host=host)
 
-    @cached_property
-    def _shared(self) -> Mapping[Request, int]:
-        found: dict[Request, int] = {}
-        if self._prefixes is not None:
-            for requests, contexts in self._running.by_class.values():
-                reads = self._prefixes.reads([_req(r) for r in requests], contexts)
-                shared = (all_ - read for all_, read in zip(contexts, reads, strict=True))
-                found |= zip(requests, shared, strict=True)
-        return found
-
     def num_shared(self, request: Request) -> int:
-        return self._shared.get(request, 0)
+        """Looked up once for all of its class."""
+        if self._prefixes is None:
+            return 0
+        shared = self._shared.get(request.request_class)
+        if shared is None:
+            requests, contexts = self.running_of(request.request_class)
+            reads = self._prefixes.reads([_req(r) for r in requests], contexts)
+            numbers = (all_ - read for all_, read in zip(contexts, reads, strict=True))
+            shared = dict(zip(requests, numbers, strict=True))
+            self._shared[request.request_class] = shared
+        return shared.get(request, 0)
 
     def preemption_gain(self, request: Request) -> int:
         """Looked up once."""

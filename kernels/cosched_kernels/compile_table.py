@@ -28,8 +28,9 @@ import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from cosched_kernels.groups import PrefixForest, Shared
+from cosched_kernels.groups import Shared, groups_of
 from cosched_kernels.interpret import compiled
+from cosched_kernels.picker import DeviceModel, mixed_times_s
 from cosched_kernels.plan import (
     Bytes,
     HeadShape,
@@ -160,12 +161,9 @@ def document_bytes(
     """What one layer moves for `batch` decodes over one document of `prefix` tokens, each with
     `suffix` of its own: from the plan, the bound (each KV token once), and without sharing
     [bytes]."""
-    forest = PrefixForest()
     document = np.zeros(prefix, dtype=np.int64)
-    for rid in range(batch):
-        forest.put(Shared(rid=rid, namespace=None, tokens=document, length=prefix))
     plan = make_plan(
-        forest.groups(range(batch)),
+        groups_of([Shared(namespace=None, tokens=document, length=prefix)] * batch),
         num_queries=np.ones(batch, dtype=np.int64),
         seq_lens=np.full(batch, prefix + suffix),
         heads=heads,
@@ -258,6 +256,8 @@ _MIXED = {
     "32 decodes, one document": ([1] * 32, 10_000, 200, True),
     "32 decodes, 32 documents": ([1] * 32, 10_000, 200, False),
     "512-token chunk, 32 decodes": ([512, *[1] * 32], 10_000, 600, True),
+    "512-token chunk, 32 chats": ([512, *[1] * 32], 0, 1000, False),
+    "512-token chunk, 32 documents": ([512, *[1] * 32], 10_000, 600, False),
 }
 _STOCK_TILE = 128  # rows of SGLang's Triton extend kernel on sm_80 and sm_90, per query head
 
@@ -266,23 +266,24 @@ def _mixed_table() -> list[dict[str, Any]]:
     print("\nPrefill and mixed batches, one layer (32 query heads, 8 KV heads, dim 128, bf16).")
     print("Scores in millions of (row, key), empty rows of tiles included; stock: a tile of 128")
     print("rows for each request and query head.")
-    print(f"{'batch':<30}{'KV MB':>8}{'unshared':>10}{'scores':>9}{'stock':>9}")
+    print("ms: of an H200 by the picker's model; beside Triton's kernel, and one that packs heads")
+    print(
+        f"{'batch':<30}{'KV MB':>8}{'unshared':>10}{'scores':>9}{'stock':>9}"
+        f"{'ms':>8}{'Triton':>8}{'packed':>8}"
+    )
     heads = HeadShape(num_q_heads=32, num_kv_heads=8, head_dim=128)
     table = []
     for name, (new, prefix, own, is_one) in _MIXED.items():
-        forest = PrefixForest()
-        for rid in range(len(new)):
-            tokens = np.full(prefix, 0 if is_one else rid)
-            forest.put(Shared(rid=rid, namespace=None, tokens=tokens, length=prefix))
+        documents = [np.full(prefix, 0 if is_one else index) for index in range(len(new))]
+        requests = [Shared(namespace=None, tokens=tokens, length=prefix) for tokens in documents]
         num_queries = np.array(new)
         seq_lens = np.full(len(new), prefix + own)
-        plan = make_plan(
-            forest.groups(range(len(new))),
-            num_queries=num_queries,
-            seq_lens=seq_lens,
-            heads=heads,
-            tiling=Tiling(),
+        groups, lengths = groups_of(requests), {"num_queries": num_queries, "seq_lens": seq_lens}
+        plan = make_plan(groups, **lengths, heads=heads, tiling=Tiling())
+        triton_s, ours_s = mixed_times_s(
+            groups, plan, **lengths, heads=heads, device=DeviceModel().beside("triton")
         )
+        packed_s, _ = mixed_times_s(groups, plan, **lengths, heads=heads, device=DeviceModel())
         tiles = -(-num_queries // _STOCK_TILE)
         row = {
             "batch": name,
@@ -290,11 +291,15 @@ def _mixed_table() -> list[dict[str, Any]]:
             "unshared_mb": int(seq_lens.sum()) * heads.kv_bytes_per_token / 1e6,
             "scores": scores_computed(plan, heads) / 1e6,
             "stock_scores": int((tiles * _STOCK_TILE * seq_lens).sum()) * heads.num_q_heads / 1e6,
+            "ms": ours_s * 1e3,
+            "triton_ms": triton_s * 1e3,
+            "packed_ms": packed_s * 1e3,
         }
         table.append(row)
         print(
             f"{name:<30}{row['kv_mb']:>8.0f}{row['unshared_mb']:>10.0f}"
             f"{row['scores']:>9.0f}{row['stock_scores']:>9.0f}"
+            f"{row['ms']:>8.3f}{row['triton_ms']:>8.3f}{row['packed_ms']:>8.3f}"
         )
     return table
 

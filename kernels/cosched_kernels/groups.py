@@ -1,34 +1,40 @@
-"""Who shares which prefix: the running requests as a tree of the KV that they have in common.
+"""Who shares which prefix: the running requests, sorted by their tokens.
 
 Two requests read the same KV slots as far as their tokens agree *and* these lie in the engine's
 radix tree, which holds each sequence of tokens once. Both are known on the host, so groups need
 neither the device's slot table nor a walk over the engine's tree.
+
+In sorted order all that share a prefix stand next to each other, and what any two of them have in
+common is the least of what the neighbours between them have. So a number for each pair of
+neighbours tells the groups of any batch, whoever else is known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Groups", "IntArray", "PrefixForest", "Shared"]
+__all__ = ["Groups", "IntArray", "PrefixForest", "Shared", "groups_of", "of_all_around"]
 
 IntArray = npt.NDArray[np.int64]
+_Ints = npt.NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
     """What a request has in the radix tree.
 
-    rid        names the request
     namespace  requests of different ones share nothing (LoRA adapter, cache salt)
     tokens     its tokens, at least the first `length`; not written to afterwards
     length     tokens at its head whose KV the radix tree owns, a multiple of the page size
     """
 
-    rid: Hashable
     namespace: Hashable
     tokens: IntArray
     length: int
@@ -39,11 +45,12 @@ class Groups:
     """Requests in an order in which every group is a range, and the groups.
 
     order       [requests] rank -> index in the batch
-    begin, end  [groups] ranks [begin, end) of the members; at least two, unless requests of the
-                forest are not in this batch
+    begin, end  [groups] ranks [begin, end) of the members, at least two. A group stands before
+                those within it
     first, last [groups] positions [first, last) of the KV that they read together; groups of a
                 request follow each other without a gap, from position 0
     level       [groups] groups around this one
+    num_levels  0 without groups
     own         [requests] by rank: the position from which a request reads its KV alone
     """
 
@@ -53,6 +60,7 @@ class Groups:
     first: IntArray
     last: IntArray
     level: IntArray
+    num_levels: int
     own: IntArray
 
     @property
@@ -65,178 +73,252 @@ class Groups:
         return int(((self.end - self.begin - 1) * (self.last - self.first)).sum())
 
 
-@dataclass(slots=True, eq=False)
-class _Node:
-    """KV positions [begin, end) that the same requests have in common; `tokens` from position 0."""
+_SLOT_BITS = 20
+_SLOTS = (1 << _SLOT_BITS) - 1
+"""The lower bits of a member are its row in the forest's table, the others are never used again."""
 
-    tokens: IntArray
-    begin: int
-    end: int
-    parent: _Node | None
-    children: dict[Hashable, _Node] = field(default_factory=dict)
-    members: set[Hashable] = field(default_factory=set)
-    """Requests whose part of the radix tree ends here."""
-    count: int = 0
-    """Requests that end here or below."""
+_NUM_KEPT = 8
+"""Answers that a forest keeps: a plan for each class, the batch that runs, and those before."""
+
+_HEAD = 64
+"""Tokens by which requests are sorted first: most differ there, or for long not at all."""
+
+
+class _Entry(NamedTuple):
+    """key: the number of its namespace and its first tokens; requests are in the order of their
+    keys, and those with the same key in the order of their tokens."""
+
+    member: int
+    key: tuple[int, bytes]
+    request: Shared
 
 
 class PrefixForest:
-    """The tree of running requests, kept from one iteration to the next.
+    """The requests that run, in the order of their tokens, from one iteration to the next.
 
-    A request is put in once, which compares its tokens with those of one branch; after that an
-    iteration in which nobody came or went costs one comparison of lists.
+    A request is put in once, which compares its tokens with those of a few others. What is asked of
+    a batch is answered from numbers, and the answer depends on the requests of that batch only.
     """
 
     def __init__(self, *, page_size: int = 1) -> None:
         """page_size: requests share whole pages [tokens]; groups are cut at page boundaries."""
         assert page_size >= 1, f"{page_size=}"
         self.page_size = page_size
-        self._roots: dict[Hashable, _Node] = {}
-        self._ends: dict[Hashable, tuple[_Node, int, Hashable]] = {}
-        self._last: tuple[list[Hashable], int] = ([], 0)
-        self._groups: Groups | None = None
-        self._is_changed = False
+        self._sorted: list[_Entry] = []
+        self._keys: list[tuple[int, bytes]] = []
+        # [place] tokens in common with the next one, in whole pages; [slot] place, and member or 0.
+        self._common = np.zeros(64, dtype=np.int64)
+        self._place_of = np.zeros(64, dtype=np.int64)
+        self._member_of = np.zeros(64, dtype=np.int64)
+        self._free_slots = list(range(63, -1, -1))
+        self._num_put = 0
+        self._spaces: dict[Hashable, list[int]] = {}
+        """Namespace -> its number in the order, and how many requests are of it."""
+        self._made: OrderedDict[tuple[bytes, int], Groups] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._ends)
+        return len(self._sorted)
 
-    def has(self, rid: Hashable, length: int) -> bool:
-        """Whether a request is in with so much of it in the radix tree."""
-        entry = self._ends.get(rid)
-        return entry is not None and entry[1] == length
-
-    def put(self, request: Shared) -> None:
-        """Put a request in, or in its new place when more or less of it is in the radix tree now.
-        O(length)."""
+    def put(self, request: Shared) -> int:
+        """Put a request in; returns the member that it is from now on, which no other will ever be.
+        One of which more or less is in the radix tree now is another member: remove the old one.
+        O(length) and O(requests), both in C."""
         assert request.length % self.page_size == 0, f"{request.length=} {self.page_size=}"
         assert 0 <= request.length <= len(request.tokens), f"{request.length=}"
-        self.remove(request.rid)
-        self._is_changed = True
-        node = self._roots.get(request.namespace)
-        if node is None:
-            node = _Node(request.tokens, 0, 0, None)
-            self._roots[request.namespace] = node
-        while node.end < request.length:
-            key = self._page(request.tokens, node.end)
-            child = node.children.get(key)
-            if child is None:
-                child = _Node(request.tokens, node.end, request.length, node)
-                node.children[key] = child
-                node = child
-                break
-            agreed = self._agreement(child, request)
-            if agreed < child.end:
-                child = self._split(child, agreed)
-            node = child
-        node.members.add(request.rid)
-        _count(node, 1)
-        self._ends[request.rid] = (node, request.length, request.namespace)
+        if not self._free_slots:
+            self._make_room()
+        slot = self._free_slots.pop()
+        self._num_put += 1
+        member = self._num_put << _SLOT_BITS | slot
+        space = self._spaces.setdefault(request.namespace, [self._num_put, 0])
+        space[1] += 1
+        head = request.tokens[: min(_HEAD, request.length)]
+        entry = _Entry(member, (space[0], head.tobytes()), request)
+        place, before, behind = self._find(entry)
+        num = len(self._sorted)
+        self._sorted.insert(place, entry)
+        self._keys.insert(place, entry.key)
+        common = self._common
+        common[place + 1 : num + 1] = common[place:num]
+        common[place] = behind
+        if place:
+            common[place - 1] = before
+        self._place_of += self._place_of >= place
+        self._place_of[slot] = place
+        self._member_of[slot] = member
+        return member
 
-    def remove(self, rid: Hashable) -> None:
+    def remove(self, member: int) -> None:
         """Forget a request; nothing happens where it is not in."""
-        entry = self._ends.pop(rid, None)
-        if entry is None:
+        slot = member & _SLOTS
+        if slot >= len(self._member_of) or self._member_of[slot] != member:
             return
-        self._is_changed = True
-        node, _, namespace = entry
-        node.members.discard(rid)
-        _count(node, -1)
-        while not node.members and not node.children:
-            if node.parent is None:
-                del self._roots[namespace]
-                return
-            del node.parent.children[self._page(node.tokens, node.begin)]
-            node = node.parent
+        self._member_of[slot] = 0
+        place = int(self._place_of[slot])
+        entry = self._sorted.pop(place)
+        del self._keys[place]
+        space = self._spaces[entry.request.namespace]
+        space[1] -= 1
+        if not space[1]:
+            del self._spaces[entry.request.namespace]
+        common, num = self._common, len(self._sorted)
+        if place:
+            common[place - 1] = min(common[place - 1], common[place])
+        common[place:num] = common[place + 1 : num + 1]
+        self._place_of -= self._place_of > place
+        self._free_slots.append(slot)
 
-    def keep_only(self, rids: Iterable[Hashable]) -> None:
-        """Forget all others."""
-        for rid in self._ends.keys() - set(rids):
-            self.remove(rid)
+    def groups(self, members: Sequence[int], *, min_saved: int = 1) -> Groups:
+        """The groups of a batch: O(requests) in C and O(groups), or one of the last answers.
 
-    def groups(self, rids: Sequence[Hashable], *, min_saved: int = 1) -> Groups:
-        """The groups of a batch; O(requests) when the batch is a new one, else that of the last
-        call.
-
-        rids       the requests of the batch, all of them put in before
-        min_saved  a level of the tree is a group of its own where it saves so many reads of KV
-                   tokens: (members - 1) x tokens. Below, its tokens count to the levels under it
+        members    the requests of the batch, all of them in the forest
+        min_saved  what some have in common is a group of its own where it saves so many reads of KV
+                   tokens: (members - 1) x tokens. Below, its tokens count to the groups within it
         """
-        called_with = (list(rids), min_saved)
-        if self._groups is None or self._is_changed or called_with != self._last:
-            self._groups = self._make_groups(rids, min_saved)
-            self._last = called_with
-            self._is_changed = False
-        return self._groups
+        asked = np.array(members, dtype=np.int64)
+        key = asked.tobytes(), min_saved
+        groups = self._made.get(key)
+        if groups is None:
+            groups = self._made[key] = self._make_groups(asked, min_saved)
+            if len(self._made) > _NUM_KEPT:
+                self._made.popitem(last=False)
+        else:
+            self._made.move_to_end(key)
+        return groups
 
-    def _make_groups(self, rids: Sequence[Hashable], min_saved: int) -> Groups:
-        index_of = {rid: index for index, rid in enumerate(rids)}
-        order: list[int] = []
-        own: list[int] = []
-        found: list[list[int]] = []
-
-        def visit(node: _Node, read: int, level: int) -> None:
-            """Put the requests of a subtree in order. Their KV up to `read` is read by `level`
-            groups around them."""
-            group = None
-            if node.end > read and _is_worth(node, read, min_saved):
-                group = [len(order), 0, read, node.end, level]
-                found.append(group)
-                read, level = node.end, level + 1
-            for rid in node.members:
-                index = index_of.get(rid)
-                if index is not None:
-                    order.append(index)
-                    own.append(read)
-            for child in node.children.values():
-                visit(child, read, level)
-            if group is not None:
-                group[1] = len(order)
-
-        for root in self._roots.values():
-            visit(root, 0, 0)
-        assert len(order) == len(rids), "a request was not put in, or is in the batch twice"
-        columns = np.array(found, dtype=np.int64).reshape(-1, 5)
-        # None of its members may be in this batch, where others of the forest sit out.
-        columns = columns[columns[:, 1] > columns[:, 0]].T
+    def _make_groups(self, members: IntArray, min_saved: int) -> Groups:
+        num, slots = len(members), members & _SLOTS
+        is_known = self._member_of.take(slots, mode="clip") == members
+        assert is_known.all(), "a request was not put in"
+        places = self._place_of[slots]
+        order = places.argsort()
+        found = []
+        if num > 1:
+            between = np.minimum.reduceat(self._common, places[order])[:-1]
+            found = _worthy(_intervals(between), min_saved)
+        columns = np.array(found, dtype=np.int64).reshape(-1, 5).T
+        begin, end, first, last, level = columns
         return Groups(
-            order=np.array(order, dtype=np.int64),
-            begin=columns[0],
-            end=columns[1],
-            first=columns[2],
-            last=columns[3],
-            level=columns[4],
-            own=np.array(own, dtype=np.int64),
+            order=order,
+            begin=begin,
+            end=end,
+            first=first,
+            last=last,
+            level=level,
+            num_levels=1 + max([group[4] for group in found], default=-1),
+            own=of_all_around(begin, end, last - first, num),
         )
 
-    def _page(self, tokens: IntArray, begin: int) -> Hashable:
-        return tokens[begin : begin + self.page_size].tobytes()
+    def _find(self, entry: _Entry) -> tuple[int, int, int]:
+        """Where an entry goes, and its tokens in common with the one before and the one behind, in
+        whole pages."""
+        key, known, num, common = entry.key, self._sorted, len(self._sorted), self._common
+        low = bisect_left(self._keys, key)
+        high = bisect_right(self._keys, key, lo=low)
+        first, last = low, high
+        before = behind = -1
+        while low < high:
+            middle = (low + high) // 2
+            # The bound that it has more in common with tells most of the others: where these have
+            # more in common with the bound than it has, or less, nothing need be compared.
+            agreed = max(before, behind)
+            of_bound = agreed
+            if agreed >= 0 and agreed == before:
+                of_bound = np.minimum.reduce(common[low - 1 : middle])
+                is_behind = of_bound > before
+            elif agreed >= 0:
+                of_bound = np.minimum.reduce(common[middle:high])
+                is_behind = of_bound < behind
+            if of_bound == agreed:
+                agreed, is_behind = self._compared(known[middle], entry, max(agreed, 0))
+            else:
+                agreed = min(agreed, int(of_bound))
+            if is_behind:
+                low, before = middle + 1, agreed
+            else:
+                high, behind = middle, agreed
+        if low == first:
+            before = self._compared(known[low - 1], entry, 0)[0] if low else 0
+        if low == last:
+            behind = self._compared(known[low], entry, 0)[0] if low < num else 0
+        return low, before, behind
 
-    def _agreement(self, node: _Node, request: Shared) -> int:
-        """Up to which position a request goes along with a node, in whole pages."""
-        end = min(node.end, request.length)
-        differs = node.tokens[node.begin : end] != request.tokens[node.begin : end]
-        agreed = node.begin + int(differs.argmax()) if differs.any() else end
-        return agreed - agreed % self.page_size
+    def _compared(self, one: _Entry, other: _Entry, agreed: int) -> tuple[int, bool]:
+        """Tokens that two have in common in whole pages, at least `agreed`, and, where their keys
+        are alike, whether the other one stands behind. A prefix stands before what goes on."""
+        a, b = one.request, other.request
+        if one.key[0] != other.key[0]:
+            return 0, False
+        end = min(a.length, b.length)
+        stop = end if one.key == other.key else min(_HEAD, end)
+        differs = a.tokens[agreed:stop] != b.tokens[agreed:stop]
+        first = int(differs.argmax()) if stop > agreed else 0
+        if stop > agreed and differs[first]:
+            first += agreed
+            return first - first % self.page_size, bool(b.tokens[first] > a.tokens[first])
+        return stop - stop % self.page_size, b.length >= a.length
 
-    def _split(self, node: _Node, at: int) -> _Node:
-        """Cut a node in two at a position; the upper part."""
-        assert node.parent is not None and node.begin < at < node.end, f"{at=}"
-        upper = _Node(node.tokens, node.begin, at, node.parent, count=node.count)
-        node.parent.children[self._page(node.tokens, node.begin)] = upper
-        upper.children[self._page(node.tokens, at)] = node
-        node.parent, node.begin = upper, at
-        return upper
+    def _make_room(self) -> None:
+        num = len(self._place_of)
+        assert 2 * num <= _SLOTS + 1, f"more than {num} requests"
+        more = np.zeros(num, dtype=np.int64)
+        self._common = np.concatenate((self._common, more))
+        self._place_of = np.concatenate((self._place_of, more))
+        self._member_of = np.concatenate((self._member_of, more))
+        self._free_slots.extend(range(2 * num - 1, num - 1, -1))
 
 
-def _count(node: _Node | None, change: int) -> None:
-    while node is not None:
-        node.count += change
-        node = node.parent
+def of_all_around(begin: IntArray, end: IntArray, numbers: _Ints, num: int) -> IntArray:
+    """[num] by rank: the sum of the numbers of all groups [begin, end) that it is in."""
+    change = np.bincount(begin, numbers, num + 1) - np.bincount(end, numbers, num + 1)
+    return change[:-1].cumsum().astype(np.int64)
 
 
-def _is_worth(node: _Node, read: int, min_saved: int) -> bool:
-    """Whether [read, node.end) is a group of its own. Where one child has all of the members it is
-    not: the same requests read on, and the child is the group."""
-    if node.count < 2 or (node.count - 1) * (node.end - read) < min_saved:
-        return False
-    return all(child.count < node.count for child in node.children.values())
+def groups_of(requests: Sequence[Shared], *, page_size: int = 1, min_saved: int = 1) -> Groups:
+    """The groups of a batch that comes but once; see `PrefixForest.groups`."""
+    forest = PrefixForest(page_size=page_size)
+    return forest.groups([forest.put(request) for request in requests], min_saved=min_saved)
+
+
+def _intervals(common: IntArray) -> list[tuple[int, int, int]]:
+    """Ranks [begin, -end) of all that have more in common than any that hold them do, and how much;
+    outer ones before inner ones, which is why ends are negative.
+
+    common: [requests - 1] tokens that neighbours have in common
+    """
+    starts = [0, *((common[1:] != common[:-1]).nonzero()[0] + 1).tolist()]
+    found: list[tuple[int, int, int]] = []
+    open_: list[tuple[int, int]] = []
+    top = 0
+    for start, length in zip(starts, common[starts].tolist(), strict=True):
+        begin = start
+        while top > length:
+            begin, inner = open_.pop()
+            found.append((begin, -start - 1, inner))
+            top = open_[-1][1] if open_ else 0
+        if length > top:
+            open_.append((begin, length))
+            top = length
+    end = -len(common) - 1
+    found += [(begin, end, length) for begin, length in open_]
+    found.sort()
+    return found
+
+
+def _worthy(
+    intervals: list[tuple[int, int, int]], min_saved: int
+) -> list[tuple[int, int, int, int, int]]:
+    """Those that save enough, as (begin, end, first, last, level) of `Groups`."""
+    found: list[tuple[int, int, int, int, int]] = []
+    around: list[tuple[int, int]] = []
+    read = 0
+    for begin, negative_end, last in intervals:
+        end = -negative_end
+        while around and around[-1][0] <= begin:
+            around.pop()
+            read = around[-1][1] if around else 0
+        if (end - begin - 1) * (last - read) >= min_saved:
+            found.append((begin, end, read, last, len(around)))
+            around.append((end, last))
+            read = last
+    return found

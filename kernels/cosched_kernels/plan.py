@@ -12,13 +12,14 @@ the device.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from cosched_kernels.groups import Groups, IntArray
+from cosched_kernels.groups import Groups, IntArray, of_all_around
 
 __all__ = [
     "ITEM_FIELDS",
@@ -41,7 +42,10 @@ ITEM_FIELDS = (
     "piece",  # which of its tokens' pieces it computes; -1: it is the only one, no piece is kept
     "unused",  # so that an item is 32 bytes
 )
+_FIRST, _NUM, _REQUEST, _BEGIN, _END, _LIMIT, _PIECE = range(7)
+_ONLY = -1
 _UNLIMITED = 2**30  # every token sees all of a shared prefix
+_Ints = npt.NDArray[np.integer[Any]]
 _MIN_SPLIT = 256
 """Fewest KV tokens of a split. Below, the pieces cost more than the split gains."""
 
@@ -155,135 +159,138 @@ def make_plan(
     The new tokens of a request must lie behind all of its groups: what is shared is in the radix
     tree, and what is computed now is not.
     """
-    order, num_requests = groups.order, len(groups.order)
-    counts, lengths = num_queries[order], seq_lens[order]
-    assert num_requests == 0 or (counts >= 1).all(), "every request has a new token"
-    assert (lengths - counts >= groups.own).all(), "a new token in a shared prefix"
-    first_token = np.zeros(num_requests + 1, dtype=np.int64)
-    np.cumsum(counts, out=first_token[1:])
-    num_tokens = int(first_token[-1])
-    if num_tokens == num_requests:
-        token_order = order
+    order, num_requests, num_groups = groups.order, len(groups.order), groups.num_groups
+    is_decode = bool((num_queries == 1).all())
+    lengths = seq_lens[order]
+    if is_decode:
+        counts, first_token, token_order = num_queries, np.arange(num_requests + 1), order
     else:
-        in_batch = np.zeros(num_requests, dtype=np.int64)
-        np.cumsum(num_queries[:-1], out=in_batch[1:])
-        token_order = np.arange(num_tokens) + np.repeat(in_batch[order] - first_token[:-1], counts)
+        assert num_queries.min() >= 1, "every request has a new token"
+        counts = num_queries[order]
+        first_token = _sums(counts)
+        shift = _sums(num_queries)[order] - first_token[:-1]
+        token_order = np.arange(first_token[-1]) + np.repeat(shift, counts)
+    seen = lengths - counts
+    assert (seen >= groups.own).all(), "a new token in a shared prefix"
 
-    # One stretch per group and per request: tokens [token, token + tokens), span [begin, end).
-    token = np.concatenate((first_token[groups.begin], first_token[:-1]))
-    tokens = np.concatenate((first_token[groups.end] - first_token[groups.begin], counts))
-    request = np.concatenate((order[groups.begin], order))
-    begin = np.concatenate((groups.first, groups.own))
-    end = np.concatenate((groups.last, lengths))
-    limit = np.concatenate((np.full(groups.num_groups, _UNLIMITED), lengths - counts))
+    # One stretch per group and per request, each to be cut twice: into tiles, and into splits.
+    items = np.zeros((num_groups + num_requests, len(ITEM_FIELDS)), dtype=np.int32)
+    shared, own = items[:num_groups].T, items[num_groups:].T
+    shared[_FIRST], own[_FIRST] = first_token[groups.begin], first_token[:-1]
+    shared[_NUM], own[_NUM] = first_token[groups.end] - shared[_FIRST], counts
+    shared[_REQUEST], own[_REQUEST] = order[groups.begin], order
+    shared[_BEGIN], own[_BEGIN] = groups.first, groups.own
+    shared[_END], own[_END] = groups.last, lengths
+    shared[_LIMIT], own[_LIMIT] = _UNLIMITED, seen
+    stretch = np.arange(len(items))
+    first_tile: Any = slice(num_groups)
+    own_tile = slice(num_groups, None)
 
     # Tiles: as many whole tokens as fit into a height.
     capacities = np.array([rows // heads.group for rows in tiling.rows])
     assert capacities[0] >= 1, f"{heads.group=} rows do not fit into a tile of {tiling.rows[0]}"
-    height = np.minimum(np.searchsorted(capacities, tokens), len(capacities) - 1)
-    capacity = capacities[height]
-    num_tiles = -(-tokens // capacity)
-    stretch = np.repeat(np.arange(len(tokens)), num_tiles)
-    within = _positions_in_runs(num_tiles) * capacity[stretch]
-    height = height[stretch]
-    tile = {
-        "first_token": token[stretch] + within,
-        "num_tokens": np.minimum(capacity[stretch], tokens[stretch] - within),
-        "request": request[stretch],
-        "kv_begin": begin[stretch],
-        "limit": limit[stretch] + np.where(stretch < groups.num_groups, 0, within),
-    }
-    last_seen = tile["limit"] + tile["num_tokens"]
-    tile_end = np.minimum(end[stretch], last_seen)
-    num_splits = _splits(tile_end - tile["kv_begin"], height, heads.num_kv_heads, tiling)
+    tokens = items[:, _NUM]
+    height = capacities[:-1].searchsorted(tokens)
+    if len(tokens) and tokens.max() > capacities[-1]:
+        num_tiles = -(-tokens // capacities[height])
+        items, stretch, height = _repeated(num_tiles, items, stretch, height)
+        first_tile = stretch.searchsorted(np.arange(num_groups))
+        own_tile = slice(int(num_tiles[:num_groups].sum()), None)
+        within = _positions_in_runs(num_tiles) * capacities[height]
+        items[:, _FIRST] += within
+        items[:, _NUM] = np.minimum(capacities[height], items[:, _NUM] - within)
+        items[:, _LIMIT] += np.where(stretch < num_groups, 0, within)
+    if not is_decode:
+        # No tile reads what is behind its last token.
+        items[:, _END] = np.minimum(items[:, _END], items[:, _LIMIT] + items[:, _NUM])
+    num_splits = _splits(items[:, _END] - items[:, _BEGIN], height, heads.num_kv_heads, tiling)
 
     # Pieces: those of a token's groups first, outermost first, then those of its own part. All
-    # members of a group are in the same groups above it, so they agree on the numbers.
-    splits_of_stretch = np.zeros(len(tokens), dtype=np.int64)
-    splits_of_stretch[stretch] = num_splits  # alike for all tiles of a group
-    first_piece = _pieces_before(groups, splits_of_stretch[: groups.num_groups])
-    own_tile = stretch >= groups.num_groups
-    pieces = np.empty(num_tokens, dtype=np.int64)
-    rank_pieces = first_piece[stretch[own_tile]] + num_splits[own_tile]
-    pieces[_ranges(tile["first_token"][own_tile], tile["num_tokens"][own_tile])] = np.repeat(
-        rank_pieces, tile["num_tokens"][own_tile]
-    )
-
-    # Items: a tile per split. Tiles of one span stand next to each other, so that they run at the
-    # same time and all but the first find it in the cache of the device.
-    which = np.repeat(np.arange(len(stretch)), num_splits)
-    split = _positions_in_runs(num_splits)
-    length = (tile_end - tile["kv_begin"])[which]
-    step = -(-length // num_splits[which])
-    item_begin = tile["kv_begin"][which] + np.minimum(split * step, length)
-    item_end = tile["kv_begin"][which] + np.minimum((split + 1) * step, length)
-    piece = first_piece[stretch[which]] + split
-    is_only = pieces[tile["first_token"][which]] == 1
-    items = np.zeros((len(which), len(ITEM_FIELDS)), dtype=np.int32)
-    fields = (
-        tile["first_token"][which],
-        tile["num_tokens"][which],
-        tile["request"][which],
-        item_begin,
-        item_end,
-        tile["limit"][which],
-        np.where(is_only, -1, piece),
-    )
-    for index, values in enumerate(fields):
-        items[:, index] = values
-    sorting = np.lexsort((which, split, stretch[which], height[which]))
-    starts = np.zeros(len(capacities) + 1, dtype=np.int32)
-    np.cumsum(np.bincount(height[which], minlength=len(capacities)), out=starts[1:])
+    # members of a group are in the same groups above it, so they agree on the numbers. Splits are
+    # alike for all tiles of a group.
+    piece = _pieces_before(groups, num_splits[first_tile])
+    if len(stretch) > len(piece):
+        piece = piece[stretch]
+    pieces = piece[own_tile] + num_splits[own_tile]
     # A token with a single piece needs no room for it.
-    pieces[pieces == 1] = 0
-    bases = np.zeros(num_tokens + 1, dtype=np.int32)
-    np.cumsum(pieces, out=bases[1:])
-    is_own = stretch[which] >= groups.num_groups
-    is_end = is_own & (split == num_splits[which] - 1)
+    is_only = pieces == 1
+    piece[own_tile][is_only] = _ONLY
+    pieces[is_only] = 0
+    items[:, _PIECE] = piece
+    bases = _sums(pieces if is_decode else np.repeat(pieces, items[own_tile, _NUM]))
+
+    if num_splits.sum() > len(items):
+        split = _positions_in_runs(num_splits)
+        items, stretch, height, num_splits = _repeated(
+            num_splits, items, stretch, height, num_splits
+        )
+        length = items[:, _END] - items[:, _BEGIN]
+        step = -(-length // num_splits)
+        items[:, _END] = items[:, _BEGIN] + np.minimum((split + 1) * step, length)
+        items[:, _BEGIN] += np.minimum(split * step, length)
+        items[:, _PIECE] += split
+        # Tiles of one span stand next to each other, so that they run at the same time and all but
+        # the first find it in the cache of the device.
+        sorting = np.lexsort((split, stretch, height))
+        is_end = split == num_splits - 1
+    else:
+        sorting = height.astype(np.int8).argsort(kind="stable")
+        is_end = None
+    starts = height[sorting].searchsorted(np.arange(len(capacities) + 1))
+    is_own = stretch[sorting] >= num_groups
+    own_items = is_own.nonzero()[0]
     return Plan(
         items=items[sorting],
-        starts=starts,
+        starts=starts.astype(np.int32),
         token_order=token_order.astype(np.int32),
-        bases=bases,
+        bases=bases.astype(np.int32),
         rows=tiling.rows,
-        own=np.flatnonzero(is_own[sorting]),
-        ends=np.flatnonzero(is_end[sorting]),
+        own=own_items,
+        ends=own_items if is_end is None else (is_own & is_end[sorting]).nonzero()[0],
     )
 
 
-def _splits(lengths: IntArray, height: IntArray, num_kv_heads: int, tiling: Tiling) -> IntArray:
+def _splits(lengths: _Ints, height: IntArray, num_kv_heads: int, tiling: Tiling) -> _Ints:
     """Into how many spans each tile's KV is split: as even as it takes for all programs to have
     work, each height being a launch of its own."""
-    num_splits = np.ones(len(lengths), dtype=np.int64)
-    for index in range(len(tiling.rows)):
-        mine = height == index
-        total = int(lengths[mine].sum()) * num_kv_heads
-        share = max(_MIN_SPLIT, -(-total // tiling.programs))
-        num_splits[mine] = np.maximum(1, -(-lengths[mine] // share))
+    totals = np.bincount(height, weights=lengths, minlength=len(tiling.rows)).tolist()
+    shares = [max(_MIN_SPLIT, math.ceil(n * num_kv_heads / tiling.programs)) for n in totals]
+    most = np.array(shares, dtype=np.int32)[height]
+    if (lengths <= most).all():
+        return np.ones(len(lengths), dtype=np.int32)
+    num_splits: _Ints = np.maximum(-(-lengths // most), 1)
     return num_splits
 
 
-def _pieces_before(groups: Groups, splits: IntArray) -> IntArray:
+def _pieces_before(groups: Groups, splits: _Ints) -> IntArray:
     """[groups + requests] pieces of the groups around a group, and of all groups of a request."""
-    so_far = np.zeros(len(groups.order), dtype=np.int64)
-    around = np.zeros(groups.num_groups, dtype=np.int64)
-    for level in range(int(groups.level.max()) + 1 if groups.num_groups else 0):
-        mine = np.flatnonzero(groups.level == level)
-        begin, num = groups.begin[mine], groups.end[mine] - groups.begin[mine]
-        around[mine] = so_far[begin]
-        so_far[_ranges(begin, num)] += np.repeat(splits[mine], num)
-    return np.concatenate((around, so_far))
+    before = np.zeros(groups.num_groups, dtype=np.int64)
+    for level in range(1, groups.num_levels):
+        mine, outer = (groups.level == level).nonzero()[0], (groups.level < level).nonzero()[0]
+        so_far = of_all_around(
+            groups.begin[outer], groups.end[outer], splits[outer], len(groups.order)
+        )
+        before[mine] = so_far[groups.begin[mine]]
+    of_requests = of_all_around(groups.begin, groups.end, splits, len(groups.order))
+    return np.concatenate((before, of_requests))
 
 
-def _positions_in_runs(lengths: IntArray) -> IntArray:
+def _sums(numbers: IntArray) -> IntArray:
+    """Of none, of the first, of the first two, ...: [2, 3] -> [0, 2, 5]."""
+    sums = np.zeros(len(numbers) + 1, dtype=np.int64)
+    numbers.cumsum(out=sums[1:])
+    return sums
+
+
+def _repeated(times: _Ints, *arrays: _Ints) -> tuple[Any, ...]:
+    """The rows of each so many times."""
+    return tuple(np.repeat(array, times, axis=0) for array in arrays)
+
+
+def _positions_in_runs(lengths: _Ints) -> IntArray:
     """0, 1, ... anew in each run: [2, 3] -> [0, 1, 0, 1, 2]."""
     ends = np.cumsum(lengths)
     return np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - lengths, lengths)
-
-
-def _ranges(begins: IntArray, lengths: IntArray) -> IntArray:
-    """The numbers of all ranges [begin, begin + length)."""
-    return np.repeat(begins, lengths) + _positions_in_runs(lengths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from sglang.srt.model_executor.runner_utils import capture_mode
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.engine import port
 from cosched.engine.port.attention import launching
+from cosched_kernels.picker import DeviceModel, write_model
 from tests.engine.conftest import assert_drained, prompt
 
 pytestmark = pytest.mark.skipif(
@@ -85,8 +86,8 @@ def check_groups(engine):
     shared = shared_of(engine)
     groups_of, rows = shared._groups, shared._req_to_token
 
-    def checked(batch, cached):
-        groups = groups_of(batch, cached)
+    def checked(batch):
+        groups = groups_of(batch)
         for begin, end, last in zip(groups.begin, groups.end, groups.last, strict=True):
             members = [batch.reqs[i].kv.req_pool_idx for i in groups.order[begin:end]]
             assert (rows[members, :last] == rows[members[0], :last]).all()
@@ -137,6 +138,50 @@ def test_without_a_radix_tree_nothing_is_shared(make_engine):
     )
     assert shared_of(engine).num_shared_batches == 0
     assert all(found.values())
+
+
+def test_decodes_of_a_mixed_batch_are_packed_though_nothing_is_shared(make_engine):
+    """Beside a backend that computes a tile for each of their heads, as Triton's does."""
+
+    def chats(engine):
+        def act(iteration):
+            if iteration < 4:
+                tokens = prompt(60 + iteration, 20 + 9 * iteration)
+                engine.submit(f"c{iteration}", tokens, max_new_tokens=8)
+
+        engine.run_until_idle(on_iteration=act)
+        assert_drained(engine)
+        return replies(engine)
+
+    expected = chats(make_engine(attention_backend="torch_native", page_size=16))
+    engine = make_engine(attention_backend=NAME, page_size=16)
+    shared = shared_of(engine)
+    assert shared._device_model.other_packs
+    shared._device_model = DeviceModel(other_flops=1e6, flops=1e15, launch_s=0).beside("triton")
+    make_plan, plans = shared._make_plan, []
+
+    def noted(groups, num_queries, seq_lens):
+        plans.append((groups.num_groups, sorted(num_queries.tolist())))
+        return make_plan(groups, num_queries, seq_lens)
+
+    shared._make_plan = noted
+    assert chats(engine) == expected
+    assert shared.num_shared_batches == len(plans) > 1
+    for num_groups, num_queries in plans:
+        assert num_groups == 0 and num_queries[0] == 1 < num_queries[-1]
+
+
+def test_what_was_measured_on_a_card_decides(make_engine, tmp_path):
+    path = tmp_path / "picker.json"
+    model = DeviceModel(launch_s=0.5)
+    write_model(path, model, device_name="CPU", origin="a test")
+    config = {"shared_prefix": {"device_model": str(path)}}
+    engine = make_engine(attention_backend=NAME, config=config)
+    assert shared_of(engine)._device_model == model.beside("torch_native")
+    write_model(path, model, device_name="H200", origin="a test")
+    with pytest.raises(Exception, match=r"device_model: .* was measured on 'H200', and this is"):
+        make_engine(attention_backend=NAME, config=config)
+    assert_drained(make_engine())  # the process is as it was
 
 
 def test_a_plan_ends_with_its_batch(make_engine):

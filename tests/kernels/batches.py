@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from cosched_kernels.groups import PrefixForest, Shared
+from cosched_kernels.groups import Shared, groups_of
 from cosched_kernels.plan import HeadShape, Tiling, make_plan
 
 TILING = Tiling(rows=(16, 64), programs=4)
@@ -79,9 +79,7 @@ class Batch:
             slots += take(own[index])
             rows.append(slots)
             tokens = np.array(tokens + [0] * own[index], dtype=np.int64)
-            self.shared.append(
-                Shared(rid=f"r{index}", namespace=None, tokens=tokens, length=prefixes[index])
-            )
+            self.shared.append(Shared(namespace=None, tokens=tokens, length=prefixes[index]))
         scatter = rng.permutation(-(-num_slots // page_size))
         width = int(self.seq_lens.max())
         self.req_to_token = torch.zeros((len(requests) + 1, width), dtype=torch.int32)
@@ -105,10 +103,7 @@ class Batch:
         self.scale = head_dim**-0.5
 
     def groups(self, min_saved=1):
-        forest = PrefixForest(page_size=self.page_size)
-        for request in self.shared:
-            forest.put(request)
-        return forest.groups([request.rid for request in self.shared], min_saved=min_saved)
+        return groups_of(self.shared, page_size=self.page_size, min_saved=min_saved)
 
     def plan(self, *, tiling=TILING, min_saved=1):
         return make_plan(

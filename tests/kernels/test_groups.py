@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cosched_kernels.compile_table import document_bytes
-from cosched_kernels.groups import PrefixForest, Shared
+from cosched_kernels.groups import PrefixForest, Shared, groups_of
 from cosched_kernels.plan import HeadShape, Tiling, bytes_moved, make_plan
 from tests.kernels.batches import Batch, trees
 
@@ -65,25 +65,20 @@ def test_coming_and_going_leaves_no_trace(changes, page_size):
     """The groups of who is in now do not depend on who was in before."""
     forest, running = PrefixForest(page_size=page_size), {}
     for name, tokens, namespace in changes:
-        if not tokens:
-            forest.remove(name)
-            running.pop(name, None)
-            continue
-        length = len(tokens) - len(tokens) % page_size
-        request = Shared(rid=name, namespace=namespace, tokens=np.array(tokens), length=length)
-        forest.put(request)
-        assert forest.has(name, length)
-        running[name] = request
-    fresh = PrefixForest(page_size=page_size)
-    for request in running.values():
-        fresh.put(request)
+        if name in running:
+            forest.remove(running.pop(name)[0])
+        if tokens:
+            length = len(tokens) - len(tokens) % page_size
+            request = Shared(namespace=namespace, tokens=np.array(tokens), length=length)
+            running[name] = forest.put(request), request
     assert len(forest) == len(running)
+    members, requests = [m for m, _ in running.values()], [r for _, r in running.values()]
     found, expected = (
         {
             (frozenset(g.order[b:e].tolist()), f, last)
             for b, e, f, last in zip(g.begin, g.end, g.first, g.last, strict=True)
         }
-        for g in (forest.groups(list(running)), fresh.groups(list(running)))
+        for g in (forest.groups(members), groups_of(requests, page_size=page_size))
     )
     assert found == expected
 
@@ -91,13 +86,19 @@ def test_coming_and_going_leaves_no_trace(changes, page_size):
 def test_the_rest_of_a_batch_that_sits_out_changes_nothing_else():
     batch = Batch([[((0,), 8)]] * 3 + [[((1,), 8)]] * 2, own=[1] * 5, new=[1] * 5)
     forest = PrefixForest()
-    for request in batch.shared:
-        forest.put(request)
-    groups = forest.groups(["r0", "r2"])
+    first, _, third, *others = [forest.put(request) for request in batch.shared]
+    groups = forest.groups([first, third])
     assert sorted(groups.order) == [0, 1]
     assert (groups.begin, groups.end, groups.last) == ([0], [2], [8])
+    assert forest.groups([first, others[0]]).num_groups == 0
+    forest.remove(others[0])
+    assert forest.groups([first, third]) is groups  # it does not depend on who else is known
     with pytest.raises(AssertionError, match="not put in"):
-        forest.groups(["r0", "nobody"])
+        forest.groups([first, others[0], third])
+    again = forest.put(batch.shared[3])
+    assert again != others[0]
+    with pytest.raises(AssertionError, match="not put in"):
+        forest.groups([first, again + (1 << 40)])
 
 
 @pytest.mark.parametrize("batch", [8, 16, 32, 64])
@@ -117,12 +118,9 @@ def test_bytes_of_many_questions_on_one_document(batch):
 def test_a_plan_grows_with_its_decodes(lengths, steps):
     """What `grown` gives is a plan for longer sequences: the same spans, the last ones grown."""
     seq_lens = np.array(lengths)
-    forest = PrefixForest()
-    for rid, length in enumerate(lengths):
-        tokens = np.zeros(length, dtype=np.int64)
-        forest.put(Shared(rid=rid, namespace=None, tokens=tokens, length=length - 1))
+    requests = [Shared(namespace=None, tokens=np.zeros(n, int), length=n - 1) for n in lengths]
     plan = make_plan(
-        forest.groups(range(len(lengths))),
+        groups_of(requests),
         num_queries=np.ones_like(seq_lens),
         seq_lens=seq_lens,
         heads=LLAMA_8B,

@@ -1,12 +1,21 @@
 """Sharing is picked where it pays, and in doubt it is not."""
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cosched_kernels.groups import PrefixForest, Shared
-from cosched_kernels.picker import DeviceModel, gain_s
+from cosched_kernels.groups import Shared, groups_of
+from cosched_kernels.picker import (
+    DeviceModel,
+    Measured,
+    fitted,
+    gain_s,
+    read_model,
+    write_model,
+)
 from cosched_kernels.plan import HeadShape, Tiling, make_plan
 
 LLAMA_8B = HeadShape(num_q_heads=32, num_kv_heads=8, head_dim=128)
@@ -14,19 +23,15 @@ LLAMA_8B = HeadShape(num_q_heads=32, num_kv_heads=8, head_dim=128)
 
 def gain(*, batch, prefix, chunk=0, **device):
     """Of decodes over one document, and a chunk of a prompt that shares nothing."""
-    forest = PrefixForest()
     document = np.zeros(prefix, dtype=np.int64)
-    rids = list(range(batch))
-    for rid in rids:
-        forest.put(Shared(rid=rid, namespace=None, tokens=document, length=prefix))
+    requests = [Shared(namespace=None, tokens=document, length=prefix)] * batch
     num_queries, seq_lens = [1] * batch, [prefix + 100] * batch
     if chunk:
-        forest.put(Shared(rid="chunk", namespace=None, tokens=document[:0], length=0))
-        rids.append("chunk")
+        requests.append(Shared(namespace=None, tokens=document[:0], length=0))
         num_queries.append(chunk)
         seq_lens.append(10_000)
     shapes = {"num_queries": np.array(num_queries), "seq_lens": np.array(seq_lens)}
-    groups = forest.groups(rids)
+    groups = groups_of(requests)
     plan = make_plan(groups, heads=LLAMA_8B, tiling=Tiling(), **shapes)
     return gain_s(groups, plan, heads=LLAMA_8B, device=DeviceModel(**device), **shapes)
 
@@ -45,6 +50,89 @@ def gain(*, batch, prefix, chunk=0, **device):
 )
 def test_which_batches_are_shared(batch, prefix, chunk, is_shared):
     assert (gain(batch=batch, prefix=prefix, chunk=chunk) > 0) == is_shared
+
+
+def mixed_gain(inner, *, chunk, decodes, context, own_documents=True):
+    """Of decodes that share nothing, or one document, beside a chunk of a prompt."""
+    documents = [np.full(context, index * own_documents) for index in range(decodes)]
+    requests = [Shared(namespace=None, tokens=d, length=context) for d in documents]
+    requests.append(Shared(namespace=None, tokens=np.zeros(0, int), length=0))
+    num_queries = np.array([1] * decodes + [chunk])
+    seq_lens = np.array([context + 100] * decodes + [chunk])
+    shapes = {"num_queries": num_queries, "seq_lens": seq_lens, "heads": LLAMA_8B}
+    groups = groups_of(requests)
+    plan = make_plan(groups, tiling=Tiling(), **shapes)
+    return gain_s(groups, plan, device=DeviceModel().beside(inner), **shapes)
+
+
+def test_decodes_beside_a_prefill_are_packed_where_the_other_backend_packs_nothing():
+    """A tile of 128 rows for each of 32 heads computes 128 times what a decode needs."""
+    for context in (1000, 10_000):
+        gain = mixed_gain("triton", chunk=512, decodes=32, context=context)
+        waste = 32 * 32 * 127 * context * 4 * 128 / DeviceModel().other_flops
+        assert 0.3 * waste < gain < waste
+        assert mixed_gain("fa3", chunk=512, decodes=32, context=context) < gain / 10
+    assert mixed_gain("triton", chunk=2048, decodes=1, context=100) < 0
+    assert mixed_gain("fa3", chunk=512, decodes=32, context=10_000, own_documents=False) > 0
+
+
+def measured(device, *, batch, prefix, ours=1.0, has_distinct=True):
+    """Times as a device of this model has them."""
+    kv = LLAMA_8B.kv_bytes_per_token
+    document, own = prefix * kv, batch * 200 * kv
+    distinct, each = document + own, batch * document + own
+    rate = device.memory_bandwidth
+    if document < device.cache_bytes:
+        rate = device.cache_bandwidth
+    pieces = 4.0 * batch * LLAMA_8B.q_bytes_per_token
+    return Measured(
+        document_bytes=document,
+        distinct_bytes=distinct,
+        each_bytes=each,
+        piece_bytes=pieces,
+        ours_s=ours * ((distinct + pieces) / device.memory_bandwidth + device.launch_s),
+        shared_s=distinct / device.memory_bandwidth + (each - distinct) / rate,
+        distinct_s=each / device.memory_bandwidth if has_distinct else None,
+    )
+
+
+def test_what_was_measured_becomes_the_model(tmp_path):
+    true = DeviceModel(memory_bandwidth=3e12, cache_bandwidth=7e12, cache_bytes=5e7, launch_s=12e-6)
+    sizes = (500, 1000, 2000, 4000, 10_000, 32_000)
+    times = [measured(true, batch=b, prefix=p) for b in (8, 16, 32, 64) for p in sizes]
+    found = fitted(times, DeviceModel())
+    assert found.memory_bandwidth == pytest.approx(true.memory_bandwidth)
+    assert found.cache_bandwidth == pytest.approx(true.cache_bandwidth, rel=1e-3)
+    assert 10_000 < found.cache_bytes / LLAMA_8B.kv_bytes_per_token < 32_000
+    assert found.launch_s == pytest.approx(true.launch_s, rel=0.01)
+    assert found.other_flops == DeviceModel().other_flops
+    path = tmp_path / "picker.json"
+    write_model(path, found, device_name="a card", origin="a test")
+    assert read_model(path, device_name="a card") == found
+
+
+def test_kernels_that_are_slow_are_picked_less():
+    slow = [measured(DeviceModel(), batch=16, prefix=p, ours=2.0) for p in (1000, 4000, 10_000)]
+    fast = [measured(DeviceModel(), batch=16, prefix=p) for p in (1000, 4000, 10_000)]
+    assert fitted(slow, DeviceModel()).launch_s > fitted(fast, DeviceModel()).launch_s
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"device": "another card"}, "was measured on 'another card', and this is 'a card'"),
+        ({"model": {"launch": 1}}, "unknown 'launch'; a device has .*launch_s"),
+        ({"model": {"flops": -1.0}}, "flops of a device must be a number from 0, not -1.0"),
+        ({"model": {"flops": 0}}, "flops of a device must be positive"),
+        ({"model": {"flops": "fast"}}, "picker.json: "),
+        ({"model": 7}, "holds no device model of scripts/gpu_profile"),
+    ],
+)
+def test_a_file_that_is_none_is_refused(tmp_path, change, message):
+    path = tmp_path / "picker.json"
+    path.write_text(json.dumps({"device": "a card", "model": {}} | change))
+    with pytest.raises(ValueError, match=message):
+        read_model(path, device_name="a card")
 
 
 @given(st.integers(2, 64), st.integers(600, 20_000), st.integers(1, 10_000))

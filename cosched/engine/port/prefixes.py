@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,51 +17,73 @@ __all__ = ["MIN_GROUP_TOKENS", "RunningPrefixes", "with_repeated"]
 MIN_GROUP_TOKENS = 512
 """KV tokens that a group must save to be one: its members' pieces cost as much as some hundred."""
 
-_keys = itertools.count()
+_SWEEP_AT_LEAST = 32
+"""Requests that are known before the first look for those that run no more."""
 
 
 class RunningPrefixes:
-    """What running requests have in common of the radix tree, from one batch to the next. All of it
-    is known on the host."""
+    """What running requests have in common of the radix tree. All of it is known on the host. What
+    is asked of some depends on them alone, so all that ask in a process share one of these (`of`).
+    """
 
     def __init__(self, *, page_size: int) -> None:
         self._forest = PrefixForest(page_size=page_size)
+        self._req_of: dict[int, Any] = {}
+        self._sweep_at = _SWEEP_AT_LEAST
 
     @classmethod
-    def of(cls, scheduler: Any) -> RunningPrefixes:
-        """For the batches of a scheduler."""
-        return cls(page_size=scheduler.page_size)
+    def of(cls, owner: Any) -> RunningPrefixes:
+        """The one for the requests of a scheduler, which is that of its model runner."""
+        pool = owner.req_to_token_pool
+        found: RunningPrefixes | None = getattr(pool, "cosched_prefixes", None)
+        if found is None:
+            found = pool.cosched_prefixes = cls(page_size=owner.page_size)
+        return found
 
-    def groups(
-        self,
-        reqs: Sequence[Any],
-        *,
-        most: Sequence[int] | None = None,
-        min_saved: int = MIN_GROUP_TOKENS,
-    ) -> Groups:
-        """O(requests), and O(prompt) for each that was not in the batch before.
+    def __len__(self) -> int:
+        """Requests that it knows."""
+        return len(self._req_of)
 
-        most       [requests] of the head of each at most so many tokens count; None: all that the
-                   tree owns
+    def groups(self, reqs: Sequence[Any], *, min_saved: int = MIN_GROUP_TOKENS) -> Groups:
+        """O(requests), and O(prompt) for each that nobody has asked about since more or less of it
+        is in the tree. The same object for the same requests, for a while.
+
         min_saved  KV tokens that a group must save
         """
-        forest, keys = self._forest, []
-        for place, req in enumerate(reqs):
-            # Not its id: clients choose that, and may use it again for another prompt.
-            key = getattr(req, "cosched_prefix_key", None)
-            if key is None:
-                key = req.cosched_prefix_key = next(_keys)
-            keys.append(key)
-            length = int(req.kv.cache_protected_len)
-            if most is not None:
-                length = min(length, most[place] - most[place] % forest.page_size)
-            if not forest.has(key, length):
-                tokens = np.array(common.token_ids(req)[:length], dtype=np.int64)
-                namespace = common.prefix_key(req)
-                forest.put(Shared(rid=key, namespace=namespace, tokens=tokens, length=length))
-        if len(forest) > 2 * len(keys) + 64:
-            forest.keep_only(keys)  # who has ended, or sits out for long
-        return forest.groups(keys, min_saved=min_saved)
+        try:
+            # Not by its id: clients choose that, and may use it again for another prompt.
+            members = [req.cosched_members[req.kv.cache_protected_len] for req in reqs]
+        except (AttributeError, KeyError):
+            members = [self._member(req) for req in reqs]
+        return self._forest.groups(members, min_saved=min_saved)
+
+    def forget(self, req: Any) -> None:
+        """It has ended. Of one that ends unnoticed no more than its memory stays, and not for
+        long."""
+        for member in req.__dict__.pop("cosched_members", {}).values():
+            self._forest.remove(member)
+            del self._req_of[member]
+
+    def _member(self, req: Any) -> int:
+        length = int(req.kv.cache_protected_len)
+        member: int | None = getattr(req, "cosched_members", {}).get(length)
+        if member is None:
+            self.forget(req)
+            if len(self._req_of) >= self._sweep_at:
+                self._sweep()
+            tokens = np.array(common.token_ids(req)[:length], dtype=np.int64)
+            namespace = common.prefix_key(req)
+            member = self._forest.put(Shared(namespace=namespace, tokens=tokens, length=length))
+            req.cosched_members = {length: member}
+            self._req_of[member] = req
+        return member
+
+    def _sweep(self) -> None:
+        """Forget those whose KV is the tree's no more, or is in part: they have ended, or wait."""
+        for req in list(self._req_of.values()):
+            if req.kv.cache_protected_len not in req.cosched_members:
+                self.forget(req)
+        self._sweep_at = max(2 * len(self._req_of), _SWEEP_AT_LEAST)
 
     def num_repeated(self, reqs: Sequence[Any]) -> int:
         """KV tokens that their attention reads once instead of once for each that shares them."""

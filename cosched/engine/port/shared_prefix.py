@@ -9,6 +9,7 @@ backend does it. Its metadata is always prepared, so that a layer can go either 
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +28,7 @@ from cosched_kernels import reference, shared_prefix
 from cosched_kernels.buffers import FixedBuffers, PlanTensors, upload
 from cosched_kernels.groups import Groups, IntArray
 from cosched_kernels.interpret import is_interpreting
-from cosched_kernels.picker import DeviceModel, gain_s
+from cosched_kernels.picker import DeviceModel, gain_s, read_model
 from cosched_kernels.plan import HeadShape, Plan, Tiling, make_plan
 from cosched_kernels.shared_prefix import tiles_for
 
@@ -81,7 +82,13 @@ def create(runner: Any) -> Any:
     if reason is not None:
         logger.warning("cosched: %s runs as %s: %s", NAME, name, reason)
         return inner
-    shared = SharedPrefixes(runner, settings, is_strict=config.strict)
+    shared = SharedPrefixes(
+        runner,
+        settings,
+        inner=name,
+        device_model=_device_model(runner, settings),
+        is_strict=config.strict,
+    )
     note_newest(shared)
     inner.__class__ = _class_before(type(inner), shared)
     return inner
@@ -108,6 +115,17 @@ def _default_inner(runner: Any) -> str:
     if major == 9:
         return "fa3"
     return "flashinfer" if major == 8 else "triton"
+
+
+def _device_model(runner: Any, settings: SharedPrefixConfig) -> DeviceModel:
+    """What was measured, or data sheets. ConfigError when the file is of another device."""
+    if settings.device_model is None:
+        return DeviceModel()
+    name = torch.cuda.get_device_name() if runner.device == "cuda" else "CPU"
+    try:
+        return read_model(Path(settings.device_model), device_name=name)
+    except ValueError as error:
+        raise ConfigError(f"shared_prefix.device_model: {error}") from None
 
 
 def _why_not(runner: Any) -> str | None:
@@ -198,11 +216,20 @@ def _class_before(kind: Any, shared: SharedPrefixes) -> type:
 class SharedPrefixes:
     """The batches of one model runner that share: who shares what, the plan, the attention."""
 
-    def __init__(self, runner: Any, settings: SharedPrefixConfig, *, is_strict: bool) -> None:
+    def __init__(
+        self,
+        runner: Any,
+        settings: SharedPrefixConfig,
+        *,
+        inner: str,
+        device_model: DeviceModel,
+        is_strict: bool,
+    ) -> None:
+        """inner: the other backend's name."""
         self._settings = settings
         self._pool = runner.token_to_kv_pool
         self._req_to_token = runner.req_to_token_pool.req_to_token
-        self._prefixes = RunningPrefixes(page_size=runner.page_size)
+        self._prefixes = RunningPrefixes.of(runner)
         self._is_strict = is_strict
         self._dtype: torch.dtype = runner.dtype
         self._is_off = False
@@ -220,7 +247,7 @@ class SharedPrefixes:
         # On a CPU the kernels run in an interpreter, which is for tests: TRITON_INTERPRET=1.
         runs_kernels = self._is_gpu or is_interpreting()
         self._kernels: Any = shared_prefix if runs_kernels else reference
-        self._device_model = DeviceModel()
+        self._device_model = device_model.beside(inner)
         keys = self._pool.get_key_buffer(self._pool.start_layer)
         self._heads = HeadShape(
             num_q_heads=_num_q_heads(runner),
@@ -313,10 +340,13 @@ class SharedPrefixes:
     def _plan_for(self, batch: Any) -> Plan | None:
         """The work of a layer for this batch, None where sharing does not pay."""
         num_queries, seq_lens = _lengths(batch)
-        groups = self._groups(batch, seq_lens - num_queries)
-        if groups.num_groups == 0:
-            return None
+        groups = self._groups(batch)
         is_decode = batch.forward_mode.is_decode()
+        if groups.num_groups == 0 and (is_decode or not self._may_pack(num_queries)):
+            return None
+        is_cached = groups.own <= (seq_lens - num_queries)[groups.order]
+        if not is_cached.all():
+            return None  # what is computed now is in no group
         made = self._made
         if is_decode and made is not None and made.groups is groups:
             growth = seq_lens - made.seq_lens
@@ -325,6 +355,13 @@ class SharedPrefixes:
         plan = self._make_plan(groups, num_queries, seq_lens)
         self._made = _Made(groups, seq_lens, plan) if is_decode else None
         return plan
+
+    def _may_pack(self, num_queries: IntArray) -> bool:
+        """Whether a prefill that shares nothing may be faster here all the same: there are decodes
+        in it, and the other backend computes a tile for each of their heads."""
+        is_modelled = self._settings.min_saved_tokens is None
+        wastes = is_modelled and not self._device_model.other_packs
+        return wastes and bool((num_queries == 1).any())
 
     def _make_plan(self, groups: Groups, num_queries: IntArray, seq_lens: IntArray) -> Plan | None:
         plan = make_plan(
@@ -348,14 +385,10 @@ class SharedPrefixes:
             return plan if gained > 0 else None
         return plan if groups.saved_tokens >= self._settings.min_saved_tokens else None
 
-    def _groups(self, batch: Any, cached: IntArray) -> Groups:
-        """cached: [requests] tokens before those computed now."""
+    def _groups(self, batch: Any) -> Groups:
         least = self._settings.min_saved_tokens
-        return self._prefixes.groups(
-            batch.reqs,
-            most=cached.tolist(),
-            min_saved=MIN_GROUP_TOKENS if least is None else max(1, least),
-        )
+        min_saved = MIN_GROUP_TOKENS if least is None else max(1, least)
+        return self._prefixes.groups(batch.reqs, min_saved=min_saved)
 
     def can_attend(self, q: Any, k: Any, v: Any, layer: Any, kwargs: dict[str, Any]) -> bool:
         """Whether this layer of the batch that runs now is computed here."""
