@@ -22,7 +22,9 @@ Of an iteration
 3. Online prefills take what the decodes leave (`Deadlines.pace`): a burst of prefills that slows
    down all decodes beyond their targets wins first tokens and loses as many requests. No iteration
    beside online decodes lasts longer than `GAPS` TPOT targets: a mean gap may be kept and a reader
-   see a stall all the same.
+   see a stall all the same. With offline work in it none lasts longer than `Budgets.idle_share` of
+   the TTFT target, beside decodes with a loose TPOT target too: who comes meanwhile waits for it
+   and for the next one, which is planned already (as in `bros`).
 4. Offline requests of the pool's candidates (Echo §6) by tokens, those expected of their output
    among them, per predicted second; less the cached tokens that others would have reused (Echo
    §4.1).
@@ -113,6 +115,7 @@ class CoschedPolicy:
             order.due,
             decodes_first=options.feasible,
             most_s=GAPS * deadlines.slacks.tpot_s if options.gap_cap else math.inf,
+            spares_arrivals=True,
         )
         unfinished = {request.rid for request in view.unfinished}
         waiting = [r for r in (*ahead, *order.due, *behind) if r.rid not in unfinished]

@@ -212,10 +212,12 @@ class Deadlines:
         *,
         decodes_first: bool = False,
         most_s: float = math.inf,
+        spares_arrivals: bool = False,
     ) -> DeadlinePace:
         """prefills: online requests without a first token whose targets count. decodes_first: they
         are not late for the sake of first tokens, but where nothing could start otherwise. most_s:
-        that an iteration beside online decodes takes [s]."""
+        that an iteration beside online decodes takes [s]. spares_arrivals: `Budgets.idle_share`
+        bounds iterations with offline work beside online decodes too."""
         builder, settings, slacks = self._builder, self._settings, self.slacks
         view, budgets = builder.view, settings.budgets
         prefill = _prefill_slacks(
@@ -237,6 +239,9 @@ class Deadlines:
             burst_s = budgets.burst * slacks.tpot_s
             uncrowded_s = slacks.tpot_s * _room(view, slacks.contexts, budgets.crowded_share)
             offline_s = min(slacks.aimed_s, prefill.laxity_s, burst_s, uncrowded_s)
+            if spares_arrivals:
+                # Who comes meanwhile waits for this iteration and for the next.
+                offline_s = min(offline_s, budgets.idle_share * prefill.ttft_s)
         if not slacks.contexts and math.isinf(prefill.least_s):
             offline_s = budgets.idle_share * prefill.ttft_s
         if not slacks.contexts:

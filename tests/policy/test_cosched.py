@@ -22,8 +22,8 @@ CAPS = make_caps(partial_decode=True, promises=True, max_chunk_tokens=4096, max_
 BUDGETS = Budgets(aim=1.0, ttft_aim=1.0, burst=2.0, idle_share=0.3)
 
 
-def planned(view, carry=None, *, predictor=None, **options):
-    settings = PolicySettings(caps=view.caps, slo=SLO, budgets=BUDGETS)
+def planned(view, carry=None, *, predictor=None, slo=SLO, **options):
+    settings = PolicySettings(caps=view.caps, slo=slo, budgets=BUDGETS)
     policy = CoschedPolicy(settings, CoschedOptions(**options))
     view = replace(view, predictor=predictor or Linear())
     plan, after = policy.plan(view, carry or policy.initial)
@@ -120,6 +120,15 @@ def test_a_reader_sees_no_stall_however_much_time_was_saved(rest):
         policy = CoschedPolicy(settings, CoschedOptions(gap_cap=is_capped))
         plan, _ = policy.plan(replace(view, predictor=Linear()), policy.initial)
         assert (seconds_of(plan, view) <= GAPS * TPOT_S + 1e-9) == is_capped
+
+
+def test_who_comes_meanwhile_is_in_time_where_decodes_have_all_the_time():
+    slo = Slo(ttft_s=0.4, tpot_s=0.2)
+    running = (replying(num_tokens=9, ago_s=0.2),)
+    view = view_of(running=running, offline=[offline(f"off{i}", 3000) for i in range(9)])
+    plan, _ = planned(view, slo=slo)
+    assert plan.prefill
+    assert plan.limits["offline"] == pytest.approx(BUDGETS.idle_share * slo.ttft_s)
 
 
 def replace_burst(burst):
