@@ -26,8 +26,8 @@ class Budgets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ttft_aim       share of the TTFT target within which prefills are planned to end, with offline
                    work and decodes beside them; the rest is for what the predictor gets wrong
     burst          most iteration time with offline work in it beside online requests [TPOT targets]
-    idle_share     most iteration time without online requests, and for `cosched` and `bros` of any with
-                   offline work [TTFT targets]
+    idle_share     most iteration time without online requests, and for `cosched` and `bros` of any
+                   with offline work [TTFT targets]
     crowded_share  share of the KV memory that online requests may hold before iterations with
                    offline work get shorter
     token_group    tokens that are due together (BROS §4.1)

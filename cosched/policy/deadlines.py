@@ -145,8 +145,8 @@ _MANY = 2048
 """Tokens over which the steps of tiles even out."""
 
 _LEAST_CUT = 64
-"""Where less than this fits below the end of a tile, as beside many decodes, an online prompt is not
-cut there: it would be computed in crumbs, each at the price of a mixed batch."""
+"""Where less than this fits below the end of a tile, as beside many decodes, an online prompt is
+not cut there: it would be computed in crumbs, each at the price of a mixed batch."""
 
 _TILES = (64, 128, 256)
 """Tokens that GEMM kernels work on at a time."""
