@@ -1,0 +1,78 @@
+"""What online requests would have alone, against what they have alone."""
+
+from dataclasses import replace
+
+import pytest
+
+import cosched.bootstrap  # noqa: F401  # before sglang
+from cosched.core.batch import BatchTotals
+from cosched.simulation import run
+from cosched.simulation.machine import Machine
+from cosched.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
+from cosched.simulation.scenario import scenario
+from cosched.tolerance.alone import Alone
+from tests.factories import Linear
+
+EXACT = Linear(fixed_s=0.008, token_s=0.0001, longest_s=1e-7)
+CAPPED = Machine(kv_tokens=400_000, chunk_tokens=512, max_prefill_tokens=1024)
+
+
+class ExactTimes:
+    """A device that takes just as long as is predicted of it."""
+
+    graph_sizes = None
+
+    def iteration_s(self, batch):
+        return EXACT.predict_s(BatchTotals.of(batch))
+
+    def describe(self):
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("machine", "rate"),
+    [
+        (CAPPED, 3.0),
+        (replace(CAPPED, overlap=False), 3.0),
+        (replace(CAPPED, chunk_tokens=2048), 6.0),
+    ],
+)
+def test_it_is_what_they_have_alone_where_times_are_predicted_exactly(monkeypatch, machine, rate):
+    monkeypatch.setattr(run, "cost_model_of", lambda spec: ExactTimes())
+    spec = RunSpec(
+        scenario=scenario("s0"),
+        machine=replace(machine, radix_cache=False),
+        online=WorkloadSpec(name="azure-like", rate=rate),
+        cost=CostSpec(name="roofline"),
+        duration_s=15.0,
+    )
+    records = execute(spec).records
+    ended = {r.rid: r for r in records if r.finish_s is not None}
+    alone = Alone(
+        max_chunk_tokens=machine.chunk_tokens,
+        max_prefill_tokens=machine.max_prefill_tokens,
+        max_running_requests=machine.max_running_requests,
+        overlaps=machine.overlap,
+    )
+    arriving = sorted(records, key=lambda r: (r.arrival_s, r.rid))
+    events = [(r.arrival_s, "came", r) for r in arriving]
+    events += [(r.finish_s, "ended", r) for r in ended.values()]
+    served = {}
+    for at_s, what, record in sorted(events, key=lambda event: event[0]):
+        alone.advance(at_s - 1e-9, EXACT.predict_s)
+        if what == "came":
+            num_prompt = record.num_prompt_tokens
+            alone.arrived(record.rid, record.arrival_s, num_prompt=num_prompt)
+        else:
+            alone.ended(record.rid, record.num_output_tokens)
+        served |= {one.rid: one for one in alone.pop_served()}
+    alone.advance(20.0, EXACT.predict_s)
+    served |= {one.rid: one for one in alone.pop_served()}
+    assert served.keys() == ended.keys() and len(ended) > 20
+    for rid, one in served.items():
+        record = ended[rid]
+        assert one.ttft_s == pytest.approx(record.first_token_s - record.arrival_s, rel=1e-9)
+        if one.tpot_s is not None:
+            gaps = record.num_output_tokens - 1
+            taken_s = record.finish_s - record.first_token_s
+            assert one.tpot_s == pytest.approx(taken_s / gaps, rel=1e-9)
