@@ -34,7 +34,7 @@ class Promise:
                   p99 of the achieved nears (1 + share) * p99 of alone
 
     A request that took what was promised leaves the balance as it is. So the mean settles where it
-    was promised to be whatever the reason of a delay: too long iterations, predictions that are off,
+    was promised to be, whatever delays them: long iterations, predictions that are off,
     prompts that found less in the cache.
 
     share  by which mean and p99 may be above those of alone
@@ -56,7 +56,9 @@ class Promise:
         kept = 1 - 1 / _WINDOW
         self._weight = kept * self._weight + 1
         self._alone_s = kept * self._alone_s + alone_s
-        self._balance_s = kept * self._balance_s + (1 + self.share) * alone_s - achieved_s
+        most_s = _MOST_ROOM * self.share * _HORIZON * self.mean_alone_s
+        saved_s = (1 + self.share) * alone_s - achieved_s
+        self._balance_s = min(kept * self._balance_s + saved_s, most_s)
         self.num += 1
         self.total_alone_s += alone_s
         self.total_achieved_s += achieved_s
