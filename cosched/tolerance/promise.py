@@ -53,6 +53,8 @@ class Promise:
 
     def judge(self, *, alone_s: float, achieved_s: float) -> None:
         """What a request would have had, and had [s]."""
+        if not self._weight:
+            self._balance_s = self.share * _HORIZON * alone_s  # that there is room to begin with
         kept = 1 - 1 / _WINDOW
         self._weight = kept * self._weight + 1
         self._alone_s = kept * self._alone_s + alone_s
@@ -83,8 +85,7 @@ class Promise:
         that come next."""
         if not self._weight:
             return self.share
-        # As if those that will take just what is promised had been there from the start.
-        room = self.share + self._balance_s / (_HORIZON * self.mean_alone_s)
+        room = self._balance_s / (_HORIZON * self.mean_alone_s)
         return min(max(room, 0.0), _MOST_ROOM * self.share) * self._tail_room
 
     def _left_to_tail(self) -> float:

@@ -6,6 +6,7 @@ import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.core.batch import BatchTotals
+from cosched.engine import controller
 from cosched.simulation import run
 from cosched.simulation.machine import Machine
 from cosched.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
@@ -76,3 +77,33 @@ def test_it_is_what_they_have_alone_where_times_are_predicted_exactly(monkeypatc
             gaps = record.num_output_tokens - 1
             taken_s = record.finish_s - record.first_token_s
             assert one.tpot_s == pytest.approx(taken_s / gaps, rel=1e-9)
+
+
+SPEC = RunSpec(
+    scenario=scenario("s0"),
+    machine=Machine(kv_tokens=200_000, chunk_tokens=2048),
+    online=WorkloadSpec(name="azure-like", rate=3.0),
+    offline=WorkloadSpec(name="bros-offline", num_requests=2000),
+    cost=CostSpec(name="roofline"),
+    duration_s=20.0,
+)
+SHARE = 0.05
+
+
+def test_what_is_promised_is_kept_and_is_not_without_the_promise(monkeypatch):
+    monkeypatch.setattr(run, "cost_model_of", lambda spec: ExactTimes())
+    monkeypatch.setattr(controller, "_known_predictor", lambda *arguments: EXACT)
+    beside = replace(SPEC, scenario=scenario("cosched"))
+    promised = beside.configured(tolerance={"ttft": SHARE, "tpot": SHARE})
+    alone, free, kept = (execute(spec) for spec in (SPEC, beside, promised))
+    for name in ("ttft_s", "tpot_s"):
+        had, took, keeps = (getattr(r.summary.online, name).mean for r in (alone, free, kept))
+        assert keeps < (1 + SHARE + 0.01) * had, name
+        assert took > (1 + 4 * SHARE) * had, name
+    rates = [r.summary.offline.tokens_per_s for r in (free, kept)]
+    assert 0 < rates[1] < rates[0]
+    state = kept.cosched["alone"]
+    for name in ("ttft", "tpot"):
+        had = getattr(alone.summary.online, f"{name}_s").mean
+        believed = state[name]["total_alone_s"] / state[name]["num"]
+        assert believed == pytest.approx(had, rel=0.05), "as it would have been alone"
