@@ -16,7 +16,7 @@ a slow day."""
 _HORIZON = 50
 """Within so many requests what is left is given out, or what is lacking saved."""
 
-_MOST_ROOM = 4.0
+_MOST_ROOM = 10.0
 """Room at most [promised shares]: what was saved is not spent all at once."""
 
 _LEAST_FOR_TAIL = 100

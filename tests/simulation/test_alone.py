@@ -9,12 +9,13 @@ from cosched.core.batch import BatchTotals
 from cosched.engine import controller
 from cosched.simulation import run
 from cosched.simulation.machine import Machine
-from cosched.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
+from cosched.simulation.run import CostSpec, RunSpec, WorkloadSpec, config_of, execute
 from cosched.simulation.scenario import scenario
 from cosched.tolerance.alone import Alone
+from cosched.tolerance.config import ToleranceConfig
 from tests.factories import Linear
 
-EXACT = Linear(fixed_s=0.008, token_s=0.0001, longest_s=1e-7)
+EXACT = Linear(fixed_s=0.01, token_s=3e-5, longest_s=1e-7)
 CAPPED = Machine(kv_tokens=400_000, chunk_tokens=512, max_prefill_tokens=1024)
 
 
@@ -85,7 +86,7 @@ SPEC = RunSpec(
     online=WorkloadSpec(name="azure-like", rate=3.0),
     offline=WorkloadSpec(name="bros-offline", num_requests=2000),
     cost=CostSpec(name="roofline"),
-    duration_s=20.0,
+    duration_s=25.0,
 )
 SHARE = 0.05
 
@@ -107,3 +108,10 @@ def test_what_is_promised_is_kept_and_is_not_without_the_promise(monkeypatch):
         had = getattr(alone.summary.online, f"{name}_s").mean
         believed = state[name]["total_alone_s"] / state[name]["num"]
         assert believed == pytest.approx(had, rel=0.05), "as it would have been alone"
+
+
+def test_runs_that_it_is_held_against_know_nothing_of_a_tolerance():
+    spec = SPEC.configured(tolerance={"ttft": SHARE})
+    assert config_of(spec).tolerance is None
+    ours = replace(spec, scenario=scenario("cosched-nogapcap"))
+    assert config_of(ours).tolerance == ToleranceConfig(ttft=SHARE)

@@ -214,4 +214,4 @@ def test_room_shrinks_as_the_tail_nears_its_promise_though_the_mean_is_far_from_
     for index in range(600):
         alone_s = 1.0 if index % 50 == 0 else 0.1
         fine.judge(alone_s=alone_s, achieved_s=alone_s * 0.95)
-    assert fine.room == pytest.approx(4 * 0.05)
+    assert fine.room == pytest.approx(10 * 0.05)
