@@ -109,12 +109,14 @@ class CoschedPolicy:
         behind = [r for r in order.late if r.rid != turn]
         if ahead or order.due:
             _stop_unfinished(builder, behind)
-        room = None if order.late else view.room
-        is_gap_capped = options.gap_cap and (room is None or room.wait_s is None)
+        room = view.room
+        is_whole = room is not None and room.wait_s is not None and not order.late
+        is_gap_capped = options.gap_cap and not is_whole
         pace = deadlines.pace(
             order.due,
             decodes_first=options.feasible,
             most_s=GAPS * deadlines.slacks.tpot_s if is_gap_capped else math.inf,
+            is_whole=is_whole,
             room=room,
         )
         unfinished = {request.rid for request in view.unfinished}

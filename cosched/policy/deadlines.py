@@ -227,13 +227,13 @@ class Deadlines:
         *,
         decodes_first: bool = False,
         most_s: float = math.inf,
+        is_whole: bool = False,
         room: Room | None = None,
     ) -> DeadlinePace:
         """prefills: online requests without a first token whose targets count. decodes_first: they
         are not late for the sake of first tokens, but where nothing could start otherwise. most_s:
-        that an iteration beside online decodes takes [s]. room: what offline work may add beside
-        all that; where it is bounded by TTFT, prompts are not cut for the sake of decodes, as alone
-        they are not."""
+        that an iteration beside online decodes takes [s]. is_whole: prompts are not cut for the
+        sake of decodes. room: by how much offline work may lengthen the iteration."""
         builder, settings, slacks = self._builder, self._settings, self.slacks
         view, budgets = builder.view, settings.budgets
         prefill = _prefill_slacks(
@@ -243,7 +243,7 @@ class Deadlines:
             online_s = offline_s = settings.latency_budget_s
         else:
             # Slow decodes alone must not keep a prefill from starting.
-            if room is not None and room.wait_s is not None:
+            if is_whole:
                 online_s = math.inf
             elif decodes_first:
                 online_s = max(slacks.aimed_s, _LEAST_BESIDE * self.alone_s)

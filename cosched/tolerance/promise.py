@@ -22,6 +22,9 @@ _MOST_ROOM = 10.0
 _LEAST_FOR_TAIL = 100
 """Requests of which one is in the last percent."""
 
+_TAIL_EVERY = 10
+"""Requests between two looks at p99."""
+
 _TAIL_FROM = 0.5
 """Of the promised share: where p99 is so far up, room begins to shrink."""
 
@@ -66,7 +69,8 @@ class Promise:
         self.total_achieved_s += achieved_s
         for tail, value in zip(self._tails, (alone_s, achieved_s), strict=True):
             tail.add(value)
-        self._tail_room = self._left_to_tail()
+        if not self.num % _TAIL_EVERY:
+            self._tail_room = self._left_to_tail()
 
     @property
     def mean_alone_s(self) -> float:

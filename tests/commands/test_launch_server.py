@@ -61,7 +61,7 @@ def test_the_decision_log_is_a_flag_that_needs_a_policy_that_decides(monkeypatch
 def test_a_tolerance_is_a_flag_of_policies_that_keep_one(monkeypatch):
     config = launch_server.config_from(flags_of("--cosched-tolerance", "ttft=5%,tpot=2%")[0])
     assert config.tolerance == ToleranceConfig(ttft=0.05, tpot=0.02)
-    with pytest.raises(ConfigError, match="'ttft=5' is not|'5' is not a percentage"):
+    with pytest.raises(ConfigError, match="ttft '5' is not a percentage"):
         launch_server.config_from(flags_of("--cosched-tolerance", "ttft=5")[0])
     hygen = ("--cosched-policy", "hygen", "--cosched-tolerance", "tpot=5%")
     with pytest.raises(ConfigError, match="policy 'hygen' keeps none; choose from cosched"):
@@ -69,7 +69,7 @@ def test_a_tolerance_is_a_flag_of_policies_that_keep_one(monkeypatch):
     monkeypatch.setenv(ENV_VAR, '{"tolerance": {"ttft": 0.5}}')
     assert launch_server.config_from(flags_of()[0]).tolerance == ToleranceConfig(ttft=0.5)
     monkeypatch.setenv(ENV_VAR, '{"tolerance": {"tpot": 11}}')
-    with pytest.raises(ConfigError, match="tolerance.tpot 11.* up to 10"):
+    with pytest.raises(ConfigError, match=r"tolerance\.tpot 11.* up to 10"):
         launch_server.config_from(flags_of()[0])
 
 

@@ -234,11 +234,12 @@ def test_prompts_are_not_cut_for_decodes_where_a_share_of_ttft_is_promised():
     assert only_tpot.prefill == cut.prefill
 
 
-def test_targets_come_before_the_promise_where_somebody_is_late():
+def test_prompts_are_cut_as_ever_where_somebody_is_late():
     queue = [chat("late", 500, age_s=3.0), chat("due", 3000, seq=1)]
     view = view_of(running=(replying(num_tokens=2),), online=queue)
     plan, _ = planned(view)
-    assert planned(replace(view, room=Room(wait_s=0.001, share=0.05)))[0] == plan
+    promised, _ = planned(replace(view, room=Room(wait_s=0.001, share=0.05)))
+    assert promised.prefill == plan.prefill and promised.prefill["due"] < 3000
 
 
 def test_an_idle_engine_takes_short_steps_so_that_who_comes_does_not_wait():

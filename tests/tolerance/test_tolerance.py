@@ -53,7 +53,7 @@ def test_what_is_wrong_with_it_is_said(text, why):
 
 @pytest.mark.parametrize("share", [0.0, -0.1, 10.1, float("nan")])
 def test_a_share_out_of_range_is_refused(share):
-    with pytest.raises(ConfigError, match="tolerance.tpot .* up to 10"):
+    with pytest.raises(ConfigError, match=r"tolerance\.tpot .* up to 10"):
         ToleranceConfig(tpot=share)
 
 
