@@ -239,8 +239,8 @@ class Alone:
             request = waiting[0]
             if left <= 0 or left_input <= 0:
                 break
-            if totals.num_prefills and min(request.num_left, left) >= left_input:
-                break
+            if left == math.inf and totals.num_prefills and request.num_left >= left_input:
+                break  # where prompts are cut, the budget of a chunk is the only one
             if request.num_left > left and left < self._page_size:
                 break
             waiting.popleft()
