@@ -23,7 +23,8 @@ from cosched.latency.predictor import PREDICTORS
 from cosched.length.config import LengthConfig
 from cosched.offline.prefix_pool import PoolConfig
 from cosched.policy.base import Budgets, EcoConfig
-from cosched.policy.registry import policy_entry
+from cosched.policy.registry import policy_entry, without_tolerance
+from cosched.tolerance.config import ToleranceConfig
 
 __all__ = [
     "ENV_VAR",
@@ -89,6 +90,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                        the policy's own
     latency_budget_ms  most predicted milliseconds of an iteration; absent: derived from the SLO
     budgets            how it is derived
+    tolerance          by how much online requests may be slower than alone, for cosched and its
+                       ablations (docs/policies/cosched.md); absent: the targets alone count
     kv                 what is evicted first, and what offline work may take (docs/kv_memory.md)
     length             what is believed of the length of responses (`cosched.length.config`);
                        absent: the policy's own
@@ -125,6 +128,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     pool: PoolConfig | None = None
     latency_budget_ms: float | None = None
     budgets: Budgets = Budgets()
+    tolerance: ToleranceConfig | None = None
     kv: KvConfig = KvConfig()
     length: LengthConfig | None = None
     ecoserve: EcoConfig = EcoConfig()
@@ -152,6 +156,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 raise ValueError(
                     f"max_offline_waiting must be at least 1, not {self.max_offline_waiting}"
                 )
+        if self.tolerance is not None and not entry.tolerates:
+            raise ValueError(without_tolerance(self.policy))
         if not 0 <= self.drain_s < float("inf"):
             raise ValueError(f"drain_s must be 0 or more seconds, not {self.drain_s}")
         for name in ("latency_budget_ms", "offline_rate", "decision_log_mb"):

@@ -44,7 +44,7 @@ from cosched.metrics.plots import write_run_plots
 from cosched.metrics.records import write_records, write_rows
 from cosched.metrics.table import print_table
 from cosched.metrics.window import Window
-from cosched.policy.registry import known_policy, policy_names
+from cosched.policy.registry import known_policy, policy_entry, policy_names, without_tolerance
 from cosched.simulation.find import QUESTIONS, find
 from cosched.simulation.options import (
     add_run_options,
@@ -135,6 +135,8 @@ def _execute(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.kv_eviction is not None:
         scenario = with_eviction(scenario, arguments.kv_eviction)
     spec = run_spec_of(arguments, scenario)
+    if "tolerance" in dict(spec.config) and not policy_entry(scenario.policy).tolerates:
+        raise ConfigError(without_tolerance(scenario.policy))
     for option in ("decision_log", "kv_log", "plot", "records"):
         if arguments.find and getattr(arguments, option):
             raise ConfigError(f"--{option.replace('_', '-')} is of one run; --find makes many")

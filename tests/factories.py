@@ -17,6 +17,7 @@ from cosched.core.view import (
     KvState,
     Match,
     OfflineLimits,
+    Room,
 )
 from cosched.offline.pool import ArrivalOrder
 from cosched.planning.ledger import promised_tokens
@@ -132,6 +133,7 @@ class FakeView:
     unholdable: Collection[str] = ()
     loss_per_token_s: float = 0.0
     recompute_debt_s: float = 0.0
+    room: Room | None = None
     kept: int = 0
     offline_in_sessions: int = 0
     host_free: int = 0

@@ -24,6 +24,7 @@ LAYERS = (
         "offline",
         "latency",
         "length",
+        "tolerance",
         "metrics",
         "command_line",
         "cosched_traces",
@@ -41,7 +42,17 @@ LAYERS = (
 RANKS = {unit: rank for rank, row in enumerate(LAYERS) for unit in row}
 COMMAND_PACKAGE, COMMAND = len(LAYERS), len(LAYERS) + 1
 
-PURE = ("core", "offline", "latency", "cost_models", "kv", "length", "planning", "policy")
+PURE = (
+    "core",
+    "offline",
+    "latency",
+    "cost_models",
+    "kv",
+    "length",
+    "planning",
+    "policy",
+    "tolerance",
+)
 
 
 def source_files() -> list[Path]:

@@ -19,6 +19,7 @@ __all__ = [
     "Match",
     "OfflineLimits",
     "OfflineOrder",
+    "Room",
     "View",
 ]
 
@@ -115,6 +116,21 @@ class OfflineLimits:
     def most_running(self) -> int | None:
         """None: any number."""
         return 0 if self.paused else self.max_running
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """By how much offline work may lengthen the iterations of online requests, where the operator
+    promises what these would have alone, and a share more (`cosched.tolerance`).
+
+    wait_s  of those that online requests wait for or compute their prompts in [s]; None: nothing is
+            promised of TTFT
+    share   of those in which they decode, by what these take without offline work; None: nothing is
+            promised of TPOT
+    """
+
+    wait_s: float | None = None
+    share: float | None = None
 
 
 class Decodes(NamedTuple):
@@ -286,6 +302,11 @@ class View(Protocol):
     def recompute_debt_s(self) -> float:
         """By how much the device has computed more anew of what stops had lost than it is to spend
         on that [s]; 0.0: there is no reason to hold back."""
+        ...
+
+    @property
+    def room(self) -> Room | None:
+        """None: nothing is promised beside the targets."""
         ...
 
     def reserve_of(self, request: Request) -> int:

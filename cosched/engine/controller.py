@@ -20,6 +20,7 @@ from cosched.core.request import LateReason, Request, RequestClass
 from cosched.core.view import Ended, View
 from cosched.core.wire import LATE_KEY
 from cosched.engine import port
+from cosched.engine.alone import AloneWatch
 from cosched.engine.clock import Clock
 from cosched.engine.decisions import DecisionLog
 from cosched.engine.exporter import MetricsExporter
@@ -186,6 +187,18 @@ class Controller:
         )
         if self.timekeeper is not None:
             self.timekeeper.add_end_listener(self.waiting.ended)
+        self.alone: AloneWatch | None = None
+        """None: nothing is promised beside the targets."""
+        if config.tolerance is not None and entry.tolerates and self.timekeeper is not None:
+            self.alone = self.waiting.alone = AloneWatch(
+                config.tolerance,
+                caps=self.caps,
+                overlaps=port.overlaps(scheduler),
+                predictor=self.predictor,
+                observer=observer,
+                num_cached=partial(num_cached, scheduler.tree_cache),
+            )
+            self.timekeeper.add_end_listener(self.alone.ended)
         self.kv: KvManager | None = None
         """None: SGLang's own eviction order holds."""
         kv = config.named_kv()
@@ -283,6 +296,9 @@ class Controller:
         if self.kv is not None:
             with self.guard.watching("kv"):
                 self.kv.advance(moment.now_s, self.predictor)
+        if self.alone is not None:
+            with self.guard.watching("tolerance"):
+                self.alone.advance(moment.now_s)
         self.predictor.error = error_factor(self.config.predictor_error, self.counters.num_plans)
         view = self.view(running_batch, moment)
         watched = self._watched(view)
@@ -335,6 +351,7 @@ class Controller:
             recompute_debt_s=self._recompute.debt_s(moment.now_s),
             kv=self.kv if self.kv is not None and not self.kv.core.is_off else None,
             prefixes=self._prefixes,
+            room=None if self.alone is None else self.alone.room,
         )
 
     def _watched(self, view: View) -> View:
@@ -483,6 +500,7 @@ class Controller:
             offline_limits=self.waiting.offline_limits,
             pool=pool.stats() if isinstance(pool, PrefixPool) else None,
             kv=None if self.kv is None else self.kv.occupancy(),
+            alone=None if self.alone is None else self.alone.state(),
             logs_off=tuple(name for name, log in self.logs.items() if log.is_off),
         )
 

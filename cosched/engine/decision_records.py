@@ -15,7 +15,7 @@ import msgspec
 from cosched.core.estimates import LengthEstimate
 from cosched.core.plan import PreemptMode, SkipReason
 from cosched.core.request import PLAIN, LateReason, RequestClass, Slo, Traits
-from cosched.core.view import BatchRules, Ended, KvState, Match, OfflineLimits
+from cosched.core.view import BatchRules, Ended, KvState, Match, OfflineLimits, Room
 from cosched.latency.calibration import CalibratorState
 from cosched.policy.base import PolicySettings
 
@@ -115,6 +115,7 @@ class ViewState(msgspec.Struct, kw_only=True, omit_defaults=True):
     num_offline: int
     mean_iteration_s: float = 0.0
     recompute_debt_s: float = 0.0
+    room: Room | None = None
     rules: BatchRules = BatchRules()
     offline_limits: OfflineLimits = OfflineLimits()
     ended: Sequence[Ended] = ()

@@ -157,7 +157,7 @@ class RecordingView:
 
 _VALUES = (
     *("now_s", "start_s", "kv", "free_slots", "num_offline", "mean_iteration_s"),
-    *("recompute_debt_s", "rules", "offline_limits", "ended"),
+    *("recompute_debt_s", "room", "rules", "offline_limits", "ended"),
 )
 """Attributes of a view that are recorded whether they were read or not."""
 

@@ -14,6 +14,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from cosched.core.request import LateReason, RequestClass
+from cosched.engine.alone import AloneState, LatencyBeside
 from cosched.engine.iteration import Iteration
 from cosched.engine.service import TARGETS
 from cosched.engine.state import ReplicaState
@@ -43,6 +44,7 @@ _BUCKET = ("min_prompt_tokens",)
 _USE = ("use",)
 _DIRECTION = ("direction",)
 _REASON = ("reason",)
+_LATENCY = ("latency",)
 
 METRICS = (
     Metric("ttft_seconds", Kind.HISTOGRAM, "Arrival to first token.", _CLASS, _TTFT_S),
@@ -55,6 +57,12 @@ METRICS = (
     Metric("slo_missed", Kind.COUNTER, "Requests that missed a target.", _TARGET),
     Metric("late", Kind.COUNTER, "Online requests judged too late for their TTFT.", _REASON),
     Metric("late_met", Kind.COUNTER, "Of these, requests that met it anyway.", _REASON),
+    Metric("beside_seconds", Kind.COUNTER, "TTFT or TPOT of online requests.", _LATENCY),
+    Metric("alone_seconds", Kind.COUNTER, "What they would have had alone.", _LATENCY),
+    Metric("beside_requests", Kind.COUNTER, "How many of them.", _LATENCY),
+    Metric("beside_p99_seconds", Kind.GAUGE, "p99 of the latest of them.", _LATENCY),
+    Metric("alone_p99_seconds", Kind.GAUGE, "The same of what they would have had.", _LATENCY),
+    Metric("tolerance_room_ratio", Kind.GAUGE, "What offline work may add.", _LATENCY),
     Metric("prefill_tokens", Kind.COUNTER, "Prompt tokens computed.", _CLASS),
     Metric("output_tokens", Kind.COUNTER, "Tokens generated.", _CLASS),
     Metric("waiting_requests", Kind.GAUGE, "Requests that wait.", _CLASS),
@@ -203,6 +211,8 @@ class MetricsExporter:
         self._of("offline_max_running").set(math.inf if most is None else most)
         for log in state.logs_off:
             self._of("log_switched_off", log=log).set(1)
+        if state.alone is not None:
+            self._refresh_alone(state.alone, None if before is None else before.alone)
         if state.kv is not None:
             self._refresh_kv(state.kv, None if before is None else before.kv)
         pool = state.pool
@@ -215,6 +225,19 @@ class MetricsExporter:
         self._of("pool_oldest_age_seconds").set(pool.oldest_age_s or 0.0)
         self._of("pool_sharing_ratio").set(pool.sharing_ratio)
         self._of("pool_expected_hit_ratio").set(pool.expected_hit_ratio)
+
+    def _refresh_alone(self, alone: AloneState, before: AloneState | None) -> None:
+        for latency in ("ttft", "tpot"):
+            here: LatencyBeside | None = getattr(alone, latency)
+            if here is None:
+                continue
+            so_far = None if before is None else getattr(before, latency)
+            for name, field in _ALONE_COUNTED:
+                count = getattr(here, field) - (0 if so_far is None else getattr(so_far, field))
+                self._of(name, latency=latency).inc(count)
+            self._of("beside_p99_seconds", latency=latency).set(here.p99_s or 0.0)
+            self._of("alone_p99_seconds", latency=latency).set(here.p99_alone_s or 0.0)
+            self._of("tolerance_room_ratio", latency=latency).set(here.room)
 
     def _refresh_kv(self, kv: KvOccupancy, before: KvOccupancy | None) -> None:
         for use in KV_USES:
@@ -257,6 +280,13 @@ _COUNTED: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("output_tokens", "offline_output_tokens", _OFFLINE),
 )
 """Counter, the field of the state that it follows, labels."""
+
+_ALONE_COUNTED = (
+    ("beside_seconds", "total_s"),
+    ("alone_seconds", "total_alone_s"),
+    ("beside_requests", "num"),
+)
+"""Counter, the field of `LatencyBeside` that it follows."""
 
 _KV_COUNTED: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("kv_evicted_tokens", "evicted_online", _ONLINE),

@@ -103,6 +103,11 @@ class IterationObserver:
             end_s = max(now_s, begun_s)
         return end_s
 
+    @property
+    def last_done_s(self) -> float:
+        """When the latest iteration whose result is there was done [s]."""
+        return self._last_done_s
+
     def finish(self, result: Any) -> Iteration | None:
         """The iteration of a result, once it is there; waits for it. None: nobody saw its launch,
         or it was idle."""

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from cosched.core.view import OfflineLimits
+from cosched.engine.alone import AloneState
 from cosched.kv.occupancy import KvOccupancy
 from cosched.offline.prefix_pool import PoolStats
 
@@ -33,6 +34,7 @@ class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
     budget_used_s    measured time of the same [s]
     attainment       target -> (requests that met it, requests that missed it)
     late             why online requests were judged late -> (how many, of these met their target)
+    alone            online requests against what they would have alone; None: nothing is promised
     times_s          ``online_ttft`` and the like -> (sum [s], number of them) since the start
     skipped          why waiting requests that the latest plan looked at were left out -> how many
     pool             None: offline requests wait in the order of arrival
@@ -74,6 +76,7 @@ class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
     pool: PoolStats | None
     kv: KvOccupancy | None
     logs_off: tuple[str, ...]
+    alone: AloneState | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON and SGLang's messages."""

@@ -18,6 +18,7 @@ from cosched.core.view import (
     Match,
     OfflineLimits,
     OfflineOrder,
+    Room,
 )
 from cosched.engine import port
 from cosched.engine.kv import KvManager
@@ -60,8 +61,10 @@ class SchedulerView:
         recompute_debt_s: float = 0.0,
         kv: KvManager | None = None,
         prefixes: RunningPrefixes | None = None,
+        room: Room | None = None,
     ) -> None:
         """prefixes: where the engine reads a shared prefix once."""
+        self.room = room
         self._kv = kv
         self._prefixes = prefixes
         self._scheduler = scheduler

@@ -19,6 +19,7 @@ from cosched.core.request import RequestClass, num_tokens_of
 from cosched.core.view import OfflineLimits
 from cosched.core.wire import Bounds, class_of_priority
 from cosched.engine import port
+from cosched.engine.alone import AloneWatch
 from cosched.engine.clock import Clock
 from cosched.engine.guard import Guard
 from cosched.engine.kv import KvManager
@@ -56,6 +57,8 @@ class WaitingQueue:
         """What the operator allows."""
         self.kv: KvManager | None = None
         """Told who comes and who waits."""
+        self.alone: AloneWatch | None = None
+        """Told who comes."""
         self._guard = guard or Guard(is_strict=True)
         self._bounds = Bounds() if bounds is None else bounds
         self._all: ArrivalQueue[TrackedRequest] = ArrivalQueue()
@@ -94,6 +97,9 @@ class WaitingQueue:
             if self.kv is not None:
                 with self._guard.watching("kv"):
                     self.kv.arrived(tracked, tracked.arrival_s)
+            if self.alone is not None:
+                with self._guard.watching("tolerance"):
+                    self.alone.arrived(tracked)
         self._all.add(tracked)
         self._rids.add(tracked.rid)
         if tracked.request_class is RequestClass.ONLINE:

@@ -193,6 +193,11 @@ class Calibrator(Predictor):
         assert not self.num_observed, f"{self.num_observed=}"
         self._graphs = graphs
 
+    @property
+    def is_known(self) -> bool:
+        """Neither phase is cold."""
+        return self._decode.shape is not None and self._prefill.shape is not None
+
     def predict_s(self, totals: BatchTotals) -> float:
         seconds = self.estimate_s(totals) * (1 + self.margin)
         # Loading goes on beside the computation, layer by layer (max, as in BROS §4.1).

@@ -111,15 +111,20 @@ class CoschedPolicy:
         behind = [r for r in order.late if r.rid != turn]
         if ahead or order.due:
             _stop_unfinished(builder, behind)
+        room = view.room
+        is_whole = room is not None and room.wait_s is not None and not order.late
+        is_gap_capped = options.gap_cap and not is_whole
         pace = deadlines.pace(
             order.due,
             decodes_first=options.feasible,
-            most_s=GAPS * deadlines.slacks.tpot_s if options.gap_cap else math.inf,
+            most_s=GAPS * deadlines.slacks.tpot_s if is_gap_capped else math.inf,
+            is_whole=is_whole,
+            room=room,
             spares_arrivals=True,
         )
         unfinished = {request.rid for request in view.unfinished}
         waiting = [r for r in (*ahead, *order.due, *behind) if r.rid not in unfinished]
-        two_phases(builder, pace, self._steps, waiting=waiting)
+        two_phases(builder, pace, self._steps, waiting=waiting, before_offline=pace.begin_offline)
         plan = builder.build(limits=pace.limits(), late=order.newly_late)
         begun = plan.prefill.keys() - unfinished
         num_due = carry.num_due + sum(request.rid in begun for request in order.due)

@@ -33,12 +33,13 @@ import math
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from cosched.core.batch import BatchTotals
 from cosched.core.estimates import Predictor
 from cosched.core.request import Request, RequestClass, Slo, num_tokens_of
-from cosched.core.view import View
+from cosched.core.view import Room, View
 from cosched.planning.builder import PlanBuilder
 from cosched.planning.ledger import Ledger
 from cosched.policy.base import PolicySettings
@@ -53,6 +54,8 @@ class DeadlinePace:
     beside_online  KV tokens read for each of the offline requests that will decode beside them, if
                    they fit: then online prompts may be cut where a tile of tokens ends. None: they
                    may not
+    longer_s       time of an iteration without offline work -> most time with it [s]; None: the
+                   limit of the phase alone holds
     """
 
     def __init__(
@@ -63,13 +66,19 @@ class DeadlinePace:
         online_s: float,
         offline_s: float,
         beside_online: Sequence[int] | None,
+        longer_s: Callable[[float], float] | None = None,
     ) -> None:
         self._predictor = predictor
         self._ledger = ledger
         self._online_s = online_s
         self._offline_s = offline_s
         self._beside_online = beside_online
+        self._longer_s = longer_s
         self._most_tokens: int | None = None
+
+    def begin_offline(self) -> None:
+        if self._longer_s is not None:
+            self._offline_s = min(self._offline_s, self._longer_s(self._ledger.seconds()))
 
     def limits(self) -> Mapping[str, float]:
         limits = {"online": self._online_s, "offline": self._offline_s}
@@ -206,6 +215,17 @@ class Deadlines:
             return within_s
         return max(within_s - behind_s * self.alone_s / self.slacks.tpot_s, 0.0)
 
+    def _longer_s(self, room: Room, online_s: float) -> float:
+        """Most time of an iteration that takes `online_s` without offline work [s]."""
+        if not online_s:
+            # Whoever comes finds it under way; but an iteration takes what it takes.
+            least_s = _LEAST_IDLE * _shortest_s(self._builder.view.predictor)
+            return math.inf if room.wait_s is None else max(room.wait_s, least_s)
+        added_s = math.inf if room.wait_s is None else room.wait_s
+        if room.share is not None and self.slacks.contexts:
+            added_s = min(added_s, room.share * online_s)
+        return online_s + added_s
+
     def pace(
         self,
         prefills: Iterable[Request],
@@ -213,11 +233,14 @@ class Deadlines:
         decodes_first: bool = False,
         most_s: float = math.inf,
         spares_arrivals: bool = False,
+        is_whole: bool = False,
+        room: Room | None = None,
     ) -> DeadlinePace:
         """prefills: online requests without a first token whose targets count. decodes_first: they
         are not late for the sake of first tokens, but where nothing could start otherwise. most_s:
         that an iteration beside online decodes takes [s]. spares_arrivals: `Budgets.idle_share`
-        bounds iterations with offline work beside online decodes too."""
+        bounds iterations with offline work beside online decodes too. is_whole: prompts are not cut
+        for the sake of decodes. room: by how much offline work may lengthen the iteration."""
         builder, settings, slacks = self._builder, self._settings, self.slacks
         view, budgets = builder.view, settings.budgets
         prefill = _prefill_slacks(
@@ -227,7 +250,9 @@ class Deadlines:
             online_s = offline_s = settings.latency_budget_s
         else:
             # Slow decodes alone must not keep a prefill from starting.
-            if decodes_first:
+            if is_whole:
+                online_s = math.inf
+            elif decodes_first:
                 online_s = max(slacks.aimed_s, _LEAST_BESIDE * self.alone_s)
             else:
                 online_s = max(
@@ -246,7 +271,7 @@ class Deadlines:
             offline_s = budgets.idle_share * prefill.ttft_s
         if not slacks.contexts:
             most_s = math.inf
-        cuts_online = _may_cut_online(view, prefill.least_s, settings.slo)
+        cuts_online = room is None and _may_cut_online(view, prefill.least_s, settings.slo)
         return DeadlinePace(
             view.predictor,
             builder.ledger,
@@ -255,6 +280,7 @@ class Deadlines:
             beside_online=(
                 builder.reads_of(view.running_of(RequestClass.OFFLINE)) if cuts_online else None
             ),
+            longer_s=None if room is None else partial(self._longer_s, room),
         )
 
 
@@ -288,6 +314,10 @@ these are late by it."""
 
 _LEAST_BESIDE = 1.2
 """The same where decodes come first."""
+
+_LEAST_IDLE = 1.25
+"""Without online requests an iteration may be so many times as long as the shortest there is,
+whatever was promised of TTFT."""
 
 _RELAXED_SHARE = 0.5
 """Of the TTFT target: with less left than this, an online prompt is not cut for a tile's sake."""

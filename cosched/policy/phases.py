@@ -163,17 +163,20 @@ def two_phases(
     steps: Steps = _DEFAULT,
     *,
     waiting: Iterable[Request] | None = None,
+    before_offline: Callable[[], None] = lambda: None,
 ) -> None:
     """Fill a plan. The builder's ledger has the time of the running online requests' decodes
     already. waiting: online requests in the order in which they are admitted; None: oldest
-    first."""
+    first. before_offline: called once all online work is in."""
     stop_beyond_limit(builder, steps)
     make_room_for_decodes(builder, steps)
     if is_turn_of_decodes(builder):
+        before_offline()
         _decode_offline(builder, pace, steps)
         return
     online = builder.view.online if waiting is None else waiting
     is_online_served = _serve_online(builder, pace, steps, online)
+    before_offline()
     _decode_offline(builder, pace, steps)
     if is_online_served:
         _prefill_offline(builder, pace, steps)

@@ -40,6 +40,7 @@ __all__ = [
     "planning_policy",
     "policy_entry",
     "policy_names",
+    "without_tolerance",
 ]
 
 GROUP = "cosched.policies"
@@ -55,6 +56,8 @@ class PolicyEntry:
     make          builds it for an engine; None: the engine's own scheduler decides
     pool          how it orders what waits offline, unless the configuration says; None: by arrival
     eviction      which KV goes first, unless the configuration says (`KvConfig.eviction`)
+    tolerates     it keeps what the operator promises of online requests beside those alone
+                  (`Config.tolerance`)
     timed         its plans depend on time: the latency predictor is kept up to date, and all ranks
                   go by one clock
     length        what is believed of the length of responses, unless the configuration says
@@ -72,6 +75,7 @@ class PolicyEntry:
     eviction: str = "value"
     length: LengthConfig = field(default_factory=LengthConfig)
     timed: bool = False
+    tolerates: bool = False
     predictor: str | None = None
     server_flags: Mapping[str, object] = field(default_factory=dict)
     source_file: str | None = None
@@ -179,6 +183,7 @@ def _cosched(name: str, summary: str, **options: bool) -> PolicyEntry:
         pool=PoolConfig(num_buckets=4),
         length=_MOST_FIT,
         timed=True,
+        tolerates=True,
         server_flags=_MIXED_CHUNK,
     )
 
@@ -499,6 +504,12 @@ def planning_policy(name: str) -> str:
     if policy_entry(name).make is None:
         raise ConfigError(f"policy {name!r} leaves all decisions to SGLang")
     return name
+
+
+def without_tolerance(name: str) -> str:
+    """What is said of a policy that keeps no tolerance."""
+    able = choices(other for other, entry in POLICIES.items() if entry.tolerates)
+    return f"tolerance: policy {name!r} keeps none; choose from {able}"
 
 
 @cache

@@ -10,7 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cosched.command_line import add_field_option, existing_file, fields_given, number, whole
+import msgspec
+
+from cosched.command_line import (
+    add_field_option,
+    checked,
+    existing_file,
+    fields_given,
+    number,
+    whole,
+)
 from cosched.config import parse_config
 from cosched.core.request import Slo
 from cosched.cost_models.base import PrefixReads
@@ -20,6 +29,7 @@ from cosched.errors import ConfigError
 from cosched.simulation.machine import Machine
 from cosched.simulation.run import DEFAULT_SLO, CostSpec, RunSpec, WorkloadSpec
 from cosched.simulation.scenario import Scenario
+from cosched.tolerance.config import parse_tolerance
 
 __all__ = [
     "DATA_ENV",
@@ -116,6 +126,13 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
         "wrote, for policies that predict; without one they learn while they run",
     )
     group.add_argument(
+        "--cosched-tolerance",
+        type=checked(parse_tolerance),
+        metavar="ttft=5%,tpot=5%",
+        help="mean and p99 of online requests stay so close to what these would have alone, for "
+        "cosched and its ablations (docs/policies/cosched.md); either key may be left out",
+    )
+    group.add_argument(
         "--cosched-config",
         default="{}",
         metavar="JSON",
@@ -131,6 +148,8 @@ def config_pairs(arguments: argparse.Namespace) -> tuple[tuple[str, Any], ...]:
     for key, flag in (("policy", "--policy or --scenarios"), ("slo", "--slo-ttft and --slo-tpot")):
         if key in keys:
             raise ConfigError(f"--cosched-config: {key!r} is set by {flag}")
+    if arguments.cosched_tolerance is not None:
+        keys["tolerance"] = msgspec.to_builtins(arguments.cosched_tolerance)
     if arguments.latency_model is not None:
         keys["latency_model"] = str(arguments.latency_model)
     return tuple(sorted(keys.items()))

@@ -472,12 +472,15 @@ def offline_client(
 
 def config_of(spec: RunSpec, decision_log: Path | None = None) -> Config:
     """The configuration that the simulated server runs with. ConfigError when it is wrong."""
+    given = dict(spec.config)
+    if not policy_entry(spec.scenario.policy).tolerates:
+        given.pop("tolerance", None)  # it is held against runs that know of none
     keys = {
         "decision_log": decision_log and str(decision_log),
         "policy": spec.scenario.policy,
         "strict": True,
         "slo": msgspec.to_builtins(_slo_config(spec.slo)),
-        **dict(spec.config),
+        **given,
     }
     if spec.scenario.predictor is not None:
         keys["predictor"] = spec.scenario.predictor

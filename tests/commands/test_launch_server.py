@@ -16,6 +16,7 @@ from cosched.errors import ConfigError
 from cosched.kv.config import ENGINE_ORDERS, KvConfig
 from cosched.kv.eviction import ORDERS
 from cosched.policy.registry import POLICIES
+from cosched.tolerance.config import ToleranceConfig
 from tests.serving import TEST_FLAGS
 
 
@@ -55,6 +56,21 @@ def test_the_decision_log_is_a_flag_that_needs_a_policy_that_decides(monkeypatch
     assert launch_server.config_from(flags_of()[0]).decision_log == "old"
     with pytest.raises(ConfigError, match="decision_log: policy 'sglang' leaves all decisions"):
         launch_server.config_from(flags_of("--cosched-policy", "sglang")[0])
+
+
+def test_a_tolerance_is_a_flag_of_policies_that_keep_one(monkeypatch):
+    config = launch_server.config_from(flags_of("--cosched-tolerance", "ttft=5%,tpot=2%")[0])
+    assert config.tolerance == ToleranceConfig(ttft=0.05, tpot=0.02)
+    with pytest.raises(ConfigError, match="ttft '5' is not a percentage"):
+        launch_server.config_from(flags_of("--cosched-tolerance", "ttft=5")[0])
+    hygen = ("--cosched-policy", "hygen", "--cosched-tolerance", "tpot=5%")
+    with pytest.raises(ConfigError, match="policy 'hygen' keeps none; choose from cosched"):
+        launch_server.config_from(flags_of(*hygen)[0])
+    monkeypatch.setenv(ENV_VAR, '{"tolerance": {"ttft": 0.5}}')
+    assert launch_server.config_from(flags_of()[0]).tolerance == ToleranceConfig(ttft=0.5)
+    monkeypatch.setenv(ENV_VAR, '{"tolerance": {"tpot": 11}}')
+    with pytest.raises(ConfigError, match=r"tolerance\.tpot 11.* up to 10"):
+        launch_server.config_from(flags_of()[0])
 
 
 def test_a_bad_target_is_named():

@@ -62,6 +62,7 @@ __all__ = [
     "num_loaded",
     "num_own",
     "num_retractions",
+    "overlaps",
     "parallel",
     "peek",
     "prefills_of",
@@ -377,6 +378,11 @@ def is_constrained(req: Any) -> bool:
     """Whether a grammar says what it may generate."""
     params = req.sampling_params
     return bool(params.json_schema or params.regex or params.ebnf or params.structural_tag)
+
+
+def overlaps(scheduler: Any) -> bool:
+    """It plans an iteration while the one before it runs."""
+    return bool(scheduler.enable_overlap)
 
 
 def is_aborted(req: Any) -> bool:
