@@ -60,7 +60,7 @@ class RunningPrefixes:
     def forget(self, req: Any) -> None:
         """It has ended. Of one that ends unnoticed no more than its memory stays, and not for
         long."""
-        for member in req.__dict__.pop("cosched_members", {}).values():
+        for member in vars(req).pop("cosched_members", {}).values():
             self._forest.remove(member)
             del self._req_of[member]
 
