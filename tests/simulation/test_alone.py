@@ -86,7 +86,7 @@ SPEC = RunSpec(
     online=WorkloadSpec(name="azure-like", rate=3.0),
     offline=WorkloadSpec(name="bros-offline", num_requests=2000),
     cost=CostSpec(name="roofline"),
-    duration_s=25.0,
+    duration_s=15.0,
 )
 SHARE = 0.05
 
