@@ -37,7 +37,7 @@ from cosched.errors import ConfigError, CoschedError
 from cosched.kv.config import EVICTION_ORDERS, KvConfig
 from cosched.latency.profile_file import Profile
 from cosched.policy.registry import policy_entry, policy_names
-from cosched.tolerance.config import parse_tolerance
+from cosched.tolerance.config import TOLERANCE_HELP, TOLERANCE_METAVAR, parse_tolerance
 
 __all__ = ["main"]
 
@@ -82,10 +82,9 @@ def build_parser() -> argparse.ArgumentParser:
         flag = f"--cosched-slo-{field.replace('_', '-')}"
         add_field_option(group, SloConfig, field, flag, default=None, type=float, metavar=metavar)
     add("claims", "--cosched-claims", metavar="JSON|FILE")
-    tolerance = "mean and p99 of online requests stay so close to what these would have alone, for "
-    tolerance += "cosched and its ablations (docs/policies/cosched.md); either key may be left out"
-    flag = "--cosched-tolerance"
-    add("tolerance", flag, type=str, metavar="ttft=5%,tpot=5%", help=tolerance)
+    add(
+        "tolerance", "--cosched-tolerance", type=str, metavar=TOLERANCE_METAVAR, help=TOLERANCE_HELP
+    )
     add("latency_model", "--cosched-latency-model", "--latency-model", metavar="FILE")
     orders = f"which KV goes first (docs/kv_memory.md): {', '.join(EVICTION_ORDERS)} (default: the "
     orders += "policy's own, value for most)"

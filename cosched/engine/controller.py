@@ -189,7 +189,7 @@ class Controller:
             self.timekeeper.add_end_listener(self.waiting.ended)
         self.alone: AloneWatch | None = None
         """None: nothing is promised beside the targets."""
-        if config.tolerance is not None and entry.tolerates and self.timekeeper is not None:
+        if config.tolerance is not None and self.timekeeper is not None:
             self.alone = self.waiting.alone = AloneWatch(
                 config.tolerance,
                 caps=self.caps,

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from cosched.core.request import LateReason, RequestClass, Slo
+from cosched.engine import port
 from cosched.engine.tracked import TrackedRequest
 
 __all__ = ["ALL_TARGETS", "TARGETS", "ServiceListener", "ServiceRecord"]
@@ -82,7 +83,7 @@ class ServiceRecord:
                 self.output_tokens[tracked.request_class] += num_new
             if req.finished_reason is not None:
                 tracked.is_reported = True
-                if req.finished_reason.to_json()["type"] == "abort":
+                if port.is_aborted(req):
                     self.aborted[tracked.request_class] += 1
                 else:
                     self._finished(tracked, now_s)

@@ -29,7 +29,7 @@ from cosched.errors import ConfigError
 from cosched.simulation.machine import Machine
 from cosched.simulation.run import DEFAULT_SLO, CostSpec, RunSpec, WorkloadSpec
 from cosched.simulation.scenario import Scenario
-from cosched.tolerance.config import parse_tolerance
+from cosched.tolerance.config import TOLERANCE_HELP, TOLERANCE_METAVAR, parse_tolerance
 
 __all__ = [
     "DATA_ENV",
@@ -128,9 +128,8 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--cosched-tolerance",
         type=checked(parse_tolerance),
-        metavar="ttft=5%,tpot=5%",
-        help="mean and p99 of online requests stay so close to what these would have alone, for "
-        "cosched and its ablations (docs/policies/cosched.md); either key may be left out",
+        metavar=TOLERANCE_METAVAR,
+        help=TOLERANCE_HELP,
     )
     group.add_argument(
         "--cosched-config",

@@ -8,7 +8,13 @@ import msgspec
 
 from cosched.errors import ConfigError, choices
 
-__all__ = ["MOST", "ToleranceConfig", "parse_tolerance"]
+__all__ = ["MOST", "TOLERANCE_HELP", "TOLERANCE_METAVAR", "ToleranceConfig", "parse_tolerance"]
+
+TOLERANCE_METAVAR = "ttft=5%,tpot=5%"
+TOLERANCE_HELP = (
+    "mean and p99 of online requests stay so close to what these would have alone, for cosched and "
+    "its ablations (docs/policies/cosched.md); either key may be left out"
+)
 
 MOST = 10.0
 """The largest share: eleven times as long."""
