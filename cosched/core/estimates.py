@@ -29,6 +29,10 @@ class Predictor(Protocol):
     smaller, rounding included; `max_prefill` relies on it.
     """
 
+    margin: float = 0.0
+    """Share by which predictions are longer than what is expected in the mean, for what disturbs
+    the machine now: a limit on one iteration wants it, what many of them take does not."""
+
     @property
     def name(self) -> str: ...
 

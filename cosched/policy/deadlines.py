@@ -22,7 +22,9 @@ ran ahead of its deadlines lends its slack to a large online chunk; one that is 
 online prefills, only offline work. `idle_share` keeps room for an online request that arrives while
 an iteration runs and another is already launched behind it. A prefill that must do without offline
 work and without the pace of the decodes to be in time gets both: a mean gap recovers, a first token
-does not. A TPOT target below the time of the shortest iteration there is counts as none. Where
+does not. Whether a request can be in time, and how fast online prefills go beside decodes, is a
+matter of many iterations, so the margin that a predictor adds to each for disturbances
+(`Predictor.margin`) is taken out of it. A TPOT target below the time of the shortest iteration there is counts as none. Where
 online requests fill the memory their decodes are sped up at the expense of offline work: a request
 that decodes slowly holds its KV for longer, and those that come next wait for room.
 """
@@ -172,7 +174,7 @@ class Deadlines:
     decodes.
 
     slacks   of their next tokens
-    alone_s  predicted time of an iteration with nothing but them [s]
+    alone_s  expected time of an iteration with nothing but them [s]
     """
 
     def __init__(
@@ -183,11 +185,12 @@ class Deadlines:
         self._settings = settings
         self._prefill_s: dict[str, float] = {}
         view, ledger = builder.view, builder.ledger
+        self._margin = 1 + view.predictor.margin
         self.slacks = _decode_slacks(
             view, settings.slo, settings.budgets.aim, view.predictor, give_up=give_up
         )
         ledger.add_decodes(self.slacks.contexts)
-        self.alone_s = ledger.seconds()
+        self.alone_s = ledger.seconds() / self._margin
 
     @property
     def lent_s(self) -> float:
@@ -203,7 +206,9 @@ class Deadlines:
         [s]. Worked out once for each."""
         seconds = self._prefill_s.get(request.rid)
         if seconds is None:
-            seconds = _prefill_s(request, self._builder.view, self._builder.ledger, self.alone_s)
+            view, ledger = self._builder.view, self._builder.ledger
+            seconds = _prefill_s(request, view, ledger, self.alone_s * self._margin)
+            seconds /= self._margin
             self._prefill_s[request.rid] = seconds
         return seconds
 
@@ -261,6 +266,8 @@ class Deadlines:
                     _LEAST_GROWTH * self.alone_s,
                     prefill.iteration_s,
                 )
+            # One that is disturbed is made up for by those after it.
+            online_s *= self._margin
             burst_s = budgets.burst * slacks.tpot_s
             uncrowded_s = slacks.tpot_s * _room(view, slacks.contexts, budgets.crowded_share)
             offline_s = min(slacks.aimed_s, prefill.laxity_s, burst_s, uncrowded_s)

@@ -132,6 +132,33 @@ def test_who_comes_meanwhile_is_in_time_where_decodes_have_all_the_time():
     assert plan.limits["offline"] == pytest.approx(BUDGETS.idle_share * slo.ttft_s)
 
 
+class Disturbed(Linear):
+    """As long as `Linear`, and half as much again for disturbances."""
+
+    margin = 0.5
+
+    def predict_s(self, totals):
+        return 1.5 * super().predict_s(totals)
+
+
+def test_disturbances_make_single_iterations_shorter_and_nobody_late():
+    """Decodes that take three quarters of the target alone: with what a disturbed iteration takes
+    there would be no time for a prompt."""
+    base = Linear(fixed_s=0.75 * TPOT_S)
+    disturbed = Disturbed(fixed_s=base.fixed_s)
+    view = view_of(running=(replying(num_tokens=9, ago_s=0.35),), online=[chat("new", 1000)])
+    for predictor in (base, disturbed):
+        plan, _ = planned(view, predictor=predictor)
+        assert plan.late == {}
+        assert plan.prefill["new"] == planned(view, predictor=base)[0].prefill["new"]
+    view = view_of(running=(replying(num_tokens=9, ago_s=0.35),), offline=[offline("off", 3000)])
+    expected_s = [
+        seconds_of(planned(view, predictor=p)[0], replace(view, predictor=base))
+        for p in (base, disturbed)
+    ]
+    assert expected_s[1] < expected_s[0]
+
+
 def replace_burst(burst):
     return Budgets(aim=1.0, ttft_aim=1.0, burst=burst, idle_share=0.3)
 
