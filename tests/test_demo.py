@@ -17,8 +17,8 @@ from rich.progress import Progress as Bars
 
 from cosched.benchmark.live import LiveResult, print_live
 from cosched.benchmark.own_server import OwnRun
-from cosched.core.request import RequestClass
-from cosched.demo import Measured, build_parser, draw, main, progress_of
+from cosched.core.request import RequestClass, Slo
+from cosched.demo import Measured, build_parser, draw, main, progress_of, targets_from
 from cosched.demo import _spec as spec_of
 from cosched.metrics.records import RequestRecord
 from cosched.simulation.run import load_requests, summarize_run
@@ -77,6 +77,15 @@ def test_the_requests_have_not_changed():
     chat = [(round(r.arrival_s, 3), r.num_prompt_tokens, r.num_output_tokens) for r in online[:3]]
     assert chat == [(0.133, 410, 24), (0.37, 206, 20), (0.59, 137, 58)]
     assert [r.num_prompt_tokens for r in offline[:3]] == [642, 599, 650]
+
+
+def test_targets_follow_from_chat_alone_where_they_are_not_given():
+    """Everything takes 100 ms: 250 ms and 125 ms."""
+    alone = made_up("online-only").result
+    assert targets_from(alone, Slo()) == Slo(ttft_s=0.25, tpot_s=0.125)
+    assert targets_from(alone, Slo(tpot_s=0.02)) == Slo(ttft_s=0.25, tpot_s=0.02)
+    unanswered = measured("online-only", [record(0)]).result
+    assert targets_from(unanswered, Slo()) == Slo(ttft_s=0.3, tpot_s=0.02)
 
 
 def test_a_job_that_ends_early_is_said_to():
