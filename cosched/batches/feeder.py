@@ -91,6 +91,8 @@ class Feeder:
         self._has_finished = asyncio.Event()
         self._flushing = asyncio.Lock()
         self._validation: asyncio.Task[None] | None = None
+        self._not_validated: set[str] = set()
+        """Batches whose validation went wrong: others come before them."""
         self._endings: dict[str, asyncio.Task[None]] = {}
         self._is_store_away = False
         self._clock = clock
@@ -200,7 +202,8 @@ class Feeder:
     async def _step(self) -> None:
         await asyncio.to_thread(self._store.expire_due)
         found = await asyncio.to_thread(self._store.open)
-        for batch in found:
+        self._not_validated.intersection_update(batch.id for batch in found)
+        for batch in sorted(found, key=lambda batch: batch.id in self._not_validated):
             if batch.ending is not None and batch.id not in self._endings:
                 self._endings[batch.id] = asyncio.create_task(self._end(batch))
             elif self._is_to_validate(batch):
@@ -253,7 +256,9 @@ class Feeder:
                 config=self._config,
                 server=self._name,
             )
+            self._not_validated.discard(batch.id)
         except Exception as error:
+            self._not_validated.add(batch.id)
             self._tell(error, f"cannot validate {batch.id}")
             await asyncio.sleep(_RETRY_S)
         finally:

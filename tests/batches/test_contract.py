@@ -390,6 +390,27 @@ def test_input_that_is_damaged_later_is_an_error_of_its_lines(api, stand_in, fol
     assert api.outcome(done).keys() == {f"c{n}" for n in range(600)}
 
 
+def test_a_batch_that_cannot_be_validated_stops_no_other(api, stand_in, monkeypatch):
+    broken = api.upload(lines(1))
+    files = stand_in.service.files
+    read = files.open
+
+    def open_file(name):
+        if name == broken.id:
+            raise OSError("the disk cannot read it")
+        return read(name)
+
+    monkeypatch.setattr(files, "open", open_file)
+    first = api.batches.create(
+        input_file_id=broken.id, endpoint="/v1/completions", completion_window="1h"
+    )
+    second = api.create(lines(2))
+    assert api.wait(second, timeout_s=20).status == "completed"
+    assert api.batches.retrieve(first.id).status == "validating"
+    monkeypatch.undo()
+    assert api.wait(first).status == "completed"
+
+
 def test_answers_tell_how_many_tokens_were_cached_or_reasoning(api, stand_in):
     stand_in.usage = {
         "prompt_tokens": 3,

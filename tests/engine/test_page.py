@@ -69,6 +69,8 @@ def state():
             "offline_ttft": [1.0, 4],
             "offline_tpot": [0.1, 4],
         },
+        num_aborted_online=4,
+        num_aborted_offline=5,
         skipped={"latency_budget": 12},
         offline_limits={"paused": True, "max_running": 8, "stop_running": False},
         pool=pool,
@@ -132,6 +134,8 @@ def test_it_shows_both_classes_memory_and_batches():
         assert row in texts["online"]
     assert "deadlines met, since the start|75.0 %" in texts["offline"]
     assert "tokens in the pool|1,400" in texts["offline"]
+    assert "aborted, since the start|8" in texts["online"]
+    assert "aborted, since the start|10" in texts["offline"]
     assert "online 94.9 %" in texts["kv-legend"]
     assert "the time of the iteration is used up|24" in texts["waits"]
     assert "offline work is paused|yes" in texts["waits"]
