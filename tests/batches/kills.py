@@ -4,12 +4,12 @@
 
 While batches are uploaded, created, validated, fed or ended, the server is killed at a moment of
 chance, and started anew. No finished line may be lost or sent again, and in the end every line has
-one result. A server that was only slow, and whose lines others have taken meanwhile (its lease was
-over), is not killed: lines that both answer then count as computed twice. By default the engine is a stand-in, so that a start takes no time; ``--server`` takes a
+one result. By default the engine is a stand-in, so that a start takes no time; ``--server`` takes a
 real server with the tiny model. With ``--replicas`` servers share a store in a PostgreSQL of the
-test's own; each time one of them is killed, and the others go on with its lines. With ``--files``
-uploads and results are kept where fsspec finds that URL. Prints one JSON object, and ends with 1
-when something was wrong.
+test's own; each time one of them is killed, and the others go on with its lines. One that lives,
+but was so slow that it was taken for dead, may then answer a line that another one has taken: those
+count as computed twice. With ``--files`` uploads and results are kept where fsspec finds that URL.
+Prints one JSON object, and ends with 1 when something was wrong.
 """
 
 from __future__ import annotations
