@@ -15,7 +15,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from statistics import NormalDist, fmean, pstdev
 
-__all__ = ["Forecast", "Load", "Rate", "RateMeter", "forecasts"]
+from cosched.batches.data import Batch, Status
+
+__all__ = ["Forecast", "Load", "Rate", "RateMeter", "forecasts", "past_rate"]
 
 _BUCKET_S = 60.0
 _NUM_BUCKETS = 60
@@ -100,6 +102,29 @@ class RateMeter:
             spread=spread,
             tokens_per_byte=self._all_tokens / self._all_bytes,
         )
+
+
+def past_rate(ended: Sequence[Batch]) -> Rate | None:
+    """Of batches with answers that have ended, as the store has them: what is known before anything
+    is measured. Of all servers that share it; too low where the engine had other work too."""
+    spans, num_tokens, num_bytes = [], 0, 0.0
+    for batch in ended:
+        # A second more than it may have been, as times are whole ones.
+        end = batch.times.get(Status.CANCELLING) or batch.times[Status.FINALIZING]
+        spans.append((batch.times[Status.IN_PROGRESS], end + 1))
+        num_tokens += batch.input_tokens + batch.output_tokens
+        num_bytes += batch.request.num_bytes * batch.completed / batch.total
+    seconds, until = 0, 0
+    for start, end in sorted(spans):
+        seconds += max(end - max(start, until), 0)
+        until = max(until, end)
+    if not num_tokens or not num_bytes:
+        return None
+    return Rate(
+        tokens_per_s=num_tokens / seconds,
+        spread=_UNKNOWN_SPREAD,
+        tokens_per_byte=num_tokens / num_bytes,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cosched.batches.config import BatchesConfig
 from cosched.batches.data import Batch, Status
 from cosched.batches.exposition import METRICS, Snapshot, exposition
-from tests.batches.api import Api, line, serving, until
+from tests.batches.api import ENDED, Api, line, serving, until
 from tests.batches.stand_in import StandIn
 from tests.batches.test_store import asked
 
@@ -438,6 +438,23 @@ def test_lines_for_responses(api):
 def test_lines_have_the_deadline_of_their_window(api, stand_in):
     api.wait(api.create(lines(5), window="30m"))
     assert all(1790 < deadline_s <= 1800 for deadline_s in stand_in.deadlines.values())
+
+
+def test_the_next_batch_has_an_estimate_at_once_also_after_a_restart(folder):
+    for is_first in (True, False):
+        stand_in = StandIn(BatchesConfig(folder=str(folder)))
+        with serving(stand_in) as url:
+            api = Api(url)
+            batch = api.create(lines(20))
+            assert (batch.cosched is None) == is_first
+            api.wait(batch)
+            stand_in.is_held = True
+            forecast = api.create(lines(40), window="1h").cosched
+            assert 0 < forecast["finish_s"] < 3600 and not forecast["is_late"]
+            for one in api.batches.list():
+                if one.status not in ENDED:
+                    api.batches.cancel(one.id)
+                    api.wait(one)
 
 
 @pytest.mark.parametrize("stand_in", [{"high_watermark": 20, "low_watermark": 10}], indirect=True)

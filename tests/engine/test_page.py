@@ -124,7 +124,7 @@ def test_it_shows_both_classes_memory_and_batches():
     seen = run(
         {
             "cosched": server | {"replicas": [state(), state()]},
-            "v1/batches?limit=50": {"data": [BATCH, ended]},
+            "v1/batches?limit=50": {"data": [BATCH, ended], "cosched": {"servers": 3}},
         }
     )
     texts = seen["texts"]
@@ -143,6 +143,7 @@ def test_it_shows_both_classes_memory_and_batches():
     assert "4 of 10|1 failed" in first and "90 s" in first and "25.0 %" in first
     assert "Cancel" in first and "Results" not in first
     assert "Results" in second and "Cancel" not in second
+    assert texts["servers"] == "answered by 3 servers" and not seen["hidden"]["servers"]
     assert "undefined" not in json.dumps(texts) and "NaN" not in json.dumps(texts)
     assert {key for _, key in seen["asked"]} == {"Bearer secret"}
 
