@@ -237,6 +237,9 @@ class Feeder:
         rate = self._rate_of_all()
         if rate is None:
             return {}
+        open_batches = [
+            batch for batch in found if batch.status in (Status.VALIDATING, Status.IN_PROGRESS)
+        ]
         loads = [
             Load(
                 batch_id=batch.id,
@@ -245,10 +248,15 @@ class Feeder:
                 num_tokens=_tokens_left(batch, rate),
                 weight=self._weight(batch),
             )
-            for batch in found
-            if batch.status in (Status.VALIDATING, Status.IN_PROGRESS)
+            for batch in open_batches
         ]
-        return forecasts(loads, rate=rate, margin_s=self._config.late_margin_s)
+        here = sum(
+            len(self._under_way.get(batch.id, ())) * _tokens_left(batch, rate) / _num_left(batch)
+            for batch in open_batches
+        )
+        least_s = here * self.num_servers / rate.tokens_per_s
+        margin_s = self._config.late_margin_s
+        return forecasts(loads, rate=rate, margin_s=margin_s, least_s=least_s)
 
     def _rate_of_all(self) -> Rate | None:
         """Of all servers of the store: what this one has measured, as the others are taken to be as
@@ -365,7 +373,7 @@ class Feeder:
         forecast, rate = self._forecasts.get(batch.id), self._rate_of_all()
         if forecast is None or rate is None:
             return left_s
-        num_left = max(batch.total - batch.completed - batch.failed, 1)
+        num_left = _num_left(batch)
         ahead = min(self._config.high_watermark * self.num_servers, num_left) / num_left
         deadline_s = ahead * _tokens_left(batch, rate) / rate.tokens_per_s
         deadline_s += max(forecast.slack_s, 0.0)
@@ -476,6 +484,11 @@ class Feeder:
 
 def _tenant(batch: Batch) -> tuple[str, str]:
     return batch.request.owner, batch.request.tenant
+
+
+def _num_left(batch: Batch) -> int:
+    """Lines without a result, at least 1."""
+    return max(batch.total - batch.completed - batch.failed, 1)
 
 
 def _tokens_left(batch: Batch, rate: Rate) -> float:

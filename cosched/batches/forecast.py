@@ -160,13 +160,23 @@ class Forecast:
     miss_chance: float
 
 
-def forecasts(loads: Sequence[Load], *, rate: Rate, margin_s: float) -> dict[str, Forecast]:
-    """Batch -> its forecast. `margin_s`: a batch with less slack is late [s]."""
+def forecasts(
+    loads: Sequence[Load], *, rate: Rate, margin_s: float, least_s: float = 0.0
+) -> dict[str, Forecast]:
+    """Batch -> its forecast.
+
+    margin_s  a batch with less slack is late [s]
+    least_s   what is at the scheduler already takes so long, and a line among it is anywhere: a
+              batch with lines left is not expected to be finished before [s]
+    """
     loads = [replace(load, is_late=False) for load in loads]
     fair = _finish_times(loads, rate.tokens_per_s)
     slack = {load.batch_id: load.due_s - fair[load.batch_id] for load in loads}
     loads = [replace(load, is_late=slack[load.batch_id] < margin_s) for load in loads]
     finish = _finish_times(loads, rate.tokens_per_s)
+    for load in loads:
+        if load.num_tokens:
+            finish[load.batch_id] = max(finish[load.batch_id], least_s)
     return {
         load.batch_id: Forecast(
             finish_s=finish[load.batch_id],

@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cosched.batches.config import BatchesConfig
 from cosched.batches.data import Batch, Status
 from cosched.batches.exposition import METRICS, Snapshot, exposition
+from cosched.batches.forecast import Rate
 from tests.batches.api import ENDED, Api, line, serving, until
 from tests.batches.stand_in import StandIn
 from tests.batches.test_store import asked
@@ -455,6 +456,19 @@ def test_the_next_batch_has_an_estimate_at_once_also_after_a_restart(folder):
                 if one.status not in ENDED:
                     api.batches.cancel(one.id)
                     api.wait(one)
+
+
+def test_a_small_batch_is_not_expected_before_what_is_at_the_scheduler(api, stand_in, monkeypatch):
+    rate = Rate(tokens_per_s=10.0, spread=0.5, tokens_per_byte=0.25)
+    monkeypatch.setattr(stand_in.service._feeder._meter, "rate", lambda: rate)
+    stand_in.is_held = True
+    large = api.create(lines(300))
+    until(lambda: stand_in.num_under_way == 256)
+    num_tokens = api.files.retrieve(large.input_file_id).bytes * rate.tokens_per_byte
+    small = api.create(lines(1, "small"))
+    for batch in (small, api.batches.retrieve(small.id)):
+        found = batch.cosched["finish_s"]
+        assert found == pytest.approx(256 / 300 * num_tokens / rate.tokens_per_s, rel=0.01)
 
 
 @pytest.mark.parametrize("stand_in", [{"high_watermark": 20, "low_watermark": 10}], indirect=True)

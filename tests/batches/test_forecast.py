@@ -43,6 +43,17 @@ def test_all_work_is_done_when_the_rate_has_done_it_and_no_batch_before(found, m
         assert one.is_late == (one.slack_s < margin_s)
 
 
+@given(found=loads(), share=st.floats(0.0, 1.0))
+def test_nothing_is_finished_before_what_is_at_the_scheduler(found, share):
+    least_s = share * sum(load.num_tokens for load in found) / RATE.tokens_per_s
+    plain = forecasts(found, rate=RATE, margin_s=600.0)
+    told = forecasts(found, rate=RATE, margin_s=600.0, least_s=least_s)
+    for load in found:
+        before, after = plain[load.batch_id], told[load.batch_id]
+        assert after.finish_s == (max(before.finish_s, least_s) if load.num_tokens else 0.0)
+        assert after.slack_s == before.slack_s and after.miss_chance >= before.miss_chance
+
+
 def step_by_step(loads, tokens_per_s):
     """The same from one end of a batch to the next."""
     left = {load.batch_id: load.num_tokens for load in loads}
