@@ -1,6 +1,6 @@
 """kill -9 of a server in the middle of its batches, again and again.
 
-    scripts/kill_batches [--kills 100] [--seed 1] [--server | --replicas 2] [--files URL]
+    scripts/kill_batches [--kills 100] [--seed 1] [--server | --replicas 2 [--lease 2]] [--files URL]
 
 While batches are uploaded, created, validated, fed or ended, the server is killed at a moment of
 chance, and started anew. No finished line may be lost or sent again, and in the end every line has
@@ -53,9 +53,9 @@ class StandInServer:
 
     max_life_s = LONGEST_LIFE_S
 
-    def __init__(self, root, *, place=None, number=0, database_url=None):
+    def __init__(self, root, *, place=None, number=0, database_url=None, lease_s=LEASE_S):
         place = place or str(root / "batches")
-        self.config = BatchesConfig(folder=place, url=database_url, lease_s=LEASE_S)
+        self.config = BatchesConfig(folder=place, url=database_url, lease_s=lease_s)
         self.asked = root / f"asked-{number}"
         self.asked.touch()
         self.slow = root / f"slow-{number}"
@@ -250,7 +250,7 @@ def run(servers, *, kills, seed):
 
 def is_slow(servers, *, since):
     """Whether one that lives was taken for dead, as it finds out when it is awake again."""
-    deadline_s = time.monotonic() + 5 * LEASE_S
+    deadline_s = time.monotonic() + 5 * servers[0].config.lease_s
     while sum(server.num_slow() for server in servers) <= since:
         if len(servers) == 1 or time.monotonic() > deadline_s:
             return False
@@ -271,6 +271,7 @@ def main():
     either = parser.add_mutually_exclusive_group()
     either.add_argument("--server", action="store_true", help="a real one, with the tiny model")
     either.add_argument("--replicas", type=int, default=1, help="servers with one PostgreSQL store")
+    parser.add_argument("--lease", type=float, default=LEASE_S, metavar="S", help="of replicas")
     parser.add_argument("--files", metavar="URL", help="where nothing is yet, for fsspec")
     arguments = parser.parse_args()
     if arguments.server and arguments.files:
@@ -284,7 +285,13 @@ def main():
         elif arguments.replicas > 1:
             url = stack.enter_context(postgres.cluster()).url
             servers = [
-                StandInServer(root, place=arguments.files, number=number, database_url=url)
+                StandInServer(
+                    root,
+                    place=arguments.files,
+                    number=number,
+                    database_url=url,
+                    lease_s=arguments.lease,
+                )
                 for number in range(arguments.replicas)
             ]
         elif arguments.files:

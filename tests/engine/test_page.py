@@ -71,6 +71,8 @@ def state():
         },
         num_aborted_online=4,
         num_aborted_offline=5,
+        num_waiting_online=0,
+        num_waiting_offline=20,
         skipped={"latency_budget": 12},
         offline_limits={"paused": True, "max_running": 8, "stop_running": False},
         pool=pool,
@@ -138,6 +140,7 @@ def test_it_shows_both_classes_memory_and_batches():
     assert "aborted, since the start|10" in texts["offline"]
     assert "online 94.9 %" in texts["kv-legend"]
     assert "the time of the iteration is used up|24" in texts["waits"]
+    assert "the plan did not come to them|16" in texts["waits"]
     assert "offline work is paused|yes" in texts["waits"]
     first, second = texts["batch-rows"].split("batch_01234567")[1:]
     assert "4 of 10|1 failed" in first and "90 s" in first and "25.0 %" in first
