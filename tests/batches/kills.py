@@ -1,6 +1,7 @@
 """kill -9 of a server in the middle of its batches, again and again.
 
-    scripts/kill_batches [--kills 100] [--seed 1] [--server | --replicas 2 [--lease 2]] [--files URL]
+    scripts/kill_batches [--kills 100] [--seed 1] [--server | --replicas 2] [--lease 2]
+        [--files URL]
 
 While batches are uploaded, created, validated, fed or ended, the server is killed at a moment of
 chance, and started anew. No finished line may be lost or sent again, and in the end every line has
