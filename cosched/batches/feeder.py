@@ -113,9 +113,9 @@ class Feeder:
         """Feed the server. When cancelled, what is finished is written, and what is under way is
         left to the next start."""
         try:
+            await self._recall()
             await self._client.wait_ready(max_wait_s=math.inf, check=lambda: None)
             await self._join()
-            await self._recall()
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._beat())
                 group.create_task(self._decide())
