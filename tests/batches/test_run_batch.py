@@ -38,7 +38,9 @@ class Job:
 
     def ask(self, command, capsys):
         code = main([command, "-o", str(self.out), "--api-key", "key"])
-        return code, json.loads(capsys.readouterr().out.splitlines()[-1])
+        shown = capsys.readouterr().out
+        assert "…" not in shown, "an id is cut off"
+        return code, json.loads(shown.splitlines()[-1])
 
     def outcome(self):
         """Line -> custom_id, and text or code, from both files."""
