@@ -5,9 +5,10 @@
 
 Every test question is a line, behind the five worked examples of its subject, in mixed order
 (``--seed``). A server with the tiny demo model (random weights) and the Batch API is started for
-it. With ``--stop-after`` the batch is cancelled after so many seconds; the lines that have no
-answer by then must be in the error file. Prints one JSON object, and ends with 1 when a line has no
-result, or two, or a chat failed.
+it. Users chat, one question after the other, for ``--alone`` seconds before the batch, beside it,
+and as long after it. With ``--stop-after`` the batch is cancelled after so many seconds; the lines
+that have no answer by then must be in the error file. Prints one JSON object, and ends with 1 when
+a line has no result, or two, or a chat failed.
 
 DIR (default: $COSCHED_DATA/prompts/mmlu) holds ``mmlu_dev.jsonl`` and ``mmlu_test.jsonl``, perhaps
 with ``.gz``: ``subject``, ``question``, ``choices`` and ``answer`` in each line. The project ships
@@ -24,9 +25,10 @@ import os
 import random
 import sys
 import tempfile
+import threading
 import time
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +37,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import openai
 
 from cosched.demo_model import ensure_demo_model
-from tests.batches.replicas import Chats, told
+from cosched.metrics.stats import Distribution, to_dict
+from cosched.versions import versions
 from tests.serving import start_server
 
 EXAMPLES = 5
+CHAT_TOKENS = 16
+PAUSE_S = 0.5
+POLL_S = 2.0
 
 
 def read(folder: Path, name: str) -> Iterator[dict[str, Any]]:
@@ -70,7 +76,74 @@ def lines(folder: Path, *, seed: int, max_tokens: int) -> list[dict[str, Any]]:
     return made
 
 
-def run(entries: list[dict[str, Any]], *, users: int, stop_after_s: float | None) -> dict[str, Any]:
+class Chats:
+    """Users with streamed chats, each one after the other. `seen`: (when it began [s], TTFT [s],
+    TPOT [s], what was wrong or None)."""
+
+    def __init__(self, client: openai.OpenAI, num_users: int) -> None:
+        self.seen: list[tuple[float, float, float, str | None]] = []
+        self._client = client
+        self._ended = threading.Event()
+        self._threads = [threading.Thread(target=self._talk, args=(n,)) for n in range(num_users)]
+
+    def __enter__(self) -> Chats:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _talk(self, user: int) -> None:
+        number = 0
+        while not self._ended.wait(PAUSE_S):
+            number += 1
+            began_s, times, wrong = time.monotonic(), [], None
+            try:
+                question = f"I am user {user}. " + f"What do you think of {number}? " * 12
+                stream = self._client.chat.completions.create(
+                    model="default",
+                    messages=[{"role": "user", "content": question}],
+                    max_tokens=CHAT_TOKENS,
+                    stream=True,
+                    stream_options={"include_usage": True},
+                    extra_body={"ignore_eos": True},
+                )
+                num_tokens = 0
+                for chunk in stream:
+                    if chunk.choices and chunk.choices[0].delta.content:
+                        times.append(time.monotonic())
+                    num_tokens = chunk.usage.completion_tokens if chunk.usage else num_tokens
+                if num_tokens != CHAT_TOKENS or not times:
+                    wrong = f"{num_tokens} tokens"
+            except openai.OpenAIError as error:
+                wrong = type(error).__name__
+            ttft_s = times[0] - began_s if times else 0.0
+            tpot_s = (times[-1] - times[0]) / (CHAT_TOKENS - 1) if times else 0.0
+            self.seen.append((began_s, ttft_s, tpot_s, wrong))
+
+    def told(self, is_counted: Callable[[float], bool]) -> dict[str, Any]:
+        """Of those that began when it `is_counted`; times in ms."""
+        chosen = [one for one in self.seen if is_counted(one[0])]
+        good = [one for one in chosen if one[3] is None]
+        return {
+            "answered": len(good),
+            "failed": Counter(one[3] for one in chosen if one[3]),
+            "ttft_ms": _in_ms([one[1] for one in good]),
+            "tpot_ms": _in_ms([one[2] for one in good]),
+        }
+
+
+def _in_ms(samples_s: list[float]) -> dict[str, float]:
+    found = to_dict(Distribution.of([1e3 * sample_s for sample_s in samples_s]))
+    return {name: round(found[name] or 0.0, 1) for name in ("mean", "p50", "p99", "max")}
+
+
+def run(
+    entries: list[dict[str, Any]], *, users: int, alone_s: float, stop_after_s: float | None
+) -> dict[str, Any]:
     """What was seen. AssertionError: a line has not just one result."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cosched-mmlu-")))
@@ -81,7 +154,8 @@ def run(entries: list[dict[str, Any]], *, users: int, stop_after_s: float | None
         source = folder / "mmlu.jsonl"
         source.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
-        chats = stack.enter_context(Chats(server.url, users))
+        chats = stack.enter_context(Chats(client, users))
+        time.sleep(alone_s)
         began_s = time.monotonic()
         with source.open("rb") as content:
             file = client.files.create(file=content, purpose="batch")
@@ -89,34 +163,44 @@ def run(entries: list[dict[str, Any]], *, users: int, stop_after_s: float | None
             input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
         )
         while batch.status in ("validating", "in_progress", "finalizing", "cancelling"):
-            time.sleep(1)
+            time.sleep(POLL_S)
             batch = client.batches.retrieve(batch.id)
             batch_s = time.monotonic() - began_s
             if stop_after_s is not None and batch_s > stop_after_s:
                 if batch.status in ("validating", "in_progress"):
                     batch = client.batches.cancel(batch.id)
-        assert batch.status in ("completed", "cancelled") and batch.output_file_id, batch
+        time.sleep(alone_s)
+        ended_s = began_s + batch_s
+        assert batch.status in ("completed", "cancelled"), batch
         assert stop_after_s is not None or batch.status == "completed", batch
         results = _ids(client, batch.output_file_id)
         unanswered = _ids(client, batch.error_file_id)
         file_mb = source.stat().st_size / 1e6
     order = {entry["custom_id"]: number for number, entry in enumerate(entries)}
-    assert sorted(results + unanswered, key=order.__getitem__) == list(order)
+    times = Counter(results + unanswered)
+    counts, usage = batch.request_counts, batch.usage
+    assert counts is not None and usage is not None
+    assert (len(results), len(unanswered)) == (counts.completed, counts.failed), counts
     assert results == sorted(results, key=order.__getitem__), "not in the order of the input"
-    counts = batch.request_counts
-    assert counts and (len(results), len(unanswered)) == (counts.completed, counts.failed)
-    usage = batch.usage
-    assert usage is not None
     return {
         "lines": len(entries),
         "answered": len(results),
+        "failed": len(unanswered),
+        "missing": len(order.keys() - times.keys()),
+        "repeated": times.total() - len(times),
         "status": batch.status,
         "file_mb": round(file_mb, 1),
         "batch_s": round(batch_s, 1),
         "input_tokens": usage.input_tokens,
-        "cached_ratio": round(usage.input_tokens_details.cached_tokens / usage.input_tokens, 3),
+        "cached_ratio": round(
+            usage.input_tokens_details.cached_tokens / max(usage.input_tokens, 1), 3
+        ),
         "output_tokens": usage.output_tokens,
-        "chats": told(chats.seen),
+        "chats": {
+            "alone_before": chats.told(lambda at_s: at_s < began_s),
+            "beside": chats.told(lambda at_s: began_s <= at_s < ended_s),
+            "alone_after": chats.told(lambda at_s: at_s >= ended_s),
+        },
     }
 
 
@@ -140,12 +224,22 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=1)
     parser.add_argument("--stop-after", type=float, metavar="S")
     parser.add_argument("--users", type=int, default=2)
+    parser.add_argument("--alone", type=float, default=60, metavar="S", help="(%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     entries = lines(options.data, seed=options.seed, max_tokens=options.max_tokens)
-    seen = run(entries[: options.lines], users=options.users, stop_after_s=options.stop_after)
-    print(json.dumps({"program": "mmlu_batch", "seed": options.seed, **seen}))
-    return 1 if seen["chats"]["failed"] else 0
+    seen = run(
+        entries[: options.lines],
+        users=options.users,
+        alone_s=options.alone,
+        stop_after_s=options.stop_after,
+    )
+    about = {"seed": options.seed, "users": options.users, "load_average": os.getloadavg()[2]}
+    print(json.dumps({"program": "mmlu_batch", **about, "versions": versions(), **seen}))
+    is_failed = any(chats["failed"] for chats in seen["chats"].values())
+    is_failed |= bool(seen["missing"] or seen["repeated"])
+    is_failed |= bool(options.stop_after is None and seen["failed"])
+    return 1 if is_failed else 0
 
 
 if __name__ == "__main__":

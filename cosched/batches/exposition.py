@@ -25,6 +25,7 @@ METRICS = (
     Metric("batches_lines", Kind.GAUGE, "Lines of open batches, by state.", ("state",)),
     Metric("batches_finished_lines", Kind.COUNTER, "Lines with a result, by kind.", ("result",)),
     Metric("batches_tokens", Kind.COUNTER, "Of answered lines, by kind.", ("kind",)),
+    Metric("batches_servers", Kind.GAUGE, "That live and share the store."),
     Metric("batches_tokens_per_second", Kind.GAUGE, "Measured rate of finished lines."),
     Metric("batch_lines", Kind.GAUGE, "Lines of a batch, by state.", ("batch", "state")),
     Metric("batch_tokens", Kind.GAUGE, "Of its answered lines, by kind.", ("batch", "kind")),
@@ -42,6 +43,7 @@ class Snapshot:
     open           those that have not ended
     under_way      batch -> lines of it that are at the scheduler
     finished       since the start: answered, failed, input, output -> lines and tokens
+    num_servers    that live and share the store
     """
 
     now: int
@@ -51,6 +53,7 @@ class Snapshot:
     under_way: Mapping[str, int]
     finished: Mapping[str, int]
     tokens_per_s: float | None
+    num_servers: int = 1
 
 
 def exposition(found: Snapshot) -> bytes:
@@ -90,6 +93,7 @@ def _samples(found: Snapshot) -> Iterator[tuple[str, tuple[str, ...], float]]:
         yield "batches_finished_lines", (result,), found.finished.get(result, 0)
     for kind in ("input", "output"):
         yield "batches_tokens", (kind,), found.finished.get(kind, 0)
+    yield "batches_servers", (), found.num_servers
     if found.tokens_per_s is not None:
         yield "batches_tokens_per_second", (), found.tokens_per_s
     for batch in sorted(found.open, key=lambda one: one.expires_at)[:_MAX_BATCHES]:

@@ -21,7 +21,7 @@ from cosched.batches.data import Batch, Finished, Line, Status
 from cosched.batches.errors import StoreAwayError
 from cosched.batches.fairness import Demand, shares
 from cosched.batches.files import FileStore
-from cosched.batches.forecast import Forecast, Load, Rate, RateMeter, forecasts
+from cosched.batches.forecast import Forecast, Load, Rate, RateMeter, forecasts, past_rate
 from cosched.batches.ingest import parse, validate
 from cosched.batches.storage import FilesAwayError
 from cosched.batches.store import BatchStore, records_of
@@ -45,6 +45,7 @@ _CLOSED_PER_TRANSACTION = 500
 _LEAST_DEADLINE_S = 1.0
 _BEATS_PER_LEASE = 3
 _MAX_AHEAD = 512
+_RECALLED = 8
 _SHARES_AHEAD = 4
 """Where servers share the store, one sets aside for itself a run of lines that begin alike: a
 quarter of its part of what is left, so that all end together."""
@@ -76,13 +77,15 @@ class Feeder:
         self._state = state
         self._meter = RateMeter(clock)
         self._rate: Rate | None = None
+        self._past_rate: Rate | None = None
         self._forecasts: Mapping[str, Forecast] = {}
         self._store = store
         self._files = files
         self._client = client
         self._config = config
         self._name = secrets.token_hex(8)
-        self._num_servers = 1
+        self.num_servers = 1
+        """That live and share the store."""
         self._wake = asyncio.Event()
         self.finished: Counter[str] = Counter()
         """Since the start: answered and failed lines, input and output tokens."""
@@ -91,6 +94,8 @@ class Feeder:
         self._has_finished = asyncio.Event()
         self._flushing = asyncio.Lock()
         self._validation: asyncio.Task[None] | None = None
+        self._not_validated: set[str] = set()
+        """Batches whose validation went wrong: others come before them."""
         self._endings: dict[str, asyncio.Task[None]] = {}
         self._is_store_away = False
         self._clock = clock
@@ -108,6 +113,7 @@ class Feeder:
         """Feed the server. When cancelled, what is finished is written, and what is under way is
         left to the next start."""
         try:
+            await self._recall()
             await self._client.wait_ready(max_wait_s=math.inf, check=lambda: None)
             await self._join()
             async with asyncio.TaskGroup() as group:
@@ -138,6 +144,14 @@ class Feeder:
                 self._tell(error, "cannot begin")
                 await asyncio.sleep(_RETRY_S)
 
+    async def _recall(self) -> None:
+        """How fast batches were of late, in case nothing is measured yet."""
+        try:
+            ended = await asyncio.to_thread(self._store.latest_answered, limit=_RECALLED)
+            self._past_rate = past_rate(ended)
+        except StoreAwayError as error:
+            self._tell(error, "the rate of earlier batches is not known")
+
     async def _beat(self) -> None:
         """Tell the other servers of a shared store that this one lives."""
         lease_s = self._config.lease_s
@@ -152,7 +166,7 @@ class Feeder:
                     )
                     await self._let_go(list(self._under_way))
                     await self._join()
-                self._num_servers = max(living, 1)
+                self.num_servers = max(living, 1)
             except Exception as error:
                 self._tell(error, "the store cannot be told that this server lives")
             await asyncio.sleep(lease_s / _BEATS_PER_LEASE)
@@ -200,7 +214,8 @@ class Feeder:
     async def _step(self) -> None:
         await asyncio.to_thread(self._store.expire_due)
         found = await asyncio.to_thread(self._store.open)
-        for batch in found:
+        self._not_validated.intersection_update(batch.id for batch in found)
+        for batch in sorted(found, key=lambda batch: batch.id in self._not_validated):
             if batch.ending is not None and batch.id not in self._endings:
                 self._endings[batch.id] = asyncio.create_task(self._end(batch))
             elif self._is_to_validate(batch):
@@ -218,13 +233,13 @@ class Feeder:
         )
 
     def forecasts(self, found: Sequence[Batch]) -> dict[str, Forecast]:
-        """Of batches that have not ended; none where nothing has been measured yet. For any
-        thread."""
-        rate = self._rate
+        """Of batches that have not ended; none where no rate is known. For any thread."""
+        rate = self._rate_of_all()
         if rate is None:
             return {}
-        # The others of a shared store are taken to be as fast as this one.
-        rate = replace(rate, tokens_per_s=rate.tokens_per_s * self._num_servers)
+        open_batches = [
+            batch for batch in found if batch.status in (Status.VALIDATING, Status.IN_PROGRESS)
+        ]
         loads = [
             Load(
                 batch_id=batch.id,
@@ -233,10 +248,22 @@ class Feeder:
                 num_tokens=_tokens_left(batch, rate),
                 weight=self._weight(batch),
             )
-            for batch in found
-            if batch.status in (Status.VALIDATING, Status.IN_PROGRESS)
+            for batch in open_batches
         ]
-        return forecasts(loads, rate=rate, margin_s=self._config.late_margin_s)
+        here = sum(
+            len(self._under_way.get(batch.id, ())) * _tokens_left(batch, rate) / _num_left(batch)
+            for batch in open_batches
+        )
+        least_s = here * self.num_servers / rate.tokens_per_s
+        margin_s = self._config.late_margin_s
+        return forecasts(loads, rate=rate, margin_s=margin_s, least_s=least_s)
+
+    def _rate_of_all(self) -> Rate | None:
+        """Of all servers of the store: what this one has measured, as the others are taken to be as
+        fast; before that what batches had that have ended."""
+        if self._rate is None:
+            return self._past_rate
+        return replace(self._rate, tokens_per_s=self._rate.tokens_per_s * self.num_servers)
 
     @property
     def rate(self) -> Rate | None:
@@ -253,7 +280,9 @@ class Feeder:
                 config=self._config,
                 server=self._name,
             )
+            self._not_validated.discard(batch.id)
         except Exception as error:
+            self._not_validated.add(batch.id)
             self._tell(error, f"cannot validate {batch.id}")
             await asyncio.sleep(_RETRY_S)
         finally:
@@ -271,6 +300,7 @@ class Feeder:
             ):
                 pass
             if await asyncio.to_thread(self._finish, batch.id):
+                await self._recall()
                 with suppress(FilesAwayError):  # is swept again and again
                     await asyncio.to_thread(self._files.sweep)
             else:
@@ -340,13 +370,12 @@ class Feeder:
         time too [s]: what the window leaves them, and the time of those under way. A late one's is
         near enough for the scheduler to put it before other offline work."""
         left_s = max(batch.expires_at - self._store.now(), _LEAST_DEADLINE_S)
-        forecast, rate = self._forecasts.get(batch.id), self._rate
+        forecast, rate = self._forecasts.get(batch.id), self._rate_of_all()
         if forecast is None or rate is None:
             return left_s
-        num_left = max(batch.total - batch.completed - batch.failed, 1)
-        ahead = min(self._config.high_watermark * self._num_servers, num_left) / num_left
-        tokens_per_s = rate.tokens_per_s * self._num_servers
-        deadline_s = ahead * _tokens_left(batch, rate) / tokens_per_s
+        num_left = _num_left(batch)
+        ahead = min(self._config.high_watermark * self.num_servers, num_left) / num_left
+        deadline_s = ahead * _tokens_left(batch, rate) / rate.tokens_per_s
         deadline_s += max(forecast.slack_s, 0.0)
         if forecast.is_late:
             deadline_s = min(deadline_s, self._config.late_margin_s)
@@ -355,9 +384,9 @@ class Feeder:
     def _take(self, batch: Batch, limit: int, max_bytes: int) -> list[RequestLine | BadLine]:
         """Lines of a batch, read from its input file. None is taken where that is away."""
         num_ahead = 0
-        if self._num_servers > 1:
+        if self.num_servers > 1:
             left = batch.total - batch.completed - batch.failed
-            num_ahead = min(left // (_SHARES_AHEAD * self._num_servers), _MAX_AHEAD)
+            num_ahead = min(left // (_SHARES_AHEAD * self.num_servers), _MAX_AHEAD)
         with ExitStack() as stack:
             content: BinaryIO | OSError
             try:
@@ -455,6 +484,11 @@ class Feeder:
 
 def _tenant(batch: Batch) -> tuple[str, str]:
     return batch.request.owner, batch.request.tenant
+
+
+def _num_left(batch: Batch) -> int:
+    """Lines without a result, at least 1."""
+    return max(batch.total - batch.completed - batch.failed, 1)
 
 
 def _tokens_left(batch: Batch, rate: Rate) -> float:

@@ -15,7 +15,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from statistics import NormalDist, fmean, pstdev
 
-__all__ = ["Forecast", "Load", "Rate", "RateMeter", "forecasts"]
+from cosched.batches.data import Batch, Status
+
+__all__ = ["Forecast", "Load", "Rate", "RateMeter", "forecasts", "past_rate"]
 
 _BUCKET_S = 60.0
 _NUM_BUCKETS = 60
@@ -102,6 +104,29 @@ class RateMeter:
         )
 
 
+def past_rate(ended: Sequence[Batch]) -> Rate | None:
+    """Of batches with answers that have ended, as the store has them: what is known before anything
+    is measured. Of all servers that share it; too low where the engine had other work too."""
+    spans, num_tokens, num_bytes = [], 0, 0.0
+    for batch in ended:
+        # A second more than it may have been, as times are whole ones.
+        end = batch.times.get(Status.CANCELLING) or batch.times[Status.FINALIZING]
+        spans.append((batch.times[Status.IN_PROGRESS], end + 1))
+        num_tokens += batch.input_tokens + batch.output_tokens
+        num_bytes += batch.request.num_bytes * batch.completed / batch.total
+    seconds, until = 0, 0
+    for start, end in sorted(spans):
+        seconds += max(end - max(start, until), 0)
+        until = max(until, end)
+    if not num_tokens or not num_bytes:
+        return None
+    return Rate(
+        tokens_per_s=num_tokens / seconds,
+        spread=_UNKNOWN_SPREAD,
+        tokens_per_byte=num_tokens / num_bytes,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     """What is left of a batch.
@@ -135,13 +160,23 @@ class Forecast:
     miss_chance: float
 
 
-def forecasts(loads: Sequence[Load], *, rate: Rate, margin_s: float) -> dict[str, Forecast]:
-    """Batch -> its forecast. `margin_s`: a batch with less slack is late [s]."""
+def forecasts(
+    loads: Sequence[Load], *, rate: Rate, margin_s: float, least_s: float = 0.0
+) -> dict[str, Forecast]:
+    """Batch -> its forecast.
+
+    margin_s  a batch with less slack is late [s]
+    least_s   what is at the scheduler already takes so long, and a line among it is anywhere: a
+              batch with lines left is not expected to be finished before [s]
+    """
     loads = [replace(load, is_late=False) for load in loads]
     fair = _finish_times(loads, rate.tokens_per_s)
     slack = {load.batch_id: load.due_s - fair[load.batch_id] for load in loads}
     loads = [replace(load, is_late=slack[load.batch_id] < margin_s) for load in loads]
     finish = _finish_times(loads, rate.tokens_per_s)
+    for load in loads:
+        if load.num_tokens:
+            finish[load.batch_id] = max(finish[load.batch_id], least_s)
     return {
         load.batch_id: Forecast(
             finish_s=finish[load.batch_id],

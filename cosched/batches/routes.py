@@ -203,7 +203,8 @@ class _Routes:
         )
         forecasts = await asyncio.to_thread(self._service.forecasts)
         shown = [batch_json(batch, forecasts.get(batch.id)) for batch in found]
-        return _json(page_json(shown, has_more))
+        about = {"cosched": {"servers": self._service.num_servers}}
+        return _json(page_json(shown, has_more) | about)
 
     async def show(self, request: Request) -> Response:
         name = request.path_params["id"]

@@ -46,6 +46,11 @@ class BatchService:
         if self._feeder is not None:
             self._feeder.wake()
 
+    @property
+    def num_servers(self) -> int:
+        """That live and share the store, as of a moment ago."""
+        return 1 if self._feeder is None else self._feeder.num_servers
+
     def forecasts(self) -> Mapping[str, Forecast]:
         """Of the batches that have not ended, as far as anything is known; for any thread."""
         if self._feeder is None:
@@ -61,6 +66,7 @@ class BatchService:
         feeder = self._feeder
         finished = {} if feeder is None else dict(feeder.finished)
         rate = None if feeder is None else feeder.rate
+        num_servers = self.num_servers
 
         def read() -> Snapshot:
             found = self.store.open()
@@ -72,6 +78,7 @@ class BatchService:
                 under_way=self.store.num_taken(),
                 finished=finished,
                 tokens_per_s=None if rate is None else rate.tokens_per_s,
+                num_servers=num_servers,
             )
 
         return read

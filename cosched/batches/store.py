@@ -169,6 +169,13 @@ class BatchStore:
         with self._database.read() as connection:
             return [_batch_of(row) for row in connection.execute(query)]
 
+    def latest_answered(self, *, limit: int) -> list[Batch]:
+        """The newest of those that have ended with answers."""
+        query = sa.select(batches).where(batches.c.status.not_in(OPEN), batches.c.completed > 0)
+        with self._database.read() as connection:
+            rows = connection.execute(query.order_by(batches.c.seq.desc()).limit(limit))
+            return [_batch_of(row) for row in rows]
+
     def num_taken(self) -> dict[str, int]:
         """Open batch -> its lines that are under way, at whichever server."""
         query = (

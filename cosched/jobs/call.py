@@ -40,6 +40,7 @@ __all__ = ["ExitCode", "fetch", "run_job", "show_batches", "validate"]
 
 _FILES_BESIDE_CONNECTIONS = 64
 _MAX_SHOWN_FAULTS = 20
+_WINDOW = "24h"
 
 
 class ExitCode(IntEnum):
@@ -210,6 +211,8 @@ def fetch(config: JobConfig) -> ExitCode:
     config = replace(
         config,
         input=manifest.input,
+        base_url=manifest.base_url,
+        window=manifest.window,
         errors=manifest.errors,
         max_line_bytes=manifest.max_line_bytes,
         fetch_only=True,
@@ -281,12 +284,13 @@ async def _until_end(
                 if manifest is None and await _has_batches(config, client, server, journal):
                     manifest = new_manifest(
                         base_url=base_url,
-                        window=config.window,
+                        window=config.window or _WINDOW,
                         source=source,
                         errors=config.errors,
                         max_line_bytes=config.max_line_bytes,
                     )
                 if manifest is not None:
+                    manifest.window = config.window or manifest.window
                     await _remotely(config, source, journal, standing, manifest, reporter.show)
                     return
                 job = Job(

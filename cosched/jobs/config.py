@@ -34,7 +34,8 @@ class JobConfig:
     api_key           the server's key (default: $COSCHED_API_KEY)
     via               how lines get there: uploaded as batches of the server, or one by one; auto:
                       as batches where it has them
-    window            completion window of the batches: 30m, 6h, 2d
+    window            completion window of the batches that this call makes: 30m, 6h, 2d (default:
+                      that of the job's earlier calls; 24h)
     detach            upload, and do not wait for the results
     require_offline   refuse a server that would take these requests for chat (default: a warning)
     wait_s            how long to wait at the start where no server listens yet (default: 5)
@@ -79,7 +80,7 @@ class JobConfig:
     progress_every_s: float = 10.0
     seed: int = 0
     via: str = "auto"
-    window: str = "24h"
+    window: str | None = None
     detach: bool = False
     fetch_only: bool = False
 

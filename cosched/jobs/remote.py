@@ -42,6 +42,7 @@ class Manifest(msgspec.Struct):
     """`<out>.batches.json`.
 
     job      names the job in the metadata of its batches
+    window   of the batches that the latest call made
     open     ids of batches that are not fetched yet
     done     ids of those that are
     input, errors, max_line_bytes  as the job was started with, for whoever only names the output
@@ -194,7 +195,7 @@ class RemoteJob:
                 window=manifest.window,
                 metadata={_NAME: manifest.job, "part": f"{number}"},
             )
-        except QuotaError:
+        except ServerRefusedError:
             await self._api.delete(file_id)
             raise
         manifest.open.append(batch.id)
@@ -235,6 +236,7 @@ class RemoteJob:
         """Write its results, and forget it."""
         if batch.status == "failed":
             self._fetched(batch.id)
+            await self._api.delete(batch.input_file_id)
             faults = batch.errors.data if batch.errors else []
             said = "; ".join(
                 fault.message if fault.line is None else f"line {fault.line}: {fault.message}"

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from cosched.jobs.batch_api import RemoteBatch
 from cosched.versions import versions
@@ -65,7 +65,8 @@ def print_batches(
     found: Sequence[RemoteBatch], *, is_fetched: Callable[[RemoteBatch], bool]
 ) -> None:
     """A table of the batches of a job, then one line of JSON."""
-    table = Table("batch", "status", "lines", "answered", "failed", "finished in", "chance to miss")
+    names = ("batch", "status", "lines", "answered", "failed", "finished in", "chance to miss")
+    table = Table(*(Column(name, overflow="fold") for name in names))  # no id is cut off
     for one in found:
         counts, told = one.request_counts, one.cosched
         table.add_row(

@@ -15,7 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from cosched.batches.config import BatchesConfig
 from cosched.batches.data import Batch, Status
 from cosched.batches.exposition import METRICS, Snapshot, exposition
-from tests.batches.api import Api, line, serving, until
+from cosched.batches.forecast import Rate
+from tests.batches.api import ENDED, Api, line, serving, until
 from tests.batches.stand_in import StandIn
 from tests.batches.test_store import asked
 
@@ -390,6 +391,27 @@ def test_input_that_is_damaged_later_is_an_error_of_its_lines(api, stand_in, fol
     assert api.outcome(done).keys() == {f"c{n}" for n in range(600)}
 
 
+def test_a_batch_that_cannot_be_validated_stops_no_other(api, stand_in, monkeypatch):
+    broken = api.upload(lines(1))
+    files = stand_in.service.files
+    read = files.open
+
+    def open_file(name):
+        if name == broken.id:
+            raise OSError("the disk cannot read it")
+        return read(name)
+
+    monkeypatch.setattr(files, "open", open_file)
+    first = api.batches.create(
+        input_file_id=broken.id, endpoint="/v1/completions", completion_window="1h"
+    )
+    second = api.create(lines(2))
+    assert api.wait(second, timeout_s=20).status == "completed"
+    assert api.batches.retrieve(first.id).status == "validating"
+    monkeypatch.undo()
+    assert api.wait(first).status == "completed"
+
+
 def test_answers_tell_how_many_tokens_were_cached_or_reasoning(api, stand_in):
     stand_in.usage = {
         "prompt_tokens": 3,
@@ -417,6 +439,36 @@ def test_lines_for_responses(api):
 def test_lines_have_the_deadline_of_their_window(api, stand_in):
     api.wait(api.create(lines(5), window="30m"))
     assert all(1790 < deadline_s <= 1800 for deadline_s in stand_in.deadlines.values())
+
+
+def test_the_next_batch_has_an_estimate_at_once_also_after_a_restart(folder):
+    for is_first in (True, False):
+        stand_in = StandIn(BatchesConfig(folder=str(folder)))
+        with serving(stand_in) as url:
+            api = Api(url)
+            batch = api.create(lines(20))
+            assert (batch.cosched is None) == is_first
+            api.wait(batch)
+            stand_in.is_held = True
+            forecast = api.create(lines(40), window="1h").cosched
+            assert 0 < forecast["finish_s"] < 3600 and not forecast["is_late"]
+            for one in api.batches.list():
+                if one.status not in ENDED:
+                    api.batches.cancel(one.id)
+                    api.wait(one)
+
+
+def test_a_small_batch_is_not_expected_before_what_is_at_the_scheduler(api, stand_in, monkeypatch):
+    rate = Rate(tokens_per_s=10.0, spread=0.5, tokens_per_byte=0.25)
+    monkeypatch.setattr(stand_in.service._feeder._meter, "rate", lambda: rate)
+    stand_in.is_held = True
+    large = api.create(lines(300))
+    until(lambda: stand_in.num_under_way == 256)
+    num_tokens = api.files.retrieve(large.input_file_id).bytes * rate.tokens_per_byte
+    small = api.create(lines(1, "small"))
+    for batch in (small, api.batches.retrieve(small.id)):
+        found = batch.cosched["finish_s"]
+        assert found == pytest.approx(256 / 300 * num_tokens / rate.tokens_per_s, rel=0.01)
 
 
 @pytest.mark.parametrize("stand_in", [{"high_watermark": 20, "low_watermark": 10}], indirect=True)

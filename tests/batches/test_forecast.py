@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cosched.batches.forecast import Load, Rate, RateMeter, _finish_times, forecasts
+from cosched.batches.data import Batch, Status
+from cosched.batches.forecast import Load, Rate, RateMeter, _finish_times, forecasts, past_rate
 from tests.batches.stand_in import Clock
+from tests.batches.test_store import asked
 
 RATE = Rate(tokens_per_s=100.0, spread=0.3, tokens_per_byte=0.25)
 
@@ -39,6 +41,17 @@ def test_all_work_is_done_when_the_rate_has_done_it_and_no_batch_before(found, m
         assert one.finish_s >= load.num_tokens / RATE.tokens_per_s * (1 - 1e-9)
         assert 0 <= one.miss_chance <= 1
         assert one.is_late == (one.slack_s < margin_s)
+
+
+@given(found=loads(), share=st.floats(0.0, 1.0))
+def test_nothing_is_finished_before_what_is_at_the_scheduler(found, share):
+    least_s = share * sum(load.num_tokens for load in found) / RATE.tokens_per_s
+    plain = forecasts(found, rate=RATE, margin_s=600.0)
+    told = forecasts(found, rate=RATE, margin_s=600.0, least_s=least_s)
+    for load in found:
+        before, after = plain[load.batch_id], told[load.batch_id]
+        assert after.finish_s == (max(before.finish_s, least_s) if load.num_tokens else 0.0)
+        assert after.slack_s == before.slack_s and after.miss_chance >= before.miss_chance
 
 
 def step_by_step(loads, tokens_per_s):
@@ -175,3 +188,39 @@ def test_the_meter_measures_while_there_is_work():
     # It follows what is new, within an hour of work.
     measured(meter, clock, seconds=3700, tokens_per_s=20, under_way=200)
     assert meter.rate().tokens_per_s == pytest.approx(20, rel=0.1)
+
+
+def ended(**times):
+    """A batch of 1,000 bytes and 300 tokens, three quarters of whose lines were answered."""
+    return Batch(
+        id="batch_1",
+        request=asked(num_bytes=1000),
+        status=Status.CANCELLED,
+        ending=None,
+        created_at=0,
+        expires_at=0,
+        times=times,
+        faults=(),
+        total=20,
+        completed=15,
+        failed=5,
+        input_tokens=200,
+        output_tokens=100,
+        cached_tokens=0,
+        reasoning_tokens=0,
+        output_file_id="file-1",
+        error_file_id=None,
+    )
+
+
+def test_earlier_batches_tell_a_rate_before_one_is_measured():
+    assert past_rate([]) is None
+    # At the same time for a while, then one alone after a pause: 10 to 29, and 100 to 109.
+    some = [
+        ended(in_progress=100, finalizing=109, completed=400),
+        ended(in_progress=10, finalizing=24),
+        ended(in_progress=20, cancelling=29, cancelled=35),
+    ]
+    rate = past_rate(some)
+    assert rate.tokens_per_s == 900 / 30 and rate.tokens_per_byte == 900 / (3 * 750)
+    assert past_rate(some[:1]).tokens_per_s == 30

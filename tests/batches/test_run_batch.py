@@ -38,7 +38,9 @@ class Job:
 
     def ask(self, command, capsys):
         code = main([command, "-o", str(self.out), "--api-key", "key"])
-        return code, json.loads(capsys.readouterr().out.splitlines()[-1])
+        shown = capsys.readouterr().out
+        assert "…" not in shown, "an id is cut off"
+        return code, json.loads(shown.splitlines()[-1])
 
     def outcome(self):
         """Line -> custom_id, and text or code, from both files."""
@@ -188,6 +190,32 @@ def test_what_the_server_refuses_is_told(job, folder, capsys):
         assert job.run(url) == 3
         assert "a batch may have 5 lines (batches.max_lines)" in capsys.readouterr().err
         assert not job.out.read_text()
+        assert not Api(url).files.list().data, "nobody else would take it away"
+
+
+def test_a_wrong_window_is_refused_and_the_next_call_may_have_another(api, job, capsys):
+    job.write([line(f"c{n}") for n in range(10)])
+    assert job.run(api.url, "--window", "24x") == 3
+    assert "completion_window must be" in capsys.readouterr().err
+    assert not api.files.list().data and not api.batches.list().data
+    assert job.run(api.url, "--window", "30m") == 0
+    assert job.outcome() == ANSWERED
+    assert [batch.completion_window for batch in api.batches.list()] == ["30m"]
+
+
+def test_lines_that_are_sent_again_have_the_window_of_their_call(api, job, stand_in, capsys):
+    stand_in.is_held = True
+    job.write([line("a")])
+    job.run(api.url, "--detach", "--window", "30m")
+    for options in ((), ("--window", "2d")):
+        [batch] = api.batches.list(limit=1).data
+        api.wait(batch, "in_progress")
+        job.ask("cancel", capsys)
+        api.wait(batch)
+        code, told = job.ask("fetch", capsys)
+        assert code == 1 and told["config"]["base_url"] == api.url
+        job.run(api.url, "--detach", "--retry-failed", *options)
+    assert [batch.completion_window for batch in api.batches.list()] == ["2d", "30m", "30m"]
 
 
 @pytest.mark.parametrize(

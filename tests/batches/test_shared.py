@@ -43,6 +43,10 @@ def lines(count):
     return [line(f"{n}") for n in range(count)]
 
 
+def listed(url):
+    return httpx.get(f"{url}/v1/batches", headers={"authorization": "Bearer key"}).json()
+
+
 def both_live(stand_in):
     def look():
         with stand_in.service._opened.database.read() as connection:
@@ -62,6 +66,9 @@ def test_any_server_is_asked_and_all_answer(two):
     outcome = at_second.outcome(ended)
     assert outcome == {f"{n}": f"to {n}" for n in range(1500)}
     assert first.asked and second.asked
+    for api in (at_first, at_second):
+        until(lambda at=api.url: listed(at)["cosched"] == {"servers": 2})
+        assert "cosched:batches_servers 2.0" in httpx.get(f"{api.url}/cosched/metrics").text
     assert (first.asked + second.asked).total() == 1500, "no line is sent twice"
 
 

@@ -69,6 +69,10 @@ def state():
             "offline_ttft": [1.0, 4],
             "offline_tpot": [0.1, 4],
         },
+        num_aborted_online=4,
+        num_aborted_offline=5,
+        num_waiting_online=0,
+        num_waiting_offline=20,
         skipped={"latency_budget": 12},
         offline_limits={"paused": True, "max_running": 8, "stop_running": False},
         pool=pool,
@@ -122,7 +126,7 @@ def test_it_shows_both_classes_memory_and_batches():
     seen = run(
         {
             "cosched": server | {"replicas": [state(), state()]},
-            "v1/batches?limit=50": {"data": [BATCH, ended]},
+            "v1/batches?limit=50": {"data": [BATCH, ended], "cosched": {"servers": 3}},
         }
     )
     texts = seen["texts"]
@@ -132,13 +136,17 @@ def test_it_shows_both_classes_memory_and_batches():
         assert row in texts["online"]
     assert "deadlines met, since the start|75.0 %" in texts["offline"]
     assert "tokens in the pool|1,400" in texts["offline"]
+    assert "aborted, since the start|8" in texts["online"]
+    assert "aborted, since the start|10" in texts["offline"]
     assert "online 94.9 %" in texts["kv-legend"]
     assert "the time of the iteration is used up|24" in texts["waits"]
+    assert "the plan did not come to them|16" in texts["waits"]
     assert "offline work is paused|yes" in texts["waits"]
     first, second = texts["batch-rows"].split("batch_01234567")[1:]
     assert "4 of 10|1 failed" in first and "90 s" in first and "25.0 %" in first
     assert "Cancel" in first and "Results" not in first
     assert "Results" in second and "Cancel" not in second
+    assert texts["servers"] == "answered by 3 servers" and not seen["hidden"]["servers"]
     assert "undefined" not in json.dumps(texts) and "NaN" not in json.dumps(texts)
     assert {key for _, key in seen["asked"]} == {"Bearer secret"}
 

@@ -126,14 +126,27 @@ def test_results_and_errors_are_downloaded(shown, api, tmp_path):
     assert browser.complaints == []
 
 
-def test_a_batch_is_uploaded_and_cancelled(shown, api, tmp_path):
-    browser = shown()
-    file = tmp_path / "in.jsonl"
+def upload(browser, file):
+    """Of one line for completions."""
     file.write_text(json.dumps(line("mine")) + "\n")
     chosen = browser.call("Runtime.evaluate", expression="document.getElementById('file')")
     browser.call("DOM.setFileInputFiles", files=[str(file)], objectId=chosen["result"]["objectId"])
     browser.value("document.getElementById('endpoint').value = '/v1/completions'")
     browser.value("document.querySelector('#upload button').click()")
+
+
+def test_a_file_whose_batch_is_refused_is_not_left_behind(shown, api, tmp_path):
+    browser = shown()
+    num_files = len(list(api.files.list()))
+    browser.value("document.getElementById('window').value = '99d'")
+    upload(browser, tmp_path / "in.jsonl")
+    browser.wait_for("document.getElementById('fault').textContent.includes('at most 30d')")
+    until(lambda: len(list(api.files.list())) == num_files)
+
+
+def test_a_batch_is_uploaded_and_cancelled(shown, api, tmp_path):
+    browser = shown()
+    upload(browser, tmp_path / "in.jsonl")
     first = "document.querySelector('#batch-rows tr')"
     browser.wait_for("document.querySelectorAll('#batch-rows tr').length == 4")
     browser.wait_for(f"{first}.innerText.includes('0 of 1')")

@@ -16,18 +16,19 @@ from tests.batches.kills import RealServer, run
 from tests.request_lines import chat, completion, line
 from tests.serving import start_server
 
-KEY = "secret"
+KEY, ADMIN_KEY = "secret", "operator"
 CHAT = "/v1/chat/completions"
 RESPONSES = "/v1/responses"
 
 
 @pytest.fixture(scope="module")
 def server(tiny_model, forks, tmp_path_factory):
-    """With an API key, and an operator who lets clients send no offline work of their own."""
+    """With keys for clients and for operators; clients send no offline work of their own."""
     folder = tmp_path_factory.mktemp("batches")
     claims = '{"ignore": ["service_tier", "priority"], "keys": {"*": {"max_offline": 0}}}'
     flags = ("--cosched-policy", "sarathi", "--cosched-batches", str(folder))
-    flags += ("--api-key", KEY, "--cosched-claims", claims, "--enable-response-store")
+    flags += ("--api-key", KEY, "--admin-api-key", ADMIN_KEY)
+    flags += ("--cosched-claims", claims, "--enable-response-store")
     with start_server(tiny_model, *flags, forks=forks) as server:
         yield server
 
@@ -98,20 +99,31 @@ def test_cancel_frees_the_engine(api, server):
         time.sleep(0.2)
 
 
-def test_the_routes_are_behind_the_key(server):
-    for key in (None, "wrong"):
-        headers = {} if key is None else {"authorization": f"Bearer {key}"}
-        for method, path in (
-            ("GET", "/v1/files"),
-            ("POST", "/v1/files"),
-            ("GET", "/v1/files/file-1/content"),
-            ("DELETE", "/v1/files/file-1"),
-            ("GET", "/v1/batches"),
-            ("POST", "/v1/batches"),
-            ("POST", "/v1/batches/batch_1/cancel"),
-        ):
-            reply = httpx.request(method, server.url + path, headers=headers)
-            assert reply.status_code == 401, (method, path)
+OF_CLIENTS = (
+    ("GET", "/v1/files"),
+    ("POST", "/v1/files"),
+    ("GET", "/v1/files/file-1"),
+    ("GET", "/v1/files/file-1/content"),
+    ("DELETE", "/v1/files/file-1"),
+    ("GET", "/v1/batches"),
+    ("POST", "/v1/batches"),
+    ("GET", "/v1/batches/batch_1"),
+    ("POST", "/v1/batches/batch_1/cancel"),
+)
+OF_OPERATORS = (("GET", "/cosched"), ("POST", "/cosched/offline"), ("GET", "/cosched/metrics"))
+
+
+def test_each_route_is_behind_its_key(server):
+    routes = {
+        (method, path): key
+        for paths, key in ((OF_CLIENTS, KEY), (OF_OPERATORS, ADMIN_KEY))
+        for method, path in paths
+    }
+    for (method, path), own in routes.items():
+        for key in (None, "wrong", KEY, ADMIN_KEY):
+            headers = {} if key is None else {"authorization": f"Bearer {key}"}
+            reply = httpx.request(method, server.url + path, headers=headers, timeout=30)
+            assert (reply.status_code == 401) == (key != own), (method, path, key, reply.text)
 
 
 def test_the_page_is_open_and_what_it_asks_for_is_not(api, server):
@@ -120,8 +132,7 @@ def test_the_page_is_open_and_what_it_asks_for_is_not(api, server):
     assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in page.headers["content-security-policy"]
     assert httpx.get(url).status_code == 401
-    assert httpx.get(f"{server.url}/cosched/metrics").status_code == 401
-    key = {"authorization": f"Bearer {KEY}", "accept": "application/json"}
+    key = {"authorization": f"Bearer {ADMIN_KEY}", "accept": "application/json"}
     [state] = httpx.get(url, headers=key).json()["replicas"]
     assert state["times_s"].keys() == {
         f"{kind}_{time}" for kind in ("online", "offline") for time in ("ttft", "tpot")

@@ -8,6 +8,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.batches.api import Api
+from tests.request_lines import line
 from tests.serving import start_server
 
 pytestmark = pytest.mark.server
@@ -110,9 +112,12 @@ def check_metrics(url, state):
     assert 0 <= values[("cosched:pool_sharing_ratio",)] <= 1
 
 
-def test_an_embedding_model_serves_both_classes_beside_sglangs_key(tiny_model, forks):
+def test_an_embedding_model_serves_both_classes_and_batches_beside_sglangs_key(
+    tiny_model, forks, tmp_path
+):
     claims = {"keys": {"secret": {"floors": {"ttft_ms": 800}}}}
     flags = ("--is-embedding", "--cosched-claims", json.dumps(claims), "--api-key", "secret")
+    flags += ("--cosched-batches", str(tmp_path / "batches"))
     with start_server(tiny_model, *flags, forks=forks) as server:
 
         def embed(index, key="secret"):
@@ -133,3 +138,13 @@ def test_an_embedding_model_serves_both_classes_beside_sglangs_key(tiny_model, f
         assert refused.status_code == 401
         assert "x-cosched-class" not in refused.headers
         assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
+        api = Api(server.url, key="secret")
+        url = "/v1/embeddings"
+        lines = [line(f"c{n}", url, model="tiny", input=f"text {n}") for n in range(8)]
+        lines.append(line("two", url, model="tiny", input=["one", "other"]))
+        done = api.wait(api.create(lines, endpoint=url, window="6h"))
+        assert done.request_counts.completed == 9, api.records(done.error_file_id)
+        assert done.usage.input_tokens and not done.usage.output_tokens
+        records = api.records(done.output_file_id)
+        found = {record["custom_id"]: record["response"]["body"]["data"] for record in records}
+        assert len(found["two"]) == 2 and len(found["c0"][0]["embedding"]) > 1
