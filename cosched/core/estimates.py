@@ -29,12 +29,14 @@ class Predictor(Protocol):
     smaller, rounding included; `max_prefill` relies on it.
     """
 
-    margin: float = 0.0
-    """Share by which predictions are longer than what is expected in the mean, for what disturbs
-    the machine now: a limit on one iteration wants it, what many of them take does not."""
-
     @property
     def name(self) -> str: ...
+
+    @property
+    def margin(self) -> float:
+        """Share by which predictions are longer than what is expected in the mean, for what
+        disturbs the machine now: a limit on one iteration wants it, what many take does not."""
+        return 0.0
 
     def predict_s(self, totals: BatchTotals) -> float:
         """Time of the iteration [s]; 0.0 for an empty one. Never raises."""

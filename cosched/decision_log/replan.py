@@ -148,6 +148,10 @@ class _Believed(Predictor):
             raise NotRecordedError("a prediction")
         return self._calibrator.predict_s(totals)
 
+    @property
+    def margin(self) -> float:
+        return self._calibrator.margin if self._is_known else 0.0
+
     def describe(self) -> dict[str, object]:
         return {"predictor": self.name}
 

@@ -156,6 +156,9 @@ class Calibrator(Predictor):
     Deterministic; all state is numbers. Nothing is learned until `observe` is called.
     """
 
+    margin: float = 0.0
+    """Share by which predictions are longer than the estimate."""
+
     def __init__(self, shape: Predictor | None = None, *, graphs: GraphSizes | None = None) -> None:
         """shape   predictor of this machine and model to start from, which keeps its form: only
                    scale and drift are learned; None: start cold and fit
@@ -177,8 +180,6 @@ class Calibrator(Predictor):
         self.num_fits = 0
         self.drift = 1.0
         """How many times longer iterations take now than the scaled shapes say."""
-        self.margin = 0.0
-        """Share by which predictions are longer than the estimate."""
         self.error = 1.0
         """Factor by which predictions are wrong on purpose."""
         self.load_s_per_token = 0.0
