@@ -312,7 +312,7 @@ class Bench:
         if key not in self.bases:
             settings = TUNED[:: len(TUNED) - 1] if self.args.quick else TUNED
             stock = self.spec(STOCK, data, page)
-            specs = [unloaded(stock)]
+            specs = [unloaded(stock, num_requests=self.args.unloaded)]
             for setting in settings:
                 specs.append(self.flooded(self.stock(setting, data, page), data))
             alone, *floods = self.run(f"{data}, pages of {page}:", specs)
@@ -575,8 +575,9 @@ def sustained(bench: Bench, name: str, spec: RunSpec, base: Base) -> float | Non
     return sustained_rate(
         latencies,
         limit_s=NORMALIZED_LIMIT * base.unloaded.normalized_latency_s,
-        low=0.1 * base.capacity,
-        high=2.0 * base.capacity,
+        low=bench.args.between[0] * base.capacity,
+        high=bench.args.between[1] * base.capacity,
+        tolerance=bench.args.tolerance,
         num_at_once=bench.args.jobs,
     )
 
@@ -648,6 +649,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for name in args.only or ():
         if name not in {*ROWS, "sglang-tuned"}:
             raise ConfigError(f"no row {name!r}; choose from {choices([*ROWS, 'sglang-tuned'])}")
+    low, high = args.between
+    if not 0 < low <= high:
+        raise ConfigError(f"--between {low:g} {high:g}: two shares above 0, the lower one first")
+    if args.tolerance <= 0:
+        raise ConfigError(f"--tolerance {args.tolerance:g}: it must be above 0")
     bench = Bench(args)
     tables: dict[str, list[Lines]] = {}
     for figure in args.figures:
@@ -682,6 +688,17 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--lengths", nargs="+", choices=LENGTHS, default=["oracle-noise"])
     parser.add_argument("--loads", nargs="+", type=float, default=list(LOADS), help="of capacity")
     parser.add_argument("--load", type=float, default=1.0, help="of figures at one load (1)")
+    parser.add_argument(
+        "--between",
+        nargs=2,
+        type=float,
+        default=[0.1, 2.0],
+        metavar=("LOW", "HIGH"),
+        help="of capacity: where sustained rates are looked for (0.1 2)",
+    )
+    parser.add_argument(
+        "--tolerance", type=float, default=0.05, help="of sustained rates, a share (0.05)"
+    )
     parser.add_argument("--slo-scale", type=float, default=2.0, help="of JCT targets (2)")
     parser.add_argument(
         "--duration",
@@ -691,6 +708,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--rows", type=int, default=512, help="--max-running-requests (512)")
     parser.add_argument("--quick", action="store_true", help="two settings of stock SGLang in all")
+    parser.add_argument("--unloaded", type=int, default=100, help="requests of unloaded runs (100)")
     parser.add_argument("--latency-models", type=Path, metavar="DIR")
     parser.add_argument("--data-dir", default=os.environ.get("COSCHED_DATA"), metavar="DIR")
     parser.add_argument("--results", type=Path, metavar="DIR", help="keep runs there")

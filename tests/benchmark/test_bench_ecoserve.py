@@ -145,3 +145,11 @@ def test_sweeps_vary_one_thing(all_made_up):
         loaded.jct.limit_s(10) / 4
     )
     assert {name for names in BENCH.FIGURE_SWEEPS.values() for name in names} == {*BENCH.SWEEPS}
+
+
+@pytest.mark.parametrize(
+    "options", [("--between", "0", "1"), ("--between", "2", "1"), ("--tolerance", "0")]
+)
+def test_where_sustained_rates_are_looked_for_is_checked(options):
+    with pytest.raises(ConfigError, match=options[0]):
+        BENCH.run(BENCH.build_parser().parse_args(options))
