@@ -48,6 +48,8 @@ from cosched.benchmark.jct import (
 from cosched.decision_log.groups import Groups, read_groups
 from cosched.decision_log.read import read_log
 from cosched.errors import ConfigError, choices
+from cosched.metrics.figure import check_can_draw
+from cosched.metrics.plots_sweep import Panel, plot_panels
 from cosched.metrics.table import markdown_rows
 from cosched.simulation.machine import Machine
 from cosched.simulation.parallel import call_all
@@ -241,6 +243,9 @@ FIGURE_SWEEPS = {
     "5": ("overrun",),
     "12": ("slo scale", "padding", "reserve", "buffer"),
 }
+
+DRAWN = ("JCT s", "output tokens/s", "SSR %")
+"""Of sweeps (Fig. 12)."""
 
 UNHURRIED = 1000.0
 """Scale of JCT targets under a saturated queue. All its deadlines would be over soon, and EcoServe
@@ -555,6 +560,33 @@ def figure_sweeps(bench: Bench, figure: str, page: int) -> Iterator[Lines]:
             ]
 
 
+def panels(figure: Mapping[str, list[Lines]]) -> list[Panel]:
+    """One for each sweep over numbers, of each data set."""
+    found: list[Panel] = []
+    for lines in (lines for name in FIGURE_SWEEPS for lines in figure.get(name, ())):
+        what = next(name for name in SWEEPS if name in lines[0])
+        if isinstance(lines[0][what], float):
+            title = f"{what}, {lines[0]['data set']}"
+            if title not in {panel.title for panel in found}:
+                found.append(
+                    Panel(
+                        title=title,
+                        x=what,
+                        y="% of the highest",
+                        lines={name: shares(lines, what, name) for name in DRAWN},
+                    )
+                )
+    return found
+
+
+def shares(lines: Lines, what: str, name: str) -> list[tuple[float, float | None]]:
+    """A column by what is varied, in percent of its highest."""
+    highest = max((line[name] or 0.0 for line in lines), default=0.0)
+    return [
+        (line[what], 100 * (line[name] or 0.0) / highest if highest else None) for line in lines
+    ]
+
+
 def figure_sustained(bench: Bench, page: int) -> Iterator[Lines]:
     """The highest rate that each row sustains."""
     for data in bench.args.data_sets:
@@ -654,6 +686,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(f"--between {low:g} {high:g}: two shares above 0, the lower one first")
     if args.tolerance <= 0:
         raise ConfigError(f"--tolerance {args.tolerance:g}: it must be above 0")
+    if args.plot is not None:
+        if not {*FIGURE_SWEEPS} & {*args.figures}:
+            raise ConfigError(f"--plot: name one of the figures {choices(FIGURE_SWEEPS)}")
+        check_can_draw()
     bench = Bench(args)
     tables: dict[str, list[Lines]] = {}
     for figure in args.figures:
@@ -674,6 +710,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     ]
     if bases:
         print(f"\nStock SGLang, unloaded and saturated\n\n{markdown(bases)}")
+    if args.plot is not None:
+        plot_panels([panels(tables)], args.plot)
     return {"figures": tables, "bases": bases}
 
 
@@ -712,6 +750,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--latency-models", type=Path, metavar="DIR")
     parser.add_argument("--data-dir", default=os.environ.get("COSCHED_DATA"), metavar="DIR")
     parser.add_argument("--results", type=Path, metavar="DIR", help="keep runs there")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the sweeps of 4, 5 and 12")
     parser.add_argument("--quiet", action="store_true")
     return parser
 
