@@ -277,6 +277,7 @@ class Bench:
         self.store = None if args.results is None else ResultStore(args.results)
         self.bases: dict[tuple[int, str], Base] = {}
         self.missing: set[str] = set()
+        self.groups: dict[int, list[Lines]] = {}
         self.tuned: dict[tuple[int, str, float], dict[str, Any]] = {}
 
     def spec(self, row: Row, data: str, page: int, lengths: str | None = None) -> RunSpec:
@@ -666,7 +667,9 @@ def figures(bench: Bench, figure: str) -> Iterator[Lines]:
             case "13":
                 yield from figure_decomposed(bench, page)
             case "2" | "6":
-                yield from figure_groups(bench, page)
+                if page not in bench.groups:  # one run is both
+                    bench.groups[page] = [*figure_groups(bench, page)]
+                yield from bench.groups[page]
             case _:
                 yield from figure_sweeps(bench, figure, page)
 

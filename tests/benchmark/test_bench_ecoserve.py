@@ -165,3 +165,14 @@ def test_a_picture_shows_each_sweep_over_numbers_once(all_made_up, capsys, tmp_p
 def test_options_are_checked_before_anything_runs(options):
     with pytest.raises(ConfigError, match=options[0]):
         BENCH.run(BENCH.build_parser().parse_args(options))
+
+
+def test_figures_2_and_6_are_one_measurement(monkeypatch, all_made_up):
+    pages = []
+    monkeypatch.setattr(
+        BENCH, "figure_groups", lambda _, page: pages.append(page) or [[{"row": "ecoserve"}]]
+    )
+    args = BENCH.build_parser().parse_args(["--figures", "2", "6", "--pages", "32", "1"])
+    tables = BENCH.run(args)["figures"]
+    assert pages == [32, 1]
+    assert tables["2"] == tables["6"]
