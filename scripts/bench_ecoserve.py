@@ -48,6 +48,8 @@ from cosched.benchmark.jct import (
 from cosched.decision_log.groups import Groups, read_groups
 from cosched.decision_log.read import read_log
 from cosched.errors import ConfigError, choices
+from cosched.metrics.figure import check_can_draw
+from cosched.metrics.plots_sweep import Panel, plot_panels
 from cosched.metrics.table import markdown_rows
 from cosched.simulation.machine import Machine
 from cosched.simulation.parallel import call_all
@@ -242,6 +244,9 @@ FIGURE_SWEEPS = {
     "12": ("slo scale", "padding", "reserve", "buffer"),
 }
 
+DRAWN = ("JCT s", "output tokens/s", "SSR %")
+"""Of sweeps (Fig. 12)."""
+
 UNHURRIED = 1000.0
 """Scale of JCT targets under a saturated queue. All its deadlines would be over soon, and EcoServe
 hosts only requests whose deadlines are far off (§3.4)."""
@@ -272,6 +277,7 @@ class Bench:
         self.store = None if args.results is None else ResultStore(args.results)
         self.bases: dict[tuple[int, str], Base] = {}
         self.missing: set[str] = set()
+        self.groups: dict[int, list[Lines]] = {}
         self.tuned: dict[tuple[int, str, float], dict[str, Any]] = {}
 
     def spec(self, row: Row, data: str, page: int, lengths: str | None = None) -> RunSpec:
@@ -312,7 +318,7 @@ class Bench:
         if key not in self.bases:
             settings = TUNED[:: len(TUNED) - 1] if self.args.quick else TUNED
             stock = self.spec(STOCK, data, page)
-            specs = [unloaded(stock)]
+            specs = [unloaded(stock, num_requests=self.args.unloaded)]
             for setting in settings:
                 specs.append(self.flooded(self.stock(setting, data, page), data))
             alone, *floods = self.run(f"{data}, pages of {page}:", specs)
@@ -555,6 +561,33 @@ def figure_sweeps(bench: Bench, figure: str, page: int) -> Iterator[Lines]:
             ]
 
 
+def panels(figure: Mapping[str, list[Lines]]) -> list[Panel]:
+    """One for each sweep over numbers, of each data set."""
+    found: list[Panel] = []
+    for lines in (lines for name in FIGURE_SWEEPS for lines in figure.get(name, ())):
+        what = next(name for name in SWEEPS if name in lines[0])
+        if isinstance(lines[0][what], float):
+            title = f"{what}, {lines[0]['data set']}"
+            if title not in {panel.title for panel in found}:
+                found.append(
+                    Panel(
+                        title=title,
+                        x=what,
+                        y="% of the highest",
+                        lines={name: shares(lines, what, name) for name in DRAWN},
+                    )
+                )
+    return found
+
+
+def shares(lines: Lines, what: str, name: str) -> list[tuple[float, float | None]]:
+    """A column by what is varied, in percent of its highest."""
+    highest = max((line[name] or 0.0 for line in lines), default=0.0)
+    return [
+        (line[what], 100 * (line[name] or 0.0) / highest if highest else None) for line in lines
+    ]
+
+
 def figure_sustained(bench: Bench, page: int) -> Iterator[Lines]:
     """The highest rate that each row sustains."""
     for data in bench.args.data_sets:
@@ -575,8 +608,9 @@ def sustained(bench: Bench, name: str, spec: RunSpec, base: Base) -> float | Non
     return sustained_rate(
         latencies,
         limit_s=NORMALIZED_LIMIT * base.unloaded.normalized_latency_s,
-        low=0.1 * base.capacity,
-        high=2.0 * base.capacity,
+        low=bench.args.between[0] * base.capacity,
+        high=bench.args.between[1] * base.capacity,
+        tolerance=bench.args.tolerance,
         num_at_once=bench.args.jobs,
     )
 
@@ -633,7 +667,9 @@ def figures(bench: Bench, figure: str) -> Iterator[Lines]:
             case "13":
                 yield from figure_decomposed(bench, page)
             case "2" | "6":
-                yield from figure_groups(bench, page)
+                if page not in bench.groups:  # one run is both
+                    bench.groups[page] = [*figure_groups(bench, page)]
+                yield from bench.groups[page]
             case _:
                 yield from figure_sweeps(bench, figure, page)
 
@@ -648,6 +684,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for name in args.only or ():
         if name not in {*ROWS, "sglang-tuned"}:
             raise ConfigError(f"no row {name!r}; choose from {choices([*ROWS, 'sglang-tuned'])}")
+    low, high = args.between
+    if not 0 < low <= high:
+        raise ConfigError(f"--between {low:g} {high:g}: two shares above 0, the lower one first")
+    if args.tolerance <= 0:
+        raise ConfigError(f"--tolerance {args.tolerance:g}: it must be above 0")
+    if args.plot is not None:
+        if not {*FIGURE_SWEEPS} & {*args.figures}:
+            raise ConfigError(f"--plot: name one of the figures {choices(FIGURE_SWEEPS)}")
+        check_can_draw()
     bench = Bench(args)
     tables: dict[str, list[Lines]] = {}
     for figure in args.figures:
@@ -668,6 +713,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     ]
     if bases:
         print(f"\nStock SGLang, unloaded and saturated\n\n{markdown(bases)}")
+    if args.plot is not None:
+        plot_panels([panels(tables)], args.plot)
     return {"figures": tables, "bases": bases}
 
 
@@ -682,6 +729,17 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--lengths", nargs="+", choices=LENGTHS, default=["oracle-noise"])
     parser.add_argument("--loads", nargs="+", type=float, default=list(LOADS), help="of capacity")
     parser.add_argument("--load", type=float, default=1.0, help="of figures at one load (1)")
+    parser.add_argument(
+        "--between",
+        nargs=2,
+        type=float,
+        default=[0.1, 2.0],
+        metavar=("LOW", "HIGH"),
+        help="of capacity: where sustained rates are looked for (0.1 2)",
+    )
+    parser.add_argument(
+        "--tolerance", type=float, default=0.05, help="of sustained rates, a share (0.05)"
+    )
     parser.add_argument("--slo-scale", type=float, default=2.0, help="of JCT targets (2)")
     parser.add_argument(
         "--duration",
@@ -691,9 +749,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--rows", type=int, default=512, help="--max-running-requests (512)")
     parser.add_argument("--quick", action="store_true", help="two settings of stock SGLang in all")
+    parser.add_argument("--unloaded", type=int, default=100, help="requests of unloaded runs (100)")
     parser.add_argument("--latency-models", type=Path, metavar="DIR")
     parser.add_argument("--data-dir", default=os.environ.get("COSCHED_DATA"), metavar="DIR")
     parser.add_argument("--results", type=Path, metavar="DIR", help="keep runs there")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the sweeps of 4, 5 and 12")
     parser.add_argument("--quiet", action="store_true")
     return parser
 

@@ -272,6 +272,12 @@ class KvManager:
         if isinstance(self.core, HostedTreeCore):
             self.core.write(tracked.req.last_node)
 
+    def may_have(self, tracked: TrackedRequest) -> bool:
+        """False: nothing in the tree, on the device or on the host, begins like a waiting request.
+        O(1), and a fraction of what looking it up takes."""
+        page = port.token_ids(tracked.req)[: self._scheduler.page_size]
+        return self.core.is_off or self.kv_tree.knows(tracked.prefix_key, pack(page))
+
     def num_on_host(self, tracked: TrackedRequest, node_id: int, num_device: int) -> int:
         """Tokens of a waiting request that admission loads from host memory, behind those that are
         found on the device, which end with this node. Changes nothing."""

@@ -33,6 +33,9 @@ from cosched.planning.ledger import promised_tokens
 __all__ = ["SchedulerView", "num_cached"]
 
 
+_NOTHING = Match(cached=0, evictable=0)
+
+
 def num_cached(tree_cache: Any, request: TrackedRequest) -> int:
     """Tokens at the head of a waiting request whose KV is in the radix tree; changes nothing in
     it."""
@@ -202,6 +205,9 @@ class SchedulerView:
         num_held = port.num_in_session(tree, req)
         if num_held is not None:
             return Match(cached=min(num_held, port.lookup_key(req).limit), evictable=0)
+        assert isinstance(request, TrackedRequest), f"{type(request)=}"
+        if self._kv is not None and not self._kv.may_have(request):
+            return _NOTHING
         if self._kv is None and port.searches_host(self._scheduler):
             found = port.find(tree, req)
             held = port.evictable_at(tree, found.node)
@@ -217,7 +223,6 @@ class SchedulerView:
         held = max(evictable - (num_pinned - num_tokens), 0)
         if self._kv is None:
             return Match(cached=num_tokens, evictable=held)
-        assert isinstance(request, TrackedRequest), f"{type(request)=}"
         host = self._kv.num_on_host(request, node, num_tokens)
         return Match(cached=num_tokens + host, evictable=held, host=host)
 

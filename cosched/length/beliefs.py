@@ -28,7 +28,17 @@ _NORMAL = NormalDist()
 class Belief:
     """Of one request. Made when it is first asked about; follows what has come out since."""
 
-    __slots__ = ("_cells", "_features", "_median", "_model", "_until", "_upper", "facts")
+    __slots__ = (
+        "_answer",
+        "_asked",
+        "_cells",
+        "_features",
+        "_median",
+        "_model",
+        "_until",
+        "_upper",
+        "facts",
+    )
 
     def __init__(self, model: LengthModel, facts: Facts) -> None:
         self.facts = facts
@@ -38,6 +48,10 @@ class Belief:
         self._until = 0
         """Tokens after which it is looked at again."""
         self._median = self._upper = 0
+        self._asked = -1
+        """Tokens after which it was last asked: a plan asks several times, and each plan anew about
+        those that wait."""
+        self._answer = LengthEstimate(0, 0)
 
     def remaining(self, num_produced: int) -> LengthEstimate:
         """What is still to come after so many tokens; 0 at the limit and at least 1 before it.
@@ -45,6 +59,12 @@ class Belief:
         Looked up when it is first asked, each time the output has doubled, and where it is longer
         than it was thought: in between the expected total stays, so that plans rest on something.
         """
+        if num_produced != self._asked:
+            self._answer = self._remaining(num_produced)
+            self._asked = num_produced
+        return self._answer
+
+    def _remaining(self, num_produced: int) -> LengthEstimate:
         left = self.facts.limit - num_produced
         if left <= 0:
             return LengthEstimate(0, 0)

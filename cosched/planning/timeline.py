@@ -10,10 +10,11 @@ way to pack below it.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
+from itertools import accumulate
+from operator import add, attrgetter
 from typing import NamedTuple
-
-import numpy as np
 
 __all__ = ["Need", "Timeline"]
 
@@ -28,6 +29,9 @@ class Need(NamedTuple):
     remaining: int
 
 
+_REMAINING = attrgetter("remaining")
+
+
 class Timeline:
     """Requests by what remains of them, to be asked whether one more fits.
 
@@ -36,33 +40,34 @@ class Timeline:
 
     def __init__(self, needs: Iterable[Need]) -> None:
         """O(n log n)."""
-        pairs = np.array([*needs], dtype=np.int64).reshape(-1, 2)
-        pairs = pairs[np.argsort(pairs[:, 1], kind="stable")]
-        ends, count = pairs[:, 1], len(pairs)
+        # Lists: some tens of requests are too few for arrays to pay.
+        pairs = sorted(needs, key=_REMAINING)
+        ends = [need.remaining for need in pairs]
+        count = len(ends)
         # At the k-th end, those from k on are there.
-        held_from = np.append(np.cumsum(pairs[::-1, 0])[::-1], 0)
-        loads = held_from[:-1] + np.arange(count, 0, -1) * ends
+        held_from = [*accumulate((need.held for need in reversed(pairs)), initial=0)][::-1]
+        loads = [held_from[k] + (count - k) * end for k, end in enumerate(ends)]
         self._ends = ends
         self._held_from = held_from
         # The worst at the k-th end or before it, and after it. One more makes each end before its
         # own worse by what it holds and has taken by then.
-        self._before = np.maximum.accumulate(loads + ends)
-        self._after = np.maximum.accumulate(loads[::-1])[::-1]
+        self._before = [*accumulate(map(add, loads, ends), max)]
+        self._after = [*accumulate(reversed(loads), max)][::-1]
 
     @property
     def peak(self) -> int:
         """The most KV tokens that are held at once from now on; 0 without anybody."""
-        return int(self._after[0]) if len(self._after) else 0
+        return self._after[0] if self._after else 0
 
     def peak_with(self, need: Need) -> int:
         """The same with one more. O(log n)."""
         held, remaining = need
         count = len(self._ends)
-        place = int(np.searchsorted(self._ends, remaining, side="right"))
+        place = bisect_right(self._ends, remaining)
         # Just before its own end: it, and all that end later.
-        peak = int(self._held_from[place]) + (count - place) * remaining + held + remaining
+        peak = self._held_from[place] + (count - place) * remaining + held + remaining
         if place:
-            peak = max(peak, int(self._before[place - 1]) + held)
+            peak = max(peak, self._before[place - 1] + held)
         if place < count:
-            peak = max(peak, int(self._after[place]))
+            peak = max(peak, self._after[place])
         return peak

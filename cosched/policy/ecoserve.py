@@ -52,9 +52,9 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
@@ -168,18 +168,24 @@ class EcoServePolicy:
         return builder.build(), after
 
 
+_Order: TypeAlias = tuple[int, int, int, int, int]
+
+
 class _Entry(NamedTuple):
     """GTs of one length, or one alone.
 
-    band    class and range of the deadline: what comes first whatever fits
-    key     the rest of the order, and of its first member
+    order   see `_Work._order`: of its first member
     length  tokens for which KV is set aside, of each
     """
 
-    band: tuple[int, int]
-    key: tuple[int, int, int]
+    order: _Order
     length: int
     members: list[Request]
+
+    @property
+    def band(self) -> tuple[int, ...]:
+        """What comes first whatever fits."""
+        return self.order[:2]
 
 
 class _Place(NamedTuple):
@@ -219,7 +225,9 @@ class _Work:
         self._tpot_s = settings.slo.tpot_s
         self.options = options
         self.reserve = int(config.reserve * view.kv.total)
-        self.running = {r.rid: r for r in view.running if not builder.is_preempted(r)}
+        self.running = {r.rid: r for r in view.running}
+        if builder.num_preempted:
+            self.running = {k: r for k, r in self.running.items() if not builder.is_preempted(r)}
         self.groups = dict(carry.groups)
         self.guests = dict(carry.guests)
         self.regions = dict(carry.regions)
@@ -357,7 +365,7 @@ class _Work:
     def _make_room_for_online(self, queue: list[_Entry]) -> None:
         """Offline requests stop for online ones that nothing could be set aside for (own)."""
         victims = iter(youngest_first(self.builder))
-        while queue and queue[0].band[0] == _ONLINE:
+        while queue and queue[0].order[0] == _ONLINE:
             victim = next(victims, None)
             if victim is None:
                 return
@@ -392,13 +400,13 @@ class _Work:
         singles = []
         for request in waiting:
             length = self.length(request)
-            singles.append(_Entry(*self._place(request, gain(request), length), length, [request]))
-        singles.sort(key=lambda entry: (entry.band, entry.key))
+            singles.append(_Entry(self._order(request, gain(request), length), length, [request]))
+        singles.sort(key=attrgetter("order"))
         if not self.options.synced:
             return singles
         found: dict[tuple[int, int], _Entry] = {}
         for entry in singles:
-            like = entry.band[0], -(-entry.length // self._block)
+            like = entry.order[0], -(-entry.length // self._block)
             group = found.get(like)
             if group is not None:
                 # All of them run until the longest ends.
@@ -408,15 +416,14 @@ class _Work:
             found[like] = entry
         return list(found.values())
 
-    def _place(
-        self, request: Request, num_held: int, length: int
-    ) -> tuple[tuple[int, int], tuple[int, int, int]]:
-        """Band and key of either queue: see `_Entry`."""
+    def _order(self, request: Request, num_held: int, length: int) -> _Order:
+        """Of either queue: class, range of the deadline, of the KV held and of the length, each
+        with what comes first as the least; then arrival."""
         is_offline = int(request.request_class is RequestClass.OFFLINE)
         if not self.options.ordered:
-            return (is_offline, 0), (0, 0, request.arrival_seq)
-        key = (-(num_held // _LENGTH_RANGE), -(length // _LENGTH_RANGE), request.arrival_seq)
-        return (is_offline, self._time_range(request)), key
+            return is_offline, 0, 0, 0, request.arrival_seq
+        num_held, length = num_held // _LENGTH_RANGE, length // _LENGTH_RANGE
+        return is_offline, self._time_range(request), -num_held, -length, request.arrival_seq
 
     def _time_range(self, request: Request) -> int:
         """Of the time to its deadline: its own, or what the configuration allows a request of its
@@ -500,6 +507,8 @@ class _Work:
         for request in self.waiting():
             (due if self._is_token_due(request) else rest).append(request)
         builder.hold_all(rest, SkipReason.MEMORY_BUDGET)
+        if ledger.available >= 0:
+            return
         active = [*map(self.running.__getitem__, self.groups), *due]
         while ledger.available < 0 and len(active) > 1:
             request = active.pop()
@@ -537,8 +546,8 @@ class _Work:
         room = offline_room(builder)
         misses, most = (_MOST_MISSES if self.options.ordered else 0), sys.maxsize
         while queue and builder.ledger.slots > 0:
-            request = queue.popleft()
-            if num_tokens_of(request) >= most or must_wait(builder, request):
+            num_tokens, request = queue.popleft()
+            if num_tokens >= most or must_wait(builder, request):
                 continue
             left = self._left()
             if left <= 0 and self.runs_anything():
@@ -547,8 +556,7 @@ class _Work:
             if is_offline and room == 0:
                 builder.skip(request, SkipReason.OPERATOR_LIMIT)
                 continue
-            num_new = num_tokens_of(request) - self.view.match(request).cached
-            if cut is None and num_new > left > 0:
+            if cut is None and num_tokens - self.view.match(request).cached > left > 0:
                 cut = request
                 queue = deque(_shorter(queue, left) if self.options.ordered else ())
             elif self._admit(gate, request, left):
@@ -579,13 +587,14 @@ class _Work:
         del builder.ledger.promises[request.rid]
         return False
 
-    def _prompts(self) -> list[Request]:
-        """Waiting prompts in order."""
+    def _prompts(self) -> list[tuple[int, Request]]:
+        """Waiting prompts in order, each behind its tokens."""
         view = self.view
-        waiting = [*islice(view.online, WINDOW), *islice(view.offline_order(), WINDOW)]
-        if not self.options.ordered:
-            return waiting
-        return sorted(waiting, key=lambda r: self._place(r, 0, num_tokens_of(r)))
+        waiting = chain(islice(view.online, WINDOW), islice(view.offline_order(), WINDOW))
+        sized = [(num_tokens_of(request), request) for request in waiting]
+        if self.options.ordered:
+            sized.sort(key=lambda item: self._order(item[1], 0, item[0]))
+        return sized
 
 
 class _Gate:
@@ -762,9 +771,9 @@ def _remove(queue: list[_Entry], request: Request) -> None:
             return
 
 
-def _shorter(queue: Iterable[Request], most: int) -> list[Request]:
+def _shorter(queue: Iterable[tuple[int, Request]], most: int) -> list[tuple[int, Request]]:
     """Those that fit, longest first."""
-    return sorted((r for r in queue if num_tokens_of(r) <= most), key=lambda r: -num_tokens_of(r))
+    return sorted((item for item in queue if item[0] <= most), key=lambda item: -item[0])
 
 
 def _is_impatient(request: Request) -> bool:
@@ -777,7 +786,7 @@ def _offload_mode(view: View) -> PreemptMode:
 
 
 _ONLINE = 0
-"""First part of the band of online requests."""
+"""First part of the order of online requests."""
 
 _MOST_LEVELS = 8
 """Of hosts in hosts; a place halves with each."""

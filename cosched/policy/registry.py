@@ -349,6 +349,7 @@ _ENTRIES = (
         "ecoserve-sdo whose outputs need only fit at each iteration to come",
         "cosched (docs/policies/ecoserve.md)",
         synced=False,
+        pipeline=False,
         timeline=True,
     ),
     _bros(

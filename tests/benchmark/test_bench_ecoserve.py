@@ -145,3 +145,34 @@ def test_sweeps_vary_one_thing(all_made_up):
         loaded.jct.limit_s(10) / 4
     )
     assert {name for names in BENCH.FIGURE_SWEEPS.values() for name in names} == {*BENCH.SWEEPS}
+
+
+def test_a_picture_shows_each_sweep_over_numbers_once(all_made_up, capsys, tmp_path):
+    few = ["--data-sets", "alpaca", "--pages", "32", "--duration", "4", "--quick"]
+    args = BENCH.build_parser().parse_args(["--figures", "12", "4", "5", *few])
+    panels = BENCH.panels(BENCH.run(args)["figures"])
+    assert [panel.x for panel in panels] == ["padding", "slo scale", "reserve", "buffer"]
+    for panel in panels:
+        assert {*panel.lines} == {*BENCH.DRAWN}
+        xs, ys = zip(*panel.lines["JCT s"], strict=True)
+        assert xs == BENCH.SWEEPS[panel.x].values and max(ys) == 100
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--between", "0", "1"), ("--between", "2", "1"), ("--tolerance", "0"), ("--plot", "x.png")],
+)
+def test_options_are_checked_before_anything_runs(options):
+    with pytest.raises(ConfigError, match=options[0]):
+        BENCH.run(BENCH.build_parser().parse_args(options))
+
+
+def test_figures_2_and_6_are_one_measurement(monkeypatch, all_made_up):
+    pages = []
+    monkeypatch.setattr(
+        BENCH, "figure_groups", lambda _, page: pages.append(page) or [[{"row": "ecoserve"}]]
+    )
+    args = BENCH.build_parser().parse_args(["--figures", "2", "6", "--pages", "32", "1"])
+    tables = BENCH.run(args)["figures"]
+    assert pages == [32, 1]
+    assert tables["2"] == tables["6"]

@@ -12,6 +12,7 @@ from cosched.core.request import RequestClass
 from cosched.engine import kv
 from cosched.engine.kv import KvManager
 from cosched.engine.timekeeper import Moment
+from cosched.engine.view_of import num_cached
 from cosched.kv.config import KvConfig
 from tests.engine.conftest import prompt
 
@@ -66,3 +67,33 @@ def test_what_requests_hold_outside_the_tree_is_the_same_for_plans_and_for_memor
         engine.submit(f"r{i}", prompt(i, 90), max_new_tokens=12, priority=-(i % 2))
     engine.run_until_idle()
     assert max(online for online, _ in seen) > 0 < max(offline for _, offline in seen)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_prompt_is_looked_up_only_where_the_tree_begins_like_it(
+    make_engine, monkeypatch, page_size
+):
+    """And what a plan is told of it is what the engine would find."""
+    engine = make_engine(policy="hygen", max_running_requests=2, page_size=page_size)
+    controller = engine.scheduler.cosched
+    plan, seen, looked_up = controller._plan, set(), []
+    monkeypatch.setattr(
+        kv.port, "peek", lambda *args, peek=kv.port.peek: looked_up.append(0) or peek(*args)
+    )
+
+    def planned(*args):
+        view = controller.view(args[0], Moment(0.0, 0.0))
+        for request in view.online:
+            before = len(looked_up)
+            cached = view.match(request).cached
+            is_looked_up = len(looked_up) > before
+            assert cached == num_cached(engine.scheduler.tree_cache, request)
+            seen.add((cached > 0, is_looked_up))
+        return plan(*args)
+
+    controller._plan = planned
+    for i in range(8):
+        engine.submit(f"r{i}", prompt(i // 2, 70), max_new_tokens=3)
+    engine.run_until_idle()
+    assert seen >= {(True, True), (False, False)}
+    assert (True, False) not in seen
