@@ -46,6 +46,9 @@ MACHINES = {
 RATES = {"opt-13b": (2, 4, 8, 12, 16), "opt-30b": (2, 4, 8, 12, 16), "llama-3-70b": (2, 4, 8, 15)}
 """Requests/s; the paper's are not in its text, but for "even under 15 req/s" of the 70B model."""
 
+ONLINE = ("sharegpt-bros", "lmsys")
+"""BROS Table 2."""
+
 SWEPT = ("s0", "vllm-like", "priority", "bros-rr", "bros", "bros-late-last")
 OTHERS = ("bros-literal-cost", "cosched.policy.bros:literal_breaks", "bros-noreplace", "bros-fixed")
 BESIDE = ("hygen", "echo-bs+e+s")
@@ -90,20 +93,23 @@ def specs(args: argparse.Namespace, figure: str) -> Iterator[RunSpec]:
     if figure == "10":
         names = args.scenarios or (*SWEPT, *OTHERS, *BESIDE)
         for machine in machines:
-            for online in ("sharegpt-bros", "lmsys"):
+            for online in args.online:
                 for rate in args.rates or RATES[machine]:
                     for name in names:
                         yield spec(scenario(name), machine, online, rate)
     if figure == "12":
         for machine in machines:
-            for online in ("sharegpt-bros", "lmsys"):
+            for online in args.online:
                 for rate in args.rates or RATES[machine]:
                     for name in ("vllm-like", "bros-rt"):
                         yield spec(alone(name), machine, online, rate)
     if figure == "13":
-        for name in args.scenarios or MEMORY:
+        for rate in args.rates or (10,):
             for kv_tokens in (None, args.short_kv):
-                yield spec(scenario(name), "opt-30b", "sharegpt-bros", 10, kv_tokens=kv_tokens)
+                for name in args.scenarios or MEMORY:
+                    yield spec(
+                        scenario(name), "opt-30b", "sharegpt-bros", rate, kv_tokens=kv_tokens
+                    )
 
 
 def row(result: RunResult) -> dict[str, Any]:
@@ -155,6 +161,7 @@ def main() -> None:
     parser.add_argument("--figures", nargs="+", choices=known, default=known)
     parser.add_argument("--machines", nargs="+", choices=MACHINES, default=["opt-13b"])
     parser.add_argument("--scenarios", nargs="+", help="in place of the figure's own")
+    parser.add_argument("--online", nargs="+", choices=ONLINE, default=ONLINE, help="10 and 12")
     parser.add_argument("--rates", nargs="+", type=float, help="requests/s, in place of its own")
     parser.add_argument("--duration", type=float, default=600.0, help="s (600, BROS §7.1)")
     parser.add_argument("--wave", type=int, default=256, help="offline requests sent at once (256)")

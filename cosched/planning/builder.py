@@ -90,6 +90,8 @@ class PlanBuilder:
     def decodes_any(self) -> bool:
         """Some running request is neither held nor preempted."""
         held, preempted = self.held, self._preempted
+        if len(held) + len(preempted) < len(self.view.running):
+            return True
         return any(r.rid not in held and r.rid not in preempted for r in self.view.running)
 
     def runs_anything(self) -> bool:
@@ -285,10 +287,8 @@ class PlanBuilder:
 
     def _keep_one_running(self) -> None:
         """An iteration without any work would be taken for idleness: the oldest decodes."""
-        if not self.held or self.prefill:
-            return
-        running = [r for r in self.view.running if not self.is_preempted(r)]
-        if all(r.rid in self.held for r in running):
+        if self.held and not self.prefill and not self.decodes_any():
+            running = [r for r in self.view.running if not self.is_preempted(r)]
             oldest = min(running, key=lambda r: r.arrival_seq)
             self._release(oldest)
 

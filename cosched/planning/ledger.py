@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Sequence
 
@@ -434,7 +433,7 @@ def promised_tokens(num_left: int, num_rows: int) -> int:
 
 def _runs_offline(view: View) -> bool:
     """What offline requests hold may be a session's, of which none runs."""
-    return any(
-        request.request_class is RequestClass.OFFLINE
-        for request in itertools.chain(view.unfinished, view.running)
+    offline = RequestClass.OFFLINE
+    return bool(view.running_of(offline).requests) or any(
+        request.request_class is offline for request in view.unfinished
     )

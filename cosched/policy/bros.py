@@ -73,6 +73,7 @@ from cosched.core.plan import Plan, PreemptMode, SkipReason
 from cosched.core.request import Request, RequestClass, num_tokens_of
 from cosched.core.view import OfflineOrder, View
 from cosched.planning.builder import PlanBuilder
+from cosched.planning.ledger import Ledger
 from cosched.policy.base import PolicySettings
 from cosched.policy.phases import (
     Steps,
@@ -184,14 +185,25 @@ class _Entry(NamedTuple):
     context: int
 
 
+class _Trial(NamedTuple):
+    """What would be in if `out` sat out: its ledger, and the limit that holds then (Eq. 6 for it
+    and all others left out)."""
+
+    out: _Entry
+    ledger: Ledger
+    limit_s: float
+
+
 class _Within:
     """Implements `cosched.policy.phases.Pace`: all that is in a ledger takes at most so long.
 
     limit_s  most predicted time of the iteration [s]
-    beside   contexts of decodes that an online prompt which does not fit whole leaves room for
+    beside   entries to whose decodes an online prompt that does not fit whole leaves room
     """
 
-    def __init__(self, builder: PlanBuilder, limit_s: float, *, beside: Sequence[int] = ()) -> None:
+    def __init__(
+        self, builder: PlanBuilder, limit_s: float, *, beside: Sequence[_Entry] = ()
+    ) -> None:
         self._ledger = builder.ledger
         self._predictor = builder.view.predictor
         self._limit_s = limit_s
@@ -202,7 +214,7 @@ class _Within:
         most = self._predictor.max_prefill(totals, num_cached, self._limit_s, limit)
         if 0 < most < limit and self._beside:
             totals = totals.copy()
-            totals.add_decodes(self._beside)
+            totals.add_decodes([entry.context for entry in self._beside if entry.context])
             most = self._predictor.max_prefill(totals, num_cached, self._limit_s, limit) or most
         return most
 
@@ -410,8 +422,7 @@ class _Packing:
         """Compute what fits of a prompt; True also where it cannot take part now whoever else
         does."""
         builder, request = self.builder, entry.request
-        beside = [e.context for e in behind if e.context] if self._view.rules.partial else ()
-        pace = _Within(builder, self._online_s, beside=beside)
+        pace = _Within(builder, self._online_s, beside=behind if self._view.rules.partial else ())
         if self._view.waiting(request.rid) is None:
             num_cached = request.num_computed_tokens
             continue_online(builder, pace, _STEPS, request)
@@ -546,34 +557,59 @@ class _Packing:
             self._size += 1
 
     def _admit_offline(self, order: OfflineOrder) -> None:
-        if order.knows_prefixes:
+        room = offline_room(self.builder)
+        reason = self._why_none_comes(room)
+        if order.knows_prefixes and reason is None:
             for request in (*self._view.running, *self._view.unfinished):
                 if request.num_output_tokens == 0:
                     follow(order, request, request.num_prefix_tokens)
-        room = offline_room(self.builder)
         ahead: list[Request] = []  # the first of the order that are not admitted
-        while True:
+        while reason is None:
             _look_ahead(order, ahead)
             if not ahead:
                 return
             front, request = ahead[0], self._next_offline(ahead)
-            builder = self.builder
-            if must_wait(builder, request):
+            if must_wait(self.builder, request):
                 ahead.remove(request)
                 continue
-            if room == 0 or builder.ledger.slots <= 0:
-                is_limit = room == 0
-                reason = SkipReason.OPERATOR_LIMIT if is_limit else SkipReason.REQUEST_SLOTS
-                builder.skip(request, reason)
-                return
             if not self._admit_one(request):
-                if request is front or must_wait(builder, front) or not self._admit_one(front):
+                if request is front or must_wait(self.builder, front) or not self._admit_one(front):
                     return
                 request = front
             ahead.remove(request)
             follow(order, request, self._view.match(request).cached)
             self.num_passed = 0 if request is front else self.num_passed + 1
             room = None if room is None else room - 1
+            reason = self._why_none_comes(room)
+        first = ahead[0] if ahead else next(order, None)
+        if first is not None:
+            self.builder.skip(first, reason)
+
+    def _why_none_comes(self, room: int | None) -> SkipReason | None:
+        """Why no waiting offline request can be admitted, whichever it is; None: one may be. room:
+        that the operator allows; None: any number. Looks nothing up in the tree, which is the
+        dearest part of a plan."""
+        builder = self.builder
+        if room == 0:
+            return SkipReason.OPERATOR_LIMIT
+        if builder.ledger.slots <= 0:
+            return SkipReason.REQUEST_SLOTS
+        reason = self._why_no_place()
+        if reason is None:
+            return None
+        trial = self._without_least_urgent()
+        if trial is not None and trial.ledger.seconds_with(1, 0) <= trial.limit_s:
+            return None
+        return reason
+
+    def _why_no_place(self) -> SkipReason | None:
+        """Why not one prompt token more fits unless somebody changes places."""
+        builder = self.builder
+        if self._size >= self._most and builder.runs_anything():
+            return SkipReason.BATCH_SIZE
+        if not has_time(builder, _Within(builder, self._offline_s)):
+            return SkipReason.LATENCY_BUDGET
+        return None
 
     def _next_offline(self, ahead: Sequence[Request]) -> Request:
         """Of those that were stopped the one with least to restore (line 17); who is in front where
@@ -590,15 +626,15 @@ class _Packing:
 
     def _admit_one(self, request: Request) -> bool:
         builder = self.builder
-        is_full = self._size >= self._most and builder.runs_anything()
-        pace = _Within(builder, self._offline_s)
-        if is_full or not has_time(builder, pace):
-            builder.skip(request, SkipReason.BATCH_SIZE if is_full else SkipReason.LATENCY_BUDGET)
+        reason = self._why_no_place()
+        if reason is not None:
+            builder.skip(request, reason)
             return self._exchange_prefill(request)
         match = self._view.match(request)
         if not is_worth_its_place(builder, request, match):
             builder.skip(request, SkipReason.EVICTION_LOSS)
             return False
+        pace = _Within(builder, self._offline_s)
         at_most = admission_tokens(builder, pace, request, match)
         if not builder.admit(request, match, at_most):
             if builder.skipped[request.rid] is SkipReason.LATENCY_BUDGET:
@@ -612,12 +648,10 @@ class _Packing:
     def _exchange_decode(self, context: int) -> bool:
         """A running offline request takes the place of the least urgent online one."""
         trial = self._without_least_urgent()
-        if trial is None:
+        if trial is None or trial.ledger.seconds_with_decodes((context,)) > trial.limit_s:
             return False
-        builder, limit_s = trial
-        if builder.ledger.seconds_with_decodes((context,)) > limit_s:
-            return False
-        self._adopt(builder, limit_s)
+        _put_aside(trial.out, self.builder)
+        self._exchanged(trial)
         self._add_offline_decodes((context,))
         return True
 
@@ -627,42 +661,46 @@ class _Packing:
         trial = self._without_least_urgent()
         if trial is None:
             return False
-        builder, limit_s = trial
         match = self._view.match(request)
         num_tokens = num_tokens_of(request) - match.cached
-        if builder.ledger.seconds_with(num_tokens, match.cached) > limit_s:
+        if trial.ledger.seconds_with(num_tokens, match.cached) > trial.limit_s:
             return False
+        builder = self.builder.fork()
+        _put_aside(trial.out, builder)
         if not is_worth_its_place(builder, request, match):
             return False
         if not builder.admit(request, match, num_tokens):
             return False
         if builder.prefill[request.rid] < num_tokens:
             return False
-        self._adopt(builder, limit_s)
+        self.builder = builder
+        self._exchanged(trial)
         self._size += 1
         return True
 
-    def _without_least_urgent(self) -> tuple[PlanBuilder, float] | None:
-        """A plan without the running online request that has most time to spare, and the limit that
-        holds then (Eq. 6 for it and all others left out). None: there is none, it cannot sit out,
-        or has no time to."""
+    def _without_least_urgent(self) -> _Trial | None:
+        """What would be in without the running online request that has most time to spare. None:
+        there is none, it cannot sit out, or has no time to. O(1)."""
         if not (self._options.replaces and self._chosen and self._view.rules.partial):
             return None
         out = self._chosen[-1]
         limit_s = min(self._offline_s, out.residual_s - self._view.mean_iteration_s)
-        if limit_s < self._shortest_s:
+        if limit_s < self._shortest_s or not self._view.can_hold(out.request):
             return None
-        builder = self.builder.fork()
-        if not builder.hold(out.request):
-            return None
-        builder.ledger.drop_decode(out.context)
-        return builder, limit_s
+        ledger = self.builder.ledger.fork()
+        ledger.drop_decode(out.context)
+        return _Trial(out, ledger, limit_s)
 
-    def _adopt(self, builder: PlanBuilder, limit_s: float) -> None:
+    def _exchanged(self, trial: _Trial) -> None:
         self._chosen.pop()
         self._size -= 1
-        self.builder = builder
-        self._offline_s = limit_s
+        self._offline_s = trial.limit_s
+
+
+def _put_aside(out: _Entry, builder: PlanBuilder) -> None:
+    """A running online request that was in sits out."""
+    builder.hold(out.request)
+    builder.ledger.drop_decode(out.context)
 
 
 def _look_ahead(order: OfflineOrder, ahead: list[Request]) -> None:

@@ -155,15 +155,19 @@ def find(
 
     def probe(values: Sequence[float]) -> list[bool]:
         specs = [question.at(spec, value) for value in values]
+        good: dict[int, bool] = {}
         for index, result in execute_all(specs, num_jobs=num_jobs):
             summary = result.summary
+            ratio = summary.online.attainment.joint.ratio
+            # A run that refuses its whole offline set is over before anybody is online.
+            refuses = 0 < summary.offline.num_failed == summary.offline.num_requests
+            good[index] = ratio is not None and ratio >= attainment and not refuses
             probes[values[index]] = {
                 "value": values[index],
-                "attainment": summary.online.attainment.joint.ratio,
+                "attainment": ratio,
                 "offline_tokens_per_s": summary.offline.tokens_per_s,
             }
-        ratios = [probes[value]["attainment"] for value in values]
-        return [ratio is not None and ratio >= attainment for ratio in ratios]
+        return [good[index] for index in range(len(values))]
 
     low, high = question.bounds(spec)
     bar = Progress(disable=quiet or not sys.stderr.isatty())

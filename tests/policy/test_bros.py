@@ -283,6 +283,30 @@ def test_who_is_in_front_is_passed_over_as_often_as_patience_allows():
     assert max(map(longest_passed_over, range(60))) == PATIENCE
 
 
+class Unseen(FakeView):
+    def match(self, request):
+        raise AssertionError(f"{request.rid} was looked up")
+
+
+@pytest.mark.parametrize(
+    ("fields", "batch_size", "reason"),
+    [
+        ({"caps": replace(CAPS, max_running_requests=4)}, 128, SkipReason.REQUEST_SLOTS),
+        ({}, 4, SkipReason.BATCH_SIZE),
+        ({"predictor": Linear(token_s=0.01)}, 128, SkipReason.LATENCY_BUDGET),
+    ],
+)
+def test_where_nobody_can_come_nothing_is_looked_up(fields, batch_size, reason):
+    view = Unseen(
+        running=tuple(running(f"chat{i}") for i in range(4)),
+        offline=(offline("first", num_preemptions=1), offline("second", num_preemptions=1)),
+        mean_iteration_s=0.045,
+        **{"caps": CAPS, **fields},
+    )
+    plan, _ = planned(view, Pressure(batch_size=batch_size))
+    assert (plan.prefill, plan.skipped) == ({}, {"first": reason})
+
+
 # 7. Nothing online.
 
 

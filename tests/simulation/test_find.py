@@ -1,5 +1,7 @@
 """Capacity questions."""
 
+from types import SimpleNamespace
+
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
@@ -43,3 +45,21 @@ def test_a_question_is_answered_by_simulations(monkeypatch):
     assert tried[above] < 0.9
     assert above - answer.value <= 0.9 * answer.value
     assert f"{answer.value:g} req/s" in answer.sentence()
+
+
+def test_a_capacity_that_refuses_the_whole_offline_set_is_not_enough(monkeypatch):
+    """Such a run is over at once, with all of its few online requests in time."""
+
+    def execute(specs, *, num_jobs):
+        for index, spec in enumerate(specs):
+            num_failed = 5 if spec.machine.kv_tokens < 10_000 else 0
+            offline = SimpleNamespace(num_requests=5, num_failed=num_failed, tokens_per_s=0.0)
+            met = SimpleNamespace(joint=SimpleNamespace(ratio=1.0))
+            online = SimpleNamespace(attainment=met)
+            summary = SimpleNamespace(online=online, offline=offline)
+            yield index, SimpleNamespace(summary=summary)
+
+    monkeypatch.setattr("cosched.simulation.find.execute_all", execute)
+    spec = RunSpec(scenario=scenario("s0"), machine=Machine(kv_tokens=40_000))
+    answer = find("min-kv", spec, quiet=True)
+    assert answer.value is not None and 10_000 <= answer.value <= 10_500
