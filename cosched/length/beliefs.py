@@ -73,8 +73,13 @@ class Belief:
             self._median = max(round(median), num_produced + 1)
             self._upper = max(math.ceil(upper), self._median)
             self._until = max(num_produced + _FIRST_STEP, min(2 * num_produced, self._median))
-        median_left = min(max(self._median - num_produced, 1), left)
-        return LengthEstimate(median_left, min(max(self._upper - num_produced, median_left), left))
+        # Asked of all that runs, in each plan: without calls.
+        median_left = self._median - num_produced
+        median_left = 1 if median_left < 1 else left if median_left > left else median_left
+        upper_left = self._upper - num_produced
+        if upper_left < median_left:
+            upper_left = median_left
+        return LengthEstimate(median_left, left if upper_left > left else upper_left)
 
     @property
     def cells(self) -> Cells:
