@@ -26,7 +26,11 @@ import logging
 
 logging.getLogger("sglang.srt.models.registry").setLevel(logging.ERROR)
 import sglang.srt.models.registry  # each scheduler imports all models
+import sqlalchemy
+from cosched_patches.internals import check_internals, internals_for
+from cosched_patches.version import check_version
 
+check_internals(internals_for(check_version()))  # keeps what it reads in SGLang's code
 gc.collect()
 gc.freeze()  # otherwise each child looks through all of it when it ends
 for line in sys.stdin:

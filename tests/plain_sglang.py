@@ -13,5 +13,5 @@ import sys
 
 if __name__ == "__main__":
     if not cosched.bootstrap.has_cuda():
-        sys.argv += ["--device", "cpu", "--attention-backend", "torch_native"]
+        sys.argv += ["--device", "cpu", "--attention-backend", "torch_native", "--sleep-on-idle"]
     runpy.run_module("sglang.launch_server", run_name="__main__")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -34,7 +35,25 @@ TEST_FLAGS = ("--dtype", "float32", "--max-total-tokens", "20000", "--mem-fracti
 
 # Of the server that all tests share which need nothing special of theirs.
 SHARED_DRAIN_S = 8
-SHARED_FLAGS = ("--cosched-policy", "sarathi", "--cosched-drain-s", str(SHARED_DRAIN_S))
+SHARED_FLAGS = (
+    *("--cosched-policy", "sarathi", "--cosched-drain-s", str(SHARED_DRAIN_S)),
+    "--enable-cache-report",
+)
+
+# Of another one, of the default policy: with metrics, an admin key, claims and a small pool of
+# offline requests.
+GUARDED_POOL = 20
+GUARDED_ADMIN_KEY = "secret"
+GUARDED_CLAIMS = {
+    "ignore": ["priority"],
+    "keys": {"tenant": {"max_online": 1}, "barred": {"max_offline": 0}},
+    "floor_ratio": 0,
+}
+GUARDED_FLAGS = (
+    *("--enable-metrics", "--admin-api-key", GUARDED_ADMIN_KEY),
+    *("--cosched-claims", json.dumps(GUARDED_CLAIMS)),
+    *("--cosched-max-offline-waiting", str(GUARDED_POOL)),
+)
 
 
 class ServerError(AssertionError):

@@ -538,7 +538,7 @@ def _quiet_host() -> Iterator[None]:
     """
     num_threads, thresholds = torch.get_num_threads(), gc.get_threshold()
     torch.set_num_threads(1)
-    freezes = gc.get_freeze_count() == 0
+    freezes = not _is_frozen()
     if freezes:
         gc.collect()
         gc.freeze()
@@ -550,6 +550,17 @@ def _quiet_host() -> Iterator[None]:
         if freezes:
             gc.unfreeze()
         torch.set_num_threads(num_threads)
+
+
+_was_frozen = False
+
+
+def _is_frozen() -> bool:
+    """Whether the process froze objects itself. Counting them is the slower the more there are, so
+    that it is asked only until there are some."""
+    global _was_frozen
+    _was_frozen = _was_frozen or gc.get_freeze_count() > 0
+    return _was_frozen
 
 
 def write_model_config(model_dir: Path, identity: EngineIdentity | None) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 from cosched.errors import SeamError
 from cosched.versions import SGLANG_VERSIONS
@@ -50,8 +52,27 @@ def install(seams: Iterable[Seam]) -> None:
     check_signatures(seams)
     for seam in seams:
         HookRegistry.register(seam.target, seam.hook(), HookType(seam.kind))
-    HookRegistry.apply_hooks()
+    with _quick_for_methods():
+        HookRegistry.apply_hooks()
     check_wrapped(seams)
+
+
+@contextlib.contextmanager
+def _quick_for_methods() -> Iterator[None]:
+    """SGLang looks through all modules for what has imported the function it hooks by its name, a
+    second or two for all seams. Nobody imports a method so."""
+    from sglang.srt.plugins import hook_registry
+
+    propagate = getattr(hook_registry, "_propagate_patch", None)
+    if propagate is None:
+        yield
+        return
+
+    def of_modules(original: object, wrapped: object, owner: object) -> int:
+        return 0 if isinstance(owner, type) else propagate(original, wrapped, owner)
+
+    with mock.patch.object(hook_registry, "_propagate_patch", of_modules):
+        yield
 
 
 def check_signatures(seams: Iterable[Seam]) -> None:

@@ -90,10 +90,8 @@ def test_a_reply_is_as_long_as_its_trace_says_though_the_server_is_told_a_limit(
 
 @pytest.mark.parametrize("max_new_tokens", [None, 500])
 def test_the_next_turn_of_a_session_comes_after_the_answer_before_it_and_holds_it(
-    servers, max_new_tokens
+    server, max_new_tokens
 ):
-    server = servers.get("--cosched-policy", "hygen", "--enable-cache-report")
-
     def turn(name, num_tokens, after=None):
         return TraceRequest(
             rid=f"{name}{max_new_tokens}",

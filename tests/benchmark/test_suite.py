@@ -68,7 +68,7 @@ def test_seeds_are_run_side_by_side_and_what_was_found_is_kept(small_spec, ran, 
     assert line.startswith("| sarathi |") and line.count("±") == 2
 
 
-def test_no_order_is_above_that_of_who_knows_all(small_spec, store):
+def test_no_order_is_above_that_of_who_knows_all(small_spec, ran, store):
     names = ["offline-fcfs", "offline-sorted", "offline-clairvoyant", "offline-hygen"]
     suite = run_suite(small_spec, names, num_jobs=1, quiet=True, store=store)
     best = suite.rows["offline-clairvoyant"].offline_tokens_per_s

@@ -130,6 +130,21 @@ class TestInstall:
         assert toy.Engine(4).step([1, 2]) == [2, 5]
         assert toy.double(3) == 8
 
+    def test_who_imported_a_function_gets_the_hooked_one_too(self, toy, registry, monkeypatch):
+        user = ModuleType("user")
+        user.double, user.Engine = toy.double, toy.Engine
+        monkeypatch.setitem(sys.modules, "user", user)
+        plus_one = lambda result, *args, **kwargs: result + 1  # noqa: E731
+        then = lambda result, *args, **kwargs: [*result, "then"]  # noqa: E731
+        install(
+            [
+                seam("toy.double", "after", ("value",), plus_one),
+                seam("toy.Engine.step", "after", hook=then),
+            ]
+        )
+        assert user.double(3) == 7
+        assert user.Engine(4).step([1]) == [1, 4, "then"]
+
     def test_nothing_is_hooked_when_one_signature_is_wrong(self, toy, registry):
         step = toy.Engine.step
         refusal(install, [seam("toy.Engine.step"), seam("toy.double", signature=("number",))])

@@ -18,17 +18,19 @@ import pytest
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.engine.exporter import METRICS
 from cosched.metrics.prometheus import Kind
-from tests.serving import SEARCH_PATH, SHARED_DRAIN_S, SHARED_FLAGS
+from tests.serving import (
+    GUARDED_ADMIN_KEY,
+    GUARDED_FLAGS,
+    GUARDED_POOL,
+    SEARCH_PATH,
+    SHARED_DRAIN_S,
+    SHARED_FLAGS,
+)
 
 pytestmark = pytest.mark.server
 
 FLEX = {"service_tier": "flex"}
-POOL = 20  # offline requests that may wait
 WITHIN_S = SHARED_DRAIN_S + 25  # plus the end of the processes
-CLAIMS = {
-    "ignore": ["priority"],
-    "keys": {"tenant": {"max_online": 1}, "barred": {"max_offline": 0}},
-}
 
 
 def completion(url, prompt, *, tokens=4, **more):
@@ -73,7 +75,7 @@ def test_sigterm_lets_chats_finish_within_the_bound_and_a_batch_go(servers, guar
     batch, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     batch.write_text("".join(json.dumps(line) + "\n" for line in lines))
     job = [sys.executable, "-m", "cosched.run_batch", "-i", str(batch), "-o", str(out)]
-    job += ["--concurrency", str(POOL), "--base-url"]
+    job += ["--concurrency", str(GUARDED_POOL), "--base-url"]
     with servers.take(*SHARED_FLAGS) as server, ThreadPoolExecutor() as pool:
         logged = len(server.log())
         running = subprocess.Popen([*job, server.url], env=environment())
@@ -137,18 +139,16 @@ def environment():
 @pytest.fixture
 def guarded(servers):
     """With metrics, an admin key, claims and a small pool."""
-    flags = ["--enable-metrics", "--admin-api-key", "secret", "--cosched-claims"]
-    flags += [json.dumps(CLAIMS), "--cosched-max-offline-waiting", str(POOL)]
-    return servers.get(*flags)
+    return servers.get(*GUARDED_FLAGS)
 
 
-def order(server, key="secret", **body):
+def order(server, key=GUARDED_ADMIN_KEY, **body):
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     return httpx.post(f"{server.url}/cosched/offline", json=body, headers=headers, timeout=30)
 
 
 def show(server):
-    headers = {"authorization": "Bearer secret"}
+    headers = {"authorization": f"Bearer {GUARDED_ADMIN_KEY}"}
     return httpx.get(f"{server.url}/cosched", headers=headers, timeout=30).json()
 
 
@@ -179,9 +179,11 @@ def test_only_the_admin_may_look_and_order(guarded):
 
 def test_a_paused_pool_waits_and_a_full_one_answers_429(guarded):
     assert order(guarded, paused=True).json()["replicas"][0]["offline_limits"]["paused"]
-    with ThreadPoolExecutor(POOL) as pool:
-        waiting = [pool.submit(completion, guarded.url, f"o{i}", **FLEX) for i in range(POOL)]
-        while show(guarded)["replicas"][0]["num_waiting_offline"] < POOL:
+    with ThreadPoolExecutor(GUARDED_POOL) as pool:
+        waiting = [
+            pool.submit(completion, guarded.url, f"o{i}", **FLEX) for i in range(GUARDED_POOL)
+        ]
+        while show(guarded)["replicas"][0]["num_waiting_offline"] < GUARDED_POOL:
             time.sleep(0.05)
         for more in ({}, {"stream": True}):
             refused = completion(guarded.url, "one too many", **FLEX, **more)
@@ -189,11 +191,11 @@ def test_a_paused_pool_waits_and_a_full_one_answers_429(guarded):
             assert refused.headers["retry-after"].isdecimal()
         assert completion(guarded.url, "chat").status_code == 200
         assert httpx.get(f"{guarded.url}/health_generate", timeout=30).status_code == 200
-        flush = {"headers": {"authorization": "Bearer secret"}, "timeout": 30}
+        flush = {"headers": {"authorization": f"Bearer {GUARDED_ADMIN_KEY}"}, "timeout": 30}
         assert httpx.post(f"{guarded.url}/flush_cache", **flush).status_code == 200
         assert not any(future.done() for future in waiting)
         assert order(guarded).status_code == 200
-        assert [future.result().status_code for future in waiting] == [200] * POOL
+        assert [future.result().status_code for future in waiting] == [200] * GUARDED_POOL
 
 
 NOT_HERE = {

@@ -27,59 +27,66 @@ def ask(server, index, *, num_texts, text, num_tokens, timeout_s):
     return index % num_texts, tuple(reply.json()["output_ids"])
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ("--dp-size", "2"),
-        # Its plans depend on measured times, which the ranks must agree on.
-        ("--tp", "2", "--cosched-policy", "hygen", "--enable-metrics"),
-    ],
-)
-def test_two_ranks_serve_both_classes(tiny_model, forks, flags):
-    limits = ("--max-running-requests", "4", "--chunked-prefill-size", "64")
-    with start_server(tiny_model, *flags, *limits, forks=forks) as server:
-        asked = partial(
-            ask,
-            server,
-            num_texts=7,
-            text=lambda n: "hello there " * (5 + n),
-            num_tokens=12,
-            timeout_s=120,
-        )
-        with ThreadPoolExecutor(16) as threads:
-            answers = list(threads.map(asked, range(28)))
-        assert all(len(ids) == 12 for _, ids in answers)
-        assert len(set(answers)) == 7, "the same prompt gets the same tokens in either class"
-        states = httpx.get(f"{server.url}/get_server_info", timeout=30).json()["internal_states"]
-        counted = [state["cosched"] for state in states]
-        assert sum(c["offline_prefill_tokens"] for c in counted) > 0
-        assert sum(c["online_prefill_tokens"] for c in counted) > 0
-        assert all(c["num_waiting_offline"] == 0 for c in counted)
-        if "--enable-metrics" in flags:
-            check_metrics(server.url, counted[0])
+LIMITS = ("--max-running-requests", "4", "--chunked-prefill-size", "64")
 
 
-def test_two_ranks_evict_the_same(tiny_model, forks):
-    """Memory for a few of the prompts: all are asked again and again, by both classes."""
-    limits = ("--max-running-requests", "4", "--chunked-prefill-size", "64")
+def states_of(server):
+    """Of each replica."""
+    info = httpx.get(f"{server.url}/get_server_info", timeout=30).json()
+    return [state["cosched"] for state in info["internal_states"]]
+
+
+def check_both_classes(server):
+    asked = partial(
+        ask,
+        server,
+        num_texts=7,
+        text=lambda n: "hello there " * (5 + n),
+        num_tokens=12,
+        timeout_s=120,
+    )
+    with ThreadPoolExecutor(16) as threads:
+        answers = list(threads.map(asked, range(28)))
+    assert all(len(ids) == 12 for _, ids in answers)
+    assert len(set(answers)) == 7, "the same prompt gets the same tokens in either class"
+    counted = states_of(server)
+    assert sum(c["offline_prefill_tokens"] for c in counted) > 0
+    assert sum(c["online_prefill_tokens"] for c in counted) > 0
+    assert all(c["num_waiting_offline"] == 0 for c in counted)
+
+
+def test_two_replicas_serve_both_classes(tiny_model, forks):
+    with start_server(tiny_model, "--dp-size", "2", *LIMITS, forks=forks) as server:
+        check_both_classes(server)
+
+
+def test_two_ranks_serve_both_classes_and_evict_the_same(tiny_model, forks):
+    """The plans of hygen depend on measured times, which the ranks must agree on."""
+    flags = ("--tp", "2", "--cosched-policy", "hygen", "--enable-metrics")
     memory = ("--max-total-tokens", "1200")
-    with start_server(tiny_model, "--tp", "2", *limits, *memory, forks=forks) as server:
-        asked = partial(
-            ask,
-            server,
-            num_texts=9,
-            text=lambda n: f"{n} says hello there " * (30 + 4 * n),
-            num_tokens=8,
-            # Two ranks on cores that others want too wait for each other in every layer.
-            timeout_s=300,
-        )
-        with ThreadPoolExecutor(8) as threads:
-            answers = list(threads.map(asked, range(27)))
-        assert len(set(answers)) == 9, "the same prompt gets the same tokens"
-        states = httpx.get(f"{server.url}/get_server_info", timeout=30).json()["internal_states"]
-        kv = states[0]["cosched"]["kv"]
-        assert kv["is_watched"]
-        assert kv["evicted_online"] + kv["evicted_offline"] > 1000
+    with start_server(tiny_model, *flags, *LIMITS, *memory, forks=forks) as server:
+        check_both_classes(server)
+        check_metrics(server.url, states_of(server)[0])
+        check_eviction(server)
+
+
+def check_eviction(server):
+    """Memory for a few of the prompts: all are asked again and again, by both classes."""
+    asked = partial(
+        ask,
+        server,
+        num_texts=9,
+        text=lambda n: f"{n} says hello there " * (30 + 4 * n),
+        num_tokens=8,
+        # Two ranks on cores that others want too wait for each other in every layer.
+        timeout_s=300,
+    )
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(asked, range(27)))
+    assert len(set(answers)) == 9, "the same prompt gets the same tokens"
+    kv = states_of(server)[0]["kv"]
+    assert kv["is_watched"]
+    assert kv["evicted_online"] + kv["evicted_offline"] > 1000
 
 
 def check_metrics(url, state):

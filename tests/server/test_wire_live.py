@@ -10,6 +10,8 @@ import httpx
 import openai
 import pytest
 
+from tests.serving import GUARDED_ADMIN_KEY, GUARDED_FLAGS
+
 numbers = itertools.count()
 ONLINE, OFFLINE = "online", "offline"
 
@@ -214,8 +216,7 @@ def test_both_classes_at_once(client, seen):
 
 def test_who_asks_is_told_that_its_target_was_out_of_reach(servers):
     """A target of a nanosecond is over before anybody plans."""
-    flags = ("--cosched-policy", "cosched", "--cosched-claims", '{"floor_ratio": 0}')
-    server = servers.get(*flags)
+    server = servers.get(*GUARDED_FLAGS)  # of the policy cosched, and with no floor
     asks = {"x-cosched-late": "1"}
     hopeless = asks | {"x-slo-ttft-ms": "0.000001"}
     body = {"model": "m", "max_tokens": 3}
@@ -225,6 +226,12 @@ def test_who_asks_is_told_that_its_target_was_out_of_reach(servers):
             fields = {**body, "messages": messages(), **fields}
             return client.post("/v1/chat/completions", json=fields, headers=headers)
 
+        def num_overdue():
+            headers = {"authorization": f"Bearer {GUARDED_ADMIN_KEY}"}
+            info = client.get("/get_server_info", headers=headers).json()
+            return info["internal_states"][0]["cosched"]["late"]["overdue"]
+
+        online, offline = num_overdue()
         assert chat_of(hopeless).headers["x-cosched-late"] == "overdue"
         streamed = chat_of(hopeless, stream=True)
         assert streamed.headers["x-cosched-late"] == "overdue"
@@ -235,5 +242,4 @@ def test_who_asks_is_told_that_its_target_was_out_of_reach(servers):
         reply = client.post("/generate", json=generate, headers=hopeless)
         assert reply.text.startswith(": x-cosched-late: overdue\n\ndata: ")
         assert "cosched_late" not in reply.text
-        state = client.get("/get_server_info").json()["internal_states"][0]["cosched"]
-    assert state["late"]["overdue"] == [4, 0]
+        assert num_overdue() == [online + 4, offline]
