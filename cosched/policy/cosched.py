@@ -155,8 +155,8 @@ def _best_yield(
     benefit: int,
     seconds: float,
 ) -> Candidate:
-    """The most tokens per second of the device, those of its output among both. Of equals the
-    first: prefix order, the bucket that has the turn before the others."""
+    """The most tokens per second of the device, those of its output among both; the first (prefix
+    order, the bucket that has the turn before the others) where none has many times its yield."""
     view = builder.view
     lost = punishments(builder, fitting)
     usual_s = output_token_s(view, fitting[0].request, _NOTHING)
@@ -172,10 +172,16 @@ def _best_yield(
             token_s = min(output_token_s(view, request, candidate.match), usual_s)
         return num_tokens / max(candidate.seconds + num_output * token_s, _LEAST_S)
 
-    return fitting[max(range(len(fitting)), key=tokens_per_s)]
+    yields = [tokens_per_s(place) for place in range(len(fitting))]
+    best = max(range(len(yields)), key=yields.__getitem__)
+    return fitting[best if yields[best] > _WORTH_LEAVING * yields[0] else 0]
 
 
 _NOTHING = Match(cached=0, evictable=0)
+
+_WORTH_LEAVING = 1.5
+"""Times the yield of the next in prefix order, for which that order is left: who is passed over
+finds less in the cache when its turn comes."""
 
 _LEAST_S = 1e-9
 """What anything takes [s]: a predictor may find a request free of cost beside what is in."""
