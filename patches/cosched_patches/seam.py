@@ -70,11 +70,11 @@ def _quick_for_methods() -> Iterator[None]:
     def of_modules(original: object, wrapped: object, owner: object) -> int:
         return 0 if isinstance(owner, type) else propagate(original, wrapped, owner)
 
-    setattr(hook_registry, "_propagate_patch", of_modules)  # noqa: B010 - not in its types
+    hook_registry._propagate_patch = of_modules
     try:
         yield
     finally:
-        setattr(hook_registry, "_propagate_patch", propagate)  # noqa: B010
+        hook_registry._propagate_patch = propagate
 
 
 def check_signatures(seams: Iterable[Seam]) -> None:
