@@ -180,7 +180,7 @@ def test_offline_it_is_tokens_per_second_that_count_those_of_the_output_too():
 
 @pytest.mark.parametrize(("num_output", "first"), [(60, "short"), (4000, "long")])
 def test_prefix_order_is_left_only_for_one_that_yields_much_more(num_output, first):
-    """The bucket of short prompts has the turn. "long" yields 1.2 times as much as "short" where that
+    """The bucket of short prompts has the turn. "long" yields 1.2 times as much where "short"
     generates sixty tokens."""
     pool = PrefixPool(PoolConfig(bucket_boundaries=(300,)))
     pool.add(waiting("short", ("a", 200), max_new_tokens=num_output))
