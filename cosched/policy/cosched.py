@@ -27,7 +27,7 @@ Of an iteration
    and for the next one, which is planned already (as in `bros`).
 4. Offline requests of the pool's candidates (Echo §6) by tokens, those expected of their output
    among them, per predicted second; less the cached tokens that others would have reused (Echo
-   §4.1).
+   §4.1). Prefix order is left only for one that yields much more.
 """
 
 from __future__ import annotations
