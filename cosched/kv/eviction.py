@@ -364,19 +364,31 @@ class Leaves:
     def in_order(self) -> Iterator[KvNode]:
         """Leaves and what becomes a leaf when they go, in the order of eviction. Valid until a
         change."""
+        return (node for node, _ in self.valued())
+
+    def valued(self) -> Iterator[tuple[KvNode, float | None]]:
+        """The same, each with its value in the order where that was worked out on the way."""
         left: dict[int, int] = {}
         freed: list[tuple[float, int, int, KvNode]] = []
         for rank in self._sorted:
             while freed and freed[0][:3] < rank:
-                yield from self._evict(heapq.heappop(freed)[3], left, freed)
-            yield from self._evict(self._nodes[rank[2]], left, freed)
+                yield from self._evict_freed(left, freed)
+            node = self._nodes[rank[2]]
+            yield node, None
+            self._evict(node, left, freed)
         while freed:
-            yield from self._evict(heapq.heappop(freed)[3], left, freed)
+            yield from self._evict_freed(left, freed)
+
+    def _evict_freed(
+        self, left: dict[int, int], freed: list[tuple[float, int, int, KvNode]]
+    ) -> Iterator[tuple[KvNode, float]]:
+        value, _, _, node = heapq.heappop(freed)
+        yield node, value
+        self._evict(node, left, freed)
 
     def _evict(
         self, node: KvNode, left: dict[int, int], freed: list[tuple[float, int, int, KvNode]]
-    ) -> Iterator[KvNode]:
-        yield node
+    ) -> None:
         parent = node.parent
         assert parent is not None
         if parent.parent is None or parent.num_holds:
@@ -394,10 +406,14 @@ class Leaves:
             self.curve = LossCurve(self)
         return self.curve.seconds(num_tokens)
 
-    def price_of(self, node: KvNode) -> float:
-        """What is expected to be lost with each of its tokens [s]."""
+    def price_of(self, node: KvNode, value: float | None = None) -> float:
+        """What is expected to be lost with each of its tokens [s]. value: in the order, where that
+        was just worked out."""
         worth = self.worth
-        price = worth(node, self.now_s)
+        if value is not None and isinstance(self._order, ValueOrder):
+            price = value
+        else:
+            price = worth(node, self.now_s)
         if not node.on_host:
             # It is copied first where that costs less.
             price -= max(worth.gain_of_copying(node, self.now_s), 0.0)
@@ -415,7 +431,7 @@ class LossCurve:
 
     def __init__(self, leaves: Leaves) -> None:
         self._leaves = leaves
-        self._order = leaves.in_order()
+        self._order = leaves.valued()
         self._tokens = [0]
         self._seconds = [0.0]
         self._position = 0
@@ -423,11 +439,12 @@ class LossCurve:
     def seconds(self, num_tokens: int) -> float:
         tokens, seconds = self._tokens, self._seconds
         while tokens[-1] < num_tokens:
-            node = next(self._order, None)
-            if node is None:
+            found = next(self._order, None)
+            if found is None:
                 return seconds[-1]
+            node, value = found
             tokens.append(tokens[-1] + node.num_tokens)
-            seconds.append(seconds[-1] + node.num_tokens * self._leaves.price_of(node))
+            seconds.append(seconds[-1] + node.num_tokens * self._leaves.price_of(node, value))
         # The part of the last node is lost as a part: what is cut is its tail.
         index = bisect_left(tokens, num_tokens)
         if index == 0:
