@@ -238,16 +238,21 @@ def targets_from(alone: LiveResult, given: Slo) -> Slo:
     """The targets for a machine on which chat alone is as here; those of `given` that are set
     hold. So slow a machine as to miss fixed ones without offline work says nothing of policies."""
     online = alone.summary.online
-    ttft_s, tpot_s = given.ttft_s, given.tpot_s
-    if ttft_s is None and online.ttft_s.p95 is not None:
-        ttft_s = _rounded_up(_TTFT_OVER_ALONE * online.ttft_s.p95, _TTFT_STEP_S)
-    if tpot_s is None and online.tpot_s.p95 is not None:
-        tpot_s = _rounded_up(_TPOT_OVER_ALONE * online.tpot_s.p95, _TPOT_STEP_S)
-    return Slo(ttft_s=ttft_s or _SLO.ttft_s, tpot_s=tpot_s or _SLO.tpot_s)
+    return Slo(
+        ttft_s=given.ttft_s
+        or _rounded_up(online.ttft_s.p95, _TTFT_OVER_ALONE, _TTFT_STEP_S)
+        or _SLO.ttft_s,
+        tpot_s=given.tpot_s
+        or _rounded_up(online.tpot_s.p95, _TPOT_OVER_ALONE, _TPOT_STEP_S)
+        or _SLO.tpot_s,
+    )
 
 
-def _rounded_up(seconds: float, step_s: float) -> float:
-    return round(math.ceil(round(seconds / step_s, 6)) * step_s, 3)
+def _rounded_up(seconds: float | None, times: float, step_s: float) -> float | None:
+    """So many times as long, in whole steps; None: there was nobody to measure."""
+    if seconds is None:
+        return None
+    return round(math.ceil(round(times * seconds / step_s, 6)) * step_s, 3)
 
 
 def _with_slo(measured: Measured, slo: Slo) -> Measured:

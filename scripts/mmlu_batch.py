@@ -25,7 +25,6 @@ import os
 import random
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -39,11 +38,11 @@ import openai
 from cosched.demo_model import ensure_demo_model
 from cosched.metrics.stats import Distribution, to_dict
 from cosched.versions import versions
+from tests.batches.replicas import Chats
 from tests.serving import start_server
 
 EXAMPLES = 5
 CHAT_TOKENS = 16
-PAUSE_S = 0.5
 POLL_S = 2.0
 
 
@@ -76,53 +75,40 @@ def lines(folder: Path, *, seed: int, max_tokens: int) -> list[dict[str, Any]]:
     return made
 
 
-class Chats:
-    """Users with streamed chats, each one after the other. `seen`: (when it began [s], TTFT [s],
-    TPOT [s], what was wrong or None)."""
+class TimedChats(Chats):
+    """Streamed, by `client`. `seen`: (when it began [s], TTFT [s], TPOT [s], what was wrong or
+    None)."""
+
+    pause_s = 0.5
 
     def __init__(self, client: openai.OpenAI, num_users: int) -> None:
-        self.seen: list[tuple[float, float, float, str | None]] = []
+        super().__init__(str(client.base_url), num_users)
         self._client = client
-        self._ended = threading.Event()
-        self._threads = [threading.Thread(target=self._talk, args=(n,)) for n in range(num_users)]
 
-    def __enter__(self) -> Chats:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._ended.set()
-        for thread in self._threads:
-            thread.join()
-
-    def _talk(self, user: int) -> None:
-        number = 0
-        while not self._ended.wait(PAUSE_S):
-            number += 1
-            began_s, times, wrong = time.monotonic(), [], None
-            try:
-                question = f"I am user {user}. " + f"What do you think of {number}? " * 12
-                stream = self._client.chat.completions.create(
-                    model="default",
-                    messages=[{"role": "user", "content": question}],
-                    max_tokens=CHAT_TOKENS,
-                    stream=True,
-                    stream_options={"include_usage": True},
-                    extra_body={"ignore_eos": True},
-                )
-                num_tokens = 0
-                for chunk in stream:
-                    if chunk.choices and chunk.choices[0].delta.content:
-                        times.append(time.monotonic())
-                    num_tokens = chunk.usage.completion_tokens if chunk.usage else num_tokens
-                if num_tokens != CHAT_TOKENS or not times:
-                    wrong = f"{num_tokens} tokens"
-            except openai.OpenAIError as error:
-                wrong = type(error).__name__
-            ttft_s = times[0] - began_s if times else 0.0
-            tpot_s = (times[-1] - times[0]) / (CHAT_TOKENS - 1) if times else 0.0
-            self.seen.append((began_s, ttft_s, tpot_s, wrong))
+    def chat(self, user: int, number: int) -> tuple[float, float, float, str | None]:
+        began_s, times, wrong = time.monotonic(), [], None
+        try:
+            question = f"I am user {user}. " + f"What do you think of {number}? " * 12
+            stream = self._client.chat.completions.create(
+                model="default",
+                messages=[{"role": "user", "content": question}],
+                max_tokens=CHAT_TOKENS,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_body={"ignore_eos": True},
+            )
+            num_tokens = 0
+            for chunk in stream:
+                if chunk.choices and chunk.choices[0].delta.content:
+                    times.append(time.monotonic())
+                num_tokens = chunk.usage.completion_tokens if chunk.usage else num_tokens
+            if num_tokens != CHAT_TOKENS or not times:
+                wrong = f"{num_tokens} tokens"
+        except openai.OpenAIError as error:
+            wrong = type(error).__name__
+        ttft_s = times[0] - began_s if times else 0.0
+        tpot_s = (times[-1] - times[0]) / (CHAT_TOKENS - 1) if times else 0.0
+        return began_s, ttft_s, tpot_s, wrong
 
     def told(self, is_counted: Callable[[float], bool]) -> dict[str, Any]:
         """Of those that began when it `is_counted`; times in ms."""
@@ -154,7 +140,7 @@ def run(
         source = folder / "mmlu.jsonl"
         source.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
-        chats = stack.enter_context(Chats(client, users))
+        chats = stack.enter_context(TimedChats(client, users))
         time.sleep(alone_s)
         began_s = time.monotonic()
         with source.open("rb") as content:

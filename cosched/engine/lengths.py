@@ -24,7 +24,7 @@ class Lengths:
 
     def remaining(self, tracked: TrackedRequest) -> LengthEstimate:
         """What it is still to generate. Its limit, where the estimate fails."""
-        num_output = len(tracked.req.output_ids)
+        num_output = tracked.num_output_tokens
         try:  # not `watching`: this is asked of all that runs
             belief = tracked.length or self._belief(tracked)
             return belief.remaining(num_output)

@@ -434,7 +434,6 @@ class LossCurve:
         self._order = leaves.valued()
         self._tokens = [0]
         self._seconds = [0.0]
-        self._position = 0
 
     def seconds(self, num_tokens: int) -> float:
         tokens, seconds = self._tokens, self._seconds

@@ -186,12 +186,13 @@ class Deadlines:
         self._settings = settings
         self._prefill_s: dict[str, float] = {}
         view, ledger = builder.view, builder.ledger
-        self._margin = 1 + view.predictor.margin
         self.slacks = _decode_slacks(
             view, settings.slo, settings.budgets.aim, view.predictor, give_up=give_up
         )
         ledger.add_decodes(self.slacks.contexts)
-        self.alone_s = ledger.seconds() / self._margin
+        self._margin = 1 + view.predictor.margin
+        self._predicted_s = ledger.seconds()
+        self.alone_s = self._predicted_s / self._margin
 
     @property
     def lent_s(self) -> float:
@@ -208,8 +209,7 @@ class Deadlines:
         seconds = self._prefill_s.get(request.rid)
         if seconds is None:
             view, ledger = self._builder.view, self._builder.ledger
-            seconds = _prefill_s(request, view, ledger, self.alone_s * self._margin)
-            seconds /= self._margin
+            seconds = _prefill_s(request, view, ledger, self._predicted_s) / self._margin
             self._prefill_s[request.rid] = seconds
         return seconds
 

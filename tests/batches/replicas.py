@@ -35,7 +35,6 @@ from tests.request_lines import completion
 from tests.serving import ServerError, free_port, start_server
 
 LEASE_S = 3.0
-PAUSE_S = 0.2
 CHATS_BESIDE_S = 5.0
 """Chats go on so long before the batch, and after it."""
 
@@ -43,6 +42,8 @@ CHATS_BESIDE_S = 5.0
 class Chats:
     """Users who ask one after the other. `seen`: (when it ended [s], how long it took [s], what was
     wrong or None)."""
+
+    pause_s = 0.2
 
     def __init__(self, url, num_users, *, key="none"):
         self.url, self.seen = url, []
@@ -64,20 +65,23 @@ class Chats:
 
     def _ask(self, user):
         number = 0
-        while not self._ended.wait(PAUSE_S):
+        while not self._ended.wait(self.pause_s):
             number += 1
-            messages = [{"role": "user", "content": f"hello {user} {number}"}]
-            body = {"model": "default", "messages": messages, "max_tokens": 4}
-            began_s, wrong = time.monotonic(), None
-            try:
-                url = f"{self.url}/v1/chat/completions"
-                reply = httpx.post(url, json=body, headers=self._headers, timeout=60)
-                if not (reply.is_success and reply.json()["usage"]["completion_tokens"]):
-                    wrong = f"HTTP {reply.status_code}"
-            except httpx.HTTPError as error:
-                wrong = type(error).__name__
-            now_s = time.monotonic()
-            self.seen.append((now_s, now_s - began_s, wrong))
+            self.seen.append(self.chat(user, number))
+
+    def chat(self, user, number):
+        messages = [{"role": "user", "content": f"hello {user} {number}"}]
+        body = {"model": "default", "messages": messages, "max_tokens": 4}
+        began_s, wrong = time.monotonic(), None
+        try:
+            url = f"{self.url}/v1/chat/completions"
+            reply = httpx.post(url, json=body, headers=self._headers, timeout=60)
+            if not (reply.is_success and reply.json()["usage"]["completion_tokens"]):
+                wrong = f"HTTP {reply.status_code}"
+        except httpx.HTTPError as error:
+            wrong = type(error).__name__
+        now_s = time.monotonic()
+        return now_s, now_s - began_s, wrong
 
 
 @contextlib.contextmanager

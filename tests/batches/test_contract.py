@@ -13,12 +13,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cosched.batches.config import BatchesConfig
-from cosched.batches.data import Batch, Status
 from cosched.batches.exposition import METRICS, Snapshot, exposition
 from cosched.batches.forecast import Rate
 from tests.batches.api import ENDED, Api, line, serving, until
 from tests.batches.stand_in import StandIn
-from tests.batches.test_store import asked
+from tests.batches.test_store import batch_of
 
 
 def lines(num, prefix="c"):
@@ -550,24 +549,14 @@ def test_prometheus_is_told_what_batches_do(api, stand_in):
 
 def test_labels_are_bounded(clock):
     batches = tuple(
-        Batch(
+        batch_of(
             id=f"batch_{n}",
-            request=asked(),
-            status=Status.IN_PROGRESS,
-            ending=None,
-            created_at=0,
             expires_at=n,
-            times={},
-            faults=(),
             total=9,
             completed=1,
             failed=1,
             input_tokens=1,
             output_tokens=1,
-            cached_tokens=0,
-            reasoning_tokens=0,
-            output_file_id=None,
-            error_file_id=None,
         )
         for n in range(1000)
     )

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cosched.batches.data import Batch, Status
+from cosched.batches.data import Status
 from cosched.batches.forecast import Load, Rate, RateMeter, _finish_times, forecasts, past_rate
 from tests.batches.stand_in import Clock
-from tests.batches.test_store import asked
+from tests.batches.test_store import asked, batch_of
 
 RATE = Rate(tokens_per_s=100.0, spread=0.3, tokens_per_byte=0.25)
 
@@ -192,24 +192,15 @@ def test_the_meter_measures_while_there_is_work():
 
 def ended(**times):
     """A batch of 1,000 bytes and 300 tokens, three quarters of whose lines were answered."""
-    return Batch(
-        id="batch_1",
+    return batch_of(
         request=asked(num_bytes=1000),
         status=Status.CANCELLED,
-        ending=None,
-        created_at=0,
-        expires_at=0,
         times=times,
-        faults=(),
-        total=20,
         completed=15,
         failed=5,
         input_tokens=200,
         output_tokens=100,
-        cached_tokens=0,
-        reasoning_tokens=0,
         output_file_id="file-1",
-        error_file_id=None,
     )
 
 

@@ -22,7 +22,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from cosched.batches.data import Fault, Finished, NewBatch, NewLine, Status
+from cosched.batches.data import Batch, Fault, Finished, NewBatch, NewLine, Status
 from cosched.batches.database import VERSION, Database, batches, results, store_row
 from cosched.batches.errors import ApiError
 from cosched.batches.files import FileStore
@@ -51,6 +51,30 @@ def asked(owner="a", window_s=WINDOW_S, **changes):
         "output_expires_after_s": None,
     }
     return NewBatch(**(fields | changes))
+
+
+def batch_of(**changes):
+    """As the store tells of one."""
+    fields = {
+        "id": "batch_1",
+        "request": asked(),
+        "status": Status.IN_PROGRESS,
+        "ending": None,
+        "created_at": 0,
+        "expires_at": 0,
+        "times": {},
+        "faults": (),
+        "total": 20,
+        "completed": 0,
+        "failed": 0,
+        "input_tokens": 0,
+        "output_tokens": 0,
+        "cached_tokens": 0,
+        "reasoning_tokens": 0,
+        "output_file_id": None,
+        "error_file_id": None,
+    }
+    return Batch(**(fields | changes))
 
 
 def new_line(number, key=b""):

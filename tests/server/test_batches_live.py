@@ -179,7 +179,7 @@ def test_names_that_are_not_there(api):
 def test_kills_lose_and_repeat_nothing(forks, tmp_path):
     server = RealServer(tmp_path / "batches", forks)
     try:
-        seen = run([server], kills=1, seed=4)
+        seen = run([server], kills=2, seed=5)
     finally:
         server.close()
     assert seen["lines"]
