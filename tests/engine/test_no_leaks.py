@@ -75,6 +75,16 @@ class Traffic:
         )
         return rid
 
+    def crowd(self, iteration):
+        """Offline requests take the memory, and then a chat needs it."""
+        if iteration == 0:
+            for number in range(12):
+                ids = [10 + number] * 100
+                self.engine.submit(f"o{number}", ids, max_new_tokens=60, priority=-1)
+        if len(self.engine.scheduler.running_batch.reqs) >= 8 and "chat" not in self.live:
+            self.live["chat"] = True
+            self.engine.submit("chat", [30] * 1200, max_new_tokens=4, priority=0)
+
     def submit(self):
         if len(self.live) < 40:
             self.send()
@@ -147,6 +157,7 @@ def test_no_slot_is_lost(make_engine, tmp_path, overlap, page_size):
         )
         adapters = load_adapters(engine.scheduler, make_adapters(tmp_path, "ABC"))
         traffic = Traffic(engine, adapters, seed=page_size)
+        engine.run_until_idle(on_iteration=traffic.crowd)
         counters = engine.scheduler.cosched.counters
         while traffic.num_done < NUM_OPERATIONS:
             traffic.left = PER_ROUND
