@@ -134,16 +134,21 @@ class Worth:
     def of_copy(self, node: KvNode, now_s: float) -> float:
         """Per token, of its copy in host memory, or of one if there were one, where it is on the
         device no longer: what computing it anew costs more than loading it."""
-        if self.transfer_s == math.inf:
+        if not self.has_host:
             return 0.0
         computed = self._lost(node, now_s, is_loaded=False, on_host=True)
         return max(computed - self._lost(node, now_s, is_loaded=True, on_host=True), 0.0)
 
     @property
+    def has_host(self) -> bool:
+        """There is host memory to copy to."""
+        return self.transfer_s < math.inf
+
+    @property
     def loading_share(self) -> float:
         """What loading a token takes of what computing it anew would, 0 to 1; 1: there is no host
         memory."""
-        if self.transfer_s == math.inf:
+        if not self.has_host:
             return 1.0
         return min(self.prices.to_units(self.transfer_s), 1.0)
 
@@ -153,7 +158,7 @@ class Worth:
 
         is_ahead: iterations go on meanwhile, so that the way costs little
         """
-        if self.transfer_s == math.inf:
+        if not self.has_host:
             return 0.0
         cost = self.prices.to_units(self.transfer_s) * (_BESIDE if is_ahead else 1.0)
         return self.of_copy(node, now_s) - cost
@@ -212,6 +217,9 @@ class Worth:
 
 
 class EvictionOrder(Protocol):
+    is_worth: bool
+    """Its numbers are those of `Worth`."""
+
     def __call__(self, node: KvNode, now_s: float) -> float:
         """Nodes of smaller numbers go first; of equal ones the least recently used."""
         ...
@@ -222,6 +230,8 @@ class EvictionOrder(Protocol):
 class EchoOrder:
     """Echo §4.2: offline KV with future references, by their number, above finished online KV
     (0.5), above offline KV without (0). Running requests hold theirs."""
+
+    is_worth = False
 
     def __init__(self, worth: Worth) -> None:
         pass
@@ -237,6 +247,8 @@ class EchoOrder:
 class ValueOrder:
     """What is worth least per token goes first."""
 
+    is_worth = True
+
     def __init__(self, worth: Worth) -> None:
         self._worth = worth
         self.next_change_s = worth.next_change_s
@@ -248,6 +260,8 @@ class ValueOrder:
 class CopyOrder:
     """Copies in host memory: of what is expected to be lost with them, the least goes first. What
     stays on the device has no need of one."""
+
+    is_worth = False
 
     def __init__(self, worth: Worth) -> None:
         self._worth = worth
@@ -364,27 +378,28 @@ class Leaves:
     def in_order(self) -> Iterator[KvNode]:
         """Leaves and what becomes a leaf when they go, in the order of eviction. Valid until a
         change."""
-        return (node for node, _ in self.valued())
+        return (node for _, node in self.valued())
 
-    def valued(self) -> Iterator[tuple[KvNode, float | None]]:
-        """The same, each with its value in the order where that was worked out on the way."""
+    def valued(self) -> Iterator[tuple[float, KvNode]]:
+        """The same, each with its value in the order: that of a leaf is the one it has there."""
+        nodes = self._nodes
         left: dict[int, int] = {}
         freed: list[tuple[float, int, int, KvNode]] = []
         for rank in self._sorted:
             while freed and freed[0][:3] < rank:
-                yield from self._evict_freed(left, freed)
-            node = self._nodes[rank[2]]
-            yield node, None
+                yield self._evict_freed(left, freed)
+            node = nodes[rank[2]]
+            yield rank[0], node
             self._evict(node, left, freed)
         while freed:
-            yield from self._evict_freed(left, freed)
+            yield self._evict_freed(left, freed)
 
     def _evict_freed(
         self, left: dict[int, int], freed: list[tuple[float, int, int, KvNode]]
-    ) -> Iterator[tuple[KvNode, float]]:
+    ) -> tuple[float, KvNode]:
         value, _, _, node = heapq.heappop(freed)
-        yield node, value
         self._evict(node, left, freed)
+        return value, node
 
     def _evict(
         self, node: KvNode, left: dict[int, int], freed: list[tuple[float, int, int, KvNode]]
@@ -406,15 +421,11 @@ class Leaves:
             self.curve = LossCurve(self)
         return self.curve.seconds(num_tokens)
 
-    def price_of(self, node: KvNode, value: float | None = None) -> float:
-        """What is expected to be lost with each of its tokens [s]. value: in the order, where that
-        was just worked out."""
+    def price_of(self, node: KvNode, value: float) -> float:
+        """What is expected to be lost with each of its tokens [s]. value: in the order."""
         worth = self.worth
-        if value is not None and isinstance(self._order, ValueOrder):
-            price = value
-        else:
-            price = worth(node, self.now_s)
-        if not node.on_host:
+        price = value if self._order.is_worth else worth(node, self.now_s)
+        if not node.on_host and worth.has_host:
             # It is copied first where that costs less.
             price -= max(worth.gain_of_copying(node, self.now_s), 0.0)
         return price * worth.prices.unit_s
@@ -441,9 +452,10 @@ class LossCurve:
             found = next(self._order, None)
             if found is None:
                 return seconds[-1]
-            node, value = found
-            tokens.append(tokens[-1] + node.num_tokens)
-            seconds.append(seconds[-1] + node.num_tokens * self._leaves.price_of(node, value))
+            value, node = found
+            num_more = node.num_tokens
+            tokens.append(tokens[-1] + num_more)
+            seconds.append(seconds[-1] + num_more * self._leaves.price_of(node, value))
         # The part of the last node is lost as a part: what is cut is its tail.
         index = bisect_left(tokens, num_tokens)
         if index == 0:

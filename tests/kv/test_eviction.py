@@ -156,9 +156,11 @@ def test_the_forecast_is_what_evicting_one_by_one_gives(order, seed):
         kv.leaves.advance(100.0)
     kv.tree.check_integrity()
     forecast = list(kv.leaves.in_order())
+    worth = kv.leaves.worth
     lost, total = [0.0], 0
     for node in forecast:
-        lost.append(lost[-1] + node.num_tokens * kv.leaves.price_of(node))
+        price_s = worth(node, kv.leaves.now_s) * worth.prices.unit_s
+        lost.append(lost[-1] + node.num_tokens * price_s)
         total += node.num_tokens
         assert kv.leaves.loss_s(total) == pytest.approx(lost[-1])
     assert total == kv.tree.num_evictable
