@@ -17,6 +17,7 @@ from cosched.core.view import (
     KvState,
     Match,
     OfflineLimits,
+    Outlook,
     Room,
 )
 from cosched.offline.pool import ArrivalOrder
@@ -204,6 +205,9 @@ class FakeView:
 
     def running_of(self, request_class: RequestClass) -> Decodes:
         return Decodes.of([r for r in self.running if r.request_class is request_class])
+
+    def outlook(self) -> Outlook:
+        return Outlook.of(self)
 
     def match(self, request: Request) -> Match:
         return self.cached.get(request.rid, Match(cached=0, evictable=0))

@@ -146,6 +146,22 @@ class Decodes(NamedTuple):
         return cls(requests, [r.num_computed_tokens + 1 for r in requests])
 
 
+class Outlook(NamedTuple):
+    """Of running requests, in their order: KV tokens that each gives back when it ends, and those
+    that it is to take until then."""
+
+    held: Sequence[int]
+    remaining: Sequence[int]
+
+    @classmethod
+    def of(cls, view: View) -> Outlook:
+        """Asking about each."""
+        return cls(
+            [view.preemption_gain(r) for r in view.running],
+            [view.length(r).upper * r.traits.num_rows for r in view.running],
+        )
+
+
 class OfflineOrder(Protocol):
     """One pass over the waiting offline requests, in the pool's order or by candidates; nothing is
     taken out of the pool by it.
@@ -247,6 +263,11 @@ class View(Protocol):
 
     def running_of(self, request_class: RequestClass) -> Decodes:
         """Those of `running` that are of one class, in its order."""
+        ...
+
+    def outlook(self) -> Outlook:
+        """Of `running`, in its order, `preemption_gain` and the upper end of `length` for each of
+        its rows: all at once cost a fraction of a question about each."""
         ...
 
     @property

@@ -17,7 +17,7 @@ import msgspec
 
 from cosched.core.plan import Plan
 from cosched.core.request import LateReason, Request
-from cosched.core.view import OfflineOrder, View
+from cosched.core.view import OfflineOrder, Outlook, View
 from cosched.engine.decision_records import (
     QUESTIONS,
     Decision,
@@ -121,6 +121,10 @@ class RecordingView:
         if self._order is None:
             order = self._order = _NotedOrder(order)
         return order
+
+    def outlook(self) -> Outlook:
+        """By what the log holds of each."""
+        return Outlook.of(self)
 
     def waiting(self, rid: str) -> Request | None:
         request = self._view.waiting(rid)

@@ -17,6 +17,8 @@ __all__ = ["Running", "own_tokens", "taken_by_guests"]
 class Running(NamedTuple):
     """What is read of all running requests.
 
+    num_own    KV tokens of each outside the tree
+    num_output  tokens that each has generated
     own        KV tokens of each class outside the tree
     remaining  output still to come of each that may end early, where no plan has promised any
     certain    output still to come of each that cannot, likewise
@@ -30,6 +32,8 @@ class Running(NamedTuple):
     """
 
     everyone: list[TrackedRequest]
+    num_own: list[int]
+    num_output: list[int]
     by_class: dict[RequestClass, Decodes]
     own: dict[RequestClass, int]
     remaining: list[int]
@@ -46,23 +50,28 @@ class Running(NamedTuple):
     def of(cls, reqs: Sequence[Any], *, page_size: int) -> Running:
         """Of the requests of a batch that are not over."""
         everyone: list[TrackedRequest] = []
+        all_own: list[int] = []
+        all_output: list[int] = []
+        online: tuple[list[TrackedRequest], list[int]] = [], []
+        offline: tuple[list[TrackedRequest], list[int]] = [], []
         remaining: list[int] = []
         certain: list[int] = []
         ending: set[str] = set()
-        own = dict.fromkeys(RequestClass, 0)
-        next_step = num_plain = promised = 0
+        own_offline = next_step = num_plain = promised = 0
         guests: list[TrackedRequest] = []
         mixes = True
-        decodes: dict[RequestClass, tuple[list[TrackedRequest], list[int]]]
-        decodes = {request_class: ([], []) for request_class in RequestClass}
+        class_offline = RequestClass.OFFLINE
         for tracked, num_computed, num_own, num_output, is_ending in port.progress_of(reqs):
             everyone.append(tracked)
-            request_class = tracked.request_class
-            requests, contexts = decodes[request_class]
+            all_own.append(num_own)
+            all_output.append(num_output)
+            if tracked.request_class is class_offline:
+                own_offline += num_own
+                requests, contexts = offline
+            else:
+                requests, contexts = online
             requests.append(tracked)
             contexts.append(num_computed + 1)
-            own[request_class] += num_own
-            to_come = tracked.max_new_tokens - num_output
             num_rows = 1
             if tracked.traits is PLAIN:
                 num_plain += 1
@@ -72,31 +81,39 @@ class Running(NamedTuple):
             if not num_computed % page_size:
                 next_step += page_size * num_rows
             if tracked.promised is None:
-                (certain if tracked.reserves_all else remaining).append(to_come * num_rows)
-            else:
+                to_come = (tracked.max_new_tokens - num_output) * num_rows
+                (certain if tracked.reserves_all else remaining).append(to_come)
+            elif tracked.promised or tracked.is_hosted:
                 promised += promised_tokens(tracked.promised - num_output, num_rows)
                 if tracked.is_hosted:
                     guests.append(tracked)
+            else:
+                promised += _NOTHING_LEFT
             if is_ending:
                 ending.add(tracked.rid)
-        by_class = {request_class: Decodes(*lists) for request_class, lists in decodes.items()}
-        are_plain = num_plain == len(reqs)
         taken, lent = _lent(guests, everyone)
-        promised -= sum(lent.values())
         return cls(
             everyone,
-            by_class,
-            own,
+            all_own,
+            all_output,
+            {RequestClass.ONLINE: Decodes(*online), RequestClass.OFFLINE: Decodes(*offline)},
+            {
+                RequestClass.ONLINE: sum(all_own) - own_offline,
+                RequestClass.OFFLINE: own_offline,
+            },
             remaining,
             certain,
-            promised,
+            promised - sum(lent.values()),
             taken,
             lent,
             next_step,
             mixes,
             ending,
-            are_plain,
+            num_plain == len(reqs),
         )
+
+
+_NOTHING_LEFT = promised_tokens(0, 1)
 
 
 def _lent(

@@ -18,6 +18,7 @@ from cosched.core.view import (
     Match,
     OfflineLimits,
     OfflineOrder,
+    Outlook,
     Room,
 )
 from cosched.engine import port
@@ -113,6 +114,20 @@ class SchedulerView:
             partial=caps.partial_decode and (self._running.are_plain or port.can_hold(self._batch)),
             decodes_due=self._decodes_due,
         )
+
+    def outlook(self) -> Outlook:
+        running = self._running
+        if self._kv is None:
+            held = [self.preemption_gain(request) for request in running.everyone]
+        else:
+            nodes = [port.last_node(request.req) for request in running.everyone]
+            gains = self._kv.kv_tree.gains_of_release(nodes)
+            held = [own + gain for own, gain in zip(running.num_own, gains, strict=True)]
+        remaining = self._lengths.upper(running.everyone, running.num_output)
+        if not running.are_plain:
+            rows = [request.traits.num_rows for request in running.everyone]
+            remaining = [n * num_rows for n, num_rows in zip(remaining, rows, strict=True)]
+        return Outlook(held, remaining)
 
     def length(self, request: Request) -> LengthEstimate:
         assert isinstance(request, TrackedRequest), f"{type(request)=}"
@@ -247,7 +262,8 @@ class SchedulerView:
             if self._kv is None:
                 gain = port.gain_of_stopping(self._scheduler.tree_cache, req)
             else:
-                gain = port.num_own(req) + self._kv.kv_tree.gain_of_release(port.last_node(req))
+                (gain,) = self._kv.kv_tree.gains_of_release((port.last_node(req),))
+                gain += port.num_own(req)
             self._gains[request] = gain
         return gain
 

@@ -555,14 +555,18 @@ class KvTree:
             node = node.parent
         return num_tokens
 
-    def gain_of_release(self, node_id: int) -> int:
-        """Tokens that nobody would hold if one lock of this node were gone. O(depth)."""
-        node = self.nodes.get(node_id)
-        num_tokens = 0
-        while node is not None and node.parent is not None and node.num_holds == 1:
-            num_tokens += node.num_tokens
-            node = node.parent
-        return num_tokens
+    def gains_of_release(self, node_ids: Iterable[int]) -> list[int]:
+        """Of each node, tokens that nobody would hold if one lock of it were gone. O(depth)."""
+        nodes = self.nodes
+        gains = []
+        for node_id in node_ids:
+            node = nodes.get(node_id)
+            num_bytes = 0
+            while node is not None and node.num_holds == 1:  # nobody holds a root
+                num_bytes += len(node.segment)
+                node = node.parent
+            gains.append(num_bytes // TOKEN_BYTES)
+        return gains
 
     def check_integrity(self, waiting: Iterable[tuple[Hashable, bytes]] | None = None) -> None:
         """Assert every invariant, in time proportional to the tree: for tests.

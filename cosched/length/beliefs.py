@@ -35,9 +35,9 @@ class Belief:
         "_features",
         "_median",
         "_model",
-        "_until",
-        "_upper",
         "facts",
+        "until",
+        "upper",
     )
 
     def __init__(self, model: LengthModel, facts: Facts) -> None:
@@ -45,9 +45,11 @@ class Belief:
         self._model = model
         self._cells: Cells | None = None
         self._features: Features | None = None
-        self._until = 0
-        """Tokens after which it is looked at again."""
-        self._median = self._upper = 0
+        self.until = 0
+        """Tokens with which it is looked at again."""
+        self._median = 0
+        self.upper = 0
+        """Tokens of the whole output at the upper end, valid before `until`."""
         self._asked = -1
         """Tokens after which it was last asked: a plan asks several times, and each plan anew about
         those that wait."""
@@ -68,15 +70,15 @@ class Belief:
         left = self.facts.limit - num_produced
         if left <= 0:
             return LengthEstimate(0, 0)
-        if num_produced >= self._until:
+        if num_produced >= self.until:
             median, upper = self._model.totals(self, num_produced)
             self._median = max(round(median), num_produced + 1)
-            self._upper = max(math.ceil(upper), self._median)
-            self._until = max(num_produced + _FIRST_STEP, min(2 * num_produced, self._median))
+            self.upper = max(math.ceil(upper), self._median)
+            self.until = max(num_produced + _FIRST_STEP, min(2 * num_produced, self._median))
         # Asked of all that runs, in each plan: without calls.
         median_left = self._median - num_produced
         median_left = 1 if median_left < 1 else left if median_left > left else median_left
-        upper_left = self._upper - num_produced
+        upper_left = self.upper - num_produced
         if upper_left < median_left:
             upper_left = median_left
         return LengthEstimate(median_left, left if upper_left > left else upper_left)

@@ -7,6 +7,8 @@ the peak of all iterations to come (`cosched.planning.timeline`) below the memor
 
 from __future__ import annotations
 
+import copy
+
 from cosched.core.request import Request, num_tokens_left, num_tokens_of
 from cosched.core.view import Match, View
 from cosched.planning.timeline import Need, Timeline
@@ -28,16 +30,11 @@ class KvForecast:
         self._view = view
         self._most = int(kv.total * (1 - reserve_share))
         self._used = kv.total - kv.free - kv.evictable
-        self._needs: dict[str, Need] | None = None
         self._shared = 0
         self._timeline: Timeline | None = None
 
     def fork(self) -> KvForecast:
-        other = object.__new__(KvForecast)
-        other.__dict__.update(self.__dict__)
-        if self._needs is not None:
-            other._needs = self._needs.copy()
-        return other
+        return copy.copy(self)
 
     def shortfall(self, request: Request, match: Match) -> int:
         """KV tokens missing to admit a waiting request; <= 0 when it fits."""
@@ -56,30 +53,29 @@ class KvForecast:
 
     def add(self, request: Request, match: Match) -> None:
         """A waiting request is admitted."""
-        self._all()[request.rid] = self._need(request, match)
-        self._timeline = None
+        self._timeline = self._ends().with_one(self._need(request, match))
 
     def drop(self, request: Request) -> None:
         """A running request or an unfinished prefill is stopped."""
-        self._all().pop(request.rid, None)
-        self._timeline = None
+        self._timeline = self._ends().without(self._need_of(request))
 
     def _ends(self) -> Timeline:
-        needs = self._all()
         if self._timeline is None:
-            self._timeline = Timeline(needs.values())
+            view = self._view
+            held, remaining = view.outlook()
+            unfinished = [self._need_of(request) for request in view.unfinished]
+            self._timeline = Timeline(
+                [*held, *(need.held for need in unfinished)],
+                [*remaining, *(need.remaining for need in unfinished)],
+            )
+            self._shared = self._used - sum(held) - sum(map(view.preemption_gain, view.unfinished))
         return self._timeline
 
-    def _all(self) -> dict[str, Need]:
-        if self._needs is None:
-            view = self._view
-            gain = view.preemption_gain
-            held = {r.rid: gain(r) for r in (*view.running, *view.unfinished)}
-            self._shared = self._used - sum(held.values())
-            self._needs = {r.rid: Need(held[r.rid], self.output(r)) for r in view.running}
-            for r in view.unfinished:
-                self._needs[r.rid] = Need(held[r.rid] + num_tokens_left(r), self.output(r))
-        return self._needs
+    def _need_of(self, request: Request) -> Need:
+        held = self._view.preemption_gain(request)
+        if any(request.rid == r.rid for r in self._view.unfinished):
+            held += num_tokens_left(request)
+        return Need(held, self.output(request))
 
     def _need(self, request: Request, match: Match) -> Need:
         num_new = num_tokens_of(request) - match.cached + match.host + match.evictable

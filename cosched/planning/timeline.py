@@ -10,11 +10,10 @@ way to pack below it.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable
-from itertools import accumulate
-from operator import add, attrgetter
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
 
 __all__ = ["Need", "Timeline"]
 
@@ -29,45 +28,85 @@ class Need(NamedTuple):
     remaining: int
 
 
-_REMAINING = attrgetter("remaining")
-
-
 class Timeline:
-    """Requests by what remains of them, to be asked whether one more fits.
+    """Requests by what remains of them, to be asked whether one more fits. Read-only."""
 
-    Read-only: made once from what runs, then asked about each that waits.
-    """
+    __slots__ = ("_after", "_before", "_ends", "_held", "_held_from")
 
-    def __init__(self, needs: Iterable[Need]) -> None:
-        """O(n log n)."""
-        # Lists: some tens of requests are too few for arrays to pay.
-        pairs = sorted(needs, key=_REMAINING)
-        ends = [need.remaining for need in pairs]
+    def __init__(self, held: Sequence[int], remaining: Sequence[int]) -> None:
+        """Both by request (`Need`). O(n log n)."""
+        self._sort(np.array(remaining, dtype=np.int64), np.array(held, dtype=np.int64))
+
+    def _sort(self, ends: Any, held: Any) -> None:
+        order = ends.argsort()
+        self._arrange(ends[order], held[order])
+
+    def _arrange(self, ends: Any, held: Any) -> None:
+        """ends: what remains of each, rising; held: of each, in that order."""
         count = len(ends)
         # At the k-th end, those from k on are there.
-        held_from = [*accumulate((need.held for need in reversed(pairs)), initial=0)][::-1]
-        loads = [held_from[k] + (count - k) * end for k, end in enumerate(ends)]
+        held_from = np.zeros(count + 1, dtype=np.int64)
+        held[::-1].cumsum(out=held_from[-2::-1])
+        loads = held_from[:-1] + ends * np.arange(count, 0, -1)
         self._ends = ends
+        self._held = held
         self._held_from = held_from
         # The worst at the k-th end or before it, and after it. One more makes each end before its
         # own worse by what it holds and has taken by then.
-        self._before = [*accumulate(map(add, loads, ends), max)]
-        self._after = [*accumulate(reversed(loads), max)][::-1]
+        self._before = np.maximum.accumulate(loads + ends)
+        self._after = np.maximum.accumulate(loads[::-1])[::-1]
+
+    def with_one(self, need: Need) -> Timeline:
+        """The same with one more. O(n)."""
+        held, remaining = need
+        place = self._ends.searchsorted(remaining)
+        other = object.__new__(Timeline)
+        other._arrange(_inserted(self._ends, place, remaining), _inserted(self._held, place, held))
+        return other
+
+    def with_all(self, held: Sequence[int], remaining: Sequence[int]) -> Timeline:
+        """The same with more. O(n log n)."""
+        other = object.__new__(Timeline)
+        other._sort(
+            np.append(self._ends, np.array(remaining, dtype=np.int64)),
+            np.append(self._held, np.array(held, dtype=np.int64)),
+        )
+        return other
+
+    def without(self, need: Need) -> Timeline:
+        """The same without one of them that has this need. O(n)."""
+        held, remaining = need
+        place = int(self._ends.searchsorted(remaining))
+        while int(self._held[place]) != held:
+            place += 1
+            assert self._ends[place] == remaining, f"nobody has {need}"
+        other = object.__new__(Timeline)
+        other._arrange(np.delete(self._ends, place), np.delete(self._held, place))
+        return other
 
     @property
     def peak(self) -> int:
         """The most KV tokens that are held at once from now on; 0 without anybody."""
-        return self._after[0] if self._after else 0
+        return int(self._after[0]) if len(self._after) else 0
 
     def peak_with(self, need: Need) -> int:
         """The same with one more. O(log n)."""
         held, remaining = need
         count = len(self._ends)
-        place = bisect_right(self._ends, remaining)
+        place = int(self._ends.searchsorted(remaining, "right"))
         # Just before its own end: it, and all that end later.
-        peak = self._held_from[place] + (count - place) * remaining + held + remaining
+        peak = int(self._held_from[place]) + (count - place) * remaining + held + remaining
         if place:
-            peak = max(peak, self._before[place - 1] + held)
+            peak = max(peak, int(self._before[place - 1]) + held)
         if place < count:
-            peak = max(peak, self._after[place])
+            peak = max(peak, int(self._after[place]))
         return peak
+
+
+def _inserted(values: Any, place: int, value: int) -> Any:
+    """`numpy.insert` of one, in a tenth of its time."""
+    longer = np.empty(len(values) + 1, dtype=np.int64)
+    longer[:place] = values[:place]
+    longer[place] = value
+    longer[place + 1 :] = values[place:]
+    return longer

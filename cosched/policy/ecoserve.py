@@ -677,18 +677,17 @@ class _Peaks:
         kv = view.kv
         self._most = kv.total - reserve - work.num_unfinished_tokens
         running = [work.running[rid] for rid in work.groups]
-        self._needs = [Need(self._gain(r), work.length(r)) for r in running]
-        self._others = kv.total - kv.free - kv.evictable - sum(n.held for n in self._needs)
-        self._timeline: Timeline | None = None
+        held = [self._gain(r) for r in running]
+        self._others = kv.total - kv.free - kv.evictable - sum(held)
+        self._timeline = Timeline(held, [work.length(r) for r in running])
 
     def takes_all(self, queue: Sequence[_Entry]) -> bool:
         """Let all that wait run at once, if they fit so: what one gives back soon may be what
         another needs, which does not fit while it sits out."""
-        gain = self._gain
-        needs = [Need(gain(r), entry.length) for entry in queue for r in entry.members]
-        held = sum(need.held for need in needs)
-        peak = Timeline([*self._needs, *needs]).peak
-        return peak + self._others - held <= self._most
+        waiting = [(self._gain(r), entry.length) for entry in queue for r in entry.members]
+        held = [gain for gain, _ in waiting]
+        peak = self._timeline.with_all(held, [length for _, length in waiting]).peak
+        return peak + self._others - sum(held) <= self._most
 
     def take(self, request: Request, length: int) -> bool:
         """Let a GT that waits run. False: it does not fit."""
@@ -696,8 +695,7 @@ class _Peaks:
             return False
         held = self._gain(request)
         self._others -= held
-        self._needs.append(Need(held, length))
-        self._timeline = None
+        self._timeline = self._timeline.with_one(Need(held, length))
         return True
 
     def fits(self, request: Request, length: int) -> bool:
@@ -709,13 +707,10 @@ class _Peaks:
         need = Need(num_tokens, length)
         if self._peak_with(need) > self._most:
             return False
-        self._needs.append(need)
-        self._timeline = None
+        self._timeline = self._timeline.with_one(need)
         return True
 
     def _peak_with(self, need: Need) -> int:
-        if self._timeline is None:
-            self._timeline = Timeline(self._needs)
         return self._timeline.peak_with(need) + self._others
 
 

@@ -13,8 +13,12 @@ needs = st.lists(
 one = st.builds(Need, held=st.integers(0, 40), remaining=st.integers(0, 25))
 
 
+def timeline_of(running):
+    return Timeline([need.held for need in running], [need.remaining for need in running])
+
+
 def peak_of(running):
-    return Timeline(running).peak
+    return timeline_of(running).peak
 
 
 def by_steps(running):
@@ -34,12 +38,28 @@ def test_the_peak_is_that_of_all_iterations(running):
 
 @given(needs, one)
 def test_one_more_is_reckoned_as_if_it_were_there(running, more):
-    assert Timeline(running).peak_with(more) == by_steps([*running, more])
+    timeline, wanted = timeline_of(running), by_steps([*running, more])
+    assert timeline.peak_with(more) == timeline.with_one(more).peak == wanted
+    assert timeline.with_one(more).peak_with(more) == by_steps([*running, more, more])
+
+
+@given(needs, needs)
+def test_many_more_are_as_one_after_the_other(running, more):
+    both = timeline_of(running).with_all([n.held for n in more], [n.remaining for n in more])
+    assert both.peak == by_steps([*running, *more])
+
+
+@given(needs.filter(bool), st.data())
+def test_one_that_is_taken_out_leaves_the_others(running, data):
+    gone = data.draw(st.sampled_from(running))
+    others = [*running]
+    others.remove(gone)
+    assert timeline_of(running).without(gone).peak == by_steps(others)
 
 
 @given(needs, one)
 def test_asking_changes_nothing_and_more_is_never_less(running, more):
-    timeline = Timeline(running)
+    timeline = timeline_of(running)
     before = timeline.peak
     assert timeline.peak_with(more) >= before
     assert timeline.peak == before
