@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from cosched.core.caps import EngineCaps
 from cosched.core.estimates import LengthEstimate, Predictor
@@ -19,6 +19,7 @@ __all__ = [
     "Match",
     "OfflineLimits",
     "OfflineOrder",
+    "Outlook",
     "Room",
     "View",
 ]
@@ -148,18 +149,18 @@ class Decodes(NamedTuple):
 
 class Outlook(NamedTuple):
     """Of running requests, in their order: KV tokens that each gives back when it ends, and those
-    that it is to take until then."""
+    that it is to take until then. Lists, or arrays of int64."""
 
-    held: Sequence[int]
-    remaining: Sequence[int]
+    held: Any
+    remaining: Any
 
     @classmethod
     def of(cls, view: View) -> Outlook:
         """Asking about each."""
-        return cls(
-            [view.preemption_gain(r) for r in view.running],
-            [view.length(r).upper * r.traits.num_rows for r in view.running],
-        )
+        running = view.running
+        held = [view.preemption_gain(r) for r in running]
+        remaining = [view.length(r).upper * r.traits.num_rows for r in running]
+        return cls(held, remaining)
 
 
 class OfflineOrder(Protocol):

@@ -30,6 +30,7 @@ from cosched.engine.iteration import Iteration
 from cosched.engine.kv import KvManager, transfer_s_of
 from cosched.engine.lengths import Lengths
 from cosched.engine.observe import IterationObserver
+from cosched.engine.outlook import RunningOutlook
 from cosched.engine.port.partial import SplitBatch
 from cosched.engine.port.prefixes import RunningPrefixes
 from cosched.engine.ranks import Ranks, Shared
@@ -155,6 +156,7 @@ class Controller:
         """Rid of a guest -> KV tokens that it has taken of what its host was promised, where the
         plan that is applied prefills."""
         self.lengths = Lengths(config.named_length(), guard)
+        self._outlook = RunningOutlook(self.lengths)
         self.timekeeper: Timekeeper | None = None
         if self.is_source:
             self.timekeeper = Timekeeper(
@@ -348,6 +350,7 @@ class Controller:
             decodes_due=self.decodes_due,
             why_barred=self._why_barred,
             lengths=self.lengths,
+            outlook=self._outlook,
             recompute_debt_s=self._recompute.debt_s(moment.now_s),
             kv=self.kv if self.kv is not None and not self.kv.core.is_off else None,
             prefixes=self._prefixes,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from cosched.core.estimates import LengthEstimate
 from cosched.core.wire import hint_of_params
 from cosched.engine import port
@@ -35,21 +33,14 @@ class Lengths:
         most = max(tracked.max_new_tokens - num_output, 0)
         return LengthEstimate(most, most)
 
-    def upper(self, running: Sequence[TrackedRequest], num_output: Sequence[int]) -> list[int]:
-        """Of each request, the upper end of `remaining`; num_output: tokens that it has."""
-        found = []
-        # Without calls, where an estimate stands: this is asked of all that runs, in each plan.
-        for tracked, num_produced in zip(running, num_output, strict=True):
-            belief = tracked.length
-            if belief is None or num_produced >= belief.until:
-                found.append(self.remaining(tracked).upper)
-                continue
-            left = belief.facts.limit - num_produced
-            upper = belief.upper - num_produced
-            if upper < 1:
-                upper = 1
-            found.append(upper if upper < left else left)
-        return found
+    def upper(self, tracked: TrackedRequest, num_output: int) -> tuple[int, int]:
+        """With so many tokens of output: with how many it is to be looked at again, and the upper
+        end of the whole output until then (`remaining`, before it is cut at the limit)."""
+        self.remaining(tracked)
+        belief = tracked.length
+        if belief is None:  # the estimate failed
+            return num_output + 1, tracked.max_new_tokens
+        return belief.until, belief.upper
 
     def ended(self, tracked: TrackedRequest) -> None:
         """A request is over. One that was aborted teaches nothing."""

@@ -24,6 +24,7 @@ from cosched.core.view import (
 from cosched.engine import port
 from cosched.engine.kv import KvManager
 from cosched.engine.lengths import Lengths
+from cosched.engine.outlook import RunningOutlook
 from cosched.engine.port.prefixes import RunningPrefixes
 from cosched.engine.running import Running, own_tokens
 from cosched.engine.timekeeper import Moment
@@ -62,6 +63,7 @@ class SchedulerView:
         decodes_due: bool,
         why_barred: Callable[[Request], SkipReason | None],
         lengths: Lengths,
+        outlook: RunningOutlook,
         recompute_debt_s: float = 0.0,
         kv: KvManager | None = None,
         prefixes: RunningPrefixes | None = None,
@@ -82,6 +84,7 @@ class SchedulerView:
         self.predictor = predictor
         self.why_barred = why_barred
         self._lengths = lengths
+        self._outlook = outlook
         self.recompute_debt_s = recompute_debt_s
         self._decodes_due = decodes_due
         self._matches: dict[Request, Match] = {}
@@ -116,18 +119,8 @@ class SchedulerView:
         )
 
     def outlook(self) -> Outlook:
-        running = self._running
-        if self._kv is None:
-            held = [self.preemption_gain(request) for request in running.everyone]
-        else:
-            nodes = [port.last_node(request.req) for request in running.everyone]
-            gains = self._kv.kv_tree.gains_of_release(nodes)
-            held = [own + gain for own, gain in zip(running.num_own, gains, strict=True)]
-        remaining = self._lengths.upper(running.everyone, running.num_output)
-        if not running.are_plain:
-            rows = [request.traits.num_rows for request in running.everyone]
-            remaining = [n * num_rows for n, num_rows in zip(remaining, rows, strict=True)]
-        return Outlook(held, remaining)
+        kv_tree = None if self._kv is None else self._kv.kv_tree
+        return self._outlook.of(self._running, kv_tree=kv_tree, gain_of=self.preemption_gain)
 
     def length(self, request: Request) -> LengthEstimate:
         assert isinstance(request, TrackedRequest), f"{type(request)=}"

@@ -195,6 +195,8 @@ class KvTree:
         """Of all nodes on the device [tokens]."""
         self.num_evictable = 0
         """Of those that nobody holds [tokens]."""
+        self.num_shifts = 0
+        """Times that `gains_of_release` of a lock that stays may have changed."""
         self.num_held_online = 0
         """Of those that are held, and that an online request has used [tokens]."""
         self.num_on_host = 0
@@ -216,6 +218,7 @@ class KvTree:
         self._roots.clear()
         self.cut.clear()
         self.num_tokens = self.num_evictable = self.num_held_online = self.num_on_host = 0
+        self.num_shifts += 1
 
     # --- Following the engine ---
 
@@ -335,7 +338,9 @@ class KvTree:
             return  # a root
         for above in node.upwards():
             above.num_holds += 1
-            if above.num_holds == 1:
+            if above.num_holds == 2:
+                self.num_shifts += 1
+            elif above.num_holds == 1:
                 if above.on_device:
                     self.num_evictable -= above.num_tokens
                     if above.is_online:
@@ -350,7 +355,9 @@ class KvTree:
         for above in node.upwards():
             assert above.num_holds > 0, f"{above.node_id=} is not held"
             above.num_holds -= 1
-            if not above.num_holds:
+            if above.num_holds == 1:
+                self.num_shifts += 1
+            elif not above.num_holds:
                 if above.on_device:
                     self.num_evictable += above.num_tokens
                     if above.is_online:

@@ -63,12 +63,12 @@ class KvForecast:
         if self._timeline is None:
             view = self._view
             held, remaining = view.outlook()
-            unfinished = [self._need_of(request) for request in view.unfinished]
-            self._timeline = Timeline(
-                [*held, *(need.held for need in unfinished)],
-                [*remaining, *(need.remaining for need in unfinished)],
-            )
-            self._shared = self._used - sum(held) - sum(map(view.preemption_gain, view.unfinished))
+            timeline = Timeline(held, remaining)
+            self._shared = self._used - timeline.held
+            for request in view.unfinished:
+                timeline = timeline.with_one(self._need_of(request))
+                self._shared -= view.preemption_gain(request)
+            self._timeline = timeline
         return self._timeline
 
     def _need_of(self, request: Request) -> Need:

@@ -56,6 +56,11 @@ class Timeline:
         self._before = np.maximum.accumulate(loads + ends)
         self._after = np.maximum.accumulate(loads[::-1])[::-1]
 
+    @property
+    def held(self) -> int:
+        """What all hold now [KV tokens]."""
+        return int(self._held_from[0])
+
     def with_one(self, need: Need) -> Timeline:
         """The same with one more. O(n)."""
         held, remaining = need

@@ -17,10 +17,11 @@ from sglang.srt.managers.io_struct import (
     SessionParams,
 )
 
+from cosched.core.view import Outlook
 from cosched.engine.port.local import load_adapters, made_up
 from tests.adapters import FLAGS as LORA_FLAGS
 from tests.adapters import make_adapters, without_pinned_memory
-from tests.engine.conftest import assert_drained
+from tests.engine.conftest import assert_drained, view_now
 
 NUM_OPERATIONS = int(os.environ.get("COSCHED_SLOT_OPERATIONS", "1000"))
 
@@ -43,6 +44,7 @@ class Traffic:
         self.left = 0
 
     def act(self, iteration):
+        self.check_outlook()
         for rid in [rid for rid in self.live if self.is_over(rid)]:
             del self.live[rid]
         for _ in range(min(PER_ITERATION, self.left)):
@@ -50,6 +52,12 @@ class Traffic:
             self.draw.choices(kinds, weights)[0](self)
             self.left -= 1
             self.num_done += 1
+
+    def check_outlook(self):
+        """What is kept of it from plan to plan is what asking about each would give."""
+        view = view_now(self.engine.scheduler)
+        kept, asked = view.outlook(), Outlook.of(view)
+        assert (kept.held.tolist(), kept.remaining.tolist()) == asked
 
     def is_over(self, rid):
         reply = self.engine.replies.get(rid)

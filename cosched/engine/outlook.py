@@ -1,0 +1,83 @@
+"""What all that runs holds and is yet to take, kept in arrays from plan to plan.
+
+Hardly anything of it changes between two plans, and what does not is not read again: with hundreds
+of requests most of the time would go into fetching what belongs to each from all over the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from cosched.core.view import Outlook
+from cosched.engine import port
+from cosched.engine.lengths import Lengths
+from cosched.engine.running import Running
+from cosched.engine.tracked import TrackedRequest
+from cosched.kv.tree import KvTree
+
+__all__ = ["RunningOutlook"]
+
+_UNTIL, _UPPER, _LIMIT, _ROWS, _GAIN = range(5)
+_NUM_COLUMNS = 5
+
+
+class RunningOutlook:
+    """Answers `View.outlook` for one scheduler, in O(1) for each that came since the last plan and
+    a few array operations for all others."""
+
+    def __init__(self, lengths: Lengths) -> None:
+        self._lengths = lengths
+        self._requests: Sequence[TrackedRequest] = ()
+        self._table: Any = np.empty((_NUM_COLUMNS, 0), dtype=np.int64)
+        """Of each of these: the output with which its length is looked at again, the upper end of
+        its whole output until then, its limit, its rows, and tokens of the tree that it alone
+        holds."""
+        self._num_shifts = -1
+
+    def of(
+        self,
+        running: Running,
+        *,
+        kv_tree: KvTree | None,
+        gain_of: Callable[[TrackedRequest], int],
+    ) -> Outlook:
+        """kv_tree: knows what of the tree each alone holds; None: nobody does, `gain_of` is asked
+        about each."""
+        requests = running.everyone
+        self._follow(requests)
+        table = self._table
+        num_output = np.array(running.num_output, dtype=np.int64)
+        for place in np.flatnonzero(num_output >= table[_UNTIL]).tolist():
+            table[_UNTIL : _UPPER + 1, place] = self._lengths.upper(
+                requests[place], running.num_output[place]
+            )
+        left = table[_LIMIT] - num_output
+        remaining = np.minimum(np.maximum(table[_UPPER] - num_output, 1), np.maximum(left, 0))
+        if not running.are_plain:
+            remaining *= table[_ROWS]
+        if kv_tree is None:
+            return Outlook(np.array([gain_of(r) for r in requests], dtype=np.int64), remaining)
+        if self._num_shifts != kv_tree.num_shifts:
+            self._num_shifts = kv_tree.num_shifts
+            table[_GAIN] = -1
+        unknown = np.flatnonzero(table[_GAIN] < 0).tolist()
+        if unknown:
+            nodes = [port.last_node(requests[place].req) for place in unknown]
+            table[_GAIN, unknown] = kv_tree.gains_of_release(nodes)
+        return Outlook(np.array(running.num_own, dtype=np.int64) + table[_GAIN], remaining)
+
+    def _follow(self, requests: Sequence[TrackedRequest]) -> None:
+        """Bring the table in line with who runs now."""
+        if requests == self._requests:
+            return
+        places = {request: place for place, request in enumerate(self._requests)}
+        found = [places.get(request, -1) for request in requests]
+        table = self._table.take(found, axis=1) if places else np.empty((_NUM_COLUMNS, len(found)))
+        for place, before in enumerate(found):
+            if before < 0:
+                request = requests[place]
+                table[:, place] = 0, 0, request.max_new_tokens, request.traits.num_rows, -1
+        self._requests, self._table = requests, table.astype(np.int64, copy=False)
