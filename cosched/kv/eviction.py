@@ -24,7 +24,7 @@ from sortedcontainers import SortedList
 from cosched.core.batch import BatchTotals
 from cosched.core.estimates import Predictor
 from cosched.kv.returns import ReturnModel
-from cosched.kv.tree import KvNode
+from cosched.kv.tree import KvNode, Rank
 
 __all__ = [
     "ORDERS",
@@ -279,6 +279,11 @@ ORDERS: Mapping[str, type[ValueOrder] | type[EchoOrder]] = {
 }
 
 
+_KEPT_S, _PARTS = 2.0, 64
+"""How long the rank of a node stands whose turn comes after those below it [s]: prices and chances
+are learned anew all the time. Up to twice that, in so many parts, or all would be looked at again
+in the same plan."""
+
 _REFRESHED = 4
 """Leaves that are valued anew with each plan, whether or not anything is known to have changed."""
 
@@ -305,7 +310,7 @@ class Leaves:
         self._order = order
         self.worth = worth
         self._nodes: OrderedDict[int, KvNode] = OrderedDict()
-        self._sorted: SortedList[tuple[float, int, int]] = SortedList()
+        self._sorted: SortedList[Rank] = SortedList()
         self._timers: list[tuple[float, int]] = []
         self._wakes_s: dict[int, float] = {}
         """Of each leaf, its one timer that counts."""
@@ -317,7 +322,7 @@ class Leaves:
 
     def add(self, node: KvNode) -> None:
         self.curve = None
-        rank = (self._order(node, self.now_s), node.last_use, node.node_id)
+        rank = self._rank(node)
         setattr(node, self._slot, rank)
         self._nodes[node.node_id] = node
         self._sorted.add(rank)
@@ -331,7 +336,7 @@ class Leaves:
         setattr(node, self._slot, None)
 
     def changed(self, node: KvNode) -> None:
-        rank = (self._order(node, self.now_s), node.last_use, node.node_id)
+        rank = self._rank(node)
         before = getattr(node, self._slot)
         if rank != before:
             self.curve = None
@@ -358,12 +363,12 @@ class Leaves:
 
     def first(self) -> KvNode | None:
         """The one to evict next. O(1)."""
-        return self._nodes[self._sorted[0][2]] if self._sorted else None
+        return self._sorted[0][4] if self._sorted else None
 
     def sorted_nodes(self) -> Iterator[KvNode]:
         """As they are, in the order of eviction. Valid until a change."""
-        for _, _, node_id in self._sorted:
-            yield self._nodes[node_id]
+        for rank in self._sorted:
+            yield rank[4]
 
     def next_to_go(self, num_tokens: int) -> list[Eviction]:
         """What goes for so many tokens."""
@@ -378,41 +383,44 @@ class Leaves:
     def in_order(self) -> Iterator[KvNode]:
         """Leaves and what becomes a leaf when they go, in the order of eviction. Valid until a
         change."""
-        return (node for _, node in self.valued())
+        return (rank[4] for rank in self.ranks())
 
-    def valued(self) -> Iterator[tuple[float, KvNode]]:
-        """The same, each with its value in the order: that of a leaf is the one it has there."""
-        nodes = self._nodes
+    def ranks(self) -> Iterator[Rank]:
+        """Of the same."""
         left: dict[int, int] = {}
-        freed: list[tuple[float, int, int, KvNode]] = []
+        freed: list[Rank] = []
         for rank in self._sorted:
-            while freed and freed[0][:3] < rank:
+            while freed and freed[0] < rank:
                 yield self._evict_freed(left, freed)
-            node = nodes[rank[2]]
-            yield rank[0], node
-            self._evict(node, left, freed)
+            yield rank
+            # Most of what goes is below what is held, or below a root: nothing else is looked at.
+            parent = rank[5]
+            if parent is not None and not parent.num_holds:
+                self._free(parent, left, freed)
         while freed:
             yield self._evict_freed(left, freed)
 
-    def _evict_freed(
-        self, left: dict[int, int], freed: list[tuple[float, int, int, KvNode]]
-    ) -> tuple[float, KvNode]:
-        value, _, _, node = heapq.heappop(freed)
-        self._evict(node, left, freed)
-        return value, node
+    def _evict_freed(self, left: dict[int, int], freed: list[Rank]) -> Rank:
+        rank = heapq.heappop(freed)
+        parent = rank[5]
+        if parent is not None and not parent.num_holds:
+            self._free(parent, left, freed)
+        return rank
 
-    def _evict(
-        self, node: KvNode, left: dict[int, int], freed: list[tuple[float, int, int, KvNode]]
-    ) -> None:
-        parent = node.parent
-        assert parent is not None
-        if parent.parent is None or parent.num_holds:
-            return
+    def _free(self, parent: KvNode, left: dict[int, int], freed: list[Rank]) -> None:
+        """One below it goes."""
         num_left = left.get(parent.node_id, parent.num_below) - 1
         left[parent.node_id] = num_left
         if not num_left:
-            value = self._order(parent, self.now_s)
-            heapq.heappush(freed, (value, parent.last_use, parent.node_id, parent))
+            heapq.heappush(freed, self._freed_rank(parent))
+
+    def _freed_rank(self, node: KvNode) -> Rank:
+        """Kept for a while, as the ranks of leaves are: of many leaves the prompt hangs above."""
+        if node.freed is None or node.freed[1] <= self.now_s:
+            most_s = self.now_s + _KEPT_S * (1 + node.node_id % _PARTS / _PARTS)
+            until_s = min(self._order.next_change_s(node, self.now_s), most_s)
+            node.freed = self._rank(node), until_s
+        return node.freed[0]
 
     def loss_s(self, num_tokens: int) -> float:
         """What evicting so many tokens costs, by `Worth` [s]; of all there are where
@@ -421,14 +429,29 @@ class Leaves:
             self.curve = LossCurve(self)
         return self.curve.seconds(num_tokens)
 
-    def price_of(self, node: KvNode, value: float) -> float:
-        """What is expected to be lost with each of its tokens [s]. value: in the order."""
+    def price_of(self, rank: Rank) -> float:
+        """What is expected to be lost with each of its tokens [s]."""
         worth = self.worth
-        price = value if self._order.is_worth else worth(node, self.now_s)
-        if not node.on_host and worth.has_host:
+        if self._order.is_worth and not worth.has_host:
+            return rank[0] * worth.prices.unit_s
+        node = rank[4]
+        price = rank[0] if self._order.is_worth else worth(node, self.now_s)
+        if not node.on_host:
             # It is copied first where that costs less.
             price -= max(worth.gain_of_copying(node, self.now_s), 0.0)
         return price * worth.prices.unit_s
+
+    def _rank(self, node: KvNode) -> Rank:
+        parent = node.parent
+        assert parent is not None
+        return (
+            self._order(node, self.now_s),
+            node.last_use,
+            node.node_id,
+            node.num_tokens,
+            node,
+            None if parent.parent is None else parent,
+        )
 
     def _set_timer(self, node: KvNode) -> None:
         at_s = self._order.next_change_s(node, self.now_s)
@@ -442,20 +465,19 @@ class LossCurve:
 
     def __init__(self, leaves: Leaves) -> None:
         self._leaves = leaves
-        self._order = leaves.valued()
+        self._order = leaves.ranks()
         self._tokens = [0]
         self._seconds = [0.0]
 
     def seconds(self, num_tokens: int) -> float:
-        tokens, seconds = self._tokens, self._seconds
+        tokens, seconds, price_of = self._tokens, self._seconds, self._leaves.price_of
         while tokens[-1] < num_tokens:
             found = next(self._order, None)
             if found is None:
                 return seconds[-1]
-            value, node = found
-            num_more = node.num_tokens
+            num_more = found[3]
             tokens.append(tokens[-1] + num_more)
-            seconds.append(seconds[-1] + num_more * self._leaves.price_of(node, value))
+            seconds.append(seconds[-1] + num_more * price_of(found))
         # The part of the last node is lost as a part: what is cut is its tail.
         index = bisect_left(tokens, num_tokens)
         if index == 0:

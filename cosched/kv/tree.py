@@ -13,11 +13,11 @@ Costs: *depth* is the number of nodes from the root to a node; a node is one pre
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from cosched.offline.radix import TOKEN_BYTES, Shared, common_bytes
 
-__all__ = ["KvNode", "KvTree", "LeafListener", "PathNode", "Visit"]
+__all__ = ["KvNode", "KvTree", "LeafListener", "PathNode", "Rank", "Visit"]
 
 
 class PathNode(NamedTuple):
@@ -43,6 +43,12 @@ class Visit(NamedTuple):
     ttft_s: float | None
 
 
+Rank: TypeAlias = tuple[float, int, int, int, "KvNode", "KvNode | None"]
+"""Place of a node in an order of eviction: its value there, its last use, its number; then what is
+asked of many of them at once, lest each is fetched: its tokens, itself, and what is above it (None:
+a root). Numbers are unique, so the rest orders nothing."""
+
+
 class KvNode:
     """A run of tokens whose KV is evicted as one. Read-only outside of this module.
 
@@ -61,10 +67,13 @@ class KvNode:
     namespace   of a root: requests of others share nothing with it
     rank        where it stands in the order of eviction; None: it cannot be evicted now
     host_rank   the same of its copy in host memory
+    freed       where it will stand when all below it has gone, and until when that is so [s]; None:
+                nobody has asked since it changed
     """
 
     __slots__ = (
         "children",
+        "freed",
         "host_rank",
         "is_online",
         "last_use",
@@ -99,8 +108,9 @@ class KvNode:
         self.passing = 0
         self.stops: dict[int, int] = {}
         self.namespace: Hashable = None
-        self.rank: tuple[float, int, int] | None = None
-        self.host_rank: tuple[float, int, int] | None = None
+        self.rank: Rank | None = None
+        self.host_rank: Rank | None = None
+        self.freed: tuple[Rank, float] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -417,6 +427,7 @@ class KvTree:
 
     def _changed(self, node: KvNode) -> None:
         """Something about it that its place may depend on."""
+        node.freed = None
         if node.rank is not None:
             self._leaves.changed(node)
         if node.host_rank is not None and self._copies is not None:
