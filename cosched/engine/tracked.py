@@ -31,6 +31,7 @@ class TrackedRequest:
         "first_token_s",
         "has_penalties",
         "is_ended",
+        "is_hosted",
         "is_reported",
         "kv_hashes",
         "kv_turn",
@@ -82,6 +83,8 @@ class TrackedRequest:
         self.promised: int | None = None
         """Output tokens, generated ones included, for which a plan has set KV aside; None: none
         has."""
+        self.is_hosted = False
+        """A plan made it a guest, and none has promised it anything since."""
         self._host: tuple[TrackedRequest, int] | None = None
         """Into whose promised KV it grows, and how often the two had been stopped then."""
         self.num_refusals = 0
@@ -127,17 +130,12 @@ class TrackedRequest:
     def promise(self, num_tokens: int) -> None:
         """KV is set aside for so many output tokens, generated ones included."""
         self.promised = num_tokens
-        self._host = None
+        self.is_hosted, self._host = False, None
 
     def grow_into(self, host: TrackedRequest) -> None:
         """What it generates from now on takes KV that is promised to another one."""
         self.promised = self.num_output_tokens
-        self._host = (host, self.num_preemptions + host.num_preemptions)
-
-    @property
-    def is_hosted(self) -> bool:
-        """A plan made it a guest, and none has promised it anything since."""
-        return self._host is not None
+        self.is_hosted, self._host = True, (host, self.num_preemptions + host.num_preemptions)
 
     @property
     def host(self) -> TrackedRequest | None:

@@ -26,11 +26,12 @@ def validate(plan: Plan, view: View) -> None:
     _check_caps(plan, view)
     unfinished = {request.rid: request for request in view.unfinished}
     running: dict[str, Request] = {}
-    if plan.preempt or plan.hold or plan.promise or plan.hosts:
+    waits = {rid: view.waiting(rid) for rid in plan.promise}
+    if plan.preempt or plan.hold or plan.hosts or None in waits.values():
         running = {request.rid: request for request in view.running}
     ledger = Ledger(view)
     preempted = _replay_preemptions(plan, ledger, running, unfinished)
-    _replay_promises(plan, view, ledger, running, unfinished, preempted)
+    _replay_promises(plan, view, ledger, waits, running, unfinished, preempted)
     _replay_holds(plan, view, ledger, running, preempted)
     for rid in unfinished if plan.prefill else ():
         if rid not in plan.prefill and rid not in preempted:
@@ -91,6 +92,7 @@ def _replay_promises(
     plan: Plan,
     view: View,
     ledger: Ledger,
+    waits: dict[str, Request | None],
     running: dict[str, Request],
     unfinished: dict[str, Request],
     preempted: set[str],
@@ -98,7 +100,7 @@ def _replay_promises(
     """All before anything is admitted: a promise that is taken back makes room for another."""
     before = ledger.headroom
     for rid, num_tokens in plan.promise.items():
-        request = running.get(rid) or unfinished.get(rid) or view.waiting(rid)
+        request = waits[rid] or running.get(rid) or unfinished.get(rid)
         if request is None:
             raise PlanError(f"promised KV, but it neither runs nor waits: {rid}")
         if not 0 <= num_tokens <= request.max_new_tokens:
@@ -106,7 +108,10 @@ def _replay_promises(
                 f"{rid} is promised {num_tokens} output tokens; it may generate "
                 f"{request.max_new_tokens}"
             )
-        ledger.promise(request, num_tokens)
+        if waits[rid] is not None:
+            ledger.promises[rid] = num_tokens  # and charged when it is admitted
+        else:
+            ledger.promise(request, num_tokens)
     for rid, hosting in plan.hosts.items():
         guest, host = (
             None if name in preempted else running.get(name) for name in (rid, hosting.host)
