@@ -219,8 +219,8 @@ class FakeView:
         if any(request.rid == r.rid for r in self.unfinished):
             return 0
         if request.rid in self.promises:
-            num_left = self.promises[request.rid] - request.num_output_tokens
-            return promised_tokens(num_left, request.traits.num_rows)
+            num_left = max(self.promises[request.rid] - request.num_output_tokens, 0)
+            return promised_tokens(num_left * request.traits.num_rows)
         return max(request.max_new_tokens - request.num_output_tokens, 0)
 
     def num_shared(self, request: Request) -> int:

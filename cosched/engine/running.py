@@ -57,7 +57,7 @@ class Running(NamedTuple):
         remaining: list[int] = []
         certain: list[int] = []
         ending: set[str] = set()
-        own_offline = next_step = num_plain = promised = 0
+        own_offline = next_step = num_plain = num_promised = num_left = 0
         guests: list[TrackedRequest] = []
         mixes = True
         class_offline = RequestClass.OFFLINE
@@ -83,12 +83,12 @@ class Running(NamedTuple):
             if tracked.promised is None:
                 to_come = (tracked.max_new_tokens - num_output) * num_rows
                 (certain if tracked.reserves_all else remaining).append(to_come)
-            elif tracked.promised or tracked.is_hosted:
-                promised += promised_tokens(tracked.promised - num_output, num_rows)
+            else:
+                num_promised += 1
+                if tracked.promised > num_output:
+                    num_left += (tracked.promised - num_output) * num_rows
                 if tracked.is_hosted:
                     guests.append(tracked)
-            else:
-                promised += _NOTHING_LEFT
             if is_ending:
                 ending.add(tracked.rid)
         taken, lent = _lent(guests, everyone)
@@ -103,7 +103,7 @@ class Running(NamedTuple):
             },
             remaining,
             certain,
-            promised - sum(lent.values()),
+            promised_tokens(num_left, num_promised) - sum(lent.values()),
             taken,
             lent,
             next_step,
@@ -111,9 +111,6 @@ class Running(NamedTuple):
             ending,
             num_plain == len(reqs),
         )
-
-
-_NOTHING_LEFT = promised_tokens(0, 1)
 
 
 def _lent(

@@ -185,8 +185,8 @@ class SchedulerView:
             return 0
         assert isinstance(request, TrackedRequest), f"{type(request)=}"
         if request.promised is not None:
-            num_left = request.promised - request.num_output_tokens
-            kept = promised_tokens(num_left, request.traits.num_rows)
+            num_left = max(request.promised - request.num_output_tokens, 0)
+            kept = promised_tokens(num_left * request.traits.num_rows)
             running = self._running
             return kept - running.lent.get(request.rid, 0) - running.taken.get(request.rid, 0)
         remaining = request.max_new_tokens - request.num_output_tokens

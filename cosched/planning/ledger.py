@@ -323,7 +323,8 @@ class Ledger:
         return request.rid in self._running and request.rid not in self._stopped
 
     def _promised(self, request: Request, num_tokens: int) -> int:
-        return promised_tokens(num_tokens - request.num_output_tokens, request.traits.num_rows)
+        num_left = max(num_tokens - request.num_output_tokens, 0)
+        return promised_tokens(num_left * request.traits.num_rows)
 
     def refund_preemption(self, request: Request) -> None:
         """Give back what stopping a running request or an unfinished prefill frees."""
@@ -425,10 +426,10 @@ class Ledger:
         return request.max_new_tokens if promise is None else promise
 
 
-def promised_tokens(num_left: int, num_rows: int) -> int:
-    """KV tokens kept for a running request that was promised `num_left` more output tokens: SGLang
-    counts one more for each that runs."""
-    return max(num_left, 0) * num_rows + 1
+def promised_tokens(num_left: int, num_requests: int = 1) -> int:
+    """KV tokens kept for running requests that were promised `num_left` more output tokens in all
+    their rows: SGLang counts one more for each that runs."""
+    return num_left + num_requests
 
 
 def _runs_offline(view: View) -> bool:

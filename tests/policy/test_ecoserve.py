@@ -53,7 +53,7 @@ class KnownLengths(FakeView):
                     num_taken = guest.num_output_tokens - self.promises[guest.rid]
                     taken[guest.rid] = max(min(num_taken, left), 0)
         lent = sum(n for rid, n in taken.items() if self.hosts[rid] == request.rid)
-        kept = promised_tokens(promise - request.num_output_tokens, 1)
+        kept = promised_tokens(promise - request.num_output_tokens)
         return kept - lent - taken.get(request.rid, 0)
 
 
