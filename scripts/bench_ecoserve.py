@@ -64,12 +64,15 @@ MACHINES = {
 }
 """EcoServe §2.1, §4: 12, 19.2 and 264 GB of KV cache."""
 
+LARGE = {"opt-175b": 4}
+"""Machines that need so many times the flood; their ORCA runs 16 requests at once (§4)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSet:
     """What the paper found best of a data set (§2.3, §4), and what a look at it needs.
 
-    flood     requests/s that no scheduler here serves on OPT-13B
+    flood     requests/s that no scheduler here serves on OPT-13B; see `flood_of`
     stretch   its runs are so many times as long: requests come more seldom, or more often
     sigma     of `oracle-noise`: with `padding`, as many lengths are enough as the paper's predictor
               had (77.5, 73.2, 69.8 %)
@@ -92,6 +95,12 @@ DATA_SETS = {
     ),
 }
 
+
+def flood_of(data: str, machine: str) -> float:
+    """Requests/s that saturate the machine."""
+    return DATA_SETS[data].flood * LARGE.get(machine, 1)
+
+
 LENGTHS: Mapping[str, Callable[[DataSet], dict[str, Any]]] = {
     "oracle": lambda data: {"mode": "oracle"},
     "oracle-noise": lambda data: {
@@ -110,6 +119,7 @@ class Row:
     """One line of a table.
 
     scenario       by name, of a policy too
+    large          in its place on `LARGE` machines; None: the same
     machine        fields of `Machine` that differ
     config         keys of the configuration
     reads_lengths  it is run with each of --lengths
@@ -117,6 +127,7 @@ class Row:
     """
 
     scenario: str
+    large: str | None = None
     machine: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     reads_lengths: bool = False
@@ -136,7 +147,7 @@ ROWS: Mapping[str, Row] = {
     "sglang": STOCK,
     "sarathi": Row(scenario="sarathi"),
     "hygen": Row(scenario="hygen"),
-    "eco-orca": Row(scenario="eco-orca"),
+    "eco-orca": Row(scenario="eco-orca", large="cosched.policy.coupled:orca_of_16"),
     "eco-srtf": Row(scenario="eco-srtf", reads_lengths=True),
     "eco-fastserve": Row(scenario="eco-fastserve"),
     "eco-vllm": Row(scenario="eco-vllm", machine={"host_kv_tokens": HOST_KV_TOKENS}),
@@ -283,6 +294,7 @@ class Bench:
     def spec(self, row: Row, data: str, page: int, lengths: str | None = None) -> RunSpec:
         """At no rate and for no time yet. ConfigError where the row is not there."""
         args = self.args
+        name = row.large if row.large and args.machine in LARGE else row.scenario
         machine = replace(
             MACHINES[args.machine],
             page_size=page,
@@ -301,7 +313,7 @@ class Bench:
         if profile and profile.exists() and row.scenario != STOCK.scenario:
             config["latency_model"] = str(profile)
         spec = RunSpec(
-            scenario=scenario(row.scenario),
+            scenario=scenario(name),
             machine=replace(machine, **row.machine),
             online=WorkloadSpec(name=data),
             cost=CostSpec(name="kernel-table" if args.data_dir else "roofline"),
@@ -323,9 +335,10 @@ class Bench:
                 specs.append(self.flooded(self.stock(setting, data, page), data))
             alone, *floods = self.run(f"{data}, pages of {page}:", specs)
             rates = [self.measured(result).requests_per_s or 0.0 for result in floods]
-            if max(rates) > MOST_OF_FLOOD * DATA_SETS[data].flood:
+            flood = flood_of(data, self.args.machine)
+            if max(rates) > MOST_OF_FLOOD * flood:
                 raise ConfigError(
-                    f"{data}: {max(rates):.3g} of {DATA_SETS[data].flood:g} requests/s are served, "
+                    f"{data}: {max(rates):.3g} of {flood:g} requests/s are served, "
                     "so that is no saturated queue: raise DataSet.flood"
                 )
             order = sorted(range(len(rates)), key=lambda index: (-rates[index], index))
@@ -341,7 +354,8 @@ class Bench:
         return float(DATA_SETS[data].stretch * self.args.duration)
 
     def flooded(self, spec: RunSpec, data: str) -> RunSpec:
-        return saturated(spec, DATA_SETS[data].flood, duration_s=self.duration_s(data))
+        flood = flood_of(data, self.args.machine)
+        return saturated(spec, flood, duration_s=self.duration_s(data))
 
     def measured(self, result: RunResult) -> Measures:
         """Of a run of `flooded`."""

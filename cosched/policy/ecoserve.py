@@ -545,6 +545,7 @@ class _Work:
         gate = _Gate(self)
         room = offline_room(builder)
         misses, most = (_MOST_MISSES if self.options.ordered else 0), sys.maxsize
+        is_searched = self.options.timeline  # its rule is no bound on a length
         while queue and builder.ledger.slots > 0:
             num_tokens, request = queue.popleft()
             if num_tokens >= most or must_wait(builder, request):
@@ -566,6 +567,8 @@ class _Work:
                 break
             else:
                 misses, most = misses - 1, builder.ledger.headroom
+                if not is_searched:
+                    queue, is_searched = gate.those_that_fit(queue), True
         if cut is None or (room == 0 and cut.request_class is RequestClass.OFFLINE):
             return
         if self._left() >= _LEAST_CHUNK or not self.runs_anything():
@@ -612,7 +615,9 @@ class _Gate:
         """num_tokens: of KV that its prompt takes."""
         work = self._work
         length = work.length(request)
-        if work.is_patient(request) and self._takes_place(length * (1 + work.config.buffer) + 2):
+        if work.is_patient(request) and self._takes_place(
+            length * (1 + work.config.buffer) + _BEYOND
+        ):
             return True
         if work.is_due and self._account.add(num_tokens, length):
             return True
@@ -621,18 +626,34 @@ class _Gate:
         self._pinned += num_tokens
         return True
 
-    def _takes_place(self, num_tokens: float) -> bool:
-        """It is computed first, and then a guest."""
+    def those_that_fit(self, queue: Iterable[tuple[int, Request]]) -> deque[tuple[int, Request]]:
+        """Of prompts in order those that may be let in. Many that are too long come before one that
+        fits: prompts are ordered by their own lengths, and places are taken by those of outputs."""
+        work = self._work
+        longest = 0.0
+        if work.is_due and isinstance(self._account, _Promises):
+            longest = self._account.most
+        if places := self._free_places():
+            longest = max(longest, (places[-1].num_tokens - _BEYOND) / (1 + work.config.buffer))
+        room = work.reserve - self._pinned
+        return deque(item for item in queue if item[0] <= room or work.length(item[1]) <= longest)
+
+    def _free_places(self) -> list[_Place]:
         if self._places is None:
             self._places = self._work.places()[::-1]
-        found = bisect_left(self._places, num_tokens, key=attrgetter("num_tokens"))
-        if found == len(self._places):
+        return self._places
+
+    def _takes_place(self, num_tokens: float) -> bool:
+        """It is computed first, and then a guest."""
+        places = self._free_places()
+        found = bisect_left(places, num_tokens, key=attrgetter("num_tokens"))
+        if found == len(places):
             return False
-        place = self._places[found]
+        place = places[found]
         if place.num_free > 1:
-            self._places[found] = place._replace(num_free=place.num_free - 1)
+            places[found] = place._replace(num_free=place.num_free - 1)
         else:
-            del self._places[found]
+            del places[found]
         return True
 
 
@@ -658,6 +679,11 @@ class _Promises:
     def fits(self, request: Request, length: int) -> bool:
         num_tokens = request.num_output_tokens + length
         return self._ledger.price(request, num_tokens) <= self._ledger.headroom - self._least
+
+    @property
+    def most(self) -> int:
+        """Tokens of an output beyond which no prompt can be added."""
+        return self._ledger.headroom - self._least
 
     def add(self, num_tokens: int, length: int) -> bool:
         """Remember that a prompt will run once it is computed. False: it could not."""
@@ -788,6 +814,9 @@ _MOST_LEVELS = 8
 
 _LEAST_PLACE = 8
 """Tokens that a guest may take at least: shorter ones are over before they are worth planning."""
+
+_BEYOND = 2
+"""Tokens that a place is longer than what its guest will take when its prompt is computed."""
 
 _MOST_MISSES = 16
 """Prompts for which there is no KV that are passed over in a plan, for others to fill it."""

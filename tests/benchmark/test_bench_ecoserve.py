@@ -85,6 +85,17 @@ def test_rows_are_as_the_specification_has_them():
     assert sizes == {"opt-13b": 14_648, "llama-33b": 12_019, "opt-175b": 55_949}
 
 
+def test_the_largest_machine_has_a_larger_flood_and_an_orca_of_its_own():
+    def orca_of(machine):
+        bench = make_bench("--machine", machine)
+        spec = bench.spec(BENCH.ROWS["eco-orca"], "sharegpt", 32)
+        return spec.scenario.policy, bench.flooded(spec, "sharegpt").online.rate
+
+    policy, rate = orca_of("opt-13b")
+    assert policy == "eco-orca"
+    assert orca_of("opt-175b") == ("cosched.policy.coupled:orca_of_16", 4 * rate)
+
+
 def test_rows_that_are_not_there_are_named_and_left_out(monkeypatch, all_made_up, capsys):
     bench = make_bench("--quick")
     monkeypatch.setitem(BENCH.ROWS, "nobody", BENCH.Row(scenario="eco-nobody"))
