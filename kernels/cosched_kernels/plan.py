@@ -160,8 +160,8 @@ def make_plan(
     tree, and what is computed now is not.
     """
     order, num_requests, num_groups = groups.order, len(groups.order), groups.num_groups
-    is_decode = bool((num_queries == 1).all())
-    lengths = seq_lens[order]
+    is_decode = np.count_nonzero(num_queries == 1) == num_requests
+    lengths = seq_lens.take(order)
     if is_decode:
         counts, first_token, token_order = num_queries, np.arange(num_requests + 1), order
     else:
@@ -171,7 +171,7 @@ def make_plan(
         shift = _sums(num_queries)[order] - first_token[:-1]
         token_order = np.arange(first_token[-1]) + np.repeat(shift, counts)
     seen = lengths - counts
-    assert (seen >= groups.own).all(), "a new token in a shared prefix"
+    assert not np.count_nonzero(seen < groups.own), "a new token in a shared prefix"
 
     # One stretch per group and per request, each to be cut twice: into tiles, and into splits.
     items = np.zeros((num_groups + num_requests, len(ITEM_FIELDS)), dtype=np.int32)
@@ -187,7 +187,7 @@ def make_plan(
     own_tile = slice(num_groups, None)
 
     # Tiles: as many whole tokens as fit into a height.
-    capacities = np.array([rows // heads.group for rows in tiling.rows])
+    capacities = np.array([rows // heads.group for rows in tiling.rows], dtype=np.int32)
     assert capacities[0] >= 1, f"{heads.group=} rows do not fit into a tile of {tiling.rows[0]}"
     tokens = items[:, _NUM]
     height = capacities[:-1].searchsorted(tokens)
@@ -214,8 +214,8 @@ def make_plan(
     pieces = piece[own_tile] + num_splits[own_tile]
     # A token with a single piece needs no room for it.
     is_only = pieces == 1
-    piece[own_tile][is_only] = _ONLY
-    pieces[is_only] = 0
+    np.putmask(piece[own_tile], is_only, _ONLY)
+    np.putmask(pieces, is_only, 0)
     items[:, _PIECE] = piece
     bases = _sums(pieces if is_decode else np.repeat(pieces, items[own_tile, _NUM]))
 
@@ -236,11 +236,11 @@ def make_plan(
     else:
         sorting = height.astype(np.int8).argsort(kind="stable")
         is_end = None
-    starts = height[sorting].searchsorted(np.arange(len(capacities) + 1))
-    is_own = stretch[sorting] >= num_groups
+    starts = _sums(np.bincount(height, minlength=len(capacities)))
+    is_own = stretch.take(sorting) >= num_groups
     own_items = is_own.nonzero()[0]
     return Plan(
-        items=items[sorting],
+        items=items.take(sorting, axis=0),
         starts=starts.astype(np.int32),
         token_order=token_order.astype(np.int32),
         bases=bases.astype(np.int32),
@@ -253,10 +253,10 @@ def make_plan(
 def _splits(lengths: _Ints, height: IntArray, num_kv_heads: int, tiling: Tiling) -> _Ints:
     """Into how many spans each tile's KV is split: as even as it takes for all programs to have
     work, each height being a launch of its own."""
-    totals = np.bincount(height, weights=lengths, minlength=len(tiling.rows)).tolist()
+    totals = np.bincount(height, lengths, len(tiling.rows)).tolist()
     shares = [max(_MIN_SPLIT, math.ceil(n * num_kv_heads / tiling.programs)) for n in totals]
-    most = np.array(shares, dtype=np.int32)[height]
-    if (lengths <= most).all():
+    most = np.array(shares, dtype=np.int32).take(height)
+    if not np.count_nonzero(lengths > most):
         return np.ones(len(lengths), dtype=np.int32)
     num_splits: _Ints = np.maximum(-(-lengths // most), 1)
     return num_splits
