@@ -99,9 +99,9 @@ class PrefixForest:
         """[place] namespace and tokens of each request. Equal heads of tokens are equal bytes, so in
         the order of the bytes all that begin alike stand together, and it is C that compares."""
         self._namespaces: list[Hashable] = []
-        # [place] tokens in common with the next one, in whole pages; [slot] place, and member or 0.
+        # [place] tokens in common with the next one, in whole pages, and slot; [slot] member or 0.
         self._common = np.zeros(64, dtype=np.int64)
-        self._place_of = np.zeros(64, dtype=np.int64)
+        self._slot_at = np.zeros(64, dtype=np.int64)
         self._member_of = np.zeros(64, dtype=np.int64)
         self._free_slots = list(range(63, -1, -1))
         self._num_put = 0
@@ -137,12 +137,11 @@ class PrefixForest:
             behind = self._num_common(key, keys[place], known)
         keys.insert(place, key)
         self._namespaces.insert(place, request.namespace)
-        common[place + 1 : num + 1] = common[place:num]
-        common[place] = behind
+        for by_place, value in ((common, behind), (self._slot_at, slot)):
+            by_place[place + 1 : num + 1] = by_place[place:num]
+            by_place[place] = value
         if place:
             common[place - 1] = before
-        self._place_of += self._place_of >= place
-        self._place_of[slot] = place
         self._member_of[slot] = member
         return member
 
@@ -152,18 +151,18 @@ class PrefixForest:
         if slot >= len(self._member_of) or self._member_of[slot] != member:
             return
         self._member_of[slot] = 0
-        place = int(self._place_of[slot])
+        common, num = self._common, len(self._keys) - 1
+        place = int((self._slot_at == slot)[: num + 1].argmax())
         del self._keys[place]
         namespace = self._namespaces.pop(place)
         space = self._spaces[namespace]
         space[1] -= 1
         if not space[1]:
             del self._spaces[namespace]
-        common, num = self._common, len(self._keys)
         if place:
             common[place - 1] = min(common[place - 1], common[place])
-        common[place:num] = common[place + 1 : num + 1]
-        self._place_of -= self._place_of > place
+        for by_place in (common, self._slot_at):
+            by_place[place:num] = by_place[place + 1 : num + 1]
         self._free_slots.append(slot)
 
     def groups(self, members: Sequence[int], *, min_saved: int = 1) -> Groups:
@@ -188,11 +187,14 @@ class PrefixForest:
         num, slots = len(members), members & _SLOTS
         known = self._member_of.take(slots, mode="clip")
         assert known.tobytes() == members.tobytes(), "a request was not put in"
-        places = self._place_of.take(slots)
-        order = places.argsort()
+        index_of = np.full(len(self._member_of), -1)
+        index_of[slots] = np.arange(num)
+        order = index_of.take(self._slot_at[: len(self)])
         between = self._common[: max(num - 1, 0)]
-        if 1 < num < len(self):
-            between = np.minimum.reduceat(self._common, places.take(order))[:-1]
+        if num < len(self):
+            places = (order >= 0).nonzero()[0]
+            order = order.take(places)
+            between = np.minimum.reduceat(self._common, places)[:-1] if num > 1 else between
         found = _worthy(_intervals(between), min_saved)
         begin, end, first, last, level = np.array(found, dtype=np.int64).reshape(-1, 5).T
         return Groups(
@@ -221,11 +223,11 @@ class PrefixForest:
         return known + num - num % self.page_size
 
     def _make_room(self) -> None:
-        num = len(self._place_of)
+        num = len(self._slot_at)
         assert 2 * num <= _SLOTS + 1, f"more than {num} requests"
         more = np.zeros(num, dtype=np.int64)
         self._common = np.concatenate((self._common, more))
-        self._place_of = np.concatenate((self._place_of, more))
+        self._slot_at = np.concatenate((self._slot_at, more))
         self._member_of = np.concatenate((self._member_of, more))
         self._free_slots.extend(range(2 * num - 1, num - 1, -1))
 

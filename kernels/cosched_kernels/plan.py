@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -137,6 +138,10 @@ class Plan:
         items[self.ends, end] = lengths[self.ends]
         return replace(self, items=items)
 
+    def heights(self) -> IntArray:
+        """[items] rows of each tile."""
+        return np.array(self.rows).repeat(self.starts[1:] - self.starts[:-1])
+
     def column(self, name: str) -> npt.NDArray[np.int32]:
         """One field of all items."""
         return self.items[:, ITEM_FIELDS.index(name)]
@@ -169,7 +174,7 @@ def make_plan(
         counts = num_queries[order]
         first_token = _sums(counts)
         shift = _sums(num_queries)[order] - first_token[:-1]
-        token_order = np.arange(first_token[-1]) + np.repeat(shift, counts)
+        token_order = np.arange(first_token[-1]) + shift.repeat(counts)
     seen = lengths - counts
     assert not np.count_nonzero(seen < groups.own), "a new token in a shared prefix"
 
@@ -187,16 +192,16 @@ def make_plan(
     own_tile = slice(num_groups, None)
 
     # Tiles: as many whole tokens as fit into a height.
-    capacities = np.array([rows // heads.group for rows in tiling.rows], dtype=np.int32)
-    assert capacities[0] >= 1, f"{heads.group=} rows do not fit into a tile of {tiling.rows[0]}"
+    capacities = _capacities(tiling.rows, heads.group)
     tokens = items[:, _NUM]
     height = capacities[:-1].searchsorted(tokens)
     if len(tokens) and tokens.max() > capacities[-1]:
         num_tiles = -(-tokens // capacities[height])
-        items, stretch, height = _repeated(num_tiles, items, stretch, height)
+        stretch, tile = _runs(num_tiles)
+        items, height = items.take(stretch, axis=0), height.take(stretch)
         first_tile = stretch.searchsorted(np.arange(num_groups))
         own_tile = slice(int(num_tiles[:num_groups].sum()), None)
-        within = _positions_in_runs(num_tiles) * capacities[height]
+        within = tile * capacities[height]
         items[:, _FIRST] += within
         items[:, _NUM] = np.minimum(capacities[height], items[:, _NUM] - within)
         items[:, _LIMIT] += np.where(stretch < num_groups, 0, within)
@@ -217,13 +222,12 @@ def make_plan(
     np.putmask(piece[own_tile], is_only, _ONLY)
     np.putmask(pieces, is_only, 0)
     items[:, _PIECE] = piece
-    bases = _sums(pieces if is_decode else np.repeat(pieces, items[own_tile, _NUM]))
+    bases = _sums(pieces if is_decode else pieces.repeat(items[own_tile, _NUM]))
 
     if num_splits.sum() > len(items):
-        split = _positions_in_runs(num_splits)
-        items, stretch, height, num_splits = _repeated(
-            num_splits, items, stretch, height, num_splits
-        )
+        whole, split = _runs(num_splits)
+        items, num_splits = items.take(whole, axis=0), num_splits.take(whole)
+        stretch, height = stretch.take(whole), height.take(whole)
         length = items[:, _END] - items[:, _BEGIN]
         step = -(-length // num_splits)
         items[:, _END] = items[:, _BEGIN] + np.minimum((split + 1) * step, length)
@@ -250,47 +254,50 @@ def make_plan(
     )
 
 
-def _splits(lengths: _Ints, height: IntArray, num_kv_heads: int, tiling: Tiling) -> _Ints:
+@cache
+def _capacities(rows: tuple[int, ...], group: int) -> npt.NDArray[np.int32]:
+    """How many tokens fit into each height."""
+    assert rows[0] >= group, f"{group=} rows do not fit into a tile of {rows[0]}"
+    return np.array([height // group for height in rows], dtype=np.int32)
+
+
+def _splits(lengths: _Ints, height: IntArray, num_kv_heads: int, tiling: Tiling) -> IntArray:
     """Into how many spans each tile's KV is split: as even as it takes for all programs to have
     work, each height being a launch of its own."""
     totals = np.bincount(height, lengths, len(tiling.rows)).tolist()
     shares = [max(_MIN_SPLIT, math.ceil(n * num_kv_heads / tiling.programs)) for n in totals]
     most = np.array(shares, dtype=np.int32).take(height)
     if not np.count_nonzero(lengths > most):
-        return np.ones(len(lengths), dtype=np.int32)
-    num_splits: _Ints = np.maximum(-(-lengths // most), 1)
-    return num_splits
+        return np.ones(len(lengths), dtype=np.int64)
+    return np.maximum(-(-lengths // most), 1).astype(np.int64)
 
 
-def _pieces_before(groups: Groups, splits: _Ints) -> IntArray:
+def _pieces_before(groups: Groups, splits: IntArray) -> IntArray:
     """[groups + requests] pieces of the groups around a group, and of all groups of a request."""
-    before = np.zeros(groups.num_groups, dtype=np.int64)
+    pieces = np.zeros(groups.num_groups + len(groups.order), dtype=np.int64)
     for level in range(1, groups.num_levels):
         mine, outer = (groups.level == level).nonzero()[0], (groups.level < level).nonzero()[0]
         so_far = of_all_around(
             groups.begin[outer], groups.end[outer], splits[outer], len(groups.order)
         )
-        before[mine] = so_far[groups.begin[mine]]
-    of_requests = of_all_around(groups.begin, groups.end, splits, len(groups.order))
-    return np.concatenate((before, of_requests))
+        pieces[mine] = so_far[groups.begin[mine]]
+    pieces[groups.num_groups :] = of_all_around(
+        groups.begin, groups.end, splits, len(groups.order)
+    )
+    return pieces
 
 
-def _sums(numbers: IntArray) -> IntArray:
+def _sums(numbers: _Ints) -> IntArray:
     """Of none, of the first, of the first two, ...: [2, 3] -> [0, 2, 5]."""
     sums = np.zeros(len(numbers) + 1, dtype=np.int64)
     numbers.cumsum(out=sums[1:])
     return sums
 
 
-def _repeated(times: _Ints, *arrays: _Ints) -> tuple[Any, ...]:
-    """The rows of each so many times."""
-    return tuple(np.repeat(array, times, axis=0) for array in arrays)
-
-
-def _positions_in_runs(lengths: _Ints) -> IntArray:
-    """0, 1, ... anew in each run: [2, 3] -> [0, 1, 0, 1, 2]."""
-    ends = np.cumsum(lengths)
-    return np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - lengths, lengths)
+def _runs(lengths: _Ints) -> tuple[IntArray, IntArray]:
+    """Runs of such lengths, and places in them: [2, 3] -> [0, 0, 1, 1, 1], [0, 1, 0, 1, 2]."""
+    run = np.arange(len(lengths)).repeat(lengths)
+    return run, np.arange(len(run)) - _sums(lengths).take(run)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -338,6 +345,5 @@ def bytes_moved(plan: Plan, heads: HeadShape) -> Bytes:
 def scores_computed(plan: Plan, heads: HeadShape) -> int:
     """Pairs of query row and key that tensor cores compute in one layer, for all query heads: the
     empty rows of tiles count too."""
-    heights = np.repeat(np.array(plan.rows), np.diff(plan.starts))
     spans = plan.column("kv_end") - plan.column("kv_begin")
-    return int((heights * spans).sum()) * heads.num_kv_heads
+    return int((plan.heights() * spans).sum()) * heads.num_kv_heads
