@@ -51,7 +51,8 @@ class Groups:
                 request follow each other without a gap, from position 0
     level       [groups] groups around this one
     num_levels  0 without groups
-    own         [requests] by rank: the position from which a request reads its KV alone
+    own, depth  [requests] by rank: the position from which a request reads its KV alone, and groups
+                that it is in
     """
 
     order: IntArray
@@ -62,6 +63,7 @@ class Groups:
     level: IntArray
     num_levels: int
     own: IntArray
+    depth: IntArray
 
     @property
     def num_groups(self) -> int:
@@ -76,6 +78,9 @@ class Groups:
 _SLOT_BITS = 20
 _SLOTS = (1 << _SLOT_BITS) - 1
 """The lower bits of a member are its row in the forest's table, the others are never used again."""
+
+_DEPTH_BITS = _SLOT_BITS
+_DEPTHS = (1 << _DEPTH_BITS) - 1
 
 _NUM_KEPT = 8
 """Answers that a forest keeps: a plan for each class, the batch that runs, and those before."""
@@ -187,9 +192,9 @@ class PrefixForest:
         num, slots = len(members), members & _SLOTS
         known = self._member_of.take(slots, mode="clip")
         assert known.tobytes() == members.tobytes(), "a request was not put in"
-        index_of = np.full(len(self._member_of), -1)
-        index_of[slots] = np.arange(num)
-        order = index_of.take(self._slot_at[: len(self)])
+        index_of = np.zeros(len(self._member_of), dtype=np.int64)
+        index_of[slots] = np.arange(1, num + 1)
+        order = index_of.take(self._slot_at[: len(self)]) - 1
         between = self._common[: max(num - 1, 0)]
         if num < len(self):
             places = (order >= 0).nonzero()[0]
@@ -197,6 +202,8 @@ class PrefixForest:
             between = np.minimum.reduceat(self._common, places)[:-1] if num > 1 else between
         found = _worthy(_intervals(between), min_saved)
         begin, end, first, last, level = np.array(found, dtype=np.int64).reshape(-1, 5).T
+        # Both sums at once.
+        both = of_all_around(begin, end, (last - first) << _DEPTH_BITS | 1, num)
         return Groups(
             order=order,
             begin=begin,
@@ -205,7 +212,8 @@ class PrefixForest:
             last=last,
             level=level,
             num_levels=1 + int(level.max(initial=-1)),
-            own=of_all_around(begin, end, last - first, num),
+            own=both >> _DEPTH_BITS,
+            depth=both & _DEPTHS,
         )
 
     def _num_common(self, one: bytes, other: bytes, known: int) -> int:

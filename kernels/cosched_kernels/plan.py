@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -94,7 +94,7 @@ class Tiling:
     programs: int = 66
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """The work of one layer; the same for all layers of an iteration.
 
@@ -103,8 +103,6 @@ class Plan:
     token_order  [tokens] int32: rank -> row of the query tensor
     bases        [tokens + 1] int32 by rank: pieces [bases[i], bases[i + 1]) are of token i
     rows         the heights
-    own, ends    indices of items: those of what a request has for itself, and among these the last
-                 span of each tile
 
     `grown` makes the plan of a later iteration from it.
     """
@@ -114,8 +112,6 @@ class Plan:
     token_order: npt.NDArray[np.int32]
     bases: npt.NDArray[np.int32]
     rows: tuple[int, ...]
-    own: IntArray
-    ends: IntArray
 
     @property
     def num_tokens(self) -> int:
@@ -132,11 +128,18 @@ class Plan:
         seq_lens  [requests] tokens in all
         """
         items = self.items.copy()
-        end, limit = ITEM_FIELDS.index("kv_end"), ITEM_FIELDS.index("limit")
-        lengths = seq_lens[items[:, ITEM_FIELDS.index("request")]]
-        items[self.own, limit] = lengths[self.own] - 1
-        items[self.ends, end] = lengths[self.ends]
+        own, requests, last, requests_of_last = self._growing
+        items[own, _LIMIT] = seq_lens.take(requests) - 1
+        items[last, _END] = seq_lens.take(requests_of_last)
         return replace(self, items=items)
+
+    @cached_property
+    def _growing(self) -> tuple[IntArray, _Ints, IntArray, _Ints]:
+        """Items of what a decode has for itself, and those among them that end with it; each with
+        their requests."""
+        request, end, limit = (self.items[:, field] for field in (_REQUEST, _END, _LIMIT))
+        own, last = ((limit != _UNLIMITED).nonzero()[0], (end == limit + 1).nonzero()[0])
+        return own, request[own], last, request[last]
 
     def heights(self) -> IntArray:
         """[items] rows of each tile."""
@@ -213,10 +216,10 @@ def make_plan(
     # Pieces: those of a token's groups first, outermost first, then those of its own part. All
     # members of a group are in the same groups above it, so they agree on the numbers. Splits are
     # alike for all tiles of a group.
-    piece = _pieces_before(groups, num_splits[first_tile])
+    piece = _pieces_before(groups, None if num_splits is None else num_splits[first_tile])
     if len(stretch) > len(piece):
         piece = piece[stretch]
-    pieces = piece[own_tile] + num_splits[own_tile]
+    pieces = piece[own_tile] + (1 if num_splits is None else num_splits[own_tile])
     # A token with a single piece needs no room for it.
     is_only = pieces == 1
     np.putmask(piece[own_tile], is_only, _ONLY)
@@ -224,7 +227,9 @@ def make_plan(
     items[:, _PIECE] = piece
     bases = _sums(pieces if is_decode else pieces.repeat(items[own_tile, _NUM]))
 
-    if num_splits.sum() > len(items):
+    if num_splits is None:
+        sorting = height.argsort(kind="stable")
+    else:
         whole, split = _runs(num_splits)
         items, num_splits = items.take(whole, axis=0), num_splits.take(whole)
         stretch, height = stretch.take(whole), height.take(whole)
@@ -236,21 +241,13 @@ def make_plan(
         # Tiles of one span stand next to each other, so that they run at the same time and all but
         # the first find it in the cache of the device.
         sorting = np.lexsort((split, stretch, height))
-        is_end = split == num_splits - 1
-    else:
-        sorting = height.astype(np.int8).argsort(kind="stable")
-        is_end = None
     starts = _sums(np.bincount(height, minlength=len(capacities)))
-    is_own = stretch.take(sorting) >= num_groups
-    own_items = is_own.nonzero()[0]
     return Plan(
         items=items.take(sorting, axis=0),
         starts=starts.astype(np.int32),
         token_order=token_order.astype(np.int32),
         bases=bases.astype(np.int32),
         rows=tiling.rows,
-        own=own_items,
-        ends=own_items if is_end is None else (is_own & is_end[sorting]).nonzero()[0],
     )
 
 
@@ -261,19 +258,21 @@ def _capacities(rows: tuple[int, ...], group: int) -> npt.NDArray[np.int32]:
     return np.array([height // group for height in rows], dtype=np.int32)
 
 
-def _splits(lengths: _Ints, height: IntArray, num_kv_heads: int, tiling: Tiling) -> IntArray:
+def _splits(lengths: _Ints, height: IntArray, num_kv_heads: int, tiling: Tiling) -> IntArray | None:
     """Into how many spans each tile's KV is split: as even as it takes for all programs to have
-    work, each height being a launch of its own."""
+    work, each height being a launch of its own. None: no tile's is."""
     totals = np.bincount(height, lengths, len(tiling.rows)).tolist()
     shares = [max(_MIN_SPLIT, math.ceil(n * num_kv_heads / tiling.programs)) for n in totals]
     most = np.array(shares, dtype=np.int32).take(height)
     if not np.count_nonzero(lengths > most):
-        return np.ones(len(lengths), dtype=np.int64)
+        return None
     return np.maximum(-(-lengths // most), 1).astype(np.int64)
 
 
-def _pieces_before(groups: Groups, splits: IntArray) -> IntArray:
+def _pieces_before(groups: Groups, splits: IntArray | None) -> IntArray:
     """[groups + requests] pieces of the groups around a group, and of all groups of a request."""
+    if splits is None:
+        return np.concatenate((groups.level, groups.depth))
     pieces = np.zeros(groups.num_groups + len(groups.order), dtype=np.int64)
     for level in range(1, groups.num_levels):
         mine, outer = (groups.level == level).nonzero()[0], (groups.level < level).nonzero()[0]
