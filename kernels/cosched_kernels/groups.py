@@ -31,7 +31,7 @@ class Shared:
     """What a request has in the radix tree.
 
     namespace  requests of different ones share nothing (LoRA adapter, cache salt)
-    tokens     its tokens, at least the first `length`; not written to afterwards
+    tokens     its tokens, at least the first `length`
     length     tokens at its head whose KV the radix tree owns, a multiple of the page size
     """
 
@@ -85,8 +85,7 @@ _DEPTHS = (1 << _DEPTH_BITS) - 1
 _NUM_KEPT = 8
 """Answers that a forest keeps: a plan for each class, the batch that runs, and those before."""
 
-_SPACE_BYTES = 8  # of a namespace, at the head of a key
-_TOKEN_BYTES = 4
+_NUMBER_BYTES = 4  # of a token in a key, and of its namespace
 
 
 class PrefixForest:
@@ -130,8 +129,10 @@ class PrefixForest:
         member = self._num_put << _SLOT_BITS | slot
         space = self._spaces.setdefault(request.namespace, [self._num_put, 0])
         space[1] += 1
-        tokens = request.tokens[: request.length].astype(np.int32)
-        key = space[0].to_bytes(_SPACE_BYTES, "little") + tokens.tobytes()
+        numbers = np.empty(1 + request.length, dtype=np.int32)
+        numbers[0] = space[0]
+        numbers[1:] = request.tokens[: request.length]
+        key = numbers.tobytes()
         keys, common, num = self._keys, self._common, len(self._keys)
         place = bisect_left(keys, key)
         # With one of its neighbours it has as much in common as they with each other.
@@ -211,18 +212,18 @@ class PrefixForest:
             first=first,
             last=last,
             level=level,
-            num_levels=1 + int(level.max(initial=-1)),
+            num_levels=1 + max(found[4::5], default=-1),
             own=both >> _DEPTH_BITS,
             depth=both & _DEPTHS,
         )
 
     def _num_common(self, one: bytes, other: bytes, known: int) -> int:
         """Tokens that two keys have in common in whole pages, when these are at least `known`."""
-        begin = _SPACE_BYTES + _TOKEN_BYTES * known
-        page = begin + _TOKEN_BYTES * self.page_size
-        if one[begin:page] != other[begin:page] or one[:_SPACE_BYTES] != other[:_SPACE_BYTES]:
+        begin = _NUMBER_BYTES * (1 + known)
+        page = begin + _NUMBER_BYTES * self.page_size
+        if one[begin:page] != other[begin:page] or one[:_NUMBER_BYTES] != other[:_NUMBER_BYTES]:
             return known
-        num = (min(len(one), len(other)) - begin) // _TOKEN_BYTES
+        num = (min(len(one), len(other)) - begin) // _NUMBER_BYTES
         if num:
             a, b = (np.frombuffer(key, np.int32, num, begin) for key in (one, other))
             differs = a != b
@@ -279,11 +280,9 @@ def _intervals(common: IntArray) -> list[tuple[int, int, int]]:
     return found
 
 
-def _worthy(
-    intervals: list[tuple[int, int, int]], min_saved: int
-) -> list[tuple[int, int, int, int, int]]:
-    """Those that save enough, as (begin, end, first, last, level) of `Groups`."""
-    found: list[tuple[int, int, int, int, int]] = []
+def _worthy(intervals: list[tuple[int, int, int]], min_saved: int) -> list[int]:
+    """Those that save enough: begin, end, first, last and level of each, one after the other."""
+    found: list[int] = []
     around: list[tuple[int, int]] = []
     read = 0
     for begin, negative_end, last in intervals:
@@ -292,7 +291,7 @@ def _worthy(
             around.pop()
             read = around[-1][1] if around else 0
         if (end - begin - 1) * (last - read) >= min_saved:
-            found.append((begin, end, read, last, len(around)))
+            found += (begin, end, read, last, len(around))
             around.append((end, last))
             read = last
     return found

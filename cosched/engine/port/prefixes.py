@@ -81,7 +81,7 @@ class RunningPrefixes:
             self.forget(req)
             if len(self._req_of) >= self._sweep_at:
                 self._sweep()
-            tokens = np.array(common.token_ids(req)[:length], dtype=np.int64)
+            tokens = np.asarray(common.token_ids(req))
             namespace = common.prefix_key(req)
             member = self._forest.put(Shared(namespace=namespace, tokens=tokens, length=length))
             req.cosched_members = {length: member}
