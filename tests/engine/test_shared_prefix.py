@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from sglang.srt.mem_cache import kv_cache_configurator, kv_cache_dtype
 from sglang.srt.model_executor.runner import decode_cuda_graph_runner
 from sglang.srt.model_executor.runner_utils import capture_mode
 
@@ -111,6 +112,41 @@ def test_tokens_of_requests_that_were_stopped_and_go_on(make_engine, policy):
     options = {"policy": policy, "max_running_requests": 4}
     _, expected = run(make_engine, "torch_native", with_interruptions, **options)
     engine, found = run(make_engine, NAME, with_interruptions, **options)
+    assert found == expected
+    assert shared_of(engine).num_shared_batches > 5
+
+
+class NotCpu:
+    """SGLang's platform, but for the question whether it is a CPU."""
+
+    def __init__(self, platform):
+        self._platform = platform
+
+    def __getattr__(self, name):
+        return getattr(self._platform, name)
+
+    def is_cpu(self):
+        return False
+
+
+@pytest.mark.parametrize(
+    "dtype, work",
+    [
+        ("fp8_e5m2", questions),
+        ("fp8_e4m3", questions),
+        ("fp8_e5m2", with_interruptions),
+        ("fp8_e4m3", with_interruptions),
+    ],
+)
+def test_tokens_with_float8_kv(make_engine, monkeypatch, dtype, work):
+    """SGLang refuses float8 KV on a CPU, or wants Intel's AMX. Its pools and its torch_native
+    backend do it all the same."""
+    for module in (kv_cache_dtype, kv_cache_configurator):
+        monkeypatch.setattr(module, "current_platform", NotCpu(module.current_platform))
+    options = {"kv_cache_dtype": dtype, "max_running_requests": 4}
+    _, expected = run(make_engine, "torch_native", work, **options)
+    engine, found = run(make_engine, NAME, work, **options)
+    assert shared_of(engine)._pool.get_key_buffer(0).dtype.itemsize == 1
     assert found == expected
     assert shared_of(engine).num_shared_batches > 5
 
