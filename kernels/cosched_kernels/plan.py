@@ -280,9 +280,7 @@ def _pieces_before(groups: Groups, splits: IntArray | None) -> IntArray:
             groups.begin[outer], groups.end[outer], splits[outer], len(groups.order)
         )
         pieces[mine] = so_far[groups.begin[mine]]
-    pieces[groups.num_groups :] = of_all_around(
-        groups.begin, groups.end, splits, len(groups.order)
-    )
+    pieces[groups.num_groups :] = of_all_around(groups.begin, groups.end, splits, len(groups.order))
     return pieces
 
 
