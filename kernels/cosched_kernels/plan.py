@@ -266,7 +266,8 @@ def _splits(lengths: _Ints, height: IntArray, num_kv_heads: int, tiling: Tiling)
     most = np.array(shares, dtype=np.int32).take(height)
     if not np.count_nonzero(lengths > most):
         return None
-    return np.maximum(-(-lengths // most), 1).astype(np.int64)
+    num_splits: IntArray = np.maximum(-(-lengths // most), 1).astype(np.int64)
+    return num_splits
 
 
 def _pieces_before(groups: Groups, splits: IntArray | None) -> IntArray:

@@ -55,8 +55,9 @@ class RunningPrefixes:
         min_saved  KV tokens that a group must save
         """
         launch, answered = launched(), self._of_launch
-        is_launched = launch is not None and reqs is launch.batch.reqs
-        if is_launched and answered is not None and answered[:2] == (launch, min_saved):
+        if launch is not None and reqs is not launch.batch.reqs:
+            launch = None  # some of them, or a plan of what comes next
+        if launch is not None and answered is not None and answered[:2] == (launch, min_saved):
             return answered[2]
         try:
             # Not by its id: clients choose that, and may use it again for another prompt.
@@ -64,7 +65,7 @@ class RunningPrefixes:
         except (AttributeError, KeyError):
             members = [self._member(req) for req in reqs]
         groups = self._forest.groups(members, min_saved=min_saved)
-        self._of_launch = (launch, min_saved, groups) if is_launched else None
+        self._of_launch = None if launch is None else (launch, min_saved, groups)
         return groups
 
     def forget(self, req: Any) -> None:
