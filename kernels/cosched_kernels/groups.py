@@ -100,7 +100,7 @@ class PrefixForest:
         assert page_size >= 1, f"{page_size=}"
         self.page_size = page_size
         self._keys: list[bytes] = []
-        """[place] namespace and tokens of each request. Heads that are alike are equal bytes: in order
+        """[place] namespace and tokens of each. Heads that are alike are equal bytes: in the order
         of bytes all that begin alike stand together, and C compares them."""
         self._namespaces: list[Hashable] = []
         # [place] tokens in common with the next one, in whole pages, and slot; [slot] member or 0.
