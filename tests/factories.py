@@ -111,6 +111,14 @@ class Linear(Predictor):
         return {}
 
 
+@dataclass(frozen=True)
+class PerKv(Linear):
+    """A decode takes time for each token of KV that is read for it."""
+
+    def predict_s(self, totals):
+        return 1e-6 * totals.decode_context + super().predict_s(totals)
+
+
 @dataclass(kw_only=True)
 class FakeView:
     """A view in which each running request owns all of its KV alone. offline: in the order of

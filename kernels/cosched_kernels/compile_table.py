@@ -17,14 +17,16 @@ import json
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import triton
 import triton.backends.nvidia
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -42,7 +44,14 @@ from cosched_kernels.plan import (
 from cosched_kernels.shared_prefix import attend_constants, reduce_constants, tiles_for
 from cosched_kernels.triton_kernels import attend_items_kernel, reduce_pieces_kernel
 
-__all__ = ["SHARED_MEMORY", "Compiled", "compile_attend", "compile_reduce", "document_bytes"]
+__all__ = [
+    "SHARED_MEMORY",
+    "Compiled",
+    "compile_apart",
+    "compile_attend",
+    "compile_reduce",
+    "document_bytes",
+]
 
 SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Compute capability -> most shared memory of one program [bytes] (CUDA C++ Programming Guide)."""
@@ -155,6 +164,30 @@ def _tool(name: str, *arguments: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
+def compile_apart(tables: Sequence[tuple[int, Sequence[int], Sequence[str]]]) -> Iterator[Compiled]:
+    """All kernels of each (compute capability, head dims, types of KV), each in a process of its
+    own and never from Triton's cache: a process converts float8 for good as the first architecture
+    that it compiled for can, which others cannot or need not."""
+    with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        for found in pool.imap(_compile_all, tables):
+            yield from found
+
+
+def _compile_all(table: tuple[int, Sequence[int], Sequence[str]]) -> list[Compiled]:
+    arch, head_dims, types = table
+    knobs.compilation.always_compile = True
+    found = []
+    for head_dim in head_dims:
+        for kv in types:
+            if arch >= 89 or kv != "fp8e4nv":  # Triton converts no e4m3 below
+                found += [
+                    compile_attend(arch, height, head_dim=head_dim, kv=kv)
+                    for height in tiles_for(head_dim)
+                ]
+        found.append(compile_reduce(arch, head_dim=head_dim))
+    return found
+
+
 def document_bytes(
     *, batch: int, prefix: int, suffix: int, heads: HeadShape, tiling: Tiling
 ) -> tuple[Bytes, int, int]:
@@ -183,7 +216,6 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 96, 128, 256])
     parser.add_argument("--kv", nargs="+", default=["bf16", "fp8e4nv", "fp8e5"])
     args = parser.parse_args()
-    rows = []
     header = (
         "arch",
         "kernel",
@@ -197,22 +229,14 @@ def main() -> None:
         "async",
     )
     print(("{:>5} {:<21} {:>5} {:>4} {:<8}" + " {:>9}" * 5).format(*header))
-    for arch in args.arch:
-        for head_dim in args.head_dim:
-            found = [
-                compile_attend(arch, height, head_dim=head_dim, kv=kv)
-                for kv in args.kv
-                if arch >= 89 or kv != "fp8e4nv"  # Triton converts no e4m3 below
-                for height in tiles_for(head_dim)
-            ]
-            for row in [*found, compile_reduce(arch, head_dim=head_dim)]:
-                values = asdict(row)
-                rows.append(values)
-                print(
-                    f"{row.arch:>5} {row.kernel:<21} {row.rows:>5} {row.head_dim:>4} {row.kv:<8} "
-                    f"{row.registers:>9} {row.spilled:>9} {row.shared_memory:>9} "
-                    f"{row.tensor_core:>9} {row.async_copies:>9}"
-                )
+    rows = []
+    for row in compile_apart([(arch, args.head_dim, args.kv) for arch in args.arch]):
+        rows.append(asdict(row))
+        print(
+            f"{row.arch:>5} {row.kernel:<21} {row.rows:>5} {row.head_dim:>4} {row.kv:<8} "
+            f"{row.registers:>9} {row.spilled:>9} {row.shared_memory:>9} "
+            f"{row.tensor_core:>9} {row.async_copies:>9}"
+        )
     moved, mixed = _bytes_table(args.head_dim), _mixed_table()
     print(
         json.dumps({"triton": triton.__version__, "kernels": rows, "bytes": moved, "mixed": mixed})

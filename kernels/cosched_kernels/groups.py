@@ -11,11 +11,11 @@ neighbours tells the groups of any batch, whoever else is known.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +31,7 @@ class Shared:
     """What a request has in the radix tree.
 
     namespace  requests of different ones share nothing (LoRA adapter, cache salt)
-    tokens     its tokens, at least the first `length`; not written to afterwards
+    tokens     its tokens, at least the first `length`
     length     tokens at its head whose KV the radix tree owns, a multiple of the page size
     """
 
@@ -51,7 +51,8 @@ class Groups:
                 request follow each other without a gap, from position 0
     level       [groups] groups around this one
     num_levels  0 without groups
-    own         [requests] by rank: the position from which a request reads its KV alone
+    own, depth  [requests] by rank: the position from which a request reads its KV alone, and groups
+                that it is in
     """
 
     order: IntArray
@@ -62,6 +63,7 @@ class Groups:
     level: IntArray
     num_levels: int
     own: IntArray
+    depth: IntArray
 
     @property
     def num_groups(self) -> int:
@@ -77,20 +79,13 @@ _SLOT_BITS = 20
 _SLOTS = (1 << _SLOT_BITS) - 1
 """The lower bits of a member are its row in the forest's table, the others are never used again."""
 
+_DEPTH_BITS = _SLOT_BITS
+_DEPTHS = (1 << _DEPTH_BITS) - 1
+
 _NUM_KEPT = 8
 """Answers that a forest keeps: a plan for each class, the batch that runs, and those before."""
 
-_HEAD = 64
-"""Tokens by which requests are sorted first: most differ there, or for long not at all."""
-
-
-class _Entry(NamedTuple):
-    """key: the number of its namespace and its first tokens; requests are in the order of their
-    keys, and those with the same key in the order of their tokens."""
-
-    member: int
-    key: tuple[int, bytes]
-    request: Shared
+_NUMBER_BYTES = 4  # of a token in a key, and of its namespace
 
 
 class PrefixForest:
@@ -104,20 +99,22 @@ class PrefixForest:
         """page_size: requests share whole pages [tokens]; groups are cut at page boundaries."""
         assert page_size >= 1, f"{page_size=}"
         self.page_size = page_size
-        self._sorted: list[_Entry] = []
-        self._keys: list[tuple[int, bytes]] = []
-        # [place] tokens in common with the next one, in whole pages; [slot] place, and member or 0.
+        self._keys: list[bytes] = []
+        """[place] namespace and tokens of each. Heads that are alike are equal bytes: in the order
+        of bytes all that begin alike stand together, and C compares them."""
+        self._namespaces: list[Hashable] = []
+        # [place] tokens in common with the next one, in whole pages, and slot; [slot] member or 0.
         self._common = np.zeros(64, dtype=np.int64)
-        self._place_of = np.zeros(64, dtype=np.int64)
+        self._slot_at = np.zeros(64, dtype=np.int64)
         self._member_of = np.zeros(64, dtype=np.int64)
         self._free_slots = list(range(63, -1, -1))
         self._num_put = 0
         self._spaces: dict[Hashable, list[int]] = {}
-        """Namespace -> its number in the order, and how many requests are of it."""
+        """Namespace -> its number in keys, and how many requests are of it."""
         self._made: OrderedDict[tuple[bytes, int], Groups] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._sorted)
+        return len(self._keys)
 
     def put(self, request: Shared) -> int:
         """Put a request in; returns the member that it is from now on, which no other will ever be.
@@ -132,19 +129,25 @@ class PrefixForest:
         member = self._num_put << _SLOT_BITS | slot
         space = self._spaces.setdefault(request.namespace, [self._num_put, 0])
         space[1] += 1
-        head = request.tokens[: min(_HEAD, request.length)]
-        entry = _Entry(member, (space[0], head.tobytes()), request)
-        place, before, behind = self._find(entry)
-        num = len(self._sorted)
-        self._sorted.insert(place, entry)
-        self._keys.insert(place, entry.key)
-        common = self._common
-        common[place + 1 : num + 1] = common[place:num]
-        common[place] = behind
+        numbers = np.empty(1 + request.length, dtype=np.int32)
+        numbers[0] = space[0]
+        numbers[1:] = request.tokens[: request.length]
+        key = numbers.tobytes()
+        keys, common, num = self._keys, self._common, len(self._keys)
+        place = bisect_left(keys, key)
+        # With one of its neighbours it has as much in common as they with each other.
+        known = int(common[place - 1]) if 0 < place < num else 0
+        before = self._num_common(keys[place - 1], key, known) if place else 0
+        behind = known
+        if place < num and (before == known or not place):
+            behind = self._num_common(key, keys[place], known)
+        keys.insert(place, key)
+        self._namespaces.insert(place, request.namespace)
+        for by_place, value in ((common, behind), (self._slot_at, slot)):
+            by_place[place + 1 : num + 1] = by_place[place:num]
+            by_place[place] = value
         if place:
             common[place - 1] = before
-        self._place_of += self._place_of >= place
-        self._place_of[slot] = place
         self._member_of[slot] = member
         return member
 
@@ -154,18 +157,18 @@ class PrefixForest:
         if slot >= len(self._member_of) or self._member_of[slot] != member:
             return
         self._member_of[slot] = 0
-        place = int(self._place_of[slot])
-        entry = self._sorted.pop(place)
+        common, num = self._common, len(self._keys) - 1
+        place = int((self._slot_at == slot)[: num + 1].argmax())
         del self._keys[place]
-        space = self._spaces[entry.request.namespace]
+        namespace = self._namespaces.pop(place)
+        space = self._spaces[namespace]
         space[1] -= 1
         if not space[1]:
-            del self._spaces[entry.request.namespace]
-        common, num = self._common, len(self._sorted)
+            del self._spaces[namespace]
         if place:
             common[place - 1] = min(common[place - 1], common[place])
-        common[place:num] = common[place + 1 : num + 1]
-        self._place_of -= self._place_of > place
+        for by_place in (common, self._slot_at):
+            by_place[place:num] = by_place[place + 1 : num + 1]
         self._free_slots.append(slot)
 
     def groups(self, members: Sequence[int], *, min_saved: int = 1) -> Groups:
@@ -188,16 +191,20 @@ class PrefixForest:
 
     def _make_groups(self, members: IntArray, min_saved: int) -> Groups:
         num, slots = len(members), members & _SLOTS
-        is_known = self._member_of.take(slots, mode="clip") == members
-        assert is_known.all(), "a request was not put in"
-        places = self._place_of[slots]
-        order = places.argsort()
-        found = []
-        if num > 1:
-            between = np.minimum.reduceat(self._common, places[order])[:-1]
-            found = _worthy(_intervals(between), min_saved)
-        columns = np.array(found, dtype=np.int64).reshape(-1, 5).T
-        begin, end, first, last, level = columns
+        known = self._member_of.take(slots, mode="clip")
+        assert known.tobytes() == members.tobytes(), "a request was not put in"
+        index_of = np.zeros(len(self._member_of), dtype=np.int64)
+        index_of[slots] = np.arange(1, num + 1)
+        order = index_of.take(self._slot_at[: len(self)]) - 1
+        between = self._common[: max(num - 1, 0)]
+        if num < len(self):
+            places = (order >= 0).nonzero()[0]
+            order = order.take(places)
+            between = np.minimum.reduceat(self._common, places)[:-1] if num > 1 else between
+        found = _worthy(_intervals(between), min_saved)
+        begin, end, first, last, level = np.array(found, dtype=np.int64).reshape(-1, 5).T
+        # Both sums at once.
+        both = of_all_around(begin, end, (last - first) << _DEPTH_BITS | 1, num)
         return Groups(
             order=order,
             begin=begin,
@@ -205,73 +212,41 @@ class PrefixForest:
             first=first,
             last=last,
             level=level,
-            num_levels=1 + max([group[4] for group in found], default=-1),
-            own=of_all_around(begin, end, last - first, num),
+            num_levels=1 + max(found[4::5], default=-1),
+            own=both >> _DEPTH_BITS,
+            depth=both & _DEPTHS,
         )
 
-    def _find(self, entry: _Entry) -> tuple[int, int, int]:
-        """Where an entry goes, and its tokens in common with the one before and the one behind, in
-        whole pages."""
-        key, known, num, common = entry.key, self._sorted, len(self._sorted), self._common
-        low = bisect_left(self._keys, key)
-        high = bisect_right(self._keys, key, lo=low)
-        first, last = low, high
-        before = behind = -1
-        while low < high:
-            middle = (low + high) // 2
-            # The bound that it has more in common with tells most of the others: where these have
-            # more in common with the bound than it has, or less, nothing need be compared.
-            agreed = max(before, behind)
-            of_bound = agreed
-            if agreed >= 0 and agreed == before:
-                of_bound = np.minimum.reduce(common[low - 1 : middle])
-                is_behind = of_bound > before
-            elif agreed >= 0:
-                of_bound = np.minimum.reduce(common[middle:high])
-                is_behind = of_bound < behind
-            if of_bound == agreed:
-                agreed, is_behind = self._compared(known[middle], entry, max(agreed, 0))
-            else:
-                agreed = min(agreed, int(of_bound))
-            if is_behind:
-                low, before = middle + 1, agreed
-            else:
-                high, behind = middle, agreed
-        if low == first:
-            before = self._compared(known[low - 1], entry, 0)[0] if low else 0
-        if low == last:
-            behind = self._compared(known[low], entry, 0)[0] if low < num else 0
-        return low, before, behind
-
-    def _compared(self, one: _Entry, other: _Entry, agreed: int) -> tuple[int, bool]:
-        """Tokens that two have in common in whole pages, at least `agreed`, and, where their keys
-        are alike, whether the other one stands behind. A prefix stands before what goes on."""
-        a, b = one.request, other.request
-        if one.key[0] != other.key[0]:
-            return 0, False
-        end = min(a.length, b.length)
-        stop = end if one.key == other.key else min(_HEAD, end)
-        differs = a.tokens[agreed:stop] != b.tokens[agreed:stop]
-        first = int(differs.argmax()) if stop > agreed else 0
-        if stop > agreed and differs[first]:
-            first += agreed
-            return first - first % self.page_size, bool(b.tokens[first] > a.tokens[first])
-        return stop - stop % self.page_size, b.length >= a.length
+    def _num_common(self, one: bytes, other: bytes, known: int) -> int:
+        """Tokens that two keys have in common in whole pages, when these are at least `known`."""
+        begin = _NUMBER_BYTES * (1 + known)
+        page = begin + _NUMBER_BYTES * self.page_size
+        if one[begin:page] != other[begin:page] or one[:_NUMBER_BYTES] != other[:_NUMBER_BYTES]:
+            return known
+        num = (min(len(one), len(other)) - begin) // _NUMBER_BYTES
+        if num:
+            a, b = (np.frombuffer(key, np.int32, num, begin) for key in (one, other))
+            differs = a != b
+            first = int(differs.argmax())
+            num = first if differs[first] else num
+        return known + num - num % self.page_size
 
     def _make_room(self) -> None:
-        num = len(self._place_of)
+        num = len(self._slot_at)
         assert 2 * num <= _SLOTS + 1, f"more than {num} requests"
         more = np.zeros(num, dtype=np.int64)
         self._common = np.concatenate((self._common, more))
-        self._place_of = np.concatenate((self._place_of, more))
+        self._slot_at = np.concatenate((self._slot_at, more))
         self._member_of = np.concatenate((self._member_of, more))
         self._free_slots.extend(range(2 * num - 1, num - 1, -1))
 
 
 def of_all_around(begin: IntArray, end: IntArray, numbers: _Ints, num: int) -> IntArray:
     """[num] by rank: the sum of the numbers of all groups [begin, end) that it is in."""
-    change = np.bincount(begin, numbers, num + 1) - np.bincount(end, numbers, num + 1)
-    return change[:-1].cumsum().astype(np.int64)
+    change = np.zeros(num + 1, dtype=np.int64)
+    np.add.at(change, begin, numbers)
+    np.subtract.at(change, end, numbers)
+    return change[:-1].cumsum()
 
 
 def groups_of(requests: Sequence[Shared], *, page_size: int = 1, min_saved: int = 1) -> Groups:
@@ -286,11 +261,11 @@ def _intervals(common: IntArray) -> list[tuple[int, int, int]]:
 
     common: [requests - 1] tokens that neighbours have in common
     """
-    starts = [0, *((common[1:] != common[:-1]).nonzero()[0] + 1).tolist()]
+    starts = [0, *((common[1:] != common[:-1]).nonzero()[0] + 1).tolist()] if len(common) else []
     found: list[tuple[int, int, int]] = []
     open_: list[tuple[int, int]] = []
     top = 0
-    for start, length in zip(starts, common[starts].tolist(), strict=True):
+    for start, length in zip(starts, common.take(starts).tolist(), strict=True):
         begin = start
         while top > length:
             begin, inner = open_.pop()
@@ -305,11 +280,9 @@ def _intervals(common: IntArray) -> list[tuple[int, int, int]]:
     return found
 
 
-def _worthy(
-    intervals: list[tuple[int, int, int]], min_saved: int
-) -> list[tuple[int, int, int, int, int]]:
-    """Those that save enough, as (begin, end, first, last, level) of `Groups`."""
-    found: list[tuple[int, int, int, int, int]] = []
+def _worthy(intervals: list[tuple[int, int, int]], min_saved: int) -> list[int]:
+    """Those that save enough: begin, end, first, last and level of each, one after the other."""
+    found: list[int] = []
     around: list[tuple[int, int]] = []
     read = 0
     for begin, negative_end, last in intervals:
@@ -318,7 +291,7 @@ def _worthy(
             around.pop()
             read = around[-1][1] if around else 0
         if (end - begin - 1) * (last - read) >= min_saved:
-            found.append((begin, end, read, last, len(around)))
+            found += (begin, end, read, last, len(around))
             around.append((end, last))
             read = last
     return found

@@ -119,8 +119,7 @@ def mixed_times_s(
     waiting -= max(cached * (1 / device.memory_bandwidth - 1 / device.cache_bandwidth), 0.0)
     other_s = float(computing.sum()) + max(waiting, 0.0)
     spans = plan.column("kv_end") - plan.column("kv_begin")
-    heights = np.repeat(np.array(plan.rows), np.diff(plan.starts))
-    computing = heights * spans * (heads.num_kv_heads * 4 * heads.head_dim / device.flops)
+    computing = plan.heights() * spans * (heads.num_kv_heads * 4 * heads.head_dim / device.flops)
     reading = spans * (kv_bytes / device.memory_bandwidth)
     ours_s = float(np.maximum(computing, reading).sum()) + _extra_s(plan, heads, device)
     return other_s, ours_s
@@ -130,8 +129,8 @@ def _repeated_bytes(groups: Groups, heads: HeadShape, device: DeviceModel) -> tu
     """KV that only the other backend reads again, and how much of that the cache may hold: what is
     in doubt is taken to be cheap there."""
     length = (groups.last - groups.first) * heads.kv_bytes_per_token
-    saved = (groups.end - groups.begin - 1) * length
-    return float(saved.sum()), float(saved[length < device.cache_bytes].sum())
+    repeats = groups.end - groups.begin - 1
+    return float(repeats @ length), float(repeats @ (length * (length < device.cache_bytes)))
 
 
 def _extra_s(plan: Plan, heads: HeadShape, device: DeviceModel) -> float:

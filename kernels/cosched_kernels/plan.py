@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -93,7 +94,7 @@ class Tiling:
     programs: int = 66
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """The work of one layer; the same for all layers of an iteration.
 
@@ -102,8 +103,6 @@ class Plan:
     token_order  [tokens] int32: rank -> row of the query tensor
     bases        [tokens + 1] int32 by rank: pieces [bases[i], bases[i + 1]) are of token i
     rows         the heights
-    own, ends    indices of items: those of what a request has for itself, and among these the last
-                 span of each tile
 
     `grown` makes the plan of a later iteration from it.
     """
@@ -113,8 +112,6 @@ class Plan:
     token_order: npt.NDArray[np.int32]
     bases: npt.NDArray[np.int32]
     rows: tuple[int, ...]
-    own: IntArray
-    ends: IntArray
 
     @property
     def num_tokens(self) -> int:
@@ -131,11 +128,22 @@ class Plan:
         seq_lens  [requests] tokens in all
         """
         items = self.items.copy()
-        end, limit = ITEM_FIELDS.index("kv_end"), ITEM_FIELDS.index("limit")
-        lengths = seq_lens[items[:, ITEM_FIELDS.index("request")]]
-        items[self.own, limit] = lengths[self.own] - 1
-        items[self.ends, end] = lengths[self.ends]
+        own, requests, last, requests_of_last = self._growing
+        items[own, _LIMIT] = seq_lens.take(requests) - 1
+        items[last, _END] = seq_lens.take(requests_of_last)
         return replace(self, items=items)
+
+    @cached_property
+    def _growing(self) -> tuple[IntArray, _Ints, IntArray, _Ints]:
+        """Items of what a decode has for itself, and those among them that end with it; each with
+        their requests."""
+        request, end, limit = (self.items[:, field] for field in (_REQUEST, _END, _LIMIT))
+        own, last = ((limit != _UNLIMITED).nonzero()[0], (end == limit + 1).nonzero()[0])
+        return own, request[own], last, request[last]
+
+    def heights(self) -> IntArray:
+        """[items] rows of each tile."""
+        return np.array(self.rows).repeat(self.starts[1:] - self.starts[:-1])
 
     def column(self, name: str) -> npt.NDArray[np.int32]:
         """One field of all items."""
@@ -160,8 +168,8 @@ def make_plan(
     tree, and what is computed now is not.
     """
     order, num_requests, num_groups = groups.order, len(groups.order), groups.num_groups
-    is_decode = bool((num_queries == 1).all())
-    lengths = seq_lens[order]
+    is_decode = np.count_nonzero(num_queries == 1) == num_requests
+    lengths = seq_lens.take(order)
     if is_decode:
         counts, first_token, token_order = num_queries, np.arange(num_requests + 1), order
     else:
@@ -169,9 +177,9 @@ def make_plan(
         counts = num_queries[order]
         first_token = _sums(counts)
         shift = _sums(num_queries)[order] - first_token[:-1]
-        token_order = np.arange(first_token[-1]) + np.repeat(shift, counts)
+        token_order = np.arange(first_token[-1]) + shift.repeat(counts)
     seen = lengths - counts
-    assert (seen >= groups.own).all(), "a new token in a shared prefix"
+    assert not np.count_nonzero(seen < groups.own), "a new token in a shared prefix"
 
     # One stretch per group and per request, each to be cut twice: into tiles, and into splits.
     items = np.zeros((num_groups + num_requests, len(ITEM_FIELDS)), dtype=np.int32)
@@ -187,16 +195,16 @@ def make_plan(
     own_tile = slice(num_groups, None)
 
     # Tiles: as many whole tokens as fit into a height.
-    capacities = np.array([rows // heads.group for rows in tiling.rows])
-    assert capacities[0] >= 1, f"{heads.group=} rows do not fit into a tile of {tiling.rows[0]}"
+    capacities = _capacities(tiling.rows, heads.group)
     tokens = items[:, _NUM]
     height = capacities[:-1].searchsorted(tokens)
     if len(tokens) and tokens.max() > capacities[-1]:
         num_tiles = -(-tokens // capacities[height])
-        items, stretch, height = _repeated(num_tiles, items, stretch, height)
+        stretch, tile = _runs(num_tiles)
+        items, height = items.take(stretch, axis=0), height.take(stretch)
         first_tile = stretch.searchsorted(np.arange(num_groups))
         own_tile = slice(int(num_tiles[:num_groups].sum()), None)
-        within = _positions_in_runs(num_tiles) * capacities[height]
+        within = tile * capacities[height]
         items[:, _FIRST] += within
         items[:, _NUM] = np.minimum(capacities[height], items[:, _NUM] - within)
         items[:, _LIMIT] += np.where(stretch < num_groups, 0, within)
@@ -208,22 +216,23 @@ def make_plan(
     # Pieces: those of a token's groups first, outermost first, then those of its own part. All
     # members of a group are in the same groups above it, so they agree on the numbers. Splits are
     # alike for all tiles of a group.
-    piece = _pieces_before(groups, num_splits[first_tile])
+    piece = _pieces_before(groups, None if num_splits is None else num_splits[first_tile])
     if len(stretch) > len(piece):
         piece = piece[stretch]
-    pieces = piece[own_tile] + num_splits[own_tile]
+    pieces = piece[own_tile] + (1 if num_splits is None else num_splits[own_tile])
     # A token with a single piece needs no room for it.
     is_only = pieces == 1
-    piece[own_tile][is_only] = _ONLY
-    pieces[is_only] = 0
+    np.putmask(piece[own_tile], is_only, _ONLY)
+    np.putmask(pieces, is_only, 0)
     items[:, _PIECE] = piece
-    bases = _sums(pieces if is_decode else np.repeat(pieces, items[own_tile, _NUM]))
+    bases = _sums(pieces if is_decode else pieces.repeat(items[own_tile, _NUM]))
 
-    if num_splits.sum() > len(items):
-        split = _positions_in_runs(num_splits)
-        items, stretch, height, num_splits = _repeated(
-            num_splits, items, stretch, height, num_splits
-        )
+    if num_splits is None:
+        sorting = height.argsort(kind="stable")
+    else:
+        whole, split = _runs(num_splits)
+        items, num_splits = items.take(whole, axis=0), num_splits.take(whole)
+        stretch, height = stretch.take(whole), height.take(whole)
         length = items[:, _END] - items[:, _BEGIN]
         step = -(-length // num_splits)
         items[:, _END] = items[:, _BEGIN] + np.minimum((split + 1) * step, length)
@@ -232,65 +241,61 @@ def make_plan(
         # Tiles of one span stand next to each other, so that they run at the same time and all but
         # the first find it in the cache of the device.
         sorting = np.lexsort((split, stretch, height))
-        is_end = split == num_splits - 1
-    else:
-        sorting = height.astype(np.int8).argsort(kind="stable")
-        is_end = None
-    starts = height[sorting].searchsorted(np.arange(len(capacities) + 1))
-    is_own = stretch[sorting] >= num_groups
-    own_items = is_own.nonzero()[0]
+    starts = _sums(np.bincount(height, minlength=len(capacities)))
     return Plan(
-        items=items[sorting],
+        items=items.take(sorting, axis=0),
         starts=starts.astype(np.int32),
         token_order=token_order.astype(np.int32),
         bases=bases.astype(np.int32),
         rows=tiling.rows,
-        own=own_items,
-        ends=own_items if is_end is None else (is_own & is_end[sorting]).nonzero()[0],
     )
 
 
-def _splits(lengths: _Ints, height: IntArray, num_kv_heads: int, tiling: Tiling) -> _Ints:
+@cache
+def _capacities(rows: tuple[int, ...], group: int) -> npt.NDArray[np.int32]:
+    """How many tokens fit into each height."""
+    assert rows[0] >= group, f"{group=} rows do not fit into a tile of {rows[0]}"
+    return np.array([height // group for height in rows], dtype=np.int32)
+
+
+def _splits(lengths: _Ints, height: IntArray, num_kv_heads: int, tiling: Tiling) -> IntArray | None:
     """Into how many spans each tile's KV is split: as even as it takes for all programs to have
-    work, each height being a launch of its own."""
-    totals = np.bincount(height, weights=lengths, minlength=len(tiling.rows)).tolist()
+    work, each height being a launch of its own. None: no tile's is."""
+    totals = np.bincount(height, lengths, len(tiling.rows)).tolist()
     shares = [max(_MIN_SPLIT, math.ceil(n * num_kv_heads / tiling.programs)) for n in totals]
-    most = np.array(shares, dtype=np.int32)[height]
-    if (lengths <= most).all():
-        return np.ones(len(lengths), dtype=np.int32)
-    num_splits: _Ints = np.maximum(-(-lengths // most), 1)
+    most = np.array(shares, dtype=np.int32).take(height)
+    if not np.count_nonzero(lengths > most):
+        return None
+    num_splits: IntArray = np.maximum(-(-lengths // most), 1).astype(np.int64)
     return num_splits
 
 
-def _pieces_before(groups: Groups, splits: _Ints) -> IntArray:
+def _pieces_before(groups: Groups, splits: IntArray | None) -> IntArray:
     """[groups + requests] pieces of the groups around a group, and of all groups of a request."""
-    before = np.zeros(groups.num_groups, dtype=np.int64)
+    if splits is None:
+        return np.concatenate((groups.level, groups.depth))
+    pieces = np.zeros(groups.num_groups + len(groups.order), dtype=np.int64)
     for level in range(1, groups.num_levels):
         mine, outer = (groups.level == level).nonzero()[0], (groups.level < level).nonzero()[0]
         so_far = of_all_around(
             groups.begin[outer], groups.end[outer], splits[outer], len(groups.order)
         )
-        before[mine] = so_far[groups.begin[mine]]
-    of_requests = of_all_around(groups.begin, groups.end, splits, len(groups.order))
-    return np.concatenate((before, of_requests))
+        pieces[mine] = so_far[groups.begin[mine]]
+    pieces[groups.num_groups :] = of_all_around(groups.begin, groups.end, splits, len(groups.order))
+    return pieces
 
 
-def _sums(numbers: IntArray) -> IntArray:
+def _sums(numbers: _Ints) -> IntArray:
     """Of none, of the first, of the first two, ...: [2, 3] -> [0, 2, 5]."""
     sums = np.zeros(len(numbers) + 1, dtype=np.int64)
     numbers.cumsum(out=sums[1:])
     return sums
 
 
-def _repeated(times: _Ints, *arrays: _Ints) -> tuple[Any, ...]:
-    """The rows of each so many times."""
-    return tuple(np.repeat(array, times, axis=0) for array in arrays)
-
-
-def _positions_in_runs(lengths: _Ints) -> IntArray:
-    """0, 1, ... anew in each run: [2, 3] -> [0, 1, 0, 1, 2]."""
-    ends = np.cumsum(lengths)
-    return np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - lengths, lengths)
+def _runs(lengths: _Ints) -> tuple[IntArray, IntArray]:
+    """Runs of such lengths, and places in them: [2, 3] -> [0, 0, 1, 1, 1], [0, 1, 0, 1, 2]."""
+    run = np.arange(len(lengths)).repeat(lengths)
+    return run, np.arange(len(run)) - _sums(lengths).take(run)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -338,6 +343,5 @@ def bytes_moved(plan: Plan, heads: HeadShape) -> Bytes:
 def scores_computed(plan: Plan, heads: HeadShape) -> int:
     """Pairs of query row and key that tensor cores compute in one layer, for all query heads: the
     empty rows of tiles count too."""
-    heights = np.repeat(np.array(plan.rows), np.diff(plan.starts))
     spans = plan.column("kv_end") - plan.column("kv_begin")
-    return int((heights * spans).sum()) * heads.num_kv_heads
+    return int((plan.heights() * spans).sum()) * heads.num_kv_heads

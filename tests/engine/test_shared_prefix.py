@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from sglang.srt.mem_cache import kv_cache_configurator, kv_cache_dtype
 from sglang.srt.model_executor.runner import decode_cuda_graph_runner
 from sglang.srt.model_executor.runner_utils import capture_mode
 
@@ -111,6 +112,41 @@ def test_tokens_of_requests_that_were_stopped_and_go_on(make_engine, policy):
     options = {"policy": policy, "max_running_requests": 4}
     _, expected = run(make_engine, "torch_native", with_interruptions, **options)
     engine, found = run(make_engine, NAME, with_interruptions, **options)
+    assert found == expected
+    assert shared_of(engine).num_shared_batches > 5
+
+
+class NotCpu:
+    """SGLang's platform, but for the question whether it is a CPU."""
+
+    def __init__(self, platform):
+        self._platform = platform
+
+    def __getattr__(self, name):
+        return getattr(self._platform, name)
+
+    def is_cpu(self):
+        return False
+
+
+@pytest.mark.parametrize(
+    "dtype, work",
+    [
+        ("fp8_e5m2", questions),
+        ("fp8_e4m3", questions),
+        ("fp8_e5m2", with_interruptions),
+        ("fp8_e4m3", with_interruptions),
+    ],
+)
+def test_tokens_with_float8_kv(make_engine, monkeypatch, dtype, work):
+    """SGLang refuses float8 KV on a CPU, or wants Intel's AMX. Its pools and its torch_native
+    backend do it all the same."""
+    for module in (kv_cache_dtype, kv_cache_configurator):
+        monkeypatch.setattr(module, "current_platform", NotCpu(module.current_platform))
+    options = {"kv_cache_dtype": dtype, "max_running_requests": 4}
+    _, expected = run(make_engine, "torch_native", work, **options)
+    engine, found = run(make_engine, NAME, work, **options)
+    assert shared_of(engine)._pool.get_key_buffer(0).dtype.itemsize == 1
     assert found == expected
     assert shared_of(engine).num_shared_batches > 5
 
@@ -287,22 +323,37 @@ from cosched.engine.port.local import LocalEngine
 
 def run(attention):
     flags = FLAGS | {"--model-path": sys.argv[1], "--attention-backend": attention}
+    flags["--max-running-requests"] = "2"
     arguments = [text for pair in flags.items() for text in pair]
     with LocalEngine([*arguments, "--enable-mixed-chunk", "--disable-overlap-schedule"]) as engine:
-        head = prompt(1, 20)
-        engine.submit("d", head, max_new_tokens=1)
+        head = prompt(1, 12)
+        engine.submit("d", head, max_new_tokens=1, priority=-1)
         engine.run_until_idle()
-        def act(iteration):
-            if iteration < 2:
-                tokens = head + prompt(90 + iteration, 3)
-                engine.submit(f"q{iteration}", tokens, max_new_tokens=4 - iteration)
-        engine.run_until_idle(on_iteration=act)
         backend = engine.scheduler.tp_worker.model_runner.attn_backend
         shared = getattr(backend, "cosched_shared", None)
+        stopped, modes = [], set()
+        engine.watch_stops(stopped.append)
+        if shared:
+            plan_for = shared._plan_for
+            def noted(batch):
+                plan = plan_for(batch)
+                if plan is not None:
+                    modes.add(batch.forward_mode.name)
+                return plan
+            shared._plan_for = noted
+        def act(iteration):
+            if iteration == 0:
+                for index in range(2):
+                    tokens = head + prompt(90 + index, 2)
+                    engine.submit(f"q{index}", tokens, max_new_tokens=4, priority=-1)
+            elif iteration == 2:  # one of them makes room, and goes on later
+                engine.submit("o", head + prompt(70, 2), max_new_tokens=2)
+        engine.run_until_idle(on_iteration=act)
         return {
             "replies": {rid: reply.output_ids for rid, reply in engine.replies.items()},
             "kernels": shared._kernels.__name__ if shared else type(backend).__name__,
-            "shared": shared.num_shared_batches if shared else 0,
+            "modes": sorted(modes),
+            "stopped": len(stopped),
         }
 
 print(json.dumps([run(name) for name in sys.argv[2:]]))
@@ -310,7 +361,8 @@ print(json.dumps([run(name) for name in sys.argv[2:]]))
 
 
 def test_the_kernels_and_stock_triton_give_the_same_tokens(tiny_model):
-    """Both under Triton's interpreter, in a process of its own: that is chosen at import."""
+    """Of prefills, decodes, mixed batches, and a request that was stopped and goes on. Both under
+    Triton's interpreter, in a process of its own: that is chosen at import."""
     config = {"policy": "sarathi", "strict": True, "shared_prefix": {"min_saved_tokens": 1}}
     environment = os.environ | {"TRITON_INTERPRET": "1", "COSCHED_CONFIG": json.dumps(config)}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
@@ -325,5 +377,6 @@ def test_the_kernels_and_stock_triton_give_the_same_tokens(tiny_model):
     ours, stock = json.loads(done.stdout.splitlines()[-1])
     assert ours["kernels"] == "cosched_kernels.shared_prefix"
     assert stock["kernels"] == "TritonAttnBackend"
-    assert ours["shared"] > 1
+    assert ours["stopped"] and stock["stopped"]
+    assert {"DECODE", "EXTEND", "MIXED"} <= set(ours["modes"])
     assert ours["replies"] == stock["replies"]

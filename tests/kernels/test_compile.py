@@ -2,7 +2,12 @@
 
 import pytest
 
-from cosched_kernels.compile_table import SHARED_MEMORY, compile_attend, compile_reduce
+from cosched_kernels.compile_table import (
+    SHARED_MEMORY,
+    compile_apart,
+    compile_attend,
+    compile_reduce,
+)
 from cosched_kernels.shared_prefix import tiles_for
 
 
@@ -31,3 +36,10 @@ def test_weighing_pieces_compiles_without_spills():
     found = compile_reduce(90)
     assert found.spilled == 0
     assert found.shared_memory <= SHARED_MEMORY[90]
+
+
+def test_architectures_do_not_disturb_each_other():
+    """In one process, what was first compiled for sm_90 makes Triton use conversions of float8 that
+    sm_80 does not have."""
+    found = list(compile_apart([(90, [256], ["fp8e5"]), (80, [256], ["fp8e5"])]))
+    assert [row.arch for row in found] == [90] * 3 + [80] * 3

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cosched.core.request import LateReason, Slo
-from cosched.core.view import Room
+from cosched.core.view import Match, Room
 from cosched.offline.prefix_pool import PoolConfig, PrefixPool
 from cosched.planning.validate import validate
 from cosched.policy.base import Budgets, PolicySettings
 from cosched.policy.cosched import GAPS, CoschedOptions, CoschedPolicy, Past
 from cosched.policy.online_order import LATE_TURN
-from tests.factories import FakeView, Linear, decoding, make_caps, offline, online, prefilled
+from tests.factories import FakeView, Linear, PerKv, decoding, make_caps, offline, online, prefilled
 from tests.policy.limits import seconds_of
 
 TTFT_S, TPOT_S = 1.0, 0.05
@@ -186,6 +186,20 @@ def test_prefix_order_is_left_only_for_one_that_yields_much_more(num_output, fir
     pool.add(waiting("short", ("a", 200), max_new_tokens=num_output))
     pool.add(waiting("long", ("b", 900), max_new_tokens=10))
     plan, _ = planned(view_of(offline=pool))
+    assert next(iter(plan.prefill)) == first
+
+
+@pytest.mark.parametrize(("reads_once", "first"), [(False, "plain"), (True, "question")])
+def test_a_question_on_a_document_that_others_read_decodes_cheaply(reads_once, first):
+    """Its prompt costs next to nothing either way, as the document is cached. What its output costs
+    depends on whether the document is read for it alone."""
+    pool = PrefixPool(PoolConfig(bucket_boundaries=(300,)))
+    pool.add(waiting("plain", ("a", 9000), max_new_tokens=4000))
+    pool.add(waiting("question", ("b", 9000), max_new_tokens=4000))
+    caps = replace(CAPS, shared_prefix=reads_once)
+    cached = {"question": Match(cached=8900, evictable=0)}
+    view = view_of(offline=pool, caps=caps, cached=cached)
+    plan, _ = planned(view, predictor=PerKv())
     assert next(iter(plan.prefill)) == first
 
 

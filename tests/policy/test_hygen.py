@@ -13,7 +13,7 @@ from cosched.core.view import Match
 from cosched.planning.validate import validate
 from cosched.policy.base import Budgets, PolicySettings
 from cosched.policy.hygen import HygenPolicy
-from tests.factories import FakeView, Linear, decoding, make_caps, offline, online, prefilled
+from tests.factories import FakeView, Linear, PerKv, decoding, make_caps, offline, online, prefilled
 from tests.policy.limits import decoding_in, has_offline_work, offline_limit_s, seconds_of
 
 TTFT_S, TPOT_S = 1.0, 0.05
@@ -551,11 +551,6 @@ def test_a_request_that_the_engine_refused_stands_back_and_stops_nobody():
 
 def test_decodes_on_a_prefix_that_is_read_once_all_fit():
     """Where each reads its whole context only some of them fit beside the online request."""
-
-    @dataclass(frozen=True, kw_only=True)
-    class PerKv(Linear):
-        def predict_s(self, totals):
-            return 1e-6 * totals.decode_context + super().predict_s(totals)
 
     members = [decoding(offline(f"off{i}", 10_000, max_new_tokens=50), 5) for i in range(8)]
     shared = {request.rid: 10_000 for request in members[1:]}

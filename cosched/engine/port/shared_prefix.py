@@ -61,9 +61,10 @@ class _Work(NamedTuple):
 
 class _Made(NamedTuple):
     """A plan for decodes, or None where sharing does not pay, and what it was made for: the next
-    iterations of the same requests need no other."""
+    iterations of the same requests need no other. While they decode, no more or less of them comes
+    to be in the radix tree."""
 
-    groups: Groups
+    reqs: list[Any]
     seq_lens: IntArray
     plan: Plan | None
 
@@ -282,11 +283,10 @@ class SharedPrefixes:
         launch = launched()
         if launch is None or not _is_plain(forward_batch):
             return None
-        batch = launch.batch
-        if forward_batch.rids != [req.rid for req in batch.reqs]:
-            return None  # a part of it
+        if not _is_all_of(forward_batch, launch.batch):
+            return None
         if self._planned is None or self._planned[0] is not launch:
-            plan = None if self._is_off else self._plan_or_switch_off(batch)
+            plan = None if self._is_off else self._plan_or_switch_off(launch.batch)
             self._planned = launch, plan
             self.num_shared_batches += plan is not None
         return self._planned[1]
@@ -339,22 +339,29 @@ class SharedPrefixes:
 
     def _plan_for(self, batch: Any) -> Plan | None:
         """The work of a layer for this batch, None where sharing does not pay."""
-        num_queries, seq_lens = _lengths(batch)
+        made, self._made = self._made, None
+        seq_lens = batch.seq_lens_cpu.numpy()
+        if not batch.forward_mode.is_decode():
+            return self._new_plan(batch, np.array(batch.extend_lens), seq_lens)
+        if made is not None and made.reqs == batch.reqs:
+            growth = seq_lens - made.seq_lens
+            if growth.min() >= 0 and growth.max() < _MAX_GROWTH:
+                self._made = made
+                return made.plan and made.plan.grown(seq_lens)
+        plan = self._new_plan(batch, np.ones_like(seq_lens), seq_lens)
+        self._made = _Made(batch.reqs.copy(), seq_lens.copy(), plan)
+        return plan
+
+    def _new_plan(self, batch: Any, num_queries: IntArray, seq_lens: IntArray) -> Plan | None:
+        """num_queries, seq_lens: [requests] new tokens, and tokens in all"""
         groups = self._groups(batch)
         is_decode = batch.forward_mode.is_decode()
         if groups.num_groups == 0 and (is_decode or not self._may_pack(num_queries)):
             return None
-        is_cached = groups.own <= (seq_lens - num_queries)[groups.order]
+        is_cached = groups.own <= (seq_lens - num_queries).take(groups.order)
         if not is_cached.all():
             return None  # what is computed now is in no group
-        made = self._made
-        if is_decode and made is not None and made.groups is groups:
-            growth = seq_lens - made.seq_lens
-            if growth.min() >= 0 and growth.max() < _MAX_GROWTH:
-                return made.plan and made.plan.grown(seq_lens)
-        plan = self._make_plan(groups, num_queries, seq_lens)
-        self._made = _Made(groups, seq_lens, plan) if is_decode else None
-        return plan
+        return self._make_plan(groups, num_queries, seq_lens)
 
     def _may_pack(self, num_queries: IntArray) -> bool:
         """Whether a prefill that shares nothing may be faster here all the same: there are decodes
@@ -470,10 +477,10 @@ def _is_plain(forward_batch: Any) -> bool:
     return (mode.is_decode() or is_extend) and forward_batch.spec_info is None
 
 
-def _lengths(batch: Any) -> tuple[IntArray, IntArray]:
-    """[requests] new tokens, and tokens in all; known on the host."""
-    if batch.forward_mode.is_decode():
-        seq_lens = batch.seq_lens_cpu.numpy().astype(np.int64)
-        return np.ones_like(seq_lens), seq_lens
-    num_queries = np.array(batch.extend_lens, dtype=np.int64)
-    return num_queries, np.array(batch.prefix_lens, dtype=np.int64) + num_queries
+def _is_all_of(forward_batch: Any, batch: Any) -> bool:
+    """Whether a forward pass runs a batch, and not a part of it. The lengths of a whole one are the
+    batch's own, unless it was padded."""
+    lengths = forward_batch.seq_lens_cpu
+    if lengths is not None and lengths is batch.seq_lens_cpu:
+        return True
+    return bool(forward_batch.rids == [req.rid for req in batch.reqs])
