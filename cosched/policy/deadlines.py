@@ -360,7 +360,7 @@ def _decode_slacks(
             tpot_s = default_tpot_s
         elif tpot_s < least_tpot_s:
             if shortest_s is None:
-                shortest_s = _shortest_s(predictor)
+                shortest_s = _shortest_s(predictor) / (1 + predictor.margin)
             if tpot_s < shortest_s:
                 tpot_s = default_tpot_s
             else:
@@ -381,7 +381,8 @@ def _decode_slacks(
 
 
 def _shortest_s(predictor: Predictor) -> float:
-    """The shortest iteration that decodes anything: no target below it can be met [s]."""
+    """Predicted time of the shortest iteration that decodes anything [s]; without the predictor's
+    margin no target below it can be met."""
     totals = BatchTotals()
     totals.add_decodes((1,))
     return predictor.predict_s(totals)
