@@ -293,6 +293,24 @@ def test_prompts_are_not_cut_for_decodes_where_a_share_of_ttft_is_promised():
     assert only_tpot.prefill == cut.prefill
 
 
+def test_offline_work_does_not_ride_with_prompts_where_a_share_of_ttft_alone_is_promised():
+    jobs = [decoding(offline(f"job{i}", 100, max_new_tokens=50), 5) for i in range(8)]
+    running = (replying(num_tokens=30, ago_s=0.3), *jobs)
+    view = view_of(running=running, online=[chat("new", 100)])
+    both = Room(wait_s=0.05, share=1.0)
+    for room, rides in (
+        (None, True),
+        (Room(share=1.0), True),
+        (both, True),
+        (Room(wait_s=0.05), False),
+    ):
+        plan, _ = planned(replace(view, room=room))
+        assert plan.prefill == {"new": 100}
+        assert set(plan.hold) == (set() if rides else {job.rid for job in jobs})
+    plan, _ = planned(replace(view, online=[], room=Room(wait_s=0.05)))
+    assert not plan.hold, "decodes alone"
+
+
 def test_prompts_are_cut_as_ever_where_somebody_is_late():
     queue = [chat("late", 500, age_s=3.0), chat("due", 3000, seq=1)]
     view = view_of(running=(replying(num_tokens=2),), online=queue)
