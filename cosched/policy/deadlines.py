@@ -59,6 +59,7 @@ class DeadlinePace:
                    may not
     longer_s       time of an iteration without offline work -> most time with it [s]; None: the
                    limit of the phase alone holds
+    rides          offline work may be in an iteration with online prefills
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class DeadlinePace:
         offline_s: float,
         beside_online: Sequence[int] | None,
         longer_s: Callable[[float], float] | None = None,
+        rides: bool = True,
     ) -> None:
         self._predictor = predictor
         self._ledger = ledger
@@ -77,9 +79,12 @@ class DeadlinePace:
         self._offline_s = offline_s
         self._beside_online = beside_online
         self._longer_s = longer_s
+        self._rides = rides
         self._most_tokens: int | None = None
 
     def begin_offline(self) -> None:
+        if not self._rides and self._ledger.totals.num_new:
+            self._offline_s = 0.0
         if self._longer_s is not None:
             self._offline_s = min(self._offline_s, self._longer_s(self._ledger.seconds()))
 
@@ -246,7 +251,8 @@ class Deadlines:
         are not late for the sake of first tokens, but where nothing could start otherwise. most_s:
         that an iteration beside online decodes takes [s]. spares_arrivals: `Budgets.idle_share`
         bounds iterations with offline work beside online decodes too. is_whole: prompts are not cut
-        for the sake of decodes. room: by how much offline work may lengthen the iteration."""
+        for the sake of decodes. room: by how much offline work may lengthen the iteration; where
+        only of TTFT a share is promised, iterations with online prefills have none in them."""
         builder, settings, slacks = self._builder, self._settings, self.slacks
         view, budgets = builder.view, settings.budgets
         prefill = _prefill_slacks(
@@ -289,6 +295,7 @@ class Deadlines:
                 builder.reads_of(view.running_of(RequestClass.OFFLINE)) if cuts_online else None
             ),
             longer_s=None if room is None else partial(self._longer_s, room),
+            rides=room is None or room.wait_s is None or room.share is not None,
         )
 
 
@@ -360,7 +367,7 @@ def _decode_slacks(
             tpot_s = default_tpot_s
         elif tpot_s < least_tpot_s:
             if shortest_s is None:
-                shortest_s = _shortest_s(predictor)
+                shortest_s = _shortest_s(predictor) / (1 + predictor.margin)
             if tpot_s < shortest_s:
                 tpot_s = default_tpot_s
             else:
@@ -381,7 +388,8 @@ def _decode_slacks(
 
 
 def _shortest_s(predictor: Predictor) -> float:
-    """The shortest iteration that decodes anything: no target below it can be met [s]."""
+    """Predicted time of the shortest iteration that decodes anything [s]; without the predictor's
+    margin no target below it can be met."""
     totals = BatchTotals()
     totals.add_decodes((1,))
     return predictor.predict_s(totals)
