@@ -427,6 +427,7 @@ class Controller:
     def admitted(self, tracked: TrackedRequest) -> None:
         """A waiting request is in the batch that is being built."""
         tracked.num_refusals = 0
+        self._outlook.admitted(tracked)
         num_cached = tracked.num_prefix_tokens
         num_lost = tracked.num_stopped_at - num_cached
         tracked.num_stopped_at = 0

@@ -20,8 +20,8 @@ from cosched.kv.tree import KvTree
 
 __all__ = ["RunningOutlook"]
 
-_UNTIL, _UPPER, _LIMIT, _ROWS, _GAIN = range(5)
-_NUM_COLUMNS = 5
+_UNTIL, _UPPER, _LIMIT, _ROWS, _SHARED, _GAIN = range(6)
+_NUM_COLUMNS = 6
 
 
 class RunningOutlook:
@@ -33,9 +33,16 @@ class RunningOutlook:
         self._requests: Sequence[TrackedRequest] = ()
         self._table: Any = np.empty((_NUM_COLUMNS, 0), dtype=np.int64)
         """Of each of these: the output with which its length is looked at again, the upper end of
-        its whole output until then, its limit, its rows, and tokens of the tree that it alone
-        holds."""
+        its whole output until then, its limit, its rows, tokens at its head that the tree owned,
+        and of these those that it alone held."""
         self._num_shifts = -1
+        self._admitted: set[TrackedRequest] = set()
+        """Since it was last asked."""
+
+    def admitted(self, request: TrackedRequest) -> None:
+        """It is about to run, maybe not for the first time: nobody may have asked since it was
+        stopped."""
+        self._admitted.add(request)
 
     def of(
         self,
@@ -63,7 +70,10 @@ class RunningOutlook:
         if self._num_shifts != kv_tree.num_shifts:
             self._num_shifts = kv_tree.num_shifts
             table[_GAIN] = -1
-        unknown = np.flatnonzero(table[_GAIN] < 0).tolist()
+        # With results on their way, the last of a prompt comes into the tree while it runs.
+        num_shared = np.array(running.num_shared, dtype=np.int64)
+        unknown = np.flatnonzero((table[_SHARED] != num_shared) | (table[_GAIN] < 0)).tolist()
+        table[_SHARED] = num_shared
         if unknown:
             nodes = [port.last_node(requests[place].req) for place in unknown]
             table[_GAIN, unknown] = kv_tree.gains_of_release(nodes)
@@ -71,13 +81,15 @@ class RunningOutlook:
 
     def _follow(self, requests: Sequence[TrackedRequest]) -> None:
         """Bring the table in line with who runs now."""
-        if requests == self._requests:
+        admitted = self._admitted
+        if requests == self._requests and not admitted:
             return
-        places = {request: place for place, request in enumerate(self._requests)}
+        places = {r: place for place, r in enumerate(self._requests) if r not in admitted}
+        admitted.clear()
         found = [places.get(request, -1) for request in requests]
         table = self._table.take(found, axis=1) if places else np.empty((_NUM_COLUMNS, len(found)))
         for place, before in enumerate(found):
             if before < 0:
                 request = requests[place]
-                table[:, place] = 0, 0, request.max_new_tokens, request.traits.num_rows, -1
+                table[:, place] = 0, 0, request.max_new_tokens, request.traits.num_rows, 0, -1
         self._requests, self._table = requests, table.astype(np.int64, copy=False)

@@ -17,6 +17,7 @@ __all__ = ["Running", "own_tokens", "taken_by_guests"]
 class Running(NamedTuple):
     """What is read of all running requests.
 
+    num_shared tokens at the head of each whose KV the tree owns
     num_own    KV tokens of each outside the tree
     num_output  tokens that each has generated
     own        KV tokens of each class outside the tree
@@ -32,6 +33,7 @@ class Running(NamedTuple):
     """
 
     everyone: list[TrackedRequest]
+    num_shared: list[int]
     num_own: list[int]
     num_output: list[int]
     by_class: dict[RequestClass, Decodes]
@@ -50,6 +52,7 @@ class Running(NamedTuple):
     def of(cls, reqs: Sequence[Any], *, page_size: int) -> Running:
         """Of the requests of a batch that are not over."""
         everyone: list[TrackedRequest] = []
+        all_shared: list[int] = []
         all_own: list[int] = []
         all_output: list[int] = []
         online: tuple[list[TrackedRequest], list[int]] = [], []
@@ -61,8 +64,10 @@ class Running(NamedTuple):
         guests: list[TrackedRequest] = []
         mixes = True
         class_offline = RequestClass.OFFLINE
-        for tracked, num_computed, num_own, num_output, is_ending in port.progress_of(reqs):
+        progress = port.progress_of(reqs)
+        for tracked, num_computed, num_shared, num_own, num_output, is_ending in progress:
             everyone.append(tracked)
+            all_shared.append(num_shared)
             all_own.append(num_own)
             all_output.append(num_output)
             if tracked.request_class is class_offline:
@@ -94,6 +99,7 @@ class Running(NamedTuple):
         taken, lent = _lent(guests, everyone)
         return cls(
             everyone,
+            all_shared,
             all_own,
             all_output,
             {RequestClass.ONLINE: Decodes(*online), RequestClass.OFFLINE: Decodes(*offline)},

@@ -44,7 +44,8 @@ class Traffic:
         self.left = 0
 
     def act(self, iteration):
-        self.check_outlook()
+        if self.draw.random() < 0.2:
+            self.check_outlook()
         for rid in [rid for rid in self.live if self.is_over(rid)]:
             del self.live[rid]
         for _ in range(min(PER_ITERATION, self.left)):
@@ -90,8 +91,12 @@ class Traffic:
                 ids = [10 + number] * 100
                 self.engine.submit(f"o{number}", ids, max_new_tokens=60, priority=-1)
         if len(self.engine.scheduler.running_batch.reqs) >= 8 and "chat" not in self.live:
+            self.check_outlook()
             self.live["chat"] = True
             self.engine.submit("chat", [30] * 1200, max_new_tokens=4, priority=0)
+
+        if self.is_over("chat"):
+            self.check_outlook()  # those that were stopped run again: nobody has asked meanwhile
 
     def submit(self):
         if len(self.live) < 40:

@@ -284,9 +284,10 @@ def reserve_ratio(scheduler: Any) -> float:
 
 # --- A request ---
 
-Progress: TypeAlias = tuple[Any, int, int, int, bool]
-"""What cosched keeps of a request, tokens whose KV is computed, KV tokens that it holds beside what
-the radix tree owns, generated tokens, and whether it is about to end."""
+Progress: TypeAlias = tuple[Any, int, int, int, int, bool]
+"""What cosched keeps of a request, tokens whose KV is computed, tokens at its head whose KV the
+radix tree owns, KV tokens that it holds beside these, generated tokens, and whether it is about to
+end."""
 
 
 def token_ids(req: Any) -> array[int]:
@@ -397,6 +398,7 @@ def progress_of(reqs: Sequence[Any]) -> list[Progress]:
         (
             req.cosched,
             kv.kv_committed_len,
+            kv.cache_protected_len,
             kv.kv_allocated_len - kv.cache_protected_len,
             len(req.output_ids),
             req.to_finish is not None,
