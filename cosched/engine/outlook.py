@@ -36,13 +36,13 @@ class RunningOutlook:
         its whole output until then, its limit, its rows, tokens at its head that the tree owned,
         and of these those that it alone held."""
         self._num_shifts = -1
-        self._admitted: set[TrackedRequest] = set()
-        """Since it was last asked."""
+        self._places: dict[TrackedRequest, int] = {}
+        """In the table, of those of whom it still holds."""
 
     def admitted(self, request: TrackedRequest) -> None:
         """It is about to run, maybe not for the first time: nobody may have asked since it was
         stopped."""
-        self._admitted.add(request)
+        self._places.pop(request, None)
 
     def of(
         self,
@@ -81,11 +81,9 @@ class RunningOutlook:
 
     def _follow(self, requests: Sequence[TrackedRequest]) -> None:
         """Bring the table in line with who runs now."""
-        admitted = self._admitted
-        if requests == self._requests and not admitted:
+        places = self._places
+        if requests == self._requests and len(places) == len(requests):
             return
-        places = {r: place for place, r in enumerate(self._requests) if r not in admitted}
-        admitted.clear()
         found = [places.get(request, -1) for request in requests]
         table = self._table.take(found, axis=1) if places else np.empty((_NUM_COLUMNS, len(found)))
         for place, before in enumerate(found):
@@ -93,3 +91,4 @@ class RunningOutlook:
                 request = requests[place]
                 table[:, place] = 0, 0, request.max_new_tokens, request.traits.num_rows, 0, -1
         self._requests, self._table = requests, table.astype(np.int64, copy=False)
+        self._places = {request: place for place, request in enumerate(requests)}

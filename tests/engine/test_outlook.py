@@ -1,5 +1,6 @@
 """What is kept of those that run from plan to plan; in a scheduler: test_no_leaks.py."""
 
+import weakref
 from types import SimpleNamespace
 
 from cosched.core.request import PLAIN
@@ -83,6 +84,17 @@ def test_a_prompt_that_comes_into_the_tree_while_it_runs_is_looked_at_again():
     asked(outlook, tree, [request], own=11)
     tree.gains["a"] = 101
     assert asked(outlook, tree, [request], shared=91)[0] == [111]
+
+
+def test_nothing_is_kept_of_those_that_nobody_asks_about():
+    outlook = RunningOutlook(Lengths())
+    requests = [Request("a") for _ in range(50)]
+    left = [weakref.ref(request) for request in requests]
+    for request in requests:
+        outlook.admitted(request)
+    del request
+    requests.clear()
+    assert not any(request() for request in left)
 
 
 def test_one_that_was_stopped_and_runs_again_unasked_is_looked_at_again():
