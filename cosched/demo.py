@@ -74,9 +74,6 @@ _SERVER_FLAGS = (
     *("--max-running-requests", "16"),
     *("--max-total-tokens", "32768"),
     *("--mem-fraction-static", "0.2"),  # a model this small needs no more where there is a GPU
-    # A forward pass on a CPU is over when its call is: planning beside it is not to be had there,
-    # and every token would come out an iteration late.
-    "--disable-overlap-schedule",
 )
 _SECONDS, _RATE, _JOB_REQUESTS, _CONCURRENCY = 40.0, 2.0, 800, 64
 _PATIENCE_S = 60.0  # for online requests that are unanswered when the window closes
