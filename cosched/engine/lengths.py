@@ -22,12 +22,13 @@ class Lengths:
         self.model = LengthModel(config)
         self._guard = guard
 
-    def remaining(self, tracked: TrackedRequest) -> LengthEstimate:
-        """What it is still to generate. Its limit, where the estimate fails."""
+    def remaining(self, tracked: TrackedRequest, *, waits: bool = False) -> LengthEstimate:
+        """What it is still to generate. Its limit, where the estimate fails. waits: what has been
+        learned since it was last asked may change it."""
         num_output = tracked.num_output_tokens
         try:  # not `watching`: this is asked of all that runs
             belief = tracked.length or self._belief(tracked)
-            return belief.remaining(num_output)
+            return belief.remaining(num_output, waits=waits)
         except Exception as error:
             self._guard.note_or_raise("length", error)
         most = max(tracked.max_new_tokens - num_output, 0)

@@ -124,7 +124,7 @@ class SchedulerView:
 
     def length(self, request: Request) -> LengthEstimate:
         assert isinstance(request, TrackedRequest), f"{type(request)=}"
-        return self._lengths.remaining(request)
+        return self._lengths.remaining(request, waits=self.waiting(request.rid) is not None)
 
     def waiting(self, rid: str) -> TrackedRequest | None:
         return self._waiting.get(rid)

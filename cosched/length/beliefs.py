@@ -22,11 +22,14 @@ _FIRST_STEP = 16
 _BEYOND = (2.0, 4.0)
 """Of what has come out: median and upper length where no request of any likeness got so long. As
 if lengths had no scale (a Pareto tail of index 1 has the median of the survivors of t at 2 t)."""
+_RENEWED = 32
+"""Requests that end before a belief about one that waits is looked at again, at most."""
 _NORMAL = NormalDist()
 
 
 class Belief:
-    """Of one request. Made when it is first asked about; follows what has come out since."""
+    """Of one request. Made when it is first asked about; follows what has come out since, and while
+    it waits what has been learned since."""
 
     __slots__ = (
         "_answer",
@@ -35,6 +38,7 @@ class Belief:
         "_features",
         "_median",
         "_model",
+        "_renewed",
         "facts",
         "until",
         "upper",
@@ -54,16 +58,23 @@ class Belief:
         """Tokens after which it was last asked: a plan asks several times, and each plan anew about
         those that wait."""
         self._answer = LengthEstimate(0, 0)
+        self._renewed = 0
+        """Requests that have ended with which it is looked at again while it waits."""
 
-    def remaining(self, num_produced: int) -> LengthEstimate:
+    def remaining(self, num_produced: int, *, waits: bool = False) -> LengthEstimate:
         """What is still to come after so many tokens; 0 at the limit and at least 1 before it.
 
         Looked up when it is first asked, each time the output has doubled, and where it is longer
         than it was thought: in between the expected total stays, so that plans rest on something.
+        Of a request that waits also when twice as many have ended as then, or `_RENEWED` more:
+        what was believed when nothing was known must not keep it waiting.
         """
         if num_produced != self._asked:
             self._answer = self._remaining(num_produced)
             self._asked = num_produced
+        elif waits and self._model.num_learned >= self._renewed:
+            self.until = 0
+            self._answer = self._remaining(num_produced)
         return self._answer
 
     def _remaining(self, num_produced: int) -> LengthEstimate:
@@ -75,6 +86,8 @@ class Belief:
             self._median = max(round(median), num_produced + 1)
             self.upper = max(math.ceil(upper), self._median)
             self.until = max(num_produced + _FIRST_STEP, min(2 * num_produced, self._median))
+            num_learned = self._model.num_learned
+            self._renewed = num_learned + min(max(num_learned, 1), _RENEWED)
         # Asked of all that runs, in each plan: without calls.
         median_left = self._median - num_produced
         median_left = 1 if median_left < 1 else left if median_left > left else median_left
@@ -111,6 +124,8 @@ class LengthModel:
         self._hints = Hints(coverage=coverage, window=window)
         self._tokens = TokenModel(coverage=config.coverage) if config.mode == "learned" else None
         self._scores = Window(_SCORES, typecode="d")
+        self.num_learned = 0
+        """Requests that it has learned from."""
         self._correction = 1.0
         """Factor on the upper quantile with which it would have covered the share it is to cover of
         the newest requests: a conformal correction (Vovk et al. 2005; Romano et al. 2019) over a
@@ -125,6 +140,7 @@ class LengthModel:
         if not self.config.learns:
             return
         facts = belief.facts
+        self.num_learned += 1
         before = self.histogram.learn(belief.cells, num_output_tokens)
         if before is None:
             return

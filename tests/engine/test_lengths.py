@@ -83,6 +83,24 @@ def test_a_stopped_request_is_judged_by_all_that_it_has_produced(make_engine):
     assert all(estimate == (30 - count, 30 - count) for count, estimate in seen)
 
 
+def test_who_waited_before_anything_was_known_is_believed_anew(make_engine):
+    engine = make_engine(max_running_requests=1)
+    for i in range(4):
+        engine.submit(f"r{i}", prompt(i, 30), max_new_tokens=9)
+    engine.submit("waits", prompt(9, 30), max_new_tokens=100)
+    seen = []
+
+    def look(iteration):
+        if engine.scheduler.waiting_queue.get("waits") is not None:
+            view = view_now(engine.scheduler)
+            seen.append(view.length(view.waiting("waits")).median)
+
+    engine.run_until_idle(on_iteration=look)
+    assert seen[0] == 100
+    assert seen[-1] == 9
+    assert_drained(engine)
+
+
 def test_a_hint_reaches_the_plan(make_engine):
     engine = make_engine(config={"length": {"mode": "oracle"}})
     hint = {"cosched": {"output_tokens_hint": 40}}

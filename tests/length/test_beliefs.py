@@ -6,6 +6,7 @@ import math
 import random
 import tracemalloc
 from array import array
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -243,6 +244,25 @@ class TestLearning:
         belief = model.belief(facts(limit=10_000))
         totals = {count + belief.remaining(count).median for count in range(100)}
         assert len(totals) == 1
+
+    def test_who_waits_is_believed_anew_by_what_has_ended_since(self):
+        model = LengthModel(LengthConfig())
+        waiting, running = (model.belief(facts(limit=4000)) for _ in range(2))
+        totals = []
+        for _ in range(200):
+            totals.append(waiting.remaining(0, waits=True).median)
+            assert running.remaining(0).median == 4000, "what runs is planned with"
+            model.learn(model.belief(facts(limit=4000)), 50)
+        assert totals[:2] == [4000, 50]
+        looked_up = []
+        waiting._model = SimpleNamespace(
+            num_learned=model.num_learned,
+            totals=lambda *asked: looked_up.append(asked) or model.totals(*asked),
+        )
+        for _ in range(100):
+            waiting.remaining(0, waits=True)
+            waiting._model.num_learned += 1
+        assert len(looked_up) <= 4, "not for each that ends"
 
     def test_memory_is_bounded(self):
         model = LengthModel(LengthConfig(max_cells=200, window=16))
