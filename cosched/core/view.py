@@ -195,6 +195,11 @@ class OfflineOrder(Protocol):
         """
         ...
 
+    def num_shared(self, request: Request) -> int:
+        """Tokens at the head of a waiting request with which another one of its bucket begins too;
+        0 where nobody knows. O(depth)."""
+        ...
+
     def take(self, request: Request) -> None:
         """It is admitted: no candidate any more."""
         ...

@@ -58,6 +58,10 @@ class _RecordedOrder(Iterator[Request]):
         buckets: list[list[int]] = self._ask("candidates", per_bucket)
         return [[self._requests[seq] for seq in bucket] for bucket in buckets]
 
+    def num_shared(self, request: Request) -> int:
+        num_tokens: int = self._ask("num_shared", request.arrival_seq)
+        return num_tokens
+
     def take(self, request: Request) -> None:
         self._ask("take", request.arrival_seq)
 

@@ -88,6 +88,11 @@ class _NotedOrder(Iterator[Request]):
         self.steps.append(("candidates", [per_bucket], seqs))
         return buckets
 
+    def num_shared(self, request: Request) -> int:
+        num_tokens = self._order.num_shared(request)
+        self.steps.append(("num_shared", [request.arrival_seq], num_tokens))
+        return num_tokens
+
     def take(self, request: Request) -> None:
         self.steps.append(("take", [request.arrival_seq], None))
         self._order.take(request)

@@ -150,5 +150,8 @@ class ArrivalOrder(Iterator[R]):
         self._ahead += islice(self._requests, max(per_bucket - len(self._ahead), 0))
         return [self._ahead[:per_bucket]]
 
+    def num_shared(self, request: Request) -> int:
+        return 0
+
     def take(self, request: Request) -> None:
         self._ahead = [ahead for ahead in self._ahead if ahead is not request]

@@ -426,6 +426,10 @@ class PoolOrder(Iterator[P]):
             nodes = [tree.find(token_ids, key=key, num_tokens=num_tokens) for tree in others]
             self._skipped.update(node for node in nodes if node is not None)
 
+    def num_shared(self, request: P) -> int:
+        """Tokens at its head with which another one of its bucket begins too. O(depth)."""
+        return self._pool._places[request.rid].innermost_shared().prefix_len
+
     def take(self, request: P) -> None:
         """It is admitted: neither yielded nor a candidate any more."""
         if request is not self._most_urgent:

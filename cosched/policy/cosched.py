@@ -27,7 +27,9 @@ Of an iteration
    and for the next one, which is planned already (as in `bros`).
 4. Offline requests of the pool's candidates (Echo §6) by tokens, those expected of their output
    among them, per predicted second; less the cached tokens that others would have reused (Echo
-   §4.1). Prefix order is left only for one that yields much more.
+   §4.1). Prefix order is left only for one that yields much more. Where the best of them lacks
+   memory that offline requests hold, what becomes free is kept for it: whoever fits meanwhile is
+   the shortest prompt, not the best, and its reply holds the memory for long.
 """
 
 from __future__ import annotations
@@ -42,14 +44,14 @@ import msgspec
 
 from cosched.core.plan import Plan
 from cosched.core.request import Request, num_tokens_of
-from cosched.core.view import Match, View
+from cosched.core.view import Match, OfflineOrder, View
 from cosched.planning.builder import PlanBuilder
 from cosched.planning.forecast import KvForecast
 from cosched.policy.base import PolicySettings
 from cosched.policy.deadlines import Deadlines, online_prefills
 from cosched.policy.echo import Candidate, admit_by_score, punishments
 from cosched.policy.online_order import LATE_TURN, OnlineOrder, by_feasibility
-from cosched.policy.phases import Steps, output_token_s, two_phases
+from cosched.policy.phases import LEAST_SHARED, Steps, output_token_s, two_phases
 
 __all__ = ["GAPS", "CoschedOptions", "CoschedPolicy", "Past"]
 
@@ -151,12 +153,14 @@ def _stop_unfinished(builder: PlanBuilder, behind: Sequence[Request]) -> None:
 
 def _best_yield(
     builder: PlanBuilder,
+    order: OfflineOrder,
     fitting: Sequence[Candidate],
     benefit: int,
     seconds: float,
 ) -> Candidate:
     """The most tokens per second of the device, those of its output among both; the first (prefix
-    order, the bucket that has the turn before the others) where none has many times its yield."""
+    order, the bucket that has the turn before the others) where it shares its beginning and none
+    has many times its yield."""
     view = builder.view
     lost = punishments(builder, fitting)
     usual_s = output_token_s(view, fitting[0].request, _NOTHING)
@@ -174,20 +178,23 @@ def _best_yield(
 
     yields = [tokens_per_s(place) for place in range(len(fitting))]
     best = max(range(len(yields)), key=yields.__getitem__)
-    return fitting[best if yields[best] > _WORTH_LEAVING * yields[0] else 0]
+    first = fitting[0]
+    is_shared = max(first.match.cached, order.num_shared(first.request)) >= LEAST_SHARED
+    worth_leaving = _WORTH_LEAVING if is_shared else 1.0
+    return fitting[best] if yields[best] > worth_leaving * yields[0] else first
 
 
 _NOTHING = Match(cached=0, evictable=0)
 
 _WORTH_LEAVING = 1.5
 """Times the yield of the next in prefix order, for which that order is left: who is passed over
-finds less in the cache when its turn comes."""
+finds less in the cache when its turn comes. One that shares nothing loses nothing by it."""
 
 _LEAST_S = 1e-9
 """What anything takes [s]: a predictor may find a request free of cost beside what is in."""
 
 _BY_YIELD = Steps(
-    admit=partial(admit_by_score, choose=_best_yield),
+    admit=partial(admit_by_score, choose=_best_yield, keeps_room=True),
     # A token is a token: those with the shortest contexts give most of them per second.
     decode_order=attrgetter("num_computed_tokens", "arrival_seq"),
 )

@@ -27,6 +27,7 @@ from cosched.core.view import Decodes, Match, OfflineOrder, View
 from cosched.planning.builder import PlanBuilder
 
 __all__ = [
+    "LEAST_SHARED",
     "UNLIMITED",
     "Pace",
     "Steps",
@@ -40,6 +41,7 @@ __all__ = [
     "is_worth_its_place",
     "make_room_for_decodes",
     "must_wait",
+    "num_offline_running",
     "offline_room",
     "offline_tokens",
     "output_token_s",
@@ -187,7 +189,7 @@ def stop_beyond_limit(builder: PlanBuilder, steps: Steps) -> None:
     """Stop what runs offline beyond the operator's limit, where that is wanted."""
     limits = builder.view.offline_limits
     if limits.stop_running and limits.most_running is not None:
-        num_beyond = _num_offline(builder) - limits.most_running
+        num_beyond = num_offline_running(builder) - limits.most_running
         for victim in steps.victims(builder)[: max(num_beyond, 0)]:
             builder.preempt(victim)
 
@@ -346,13 +348,13 @@ def _prefill_offline(builder: PlanBuilder, pace: Pace, steps: Steps) -> None:
 def owes_recomputing(builder: PlanBuilder) -> bool:
     """Stops have made the device compute too much anew: no offline request is admitted beside one
     that runs."""
-    return builder.view.recompute_debt_s > 0 and _num_offline(builder) > 0
+    return builder.view.recompute_debt_s > 0 and num_offline_running(builder) > 0
 
 
 def follow(order: OfflineOrder, request: Request, num_cached: int) -> None:
     """Who shares what this request computes now waits until it is in the tree, unless it is next to
     nothing."""
-    num_shared = num_cached + _LEAST_SHARED
+    num_shared = num_cached + LEAST_SHARED
     if order.knows_prefixes and num_shared <= num_tokens_of(request):
         order.skip_sharing(request, num_shared)
 
@@ -377,10 +379,10 @@ def must_wait(builder: PlanBuilder, request: Request) -> bool:
 def offline_room(builder: PlanBuilder) -> int | None:
     """Offline requests that may be admitted by the operator's limit; None: any number."""
     most = builder.view.offline_limits.most_running
-    return None if most is None else max(most - _num_offline(builder), 0)
+    return None if most is None else max(most - num_offline_running(builder), 0)
 
 
-def _num_offline(builder: PlanBuilder) -> int:
+def num_offline_running(builder: PlanBuilder) -> int:
     """Offline requests under way that are not stopped."""
     num_unfinished = sum(r.request_class is RequestClass.OFFLINE for r in builder.unfinished())
     return len(builder.running_of(RequestClass.OFFLINE).requests) + num_unfinished
@@ -492,5 +494,5 @@ _LEAST_CHUNK = 16
 _LEAST_PROGRESS = 64
 """Prompt tokens that an iteration without any other work computes, however long that may take."""
 
-_LEAST_SHARED = 64
+LEAST_SHARED = 64
 """Tokens that are worth waiting for another request to compute them."""

@@ -7,6 +7,7 @@ import math
 import random
 import tracemalloc
 from array import array
+from bisect import bisect_right
 from dataclasses import replace
 
 import pytest
@@ -445,6 +446,24 @@ def test_skipping_leaves_out_those_that_share_and_nobody_else(ratio, boundaries)
         missing = [request for request in requests if request not in left]
         for request in missing:
             assert any(shared_len(request, other) >= n for other, n in skipped)
+
+
+@pytest.mark.parametrize("boundaries", [(), (4, 7)])
+def test_what_one_shares_is_the_most_that_another_of_its_bucket_begins_with_too(boundaries):
+    rng = random.Random(1)
+    for _ in range(150):
+        requests = [random_request(rng) for _ in range(rng.randrange(1, 25))]
+        pool = filled(PoolConfig(bucket_boundaries=boundaries), requests)
+        order = pool.order()
+        for request in requests:
+            bucket = bisect_right(boundaries, request.num_prompt_tokens)
+            others = [0] + [
+                shared_len(request, other)
+                for other in requests
+                if other is not request
+                and bisect_right(boundaries, other.num_prompt_tokens) == bucket
+            ]
+            assert order.num_shared(request) == max(others)
 
 
 class Watched:

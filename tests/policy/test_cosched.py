@@ -190,26 +190,50 @@ def test_offline_it_is_tokens_per_second_that_count_those_of_the_output_too():
     assert next(iter(plan.prefill)) == "long"
 
 
-@pytest.mark.parametrize(("num_output", "first"), [(60, "short"), (4000, "long")])
-def test_prefix_order_is_left_only_for_one_that_yields_much_more(num_output, first):
+@pytest.mark.parametrize(
+    ("num_output", "is_shared", "first"),
+    [(60, True, "short"), (60, False, "long"), (4000, True, "long")],
+)
+def test_prefix_order_is_left_only_for_one_that_yields_much_more(num_output, is_shared, first):
     """The bucket of short prompts has the turn. "long" yields 1.2 times as much where "short"
     generates sixty tokens."""
     pool = PrefixPool(PoolConfig(bucket_boundaries=(300,)))
     pool.add(waiting("short", ("a", 200), max_new_tokens=num_output))
+    if is_shared:
+        pool.add(waiting("like", ("a", 190), ("c", 10), max_new_tokens=num_output))
     pool.add(waiting("long", ("b", 900), max_new_tokens=10))
     plan, _ = planned(view_of(offline=pool))
     assert next(iter(plan.prefill)) == first
+
+
+@pytest.mark.parametrize(
+    ("held_by", "admitted"), [(offline, []), (online, ["short"]), (None, ["long", "short"])]
+)
+def test_what_becomes_free_is_kept_for_the_best(held_by, admitted):
+    """The long one does not fit beside what runs. Offline work ends; what chat holds other chats
+    will need."""
+    pool = PrefixPool(PoolConfig(bucket_boundaries=(300,)))
+    pool.add(waiting("short", ("a", 200), max_new_tokens=500))
+    pool.add(waiting("long", ("b", 900), max_new_tokens=10))
+    running = ()
+    if held_by is not None:
+        held = held_by("held", 1000, max_new_tokens=50, arrival_s=9.0)
+        running = (replace(decoding(held, 20), first_token_s=9.95),)
+    view = view_of(offline=pool, running=running, total_kv=1850)
+    plan, _ = planned(view)
+    assert [*plan.prefill] == admitted, plan
 
 
 @pytest.mark.parametrize(("reads_once", "first"), [(False, "plain"), (True, "question")])
 def test_a_question_on_a_document_that_others_read_decodes_cheaply(reads_once, first):
     """Its prompt costs next to nothing either way, as the document is cached. What its output costs
     depends on whether the document is read for it alone."""
-    pool = PrefixPool(PoolConfig(bucket_boundaries=(300,)))
+    pool = PrefixPool(PoolConfig(bucket_boundaries=(9150,)))
     pool.add(waiting("plain", ("a", 9000), max_new_tokens=4000))
-    pool.add(waiting("question", ("b", 9000), max_new_tokens=4000))
+    pool.add(waiting("like it", ("a", 8900), ("c", 200), max_new_tokens=4000))
+    pool.add(waiting("question", ("b", 9200), max_new_tokens=4000))
     caps = replace(CAPS, shared_prefix=reads_once)
-    cached = {"question": Match(cached=8900, evictable=0)}
+    cached = {"question": Match(cached=9100, evictable=0)}
     view = view_of(offline=pool, caps=caps, cached=cached)
     plan, _ = planned(view, predictor=PerKv())
     assert next(iter(plan.prefill)) == first
