@@ -50,7 +50,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice
@@ -233,6 +233,7 @@ class _Work:
         self._next_group = max(carry.groups.values(), default=0) + 1
         self._waits_for_groups = options.synced and config.replan_on == "group"
         self._lengths: dict[str, int] = {}
+        self._least_place = max(_LEAST_PLACE, self._page + 1)
 
     def length(self, request: Request) -> int:
         """Tokens of KV, in whole pages, for the output that it is still to generate."""
@@ -458,6 +459,8 @@ class _Work:
             return
         patient.sort(key=lambda item: item[0])
         lengths = [length * (1 + self.config.buffer) for length, _ in patient]
+        if lengths[0] >= self.longest_place():
+            return
         for num_tokens, host, offset, num_free, region in self.places():
             for _ in range(num_free):
                 found = bisect_left(lengths, num_tokens) - 1
@@ -474,23 +477,14 @@ class _Work:
         """Where guests may grow, the longest first: of `l` tokens promised to a host one place of
         l/2, two of l/4 and so on, each until the host has come so far (§3.4). O(active)."""
         taken = Counter(self.guests.values())
-        page = self._page
-        least = max(_LEAST_PLACE, page + 1)
         lending = {host for host, _ in self.guests.values()}
-        self.regions = {rid: r for rid, r in self.regions.items() if rid in lending}
-        promises = self.builder.ledger.promises
+        page = self._page
         found = []
-        for rid in self.groups:
-            if rid in self.guests:
-                continue
-            now, promised = self._progress[rid]
-            region = self.regions.get(rid)
-            if region is None:
-                region = now, (promises.get(rid) or promised or 0) - now
+        for rid, now, region in self._hosts():
             start, size = region
             for level in range(1, _MOST_LEVELS):
                 offset = start + (size >> level) // page * page
-                if offset - now < least:
+                if offset - now < self._least_place:
                     break
                 count = 1 << (level - 1)
                 if rid in lending:
@@ -499,6 +493,27 @@ class _Work:
                     found.append((offset - now, self.running[rid], offset, count, region))
         found.sort(key=itemgetter(0), reverse=True)
         return found
+
+    def longest_place(self) -> int:
+        """Tokens that none of `places` has more of, at a fraction of its price; 0: there is none.
+        O(active)."""
+        tokens = (start + (size >> 1) - now for _, now, (start, size) in self._hosts())
+        longest = max(tokens, default=0)
+        return longest if longest >= self._least_place else 0
+
+    def _hosts(self) -> Iterator[tuple[str, int, tuple[int, int]]]:
+        """Who may lend: rid, output tokens so far, and its region (`Batch.regions`), which is drawn
+        anew where it lends nothing."""
+        lending = {host for host, _ in self.guests.values()}
+        self.regions = regions = {rid: r for rid, r in self.regions.items() if rid in lending}
+        promises = self.builder.ledger.promises
+        for rid in self.groups:
+            if rid not in self.guests:
+                now, promised = self._progress[rid]
+                region = regions.get(rid)
+                if region is None:
+                    region = now, (promises.get(rid) or promised or 0) - now
+                yield rid, now, region
 
     # Step 4
 
@@ -617,9 +632,13 @@ class _Gate:
         self._pinned = sum(map(work.view.preemption_gain, work.waiting()))
 
     @cached_property
+    def _longest_place(self) -> int:
+        return self._work.longest_place() if self._work.options.pipeline else 0
+
+    @cached_property
     def _places(self) -> tuple[list[int], list[int]]:
         """That are free: tokens of each, rising, and the guests that find room."""
-        places = self._work.places()[::-1] if self._work.options.pipeline else []
+        places = self._work.places()[::-1] if self._longest_place else []
         return [place[0] for place in places], [place[3] for place in places]
 
     def lets_in(self, request: Request) -> bool:
@@ -644,13 +663,24 @@ class _Gate:
         longest = 0.0
         if work.is_due and isinstance(self._account, _Promises):
             longest = self._account.most
-        if sizes := self._places[0]:
-            longest = max(longest, (sizes[-1] - _BEYOND) / (1 + work.config.buffer))
         room = work.reserve - self._pinned
-        return deque(item for item in queue if item[0] <= room or work.length(item[1]) <= longest)
+        beyond = max(longest, self._guest_of(self._longest_place))
+        found = deque(item for item in queue if item[0] <= room or work.length(item[1]) <= beyond)
+        if found and beyond > longest:
+            longest = max(longest, self._guest_of(self._places[0][-1] if self._places[0] else 0))
+            found = deque(
+                item for item in found if item[0] <= room or work.length(item[1]) <= longest
+            )
+        return found
+
+    def _guest_of(self, num_tokens: int) -> float:
+        """Length of the longest guest of a place."""
+        return (num_tokens - _BEYOND) / (1 + self._work.config.buffer)
 
     def _takes_place(self, num_tokens: float) -> bool:
         """It is computed first, and then a guest."""
+        if num_tokens > self._longest_place:
+            return False
         sizes, free = self._places
         found = bisect_left(sizes, num_tokens)
         if found == len(sizes):
