@@ -18,6 +18,7 @@ from cosched.core.view import (
     Match,
     OfflineLimits,
     Outlook,
+    Progress,
     Room,
 )
 from cosched.offline.pool import ArrivalOrder
@@ -216,6 +217,9 @@ class FakeView:
 
     def outlook(self) -> Outlook:
         return Outlook.of(self)
+
+    def progress(self) -> Progress:
+        return Progress.of(self)
 
     def match(self, request: Request) -> Match:
         return self.cached.get(request.rid, Match(cached=0, evictable=0))

@@ -20,6 +20,7 @@ __all__ = [
     "OfflineLimits",
     "OfflineOrder",
     "Outlook",
+    "Progress",
     "Room",
     "View",
 ]
@@ -163,6 +164,20 @@ class Outlook(NamedTuple):
         return cls(held, remaining)
 
 
+class Progress(NamedTuple):
+    """Of running requests, in their order: tokens that each has generated, and output tokens for
+    which plans have set KV aside (`View.promised`)."""
+
+    num_output: Sequence[int]
+    promised: Sequence[int | None]
+
+    @classmethod
+    def of(cls, view: View) -> Progress:
+        """Asking about each."""
+        running = view.running
+        return cls([r.num_output_tokens for r in running], [view.promised(r) for r in running])
+
+
 class OfflineOrder(Protocol):
     """One pass over the waiting offline requests, in the pool's order or by candidates; nothing is
     taken out of the pool by it.
@@ -274,6 +289,10 @@ class View(Protocol):
     def outlook(self) -> Outlook:
         """Of `running`, in its order, `preemption_gain` and the upper end of `length` for each of
         its rows: all at once cost a fraction of a question about each."""
+        ...
+
+    def progress(self) -> Progress:
+        """Of `running`, in its order. O(1): it is known of all anyway."""
         ...
 
     @property

@@ -12,7 +12,7 @@ import msgspec
 from cosched.core.estimates import Predictor
 from cosched.core.plan import Hosting, Plan, Preemption
 from cosched.core.request import Request, RequestClass
-from cosched.core.view import Decodes, OfflineOrder, Outlook
+from cosched.core.view import Decodes, OfflineOrder, Outlook, Progress
 from cosched.decision_log.read import Entry
 from cosched.engine.decision_records import QUESTIONS, RecordedRequest, RequestRow, ViewState
 from cosched.offline.pool import ArrivalOrder
@@ -142,6 +142,9 @@ class RecordedView:
 
     def outlook(self) -> Outlook:
         return Outlook.of(self)
+
+    def progress(self) -> Progress:
+        return Progress.of(self)
 
     def waiting(self, rid: str) -> Request | None:
         """One that was not looked at counts as gone."""

@@ -17,7 +17,7 @@ import msgspec
 
 from cosched.core.plan import Plan
 from cosched.core.request import LateReason, Request
-from cosched.core.view import OfflineOrder, Outlook, View
+from cosched.core.view import OfflineOrder, Outlook, Progress, View
 from cosched.engine.decision_records import (
     QUESTIONS,
     Decision,
@@ -130,6 +130,9 @@ class RecordingView:
     def outlook(self) -> Outlook:
         """By what the log holds of each."""
         return Outlook.of(self)
+
+    def progress(self) -> Progress:
+        return Progress.of(self)
 
     def waiting(self, rid: str) -> Request | None:
         request = self._view.waiting(rid)

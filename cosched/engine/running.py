@@ -20,6 +20,7 @@ class Running(NamedTuple):
     num_shared tokens at the head of each whose KV the tree owns
     num_own    KV tokens of each outside the tree
     num_output  tokens that each has generated
+    promises   output tokens for which plans have set KV aside for each; None: none have
     own        KV tokens of each class outside the tree
     remaining  output still to come of each that may end early, where no plan has promised any
     certain    output still to come of each that cannot, likewise
@@ -36,6 +37,7 @@ class Running(NamedTuple):
     num_shared: list[int]
     num_own: list[int]
     num_output: list[int]
+    promises: list[int | None]
     by_class: dict[RequestClass, Decodes]
     own: dict[RequestClass, int]
     remaining: list[int]
@@ -55,6 +57,7 @@ class Running(NamedTuple):
         all_shared: list[int] = []
         all_own: list[int] = []
         all_output: list[int] = []
+        promises: list[int | None] = []
         online: tuple[list[TrackedRequest], list[int]] = [], []
         offline: tuple[list[TrackedRequest], list[int]] = [], []
         remaining: list[int] = []
@@ -85,13 +88,15 @@ class Running(NamedTuple):
                 num_rows = tracked.traits.num_rows
             if not num_computed % page_size:
                 next_step += page_size * num_rows
-            if tracked.promised is None:
+            promised = tracked.promised
+            promises.append(promised)
+            if promised is None:
                 to_come = (tracked.max_new_tokens - num_output) * num_rows
                 (certain if tracked.reserves_all else remaining).append(to_come)
             else:
                 num_promised += 1
-                if tracked.promised > num_output:
-                    num_left += (tracked.promised - num_output) * num_rows
+                if promised > num_output:
+                    num_left += (promised - num_output) * num_rows
                 if tracked.is_hosted:
                     guests.append(tracked)
             if is_ending:
@@ -102,6 +107,7 @@ class Running(NamedTuple):
             all_shared,
             all_own,
             all_output,
+            promises,
             {RequestClass.ONLINE: Decodes(*online), RequestClass.OFFLINE: Decodes(*offline)},
             {
                 RequestClass.ONLINE: sum(all_own) - own_offline,

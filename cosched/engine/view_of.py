@@ -19,6 +19,7 @@ from cosched.core.view import (
     OfflineLimits,
     OfflineOrder,
     Outlook,
+    Progress,
     Room,
 )
 from cosched.engine import port
@@ -121,6 +122,9 @@ class SchedulerView:
     def outlook(self) -> Outlook:
         kv_tree = None if self._kv is None else self._kv.kv_tree
         return self._outlook.of(self._running, kv_tree=kv_tree, gain_of=self.preemption_gain)
+
+    def progress(self) -> Progress:
+        return Progress(self._running.num_output, self._running.promises)
 
     def length(self, request: Request) -> LengthEstimate:
         assert isinstance(request, TrackedRequest), f"{type(request)=}"

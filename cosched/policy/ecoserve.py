@@ -52,8 +52,9 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, islice
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -188,20 +189,10 @@ class _Entry(NamedTuple):
         return self.order[:2]
 
 
-class _Place(NamedTuple):
-    """Where guests may grow.
-
-    num_tokens  that a guest may take, and until its host needs them
-    offset      output tokens of the host by which they are to be gone
-    num_free    guests that find room
-    region      see `Batch.regions`
-    """
-
-    num_tokens: int
-    host: Request
-    offset: int
-    num_free: int
-    region: tuple[int, int]
+_Place: TypeAlias = tuple[int, Request, int, int, tuple[int, int]]
+"""Where guests may grow: tokens that one may take, and until its host needs them; the host; output
+tokens of it by which they are to be gone; guests that find room; see `Batch.regions`. No class:
+hundreds of hosts have thousands of them."""
 
 
 class _Work:
@@ -225,7 +216,11 @@ class _Work:
         self._tpot_s = settings.slo.tpot_s
         self.options = options
         self.reserve = int(config.reserve * view.kv.total)
-        self.running = {r.rid: r for r in view.running}
+        running = view.running
+        rids = [request.rid for request in running]
+        self.running = dict(zip(rids, running, strict=True))
+        self._progress = dict(zip(rids, zip(*view.progress(), strict=True), strict=True))
+        """Rid of a running request -> output tokens, those for which KV was set aside before."""
         if builder.num_preempted:
             self.running = {k: r for k, r in self.running.items() if not builder.is_preempted(r)}
         self.groups = dict(carry.groups)
@@ -238,8 +233,7 @@ class _Work:
         self._next_group = max(carry.groups.values(), default=0) + 1
         self._waits_for_groups = options.synced and config.replan_on == "group"
         self._lengths: dict[str, int] = {}
-        self._token_s = 0.0
-        """Of a prompt [s]; 0.0: not asked yet."""
+        self._least_place = max(_LEAST_PLACE, self._page + 1)
 
     def length(self, request: Request) -> int:
         """Tokens of KV, in whole pages, for the output that it is still to generate."""
@@ -255,9 +249,12 @@ class _Work:
         """KV that prompts under way still take."""
         return sum(num_tokens_of(r) - r.num_computed_tokens for r in self.builder.unfinished())
 
-    def waiting(self) -> Iterator[Request]:
+    def waiting(self) -> list[Request]:
         """GTs that wait."""
-        return (r for rid, r in self.running.items() if rid not in self.groups)
+        groups = self.groups
+        if len(groups) == len(self.running):
+            return []
+        return [r for rid, r in self.running.items() if rid not in groups]
 
     def runs_anything(self) -> bool:
         return bool(self.groups or self.builder.prefill)
@@ -281,11 +278,11 @@ class _Work:
                 self._settle_guest(running[rid])
         if self.options.timeline:
             return
-        promised = self.view.promised
-        for rid in list(self.groups):
-            request = running[rid]
-            if rid not in self.guests and (promised(request) or 0) <= request.num_output_tokens:
-                self._extend(request)
+        progress = self._progress.items()
+        outgrown = {rid for rid, (num_output, most) in progress if (most or 0) <= num_output}
+        for rid in [rid for rid in self.groups if rid in outgrown] if outgrown else ():
+            if rid not in self.guests:
+                self._extend(running[rid])
 
     def _leave(self, rid: str) -> None:
         """It does not run, or not as a GT for which KV is set aside."""
@@ -364,15 +361,13 @@ class _Work:
 
     def _make_room_for_online(self, queue: list[_Entry]) -> None:
         """Offline requests stop for online ones that nothing could be set aside for (own)."""
-        victims = iter(youngest_first(self.builder))
-        while queue and queue[0].order[0] == _ONLINE:
-            victim = next(victims, None)
-            if victim is None:
-                return
+        for victim in youngest_first(self.builder) if _begins_online(queue) else ():
             if victim.rid in self.running:
                 self._stop(victim)
                 _remove(queue, victim)
                 self._start(_fill(queue, _account(self, reserve=0), by_search=False))
+                if not _begins_online(queue):
+                    return
 
     def _start_somebody(self, queue: list[_Entry]) -> None:
         """Nothing runs: the reserve is given out too, to anybody alone, and the last of those that
@@ -428,18 +423,25 @@ class _Work:
     def _time_range(self, request: Request) -> int:
         """Of the time to its deadline: its own, or what the configuration allows a request of its
         length (§4: SLO scale * (prompt + output tokens at their mean times))."""
-        own_s = request.slo.deadline_s
         view = self.view
+        own_s = request.slo.deadline_s
         if own_s is None:
-            if not self._token_s:
-                totals = BatchTotals()
-                totals.add_prefill(self._size, 0)
-                self._token_s = view.predictor.predict_s(totals) / self._size
+            scale, token_s = self.config.slo_scale, view.mean_iteration_s
+            prompt_s = request.num_prompt_tokens * self._prompt_token_s
+            # Asked of all that is looked at, in each plan: its length only where that decides.
+            most_s = scale * (prompt_s + request.max_new_tokens * token_s)
+            if request.arrival_s + most_s - view.now_s <= _RANGES_S[0]:
+                return 0
             num_output = request.num_output_tokens + view.length(request).median
-            own_s = self.config.slo_scale * (
-                request.num_prompt_tokens * self._token_s + num_output * view.mean_iteration_s
-            )
+            own_s = scale * (prompt_s + num_output * token_s)
         return bisect_left(_RANGES_S, request.arrival_s + own_s - view.now_s)
+
+    @cached_property
+    def _prompt_token_s(self) -> float:
+        """What a token of a prompt takes in the mean [s]."""
+        totals = BatchTotals()
+        totals.add_prefill(self._size, 0)
+        return self.view.predictor.predict_s(totals) / self._size
 
     # Step 3
 
@@ -457,44 +459,61 @@ class _Work:
             return
         patient.sort(key=lambda item: item[0])
         lengths = [length * (1 + self.config.buffer) for length, _ in patient]
-        for place in self.places():
-            for _ in range(place.num_free):
-                found = bisect_left(lengths, place.num_tokens) - 1
+        if lengths[0] >= self.longest_place():
+            return
+        for num_tokens, host, offset, num_free, region in self.places():
+            for _ in range(num_free):
+                found = bisect_left(lengths, num_tokens) - 1
                 if found < 0:
                     return
                 del lengths[found]
                 guest = patient.pop(found)[1]
-                self.builder.host(guest, place.host, place.offset)
-                self.guests[guest.rid] = (place.host.rid, place.offset)
-                self.regions[place.host.rid] = place.region
+                self.builder.host(guest, host, offset)
+                self.guests[guest.rid] = (host.rid, offset)
+                self.regions[host.rid] = region
                 self._start([[guest]])
 
     def places(self) -> list[_Place]:
         """Where guests may grow, the longest first: of `l` tokens promised to a host one place of
         l/2, two of l/4 and so on, each until the host has come so far (§3.4). O(active)."""
         taken = Counter(self.guests.values())
-        least = max(_LEAST_PLACE, self._page + 1)
         lending = {host for host, _ in self.guests.values()}
-        promises, promised = self.builder.ledger.promises, self.view.promised
+        page = self._page
         found = []
-        for rid in self.groups:
-            if rid in self.guests:
-                continue
-            host = self.running[rid]
-            now = host.num_output_tokens
-            if rid not in lending:
-                self.regions.pop(rid, None)
-            promise = promises.get(rid) or promised(host) or 0
-            start, size = region = self.regions.get(rid, (now, promise - now))
+        for rid, now, region in self._hosts():
+            start, size = region
             for level in range(1, _MOST_LEVELS):
-                offset = start + size // 2**level // self._page * self._page
-                if offset - now < least:
+                offset = start + (size >> level) // page * page
+                if offset - now < self._least_place:
                     break
-                count = 2 ** (level - 1) - taken[rid, offset]
+                count = 1 << (level - 1)
+                if rid in lending:
+                    count -= taken[rid, offset]
                 if count > 0:
-                    found.append(_Place(offset - now, host, offset, count, region))
-        found.sort(key=lambda place: -place.num_tokens)
+                    found.append((offset - now, self.running[rid], offset, count, region))
+        found.sort(key=itemgetter(0), reverse=True)
         return found
+
+    def longest_place(self) -> int:
+        """Tokens that none of `places` has more of, at a fraction of its price; 0: there is none.
+        O(active)."""
+        tokens = (start + (size >> 1) - now for _, now, (start, size) in self._hosts())
+        longest = max(tokens, default=0)
+        return longest if longest >= self._least_place else 0
+
+    def _hosts(self) -> Iterator[tuple[str, int, tuple[int, int]]]:
+        """Who may lend: rid, output tokens so far, and its region (`Batch.regions`), which is drawn
+        anew where it lends nothing."""
+        lending = {host for host, _ in self.guests.values()}
+        self.regions = regions = {rid: r for rid, r in self.regions.items() if rid in lending}
+        promises = self.builder.ledger.promises
+        for rid in self.groups:
+            if rid not in self.guests:
+                now, promised = self._progress[rid]
+                region = regions.get(rid)
+                if region is None:
+                    region = now, (promises.get(rid) or promised or 0) - now
+                yield rid, now, region
 
     # Step 4
 
@@ -557,7 +576,11 @@ class _Work:
             if is_offline and room == 0:
                 builder.skip(request, SkipReason.OPERATOR_LIMIT)
                 continue
-            if cut is None and num_tokens - self.view.match(request).cached > left > 0:
+            if (
+                cut is None
+                and num_tokens > left > 0
+                and num_tokens - self.view.match(request).cached > left
+            ):
                 cut = request
                 queue = deque(_shorter(queue, left) if self.options.ordered else ())
             elif self._admit(gate, request, left):
@@ -579,13 +602,12 @@ class _Work:
         return self._size - len(self.groups) - sum(self.builder.prefill.values())
 
     def _admit(self, gate: _Gate, request: Request, left: int) -> bool:
-        builder, match = self.builder, self.view.match(request)
-        num_kv = num_tokens_of(request) - match.cached + match.host + match.evictable
-        if not gate.lets_in(request, num_kv):
+        builder = self.builder
+        if not gate.lets_in(request):
             builder.skip(request, SkipReason.MEMORY_BUDGET)
             return False
         builder.promise(request, request.num_output_tokens)
-        if builder.admit(request, match, max(left, _LEAST_CHUNK)):
+        if builder.admit(request, self.view.match(request), max(left, _LEAST_CHUNK)):
             return True
         del builder.ledger.promises[request.rid]
         return False
@@ -607,18 +629,26 @@ class _Gate:
     def __init__(self, work: _Work) -> None:
         self._work = work
         self._account = _account(work, reserve=work.reserve)
-        self._places: list[_Place] | None = None if work.options.pipeline else []
-        """That are free, the shortest first; None: not asked for yet."""
         self._pinned = sum(map(work.view.preemption_gain, work.waiting()))
 
-    def lets_in(self, request: Request, num_tokens: int) -> bool:
-        """num_tokens: of KV that its prompt takes."""
+    @cached_property
+    def _longest_place(self) -> int:
+        return self._work.longest_place() if self._work.options.pipeline else 0
+
+    @cached_property
+    def _places(self) -> tuple[list[int], list[int]]:
+        """That are free: tokens of each, rising, and the guests that find room."""
+        places = self._work.places()[::-1] if self._longest_place else []
+        return [place[0] for place in places], [place[3] for place in places]
+
+    def lets_in(self, request: Request) -> bool:
         work = self._work
         length = work.length(request)
         if work.is_patient(request) and self._takes_place(
             length * (1 + work.config.buffer) + _BEYOND
         ):
             return True
+        num_tokens = _kv_of(work.view, request)
         if work.is_due and self._account.add(num_tokens, length):
             return True
         if self._pinned + num_tokens > work.reserve and work.runs_anything():
@@ -633,27 +663,31 @@ class _Gate:
         longest = 0.0
         if work.is_due and isinstance(self._account, _Promises):
             longest = self._account.most
-        if places := self._free_places():
-            longest = max(longest, (places[-1].num_tokens - _BEYOND) / (1 + work.config.buffer))
         room = work.reserve - self._pinned
-        return deque(item for item in queue if item[0] <= room or work.length(item[1]) <= longest)
+        beyond = max(longest, self._guest_of(self._longest_place))
+        found = deque(item for item in queue if item[0] <= room or work.length(item[1]) <= beyond)
+        if found and beyond > longest:
+            longest = max(longest, self._guest_of(self._places[0][-1] if self._places[0] else 0))
+            found = deque(
+                item for item in found if item[0] <= room or work.length(item[1]) <= longest
+            )
+        return found
 
-    def _free_places(self) -> list[_Place]:
-        if self._places is None:
-            self._places = self._work.places()[::-1]
-        return self._places
+    def _guest_of(self, num_tokens: int) -> float:
+        """Length of the longest guest of a place."""
+        return (num_tokens - _BEYOND) / (1 + self._work.config.buffer)
 
     def _takes_place(self, num_tokens: float) -> bool:
         """It is computed first, and then a guest."""
-        places = self._free_places()
-        found = bisect_left(places, num_tokens, key=attrgetter("num_tokens"))
-        if found == len(places):
+        if num_tokens > self._longest_place:
             return False
-        place = places[found]
-        if place.num_free > 1:
-            places[found] = place._replace(num_free=place.num_free - 1)
-        else:
-            del places[found]
+        sizes, free = self._places
+        found = bisect_left(sizes, num_tokens)
+        if found == len(sizes):
+            return False
+        free[found] -= 1
+        if not free[found]:
+            del sizes[found], free[found]
         return True
 
 
@@ -740,6 +774,12 @@ class _Peaks:
         return self._timeline.peak_with(need) + self._others
 
 
+def _kv_of(view: View, request: Request) -> int:
+    """KV tokens that computing a prompt takes."""
+    match = view.match(request)
+    return num_tokens_of(request) - match.cached + match.host + match.evictable
+
+
 def _account(work: _Work, *, reserve: int) -> _Promises | _Peaks:
     """reserve: KV tokens that are not given out."""
     return _Peaks(work, reserve) if work.options.timeline else _Promises(work, reserve)
@@ -781,6 +821,10 @@ def _take(entry: _Entry, account: _Promises | _Peaks) -> list[Request]:
     while entry.members and account.take(entry.members[0], entry.length):
         taken.append(entry.members.pop(0))
     return taken
+
+
+def _begins_online(queue: Sequence[_Entry]) -> bool:
+    return bool(queue) and queue[0].order[0] == _ONLINE
 
 
 def _remove(queue: list[_Entry], request: Request) -> None:

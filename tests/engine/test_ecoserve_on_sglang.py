@@ -6,10 +6,11 @@ import random
 
 import pytest
 
+from cosched.core.view import Progress
 from cosched.engine.running import taken_by_guests
 from cosched.policy.registry import POLICIES
 from cosched.simulation.run import execute
-from tests.engine.conftest import assert_drained, prompt
+from tests.engine.conftest import assert_drained, prompt, view_now
 from tests.engine.test_decisions import planned_again, read, spec_of
 
 NAMES = [*(name for name in POLICIES if name.startswith("ecoserve")), "hygen-timeline"]
@@ -88,6 +89,8 @@ def test_guests_grow_in_what_their_hosts_were_promised(make_engine, page_size, o
         running = [req.cosched for req in engine.scheduler.running_batch.reqs]
         taken.append(sum(taken_by_guests(running).values()))
         hosts.update(tracked.host.rid for tracked in running if tracked.host is not None)
+        view = view_now(engine.scheduler)
+        assert view.progress() == Progress.of(view)
 
     engine.run_until_idle(on_iteration=look, max_iterations=20_000)
     answers = {rid: len(reply.output_ids) for rid, reply in engine.replies.items()}
