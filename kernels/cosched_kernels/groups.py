@@ -12,6 +12,7 @@ neighbours tells the groups of any batch, whoever else is known.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from cosched_kernels.host import compiled_host
 
 __all__ = ["Groups", "IntArray", "PrefixForest", "Shared", "groups_of", "of_all_around"]
 
@@ -83,6 +86,8 @@ _SLOTS = (1 << _SLOT_BITS) - 1
 _DEPTH_BITS = _SLOT_BITS
 _DEPTHS = (1 << _DEPTH_BITS) - 1
 
+_NUM_COLUMNS = 6  # of a group: begin, end, first, last, level, saved
+
 _NUM_KEPT = 8
 """Answers that a forest keeps: a plan for each class, the batch that runs, and those before."""
 
@@ -92,22 +97,40 @@ _TOKEN_BYTES = 8
 class _Node:
     """Tokens that all below it have in common.
 
-    key       under which its parent has it: a namespace, or the first page of its tokens
+    key       under which its parent has it: the first page of its tokens, or a namespace
     tokens    as bytes, from where its parent ends to its own end
     end       position of its end
-    children  nodes by their keys, and the members that end here; the newest last
+    members   that end here, the newest last
+    children  by their keys
+    keys      of the children, ascending
     """
 
-    __slots__ = ("children", "end", "key", "parent", "tokens")
+    __slots__ = ("children", "end", "key", "keys", "members", "parent", "tokens")
 
-    def __init__(self, parent: _Node | None, key: Hashable, tokens: bytes, end: int) -> None:
+    def __init__(self, parent: _Node | None, key: Any, tokens: bytes, end: int) -> None:
         self.parent = parent
         self.key = key
         self.tokens = tokens
         self.end = end
-        self.children: dict[Hashable, _Node | int] = {}
+        self.members: list[int] = []
+        self.children: dict[Any, _Node] = {}
+        self.keys: list[Any] = []
         if parent is not None:
-            parent.children[key] = self  # the place of one with this key, if there is one
+            parent.children[key] = self
+
+    def first(self) -> int:
+        """The slot that comes first of those below it."""
+        node = self
+        while not node.members:
+            node = node.children[node.keys[0]]
+        return node.members[-1] & _SLOTS
+
+    def last(self) -> int:
+        """The slot that comes last."""
+        node = self
+        while node.keys:
+            node = node.children[node.keys[-1]]
+        return node.members[0] & _SLOTS
 
 
 class PrefixForest:
@@ -123,8 +146,9 @@ class PrefixForest:
         assert page_size >= 1, f"{page_size=}"
         self.page_size = page_size
         self._root = _Node(None, None, b"", 0)
-        # [place] slot, and tokens in common with the next place, in whole pages. All below a node
-        # stand together, the newest first.
+        self._spaces: dict[Hashable, _Node] = {}
+        # [place] slot, and tokens in common with the next place, in whole pages. A node's members
+        # come first, the newest before the others, and then its children.
         self._slot_at = array("q")
         self._common = array("q")
         # [slot] member or 0, and the node in which it ends.
@@ -133,6 +157,7 @@ class PrefixForest:
         self._free_slots = list(range(63, -1, -1))
         self._num_put = 0
         self._made: OrderedDict[tuple[bytes, int], Groups] = OrderedDict()
+        self._host = compiled_host()
 
     def __len__(self) -> int:
         return len(self._slot_at)
@@ -150,22 +175,28 @@ class PrefixForest:
         self._num_put += 1
         member = self._num_put << _SLOT_BITS | slot
         tokens = np.ascontiguousarray(request.tokens, dtype=np.int64).data
-        below: Any = self._root.children.get(request.namespace)
-        node = below or _Node(self._root, request.namespace, b"", 0)
-        key = b""
+        node, key = self._spaces.get(request.namespace), b""
+        has_place = node is None
+        if node is None:
+            # By how they are written, as namespaces need have no order.
+            space = repr(request.namespace), self._num_put, request.namespace
+            self._make_place(self._root, space, slot)
+            node = self._spaces[request.namespace] = _Node(self._root, space, b"", 0)
         while node.end < length:
             key = tokens[node.end : node.end + page].tobytes()
             below = node.children.get(key)
             if below is None:
                 break
             node = self._as_far_as(below, tokens[node.end : length])
-        # It comes before all that have as much in common with it, and those have no more.
-        place = self._slot_at.index(_newest(node)) if node.children else 0
-        self._slot_at.insert(place, slot)
-        self._common.insert(place, node.end)
         if node.end < length:
+            if has_place:
+                node.keys.append(key)
+            else:
+                self._make_place(node, key, slot)
             node = _Node(node, key, tokens[node.end : length].tobytes(), length)
-        node.children[member] = member
+        elif not has_place:
+            self._insert(self._slot_at.index(node.first()), 0, slot, length)
+        node.members.append(member)
         self._node_of[slot] = node
         self._member_of[slot] = member
         return member
@@ -183,16 +214,36 @@ class PrefixForest:
             common[place - 1] = min(common[place - 1], common[place])
         del self._slot_at[place], common[place]
         node, self._node_of[slot] = self._node_of[slot], self._root
-        del node.children[member]
-        while not node.children and node.parent is not None:
+        node.members.remove(member)
+        while not node.members and not node.keys and node.parent is not None:
+            if node.parent is self._root:
+                del self._spaces[node.key[-1]]
             del node.parent.children[node.key]
+            del node.parent.keys[bisect_left(node.parent.keys, node.key)]
             node = node.parent
-        if len(node.children) == 1 and node.tokens:
+        if len(node.keys) == 1 and not node.members and node.tokens:
+            assert node.parent is not None, "only the root and namespaces have no tokens"
             (below,) = node.children.values()
-            if isinstance(below, _Node):
-                below.tokens = node.tokens + below.tokens
-                below.parent, below.key = node.parent, node.key
-                node.parent.children[node.key] = below
+            below.tokens = node.tokens + below.tokens
+            below.parent, below.key = node.parent, node.key
+            node.parent.children[node.key] = below
+
+    def _make_place(self, node: _Node, key: Any, slot: int) -> None:
+        """For the first below a child that a node is about to have."""
+        index = bisect_left(node.keys, key)
+        if index < len(node.keys):
+            place, behind = self._slot_at.index(node.children[node.keys[index]].first()), 0
+        elif index or node.members:
+            place, behind = self._slot_at.index(node.last()), 1
+        else:
+            place = behind = 0  # nobody is in the forest
+        node.keys.insert(index, key)
+        self._insert(place, behind, slot, node.end)
+
+    def _insert(self, place: int, behind: int, slot: int, num_common: int) -> None:
+        """Before or behind the one at a place, with so many tokens in common."""
+        self._slot_at.insert(place + behind, slot)
+        self._common.insert(place, num_common)
 
     def groups(self, members: Sequence[int], *, min_saved: int = 1) -> Groups:
         """The groups of a batch: O(requests) in C and O(groups), or one of the last answers.
@@ -213,36 +264,44 @@ class PrefixForest:
         return groups
 
     def _make_groups(self, members: IntArray, min_saved: int) -> Groups:
+        if self._host is None:
+            return self._groups_by_arrays(members, min_saved)
+        order, columns, num_levels, own, depth = self._host.groups(
+            self._slot_at, self._common, self._member_of, members, _SLOTS, min_saved
+        )
+        return Groups(
+            np.frombuffer(order, np.int64),
+            *np.frombuffer(columns, np.int64).reshape(_NUM_COLUMNS, -1),
+            num_levels,
+            np.frombuffer(own, np.int64),
+            np.frombuffer(depth, np.int64),
+        )
+
+    def _groups_by_arrays(self, members: IntArray, min_saved: int) -> Groups:
         num, slots = len(members), members & _SLOTS
         known = self._member_of.take(slots, mode="clip")
         assert known.tobytes() == members.tobytes(), "a request was not put in"
-        is_all = num == len(self)
-        slot_at, common = np.array(self._slot_at), np.array(self._common)
-        index_of = (np.empty if is_all else np.zeros)(len(self._member_of), dtype=np.int64)
-        index_of[slots] = np.arange(num) if is_all else np.arange(1, num + 1)
-        order = index_of.take(slot_at)
-        if is_all:
-            between = common[:-1]
-        else:
-            places = order.nonzero()[0]
-            order = order.take(places) - 1
-            between = np.minimum.reduceat(common, places)[:-1] if num else common[:0]
+        index_of = np.zeros(len(self._member_of), dtype=np.int64)
+        index_of[slots] = np.arange(1, num + 1)
+        order = index_of.take(np.array(self._slot_at, dtype=np.int64))
+        places = order.nonzero()[0]
+        common = np.array(self._common, dtype=np.int64)
+        between = np.minimum.reduceat(common, places)[:-1] if num else common[:0]
         found = _worthy(_intervals(between), min_saved)
-        columns = np.array(found, dtype=np.int64).reshape(-1, 6).T
+        columns = np.ascontiguousarray(np.array(found, dtype=np.int64).reshape(-1, _NUM_COLUMNS).T)
         begin, end, first, last, level, _ = columns
         # Both sums at once.
         both = of_all_around(begin, end, (last - first) << _DEPTH_BITS | 1, num)
-        num_levels = max(found[4::6], default=-1) + 1
-        return Groups(order, *columns, num_levels, both >> _DEPTH_BITS, both & _DEPTHS)
+        num_levels = 1 + int(level.max(initial=-1))
+        return Groups(
+            order.take(places) - 1, *columns, num_levels, both >> _DEPTH_BITS, both & _DEPTHS
+        )
 
     def _as_far_as(self, node: _Node, tokens: memoryview) -> _Node:
         """The node up to which these tokens are those of this one: itself, or one that is its upper
         part from now on. They have a page in common at least."""
-        num = len(node.tokens) // _TOKEN_BYTES
-        if node.tokens.startswith(tokens[:num]):
-            num = min(num, len(tokens))
-        else:
-            num = min(num, len(tokens))
+        num = min(len(node.tokens) // _TOKEN_BYTES, len(tokens))
+        if not node.tokens.startswith(tokens[:num]):
             differs = np.frombuffer(node.tokens, np.int64, num) != np.asarray(tokens[:num])
             num = int(differs.argmax())
             num -= num % self.page_size
@@ -252,9 +311,9 @@ class PrefixForest:
         begin = node.end - len(node.tokens) // _TOKEN_BYTES
         upper = _Node(node.parent, node.key, node.tokens[:at], begin + num)
         node.tokens = node.tokens[at:]
-        node.key = node.tokens[: self.page_size * _TOKEN_BYTES]
-        node.parent = upper
+        node.parent, node.key = upper, node.tokens[: self.page_size * _TOKEN_BYTES]
         upper.children[node.key] = node
+        upper.keys.append(node.key)
         return upper
 
     def _make_room(self) -> None:
@@ -263,14 +322,6 @@ class PrefixForest:
         self._member_of = np.concatenate((self._member_of, np.zeros(num, dtype=np.int64)))
         self._node_of += [self._root] * num
         self._free_slots.extend(range(2 * num - 1, num - 1, -1))
-
-
-def _newest(node: _Node) -> int:
-    """The slot of the first below it."""
-    below: Any = node
-    while isinstance(below, _Node):
-        below = next(reversed(below.children.values()))
-    return int(below) & _SLOTS
 
 
 def of_all_around(begin: IntArray, end: IntArray, numbers: _Ints, num: int) -> IntArray:

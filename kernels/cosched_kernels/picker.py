@@ -122,10 +122,12 @@ def mixed_times_s(
     spans = plan.column("kv_end") - plan.column("kv_begin")
     flops = heads.num_kv_heads * 4 * heads.head_dim / device.flops
     ours_s = _extra_s(plan, heads, device)
-    for rows, begin, end in zip(plan.rows, plan.starts, plan.starts[1:], strict=False):
+    starts: list[int] = plan.starts.tolist()
+    per_token = kv_bytes / device.memory_bandwidth
+    for rows, begin, end in zip(plan.rows, starts, starts[1:], strict=False):
         if end > begin:
             num_read = int(spans[begin:end].sum())
-            ours_s += num_read * max(rows * flops, kv_bytes / device.memory_bandwidth)
+            ours_s += num_read * max(rows * flops, per_token)
     return other_s, ours_s
 
 

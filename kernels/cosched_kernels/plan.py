@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cosched_kernels.groups import Groups, IntArray, of_all_around
+from cosched_kernels.host import compiled_host
 
 __all__ = [
     "ITEM_FIELDS",
@@ -30,6 +31,7 @@ __all__ = [
     "Tiling",
     "bytes_moved",
     "make_plan",
+    "plan_by_arrays",
     "scores_computed",
 ]
 
@@ -167,6 +169,43 @@ def make_plan(
     The new tokens of a request must lie behind all of its groups: what is shared is in the radix
     tree, and what is computed now is not.
     """
+    host, capacities = compiled_host(), _capacities(tiling.rows, heads.group)
+    if host is None:
+        return plan_by_arrays(
+            groups, num_queries=num_queries, seq_lens=seq_lens, heads=heads, tiling=tiling
+        )
+    items, starts, token_order, bases = host.plan(
+        groups.order,
+        groups.begin,
+        groups.end,
+        groups.first,
+        groups.last,
+        groups.own,
+        num_queries,
+        seq_lens,
+        capacities,
+        heads.num_kv_heads,
+        tiling.programs,
+        _MIN_SPLIT,
+    )
+    return Plan(
+        items=np.frombuffer(items, np.int32).reshape(-1, len(ITEM_FIELDS)),
+        starts=np.frombuffer(starts, np.int32),
+        token_order=np.frombuffer(token_order, np.int32),
+        bases=np.frombuffer(bases, np.int32),
+        rows=tiling.rows,
+    )
+
+
+def plan_by_arrays(
+    groups: Groups,
+    *,
+    num_queries: IntArray,
+    seq_lens: IntArray,
+    heads: HeadShape,
+    tiling: Tiling,
+) -> Plan:
+    """What `make_plan` does where there is no compiler."""
     order, num_groups = groups.order, groups.num_groups
     lengths = seq_lens.take(order)
     is_decode = np.count_nonzero(num_queries == 1) == len(order)
@@ -269,10 +308,10 @@ def make_plan(
 
 
 @cache
-def _capacities(rows: tuple[int, ...], group: int) -> npt.NDArray[np.int32]:
+def _capacities(rows: tuple[int, ...], group: int) -> IntArray:
     """How many tokens fit into each height."""
     assert rows[0] >= group, f"{group=} rows do not fit into a tile of {rows[0]}"
-    return np.array([height // group for height in rows], dtype=np.int32)
+    return np.array([height // group for height in rows], dtype=np.int64)
 
 
 def _splits(

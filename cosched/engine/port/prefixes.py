@@ -59,11 +59,14 @@ class RunningPrefixes:
             launch = None  # some of them, or a plan of what comes next
         if launch is not None and answered is not None and answered[:2] == (launch, min_saved):
             return answered[2]
-        try:
-            # Not by its id: clients choose that, and may use it again for another prompt.
-            members = [req.cosched_members[req.kv.cache_protected_len] for req in reqs]
-        except (AttributeError, KeyError):
-            members = [self._member(req) for req in reqs]
+        members = []
+        for req in reqs:
+            try:
+                # Not by its id: clients choose that, and may use it again for another prompt.
+                member = req.cosched_members[req.kv.cache_protected_len]
+            except (AttributeError, KeyError):
+                member = self._member(req)
+            members.append(member)
         groups = self._forest.groups(members, min_saved=min_saved)
         self._of_launch = None if launch is None else (launch, min_saved, groups)
         return groups
