@@ -101,7 +101,7 @@ def in_scheduler(args: argparse.Namespace) -> dict[str, dict[str, float]]:
             if plan is not None and len(rids) >= 0.9 * args.running:
                 times.setdefault(kind, []).append(took_us)
                 for _ in range(3):
-                    shared._planned = prefixes._of_launch = None
+                    shared._planned = prefixes._answered.groups = None
                     prefixes._forest._made.clear()
                     begin = time.thread_time_ns()
                     plan = plan_of(forward_batch)
