@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+from cosched.versions import versions
 from cosched_kernels import groups as groups_module
 from cosched_kernels import plan as plan_module
 from cosched_kernels.groups import IntArray, PrefixForest, Shared
@@ -151,12 +152,13 @@ def main() -> None:
         rows = in_scheduler(args)
         for kind, row in rows.items():
             print(f"{kind:<22}" + "".join(f"{name} {value:8.0f}  " for name, value in row.items()))
-        print(json.dumps({"config": vars(args), "results": rows}))
+        print(json.dumps({"config": vars(args), "versions": versions("numpy"), "results": rows}))
         return
     results, num_items = by_itself(args)
     for name, row in results.items():
         print(f"{name:<14} best {row['best_us']:8.0f} us, median {row['median_us']:8.0f} us")
-    print(json.dumps({"config": vars(args), "results": results, "items": num_items}))
+    last = {"config": vars(args), "versions": versions("numpy"), "results": results}
+    print(json.dumps(last | {"items": num_items}))
 
 
 def by_itself(args: argparse.Namespace) -> tuple[dict[str, dict[str, float]], int]:
