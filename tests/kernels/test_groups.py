@@ -205,7 +205,7 @@ def test_the_rest_of_a_batch_that_sits_out_changes_nothing_else():
         forest.groups([first, again + (1 << 40)])
 
 
-@pytest.mark.parametrize("batch", [8, 16, 32, 64])
+@pytest.mark.parametrize("batch", [8, 16, 32, 64, 128, 256])
 def test_bytes_of_many_questions_on_one_document(batch):
     """At most 10 % above reading the prefix once and each suffix once, pieces, queries, outputs,
     slots and the plan itself included."""
