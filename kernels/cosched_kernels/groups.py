@@ -269,12 +269,19 @@ class PrefixForest:
         order, columns, num_levels, own, depth = self._host.groups(
             self._slot_at, self._common, self._member_of, members, _SLOTS, min_saved
         )
+        columns = np.frombuffer(columns, np.int64).reshape(_NUM_COLUMNS, -1)
+        begin, end, first, last, level, saved = columns
         return Groups(
-            np.frombuffer(order, np.int64),
-            *np.frombuffer(columns, np.int64).reshape(_NUM_COLUMNS, -1),
-            num_levels,
-            np.frombuffer(own, np.int64),
-            np.frombuffer(depth, np.int64),
+            order=np.frombuffer(order, np.int64),
+            begin=begin,
+            end=end,
+            first=first,
+            last=last,
+            level=level,
+            saved=saved,
+            num_levels=num_levels,
+            own=np.frombuffer(own, np.int64),
+            depth=np.frombuffer(depth, np.int64),
         )
 
     def _groups_by_arrays(self, members: IntArray, min_saved: int) -> Groups:
@@ -289,12 +296,20 @@ class PrefixForest:
         between = np.minimum.reduceat(common, places)[:-1] if num else common[:0]
         found = _worthy(_intervals(between), min_saved)
         columns = np.ascontiguousarray(np.array(found, dtype=np.int64).reshape(-1, _NUM_COLUMNS).T)
-        begin, end, first, last, level, _ = columns
+        begin, end, first, last, level, saved = columns
         # Both sums at once.
         both = of_all_around(begin, end, (last - first) << _DEPTH_BITS | 1, num)
-        num_levels = 1 + int(level.max(initial=-1))
         return Groups(
-            order.take(places) - 1, *columns, num_levels, both >> _DEPTH_BITS, both & _DEPTHS
+            order=order.take(places) - 1,
+            begin=begin,
+            end=end,
+            first=first,
+            last=last,
+            level=level,
+            saved=saved,
+            num_levels=1 + int(level.max(initial=-1)),
+            own=both >> _DEPTH_BITS,
+            depth=both & _DEPTHS,
         )
 
     def _as_far_as(self, node: _Node, tokens: memoryview) -> _Node:

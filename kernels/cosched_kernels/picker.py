@@ -124,10 +124,10 @@ def mixed_times_s(
     ours_s = _extra_s(plan, heads, device)
     starts: list[int] = plan.starts.tolist()
     per_token = kv_bytes / device.memory_bandwidth
-    for rows, begin, end in zip(plan.rows, starts, starts[1:], strict=False):
+    for height, begin, end in zip(plan.rows, starts, starts[1:], strict=False):
         if end > begin:
             num_read = int(spans[begin:end].sum())
-            ours_s += num_read * max(rows * flops, per_token)
+            ours_s += num_read * max(height * flops, per_token)
     return other_s, ours_s
 
 
