@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 def compiled_host() -> Any | None:
     """The functions of ``host.c``; None where they cannot be compiled. Takes a second when called
     for the first time on a machine."""
-    # Not before it is needed: it takes a while to import.
-    from triton.runtime.build import compile_module_from_src
-
     source = (files("cosched_kernels") / "host.c").read_text()
     try:
+        # Not before it is needed: it takes a while to import.
+        from triton.runtime.build import compile_module_from_src
+
         return compile_module_from_src(source, "cosched_host")
     except (RuntimeError, ImportError, OSError, subprocess.CalledProcessError) as error:
         logger.warning("cosched: plans are made without compiled code: %s", error)
