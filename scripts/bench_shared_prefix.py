@@ -5,16 +5,19 @@ iteration before its first kernel.
     scripts/bench_shared_prefix.py --running 256 --documents 16
 
 Processor time of this thread, best and median of many, with groups, plan and picker. *steady*: the
-same requests decode on; *changed*: one request has ended and another has come; *new*: nobody was
-there before.
+same requests decode on; *changed*: one request has ended and one about any of the documents has
+come; *mixed*: so it is, and a chunk of 512 tokens is computed beside the decodes; *new*: nobody was
+there before. *cold*: with 32 MB read before each, which is what comes next to a server that does
+other things between its plans. --arrays: without compiled code, as where there is no compiler.
 
     scripts/bench_shared_prefix.py --scheduler
 
 The same in SGLang's own scheduler, median and 99th percentile of all iterations that run at least
 nine tenths of --running: what the backend takes for its plan before an iteration of a tiny model,
 which itself is left out. *decodes, same*: those of the iteration before; *decodes, others*: some
-have ended; *mixed*: prompts are computed beside decodes. Four times --running questions are asked,
-each for 30 to 120 tokens. The last line is JSON.
+have ended; *mixed*: prompts are computed beside decodes; *again*: the same plan made for the fourth
+time in a row. Four times --running questions are asked, each for 30 to 120 tokens. The last line is
+JSON.
 """
 
 from __future__ import annotations
@@ -28,15 +31,21 @@ from typing import Any
 
 import numpy as np
 
-from cosched_kernels.groups import PrefixForest, Shared
+from cosched.versions import versions
+from cosched_kernels import groups as groups_module
+from cosched_kernels import plan as plan_module
+from cosched_kernels.groups import IntArray, PrefixForest, Shared
 from cosched_kernels.picker import DeviceModel, gain_s
 from cosched_kernels.plan import HeadShape, Plan, Tiling, make_plan
 
 
-def timed(repeat: int, action: Callable[[], object]) -> dict[str, float]:
-    """Best and median [us]."""
+def timed(
+    repeat: int, action: Callable[[], object], before: Callable[[], object] = lambda: None
+) -> dict[str, float]:
+    """Best and median [us], without what is done before each."""
     times = []
     for _ in range(repeat):
+        before()
         begin = time.thread_time_ns()
         action()
         times.append((time.thread_time_ns() - begin) / 1e3)
@@ -76,7 +85,9 @@ def in_scheduler(args: argparse.Namespace) -> dict[str, dict[str, float]]:
         runner = engine.scheduler.tp_worker.model_runner
         shared = runner.attn_backend.cosched_shared
         shared._device_model = DeviceModel(launch_s=0.0, cache_bytes=0.0)  # tiny KV, and it pays
-        plan_of = shared.plan_of
+        prefixes, plan_of = shared._prefixes, shared.plan_of
+        if args.arrays:
+            prefixes._forest._host = None
 
         def timed_plan_of(forward_batch: Any) -> Any:
             nonlocal before
@@ -90,6 +101,13 @@ def in_scheduler(args: argparse.Namespace) -> dict[str, dict[str, float]]:
             before = rids
             if plan is not None and len(rids) >= 0.9 * args.running:
                 times.setdefault(kind, []).append(took_us)
+                for _ in range(3):
+                    shared._planned = prefixes._answered.groups = None
+                    prefixes._forest._made.clear()
+                    begin = time.thread_time_ns()
+                    plan = plan_of(forward_batch)
+                    took_us = (time.thread_time_ns() - begin) / 1e3
+                times.setdefault(f"{kind}, again", []).append(took_us)
             return plan
 
         def no_model(input_ids: Any, positions: Any, forward_batch: Any, **_: Any) -> Any:
@@ -126,34 +144,47 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scheduler", action="store_true", help="in a real scheduler")
+    parser.add_argument("--arrays", action="store_true", help="without compiled code")
     args = parser.parse_args()
+    if args.arrays:
+        groups_module.compiled_host = plan_module.compiled_host = lambda: None
     if args.scheduler:
         rows = in_scheduler(args)
         for kind, row in rows.items():
-            print(f"{kind:<16}" + "".join(f"{name} {value:8.0f}  " for name, value in row.items()))
-        print(json.dumps({"config": vars(args), "results": rows}))
+            print(f"{kind:<22}" + "".join(f"{name} {value:8.0f}  " for name, value in row.items()))
+        print(json.dumps({"config": vars(args), "versions": versions("numpy"), "results": rows}))
         return
+    results, num_items = by_itself(args)
+    for name, row in results.items():
+        print(f"{name:<14} best {row['best_us']:8.0f} us, median {row['median_us']:8.0f} us")
+    last = {"config": vars(args), "versions": versions("numpy"), "results": results}
+    print(json.dumps(last | {"items": num_items}))
+
+
+def by_itself(args: argparse.Namespace) -> tuple[dict[str, dict[str, float]], int]:
+    """What planning takes, by what has changed, and the items of the last plan."""
     rng = np.random.default_rng(args.seed)
     documents = rng.integers(0, 30_000, (args.documents, args.prefix))
     heads = HeadShape(num_q_heads=32, num_kv_heads=8, head_dim=128)
     length = args.prefix + args.question
-
     tiling, device = Tiling(), DeviceModel()
 
-    def request(index: int) -> Shared:
+    def request(document: int) -> Shared:
         own = rng.integers(0, 30_000, args.question)
-        tokens = np.concatenate((documents[index % args.documents], own))
+        tokens = np.concatenate((documents[document], own))
         return Shared(namespace=None, tokens=tokens, length=length)
 
-    requests = [request(index) for index in range(args.running)]
+    requests = [request(index % args.documents) for index in range(args.running)]
+    waiting = [request(index) for index in rng.integers(args.documents, size=args.running)]
     forest = PrefixForest()
     members = [forest.put(request) for request in requests]
-    lengths = {
-        "num_queries": np.ones(args.running, dtype=np.int64),
-        "seq_lens": np.full(args.running, length + 100),
-    }
+    ones = np.ones(args.running, dtype=np.int64)
+    decodes = {"num_queries": ones, "seq_lens": np.full(args.running, length + 100)}
+    chunk = ones.copy()
+    chunk[-1] = 512
+    mixed = {"num_queries": chunk, "seq_lens": decodes["seq_lens"] + chunk - 1}
 
-    def plan() -> Plan:
+    def plan(lengths: dict[str, IntArray]) -> Plan:
         groups = forest.groups(members, min_saved=512)
         made = make_plan(groups, heads=heads, tiling=tiling, **lengths)
         gain_s(groups, made, heads=heads, device=device, **lengths)
@@ -163,26 +194,39 @@ def main() -> None:
         for index, request in enumerate(requests):
             forest.remove(members[index])
             members[index] = forest.put(request)
-        return plan()
+        return plan(decodes)
+
+    def replace() -> None:
+        forest.remove(members.pop(0))
+        waiting.append(requests.pop(0))
+        requests.append(waiting.pop(0))
+        members.append(forest.put(requests[-1]))
 
     def changed() -> object:
-        forest.remove(members[0])
-        del members[0]
-        requests.append(requests.pop(0))
-        members.append(forest.put(requests[-1]))
-        return plan()
+        replace()
+        return plan(decodes)
 
-    results = {"new": timed(max(3, args.repeat // 20), new), "changed": timed(args.repeat, changed)}
-    made = plan()
+    def with_chunk() -> object:
+        replace()
+        return plan(mixed)
+
+    made = plan(decodes)
 
     def steady() -> object:
         forest.groups(members, min_saved=512)
-        return made.grown(lengths["seq_lens"])
+        return made.grown(decodes["seq_lens"])
 
+    elsewhere = np.zeros(4 << 20)
+    results = {
+        "new": timed(max(3, args.repeat // 20), new),
+        "changed": timed(args.repeat, changed),
+        "changed, cold": timed(args.repeat, changed, elsewhere.sum),
+        "mixed": timed(args.repeat, with_chunk),
+        "mixed, cold": timed(args.repeat, with_chunk, elsewhere.sum),
+    }
+    made = plan(decodes)
     results["steady"] = timed(args.repeat, steady)
-    for name, row in results.items():
-        print(f"{name:<8} best {row['best_us']:8.0f} us, median {row['median_us']:8.0f} us")
-    print(json.dumps({"config": vars(args), "results": results, "items": len(made.items)}))
+    return results, len(made.items)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from typing import Any
 import httpx
 import msgspec
 import numpy as np
+import torch
 
 from cosched.benchmark.own_server import OwnServers, leave_a_core_free
 from cosched.config import Config, SharedPrefixConfig, configured
@@ -290,6 +291,8 @@ async def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]
 
 def main() -> None:
     args = parsed()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("gpu_end_to_end: torch sees no CUDA GPU; --device cpu runs a tiny model without")
     leave_a_core_free()
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="cosched-end-to-end-") as folder:

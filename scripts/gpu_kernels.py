@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from cosched.versions import versions
 from cosched_kernels import shared_prefix
 from cosched_kernels.buffers import PlanTensors, upload
 from cosched_kernels.groups import Groups, Shared, groups_of
@@ -346,7 +347,8 @@ def main() -> None:
                 note(check(card, tiny, SMALL, dtype))
             note(times(card, tiny, SMALL, 1))
     config = {"layers": args.layers, "seed": args.seed, "on": args.on}
-    print(json.dumps({"device": card.name, "config": config, "rows": rows}))
+    result = {"device": card.name, "config": config, "versions": versions("triton"), "rows": rows}
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -289,11 +289,11 @@ _STOCK_TILE = 128  # rows of SGLang's Triton extend kernel on sm_80 and sm_90, p
 def _mixed_table() -> list[dict[str, Any]]:
     print("\nPrefill and mixed batches, one layer (32 query heads, 8 KV heads, dim 128, bf16).")
     print("Scores in millions of (row, key), empty rows of tiles included; stock: a tile of 128")
-    print("rows for each request and query head.")
+    print("rows for each request and query head. Tiles: programs' pieces of work.")
     print("ms: of an H200 by the picker's model; beside Triton's kernel, and one that packs heads")
     print(
-        f"{'batch':<30}{'KV MB':>8}{'unshared':>10}{'scores':>9}{'stock':>9}"
-        f"{'ms':>8}{'Triton':>8}{'packed':>8}"
+        f"{'batch':<30}{'KV MB':>8}{'unshared':>10}{'tiles':>7}{'stock':>7}"
+        f"{'scores':>9}{'stock':>9}{'ms':>8}{'Triton':>8}{'packed':>8}"
     )
     heads = HeadShape(num_q_heads=32, num_kv_heads=8, head_dim=128)
     table = []
@@ -313,6 +313,8 @@ def _mixed_table() -> list[dict[str, Any]]:
             "batch": name,
             "kv_mb": bytes_moved(plan, heads).kv / 1e6,
             "unshared_mb": int(seq_lens.sum()) * heads.kv_bytes_per_token / 1e6,
+            "tiles": len(plan.items) * heads.num_kv_heads,
+            "stock_tiles": int(tiles.sum()) * heads.num_q_heads,
             "scores": scores_computed(plan, heads) / 1e6,
             "stock_scores": int((tiles * _STOCK_TILE * seq_lens).sum()) * heads.num_q_heads / 1e6,
             "ms": ours_s * 1e3,
@@ -322,6 +324,7 @@ def _mixed_table() -> list[dict[str, Any]]:
         table.append(row)
         print(
             f"{name:<30}{row['kv_mb']:>8.0f}{row['unshared_mb']:>10.0f}"
+            f"{row['tiles']:>7}{row['stock_tiles']:>7}"
             f"{row['scores']:>9.0f}{row['stock_scores']:>9.0f}"
             f"{row['ms']:>8.3f}{row['triton_ms']:>8.3f}{row['packed_ms']:>8.3f}"
         )

@@ -11,14 +11,17 @@ neighbours tells the groups of any batch, whoever else is known.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from cosched_kernels.host import compiled_host
 
 __all__ = ["Groups", "IntArray", "PrefixForest", "Shared", "groups_of", "of_all_around"]
 
@@ -40,8 +43,7 @@ class Shared:
     length: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Groups:
+class Groups(NamedTuple):
     """Requests in an order in which every group is a range, and the groups.
 
     order       [requests] rank -> index in the batch
@@ -50,6 +52,7 @@ class Groups:
     first, last [groups] positions [first, last) of the KV that they read together; groups of a
                 request follow each other without a gap, from position 0
     level       [groups] groups around this one
+    saved       [groups] KV tokens that need not be read, because one reading serves all members
     num_levels  0 without groups
     own, depth  [requests] by rank: the position from which a request reads its KV alone, and groups
                 that it is in
@@ -61,6 +64,7 @@ class Groups:
     first: IntArray
     last: IntArray
     level: IntArray
+    saved: IntArray
     num_levels: int
     own: IntArray
     depth: IntArray
@@ -71,8 +75,8 @@ class Groups:
 
     @property
     def saved_tokens(self) -> int:
-        """KV tokens that need not be read, because one reading serves all members."""
-        return int(((self.end - self.begin - 1) * (self.last - self.first)).sum())
+        """KV tokens that need not be read at all."""
+        return int(self.saved.sum())
 
 
 _SLOT_BITS = 20
@@ -82,72 +86,118 @@ _SLOTS = (1 << _SLOT_BITS) - 1
 _DEPTH_BITS = _SLOT_BITS
 _DEPTHS = (1 << _DEPTH_BITS) - 1
 
+_NUM_COLUMNS = 6  # of a group: begin, end, first, last, level, saved
+
 _NUM_KEPT = 8
 """Answers that a forest keeps: a plan for each class, the batch that runs, and those before."""
 
-_NUMBER_BYTES = 4  # of a token in a key, and of its namespace
+_TOKEN_BYTES = 8
+
+
+class _Node:
+    """Tokens that all below it have in common.
+
+    key       under which its parent has it: the first page of its tokens, or a namespace
+    tokens    as bytes, from where its parent ends to its own end
+    end       position of its end
+    members   that end here, the newest last
+    children  by their keys
+    keys      of the children, ascending
+    """
+
+    __slots__ = ("children", "end", "key", "keys", "members", "parent", "tokens")
+
+    def __init__(self, parent: _Node | None, key: Any, tokens: bytes, end: int) -> None:
+        self.parent = parent
+        self.key = key
+        self.tokens = tokens
+        self.end = end
+        self.members: list[int] = []
+        self.children: dict[Any, _Node] = {}
+        self.keys: list[Any] = []
+        if parent is not None:
+            parent.children[key] = self
+
+    def first(self) -> int:
+        """The slot that comes first of those below it."""
+        node = self
+        while not node.members:
+            node = node.children[node.keys[0]]
+        return node.members[-1] & _SLOTS
+
+    def last(self) -> int:
+        """The slot that comes last."""
+        node = self
+        while node.keys:
+            node = node.children[node.keys[-1]]
+        return node.members[0] & _SLOTS
 
 
 class PrefixForest:
-    """The requests that run, in the order of their tokens, from one iteration to the next.
+    """The requests that run, in a tree of their tokens, from one iteration to the next.
 
-    A request is put in once, which compares its tokens with those of a few others. What is asked of
-    a batch is answered from numbers, and the answer depends on the requests of that batch only.
+    A request is put in once, which compares each of its tokens with that of one other. What is
+    asked of a batch is answered from numbers, one for each pair of neighbours in the tree, and the
+    answer depends on the requests of that batch only.
     """
 
     def __init__(self, *, page_size: int = 1) -> None:
         """page_size: requests share whole pages [tokens]; groups are cut at page boundaries."""
         assert page_size >= 1, f"{page_size=}"
         self.page_size = page_size
-        self._keys: list[bytes] = []
-        """[place] namespace and tokens of each. Heads that are alike are equal bytes: in the order
-        of bytes all that begin alike stand together, and C compares them."""
-        self._namespaces: list[Hashable] = []
-        # [place] tokens in common with the next one, in whole pages, and slot; [slot] member or 0.
-        self._common = np.zeros(64, dtype=np.int64)
-        self._slot_at = np.zeros(64, dtype=np.int64)
+        self._root = _Node(None, None, b"", 0)
+        self._spaces: dict[Hashable, _Node] = {}
+        # [place] slot, and tokens in common with the next place, in whole pages. A node's members
+        # come first, the newest before the others, and then its children.
+        self._slot_at = array("q")
+        self._common = array("q")
+        # [slot] member or 0, and the node in which it ends.
         self._member_of = np.zeros(64, dtype=np.int64)
+        self._node_of = [self._root] * 64
         self._free_slots = list(range(63, -1, -1))
         self._num_put = 0
-        self._spaces: dict[Hashable, list[int]] = {}
-        """Namespace -> its number in keys, and how many requests are of it."""
         self._made: OrderedDict[tuple[bytes, int], Groups] = OrderedDict()
+        self._host = compiled_host()
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._slot_at)
 
     def put(self, request: Shared) -> int:
         """Put a request in; returns the member that it is from now on, which no other will ever be.
         One of which more or less is in the radix tree now is another member: remove the old one.
-        O(length) and O(requests), both in C."""
-        assert request.length % self.page_size == 0, f"{request.length=} {self.page_size=}"
-        assert 0 <= request.length <= len(request.tokens), f"{request.length=}"
+        O(length), in C."""
+        length, page = request.length, self.page_size
+        assert length % page == 0, f"{length=} {page=}"
+        assert 0 <= length <= len(request.tokens), f"{length=}"
         if not self._free_slots:
             self._make_room()
         slot = self._free_slots.pop()
         self._num_put += 1
         member = self._num_put << _SLOT_BITS | slot
-        space = self._spaces.setdefault(request.namespace, [self._num_put, 0])
-        space[1] += 1
-        numbers = np.empty(1 + request.length, dtype=np.int32)
-        numbers[0] = space[0]
-        numbers[1:] = request.tokens[: request.length]
-        key = numbers.tobytes()
-        keys, common, num = self._keys, self._common, len(self._keys)
-        place = bisect_left(keys, key)
-        # With one of its neighbours it has as much in common as they with each other.
-        known = int(common[place - 1]) if 0 < place < num else 0
-        before = self._num_common(keys[place - 1], key, known) if place else 0
-        behind = known
-        if place < num and (before == known or not place):
-            behind = self._num_common(key, keys[place], known)
-        keys.insert(place, key)
-        self._namespaces.insert(place, request.namespace)
-        for by_place, value in ((common, behind), (self._slot_at, slot)):
-            by_place[place + 1 : num + 1] = by_place[place:num]
-            by_place[place] = value
-        if place:
-            common[place - 1] = before
+        tokens = np.ascontiguousarray(request.tokens, dtype=np.int64).data
+        node, key = self._spaces.get(request.namespace), b""
+        has_place = node is None
+        if node is None:
+            # By how they are written, as namespaces need have no order.
+            space = repr(request.namespace), self._num_put, request.namespace
+            self._make_place(self._root, space, slot)
+            node = self._spaces[request.namespace] = _Node(self._root, space, b"", 0)
+        while node.end < length:
+            key = tokens[node.end : node.end + page].tobytes()
+            below = node.children.get(key)
+            if below is None:
+                break
+            node = self._as_far_as(below, tokens[node.end : length])
+        if node.end < length:
+            if has_place:
+                node.keys.append(key)
+            else:
+                self._make_place(node, key, slot)
+            node = _Node(node, key, tokens[node.end : length].tobytes(), length)
+        elif not has_place:
+            self._insert(self._slot_at.index(node.first()), 0, slot, length)
+        node.members.append(member)
+        self._node_of[slot] = node
         self._member_of[slot] = member
         return member
 
@@ -157,19 +207,43 @@ class PrefixForest:
         if slot >= len(self._member_of) or self._member_of[slot] != member:
             return
         self._member_of[slot] = 0
-        common, num = self._common, len(self._keys) - 1
-        place = int((self._slot_at == slot)[: num + 1].argmax())
-        del self._keys[place]
-        namespace = self._namespaces.pop(place)
-        space = self._spaces[namespace]
-        space[1] -= 1
-        if not space[1]:
-            del self._spaces[namespace]
+        self._free_slots.append(slot)
+        common = self._common
+        place = self._slot_at.index(slot)
         if place:
             common[place - 1] = min(common[place - 1], common[place])
-        for by_place in (common, self._slot_at):
-            by_place[place:num] = by_place[place + 1 : num + 1]
-        self._free_slots.append(slot)
+        del self._slot_at[place], common[place]
+        node, self._node_of[slot] = self._node_of[slot], self._root
+        node.members.remove(member)
+        while not node.members and not node.keys and node.parent is not None:
+            if node.parent is self._root:
+                del self._spaces[node.key[-1]]
+            del node.parent.children[node.key]
+            del node.parent.keys[bisect_left(node.parent.keys, node.key)]
+            node = node.parent
+        if len(node.keys) == 1 and not node.members and node.tokens:
+            assert node.parent is not None, "only the root and namespaces have no tokens"
+            (below,) = node.children.values()
+            below.tokens = node.tokens + below.tokens
+            below.parent, below.key = node.parent, node.key
+            node.parent.children[node.key] = below
+
+    def _make_place(self, node: _Node, key: Any, slot: int) -> None:
+        """For the first below a child that a node is about to have."""
+        index = bisect_left(node.keys, key)
+        if index < len(node.keys):
+            place, behind = self._slot_at.index(node.children[node.keys[index]].first()), 0
+        elif index or node.members:
+            place, behind = self._slot_at.index(node.last()), 1
+        else:
+            place = behind = 0  # nobody is in the forest
+        node.keys.insert(index, key)
+        self._insert(place, behind, slot, node.end)
+
+    def _insert(self, place: int, behind: int, slot: int, num_common: int) -> None:
+        """Before or behind the one at a place, with so many tokens in common."""
+        self._slot_at.insert(place + behind, slot)
+        self._common.insert(place, num_common)
 
     def groups(self, members: Sequence[int], *, min_saved: int = 1) -> Groups:
         """The groups of a batch: O(requests) in C and O(groups), or one of the last answers.
@@ -178,7 +252,7 @@ class PrefixForest:
         min_saved  what some have in common is a group of its own where it saves so many reads of KV
                    tokens: (members - 1) x tokens. Below, its tokens count to the groups within it
         """
-        asked = np.array(members, dtype=np.int64)
+        asked = np.fromiter(members, np.int64, len(members))
         key = asked.tobytes(), min_saved
         groups = self._made.get(key)
         if groups is None:
@@ -190,54 +264,78 @@ class PrefixForest:
         return groups
 
     def _make_groups(self, members: IntArray, min_saved: int) -> Groups:
-        num, slots = len(members), members & _SLOTS
-        known = self._member_of.take(slots, mode="clip")
-        assert known.tobytes() == members.tobytes(), "a request was not put in"
-        index_of = np.zeros(len(self._member_of), dtype=np.int64)
-        index_of[slots] = np.arange(1, num + 1)
-        order = index_of.take(self._slot_at[: len(self)]) - 1
-        between = self._common[: max(num - 1, 0)]
-        if num < len(self):
-            places = (order >= 0).nonzero()[0]
-            order = order.take(places)
-            between = np.minimum.reduceat(self._common, places)[:-1] if num > 1 else between
-        found = _worthy(_intervals(between), min_saved)
-        begin, end, first, last, level = np.array(found, dtype=np.int64).reshape(-1, 5).T
-        # Both sums at once.
-        both = of_all_around(begin, end, (last - first) << _DEPTH_BITS | 1, num)
+        if self._host is None:
+            return self._groups_by_arrays(members, min_saved)
+        order, columns, num_levels, own, depth = self._host.groups(
+            self._slot_at, self._common, self._member_of, members, _SLOTS, min_saved
+        )
+        columns = np.frombuffer(columns, np.int64).reshape(_NUM_COLUMNS, -1)
+        begin, end, first, last, level, saved = columns
         return Groups(
-            order=order,
+            order=np.frombuffer(order, np.int64),
             begin=begin,
             end=end,
             first=first,
             last=last,
             level=level,
-            num_levels=1 + max(found[4::5], default=-1),
+            saved=saved,
+            num_levels=num_levels,
+            own=np.frombuffer(own, np.int64),
+            depth=np.frombuffer(depth, np.int64),
+        )
+
+    def _groups_by_arrays(self, members: IntArray, min_saved: int) -> Groups:
+        num, slots = len(members), members & _SLOTS
+        known = self._member_of.take(slots, mode="clip")
+        assert known.tobytes() == members.tobytes(), "a request was not put in"
+        index_of = np.zeros(len(self._member_of), dtype=np.int64)
+        index_of[slots] = np.arange(1, num + 1)
+        order = index_of.take(np.array(self._slot_at, dtype=np.int64))
+        places = order.nonzero()[0]
+        common = np.array(self._common, dtype=np.int64)
+        between = np.minimum.reduceat(common, places)[:-1] if num else common[:0]
+        found = _worthy(_intervals(between), min_saved)
+        columns = np.ascontiguousarray(np.array(found, dtype=np.int64).reshape(-1, _NUM_COLUMNS).T)
+        begin, end, first, last, level, saved = columns
+        # Both sums at once.
+        both = of_all_around(begin, end, (last - first) << _DEPTH_BITS | 1, num)
+        return Groups(
+            order=order.take(places) - 1,
+            begin=begin,
+            end=end,
+            first=first,
+            last=last,
+            level=level,
+            saved=saved,
+            num_levels=1 + int(level.max(initial=-1)),
             own=both >> _DEPTH_BITS,
             depth=both & _DEPTHS,
         )
 
-    def _num_common(self, one: bytes, other: bytes, known: int) -> int:
-        """Tokens that two keys have in common in whole pages, when these are at least `known`."""
-        begin = _NUMBER_BYTES * (1 + known)
-        page = begin + _NUMBER_BYTES * self.page_size
-        if one[begin:page] != other[begin:page] or one[:_NUMBER_BYTES] != other[:_NUMBER_BYTES]:
-            return known
-        num = (min(len(one), len(other)) - begin) // _NUMBER_BYTES
-        if num:
-            a, b = (np.frombuffer(key, np.int32, num, begin) for key in (one, other))
-            differs = a != b
-            first = int(differs.argmax())
-            num = first if differs[first] else num
-        return known + num - num % self.page_size
+    def _as_far_as(self, node: _Node, tokens: memoryview) -> _Node:
+        """The node up to which these tokens are those of this one: itself, or one that is its upper
+        part from now on. They have a page in common at least."""
+        num = min(len(node.tokens) // _TOKEN_BYTES, len(tokens))
+        if not node.tokens.startswith(tokens[:num]):
+            differs = np.frombuffer(node.tokens, np.int64, num) != np.asarray(tokens[:num])
+            num = int(differs.argmax())
+            num -= num % self.page_size
+        at = num * _TOKEN_BYTES
+        if at == len(node.tokens):
+            return node
+        begin = node.end - len(node.tokens) // _TOKEN_BYTES
+        upper = _Node(node.parent, node.key, node.tokens[:at], begin + num)
+        node.tokens = node.tokens[at:]
+        node.parent, node.key = upper, node.tokens[: self.page_size * _TOKEN_BYTES]
+        upper.children[node.key] = node
+        upper.keys.append(node.key)
+        return upper
 
     def _make_room(self) -> None:
-        num = len(self._slot_at)
+        num = len(self._member_of)
         assert 2 * num <= _SLOTS + 1, f"more than {num} requests"
-        more = np.zeros(num, dtype=np.int64)
-        self._common = np.concatenate((self._common, more))
-        self._slot_at = np.concatenate((self._slot_at, more))
-        self._member_of = np.concatenate((self._member_of, more))
+        self._member_of = np.concatenate((self._member_of, np.zeros(num, dtype=np.int64)))
+        self._node_of += [self._root] * num
         self._free_slots.extend(range(2 * num - 1, num - 1, -1))
 
 
@@ -255,43 +353,48 @@ def groups_of(requests: Sequence[Shared], *, page_size: int = 1, min_saved: int 
     return forest.groups([forest.put(request) for request in requests], min_saved=min_saved)
 
 
-def _intervals(common: IntArray) -> list[tuple[int, int, int]]:
-    """Ranks [begin, -end) of all that have more in common than any that hold them do, and how much;
-    outer ones before inner ones, which is why ends are negative.
+def _intervals(common: IntArray) -> list[list[int]]:
+    """Ranks [begin, end) of all that have more in common than any that hold them do, and how much;
+    outer ones before inner ones.
 
     common: [requests - 1] tokens that neighbours have in common
     """
-    starts = [0, *((common[1:] != common[:-1]).nonzero()[0] + 1).tolist()] if len(common) else []
-    found: list[tuple[int, int, int]] = []
-    open_: list[tuple[int, int]] = []
+    found: list[list[int]] = []
+    open_: list[tuple[int, list[int]]] = []  # and their places among those found
     top = 0
-    for start, length in zip(starts, common.take(starts).tolist(), strict=True):
-        begin = start
+    starts = (common[1:] != common[:-1]).nonzero()[0] + 1
+    lengths = common.take(starts).tolist()
+    starts = starts.tolist()
+    if len(common):
+        starts.insert(0, 0)
+        lengths.insert(0, int(common[0]))
+    for start, length in zip(starts, lengths, strict=True):
+        begin, place = start, len(found)
         while top > length:
-            begin, inner = open_.pop()
-            found.append((begin, -start - 1, inner))
-            top = open_[-1][1] if open_ else 0
+            place, interval = open_.pop()
+            begin, interval[1] = interval[0], start + 1
+            top = open_[-1][1][2] if open_ else 0
         if length > top:
-            open_.append((begin, length))
+            interval = [begin, len(common) + 1, length]
+            found.insert(place, interval)
+            open_.append((place, interval))
             top = length
-    end = -len(common) - 1
-    found += [(begin, end, length) for begin, length in open_]
-    found.sort()
     return found
 
 
-def _worthy(intervals: list[tuple[int, int, int]], min_saved: int) -> list[int]:
-    """Those that save enough: begin, end, first, last and level of each, one after the other."""
+def _worthy(intervals: list[list[int]], min_saved: int) -> list[int]:
+    """Those that save enough: begin, end, first, last, level and tokens saved of each, one after
+    the other."""
     found: list[int] = []
     around: list[tuple[int, int]] = []
     read = 0
-    for begin, negative_end, last in intervals:
-        end = -negative_end
+    for begin, end, last in intervals:
         while around and around[-1][0] <= begin:
             around.pop()
             read = around[-1][1] if around else 0
-        if (end - begin - 1) * (last - read) >= min_saved:
-            found += (begin, end, read, last, len(around))
+        saved = (end - begin - 1) * (last - read)
+        if saved >= min_saved:
+            found += (begin, end, read, last, len(around), saved)
             around.append((end, last))
             read = last
     return found

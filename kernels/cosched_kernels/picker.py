@@ -118,19 +118,25 @@ def mixed_times_s(
     _, cached = _repeated_bytes(groups, heads, device)
     waiting -= max(cached * (1 / device.memory_bandwidth - 1 / device.cache_bandwidth), 0.0)
     other_s = float(computing.sum()) + max(waiting, 0.0)
+    # A tile's bytes and its scores both grow with the KV that it reads.
     spans = plan.column("kv_end") - plan.column("kv_begin")
-    computing = plan.heights() * spans * (heads.num_kv_heads * 4 * heads.head_dim / device.flops)
-    reading = spans * (kv_bytes / device.memory_bandwidth)
-    ours_s = float(np.maximum(computing, reading).sum()) + _extra_s(plan, heads, device)
+    flops = heads.num_kv_heads * 4 * heads.head_dim / device.flops
+    ours_s = _extra_s(plan, heads, device)
+    starts: list[int] = plan.starts.tolist()
+    per_token = kv_bytes / device.memory_bandwidth
+    for height, begin, end in zip(plan.rows, starts, starts[1:], strict=False):
+        if end > begin:
+            num_read = int(spans[begin:end].sum())
+            ours_s += num_read * max(height * flops, per_token)
     return other_s, ours_s
 
 
 def _repeated_bytes(groups: Groups, heads: HeadShape, device: DeviceModel) -> tuple[float, float]:
     """KV that only the other backend reads again, and how much of that the cache may hold: what is
     in doubt is taken to be cheap there."""
-    length = (groups.last - groups.first) * heads.kv_bytes_per_token
-    repeats = groups.end - groups.begin - 1
-    return float(repeats @ length), float(repeats @ (length * (length < device.cache_bytes)))
+    token = heads.kv_bytes_per_token
+    is_cached = (groups.last - groups.first) * token < device.cache_bytes
+    return float(groups.saved_tokens * token), float(groups.saved @ is_cached * token)
 
 
 def _extra_s(plan: Plan, heads: HeadShape, device: DeviceModel) -> float:

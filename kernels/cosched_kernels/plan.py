@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cosched_kernels.groups import Groups, IntArray, of_all_around
+from cosched_kernels.host import compiled_host
 
 __all__ = [
     "ITEM_FIELDS",
@@ -30,6 +31,7 @@ __all__ = [
     "Tiling",
     "bytes_moved",
     "make_plan",
+    "plan_by_arrays",
     "scores_computed",
 ]
 
@@ -167,83 +169,137 @@ def make_plan(
     The new tokens of a request must lie behind all of its groups: what is shared is in the radix
     tree, and what is computed now is not.
     """
-    order, num_requests, num_groups = groups.order, len(groups.order), groups.num_groups
-    is_decode = np.count_nonzero(num_queries == 1) == num_requests
+    host, capacities = compiled_host(), _capacities(tiling.rows, heads.group)
+    if host is None:
+        return plan_by_arrays(
+            groups, num_queries=num_queries, seq_lens=seq_lens, heads=heads, tiling=tiling
+        )
+    items, starts, token_order, bases = host.plan(
+        groups.order,
+        groups.begin,
+        groups.end,
+        groups.first,
+        groups.last,
+        groups.own,
+        num_queries,
+        seq_lens,
+        capacities,
+        heads.num_kv_heads,
+        tiling.programs,
+        _MIN_SPLIT,
+    )
+    return Plan(
+        items=np.frombuffer(items, np.int32).reshape(-1, len(ITEM_FIELDS)),
+        starts=np.frombuffer(starts, np.int32),
+        token_order=np.frombuffer(token_order, np.int32),
+        bases=np.frombuffer(bases, np.int32),
+        rows=tiling.rows,
+    )
+
+
+def plan_by_arrays(
+    groups: Groups,
+    *,
+    num_queries: IntArray,
+    seq_lens: IntArray,
+    heads: HeadShape,
+    tiling: Tiling,
+) -> Plan:
+    """What `make_plan` does where there is no compiler."""
+    order, num_groups = groups.order, groups.num_groups
     lengths = seq_lens.take(order)
+    is_decode = np.count_nonzero(num_queries == 1) == len(order)
     if is_decode:
-        counts, first_token, token_order = num_queries, np.arange(num_requests + 1), order
+        counts: Any = 1
+        first_token, token_order = np.arange(len(order) + 1), order
     else:
         assert num_queries.min() >= 1, "every request has a new token"
-        counts = num_queries[order]
+        counts = num_queries.take(order)
         first_token = _sums(counts)
-        shift = _sums(num_queries)[order] - first_token[:-1]
+        shift = _sums(num_queries).take(order) - first_token[:-1]
         token_order = np.arange(first_token[-1]) + shift.repeat(counts)
     seen = lengths - counts
     assert not np.count_nonzero(seen < groups.own), "a new token in a shared prefix"
 
     # One stretch per group and per request, each to be cut twice: into tiles, and into splits.
-    items = np.zeros((num_groups + num_requests, len(ITEM_FIELDS)), dtype=np.int32)
+    items = np.zeros((num_groups + len(order), len(ITEM_FIELDS)), dtype=np.int32)
     shared, own = items[:num_groups].T, items[num_groups:].T
-    shared[_FIRST], own[_FIRST] = first_token[groups.begin], first_token[:-1]
-    shared[_NUM], own[_NUM] = first_token[groups.end] - shared[_FIRST], counts
-    shared[_REQUEST], own[_REQUEST] = order[groups.begin], order
+    begin = first_token.take(groups.begin)
+    shared[_FIRST], own[_FIRST] = begin, first_token[:-1]
+    shared[_NUM], own[_NUM] = first_token.take(groups.end) - begin, counts
+    shared[_REQUEST], own[_REQUEST] = order.take(groups.begin), order
     shared[_BEGIN], own[_BEGIN] = groups.first, groups.own
     shared[_END], own[_END] = groups.last, lengths
     shared[_LIMIT], own[_LIMIT] = _UNLIMITED, seen
-    stretch = np.arange(len(items))
-    first_tile: Any = slice(num_groups)
-    own_tile = slice(num_groups, None)
 
     # Tiles: as many whole tokens as fit into a height.
     capacities = _capacities(tiling.rows, heads.group)
-    tokens = items[:, _NUM]
-    height = capacities[:-1].searchsorted(tokens)
-    if len(tokens) and tokens.max() > capacities[-1]:
-        num_tiles = -(-tokens // capacities[height])
+    height = np.zeros(len(items), dtype=np.int64)
+    several = slice(num_groups if is_decode else None)  # the others are a token each
+    tokens = items[several, _NUM]
+    height[several] = capacities[:-1].searchsorted(tokens)
+    stretch: IntArray | None = None
+    first_tile: Any = slice(num_groups)
+    own_tile = slice(num_groups, None)
+    if np.count_nonzero(tokens > capacities[-1]):
+        num_tiles = -(-items[:, _NUM] // capacities.take(height))
         stretch, tile = _runs(num_tiles)
         items, height = items.take(stretch, axis=0), height.take(stretch)
         first_tile = stretch.searchsorted(np.arange(num_groups))
         own_tile = slice(int(num_tiles[:num_groups].sum()), None)
-        within = tile * capacities[height]
+        capacity = capacities.take(height)
+        within = tile * capacity
         items[:, _FIRST] += within
-        items[:, _NUM] = np.minimum(capacities[height], items[:, _NUM] - within)
-        items[:, _LIMIT] += np.where(stretch < num_groups, 0, within)
-    if not is_decode:
-        # No tile reads what is behind its last token.
-        items[:, _END] = np.minimum(items[:, _END], items[:, _LIMIT] + items[:, _NUM])
-    num_splits = _splits(items[:, _END] - items[:, _BEGIN], height, heads.num_kv_heads, tiling)
+        items[:, _NUM] = np.minimum(capacity, items[:, _NUM] - within)
+        # No tile of its own reads what is behind its last token.
+        own = items[own_tile].T
+        own[_LIMIT] += within[own_tile]
+        own[_END] = own[_LIMIT] + own[_NUM]
+    spans = items[:, _END] - items[:, _BEGIN]
+    is_split, most = _splits(spans, height, heads.num_kv_heads, tiling)
+    num_splits: IntArray | None = None
+    if len(is_split):
+        num_splits, step = np.ones(len(items), dtype=np.int64), spans.copy()
+        long = spans.take(is_split)
+        num = -(-long // most.take(is_split))
+        num_splits[is_split], step[is_split] = num, -(-long // num)
 
     # Pieces: those of a token's groups first, outermost first, then those of its own part. All
     # members of a group are in the same groups above it, so they agree on the numbers. Splits are
     # alike for all tiles of a group.
     piece = _pieces_before(groups, None if num_splits is None else num_splits[first_tile])
-    if len(stretch) > len(piece):
-        piece = piece[stretch]
-    pieces = piece[own_tile] + (1 if num_splits is None else num_splits[own_tile])
+    if stretch is not None:
+        piece = piece.take(stretch)
     # A token with a single piece needs no room for it.
+    own_piece = piece[own_tile]
+    pieces = own_piece + (1 if num_splits is None else num_splits[own_tile])
     is_only = pieces == 1
-    np.putmask(piece[own_tile], is_only, _ONLY)
-    np.putmask(pieces, is_only, 0)
+    pieces -= is_only
+    own_piece -= is_only
     items[:, _PIECE] = piece
     bases = _sums(pieces if is_decode else pieces.repeat(items[own_tile, _NUM]))
 
-    if num_splits is None:
-        sorting = height.argsort(kind="stable")
-    else:
-        whole, split = _runs(num_splits)
-        items, num_splits = items.take(whole, axis=0), num_splits.take(whole)
-        stretch, height = stretch.take(whole), height.take(whole)
-        length = items[:, _END] - items[:, _BEGIN]
-        step = -(-length // num_splits)
-        items[:, _END] = items[:, _BEGIN] + np.minimum((split + 1) * step, length)
-        items[:, _BEGIN] += np.minimum(split * step, length)
+    sorting = height.argsort(kind="stable")
+    if num_splits is not None:
+        num_each = num_splits.take(sorting)
+        sorting = sorting.repeat(num_each)
+        split = np.arange(len(sorting)) - (num_each.cumsum() - num_each).repeat(num_each)
+        if stretch is not None:
+            # Tiles of one span stand next to each other, so that they run at the same time and all
+            # but the first find it in the cache of the device.
+            together = np.lexsort((split, stretch.take(sorting), height.take(sorting)))
+            sorting, split = sorting.take(together), split.take(together)
+    items = items.take(sorting, axis=0)
+    if num_splits is not None:
+        span, step = spans.take(sorting), step.take(sorting)
+        within = split * step
+        begins, ends = items[:, _BEGIN], items[:, _END]
+        np.add(begins, np.minimum(within + step, span), out=ends, casting="same_kind")
+        begins += np.minimum(within, span)
         items[:, _PIECE] += split
-        # Tiles of one span stand next to each other, so that they run at the same time and all but
-        # the first find it in the cache of the device.
-        sorting = np.lexsort((split, stretch, height))
-    starts = _sums(np.bincount(height, minlength=len(capacities)))
+    starts = _sums(np.bincount(height, num_splits, len(capacities)))
     return Plan(
-        items=items.take(sorting, axis=0),
+        items=items,
         starts=starts.astype(np.int32),
         token_order=token_order.astype(np.int32),
         bases=bases.astype(np.int32),
@@ -252,22 +308,21 @@ def make_plan(
 
 
 @cache
-def _capacities(rows: tuple[int, ...], group: int) -> npt.NDArray[np.int32]:
+def _capacities(rows: tuple[int, ...], group: int) -> IntArray:
     """How many tokens fit into each height."""
     assert rows[0] >= group, f"{group=} rows do not fit into a tile of {rows[0]}"
-    return np.array([height // group for height in rows], dtype=np.int32)
+    return np.array([height // group for height in rows], dtype=np.int64)
 
 
-def _splits(lengths: _Ints, height: IntArray, num_kv_heads: int, tiling: Tiling) -> IntArray | None:
-    """Into how many spans each tile's KV is split: as even as it takes for all programs to have
-    work, each height being a launch of its own. None: no tile's is."""
-    totals = np.bincount(height, lengths, len(tiling.rows)).tolist()
+def _splits(
+    spans: _Ints, height: IntArray, num_kv_heads: int, tiling: Tiling
+) -> tuple[IntArray, _Ints]:
+    """Tiles whose KV is split, and the longest that each tile may read at once: as even as it takes
+    for all programs to have work, each height being a launch of its own."""
+    totals = np.bincount(height, spans, len(tiling.rows)).tolist()
     shares = [max(_MIN_SPLIT, math.ceil(n * num_kv_heads / tiling.programs)) for n in totals]
     most = np.array(shares, dtype=np.int32).take(height)
-    if not np.count_nonzero(lengths > most):
-        return None
-    num_splits: IntArray = np.maximum(-(-lengths // most), 1).astype(np.int64)
-    return num_splits
+    return (spans > most).nonzero()[0], most
 
 
 def _pieces_before(groups: Groups, splits: IntArray | None) -> IntArray:
@@ -285,10 +340,10 @@ def _pieces_before(groups: Groups, splits: IntArray | None) -> IntArray:
     return pieces
 
 
-def _sums(numbers: _Ints) -> IntArray:
+def _sums(numbers: npt.NDArray[Any]) -> IntArray:
     """Of none, of the first, of the first two, ...: [2, 3] -> [0, 2, 5]."""
     sums = np.zeros(len(numbers) + 1, dtype=np.int64)
-    numbers.cumsum(out=sums[1:])
+    sums[1:] = numbers.cumsum()
     return sums
 
 

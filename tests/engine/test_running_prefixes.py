@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import cosched.bootstrap  # noqa: F401  # before sglang
+from cosched.engine.port.attention import launching
 from cosched.engine.port.prefixes import RunningPrefixes
 
 HEAD = [7] * 64
@@ -142,6 +143,30 @@ def test_a_group_that_saves_little_is_none():
     assert sum(reads) == 906 - 600 and sorted(reads)[:2] in ([1, 2], [1, 3], [2, 3])
     # Those who ran, and run no more, change nothing.
     assert prefixes.num_repeated(reqs) == 0
+
+
+def test_while_a_batch_is_launched_nobody_is_looked_at_twice():
+    """Its timing asks about the decodes of a mixed batch, then its attention about all of it."""
+    tokens = [[1] * 300 + [index] for index in range(4)]
+    expected = RunningPrefixes(page_size=1).groups([running(own) for own in tokens])
+    prefill, *decodes = reqs = [running(own) for own in tokens]
+    prefixes = RunningPrefixes(page_size=1)
+    assert prefixes.groups(decodes).saved_tokens == 600
+    prefill.kv.cache_protected_len = 200
+    with launching(SimpleNamespace(reqs=reqs)):
+        assert prefixes.groups(decodes).saved_tokens == 600
+        kvs = [req.kv for req in decodes]
+        for req in decodes:
+            del req.kv
+        assert prefixes.groups(reqs).saved_tokens == 600
+        assert prefixes.groups(reqs) is prefixes.groups(reqs)
+        assert prefixes.groups(reqs, min_saved=100).saved_tokens == 800
+    for req, kv in zip(decodes, kvs, strict=True):
+        req.kv = kv
+    prefill.kv.cache_protected_len = 301
+    with launching(SimpleNamespace(reqs=reqs)):
+        found = prefixes.groups(reqs)
+    assert found.saved_tokens == expected.saved_tokens == 900
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

@@ -18,6 +18,7 @@ from cosched_kernels.shared_prefix import tiles_for
         (80, 64, {}, "HMMA"),
         (80, 128, {"kv": "fp8e5"}, "HMMA"),
         (80, 64, {"head_dim": 256}, "HMMA"),
+        (80, 16, {"head_dim": 256, "kv": "fp8e5"}, "HMMA"),
         (90, 16, {}, "HMMA"),
         (90, 64, {"kv": "fp8e4nv"}, "HGMMA"),
         (90, 128, {"q": "fp16", "kv": "fp16"}, "HGMMA"),

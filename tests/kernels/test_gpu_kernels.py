@@ -3,6 +3,9 @@
 import json
 import sys
 
+import pytest
+import torch
+
 from tests.scripts import script
 
 
@@ -34,3 +37,12 @@ def test_the_crossover_is_where_ours_stays_faster():
     assert script("gpu_kernels").crossover([row(500, 9), row(1000, 11)])["prefix"] == {
         "8 over 1": None
     }
+
+
+@pytest.mark.parametrize("name", ["gpu_kernels", "gpu_profile", "gpu_end_to_end"])
+def test_without_a_card_it_says_what_goes(monkeypatch, tmp_path, name):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", [name, "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match=f"{name}: torch sees no CUDA GPU; --(on|device) cpu"):
+        script(name).main()
+    assert not (tmp_path / "out").exists()

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from cosched_kernels.compile_table import document_bytes
 from cosched_kernels.groups import PrefixForest, Shared, groups_of
-from cosched_kernels.plan import HeadShape, Tiling, bytes_moved, make_plan
+from cosched_kernels.host import compiled_host
+from cosched_kernels.plan import HeadShape, Tiling, bytes_moved, make_plan, plan_by_arrays
 from tests.kernels.batches import Batch, trees
 
 LLAMA_8B = HeadShape(num_q_heads=32, num_kv_heads=8, head_dim=128)
@@ -54,33 +55,136 @@ def test_every_shared_slot_is_read_once(batch):
     assert batch.groups().saved_tokens == saved
 
 
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 5), st.lists(st.integers(0, 1), max_size=10), st.integers(0, 1)),
-        max_size=30,
+CHANGES = st.lists(
+    st.tuples(
+        st.integers(0, 7),
+        st.booleans(),
+        st.lists(st.integers(0, 1), max_size=10),
+        st.integers(0, 1),
     ),
-    st.sampled_from([1, 2]),
+    max_size=30,
 )
-def test_coming_and_going_leaves_no_trace(changes, page_size):
-    """The groups of who is in now do not depend on who was in before."""
-    forest, running = PrefixForest(page_size=page_size), {}
-    for name, tokens, namespace in changes:
+"""Who comes, with 300 tokens that others have too or without, with which others, in which
+namespace. Who is in already goes, and without tokens comes no more."""
+
+
+def after(forest, changes):
+    """Who is in a forest after these changes: their members and what they share, the oldest
+    first."""
+    running = {}
+    for name, is_long, tokens, namespace in changes:
         if name in running:
             forest.remove(running.pop(name)[0])
         if tokens:
-            length = len(tokens) - len(tokens) % page_size
-            request = Shared(namespace=namespace, tokens=np.array(tokens), length=length)
+            tokens = np.array([7] * 300 * is_long + tokens)
+            length = len(tokens) - len(tokens) % forest.page_size
+            request = Shared(namespace=namespace, tokens=tokens, length=length)
             running[name] = forest.put(request), request
     assert len(forest) == len(running)
-    members, requests = [m for m, _ in running.values()], [r for _, r in running.values()]
-    found, expected = (
-        {
-            (frozenset(g.order[b:e].tolist()), f, last)
-            for b, e, f, last in zip(g.begin, g.end, g.first, g.last, strict=True)
+    return list(running.values())
+
+
+def assert_same(one, other):
+    """Every number of two groups or plans."""
+    fields = getattr(one, "_fields", ("items", "starts", "token_order", "bases", "rows"))
+    for field in fields:
+        a, b = getattr(one, field), getattr(other, field)
+        assert np.array_equal(a, b), field
+        assert getattr(a, "dtype", None) == getattr(b, "dtype", None), field
+
+
+@given(CHANGES, st.sampled_from([1, 2]), st.sampled_from([1, 300, 900]), st.data())
+def test_coming_and_going_leaves_no_trace(changes, page_size, min_saved, data):
+    """Groups and plan of any who are in are, number by number, those made from nothing but them,
+    whoever was in before."""
+    forest = PrefixForest(page_size=page_size)
+    running = after(forest, changes)
+    running = [one for one in running if data.draw(st.booleans())] or running
+    new = PrefixForest(page_size=page_size)
+    again = [new.put(request) for _, request in running]
+    index = data.draw(st.permutations(range(len(running))))
+    found = forest.groups([running[i][0] for i in index], min_saved=min_saved)
+    expected = new.groups([again[i] for i in index], min_saved=min_saved)
+    assert_same(found, expected)
+    if running:
+        own = np.array(data.draw(st.lists(st.integers(1, 90), min_size=8, max_size=8)))
+        own = own[: len(running)]
+        lengths = {
+            "num_queries": np.ones_like(own) if data.draw(st.booleans()) else own,
+            "seq_lens": np.array([running[i][1].length for i in index]) + own,
         }
-        for g in (forest.groups(members), groups_of(requests, page_size=page_size))
+        tiling = Tiling(rows=(16, 64), programs=4)
+        plans = [make_plan(g, **lengths, heads=LLAMA_8B, tiling=tiling) for g in (found, expected)]
+        assert_same(*plans)
+
+
+@given(CHANGES, st.sampled_from([1, 2]), st.sampled_from([1, 300, 900]), st.data())
+def test_compiled_groups_are_those_of_arrays(changes, page_size, min_saved, data):
+    forest = PrefixForest(page_size=page_size)
+    members = [member for member, _ in after(forest, changes) if data.draw(st.booleans())]
+    asked = np.array(data.draw(st.permutations(members)), dtype=np.int64)
+    by_arrays = forest._groups_by_arrays(asked, min_saved)
+    assert_same(forest._make_groups(asked, min_saved), by_arrays)
+    forest._host = None
+    assert_same(forest._make_groups(asked, min_saved), by_arrays)
+
+
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from([(16, 64), (16, 64, 128)]),
+    st.sampled_from([4, 66]),
+    st.booleans(),
+)
+def test_compiled_plans_are_those_of_arrays(seed, rows, programs, is_decode):
+    """Trees with many levels, more members than a tile holds, spans that are split, prefills of
+    several tiles."""
+    rng = np.random.default_rng(seed)
+    documents = [rng.integers(0, 3, rng.integers(1, 900)) for _ in range(rng.integers(1, 4))]
+    requests = []
+    for _ in range(rng.integers(1, 60)):
+        document = documents[rng.integers(len(documents))]
+        cut = rng.integers(0, len(document) + 1) if rng.random() < 0.3 else len(document)
+        tokens = np.concatenate((document[:cut], rng.integers(0, 2, rng.integers(0, 5))))
+        requests.append(Shared(namespace=None, tokens=tokens, length=len(tokens)))
+    num_queries = rng.integers(1, 2 if is_decode else 90, len(requests))
+    lengths = {
+        "num_queries": num_queries,
+        "seq_lens": np.array([r.length for r in requests])
+        + num_queries
+        + rng.integers(0, 900, len(requests)),
+    }
+    groups = groups_of(requests, min_saved=int(rng.choice([1, 50, 512])))
+    options = {"heads": LLAMA_8B, "tiling": Tiling(rows=rows, programs=programs)}
+    assert_same(
+        make_plan(groups, **lengths, **options), plan_by_arrays(groups, **lengths, **options)
     )
-    assert found == expected
+
+
+def test_compiled_code_takes_no_other_numbers():
+    host = compiled_host()
+    assert host is not None, "Triton needs a C compiler wherever it runs, and so does this test"
+    groups = groups_of([Shared(namespace=None, tokens=np.zeros(4, int), length=4)] * 3)
+    options = {"heads": LLAMA_8B, "tiling": Tiling()}
+    ones, fives = np.ones(3, dtype=np.int64), np.full(3, 5)
+    for wrong in (ones.astype(np.int32), ones.astype(float)):
+        with pytest.raises(TypeError, match="not of int64"):
+            make_plan(groups, num_queries=wrong, seq_lens=fives, **options)
+    with pytest.raises(ValueError, match="belong together"):
+        make_plan(groups, num_queries=np.ones(2, dtype=np.int64), seq_lens=fives, **options)
+    with pytest.raises(AssertionError, match="a new token in a shared prefix"):
+        make_plan(groups, num_queries=ones, seq_lens=fives - 1, **options)
+    with pytest.raises(AssertionError, match="every request has a new token"):
+        make_plan(groups, num_queries=ones - 1, seq_lens=fives, **options)
+    far = groups._replace(order=groups.order + 1)
+    with pytest.raises(ValueError, match="none of the batch"):
+        make_plan(far, num_queries=ones, seq_lens=fives, **options)
+
+
+def test_without_a_compiler_arrays_do_it(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("CC", str(tmp_path / "none"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert compiled_host.__wrapped__() is None
+    assert "without compiled code" in caplog.text
 
 
 def test_the_rest_of_a_batch_that_sits_out_changes_nothing_else():
@@ -101,7 +205,7 @@ def test_the_rest_of_a_batch_that_sits_out_changes_nothing_else():
         forest.groups([first, again + (1 << 40)])
 
 
-@pytest.mark.parametrize("batch", [8, 16, 32, 64])
+@pytest.mark.parametrize("batch", [8, 16, 32, 64, 128, 256])
 def test_bytes_of_many_questions_on_one_document(batch):
     """At most 10 % above reading the prefix once and each suffix once, pieces, queries, outputs,
     slots and the plan itself included."""

@@ -143,6 +143,44 @@ def test_one_capture_runs_every_plan():
     assert torch.equal(out, before)
 
 
+def test_launches_depend_on_no_plan(monkeypatch):
+    """What a CUDA graph has captured: programs and arguments of each launch."""
+    launches = []
+
+    def launch(kernel, grid, *args, **constants):
+        arguments = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
+        launches.append((kernel.__name__, grid, arguments, constants))
+
+    monkeypatch.setattr(shared_prefix, "launch", launch)
+    batch = Batch(SMALL, own=[1, 4, 2], new=[1, 1, 1])
+    buffers = FixedBuffers(
+        batch.heads,
+        rows=TILING.rows,
+        max_tokens=4,
+        max_items=40,
+        max_pieces=40,
+        device="cpu",
+        dtype=torch.float32,
+        num_programs=2,
+    )
+    inputs = {"req_to_token": batch.req_to_token, "pool_rows": batch.pool_rows, "scale": 1.0}
+    out = torch.empty_like(batch.q)
+    num_items = set()
+    for plan in (None, batch.plan(), batch.plan(min_saved=1000)):
+        if plan is None:
+            buffers.clear()
+        else:
+            buffers.load(plan)
+            num_items.add(len(plan.items))
+        shared_prefix.attend_items(
+            batch.q, batch.k, batch.v, out=out, plan=buffers.tensors, **inputs
+        )
+        shared_prefix.reduce_pieces(out=out, plan=buffers.tensors)
+    assert len(num_items) == 2
+    one, *others = (launches[i : i + 3] for i in range(0, 9, 3))
+    assert len(launches) == 9 and all(other == one for other in others)
+
+
 def vars_of(tensors):
     names = ("items", "starts", "token_order", "bases", "num_tokens", "pieces", "weights")
     return [getattr(tensors, name) for name in names]

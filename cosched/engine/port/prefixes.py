@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,22 @@ _SWEEP_AT_LEAST = 32
 """Requests that are known before the first look for those that run no more."""
 
 
+@dataclass(slots=True)
+class _Answered:
+    """What was answered while a batch is launched: its timing and its attention ask the same, and
+    nothing changes between them.
+
+    reqs, members      those asked about last
+    groups, min_saved  of the whole batch, and what each had to save
+    """
+
+    launch: Launch | None
+    reqs: Sequence[Any] = ()
+    members: list[int] = field(default_factory=list)
+    groups: Groups | None = None
+    min_saved: int = 0
+
+
 class RunningPrefixes:
     """What running requests have in common of the radix tree. All of it is known on the host. What
     is asked of some depends on them alone, so all that ask in a process share one of these (`of`).
@@ -31,9 +47,7 @@ class RunningPrefixes:
         self._forest = PrefixForest(page_size=page_size)
         self._req_of: dict[int, Any] = {}
         self._sweep_at = _SWEEP_AT_LEAST
-        self._of_launch: tuple[Launch, int, Groups] | None = None
-        """What was answered for the batch under launch, and for which `min_saved`: its timing and
-        its attention ask the same, and nothing changes between them."""
+        self._answered = _Answered(None)
 
     @classmethod
     def of(cls, owner: Any) -> RunningPrefixes:
@@ -54,19 +68,37 @@ class RunningPrefixes:
 
         min_saved  KV tokens that a group must save
         """
-        launch, answered = launched(), self._of_launch
-        if launch is not None and reqs is not launch.batch.reqs:
-            launch = None  # some of them, or a plan of what comes next
-        if launch is not None and answered is not None and answered[:2] == (launch, min_saved):
-            return answered[2]
-        try:
-            # Not by its id: clients choose that, and may use it again for another prompt.
-            members = [req.cosched_members[req.kv.cache_protected_len] for req in reqs]
-        except (AttributeError, KeyError):
-            members = [self._member(req) for req in reqs]
+        launch = launched()
+        if self._answered.launch is not launch:
+            self._answered = _Answered(launch)
+        answered = self._answered
+        # All that is launched, and not some of it or a plan of what comes next.
+        is_all = launch is not None and reqs is launch.batch.reqs
+        if is_all and answered.groups is not None and answered.min_saved == min_saved:
+            return answered.groups
+        members = self._members(reqs, answered)
         groups = self._forest.groups(members, min_saved=min_saved)
-        self._of_launch = None if launch is None else (launch, min_saved, groups)
+        if launch is not None:
+            answered.reqs, answered.members = reqs, members
+            if is_all:
+                answered.groups, answered.min_saved = groups, min_saved
         return groups
+
+    def _members(self, reqs: Sequence[Any], answered: _Answered) -> list[int]:
+        """Each touches memory that nobody has touched for an iteration, so what was found of those
+        at the end, a mixed batch's decodes, is taken from there."""
+        num_new = len(reqs) - len(answered.reqs)
+        if num_new < 0 or reqs[num_new:] != answered.reqs:
+            num_new = len(reqs)
+        members = []
+        for req in reqs[:num_new]:
+            try:
+                # Not by its id: clients choose that, and may use it again for another prompt.
+                member = req.cosched_members[req.kv.cache_protected_len]
+            except (AttributeError, KeyError):
+                member = self._member(req)
+            members.append(member)
+        return members if num_new == len(reqs) else members + answered.members
 
     def forget(self, req: Any) -> None:
         """It has ended. Of one that ends unnoticed no more than its memory stays, and not for

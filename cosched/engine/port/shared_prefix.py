@@ -478,9 +478,9 @@ def _is_plain(forward_batch: Any) -> bool:
 
 
 def _is_all_of(forward_batch: Any, batch: Any) -> bool:
-    """Whether a forward pass runs a batch, and not a part of it. The lengths of a whole one are the
-    batch's own, unless it was padded."""
-    lengths = forward_batch.seq_lens_cpu
-    if lengths is not None and lengths is batch.seq_lens_cpu:
-        return True
-    return bool(forward_batch.rids == [req.rid for req in batch.reqs])
+    """Whether a forward pass runs a batch, and not a part of it, nor one that was made up. Parts
+    keep the order, so number and ends tell; to look at all would fetch each from memory."""
+    rids, reqs = forward_batch.rids, batch.reqs
+    return bool(
+        rids and len(rids) == len(reqs) and rids[0] == reqs[0].rid and rids[-1] == reqs[-1].rid
+    )
