@@ -535,6 +535,11 @@ class _Work:
                 self._leave(request.rid)
             builder.hold(request, SkipReason.MEMORY_BUDGET)
         if ledger.available < 0:
+            # What holds memory and generates nothing goes first, whoever it is for.
+            for victim in [r for r in builder.unfinished() if r.traits.can_stop]:
+                builder.preempt(victim)
+                if ledger.available >= 0:
+                    return
             others = [r for r in self.running.values() if r not in active and r.traits.can_stop]
             for victim in (*youngest_first(builder), *reversed(others)):
                 if victim.rid in self.running:
