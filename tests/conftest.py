@@ -14,6 +14,7 @@ from hypothesis import settings
 # Before torch is there. Each operation waits for the slowest of its threads, and the workers have a
 # core each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+gc.disable()  # until all is imported: a fifth of the time would go into looking for garbage there
 
 from cosched.config import ENV_VAR
 from cosched.demo_model import ensure_demo_model
@@ -39,6 +40,7 @@ WITH_SERVERS = (
 
 
 def pytest_collection_modifyitems(config, items):
+    gc.enable()
     for item in items:
         if "servers" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.server)
