@@ -1,17 +1,33 @@
-"""What measurements of the attention kernels share: batches as tensors, the device, the time of a
-call, the check against float64. `gpu_profile.py` measures.
+#!/usr/bin/env python3
+"""The attention kernels on a card: right, how fast, and from where on sharing pays.
 
-Launches are captured in a CUDA graph over several layers' KV, so that no layer finds its KV in the
-cache because it was read a moment ago. SGLang is needed for its own kernels only.
+    scripts/gpu_kernels.py             # minutes on a GPU; writes gpu_kernels.jsonl as it goes
+    scripts/gpu_kernels.py --on cpu    # the same steps as far as they go without one
+
+1. *copy*: bandwidth of memory.
+2. *check*: outputs in bf16 and fp16 against float64, with NaN where nothing was written yet.
+3. *time*: decodes over one or several documents. Ours; SGLang's Triton kernels on the same slots,
+   and on distinct slots. The latter two tell what the cache of the device does for a shared prefix
+   by itself. Launches are captured in a CUDA graph over several layers' KV, so that no layer finds
+   its KV in the cache because it was read a moment ago.
+4. *crossover*: for each batch, from which prefix on ours is faster.
+
+Without a GPU, 2 runs in Triton's interpreter on small shapes, and 3 counts bytes instead of time.
+SGLang is needed for its own kernels only. The last line is JSON.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
+import json
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +37,7 @@ import torch
 from cosched_kernels import shared_prefix
 from cosched_kernels.buffers import PlanTensors, upload
 from cosched_kernels.groups import Groups, Shared, groups_of
-from cosched_kernels.plan import HeadShape, Plan, Tiling, make_plan
+from cosched_kernels.plan import HeadShape, Plan, Tiling, bytes_moved, make_plan
 from cosched_kernels.shared_prefix import tiles_for
 
 LLAMA_8B = HeadShape(num_q_heads=32, num_kv_heads=8, head_dim=128)
@@ -243,3 +259,95 @@ def check(card: Card, shape: Shape, heads: HeadShape, dtype: torch.dtype) -> dic
     # A NaN is no number below the limit either.
     assert error <= limit, f"{shape} {heads} {dtype}: off by {error}, more than {limit}"
     return {"step": "check", "dtype": str(dtype), "head_dim": heads.head_dim, "error": error}
+
+
+def times(card: Card, shape: Shape, heads: HeadShape, num_layers: int) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "step": "time",
+        "batch": shape.batch,
+        "documents": shape.documents,
+        "prefix": shape.prefix,
+    }
+    dtype = torch.bfloat16
+    if not card.is_gpu:
+        small = Work(shape, heads, torch.float32, card.device, distinct=False, num_layers=1)
+        moved = bytes_moved(small.plan(card.tiling(heads)), heads)
+        return row | {"kv_bytes": moved.kv, "bytes": moved.total}
+    for distinct in (False, True):
+        try:
+            work = Work(shape, heads, dtype, card.device, distinct=distinct, num_layers=num_layers)
+        except torch.OutOfMemoryError:
+            continue
+        stock = seconds(work.run_stock()) / num_layers
+        row["stock_distinct_us" if distinct else "stock_shared_us"] = stock * 1e6
+        if not distinct:
+            plan = work.plan(card.tiling(heads))
+            tensors = card.upload(plan, heads, dtype)
+            ours = seconds(partial(work.run, tensors)) / num_layers
+            moved = bytes_moved(plan, heads)
+            row |= {"ours_us": ours * 1e6, "bytes": moved.total, "bytes_per_s": moved.total / ours}
+        del work
+        torch.cuda.empty_cache()
+    return row
+
+
+def crossover(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Batch and documents -> the shortest prefix from which on ours is always faster; None: it is
+    not at the longest."""
+    series: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if "ours_us" in row:
+            series.setdefault(f"{row['batch']} over {row['documents']}", []).append(row)
+    found: dict[str, int | None] = {}
+    for name, times_of in series.items():
+        found[name] = None
+        for row in sorted(times_of, key=lambda row: -row["prefix"]):
+            if row["ours_us"] >= row["stock_shared_us"]:
+                break
+            found[name] = row["prefix"]
+    return {"step": "crossover", "prefix": found}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--on", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--out", type=Path, default=Path("gpu_kernels.jsonl"))
+    parser.add_argument("--layers", type=int, default=4, help="layers with KV of their own")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    if args.on == "cuda" and not torch.cuda.is_available():
+        sys.exit("gpu_kernels: torch sees no CUDA GPU; --on cpu runs what goes without one")
+    torch.manual_seed(args.seed)
+    card = Card(args.on)
+    rows: list[dict[str, Any]] = []
+
+    with args.out.open("w") as log:
+
+        def note(row: dict[str, Any]) -> None:
+            rows.append(row)
+            print(json.dumps(row), file=log, flush=True)
+            print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+
+        if card.is_gpu:
+            note(copy_bandwidth(card))
+            for head_dim in (64, 96, 128, 256):
+                heads = HeadShape(num_q_heads=32, num_kv_heads=8, head_dim=head_dim)
+                for dtype in (torch.float16, torch.bfloat16):
+                    note(check(card, Shape(batch=37, documents=3, prefix=3000), heads, dtype))
+            for batch in (8, 16, 32, 64):
+                for documents in (1, 4):
+                    for prefix in (500, 1000, 2000, 4000, 10_000, 32_000):
+                        shape = Shape(batch=batch, documents=documents, prefix=prefix)
+                        note(times(card, shape, LLAMA_8B, args.layers))
+            note(crossover(rows))
+        else:
+            tiny = Shape(batch=3, documents=1, prefix=40, suffix=5)
+            for dtype in (torch.float32, torch.float16):
+                note(check(card, tiny, SMALL, dtype))
+            note(times(card, tiny, SMALL, 1))
+    config = {"layers": args.layers, "seed": args.seed, "on": args.on}
+    print(json.dumps({"device": card.name, "config": config, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -5,8 +5,7 @@ numbers, and how far the latency model is off.
     scripts/gpu_profile.py --out DIR                 # some minutes on a GPU
     scripts/gpu_profile.py --device cpu --out DIR    # tiny shapes in Triton's interpreter
 
-First outputs are held against float64, with NaN where nothing was written yet. Then decodes over
-one or several documents, and mixed batches. Of each shape:
+Decodes over one or several documents, and mixed batches. Of each shape:
 
   attend, reduce    our two kernels; `ours` is both, as a layer launches them
   shared            SGLang's Triton kernels on the same slots; of these `stage 2` weighs the splits
@@ -14,10 +13,9 @@ one or several documents, and mixed batches. Of each shape:
                     device does for shared slots is the difference
   of the bound      time that each KV token takes once at the bandwidth of a copy, over ours
 
-Then from which prefix on ours is faster; the model of the device that fits these times, and how
-often the picker is right with it and with data sheets; and what the cost models of the simulator
-assume (`--gpu` names the GPU as they do): the L2 speed-up of stock attention, the overhead of
-reading once, and their attention times.
+Then the model of the device that fits these times, and how often the picker is right with it and
+with data sheets; and what the cost models of the simulator assume (`--gpu` names the GPU as they
+do): the L2 speed-up of stock attention, the overhead of reading once, and their attention times.
 
 DIR gets profile.jsonl (line by line, as it goes), profile.json, profile.md (rows for
 docs/experiments.md) and picker.json, which `shared_prefix.device_model` of the configuration reads.
@@ -40,17 +38,7 @@ from typing import Any, NamedTuple
 import gpu_kernels
 import numpy as np
 import torch
-from gpu_kernels import (
-    LLAMA_8B,
-    SMALL,
-    Card,
-    Shape,
-    Work,
-    check,
-    copy_bandwidth,
-    seconds,
-    stock_module,
-)
+from gpu_kernels import LLAMA_8B, SMALL, Card, Shape, Work, copy_bandwidth, seconds, stock_module
 
 from cosched.core.batch import BatchShape
 from cosched.cost_models.base import L2_SPEEDUP, ONCE_OVERHEAD, PrefixReads
@@ -63,7 +51,6 @@ from cosched_kernels.picker import DeviceModel, Measured, fitted, gain_s, write_
 from cosched_kernels.plan import HeadShape, Plan, bytes_moved, make_plan
 
 MODEL = "Llama-3.1-8B"
-CHECKED = Shape(batch=37, documents=3, prefix=3000)
 TINY = Shape(batch=2, documents=1, prefix=24, suffix=5)
 SHAPES = [
     Shape(batch=batch, documents=documents, prefix=prefix)
@@ -330,23 +317,6 @@ class Profile:
         self.note(row)
 
 
-def crossover(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Batch and documents -> the shortest prefix from which on ours is always faster than stock on
-    the same slots; None: it is not at the longest."""
-    series: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        if "shared_us" in row:
-            series.setdefault(f"{row['batch']} over {row['documents']}", []).append(row)
-    found: dict[str, int | None] = {}
-    for name, times_of in series.items():
-        found[name] = None
-        for row in sorted(times_of, key=lambda row: -row["prefix"]):
-            if row["ours_us"] >= row["shared_us"]:
-                break
-            found[name] = row["prefix"]
-    return {"step": "crossover", "prefix": found}
-
-
 def modelled_s(shape: Shape, gpu: str, reads: PrefixReads) -> float:
     """A layer's decode attention by the simulator's roofline [s]: an iteration less one whose
     contexts are of one token."""
@@ -390,7 +360,7 @@ def markdown(rows: list[dict[str, Any]], device: str) -> str:
             values += ["yes" if row["is_one"] else "no", row["ours_us"], row.get("stock_us")]
             lines.append("| " + " | ".join(map(cell, values)) + " |")
     for row in rows:
-        if row["step"] in ("picker", "latency", "crossover"):
+        if row["step"] in ("picker", "latency"):
             lines += ["", f"`{json.dumps({k: v for k, v in row.items() if k != 'step'})}`"]
     return "\n".join(lines) + "\n"
 
@@ -427,10 +397,6 @@ def main() -> None:
         profile = Profile(card, num_layers=args.layers, note=note)
         if card.is_gpu:
             note(copy_bandwidth(card))
-        for head_dim in (64, 96, 128, 256) if card.is_gpu else (SMALL.head_dim,):
-            heads = replace(LLAMA_8B if card.is_gpu else SMALL, head_dim=head_dim)
-            for dtype in (torch.float16, torch.bfloat16 if card.is_gpu else torch.float32):
-                note(check(card, CHECKED if card.is_gpu else TINY, heads, dtype))
         shapes = FEW_SHAPES if args.quick else SHAPES
         for shape in shapes if card.is_gpu else [TINY]:
             profile.decodes(shape)
@@ -440,7 +406,6 @@ def main() -> None:
         if profile.cases:
             profile.picker(args.out / "picker.json")
             profile.latency(args.gpu)
-            note(crossover(rows))
     config = {"gpu": args.gpu, "layers": args.layers, "quick": args.quick, "seed": args.seed}
     result = {"device": card.name, "config": config, "versions": versions("torch"), "rows": rows}
     (args.out / "profile.json").write_text(json.dumps(result, indent=2) + "\n")
