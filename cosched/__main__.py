@@ -6,63 +6,43 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = ["COMMANDS", "main"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Command:
+class _Command(NamedTuple):
     module: str
     summary: str
 
 
 COMMANDS: Mapping[str, _Command] = {
     "serve": _Command(
-        module="cosched.launch_server",
-        summary="start a server for online and offline requests; takes every SGLang flag",
+        "cosched.launch_server",
+        "start a server for online and offline requests; takes every SGLang flag",
     ),
-    "batch": _Command(
-        module="cosched.run_batch", summary="answer a file of requests as offline work"
-    ),
+    "batch": _Command("cosched.run_batch", "answer a file of requests as offline work"),
     "ray": _Command(
-        module="cosched.ray_data",
-        summary="answer a data set of requests by many replicas, with Ray Data",
+        "cosched.ray_data", "answer a data set of requests by many replicas, with Ray Data"
     ),
     "demo": _Command(
-        module="cosched.demo",
-        summary="measure and draw, on a small model, what offline work costs online requests",
+        "cosched.demo",
+        "measure and draw, on a small model, what offline work costs online requests",
     ),
-    "simulate": _Command(
-        module="cosched.simulate", summary="run the scheduler on a GPU that need not be there"
-    ),
-    "bench": _Command(module="cosched.bench", summary="policies and stock scheduling side by side"),
-    "tune": _Command(
-        module="cosched.tune", summary="choose budgets and sizes for a workload, by simulation"
-    ),
+    "simulate": _Command("cosched.simulate", "run the scheduler on a GPU that need not be there"),
+    "bench": _Command("cosched.bench", "policies and stock scheduling side by side"),
+    "tune": _Command("cosched.tune", "choose budgets and sizes for a workload, by simulation"),
     "estimate": _Command(
-        module="cosched.estimate",
-        summary="when would a file of requests be finished, beside a day of chat?",
+        "cosched.estimate", "when would a file of requests be finished, beside a day of chat?"
     ),
     "profile": _Command(
-        module="cosched.profile",
-        summary="measure what iterations take; find the budget that meets targets",
+        "cosched.profile", "measure what iterations take; find the budget that meets targets"
     ),
-    "predictors": _Command(
-        module="cosched.predictors", summary="how well the time of an iteration is predicted"
-    ),
-    "lengths": _Command(
-        module="cosched.lengths", summary="how well the lengths of responses are foretold"
-    ),
-    "explain": _Command(
-        module="cosched.explain", summary="read a decision log: why did a request wait?"
-    ),
-    "config": _Command(
-        module="cosched.check_config", summary="the keys of the configuration; is one right?"
-    ),
-    "demo-model": _Command(
-        module="cosched.demo_model", summary="make a small model with random weights"
-    ),
+    "predictors": _Command("cosched.predictors", "how well the time of an iteration is predicted"),
+    "lengths": _Command("cosched.lengths", "how well the lengths of responses are foretold"),
+    "explain": _Command("cosched.explain", "read a decision log: why did a request wait?"),
+    "config": _Command("cosched.check_config", "the keys of the configuration; is one right?"),
+    "demo-model": _Command("cosched.demo_model", "make a small model with random weights"),
 }
 
 

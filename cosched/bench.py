@@ -71,7 +71,6 @@ from cosched.command_line import (
     Seconds,
     Share,
     add_command,
-    add_version_option,
     checked,
     existing_file,
     number,
@@ -319,7 +318,6 @@ class Compare(JsonOption):
 
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m cosched.bench", description=__doc__)
-    add_version_option(parser)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     known = "\n".join(f"  {name:<20}{SCENARIOS[name].summary}" for name in SCENARIOS)
     tuned = ", ".join(name for name in TUNINGS if name not in SCENARIOS)

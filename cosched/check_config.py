@@ -23,7 +23,6 @@ from cosched.batches.storage import without_secrets
 from cosched.command_line import (
     Parser,
     add_json_option,
-    add_version_option,
     field_texts,
     run_command,
 )
@@ -176,7 +175,6 @@ def build_parser() -> argparse.ArgumentParser:
         "--write-page", action="store_true", help=f"write {PAGE}, from the root of the repository"
     )
     add_json_option(parser)
-    add_version_option(parser)
     parser.set_defaults(execute=_execute)
     return parser
 

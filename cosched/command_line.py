@@ -53,7 +53,6 @@ __all__ = [
     "add_field_option",
     "add_json_option",
     "add_options",
-    "add_version_option",
     "checked",
     "existing_file",
     "field_texts",
@@ -76,7 +75,7 @@ _ENTRY = "cosched "
 
 
 class Parser(argparse.ArgumentParser):
-    """An `argparse.ArgumentParser` whose errors are one sentence."""
+    """An `argparse.ArgumentParser` with ``--version``, whose errors are one sentence."""
 
     def __init__(self, *, prog: str, **options: Any) -> None:
         """prog  how the module is run; the name under ``cosched`` stands where that was used"""
@@ -85,20 +84,18 @@ class Parser(argparse.ArgumentParser):
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         options.setdefault("allow_abbrev", False)
         super().__init__(prog=prog, **options)
+        if self.add_help:
+            self.add_argument(
+                "--version",
+                action=_Version,
+                nargs=0,
+                dest=argparse.SUPPRESS,
+                default=argparse.SUPPRESS,
+                help="show what is installed, and exit",
+            )
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"cosched: {message} ({self.prog} --help lists the options)\n")
-
-
-def add_version_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--version",
-        action=_Version,
-        nargs=0,
-        dest=argparse.SUPPRESS,
-        default=argparse.SUPPRESS,
-        help="show what is installed, and exit",
-    )
 
 
 class _Version(argparse.Action):

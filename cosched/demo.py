@@ -38,7 +38,6 @@ from cosched.command_line import (
     Parser,
     Seconds,
     add_options,
-    add_version_option,
     checked,
     output_folder,
     run_async,
@@ -200,7 +199,6 @@ def build_parser() -> argparse.ArgumentParser:
         f"{_expected_min(len(_SCENARIOS), _SECONDS):.0f} minutes, and wants the machine for "
         "itself.",
     )
-    add_version_option(parser)
     add_options(parser, Options)
     parser.set_defaults(execute=_run)
     return parser

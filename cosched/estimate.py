@@ -34,7 +34,6 @@ from cosched.command_line import (
     Seconds,
     add_field_option,
     add_options,
-    add_version_option,
     checked,
     existing_file,
     run_command,
@@ -105,7 +104,6 @@ class Output(JsonOption):
 
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m cosched.estimate", description=__doc__)
-    add_version_option(parser)
     parser.add_argument("file", type=existing_file, metavar="FILE", help="requests (JSONL)")
     add_options(parser, Submission)
     add_field_option(parser, RunSpec, "seed", type=SEED)

@@ -21,7 +21,6 @@ from typing import Any
 from cosched.command_line import (
     Parser,
     add_json_option,
-    add_version_option,
     checked,
     existing_file,
     run_command,
@@ -40,7 +39,6 @@ __all__ = ["main"]
 
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m cosched.explain", description=__doc__)
-    add_version_option(parser)
     parser.add_argument("file", type=existing_file, metavar="FILE", help="a decision log")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--rid", metavar="R", help="the request whose story to tell")

@@ -30,7 +30,6 @@ from cosched.command_line import (
     OldFile,
     Parser,
     add_command,
-    add_version_option,
     number,
     run_command,
     save_output,
@@ -108,7 +107,6 @@ class Time(JsonOption):
 
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m cosched.lengths", description=__doc__)
-    add_version_option(parser)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     sets = "\n".join(f"  {name:<20}{one.summary}" for name, one in RESPONSE_SETS.items())
     modes = "\n".join(f"  {name:<20}{summary}" for name, summary in MODES.items())

@@ -34,7 +34,6 @@ from cosched.command_line import (
     Part,
     add_command,
     add_field_option,
-    add_version_option,
     existing_file,
     number,
     run_command,
@@ -119,7 +118,6 @@ class Time(_Truth):
 
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m cosched.predictors", description=__doc__)
-    add_version_option(parser)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     known = "\n".join(f"  {e.name:<10}{e.summary} ({e.source})" for e in PREDICTORS.values())
     for command in (

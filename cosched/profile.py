@@ -48,7 +48,6 @@ from cosched.command_line import (
     Part,
     add_command,
     add_options,
-    add_version_option,
     introduction,
     run_command,
     save_output,
@@ -160,7 +159,6 @@ class LiveServers(msgspec.Struct):
 
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m cosched.profile", description=__doc__)
-    add_version_option(parser)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     machine = _machine_parser().format_help().partition("\n\n")[2]
     add_command(commands, Measure, _measure, epilog=f"With --virtual also:\n\n{machine}")

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from cosched.batches.prefix import prefix_key
-from cosched.command_line import Parser, add_json_option, add_version_option, run_command, whole
+from cosched.command_line import Parser, add_json_option, run_command, whole
 from cosched.errors import ConfigError
 from cosched.jobs.client import Client, RetryRules
 from cosched.jobs.config import normal_base_url
@@ -317,7 +317,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--api-key", metavar="KEY", help="of the replicas")
     add_json_option(parser)
-    add_version_option(parser)
     parser.set_defaults(execute=_execute)
     return parser
 

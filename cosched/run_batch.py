@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Sequence
 from functools import partial
 
-from cosched.command_line import Parser, add_field_option, add_version_option
+from cosched.command_line import Parser, add_field_option
 from cosched.errors import CoschedError
 from cosched.jobs.call import ExitCode, fetch, run_job, show_batches, validate
 from cosched.jobs.config import DEFAULT_BASE_URL, VIAS, JobConfig, normal_base_url
@@ -125,7 +125,6 @@ def _parser() -> argparse.ArgumentParser:
         "requests on the same server or on a server of its own.",
         epilog=_EPILOG,
     )
-    add_version_option(parser)
     add = partial(add_field_option, parser.add_argument_group("files"), JobConfig)
     add("input", "-i", "--input", metavar="PATH")
     add("out", "-o", "--output", metavar="PATH", required=False)

@@ -30,7 +30,6 @@ from cosched.command_line import (
     Part,
     Share,
     add_options,
-    add_version_option,
     checked,
     run_command,
     save_output,
@@ -110,7 +109,6 @@ class Capacity(msgspec.Struct):
 
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m cosched.simulate", description=__doc__)
-    add_version_option(parser)
     add_options(parser, Scheduling)
     add_run_options(parser)
     add_options(parser.add_argument_group("output"), Output)

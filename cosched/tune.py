@@ -32,7 +32,6 @@ from cosched.command_line import (
     NewFolder,
     Parser,
     add_options,
-    add_version_option,
     checked,
     run_command,
     save_output,
@@ -132,7 +131,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m cosched.tune", description=f"{__doc__}\nKnobs, in this order:\n{knobs}"
     )
-    add_version_option(parser)
     add_options(parser, Options)
     add_run_options(parser)
     parser.set_defaults(execute=_execute)

@@ -21,20 +21,20 @@ one plan is the first --plan requests of the order and taking them out.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import json
 import os
 import time
 from array import array
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import islice
 from multiprocessing import get_context
 from typing import Any
 
+import msgspec
 import numpy as np
+from measuring import resident_bytes
 
 from cosched.core.request import RequestClass, Slo
 from cosched.offline.prefix_pool import PoolConfig, PrefixPool
@@ -89,13 +89,6 @@ def sglang_array(ids: np.ndarray) -> array[int]:
     result = array("q")
     result.frombytes(ids.astype(np.int64).tobytes())
     return result
-
-
-def resident_bytes() -> int:
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed must not hide what is allocated next
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def timed(action: Callable[[], Any]) -> float:
@@ -255,7 +248,7 @@ def main() -> int:
     entry = {
         "program": "bench_pool",
         "config": vars(options),
-        "pool": asdict(PoolConfig(utility_ratio=options.utility_ratio)),
+        "pool": msgspec.structs.asdict(PoolConfig(utility_ratio=options.utility_ratio)),
         "seed": options.seed,
         "versions": versions(),
         "goals": GOALS,

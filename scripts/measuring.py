@@ -4,6 +4,9 @@ line."""
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
@@ -21,7 +24,7 @@ from cosched.simulation.parallel import call_all, execute_named
 from cosched.simulation.run import RunResult, RunSpec
 from cosched.simulation.store import ResultStore
 
-__all__ = ["calls_of", "end", "parser_of", "runs_of", "show", "show_rows"]
+__all__ = ["calls_of", "end", "parser_of", "resident_bytes", "runs_of", "show", "show_rows"]
 
 Row = Mapping[str, Any]
 
@@ -75,6 +78,14 @@ def runs_of(
             on_run=lambda _, result: on_run(result.spec.scenario.name, result),
         )
     return list(results.values())
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in use."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed must not hide what is allocated next
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def show(value: Any) -> str:

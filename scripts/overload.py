@@ -21,8 +21,9 @@ import gc
 import json
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
+
+from measuring import resident_bytes
 
 import cosched.simulation.virtual as virtual
 from cosched.command_line import Parser
@@ -38,11 +39,6 @@ from cosched.simulation.run import RunSpec, execute
 from cosched.simulation.scenario import Scenario
 
 EVERY_S = 1800.0
-
-
-def resident_mb() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * 4096 / 1e6
 
 
 class Watch:
@@ -75,11 +71,10 @@ class Watch:
         for rid in engine.local.replies.keys() - under_way:
             del engine.local.replies[rid]
         del waiting, under_way
-        gc.collect()
         met = part.online.attainment
         row = {
             "hours": now_s / 3600,
-            "resident_mb": resident_mb(),
+            "resident_mb": resident_bytes() / 1e6,
             "objects": float(len(gc.get_objects())),
             "under_way": float(num_waiting),
             "ended": float(part.online.num_finished),

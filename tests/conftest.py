@@ -14,12 +14,13 @@ from hypothesis import settings
 # Before torch is there. Each operation waits for the slowest of its threads, and the workers have a
 # core each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+gc.disable()  # until all is imported: a fifth of the time would go into looking for garbage there
 
-from cosched.config import ENV_VAR
-from cosched.demo_model import ensure_demo_model
-from cosched.jobs.server import OwnServer
-from tests.forks import Forks
-from tests.serving import SHARED_FLAGS, Server, Servers
+from cosched.config import ENV_VAR  # noqa: E402
+from cosched.demo_model import ensure_demo_model  # noqa: E402
+from cosched.jobs.server import OwnServer  # noqa: E402
+from tests.forks import Forks  # noqa: E402
+from tests.serving import SHARED_FLAGS, Server, Servers  # noqa: E402
 
 # How long an example takes says nothing on a machine that others use too.
 settings.register_profile("cosched", deadline=None)
@@ -39,6 +40,7 @@ WITH_SERVERS = (
 
 
 def pytest_collection_modifyitems(config, items):
+    gc.enable()
     for item in items:
         if "servers" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.server)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import ast
 import inspect
 import pkgutil
-import textwrap
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from functools import cache
+from itertools import chain
 
 from cosched.errors import SeamError
 from cosched_patches.version import running_on
@@ -273,6 +274,7 @@ def check_internals(internals: Mapping[str, tuple[str, ...]]) -> None:
             raise SeamError(
                 f"SGLang's {target} has no {', '.join(gone)}, which cosched uses. {running_on()}"
             )
+    _parsed.cache_clear()  # what was found stays; the trees are large
 
 
 def _has(owner: type, name: str) -> bool:
@@ -285,10 +287,12 @@ def _has(owner: type, name: str) -> bool:
 def _fields(base: type) -> frozenset[str]:
     names = set(inspect.get_annotations(base))
     try:
-        source = textwrap.dedent(inspect.getsource(base))
-    except (OSError, TypeError):  # built in, or made without a file
+        nodes = [_parsed(base.__module__)]
+    except (KeyError, OSError, TypeError):  # built in, or made without a file
         return frozenset(names)
-    for node in ast.walk(ast.parse(source)):
+    for part in base.__qualname__.replace(".<locals>", "").split("."):
+        nodes = [found for node in nodes for found in _defined_in(node, part)]
+    for node in chain.from_iterable(map(ast.walk, nodes)):
         if (
             isinstance(node, ast.Attribute)
             and isinstance(node.ctx, ast.Store)
@@ -297,3 +301,18 @@ def _fields(base: type) -> frozenset[str]:
         ):
             names.add(node.attr)
     return frozenset(names)
+
+
+@cache
+def _parsed(module: str) -> ast.AST:
+    """Once for all of its classes: `inspect.getsource` of a class parses the whole file."""
+    return ast.parse(inspect.getsource(sys.modules[module]))
+
+
+def _defined_in(node: ast.AST, name: str) -> Iterator[ast.AST]:
+    """The classes and functions of that name in a node, but not those inside others."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from _defined_in(child, name)
+        elif child.name == name:
+            yield child

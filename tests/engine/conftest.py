@@ -1,6 +1,7 @@
 """Real SGLang schedulers in the test process."""
 
 import json
+import random
 
 import pytest
 
@@ -44,6 +45,48 @@ def make_engine(tiny_model, monkeypatch):
     yield make
     for engine in engines:
         engine.close()
+
+
+def without_model(engine):
+    """Its engine, which computes nothing: where only lengths, memory and who runs matter."""
+    from cosched.engine.port.local import made_up
+
+    engine.replace_forward(lambda batch, **options: made_up([10] * len(batch.reqs)))
+    return engine
+
+
+def random_traffic(engine, seed: int, *, most_tokens: int) -> None:
+    """Arrivals and aborts at random moments, with SGLang's strict memory check each iteration. All
+    are answered, with up to `most_tokens`, and nothing is leaked."""
+    rng = random.Random(seed)
+    scheduler = engine.scheduler
+    sent, aborted = {}, set()
+
+    def act(iteration):
+        scheduler.invariant_checker.self_check_during_busy()
+        held, total = kv_tokens(scheduler)
+        assert held <= total
+        if iteration < 120 and (len(engine.replies) == len(sent) or rng.random() < 0.35):
+            rid = f"r{len(sent)}"
+            sent[rid] = rng.randint(1, most_tokens)
+            shared = prompt(rng.randint(0, 3), rng.choice([0, 64, 200]))
+            own = prompt(100 + len(sent), rng.randint(1, 250))
+            priority = rng.choice([None, 0, -1, -1, -100])
+            engine.submit(rid, shared + own, max_new_tokens=sent[rid], priority=priority)
+        if sent and rng.random() < 0.06:
+            aborted.add(rid := rng.choice(list(sent)))
+            engine.abort(rid)
+
+    engine.run_until_idle(on_iteration=act, max_iterations=6000)
+    assert len(sent) > 20
+    assert set(engine.replies) == set(sent)
+    for rid, reply in engine.replies.items():
+        if reply.finish_reason == "length":
+            assert len(reply.output_ids) == sent[rid]
+        else:
+            assert reply.finish_reason == "abort" and any(rid.startswith(a) for a in aborted)
+    assert scheduler.cosched.counters.num_engine_refusals == 0
+    assert_drained(engine)
 
 
 def prompt(seed: int, length: int) -> list[int]:

@@ -7,7 +7,7 @@ import pytest
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.core.view import OfflineLimits
 from cosched.engine.offline_gate import LET_GO, limits_from_message, limits_to_message
-from tests.engine.conftest import assert_drained, prompt
+from tests.engine.conftest import assert_drained, prompt, without_model
 
 POLICIES = ["sarathi", "hygen", "echo-bs+e+s"]
 
@@ -74,7 +74,7 @@ def test_a_paused_pool_admits_nobody_and_chat_goes_on(make_engine, policy, overl
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("stop_running", [False, True])
 def test_no_more_run_than_the_limit_says(make_engine, policy, stop_running):
-    engine = make_engine(policy=policy, overlap=True)
+    engine = without_model(make_engine(policy=policy, overlap=True))
     submit_offline(engine, 8)
     seen, stopped, waiting = [], [], []
 

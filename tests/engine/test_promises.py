@@ -11,7 +11,7 @@ import pytest
 from cosched.config import ENV_VAR
 from cosched.planning.builder import PlanBuilder
 from cosched.simulation.run import execute
-from tests.engine.conftest import assert_drained, prompt
+from tests.engine.conftest import assert_drained, prompt, without_model
 from tests.engine.test_decisions import planned_again, read, spec_of
 
 NAME = f"{__name__}:Promising"
@@ -68,13 +68,15 @@ class Promising:
 def test_the_engine_admits_what_fits_beside_promises(make_engine, overlap, mixed, page_size):
     """Random lengths, limits and moments, with SGLang's strict memory check each iteration."""
     rng = random.Random(2 * page_size + mixed)
-    engine = make_engine(
-        policy=NAME,
-        overlap=overlap,
-        mixed=mixed,
-        page_size=page_size,
-        max_total_tokens=1600,
-        max_running_requests=8,
+    engine = without_model(
+        make_engine(
+            policy=NAME,
+            overlap=overlap,
+            mixed=mixed,
+            page_size=page_size,
+            max_total_tokens=1600,
+            max_running_requests=8,
+        )
     )
     sent = {}
     promised = set()
@@ -124,6 +126,7 @@ def test_what_is_promised_decides_how_many_run(make_engine):
 
     def most_running(policy):
         engine = make_engine(policy=policy, max_total_tokens=600, max_running_requests=16)
+        without_model(engine)
         for i in range(12):
             engine.submit(f"r{i}", prompt(i, 20), max_new_tokens=100, priority=OFFLINE)
         seen = [0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 
 import httpx
-import pytest
 
 from cosched.frontend import OfflineEndpoint, offline  # before sglang
 
@@ -33,25 +32,6 @@ def batch(size):
     return [{"subject": f"number {next(numbers)}"} for _ in range(size)]
 
 
-@pytest.fixture
-def prefilled(server):
-    """`prefilled()` -> tokens that the scheduler has prefilled since the last call, by class."""
-
-    def total():
-        info = httpx.get(f"{server.url}/get_server_info", timeout=30).json()
-        state = info["internal_states"][0]["cosched"]
-        return {name: state[f"{name}_prefill_tokens"] for name in (ONLINE, OFFLINE)}
-
-    last = total()
-
-    def since_last():
-        nonlocal last
-        before, last = last, total()
-        return {name: last[name] - before[name] for name in last if last[name] > before[name]}
-
-    return since_last
-
-
 def assert_complete(states):
     for state in states:
         assert state.error() is None
@@ -60,19 +40,19 @@ def assert_complete(states):
         assert state.text().startswith("A review of number ")
 
 
-def test_run_batch_is_offline(server, prefilled):
+def test_run_batch_is_offline(server, seen):
     backend = OfflineEndpoint(server.url)
     assert_complete(review.run_batch(batch(8), backend=backend, num_threads=8, temperature=0))
-    assert set(prefilled()) == {OFFLINE}
+    assert seen() == {OFFLINE}
 
 
-def test_stream_is_offline(server, prefilled):
+def test_stream_is_offline(server, seen):
     state = review.run(subject="streams", backend=OfflineEndpoint(server.url), stream=True)
     assert "".join(state.text_iter()).startswith("A review of streams")
-    assert set(prefilled()) == {OFFLINE}
+    assert seen() == {OFFLINE}
 
 
-def test_same_answers_as_online(server, prefilled):
+def test_same_answers_as_online(server, seen):
     arguments = batch(3)
 
     def texts(backend):
@@ -82,22 +62,22 @@ def test_same_answers_as_online(server, prefilled):
         return [state.text() for state in states]
 
     online = texts(sgl.RuntimeEndpoint(server.url))
-    assert set(prefilled()) == {ONLINE}
+    assert seen() == {ONLINE}
     assert texts(OfflineEndpoint(server.url)) == online
-    assert set(prefilled()) == {OFFLINE}
+    assert seen() == {OFFLINE}
 
 
-def test_block(server, prefilled):
+def test_block(server, seen):
     backend = sgl.RuntimeEndpoint(server.url)
     sgl.set_default_backend(backend)
     try:
         with offline():
             assert_complete(review.run_batch(batch(4), temperature=0))
-        assert set(prefilled()) == {OFFLINE}
+        assert seen() == {OFFLINE}
         assert_complete(review.run_batch(batch(4), temperature=0))
-        assert set(prefilled()) == {ONLINE}
+        assert seen() == {ONLINE}
         with offline(backend):
             assert_complete(review.run_batch(batch(4), backend=backend, temperature=0))
-        assert set(prefilled()) == {OFFLINE}
+        assert seen() == {OFFLINE}
     finally:
         sgl.set_default_backend(None)

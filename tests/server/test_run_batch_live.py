@@ -13,6 +13,7 @@ import pytest
 from cosched.jobs.server import free_port
 from cosched.run_batch import main as run_batch
 from tests.request_lines import chat, completion, line
+from tests.server.conftest import is_idle, prefilled
 from tests.serving import TEST_FLAGS
 
 
@@ -45,21 +46,6 @@ class Job:
 @pytest.fixture
 def job(tmp_path, capsys):
     return Job(tmp_path, capsys)
-
-
-def state_of(server):
-    info = httpx.get(f"{server.url}/get_server_info", timeout=30).json()
-    return info["internal_states"][0]["cosched"]
-
-
-def prefilled(server):
-    state = state_of(server)
-    return {name: state[f"{name}_prefill_tokens"] for name in ("online", "offline")}
-
-
-def is_idle(server):
-    state = state_of(server)
-    return not any(state[f"num_{kind}_offline"] for kind in ("waiting", "running"))
 
 
 def test_lines_are_answered_as_offline_work(job, server):

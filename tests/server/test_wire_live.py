@@ -22,25 +22,6 @@ def client(server):
         yield client
 
 
-@pytest.fixture
-def seen(server):
-    """`seen()` -> classes of which the scheduler has prefilled anything since the last call."""
-
-    def prefilled():
-        info = httpx.get(f"{server.url}/get_server_info", timeout=30).json()
-        state = info["internal_states"][0]["cosched"]
-        return {name: state[f"{name}_prefill_tokens"] for name in (ONLINE, OFFLINE)}
-
-    last = prefilled()
-
-    def since_last():
-        nonlocal last
-        before, last = last, prefilled()
-        return {name for name in last if last[name] > before[name]}
-
-    return since_last
-
-
 def messages():
     # Never the same twice: a cached prompt needs no prefill.
     return [{"role": "user", "content": f"{next(numbers)} is a number. Name another."}]

@@ -113,7 +113,7 @@ def test_two_runs_give_the_same_bytes_however_slow_the_host_is(monkeypatch, name
 
         def wait_and_call(*args, **kwargs):
             num_slowed[method] += 1
-            time.sleep(draw.choice((0.0, 0.001, 0.01)))
+            time.sleep(draw.choice((0.0, 0.001, 0.004)))
             return original(*args, **kwargs)
 
         monkeypatch.setattr(owner, method, wait_and_call)

@@ -18,7 +18,7 @@ def test_numbers_of_a_workload():
     assert (summary.mean_prompt_tokens, summary.max_prompt_tokens) == (50, 60)
     assert (summary.span_s, summary.mean_rate) == (2, 0.5)
     assert summary.shared_ratio == pytest.approx(0.3)
-    assert summary.as_dict()["name"] == "w"
+    assert summary.name == "w"
 
 
 def test_no_requests_and_no_rate():

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -36,10 +35,6 @@ class Summary:
     max_output_tokens: int | None
     shared_ratio: float | None
     notes: tuple[str, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """For a JSON report."""
-        return asdict(self)
 
 
 def summarize(workload: Workload) -> Summary:
