@@ -20,15 +20,18 @@ modules are loaded.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-__all__ = ["has_cuda", "prepare"]
+__all__ = ["has_cuda", "prepare", "without_collections"]
 
 _STAND_IN = "sgl_kernel"
 
@@ -39,6 +42,19 @@ def has_cuda() -> bool:
 
     available: bool = torch.cuda.is_available()
     return available
+
+
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """For the import of all of SGLang, of which a fifth would go into looking for garbage. After it
+    garbage is looked for as before, also where an import fails."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _MissingKernel:

@@ -27,7 +27,6 @@ import argparse
 import contextlib
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -253,11 +252,9 @@ def _virtual_engine(arguments: argparse.Namespace) -> Iterator[_Engine]:
     cost_model = cost_model_of(spec)
     with (
         configured(config_of(spec)),
-        tempfile.TemporaryDirectory(prefix="cosched-model-") as folder,
         VirtualEngine(
             flags=engine_flags(spec),
             cost_model=cost_model,
-            model_dir=Path(folder),
             prefix_reads=PrefixReads(spec.cost.prefix_reads),
         ) as engine,
     ):

@@ -31,13 +31,11 @@ import argparse
 import gc
 import json
 import os
-import tempfile
 import time
 from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -170,15 +168,11 @@ def measure(scenario: Scenario, num_iterations: int, options: argparse.Namespace
     from cosched.simulation.virtual import VirtualEngine
 
     watch = Stopwatch(CLOCKS[options.clock])
-    with (
-        tempfile.TemporaryDirectory(prefix="cosched-model-") as folder,
-        VirtualEngine(
-            flags=engine_flags(spec),
-            cost_model=cost_model_of(spec),
-            model_dir=Path(folder),
-            identity=identity_of(spec),
-        ) as engine,
-    ):
+    with VirtualEngine(
+        flags=engine_flags(spec),
+        cost_model=cost_model_of(spec),
+        identity=identity_of(spec),
+    ) as engine:
         scheduler = engine.scheduler
         controller = getattr(scheduler, "cosched", None)
         watch.around(scheduler, "get_next_batch_to_run", "schedule")

@@ -55,9 +55,10 @@ class KvForecast:
         """A waiting request is admitted."""
         self._timeline = self._ends().with_one(self._need(request, match))
 
-    def drop(self, request: Request) -> None:
-        """A running request or an unfinished prefill is stopped."""
-        self._timeline = self._ends().without(self._need_of(request))
+    def drop(self, request: Request, num_left: int) -> None:
+        """A running request or an unfinished prefill is stopped. num_left: tokens of its prompt
+        that are still to be computed."""
+        self._timeline = self._ends().without(self._need_of(request, num_left))
 
     def _ends(self) -> Timeline:
         if self._timeline is None:
@@ -66,16 +67,13 @@ class KvForecast:
             timeline = Timeline(held, remaining)
             self._shared = self._used - timeline.held
             for request in view.unfinished:
-                timeline = timeline.with_one(self._need_of(request))
+                timeline = timeline.with_one(self._need_of(request, num_tokens_left(request)))
                 self._shared -= view.preemption_gain(request)
             self._timeline = timeline
         return self._timeline
 
-    def _need_of(self, request: Request) -> Need:
-        held = self._view.preemption_gain(request)
-        if any(request.rid == r.rid for r in self._view.unfinished):
-            held += num_tokens_left(request)
-        return Need(held, self.output(request))
+    def _need_of(self, request: Request, num_left: int) -> Need:
+        return Need(self._view.preemption_gain(request) + num_left, self.output(request))
 
     def _need(self, request: Request, match: Match) -> Need:
         num_new = num_tokens_of(request) - match.cached + match.host + match.evictable

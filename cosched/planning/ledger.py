@@ -335,12 +335,11 @@ class Ledger:
         self._stopped |= {request.rid}
         self.headroom += gain + reserve
         self.available += gain
-        self._spare += reserve
-        if self._forecast is not None:
-            self._forecast.drop(request)
         is_unfinished = any(r.rid == request.rid for r in self._view.unfinished)
-        if is_unfinished:
-            self._spare += num_tokens_left(request)
+        num_left = num_tokens_left(request) if is_unfinished else 0
+        self._spare += reserve + num_left
+        if self._forecast is not None:
+            self._forecast.drop(request, num_left)
         if request.request_class is RequestClass.OFFLINE:
             self._charge_offline(-gain)
         if self._adapters is not None:

@@ -21,7 +21,7 @@ __all__ = ["call_all", "execute_all", "execute_named"]
 R = TypeVar("R")
 K = TypeVar("K")
 
-_PRELOADED = ["cosched.bootstrap", "cosched.simulation.virtual", "cosched_patches.prepared"]
+_PRELOADED = ["cosched_patches.prepared", "cosched.simulation.virtual"]
 
 
 def call_all(

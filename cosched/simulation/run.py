@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 import time
 from collections.abc import Callable, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
@@ -259,13 +258,11 @@ def execute_requests(
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(configured(config))
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cosched-model-"))
         flags = engine_flags(spec)
         try:
             engine = VirtualEngine(
                 flags=flags,
                 cost_model=cost_model,
-                model_dir=Path(folder),
                 identity=identity,
                 host_link=host_link,
                 prefix_reads=PrefixReads(spec.cost.prefix_reads),

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import tempfile
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -230,7 +231,6 @@ class VirtualEngine:
         *,
         flags: Sequence[str],
         cost_model: TimeModel,
-        model_dir: Path,
         identity: EngineIdentity | None = None,
         host_link: HostLink | None = None,
         prefix_reads: PrefixReads = PrefixReads.EACH,
@@ -254,11 +254,14 @@ class VirtualEngine:
         self._gpu_free_s = 0.0
         self._num_launched = 0
         self._num_in_flight = 0
-        write_model_config(model_dir, identity)
-        with assuming_one_reading(prefix_reads is PrefixReads.ONCE):
+        with (
+            tempfile.TemporaryDirectory(prefix="cosched-model-") as folder,
+            assuming_one_reading(prefix_reads is PrefixReads.ONCE),
+        ):
+            _write_model_config(Path(folder), identity)
             self.local = LocalEngine(
                 [
-                    *("--model-path", str(model_dir), "--load-format", "dummy"),
+                    *("--model-path", folder, "--load-format", "dummy"),
                     *("--device", "cpu", "--attention-backend", "torch_native"),
                     *("--dtype", "bfloat16", "--log-level", "error"),
                     # Of the host's memory; the pool's size is given in tokens and tiny in bytes.
@@ -563,9 +566,8 @@ def _is_frozen() -> bool:
     return _was_frozen
 
 
-def write_model_config(model_dir: Path, identity: EngineIdentity | None) -> None:
+def _write_model_config(folder: Path, identity: EngineIdentity | None) -> None:
     """A one-layer model without weights (SGLang fills them with ``--load-format dummy``)."""
-    model_dir.mkdir(parents=True, exist_ok=True)
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -586,4 +588,4 @@ def write_model_config(model_dir: Path, identity: EngineIdentity | None) -> None
     }
     if identity is not None:
         config[STANDS_FOR] = asdict(identity)
-    (model_dir / "config.json").write_text(json.dumps(config, indent=2))
+    (folder / "config.json").write_text(json.dumps(config, indent=2))

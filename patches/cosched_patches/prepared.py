@@ -3,7 +3,7 @@ SGLang imports then is there, and hooked, which is the same for every configurat
 
 from __future__ import annotations
 
-import cosched.bootstrap  # isort: skip  # noqa: F401  # before anything of SGLang's
+from cosched.bootstrap import without_collections  # isort: skip  # before anything of SGLang's
 
 import gc
 import logging
@@ -17,11 +17,14 @@ __all__: list[str] = []
 
 # All models are imported when a scheduler is made; those that lack a package are said to.
 logging.getLogger("sglang.srt.models.registry").setLevel(logging.ERROR)
-import sglang.srt.models.registry  # noqa: E402, F401
-
 try:
-    with mock.patch.dict(os.environ, {ENV_VAR: Config().to_json()}):
-        register()
+    with without_collections():
+        import sglang.srt.models.registry  # noqa: F401
+
+        import cosched.engine.port.local  # noqa: F401
+
+        with mock.patch.dict(os.environ, {ENV_VAR: Config().to_json()}):
+            register()
 except SystemExit as error:
     # The fork server goes on without a module that it cannot import, and each fork says why.
     raise ImportError(str(error)) from error

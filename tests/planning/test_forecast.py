@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,7 +12,7 @@ from cosched.core.estimates import LengthEstimate
 from cosched.planning.builder import PlanBuilder
 from cosched.planning.forecast import KvForecast
 from cosched.planning.validate import validate
-from tests.factories import FakeView, decoding, make_caps, offline
+from tests.factories import FakeView, decoding, make_caps, offline, prefilled
 
 CAPS = make_caps(promises=True, max_chunk_tokens=None)
 
@@ -74,13 +75,18 @@ def test_what_is_admitted_fits_until_everybody_has_ended(running, waiting, more)
             assert most_held(view, [*admitted, request]) + len(admitted) + 1 > view.total_kv - 20
 
 
-def test_a_request_that_is_stopped_leaves_its_room_to_another():
+@pytest.mark.parametrize("num_computed", [None, 1, 60])
+def test_a_request_that_is_stopped_leaves_its_room_to_another(num_computed):
+    """num_computed: it is in the middle of its prefill."""
     view = view_of([(100, 300)], [(100, 300)], 600)
-    waiting = view.offline[0]
+    waiting, victim = view.offline[0], view.running[0]
+    if num_computed is not None:
+        victim = prefilled(replace(victim, num_output_tokens=0), num_computed)
+        view = replace(view, running=(), unfinished=(victim,))
     builder = PlanBuilder(view, forecast=KvForecast(view))
     assert not builder.admit(waiting, view.match(waiting), 100)
     trial = builder.fork()
-    trial.preempt(view.running[0])
+    trial.preempt(victim)
     assert trial.admit(waiting, view.match(waiting), 100)
     assert not builder.admit(waiting, view.match(waiting), 100), "the copy has changed nothing"
 

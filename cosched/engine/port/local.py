@@ -47,8 +47,24 @@ class Reply:
     num_retractions: int = 0
 
 
-def _no_watchdog(*arguments: Any, **options: Any) -> None:
+_LEFT_OUT = ("create_scheduler_watchdog", "create_load_snapshot_writer")
+"""A scheduler's watchdog thread never ends, keeps the scheduler alive, and kills the parent of this
+process when nothing has run for a while: right in a server, wrong here. Reports of its load would
+go to a server that is not there; they walk the queues at every prefill, and each scheduler leaves a
+file of them in memory."""
+
+
+def _nothing(*arguments: Any, **options: Any) -> None:
     return None
+
+
+def _ports(server_args: Any) -> PortArgs:
+    """Names of sockets at whose other ends nobody is. SGLang makes a file of each and leaves it."""
+    ports = PortArgs.init_new(server_args)
+    for name in vars(ports).values():
+        if isinstance(name, str) and name.startswith("ipc://"):
+            Path(name.removeprefix("ipc://")).unlink(missing_ok=True)
+    return ports
 
 
 class _Outbox:
@@ -97,11 +113,9 @@ class LocalEngine:
         server_args = prepare_server_args([*flags, *without])
         server_args.resolve_once()
         publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
-        # A scheduler's watchdog thread never ends, keeps the scheduler alive, and kills the parent
-        # of this process when nothing has run for a while: right in a server, wrong here.
-        with mock.patch.object(scheduler_module, "create_scheduler_watchdog", _no_watchdog):
+        with mock.patch.multiple(scheduler_module, **dict.fromkeys(_LEFT_OUT, _nothing)):
             try:
-                self.scheduler: Any = Scheduler(server_args, PortArgs.init_new(server_args))
+                self.scheduler: Any = Scheduler(server_args, _ports(server_args))
             except BaseException:
                 _release_groups()
                 raise
@@ -110,8 +124,6 @@ class LocalEngine:
         self._zmq_context = self.scheduler.ipc_channels.recv_from_tokenizer.context
         self.outbox: Any = None
         self.send_to(_Outbox(self.replies))
-        # Reports to a server that is not there; they walk the queues at every prefill.
-        self.scheduler.load_snapshot_writer = None
 
     def close(self) -> None:
         """Release what the process can have only once. The engine cannot be used afterwards."""

@@ -1,0 +1,55 @@
+"""An engine in this process leaves no files behind, on disk or in memory."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import cosched.bootstrap  # noqa: F401  # before sglang
+from cosched.simulation.machine import Machine
+from cosched.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
+from cosched.simulation.scenario import scenario
+from tests.engine.conftest import prompt
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def shared_memory():
+    """Files of SGLang's in /dev/shm that this process has open: it closes none that it leaves."""
+    targets = []
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            targets.append(os.readlink(link))
+        except FileNotFoundError:  # that of this listing
+            continue
+    return [target for target in targets if target.startswith("/dev/shm/sgl")]
+
+
+@pytest.mark.parametrize("policy", ["sglang", "sarathi"])
+def test_an_engine_leaves_nothing(make_engine, folder, policy):
+    engine = make_engine(policy=policy)
+    engine.submit("r", prompt(1, 50), max_new_tokens=3)
+    engine.run_until_idle()
+    assert len(engine.replies["r"].output_ids) == 3
+    engine.close()
+    assert list(folder.iterdir()) == [] and shared_memory() == []
+
+
+def test_a_simulation_leaves_nothing_even_where_it_is_killed(folder):
+    """Nothing is there while it runs, so nothing is left when it cannot clean up."""
+    seen = []
+    spec = RunSpec(
+        scenario=scenario("sarathi"),
+        machine=Machine(kv_tokens=20_000, chunk_tokens=512, max_running_requests=32),
+        online=WorkloadSpec(name="alpaca", rate=8.0),
+        cost=CostSpec(name="roofline"),
+        duration_s=1.0,
+    )
+    result = execute(spec, on_progress=lambda now_s: seen.append(list(folder.iterdir())))
+    assert any(record.is_finished for record in result.records)
+    assert seen and not any(seen) and list(folder.iterdir()) == [] and shared_memory() == []
