@@ -113,7 +113,8 @@ class LocalEngine:
         server_args = prepare_server_args([*flags, *without])
         server_args.resolve_once()
         publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
-        with mock.patch.multiple(scheduler_module, **dict.fromkeys(_LEFT_OUT, _nothing)):
+        left_out: dict[str, Any] = dict.fromkeys(_LEFT_OUT, _nothing)
+        with mock.patch.multiple(scheduler_module, **left_out):
             try:
                 self.scheduler: Any = Scheduler(server_args, _ports(server_args))
             except BaseException:
