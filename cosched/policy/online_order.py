@@ -25,7 +25,7 @@ from cosched.policy.deadlines import Deadlines, online_prefills
 
 __all__ = ["LATE_TURN", "OnlineOrder", "by_feasibility"]
 
-LATE_TURN = 32
+LATE_TURN = 16
 """Of so many online prefills one is late, while any late one waits."""
 
 _MOST_LOOKED_AT = 64
