@@ -57,7 +57,10 @@ def test_those_who_can_be_in_time_come_before_those_who_cannot():
 
 def test_one_of_so_many_is_late_until_it_has_its_first_token():
     late = chat("late", 6000, age_s=3.0)
-    queue = [late, *(chat(f"due{i}", 300, seq=1 + i) for i in range(LATE_TURN - 1))]
+    queue = [
+        late,
+        *(chat(f"due{i}", 4200 // (LATE_TURN - 1), seq=1 + i) for i in range(LATE_TURN - 1)),
+    ]
     plan, carry = planned(view_of(online=queue))
     begun = [rid for rid in plan.prefill if rid.startswith("due")]
     assert carry == Past(num_due=len(begun)) and len(begun) == LATE_TURN - 1
