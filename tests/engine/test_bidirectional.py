@@ -65,7 +65,7 @@ def audit(scheduler):
     return num_shared
 
 
-def traffic(engine, seed, *, num_iterations=100):
+def traffic(engine, seed, *, num_iterations=150):
     """Random arrivals, aborts and stops of both classes in little memory. Returns the replies."""
     rng = random.Random(seed)
     scheduler = engine.scheduler
