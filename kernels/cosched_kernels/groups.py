@@ -269,20 +269,9 @@ class PrefixForest:
         order, columns, num_levels, own, depth = self._host.groups(
             self._slot_at, self._common, self._member_of, members, _SLOTS, min_saved
         )
+        order, own, depth = (np.frombuffer(ranks, np.int64) for ranks in (order, own, depth))
         columns = np.frombuffer(columns, np.int64).reshape(_NUM_COLUMNS, -1)
-        begin, end, first, last, level, saved = columns
-        return Groups(
-            order=np.frombuffer(order, np.int64),
-            begin=begin,
-            end=end,
-            first=first,
-            last=last,
-            level=level,
-            saved=saved,
-            num_levels=num_levels,
-            own=np.frombuffer(own, np.int64),
-            depth=np.frombuffer(depth, np.int64),
-        )
+        return Groups._make((order, *columns, num_levels, own, depth))
 
     def _groups_by_arrays(self, members: IntArray, min_saved: int) -> Groups:
         num, slots = len(members), members & _SLOTS
@@ -296,21 +285,13 @@ class PrefixForest:
         between = np.minimum.reduceat(common, places)[:-1] if num else common[:0]
         found = _worthy(_intervals(between), min_saved)
         columns = np.ascontiguousarray(np.array(found, dtype=np.int64).reshape(-1, _NUM_COLUMNS).T)
-        begin, end, first, last, level, saved = columns
+        begin, end, first, last, level, _ = columns
         # Both sums at once.
         both = of_all_around(begin, end, (last - first) << _DEPTH_BITS | 1, num)
-        return Groups(
-            order=order.take(places) - 1,
-            begin=begin,
-            end=end,
-            first=first,
-            last=last,
-            level=level,
-            saved=saved,
-            num_levels=1 + int(level.max(initial=-1)),
-            own=both >> _DEPTH_BITS,
-            depth=both & _DEPTHS,
-        )
+        num_levels = 1 + int(level.max(initial=-1))
+        order = order.take(places) - 1
+        own, depth = both >> _DEPTH_BITS, both & _DEPTHS
+        return Groups._make((order, *columns, num_levels, own, depth))
 
     def _as_far_as(self, node: _Node, tokens: memoryview) -> _Node:
         """The node up to which these tokens are those of this one: itself, or one that is its upper

@@ -169,7 +169,7 @@ def make_plan(
     The new tokens of a request must lie behind all of its groups: what is shared is in the radix
     tree, and what is computed now is not.
     """
-    host, capacities = compiled_host(), _capacities(tiling.rows, heads.group)
+    host = compiled_host()
     if host is None:
         return plan_by_arrays(
             groups, num_queries=num_queries, seq_lens=seq_lens, heads=heads, tiling=tiling
@@ -183,7 +183,7 @@ def make_plan(
         groups.own,
         num_queries,
         seq_lens,
-        capacities,
+        _capacities(tiling.rows, heads.group),
         heads.num_kv_heads,
         tiling.programs,
         _MIN_SPLIT,

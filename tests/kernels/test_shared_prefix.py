@@ -105,22 +105,26 @@ def test_long_spans_are_split_and_full_tiles_follow_each_other():
     torch.testing.assert_close(out.double(), batch.attention(), rtol=1e-4, atol=1e-5)
 
 
+def fixed_buffers(heads):
+    return FixedBuffers(
+        heads,
+        rows=TILING.rows,
+        max_tokens=4,
+        max_items=40,
+        max_pieces=40,
+        device="cpu",
+        dtype=torch.float32,
+        num_programs=2,
+    )
+
+
 def test_one_capture_runs_every_plan():
     """A CUDA graph repeats launches with the same addresses: another plan in the same buffers."""
     buffers = None
     for requests, own in ((SMALL, [1, 4, 2]), ([[]], [5]), ([[((0,), 8)]] * 3, [1, 1, 1])):
         batch = Batch(requests, own=own, new=[1] * len(own), heads=(2, 1))
         if buffers is None:
-            buffers = FixedBuffers(
-                batch.heads,
-                rows=TILING.rows,
-                max_tokens=4,
-                max_items=40,
-                max_pieces=40,
-                device="cpu",
-                dtype=torch.float32,
-                num_programs=2,
-            )
+            buffers = fixed_buffers(batch.heads)
             addresses = [t.data_ptr() for t in vars_of(buffers.tensors)]
         buffers.load(batch.plan())
         assert addresses == [t.data_ptr() for t in vars_of(buffers.tensors)]
@@ -153,16 +157,7 @@ def test_launches_depend_on_no_plan(monkeypatch):
 
     monkeypatch.setattr(shared_prefix, "launch", launch)
     batch = Batch(SMALL, own=[1, 4, 2], new=[1, 1, 1])
-    buffers = FixedBuffers(
-        batch.heads,
-        rows=TILING.rows,
-        max_tokens=4,
-        max_items=40,
-        max_pieces=40,
-        device="cpu",
-        dtype=torch.float32,
-        num_programs=2,
-    )
+    buffers = fixed_buffers(batch.heads)
     inputs = {"req_to_token": batch.req_to_token, "pool_rows": batch.pool_rows, "scale": 1.0}
     out = torch.empty_like(batch.q)
     num_items = set()
