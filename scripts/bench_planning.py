@@ -15,6 +15,9 @@ are timed:
   apply     the rest of SGLang's `get_next_batch_to_run`: building the batch
   schedule  both: for stock all of its `get_next_batch_to_run`
   learn     of plan: `Calibrator.observe`, a call per iteration
+  policy    of plan: the policy's call, with what it asks of the view
+  again     with --again: the same once more on a view made anew, when all it reads has just been
+            fetched from memory. Not in plan
 
 Stock SGLang runs on the same requests under each of its --schedule-policy named by --stock, and
 under priority scheduling. A policy per process, one after the other. Python's garbage collector is
@@ -36,6 +39,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -152,6 +156,28 @@ class Stopwatch:
             self.longest_before_s = max(self.longest_before_s, seconds)
 
 
+def plan_again(controller: Any, watch: Stopwatch) -> None:
+    """Have each plan made once more on a view made anew, timed as "again": policies are pure."""
+    view_args: tuple[Any, ...] = ()
+    make_view = controller.view
+
+    def view(*args: Any) -> Any:
+        nonlocal view_args
+        view_args = args
+        return make_view(*args)
+
+    def plan_twice(view: Any, carry: Any) -> Any:
+        made = first.plan(view, carry)
+        again.plan(make_view(*view_args), carry)
+        return made
+
+    policy = controller.policy
+    first, again = SimpleNamespace(plan=policy.plan), SimpleNamespace(plan=policy.plan)
+    watch.around(first, "plan", "policy")
+    watch.around(again, "plan", "again")
+    controller.view, policy.plan = view, plan_twice
+
+
 def measure(scenario: Scenario, num_iterations: int, options: argparse.Namespace) -> dict[str, Any]:
     """Fill the scheduler, let it run, time it."""
     spec = RunSpec(
@@ -177,6 +203,10 @@ def measure(scenario: Scenario, num_iterations: int, options: argparse.Namespace
         controller = getattr(scheduler, "cosched", None)
         watch.around(scheduler, "get_next_batch_to_run", "schedule")
         if controller is not None:
+            if options.again:
+                plan_again(controller, watch)
+            else:
+                watch.around(controller.policy, "plan", "policy")
             watch.around(controller, "plan", "plan")
             watch.around(controller.predictor, "observe", "learn")
         rows_held = scheduler.req_to_token_pool
@@ -207,6 +237,9 @@ def measure(scenario: Scenario, num_iterations: int, options: argparse.Namespace
         engine.run([Traffic(options)], until=is_over)
         iteration_s = np.array(engine.iterations.column("duration_s"))[first:]
     rows = {name: np.array(seconds) for name, seconds in watch.rows.items()}
+    if "again" in rows:
+        rows["plan"] -= rows["again"]
+        rows["schedule"] -= rows["again"]
     if "plan" in rows:
         rows["apply"] = rows["schedule"] - rows["plan"]
     mean_iteration_s = float(iteration_s.mean())
@@ -256,7 +289,7 @@ def print_table(results: dict[str, Any]) -> None:
     header = f"{'':<16}{'':<10}{'mean':>9}{'p50':>9}{'p99':>9}{'p99.9':>9}{'max':>9}  of iteration"
     print(f"\nhost time [ms]\n{header}")
     for name, result in results.items():
-        for part in ("plan", "apply", "schedule", "learn"):
+        for part in ("plan", "policy", "again", "apply", "schedule", "learn"):
             row = result["host_ms"].get(part)
             if row is not None:
                 numbers = "".join(
@@ -307,6 +340,11 @@ def parse() -> argparse.Namespace:
         choices=CLOCKS,
         default="wall",
         help="cpu leaves out when other processes had the core (wall)",
+    )
+    parser.add_argument(
+        "--again",
+        action="store_true",
+        help="make each plan twice: the second time from warm memory",
     )
     parser.add_argument("--cost-model", default="kernel-table", help="of the virtual A100")
     parser.add_argument("--latency-model", metavar="FILE", help="profile to begin with (none)")
