@@ -161,6 +161,7 @@ ROWS: Mapping[str, Row] = {
     "ecoserve-sdo": _ecoserve("ecoserve-sdo"),
     "ecoserve": _ecoserve("ecoserve"),
     "ecoserve-request": _ecoserve("ecoserve", ecoserve={"replan_on": "request"}),
+    "ecoserve-sdo-request": _ecoserve("ecoserve-sdo", ecoserve={"replan_on": "request"}),
     "ecoserve-oracle": _ecoserve("ecoserve-oracle", reads_lengths=False, length={"mode": "oracle"}),
     "ecoserve-timeline": _ecoserve("ecoserve-timeline"),
 }

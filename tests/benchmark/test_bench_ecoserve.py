@@ -144,15 +144,16 @@ def test_the_search_of_sustained_rates_is_a_figure_of_its_own(all_made_up):
     assert rate in tried and tried[tried.index(rate) + 1] <= 1.11 * rate
 
 
-def test_a_row_may_choose_at_the_end_of_each_request():
+@pytest.mark.parametrize("name", ["ecoserve", "ecoserve-sdo"])
+def test_a_row_may_choose_at_the_end_of_each_request(name):
     bench = make_bench()
-    options = {
-        name: config_of(bench.spec(BENCH.ROWS[name], "sharegpt", 32, "oracle")).ecoserve
-        for name in ("ecoserve", "ecoserve-request")
-    }
-    assert options["ecoserve"].replan_on == "group"
-    assert options["ecoserve-request"].replan_on == "request"
-    assert {row.reserve for row in options.values()} == {0.03}
+    specs = [
+        bench.spec(BENCH.ROWS[row], "sharegpt", 32, "oracle") for row in (name, f"{name}-request")
+    ]
+    by_group, by_request = (config_of(spec).ecoserve for spec in specs)
+    assert (by_group.replan_on, by_request.replan_on) == ("group", "request")
+    assert by_group.reserve == by_request.reserve == 0.03
+    assert {spec.scenario.policy for spec in specs} == {name}
 
 
 def test_a_flood_that_is_served_is_refused(monkeypatch, all_made_up):
