@@ -144,6 +144,15 @@ def test_the_search_of_sustained_rates_is_a_figure_of_its_own(all_made_up):
     assert rate in tried and tried[tried.index(rate) + 1] <= 1.11 * rate
 
 
+def test_the_forward_size_is_that_of_the_machine():
+    args = BENCH.build_parser().parse_args(["--figures", "forward"])
+    args.data_dir = None
+    [[line]] = BENCH.run(args)["figures"]["forward"]
+    rates = {int(n.partition(" ")[0]): r for n, r in line.items() if n.endswith("tokens/s")}
+    assert line["saturates"] % 128 == 0 and line["saturates"] in rates
+    assert rates[line["saturates"]] >= 0.95 * max(rates.values())
+
+
 @pytest.mark.parametrize("name", ["ecoserve", "ecoserve-sdo"])
 def test_a_row_may_choose_at_the_end_of_each_request(name):
     bench = make_bench()
