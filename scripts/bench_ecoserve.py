@@ -709,6 +709,9 @@ class Told(Predictor):
         prompt = Prefill(totals.num_new, totals.num_cached)
         return self.cost_model.iteration_s(BatchShape(prefills=[prompt]))
 
+    def describe(self) -> dict[str, object]:
+        return self.cost_model.describe()
+
 
 def figure_forward(bench: Bench) -> Lines:
     """The forward size that saturates the machine, and its prefill rates [tokens/s] by size."""
