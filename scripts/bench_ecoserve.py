@@ -5,8 +5,9 @@
 
 `stock` is SGLang alone at the rates, as it comes and tuned; `table` every allocation under a
 saturated queue, pages of 1 and 32; 1 and 13 all schedulers at one load; 4, 5 and 12 the sweeps of
-`SWEEPS`; 10 the sweep over rates, and the highest rate that each sustains; 11 the parts of
-EcoServe; 2 and 6 groups of equal length and the KV of those that wait.
+`SWEEPS`; 10 the sweep over rates, and the highest rate that each sustains (`sustained` is that
+alone); 11 the parts of EcoServe; 2 and 6 groups of equal length and the KV of those that wait;
+`forward` the forward size that saturates the machine.
 
 Rates are shares of the capacity: what stock SGLang serves of a saturated queue with the setting of
 `TUNED` that serves most. Targets of JCT come from an unloaded run. Both are measured first. Every
@@ -45,15 +46,27 @@ from cosched.benchmark.jct import (
     unloaded,
     unloaded_of,
 )
+from cosched.core.batch import BatchShape, BatchTotals, Prefill
+from cosched.core.estimates import Predictor
+from cosched.cost_models.base import CostModel
 from cosched.decision_log.groups import Groups, read_groups
 from cosched.decision_log.read import read_log
 from cosched.errors import ConfigError, choices
 from cosched.metrics.figure import check_can_draw
 from cosched.metrics.plots_sweep import Panel, plot_panels
 from cosched.metrics.table import markdown_rows
+from cosched.policy.forward_size import target_forward_size
 from cosched.simulation.machine import Machine
 from cosched.simulation.parallel import call_all
-from cosched.simulation.run import CostSpec, RunResult, RunSpec, WorkloadSpec, config_of, execute
+from cosched.simulation.run import (
+    CostSpec,
+    RunResult,
+    RunSpec,
+    WorkloadSpec,
+    config_of,
+    cost_model_of,
+    execute,
+)
 from cosched.simulation.scenario import scenario
 from cosched.simulation.store import ResultStore
 
@@ -160,6 +173,8 @@ ROWS: Mapping[str, Row] = {
     "ecoserve-sd": _ecoserve("ecoserve-sd"),
     "ecoserve-sdo": _ecoserve("ecoserve-sdo"),
     "ecoserve": _ecoserve("ecoserve"),
+    "ecoserve-request": _ecoserve("ecoserve", ecoserve={"replan_on": "request"}),
+    "ecoserve-sdo-request": _ecoserve("ecoserve-sdo", ecoserve={"replan_on": "request"}),
     "ecoserve-oracle": _ecoserve("ecoserve-oracle", reads_lengths=False, length={"mode": "oracle"}),
     "ecoserve-timeline": _ecoserve("ecoserve-timeline"),
 }
@@ -196,6 +211,7 @@ FIGURE_ROWS = {
     "11": ("eco-vllm", "eco-fastgen", *PARTS),
 }
 FIGURE_ROWS["13"] = FIGURE_ROWS["1"]
+FIGURE_ROWS["sustained"] = FIGURE_ROWS["10"]
 
 TUNED = tuple(
     {"chunk_tokens": chunk, "mixed_chunk": mixed, "schedule_conservativeness": conservativeness}
@@ -265,6 +281,9 @@ hosts only requests whose deadlines are far off (§3.4)."""
 MOST_OF_FLOOD = 0.8
 """Where more of it is served the queue may be empty now and then."""
 
+FORWARD_SIZES = (128, 256, 512, 768, 1024, 2048, 4096, 8192)
+"""Of which prefill rates are shown [tokens]."""
+
 LOADS = (0.2, 0.5, 0.8, 1.0, 1.25, 1.5)
 """Of the capacity."""
 
@@ -308,7 +327,8 @@ class Bench:
             config["length"] = length
         if row.is_ecoserve:
             found = DATA_SETS[data]
-            config["ecoserve"] = {"reserve": found.reserve, "buffer": found.buffer}
+            given = row.config.get("ecoserve", {})
+            config["ecoserve"] = {"reserve": found.reserve, "buffer": found.buffer, **given}
         profile = args.latency_models and args.latency_models / f"{args.machine}.json"
         if profile and profile.exists() and row.scenario != STOCK.scenario:
             config["latency_model"] = str(profile)
@@ -603,21 +623,31 @@ def shares(lines: Lines, what: str, name: str) -> list[tuple[float, float | None
 
 
 def figure_sustained(bench: Bench, page: int) -> Iterator[Lines]:
-    """The highest rate that each row sustains."""
+    """The highest rate that each row sustains, and what was tried: rate: normalized latency."""
     for data in bench.args.data_sets:
-        yield [
-            {"data set": data, "page": page, "row": name, "sustained rate": rate}
-            for name, spec in bench.rows("10", data, page, 1.0).items()
-            for rate in (sustained(bench, name, spec, bench.base(data, page)),)
-        ]
+        lines = []
+        for name, spec in bench.rows("10", data, page, 1.0).items():
+            tried: dict[float, float | None] = {}
+            rate = sustained(bench, name, spec, bench.base(data, page), tried)
+            said = ", ".join(f"{key:g}: {show(ms(tried[key]))} ms" for key in sorted(tried))
+            lines.append(
+                {"data set": data, "page": page, "row": name, "sustained rate": rate, "tried": said}
+            )
+        yield lines
 
 
-def sustained(bench: Bench, name: str, spec: RunSpec, base: Base) -> float | None:
+def sustained(
+    bench: Bench, name: str, spec: RunSpec, base: Base, tried: dict[float, float | None]
+) -> float | None:
+    """tried: filled; rate [1/s] -> mean normalized latency [s], None: not all were answered."""
+
     def latencies(rates: Sequence[float]) -> list[float | None]:
         specs = [bench.loaded(spec, base, rate / base.capacity) for rate in rates]
         results = bench.run(f"{name}, {' and '.join(f'{rate:g}' for rate in rates)}/s:", specs)
         measured = [measure(result) for result in results]
-        return [None if m.num_open else m.normalized_latency_s for m in measured]
+        found = [None if m.num_open else m.normalized_latency_s for m in measured]
+        tried.update(zip(rates, found, strict=True))
+        return found
 
     return sustained_rate(
         latencies,
@@ -667,7 +697,39 @@ def cdf(values: Sequence[int]) -> dict[str, Any]:
     return {"count": len(values)} | {f"p{point}": float(value) for point, value in named}
 
 
+@dataclass(frozen=True, slots=True)
+class Told(Predictor):
+    """Predictions that are what the machine takes."""
+
+    cost_model: CostModel
+    name: str = "told"
+
+    def predict_s(self, totals: BatchTotals) -> float:
+        """Of one prompt."""
+        prompt = Prefill(totals.num_new, totals.num_cached)
+        return self.cost_model.iteration_s(BatchShape(prefills=[prompt]))
+
+    def describe(self) -> dict[str, object]:
+        return self.cost_model.describe()
+
+
+def figure_forward(bench: Bench) -> Lines:
+    """The forward size that saturates the machine, and its prefill rates [tokens/s] by size."""
+    told = Told(cost_model_of(bench.spec(STOCK, "sharegpt", 1)))
+
+    def rate(num_tokens: int) -> float:
+        totals = BatchTotals()
+        totals.add_prefill(num_tokens, 0)
+        return num_tokens / told.predict_s(totals)
+
+    rates = {f"{size} tokens: tokens/s": rate(size) for size in FORWARD_SIZES}
+    return [{"machine": bench.args.machine, "saturates": target_forward_size(told), **rates}]
+
+
 def figures(bench: Bench, figure: str) -> Iterator[Lines]:
+    if figure == "forward":
+        yield figure_forward(bench)
+        return
     for page in bench.args.pages:
         match figure:
             case "table":
@@ -676,6 +738,8 @@ def figures(bench: Bench, figure: str) -> Iterator[Lines]:
                 yield from figure_rates(bench, figure, page, bench.args.loads)
                 if figure == "10":
                     yield from figure_sustained(bench, page)
+            case "sustained":
+                yield from figure_sustained(bench, page)
             case "1":
                 yield from figure_rates(bench, figure, page, [bench.args.load])
             case "13":
@@ -734,7 +798,21 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = parser_of(__file__, __doc__, jobs=os.cpu_count() or 1)
-    known = ["stock", "table", "1", "2", "4", "5", "6", "10", "11", "12", "13"]
+    known = [
+        "stock",
+        "table",
+        "forward",
+        "sustained",
+        "1",
+        "2",
+        "4",
+        "5",
+        "6",
+        "10",
+        "11",
+        "12",
+        "13",
+    ]
     parser.add_argument("--figures", nargs="+", choices=known, default=["table", "1", "10", "11"])
     parser.add_argument("--machine", choices=MACHINES, default="opt-13b")
     parser.add_argument("--data-sets", nargs="+", choices=DATA_SETS, default=list(DATA_SETS))

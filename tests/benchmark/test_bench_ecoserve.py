@@ -126,10 +126,43 @@ def test_each_figure_of_rates_has_a_line_for_each_row_and_load(monkeypatch, all_
     assert base["capacity requests/s"] == pytest.approx(CAPACITY, rel=0.1)
     # Up to the capacity a reply takes at most twice as long as alone; beyond, over four times.
     for line in sustained:
+        assert f"{line['sustained rate']:g}: " in line["tried"]
         assert 0.93 * CAPACITY < line["sustained rate"] <= CAPACITY
     timed = [spec for spec in all_made_up if spec.jct is not None]
     assert timed and {spec.jct.scale for spec in timed} == {2.0}
     assert said["versions"]["sglang"]
+
+
+def test_the_search_of_sustained_rates_is_a_figure_of_its_own(all_made_up):
+    few = "--data-sets alpaca --pages 32 --duration 4 --quick --only sglang --tolerance 0.1".split()
+    args = BENCH.build_parser().parse_args(["--figures", "sustained", *few])
+    [[line]] = BENCH.run(args)["figures"]["sustained"]
+    tried = [float(text.partition(":")[0]) for text in line["tried"].split(", ")]
+    asked = sorted({spec.online.rate for spec in all_made_up if spec.jct is not None})
+    assert tried == pytest.approx(asked)
+    rate = line["sustained rate"]
+    assert rate in tried and tried[tried.index(rate) + 1] <= 1.11 * rate
+
+
+def test_the_forward_size_is_that_of_the_machine():
+    args = BENCH.build_parser().parse_args(["--figures", "forward"])
+    args.data_dir = None
+    [[line]] = BENCH.run(args)["figures"]["forward"]
+    rates = {int(n.partition(" ")[0]): r for n, r in line.items() if n.endswith("tokens/s")}
+    assert line["saturates"] % 128 == 0 and line["saturates"] in rates
+    assert rates[line["saturates"]] >= 0.95 * max(rates.values())
+
+
+@pytest.mark.parametrize("name", ["ecoserve", "ecoserve-sdo"])
+def test_a_row_may_choose_at_the_end_of_each_request(name):
+    bench = make_bench()
+    specs = [
+        bench.spec(BENCH.ROWS[row], "sharegpt", 32, "oracle") for row in (name, f"{name}-request")
+    ]
+    by_group, by_request = (config_of(spec).ecoserve for spec in specs)
+    assert (by_group.replan_on, by_request.replan_on) == ("group", "request")
+    assert by_group.reserve == by_request.reserve == 0.03
+    assert {spec.scenario.policy for spec in specs} == {name}
 
 
 def test_a_flood_that_is_served_is_refused(monkeypatch, all_made_up):
