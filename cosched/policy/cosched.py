@@ -118,7 +118,7 @@ class CoschedPolicy:
         is_gap_capped = options.gap_cap and not is_whole
         pace = deadlines.pace(
             order.due,
-            decodes_first=options.feasible,
+            decodes_first=options.feasible and not order.lends,
             most_s=GAPS * deadlines.slacks.tpot_s if is_gap_capped else math.inf,
             is_whole=is_whole,
             room=room,
