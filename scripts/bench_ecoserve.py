@@ -147,6 +147,7 @@ ROWS: Mapping[str, Row] = {
     "sglang": STOCK,
     "sarathi": Row(scenario="sarathi"),
     "hygen": Row(scenario="hygen"),
+    "cosched": Row(scenario="cosched", reads_lengths=True),
     "eco-orca": Row(scenario="eco-orca", large="cosched.policy.coupled:orca_of_16"),
     "eco-srtf": Row(scenario="eco-srtf", reads_lengths=True),
     "eco-fastserve": Row(scenario="eco-fastserve"),
