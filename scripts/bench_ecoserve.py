@@ -108,10 +108,11 @@ LENGTHS: Mapping[str, Callable[[DataSet], dict[str, Any]]] = {
         "sigma": data.sigma,
         "padding": data.padding,
     },
-    "histogram": lambda data: {"mode": "histogram"},
+    "histogram": lambda data: {"mode": "histogram", "coverage": 0.75},
     "limit": lambda data: {"mode": "limit"},
 }
-"""`cosched.length.config.LengthConfig` by name."""
+"""`cosched.length.config.LengthConfig` by name; the coverage of `histogram` is that with which the
+policies come that give memory out by length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

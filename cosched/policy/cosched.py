@@ -20,7 +20,8 @@ Of an iteration
 2. `by_feasibility`: the online requests without a first token, the due and the late. A late one's
    unfinished prefill is stopped for a due one, its KV kept.
 3. Online prefills take what the decodes leave (`Deadlines.pace`): a burst of prefills that slows
-   down all decodes beyond their targets wins first tokens and loses as many requests. No iteration
+   down all decodes beyond their targets wins first tokens and loses as many requests. Decodes that
+   can win it back wait for first tokens (`OnlineOrder.lends`). No iteration
    beside online decodes lasts longer than `GAPS` TPOT targets: a mean gap may be kept and a reader
    see a stall all the same. With offline work in it none lasts longer than `Budgets.idle_share` of
    the TTFT target, beside decodes with a loose TPOT target too: who comes meanwhile waits for it

@@ -9,8 +9,10 @@ time, as many of them as possible, and the late ones behind them.
     late  whose deadline is over or who was left out, oldest first
 
 The time that prefills have until a deadline is what the decodes leave that are to be in time
-themselves (`Deadlines.prefill_time_s`). So that nobody waits for ever, one of `LATE_TURN` prefills
-is the oldest of the late while some wait.
+themselves (`Deadlines.prefill_time_s`). Where that is not surely enough for all of them decodes
+wait, if more first tokens are in time by it than decodes are expected to be late, and nobody waits
+whose deadline is over: then there is time in which decodes win it back. So that nobody waits for
+ever, one of `LATE_TURN` prefills is the oldest of the late while some wait.
 """
 
 from __future__ import annotations
