@@ -121,10 +121,11 @@ LENGTHS: Mapping[str, Callable[[DataSet], dict[str, Any]]] = {
         "sigma": data.sigma,
         "padding": data.padding,
     },
-    "histogram": lambda data: {"mode": "histogram"},
+    "histogram": lambda data: {"mode": "histogram", "coverage": 0.75},
     "limit": lambda data: {"mode": "limit"},
 }
-"""`cosched.length.config.LengthConfig` by name."""
+"""`cosched.length.config.LengthConfig` by name; the coverage of `histogram` is that with which the
+policies come that give memory out by length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +161,7 @@ ROWS: Mapping[str, Row] = {
     "sglang": STOCK,
     "sarathi": Row(scenario="sarathi"),
     "hygen": Row(scenario="hygen"),
+    "cosched": Row(scenario="cosched", reads_lengths=True),
     "eco-orca": Row(scenario="eco-orca", large="cosched.policy.coupled:orca_of_16"),
     "eco-srtf": Row(scenario="eco-srtf", reads_lengths=True),
     "eco-fastserve": Row(scenario="eco-fastserve"),

@@ -12,7 +12,6 @@ from cosched.core.caps import EngineCaps
 from cosched.core.request import RequestClass
 from cosched.core.view import Room
 from cosched.engine import port
-from cosched.engine.observe import IterationObserver
 from cosched.engine.tracked import TrackedRequest
 from cosched.latency.calibration import Calibrator
 from cosched.tolerance.alone import MOST_FOLLOWED, Alone
@@ -64,7 +63,6 @@ class AloneWatch:
         caps: EngineCaps,
         overlaps: bool,
         predictor: Calibrator,
-        observer: IterationObserver,
         num_cached: Callable[[TrackedRequest], int],
     ) -> None:
         """num_cached: prompt tokens of a waiting request that are in the prefix cache."""
@@ -80,11 +78,8 @@ class AloneWatch:
             name: Promise(share) for name, share in shares.items() if share is not None
         }
         self._predictor = predictor
-        self._observer = observer
         self._num_cached = num_cached
-        self._looked_s = 0.0
-        """When the scheduler last looked for new requests [s]."""
-        self._arrival_s: dict[str, float] = {}
+        self._followed: set[str] = set()
         self._achieved: dict[str, tuple[float, float | None]] = {}
         """TTFT and TPOT of those that have ended here and not alone."""
 
@@ -92,30 +87,22 @@ class AloneWatch:
         """A request has come; offline ones are not followed."""
         if tracked.request_class is not RequestClass.ONLINE or not self._predictor.is_known:
             return
-        if len(self._arrival_s) >= MOST_FOLLOWED:
-            self._arrival_s.clear()
-        arrival_s = self._arrival_s[tracked.rid] = self._came_s(tracked.arrival_s)
+        if len(self._followed) >= MOST_FOLLOWED:
+            self._followed.clear()
+        self._followed.add(tracked.rid)
         self._alone.arrived(
             tracked.rid,
-            arrival_s,
+            tracked.arrival_s,
             num_prompt=tracked.num_prompt_tokens,
             num_cached=self._num_cached(tracked),
         )
 
-    def _came_s(self, seen_s: float) -> float:
-        """When it came. The scheduler looks for requests between two iterations: in the middle, if
-        it was waiting for one."""
-        if self._observer.last_done_s < self._looked_s:
-            return seen_s
-        was_idle = self._observer.last_done_s < seen_s - _IDLE_S
-        return seen_s if was_idle else (self._looked_s + seen_s) / 2
-
     def ended(self, tracked: TrackedRequest) -> None:
         """Its reply is over."""
-        arrival_s = self._arrival_s.pop(tracked.rid, None)
-        first_s, last_s = tracked.first_token_s, tracked.last_token_s
-        if arrival_s is None:
+        if tracked.rid not in self._followed:
             return
+        self._followed.remove(tracked.rid)
+        first_s, last_s = tracked.first_token_s, tracked.last_token_s
         num_output = tracked.num_output_tokens
         if port.is_aborted(tracked.req) or first_s is None or last_s is None:
             self._alone.ended(tracked.rid, 0)
@@ -123,12 +110,11 @@ class AloneWatch:
         tpot_s = (last_s - first_s) / (num_output - 1) if num_output > 1 else None
         if len(self._achieved) >= MOST_FOLLOWED:
             self._achieved.clear()
-        self._achieved[tracked.rid] = first_s - arrival_s, tpot_s
+        self._achieved[tracked.rid] = first_s - tracked.arrival_s, tpot_s
         self._alone.ended(tracked.rid, num_output)
 
     def advance(self, now_s: float) -> None:
         """Before a plan is made."""
-        self._looked_s = now_s
         self._alone.advance(now_s, self._predict_s)
         for served in self._alone.pop_served():
             achieved = self._achieved.pop(served.rid, None)
@@ -160,10 +146,6 @@ class AloneWatch:
             tpot=latencies.get("tpot"),
             num_forgotten=self._alone.num_forgotten,
         )
-
-
-_IDLE_S = 1e-3
-"""From the end of an iteration until the scheduler looks for requests it takes less."""
 
 
 def _latency(promise: Promise) -> LatencyBeside:

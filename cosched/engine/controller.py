@@ -21,6 +21,7 @@ from cosched.core.view import Ended, View
 from cosched.core.wire import LATE_KEY
 from cosched.engine import port
 from cosched.engine.alone import AloneWatch
+from cosched.engine.arrivals import Arrivals
 from cosched.engine.clock import Clock
 from cosched.engine.decisions import DecisionLog
 from cosched.engine.exporter import MetricsExporter
@@ -184,8 +185,13 @@ class Controller:
                 num_cached=partial(num_cached, scheduler.tree_cache),
                 num_left=lambda request: self.lengths.remaining(request).median,
             )
+        self._arrivals = Arrivals(observer)
         self.waiting = WaitingQueue(
-            pool=pool, clock=clock, guard=guard, bounds=config.target_bounds()
+            pool=pool,
+            clock=clock,
+            guard=guard,
+            bounds=config.target_bounds(),
+            came_s=self._arrivals.came_s,
         )
         if self.timekeeper is not None:
             self.timekeeper.add_end_listener(self.waiting.ended)
@@ -197,7 +203,6 @@ class Controller:
                 caps=self.caps,
                 overlaps=port.overlaps(scheduler),
                 predictor=self.predictor,
-                observer=observer,
                 num_cached=partial(num_cached, scheduler.tree_cache),
             )
             self.timekeeper.add_end_listener(self.alone.ended)
@@ -294,6 +299,7 @@ class Controller:
             self._carry = self._before.carry
             moment = moment._replace(ended=self._before.ended + moment.ended)
         self._before = _Before(self._carry, moment.ended)
+        self._arrivals.looked(moment.now_s)
         self.waiting.advance(moment.now_s)
         if self.kv is not None:
             with self.guard.watching("kv"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from typing import Any
 
@@ -43,9 +43,11 @@ class WaitingQueue:
         clock: Clock,
         guard: Guard | None = None,
         bounds: Bounds | None = None,
+        came_s: Callable[[float], float] | None = None,
     ) -> None:
         """guard: where the pool fails it gives way to the order of arrival; None: errors are
-        raised. bounds: within what targets are taken at their word; None: all are."""
+        raised. bounds: within what targets are taken at their word; None: all are. came_s: when one
+        came that is seen now; None: now."""
         self.online: ArrivalQueue[TrackedRequest] = ArrivalQueue()
         self.offline = pool
         self.clock = clock
@@ -61,6 +63,7 @@ class WaitingQueue:
         """Told who comes."""
         self._guard = guard or Guard(is_strict=True)
         self._bounds = Bounds() if bounds is None else bounds
+        self._came_s = came_s
         self._all: ArrivalQueue[TrackedRequest] = ArrivalQueue()
         self._rids: SortedList[str] = SortedList()
         self._seq = itertools.count()
@@ -88,15 +91,16 @@ class WaitingQueue:
     def append(self, req: Any) -> None:
         tracked = TrackedRequest.of(req)
         if tracked is None:
+            now_s = self.clock.now_s()
             tracked = TrackedRequest(
                 req,
-                arrival_s=self.clock.now_s(),
+                arrival_s=now_s if self._came_s is None else self._came_s(now_s),
                 arrival_seq=next(self._seq),
                 bounds=self._bounds,
             )
             if self.kv is not None:
                 with self._guard.watching("kv"):
-                    self.kv.arrived(tracked, tracked.arrival_s)
+                    self.kv.arrived(tracked, now_s)
             if self.alone is not None:
                 with self._guard.watching("tolerance"):
                     self.alone.arrived(tracked)

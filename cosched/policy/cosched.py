@@ -20,7 +20,8 @@ Of an iteration
 2. `by_feasibility`: the online requests without a first token, the due and the late. A late one's
    unfinished prefill is stopped for a due one, its KV kept.
 3. Online prefills take what the decodes leave (`Deadlines.pace`): a burst of prefills that slows
-   down all decodes beyond their targets wins first tokens and loses as many requests. No iteration
+   down all decodes beyond their targets wins first tokens and loses as many requests. Decodes that
+   can win it back wait for first tokens (`OnlineOrder.lends`). No iteration
    beside online decodes lasts longer than `GAPS` TPOT targets: a mean gap may be kept and a reader
    see a stall all the same. With offline work in it none lasts longer than `Budgets.idle_share` of
    the TTFT target, beside decodes with a loose TPOT target too: who comes meanwhile waits for it
@@ -118,7 +119,7 @@ class CoschedPolicy:
         is_gap_capped = options.gap_cap and not is_whole
         pace = deadlines.pace(
             order.due,
-            decodes_first=options.feasible,
+            decodes_first=options.feasible and not order.lends,
             most_s=GAPS * deadlines.slacks.tpot_s if is_gap_capped else math.inf,
             is_whole=is_whole,
             room=room,

@@ -54,6 +54,7 @@ class DeadlinePace:
     """Implements `cosched.policy.phases.Pace`: the predicted time of what is in a ledger, held
     against a limit per phase [s].
 
+    ends_s         of an iteration in which an online prompt ends, in place of `online_s`
     beside_online  KV tokens read for each of the offline requests that will decode beside them, if
                    they fit: then online prompts may be cut where a tile of tokens ends. None: they
                    may not
@@ -68,6 +69,7 @@ class DeadlinePace:
         ledger: Ledger,
         *,
         online_s: float,
+        ends_s: float,
         offline_s: float,
         beside_online: Sequence[int] | None,
         longer_s: Callable[[float], float] | None = None,
@@ -76,6 +78,7 @@ class DeadlinePace:
         self._predictor = predictor
         self._ledger = ledger
         self._online_s = online_s
+        self._ends_s = ends_s
         self._offline_s = offline_s
         self._beside_online = beside_online
         self._longer_s = longer_s
@@ -94,7 +97,11 @@ class DeadlinePace:
 
     def online_tokens(self, num_cached: int, limit: int) -> int:
         most = self._predictor.max_prefill(self._ledger.totals, num_cached, self._online_s, limit)
-        if most == 0 or self._beside_online is None:
+        if most == 0:
+            return 0
+        if most < limit and self._seconds(self._ledger.totals, limit, num_cached) <= self._ends_s:
+            return limit  # what is left would take an iteration of its own
+        if self._beside_online is None:
             return most
         totals = self._ledger.totals.copy()
         totals.add_decodes(self._beside_online)
@@ -226,6 +233,47 @@ class Deadlines:
             return within_s
         return max(within_s - behind_s * self.alone_s / self.slacks.tpot_s, 0.0)
 
+    def sure_prefill_time_s(self, within_s: float) -> float:
+        """The same where decodes that are behind already catch up, and the last iteration has none
+        but their tokens."""
+        within_s -= self._builder.view.mean_iteration_s / 2
+        behind_s = max(within_s - self.lent_s, 0.0)
+        return within_s - behind_s * self.alone_s / self.slacks.tpot_s - self.alone_s
+
+    def most_prefill_time_s(self, within_s: float) -> float:
+        """The same where decodes wait; what takes a little longer is tried, since that is an
+        estimate."""
+        return (within_s - self.alone_s) / (1 - _DOUBT)
+
+    def num_lost(self, prefills: Iterable[tuple[float, float]]) -> float:
+        """How many of the running online requests are expected to be late because they wait for
+        prefills: a decode wins back what an iteration without them takes less than its target, and
+        may end before. As long as half of all replies last longer than the median, a share
+        2^(-n/median) lasts n tokens. prefills: by deadline, what each takes and until when [s]."""
+        tpot_s, alone_s = self.slacks.tpot_s, self.alone_s
+        won_s = tpot_s - alone_s
+        if won_s <= 0:
+            return math.inf
+        if not alone_s:
+            return 0.0
+        work_s = lent_s = 0.0
+        for seconds, within_s in prefills:
+            work_s += seconds
+            needed_s = within_s - (within_s - work_s) * tpot_s / alone_s
+            lent_s = max(lent_s, min(needed_s, work_s))
+        view = self._builder.view
+        requests, contexts = view.running_of(RequestClass.ONLINE)
+        num_lost = 0.0
+        for request, context in zip(requests, contexts, strict=True):
+            own_s = _target(request.slo.tpot_s, self._settings.slo.tpot_s)
+            first_s = request.first_token_s
+            since_first_s = 0.0 if first_s is None else view.start_s - first_s
+            behind_s = since_first_s - own_s * (context - request.num_prompt_tokens)
+            before, after = (max(behind_s + s, 0.0) / won_s for s in (0.0, lent_s))
+            median = max(view.length(request).median, 1)
+            num_lost += 2.0 ** (-before / median) - 2.0 ** (-after / median)
+        return num_lost
+
     def _longer_s(self, room: Room, online_s: float) -> float:
         """Most time of an iteration that takes `online_s` without offline work [s]."""
         if not online_s:
@@ -259,7 +307,7 @@ class Deadlines:
             prefills, view, settings.slo, budgets.ttft_aim, self.prefill_s, self.alone_s
         )
         if settings.latency_budget_s is not None:
-            online_s = offline_s = settings.latency_budget_s
+            online_s = ends_s = offline_s = settings.latency_budget_s
         else:
             # Slow decodes alone must not keep a prefill from starting.
             if is_whole:
@@ -275,6 +323,7 @@ class Deadlines:
                 )
             # One that is disturbed is made up for by those after it.
             online_s *= self._margin
+            ends_s = (1 + _DOUBT) * online_s
             burst_s = budgets.burst * slacks.tpot_s
             uncrowded_s = slacks.tpot_s * _room(view, slacks.contexts, budgets.crowded_share)
             offline_s = min(slacks.aimed_s, prefill.laxity_s, burst_s, uncrowded_s)
@@ -290,6 +339,7 @@ class Deadlines:
             view.predictor,
             builder.ledger,
             online_s=min(online_s, most_s),
+            ends_s=min(ends_s, most_s),
             offline_s=min(offline_s, most_s),
             beside_online=(
                 builder.reads_of(view.running_of(RequestClass.OFFLINE)) if cuts_online else None
@@ -439,7 +489,7 @@ def _prefill_slacks(
             # Late as far as one knows; but that estimate may be wrong.
             laxity_s = min(laxity_s, slack_s)
             continue
-        left_s = max(left_s - (1 - ttft_aim) * ttft_s, 0.0)
+        left_s = max(left_s - max((1 - ttft_aim) * ttft_s, view.mean_iteration_s / 2), 0.0)
         laxity_s = min(laxity_s, left_s)
         # In iterations of L the share (L - alone) / L of the time is the prefill's.
         most_s = work_s + alone_s
@@ -449,7 +499,8 @@ def _prefill_slacks(
 
 
 _DOUBT = 0.1
-"""Of its time a prefill may be too long to be in time, and is tried all the same."""
+"""Of its time a prefill may be too long to be in time, and is tried all the same; an iteration may
+be so much too long where a prompt ends in it."""
 
 _MOST_LOOKED_AT = 16
 """Waiting online requests whose prompts are looked up in the cache for how long they take."""

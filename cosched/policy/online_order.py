@@ -9,13 +9,15 @@ time, as many of them as possible, and the late ones behind them.
     late  whose deadline is over or who was left out, oldest first
 
 The time that prefills have until a deadline is what the decodes leave that are to be in time
-themselves (`Deadlines.prefill_time_s`). So that nobody waits for ever, one of `LATE_TURN` prefills
-is the oldest of the late while some wait.
+themselves (`Deadlines.prefill_time_s`). Where that is not surely enough for all of them decodes
+wait, if more first tokens are in time by it than decodes are expected to be late, and nobody waits
+whose deadline is over: then there is time in which decodes win it back. So that nobody waits for
+ever, one of `LATE_TURN` prefills is the oldest of the late while some wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from heapq import heappush, heappushpop
 from typing import NamedTuple
 
@@ -37,11 +39,13 @@ class OnlineOrder(NamedTuple):
     """Unfinished prefills among them.
 
     newly_late  of the late those of which no plan before this one said so, and why they are
+    lends       decodes wait for the due, who would not all be in time else, and win it back
     """
 
     due: list[Request]
     late: list[Request]
     newly_late: Mapping[str, LateReason]
+    lends: bool = False
 
 
 def by_feasibility(view: View, deadlines: Deadlines) -> OnlineOrder:
@@ -61,33 +65,52 @@ def by_feasibility(view: View, deadlines: Deadlines) -> OnlineOrder:
         if request.late is None:
             newly_late[request.rid] = LateReason.OVERDUE
     coming.sort(key=lambda r: due_s[r.rid])
-    due = _most_in_time(coming[:_MOST_LOOKED_AT], due_s, start_s, deadlines)
+    looked_at = [
+        _Prefill(request, deadlines.prefill_s(request), due_s[request.rid] - start_s)
+        for request in coming[:_MOST_LOOKED_AT]
+    ]
+    chosen = _most_in_time(looked_at, deadlines.prefill_time_s)
+    lends = False
+    if not late:
+        # Where some wait whose deadline is over, there is no time in which decodes win it back.
+        num_sure = len(_most_in_time(looked_at, deadlines.sure_prefill_time_s))
+        if num_sure < len(looked_at):
+            more = _most_in_time(looked_at, deadlines.most_prefill_time_s)
+            if len(more) >= len(chosen):
+                num_lost = deadlines.num_lost([(p.seconds, p.within_s) for p in more])
+                if len(more) - num_sure > num_lost:
+                    chosen, lends = more, True
+    due = [prefill.request for prefill in chosen]
     if len(due) < len(coming):
-        chosen = {request.rid for request in due}
+        rids = {request.rid for request in due}
         behind = coming[_MOST_LOOKED_AT:]
-        left_out = [r for r in coming[:_MOST_LOOKED_AT] if r.rid not in chosen]
-        for request in left_out:
+        left_out = [prefill for prefill in looked_at if prefill.request.rid not in rids]
+        for request, seconds, within_s in left_out:
             if request.late is None:
-                time_s = deadlines.prefill_time_s(due_s[request.rid] - start_s)
-                is_alone_late = deadlines.prefill_s(request) > time_s
+                is_alone_late = seconds > deadlines.prefill_time_s(within_s)
                 why = LateReason.TOO_LONG if is_alone_late else LateReason.CROWDED
                 newly_late[request.rid] = why
-        late += left_out
+        late += [prefill.request for prefill in left_out]
         late.sort(key=lambda r: r.arrival_seq)
         due += behind
-    return OnlineOrder(due, late, newly_late)
+    return OnlineOrder(due, late, newly_late, lends)
 
 
-def _most_in_time(
-    coming: list[Request], due_s: Mapping[str, float], start_s: float, deadlines: Deadlines
-) -> list[Request]:
-    """Moore's algorithm. coming: by deadline."""
+class _Prefill(NamedTuple):
+    """seconds: that it takes. within_s: until its deadline [s]."""
+
+    request: Request
+    seconds: float
+    within_s: float
+
+
+def _most_in_time(coming: Sequence[_Prefill], time_s: Callable[[float], float]) -> list[_Prefill]:
+    """Moore's algorithm. coming: by deadline. time_s: how much of a time prefills have."""
     total_s = 0.0
     chosen: list[tuple[float, int]] = []  # as a heap: the longest first, of equals the latest
-    for place, request in enumerate(coming):
-        seconds = deadlines.prefill_s(request)
+    for place, (_, seconds, within_s) in enumerate(coming):
         total_s += seconds
-        if total_s <= deadlines.prefill_time_s(due_s[request.rid] - start_s):
+        if total_s <= time_s(within_s):
             heappush(chosen, (-seconds, -place))
         else:
             total_s += heappushpop(chosen, (-seconds, -place))[0]

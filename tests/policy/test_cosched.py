@@ -99,6 +99,33 @@ def test_late_prefills_do_not_make_decodes_late():
     assert seconds_of(plan, view) <= GAPS * TPOT_S + 1e-9
 
 
+def test_a_decode_waits_for_a_first_token_where_it_can_win_that_back():
+    """4,000 tokens take 0.4 s, 0.42 are left; at the pace of the decodes they would take 0.45."""
+    new = chat("new", 4000, age_s=0.58)
+
+    def longest_s(*running, online=(new,)):
+        view = view_of(running=running, online=online)
+        return seconds_of(planned(view)[0], view)
+
+    many = [replying(f"r{i}", num_tokens=195) for i in range(3)]
+    ending = [replace(r, first_token_s=10.0 - 195 * TPOT_S) for r in many]
+    lasting = [replying(f"r{i}") for i in range(3)]
+    assert longest_s(*lasting) > 1.5 * TPOT_S
+    assert longest_s(*ending) <= TPOT_S + 1e-9, "five more tokens: three late for one"
+    late = chat("late", 10, age_s=3.0, seq=-1)
+    assert longest_s(*lasting, online=(late, new)) <= TPOT_S + 1e-9
+
+
+def test_an_iteration_is_a_little_longer_where_a_prompt_ends_in_it():
+    def tokens(num_tokens):
+        view = view_of(running=(replying(),), online=[chat("new", num_tokens)])
+        return planned(view)[0].prefill["new"]
+
+    most = tokens(3000)
+    assert 300 < most < 500 and tokens(most + 40) == most + 40
+    assert tokens(most + 80) == most
+
+
 def test_who_cannot_keep_its_tpot_any_more_holds_nobody_up():
     lost = replying("lost", num_tokens=2, ago_s=60.0)
     view = view_of(

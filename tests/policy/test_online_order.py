@@ -13,9 +13,12 @@ from tests.factories import FakeView, online, prefilled
 
 @dataclass
 class Device:
-    """One token takes a millisecond; each request has a second to its first token."""
+    """One token takes a millisecond; each request has a second to its first token. most: of the
+    time where decodes wait, for which `num_late` of them are late."""
 
     share: float = 1.0
+    most: float = 0.0
+    num_late: float = 0.0
 
     def ttft_s(self, request):
         return request.slo.ttft_s or 1.0
@@ -26,11 +29,19 @@ class Device:
     def prefill_time_s(self, within_s):
         return self.share * within_s
 
+    sure_prefill_time_s = prefill_time_s
+
+    def most_prefill_time_s(self, within_s):
+        return self.most * within_s
+
+    def num_lost(self, prefills):
+        return self.num_late
+
 
 def order_of(*requests, now_s=1.0, share=1.0, unfinished=()):
     view = FakeView(online=requests, unfinished=unfinished, now_s=now_s, start_s=now_s)
-    due, late, _ = by_feasibility(view, Device(share))
-    return [r.rid for r in due], [r.rid for r in late]
+    order = by_feasibility(view, Device(share))
+    return [r.rid for r in order.due], [r.rid for r in order.late]
 
 
 def test_where_all_can_be_in_time_the_earliest_deadline_comes_first():
@@ -56,6 +67,21 @@ def test_what_is_computed_already_counts_no_more():
     begun = prefilled(online("begun", 900, arrival_s=0.5), 700)
     other = online("other", 300, arrival_s=0.5)
     assert order_of(other, unfinished=(begun,)) == (["begun", "other"], [])
+
+
+def test_decodes_wait_where_more_are_won_by_it_than_lost():
+    queue = [online("a", 300, arrival_s=0.6), online("b", 300, arrival_s=0.7, arrival_seq=1)]
+    over = online("over", 10, arrival_s=-1.0, arrival_seq=-1)
+
+    def order(device, *requests):
+        due, _, _, lends = by_feasibility(FakeView(online=requests, now_s=1.0, start_s=1.0), device)
+        return [r.rid for r in due], lends
+
+    assert order(Device(share=0.5, most=0.9, num_late=0.9), *queue) == (["a", "b"], True)
+    assert order(Device(share=0.5, most=0.9, num_late=1.1), *queue) == (["a"], False)
+    assert order(Device(share=0.9, most=1.0), *queue) == (["a", "b"], False), "no need"
+    late_too = Device(share=0.5, most=0.9)
+    assert order(late_too, over, *queue) == (["a"], False), "no time to win it back"
 
 
 def test_it_is_said_once_why_a_request_is_late():
