@@ -32,9 +32,7 @@ def schedule_prefill(
     port.admit_ready_grammars(scheduler)
     nothing_runs = scheduler.chunked_req is None and running_batch.is_empty()
     if nothing_runs and not controller.waiting.may_admit:
-        if controller.exporter is not None:
-            with controller.guard.watching("metrics"):
-                controller.exporter.idle()
+        controller.idle()
         return None, running_batch
     if not all([port.is_under_way(req) for req in running_batch.reqs]):
         running_batch.filter_batch()

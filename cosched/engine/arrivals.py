@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 from cosched.engine.observe import IterationObserver
 
 __all__ = ["Arrivals"]
-
-_IDLE_S = 1e-3
-"""From the end of an iteration until the scheduler looks for requests it takes less."""
 
 
 class Arrivals:
@@ -16,15 +15,14 @@ class Arrivals:
 
     def __init__(self, observer: IterationObserver) -> None:
         self._observer = observer
-        self._looked_s = 0.0
+        self._looked_s = math.inf
 
     def looked(self, now_s: float) -> None:
-        """The scheduler has looked for requests, and plans."""
+        """The scheduler has looked for requests, and plans or has nothing to do."""
         self._looked_s = now_s
 
     def came_s(self, seen_s: float) -> float:
-        """When one came that is seen now: in the middle since the scheduler looked before, if it
-        was busy all that time."""
-        done_s = self._observer.last_done_s
-        was_busy = self._looked_s <= done_s and seen_s - _IDLE_S <= done_s
+        """When one came that is seen now: in the middle since the scheduler looked before, if an
+        iteration has ended since."""
+        was_busy = self._looked_s < self._observer.last_done_s
         return (self._looked_s + seen_s) / 2 if was_busy else seen_s

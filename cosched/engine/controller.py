@@ -258,6 +258,13 @@ class Controller:
         assert plan is not None
         return plan
 
+    def idle(self) -> None:
+        """The scheduler has looked for requests, and has nothing to do."""
+        self._arrivals.looked(self.clock.now_s())
+        if self.exporter is not None:
+            with self.guard.watching("metrics"):
+                self.exporter.idle()
+
     def promise(self, plan: Plan, running_batch: Any) -> None:
         """Remember what a plan sets aside, and who grows into what is set aside for another."""
         if plan.promise or plan.hosts:
