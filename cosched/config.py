@@ -106,6 +106,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                        for tests and simulations
     predictor_error    for experiments: standard deviation of a random factor on all predictions of
                        a plan, 0 to 1 (docs/predictors.md)
+    plan_early         an iteration is planned as soon as the one before it runs, as stock SGLang
+                       does, in place of the last moment (docs/architecture.md)
     iteration_log      file to write the shape and time of every iteration to, one JSON line each
     decision_log       file to write every decision to, for ``python -m cosched.explain``
                        (docs/decision_log.md)
@@ -137,6 +139,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     predictor: str | None = None
     strict: bool = False
     predictor_error: float = 0.0
+    plan_early: bool = False
     iteration_log: str | None = None
     decision_log: str | None = None
     decision_log_mb: float = 256.0

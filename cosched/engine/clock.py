@@ -14,6 +14,14 @@ class Clock(Protocol):
         """Seconds since an arbitrary fixed point; never goes back."""
         ...
 
+    def wait_until(self, time_s: float, is_over: Callable[[], bool]) -> None:
+        """Return at that time [s], or as soon as `is_over` says so."""
+        ...
+
+
+_POLL_S = 0.0005
+"""Between two looks whether what was waited for has come."""
+
 
 class EngineClock:
     """The one clock of a scheduler, which all that is attached to it holds: wall time, until it
@@ -21,7 +29,14 @@ class EngineClock:
 
     def __init__(self) -> None:
         self.now_s: Callable[[], float] = time.perf_counter
+        self.wait_until: Callable[[float, Callable[[], bool]], None] = self._sleep_until
+        """Return at that time [s], or once the other says so."""
 
     def follow(self, clock: Clock) -> None:
         """Take time from another clock; before the first request comes."""
         self.now_s = clock.now_s
+        self.wait_until = clock.wait_until
+
+    def _sleep_until(self, time_s: float, is_over: Callable[[], bool]) -> None:
+        while (left_s := time_s - self.now_s()) > 0 and not is_over():
+            time.sleep(min(left_s, _POLL_S))

@@ -22,13 +22,14 @@ from cosched.core.wire import LATE_KEY
 from cosched.engine import port
 from cosched.engine.alone import AloneWatch
 from cosched.engine.arrivals import Arrivals
-from cosched.engine.clock import Clock
+from cosched.engine.clock import EngineClock
 from cosched.engine.decisions import DecisionLog
 from cosched.engine.exporter import MetricsExporter
 from cosched.engine.guard import Guard
 from cosched.engine.identity import identity_of
 from cosched.engine.iteration import Iteration
 from cosched.engine.kv import KvManager, transfer_s_of
+from cosched.engine.last_moment import LastMoment
 from cosched.engine.lengths import Lengths
 from cosched.engine.observe import IterationObserver
 from cosched.engine.outlook import RunningOutlook
@@ -114,7 +115,7 @@ class Controller:
         *,
         entry: PolicyEntry,
         config: Config,
-        clock: Clock,
+        clock: EngineClock,
         observer: IterationObserver,
         guard: Guard,
     ) -> None:
@@ -186,6 +187,16 @@ class Controller:
                 num_left=lambda request: self.lengths.remaining(request).median,
             )
         self._arrivals = Arrivals(observer)
+        self.last_moment: LastMoment | None = None
+        """None: an iteration is planned as soon as the one before it runs, or is over."""
+        if (
+            self.is_source
+            and entry.timed
+            and not (config.plan_early or entry.early)
+            and port.overlaps(scheduler)
+            and port.waits_alone(scheduler)
+        ):
+            self.last_moment = LastMoment(observer=observer, clock=clock)
         self.waiting = WaitingQueue(
             pool=pool,
             clock=clock,
@@ -257,6 +268,12 @@ class Controller:
                 self.kv.give(evictions)
         assert plan is not None
         return plan
+
+    def wait_for_requests(self) -> None:
+        """Requests are about to be received, for the next iteration."""
+        if self.last_moment is not None:
+            with self.guard.watching("timing"):
+                self.last_moment.wait()
 
     def idle(self) -> None:
         """The scheduler has looked for requests, and has nothing to do."""
@@ -392,6 +409,9 @@ class Controller:
         """An iteration's batch is ready to run; None: there is nothing to run."""
         iteration, self.iteration = self.iteration, None
         self.observer.planned = None if batch is None else iteration
+        if self.last_moment is not None and batch is not None:
+            with self.guard.watching("timing"):
+                self.last_moment.launching()
         if iteration is not None:
             with self._logging() as log:
                 if log is not None:

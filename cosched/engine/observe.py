@@ -47,6 +47,8 @@ class IterationObserver:
             self._prefixes = RunningPrefixes.of(scheduler)
         self._listeners: list[Callable[[Iteration], None]] = []
         self._in_flight: list[Iteration] = []
+        self._latest: Any = None
+        """The result of what was launched last, while it is under way."""
         self.planned: Iteration | None = None
         """What the next launch runs, where it was planned."""
         self.predict_s: Callable[[BatchShape], float] | None = None
@@ -88,6 +90,7 @@ class IterationObserver:
         if self._is_synchronous:  # on a GPU the forward pass has only been queued
             self._end(iteration, self._clock.now_s())
         self._in_flight.append(iteration)
+        self._latest = result
         result.cosched = iteration
         return result
 
@@ -103,6 +106,10 @@ class IterationObserver:
             end_s = max(now_s, begun_s)
         return end_s
 
+    def has_run_dry(self) -> bool:
+        """The device has done what was launched last, and nobody has taken the result yet."""
+        return self._latest is not None and port.is_done(self._latest)
+
     @property
     def last_done_s(self) -> float:
         """When the latest iteration whose result is there was done [s]."""
@@ -115,6 +122,8 @@ class IterationObserver:
         if iteration is None:
             return None
         self._in_flight.remove(iteration)
+        if result is self._latest:
+            self._latest = None
         if iteration.duration_s is None:
             port.wait_for(self._scheduler, result)
             self._end(iteration, self._clock.now_s())

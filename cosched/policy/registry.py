@@ -60,6 +60,7 @@ class PolicyEntry:
                   (`Config.tolerance`)
     timed         its plans depend on time: the latency predictor is kept up to date, and all ranks
                   go by one clock
+    early         an iteration is planned as soon as the one before it runs (`Config.plan_early`)
     length        what is believed of the length of responses, unless the configuration says
     predictor     the form of its predictor, fitted to the points of the profile where one is given
                   (`cosched.latency.predictor`); None: the profile's own
@@ -75,6 +76,7 @@ class PolicyEntry:
     eviction: str = "value"
     length: LengthConfig = field(default_factory=LengthConfig)
     timed: bool = False
+    early: bool = False
     tolerates: bool = False
     predictor: str | None = None
     server_flags: Mapping[str, object] = field(default_factory=dict)
@@ -174,7 +176,7 @@ def _coupled(
     )
 
 
-def _cosched(name: str, summary: str, **options: bool) -> PolicyEntry:
+def _cosched(name: str, summary: str, *, early: bool = False, **options: bool) -> PolicyEntry:
     return PolicyEntry(
         name=name,
         summary=summary,
@@ -183,6 +185,7 @@ def _cosched(name: str, summary: str, **options: bool) -> PolicyEntry:
         pool=PoolConfig(num_buckets=4),
         length=_MOST_FIT,
         timed=True,
+        early=early,
         tolerates=True,
         server_flags=_MIXED_CHUNK,
     )
@@ -205,6 +208,9 @@ _ENTRIES = (
     ),
     _cosched("cosched-noyield", "cosched with the pool in prefix order", by_yield=False),
     _cosched("cosched-notimeline", "cosched with memory by SGLang's ratio", timeline=False),
+    _cosched(
+        "cosched-early", "cosched with each iteration planned an iteration ahead", early=True
+    ),
     PolicyEntry(
         name="priority",
         summary="stock SGLang priority scheduling; offline below online",

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -75,6 +75,10 @@ before, by whomever, and were evicted."""
 KV_PERIOD_S = 1.0
 """Between two rows of who has the KV memory; it takes O(nodes)."""
 
+HOST_S = 0.006
+"""From the end of a wait for the last moment to the launch: what scheduling takes in the mean
+(docs/experiments.md, host time of planning). Nothing else of the host's time is in virtual time."""
+
 _IDLE_ITERATIONS = 3
 """Iterations without a batch before the scheduler counts as idle. One alone means nothing: when a
 whole running batch has ended, SGLang takes an iteration to notice before it admits the next."""
@@ -85,6 +89,8 @@ class VirtualClock:
 
     def __init__(self) -> None:
         self._now_s = 0.0
+        self.ready_s = 0.0
+        """When the host has done what it does after a wait."""
 
     def now_s(self) -> float:
         return self._now_s
@@ -92,6 +98,11 @@ class VirtualClock:
     def advance_to(self, time_s: float) -> None:
         """Never goes back: a time that has passed changes nothing."""
         self._now_s = max(self._now_s, time_s)
+
+    def wait_until(self, time_s: float, is_over: Callable[[], bool]) -> None:
+        """Whoever waits has something to do afterwards: `ready_s`."""
+        self.advance_to(time_s)
+        self.ready_s = self._now_s + HOST_S
 
 
 class TimeModel(Protocol):
@@ -203,6 +214,23 @@ class _Computed:
         computed anew."""
         known = takewhile(self._blocks.__contains__, block_hashes(token_ids[:-1]))
         return BLOCK * sum(1 for _ in known)
+
+
+class _Event(NamedTuple):
+    """What SGLang records behind a batch, as it asks for it. done_s: when the device is there."""
+
+    clock: VirtualClock
+    done_s: float
+
+    def record(self, *_: Any) -> None:
+        """It is made behind the batch."""
+
+    def synchronize(self) -> None:
+        """Whoever waits moves the clock himself."""
+
+    def query(self) -> bool:
+        """Whether the device is there once the host has done what it is at."""
+        return max(self.clock.now_s(), self.clock.ready_s) >= self.done_s
 
 
 @dataclass(slots=True)
@@ -368,6 +396,7 @@ class VirtualEngine:
     def _take_over(self) -> None:
         use_virtual_device(self.scheduler, self.clock, self._cost_model.graph_sizes)
         self.local.replace_forward(self._forward)
+        self.local.replace_events(lambda: _Event(self.clock, self._gpu_free_s))
         self.local.watch_stops(self._on_stop)
 
         def process_when_done(batch: Any, result: Any) -> None:
@@ -408,7 +437,7 @@ class VirtualEngine:
         shape = port.shape_of(batch)
         if self._prefixes is not None:
             shape = with_repeated(shape, batch, self._prefixes)
-        start_s = max(self.clock.now_s(), self._gpu_free_s)
+        start_s = max(self.clock.now_s(), self.clock.ready_s, self._gpu_free_s)
         seconds = self._cost_model.iteration_s(shape)
         if shape.num_loaded and self._transfers is not None:
             seconds = self._transfers.iteration_s(start_s, seconds)

@@ -82,6 +82,8 @@ __all__ = [
     "traits_of",
     "under_way",
     "wait_for",
+    "is_done",
+    "waits_alone",
 ]
 
 
@@ -386,6 +388,15 @@ def overlaps(scheduler: Any) -> bool:
     return bool(scheduler.enable_overlap)
 
 
+def waits_alone(scheduler: Any) -> bool:
+    """Whether the loop of this scheduler is its own: no other replica or stage computes in step
+    with it or waits for what it receives."""
+    args = scheduler.server_args
+    return (
+        args.disaggregation_mode == "null" and args.pp_size == 1 and not args.enable_dp_attention
+    )
+
+
 def is_aborted(req: Any) -> bool:
     """Whether one that is over was ended by somebody, and neither by itself nor by its limit."""
     return isinstance(req.finished_reason, FINISH_ABORT)
@@ -511,6 +522,12 @@ def wait_for(scheduler: Any, result: Any) -> None:
     elif not runs_on_cpu(scheduler):
         # Without the overlap scheduler nothing has waited for the device yet.
         torch.get_device_module(scheduler.device).current_stream().synchronize()
+
+
+def is_done(result: Any) -> bool:
+    """Whether the device has a result ready, as far as an event tells."""
+    event = getattr(result, "copy_done", None)
+    return event is not None and bool(event.query())
 
 
 def under_way(scheduler: Any) -> list[Any]:

@@ -92,6 +92,17 @@ class _Outbox:
             reply.message = str(reason.get("message") or "")
 
 
+class _DeviceModule:
+    """`torch.cpu` or another device's module, with other events."""
+
+    def __init__(self, module: Any, make_event: Callable[[], Any]) -> None:
+        self._module = module
+        self.Event = make_event
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
 def _release_groups() -> None:
     """SGLang's process groups, of which a process has one set."""
     destroy_model_parallel()
@@ -162,6 +173,11 @@ class LocalEngine:
         before: Callable[..., Any] = scheduler.model_worker.forward_batch_generation
         scheduler.model_worker.forward_batch_generation = forward
         return before
+
+    def replace_events(self, make: Callable[[], Any]) -> None:
+        """Have `make` give the events that SGLang records behind a batch and asks for it."""
+        scheduler = self.scheduler
+        scheduler.device_module = _DeviceModule(scheduler.device_module, make)
 
     def replace_transfers(self, transfers: Any) -> None:
         """Have `transfers` move the bytes between device and host memory, as SGLang's
@@ -239,6 +255,9 @@ class LocalEngine:
         scheduler = self.scheduler
 
         def ingest(**options: Any) -> list[Any]:
+            controller = getattr(scheduler, "cosched", None)
+            if controller is not None:
+                controller.wait_for_requests()
             if until():
                 scheduler.gracefully_exit = True
             inbox, self._inbox[:] = list(self._inbox), []

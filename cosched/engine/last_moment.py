@@ -1,0 +1,67 @@
+"""When the next iteration is planned: as late as the device allows.
+
+Under the overlap scheduler SGLang plans an iteration as soon as the one before it has begun. Who
+comes meanwhile is planned one later still, and waits for one and a half iterations in the mean; beside
+offline work these are as long as the targets allow. Planning and launching take a small part of
+that, so the scheduler looks for requests so much later, and the wait is half an iteration and that
+part.
+"""
+
+from __future__ import annotations
+
+from cosched.engine.clock import EngineClock
+from cosched.engine.observe import IterationObserver
+
+__all__ = ["LastMoment"]
+
+_FIRST_LEAD_S = 0.02
+"""Before anything was seen."""
+
+_DRY_SHARE = 0.01
+"""Of launches that may come when the device has nothing to do any more."""
+
+_STEP_S = 0.001
+"""Of the lead, where one does."""
+
+_LEAST_SHARE = 0.1
+"""Of what an iteration still takes, to be left: an error of a prediction grows with its length."""
+
+
+class LastMoment:
+    """Waits before requests are received, until `lead_s` before the device is done.
+
+    lead_s     what planning, building and launching a batch take, and by how much an iteration may
+               be over sooner than predicted [s]. It grows by a step where the device was done
+               before the next batch was launched, and shrinks by a hundredth of that where it was
+               not: so that one launch of a hundred is late (a quantile, by Robbins and Monro)
+    num_waits  launches that came after a wait
+    num_dry    those of them for which the device had to wait
+    """
+
+    def __init__(self, *, observer: IterationObserver, clock: EngineClock) -> None:
+        self._observer = observer
+        self._clock = clock
+        self._has_waited = False
+        self.lead_s = _FIRST_LEAD_S
+        self.num_waits = 0
+        self.num_dry = 0
+
+    def wait(self) -> None:
+        """Return when it is time to look for requests."""
+        now_s = self._clock.now_s()
+        left_s = self._observer.expected_end_s(now_s) - now_s
+        wait_s = left_s - max(self.lead_s, _LEAST_SHARE * left_s)
+        self._has_waited = wait_s > 0
+        if self._has_waited:
+            self._clock.wait_until(now_s + wait_s, self._observer.has_run_dry)
+
+    def launching(self) -> None:
+        """A batch is about to be launched."""
+        self.lead_s -= _DRY_SHARE * _STEP_S
+        if self._has_waited:
+            self.num_waits += 1
+            if self._observer.has_run_dry():
+                self.num_dry += 1
+                self.lead_s += _STEP_S
+        self.lead_s = max(self.lead_s, 0.0)
+        self._has_waited = False
