@@ -43,7 +43,7 @@ class WaitingQueue:
         clock: Clock,
         guard: Guard | None = None,
         bounds: Bounds | None = None,
-        came_s: Callable[[float], float] | None = None,
+        came_s: Callable[[Any, float], float] | None = None,
     ) -> None:
         """guard: where the pool fails it gives way to the order of arrival; None: errors are
         raised. bounds: within what targets are taken at their word; None: all are. came_s: when one
@@ -94,7 +94,7 @@ class WaitingQueue:
             now_s = self.clock.now_s()
             tracked = TrackedRequest(
                 req,
-                arrival_s=now_s if self._came_s is None else self._came_s(now_s),
+                arrival_s=now_s if self._came_s is None else self._came_s(req, now_s),
                 arrival_seq=next(self._seq),
                 bounds=self._bounds,
             )

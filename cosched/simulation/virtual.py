@@ -425,6 +425,7 @@ class VirtualEngine:
             custom_params={PARAMS_KEY: params} if params else None,
             ignore_eos=False,
             stream=False,
+            created_s=arrival.arrival_s,
         )
 
     def _on_stop(self, rid: str) -> None:

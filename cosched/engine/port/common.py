@@ -30,6 +30,7 @@ __all__ = [
     "can_hold",
     "can_split",
     "caps_of",
+    "created_s",
     "decodes_of",
     "drain_results",
     "end_with_error",
@@ -44,6 +45,7 @@ __all__ = [
     "in_flight",
     "is_aborted",
     "is_constrained",
+    "is_done",
     "is_ending",
     "is_idle",
     "is_under_way",
@@ -82,7 +84,6 @@ __all__ = [
     "traits_of",
     "under_way",
     "wait_for",
-    "is_done",
     "waits_alone",
 ]
 
@@ -522,6 +523,11 @@ def wait_for(scheduler: Any, result: Any) -> None:
     elif not runs_on_cpu(scheduler):
         # Without the overlap scheduler nothing has waited for the device yet.
         torch.get_device_module(scheduler.device).current_stream().synchronize()
+
+
+def created_s(req: Any) -> float:
+    """When it came to the server, by the clock of `time.perf_counter`; 0.0: nobody said [s]."""
+    return float(req.time_stats.created_time)
 
 
 def is_done(result: Any) -> bool:

@@ -28,6 +28,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.observability.req_time_stats import APIServerReqTimeStats
 from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import SpawnRanks, publish
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -213,6 +214,7 @@ class LocalEngine:
         custom_params: Mapping[str, Any] | None = None,
         ignore_eos: bool = True,
         stream: bool = True,
+        created_s: float = 0.0,
         **fields: Any,
     ) -> None:
         """Give the scheduler a request; it arrives at the next iteration. Greedy."""
@@ -238,6 +240,7 @@ class LocalEngine:
                 token_ids_logprob=None,
                 stream=stream,
                 priority=priority,
+                time_stats=APIServerReqTimeStats(created_time=created_s),
                 **fields,
             )
         )
