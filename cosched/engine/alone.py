@@ -20,9 +20,9 @@ from cosched.tolerance.promise import Promise
 
 __all__ = ["AloneState", "AloneWatch", "LatencyBeside"]
 
-_WAITS = 2.5
+_WAITS = 1.5
 """By how many times what offline work adds to an iteration a first token comes later, in the mean:
-half of the iteration that is under way, all of the one that is planned already, and its own."""
+half of the iteration that is under way, and its own. Once more where another is planned already."""
 
 
 class LatencyBeside(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,10 +62,13 @@ class AloneWatch:
         *,
         caps: EngineCaps,
         overlaps: bool,
+        plans_ahead: bool,
         predictor: Calibrator,
         num_cached: Callable[[TrackedRequest], int],
     ) -> None:
-        """num_cached: prompt tokens of a waiting request that are in the prefix cache."""
+        """plans_ahead: an iteration is planned as soon as the one before it runs. num_cached:
+        prompt tokens of a waiting request that are in the prefix cache."""
+        self._waits = _WAITS + plans_ahead
         self._alone = Alone(
             max_chunk_tokens=caps.max_chunk_tokens,
             max_prefill_tokens=caps.max_prefill_tokens,
@@ -134,7 +137,7 @@ class AloneWatch:
     def room(self) -> Room:
         ttft, tpot = self._promises.get("ttft"), self._promises.get("tpot")
         return Room(
-            wait_s=None if ttft is None else ttft.room * ttft.mean_alone_s / _WAITS,
+            wait_s=None if ttft is None else ttft.room * ttft.mean_alone_s / self._waits,
             share=None if tpot is None else tpot.room,
         )
 

@@ -196,7 +196,9 @@ class Controller:
             and port.overlaps(scheduler)
             and port.waits_alone(scheduler)
         ):
-            self.last_moment = LastMoment(observer=observer, clock=clock)
+            self.last_moment = LastMoment(
+                observer=observer, clock=clock, is_known=lambda: self.predictor.is_known
+            )
         self.waiting = WaitingQueue(
             pool=pool,
             clock=clock,
@@ -213,6 +215,7 @@ class Controller:
                 config.tolerance,
                 caps=self.caps,
                 overlaps=port.overlaps(scheduler),
+                plans_ahead=port.overlaps(scheduler) and self.last_moment is None,
                 predictor=self.predictor,
                 num_cached=partial(num_cached, scheduler.tree_cache),
             )

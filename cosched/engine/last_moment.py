@@ -9,6 +9,8 @@ part.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from cosched.engine.clock import EngineClock
 from cosched.engine.observe import IterationObserver
 
@@ -38,8 +40,12 @@ class LastMoment:
     num_dry    those of them for which the device had to wait
     """
 
-    def __init__(self, *, observer: IterationObserver, clock: EngineClock) -> None:
+    def __init__(
+        self, *, observer: IterationObserver, clock: EngineClock, is_known: Callable[[], bool]
+    ) -> None:
+        """is_known: how long iterations take has been seen; until then nobody waits."""
         self._observer = observer
+        self._is_known = is_known
         self._clock = clock
         self._has_waited = False
         self.lead_s = _FIRST_LEAD_S
@@ -51,7 +57,7 @@ class LastMoment:
         now_s = self._clock.now_s()
         left_s = self._observer.expected_end_s(now_s) - now_s
         wait_s = left_s - max(self.lead_s, _LEAST_SHARE * left_s)
-        self._has_waited = wait_s > 0
+        self._has_waited = wait_s > 0 and self._is_known()
         if self._has_waited:
             self._clock.wait_until(now_s + wait_s, self._observer.has_run_dry)
 

@@ -91,6 +91,8 @@ class VirtualClock:
         self._now_s = 0.0
         self.ready_s = 0.0
         """When the host has done what it does after a wait."""
+        self.device_done_s = 0.0
+        """When the modelled GPU has done what was launched."""
 
     def now_s(self) -> float:
         return self._now_s
@@ -100,8 +102,9 @@ class VirtualClock:
         self._now_s = max(self._now_s, time_s)
 
     def wait_until(self, time_s: float, is_over: Callable[[], bool]) -> None:
-        """Whoever waits has something to do afterwards: `ready_s`."""
-        self.advance_to(time_s)
+        """Until then or until `device_done_s`, of which alone `is_over` may speak. Whoever waits
+        has something to do afterwards: `ready_s`."""
+        self.advance_to(min(time_s, self.device_done_s))
         self.ready_s = self._now_s + HOST_S
 
 
@@ -279,7 +282,6 @@ class VirtualEngine:
         self._sources: Sequence[Source] = ()
         self._following: dict[str, _Following] = {}
         self._reqs: dict[str, Any] = {}
-        self._gpu_free_s = 0.0
         self._num_launched = 0
         self._num_in_flight = 0
         with (
@@ -386,7 +388,7 @@ class VirtualEngine:
             clock=self.clock,
             s_per_token=link.s_per_token,
             num_layers=link.num_layers,
-            gpu_free_s=lambda: self._gpu_free_s,
+            gpu_free_s=lambda: self.clock.device_done_s,
         )
         self.local.replace_transfers(self._transfers)
         controller = getattr(self.scheduler, "cosched", None)
@@ -396,7 +398,7 @@ class VirtualEngine:
     def _take_over(self) -> None:
         use_virtual_device(self.scheduler, self.clock, self._cost_model.graph_sizes)
         self.local.replace_forward(self._forward)
-        self.local.replace_events(lambda: _Event(self.clock, self._gpu_free_s))
+        self.local.replace_events(lambda: _Event(self.clock, self.clock.device_done_s))
         self.local.watch_stops(self._on_stop)
 
         def process_when_done(batch: Any, result: Any) -> None:
@@ -438,14 +440,14 @@ class VirtualEngine:
         shape = port.shape_of(batch)
         if self._prefixes is not None:
             shape = with_repeated(shape, batch, self._prefixes)
-        start_s = max(self.clock.now_s(), self.clock.ready_s, self._gpu_free_s)
+        start_s = max(self.clock.now_s(), self.clock.ready_s, self.clock.device_done_s)
         seconds = self._cost_model.iteration_s(shape)
         if shape.num_loaded and self._transfers is not None:
             seconds = self._transfers.iteration_s(start_s, seconds)
-        self._gpu_free_s = start_s + seconds
+        self.clock.device_done_s = start_s + seconds
         self._num_launched += 1
         result = made_up(self._tokens(batch))
-        result.virtual = _Launched(shape, start_s, self._gpu_free_s)
+        result.virtual = _Launched(shape, start_s, self.clock.device_done_s)
         self._num_in_flight += 1
         for req in batch.reqs:
             following = self._following.get(req.rid)
