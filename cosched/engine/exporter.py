@@ -70,6 +70,9 @@ METRICS = (
     Metric("preemptions", Kind.COUNTER, "Requests stopped by a plan."),
     Metric("recomputed_tokens", Kind.COUNTER, "Computed again after a stop had lost them."),
     Metric("engine_refusals", Kind.COUNTER, "Admissions of a plan that the engine refused."),
+    Metric("last_moments", Kind.COUNTER, "Iterations that were planned at the last moment."),
+    Metric("dry_launches", Kind.COUNTER, "Of these, those that the device had to wait for."),
+    Metric("planning_lead_seconds", Kind.GAUGE, "How long before the device is done that is."),
     Metric("safe_plans", Kind.COUNTER, "Plans by the safe rule, because the policy failed."),
     Metric("policy_given_up", Kind.GAUGE, "1 while the safe rule has taken the policy's place."),
     Metric("failures", Kind.COUNTER, "What failed inside cosched and was left out.", ("place",)),
@@ -268,6 +271,8 @@ _COUNTED: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("preemptions", "num_preemptions", {}),
     ("recomputed_tokens", "recomputed_tokens", {}),
     ("engine_refusals", "num_engine_refusals", {}),
+    ("last_moments", "num_waits", {}),
+    ("dry_launches", "num_dry", {}),
     ("safe_plans", "num_safe_plans", {}),
     ("offline_turned_away", "num_turned_away", {}),
     ("aborted", "num_aborted_online", _ONLINE),
@@ -305,6 +310,7 @@ _HOST_COUNTED: tuple[tuple[str, str, dict[str, str]], ...] = (
 """The same of `HostOccupancy`."""
 
 _LEVELS: tuple[tuple[str, str, dict[str, str]], ...] = (
+    ("planning_lead_seconds", "lead_s", {}),
     ("policy_given_up", "policy_given_up", {}),
     ("waiting_requests", "num_waiting_online", _ONLINE),
     ("waiting_requests", "num_waiting_offline", _OFFLINE),

@@ -35,6 +35,10 @@ class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
     attainment       target -> (requests that met it, requests that missed it)
     late             why online requests were judged late -> (how many, of these met their target)
     alone            online requests against what they would have alone; None: nothing is promised
+    num_waits        iterations that were planned at the last moment (`cosched.engine.last_moment`)
+    num_dry          of these, those for which the device had to wait
+    lead_s           so long before the device is done requests are looked for; 0: as soon as it is
+                     at work, or once it is done [s]
     times_s          ``online_ttft`` and the like -> (sum [s], number of them) since the start
     skipped          why waiting requests that the latest plan looked at were left out -> how many
     pool             None: offline requests wait in the order of arrival
@@ -57,6 +61,9 @@ class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
     busy_s: float
     budget_s: float
     budget_used_s: float
+    num_waits: int
+    num_dry: int
+    lead_s: float
     num_plans: int
     num_replans: int
     num_safe_plans: int

@@ -57,7 +57,6 @@ SEAMS: tuple[Seam, ...] = (
     refusal_status.SEAM,
     request_values.SEAM,
     created_time.SEAM,
-    created_time.SEAM_OF_REPLICAS,
     scheduler_init.SEAM,
     graph_variants.SEAM,
     ingest.SEAM,

@@ -1,20 +1,59 @@
 """When a request came that the scheduler saw between two iterations."""
 
+import pickle
 from types import SimpleNamespace
 
 import pytest
 
+import cosched.bootstrap  # noqa: F401  # before sglang
+from cosched.engine import port
 from cosched.engine.arrivals import Arrivals
 
 
-def came_s(*, looked_s, done_s, seen_s):
+def req(created_s=0.0):
+    return SimpleNamespace(time_stats=SimpleNamespace(created_time=created_s))
+
+
+def came_s(*, looked_s, done_s, seen_s, created_s=0.0):
     arrivals = Arrivals(SimpleNamespace(last_done_s=done_s))
     arrivals.looked(looked_s)
-    return arrivals.came_s(seen_s)
+    return arrivals.came_s(req(created_s), seen_s)
 
 
 def test_who_is_seen_after_an_iteration_came_in_the_middle_of_it():
     assert came_s(looked_s=10.0, done_s=10.1, seen_s=10.1) == pytest.approx(10.05)
+
+
+@pytest.mark.parametrize("created_s", [9.5, 10.03, 10.1])
+def test_who_came_when_the_server_says_so_came_then(created_s):
+    assert came_s(looked_s=10.0, done_s=10.1, seen_s=10.1, created_s=created_s) == created_s
+    assert came_s(looked_s=10.0, done_s=9.0, seen_s=10.1, created_s=created_s) == created_s
+
+
+@pytest.mark.parametrize("created_s", [100.11, 900.0, 80.0])
+def test_another_machines_clock_says_nothing(created_s):
+    assert came_s(looked_s=100.0, done_s=99.0, seen_s=100.1, created_s=created_s) == 100.1
+
+
+def test_when_it_came_to_the_server_goes_with_a_request_to_the_scheduler():
+    """Through pickle, and through the controller of replicas."""
+    from sglang.srt.observability.req_time_stats import (
+        APIServerReqTimeStats,
+        DPControllerReqTimeStats,
+        SchedulerReqTimeStats,
+    )
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    at_server = APIServerReqTimeStats()
+    at_server.set_created_time(12.5)
+    direct = pickle.loads(pickle.dumps(at_server))
+    through = pickle.loads(pickle.dumps(DPControllerReqTimeStats.new_from_obj(direct)))
+    for sent in (direct, through):
+        req = SimpleNamespace(time_stats=SchedulerReqTimeStats.new_from_obj(sent))
+        assert port.created_s(req) == 12.5
+    unknown = pickle.loads(pickle.dumps(APIServerReqTimeStats()))
+    assert SchedulerReqTimeStats.new_from_obj(unknown).created_time == 0.0
 
 
 def test_however_long_its_results_take_to_be_processed():
@@ -27,7 +66,7 @@ def test_who_comes_to_an_idle_scheduler_is_seen_at_once(done_s):
 
 
 def test_where_no_plans_are_made_nobody_came_before_it_was_seen():
-    assert Arrivals(SimpleNamespace(last_done_s=10.0)).came_s(10.1) == 10.1
+    assert Arrivals(SimpleNamespace(last_done_s=10.0)).came_s(req(), 10.1) == 10.1
 
 
 def test_only_who_waited_for_an_iteration_counts_as_come_before_it_was_seen(
@@ -36,8 +75,8 @@ def test_only_who_waited_for_an_iteration_counts_as_come_before_it_was_seen(
     asked = []
     came_s = Arrivals.came_s
 
-    def noted(self, seen_s):
-        asked.append((self._looked_s, came_s(self, seen_s), seen_s))
+    def noted(self, req, seen_s):
+        asked.append((self._looked_s, came_s(self, req, seen_s), seen_s))
         return asked[-1][1]
 
     monkeypatch.setattr(Arrivals, "came_s", noted)

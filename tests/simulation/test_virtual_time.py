@@ -127,6 +127,28 @@ def test_two_runs_give_the_same_bytes_however_slow_the_host_is(monkeypatch, name
     assert bytes_of(slow) == bytes_of(fast)
 
 
+@pytest.mark.parametrize("name", ["cosched", "hygen"])
+def test_who_comes_while_an_iteration_runs_is_looked_for_before_it_ends(name):
+    """Planned ahead, one waits for the iteration that is under way and for the next."""
+
+    def waits_of(**config):
+        spec = make_spec(name, duration_s=20.0, online=WorkloadSpec(name="alpaca", rate=2.0))
+        spec = replace(spec, config=tuple(config.items()))
+        result = execute(replace(spec, offline=WorkloadSpec(name="bros-offline", num_requests=600)))
+        rows = result.iterations
+        starts = rows.column("start_s")
+        later = [r for r in online(result) if r.arrival_s > 5.0 and r.admitted_s is not None]
+        assert len(later) > 20
+        return [sum(r.arrival_s < s <= r.admitted_s for s in starts) for r in later], rows
+
+    late, rows = waits_of()
+    early, rows_early = waits_of(plan_early=True)
+    assert min(early) >= 2
+    assert late.count(1) > len(late) / 2
+    busy = sum(rows.column("duration_s")) / sum(rows_early.column("duration_s"))
+    assert 0.97 < busy < 1.03
+
+
 def test_noise_is_drawn_from_the_seed():
     noisy = make_spec("s0", cost=CostSpec(name="roofline", noise_sigma=0.2), duration_s=3.0)
     assert bytes_of(execute(noisy)) == bytes_of(execute(noisy))

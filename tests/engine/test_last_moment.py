@@ -1,0 +1,167 @@
+"""The next iteration is planned as late as the device allows."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+import cosched.bootstrap  # noqa: F401  # before sglang
+from cosched.engine import port
+from cosched.engine.clock import EngineClock
+from cosched.engine.last_moment import LastMoment
+
+
+class ByHand:
+    def __init__(self):
+        self.time_s = 100.0
+        self.waits = []
+
+    def now_s(self):
+        return self.time_s
+
+    def wait_until(self, time_s, is_over):
+        self.waits.append(time_s - self.time_s)
+        self.time_s = time_s
+
+
+class Device:
+    """What is under way is predicted to take so long, and takes so long."""
+
+    def __init__(self, clock):
+        self.clock = clock
+        self.predicted_s = self.done_s = 0.0
+
+    def launch(self, *, predicted_s, takes_s):
+        self.predicted_s = self.clock.time_s + predicted_s
+        self.done_s = self.clock.time_s + takes_s
+
+    def expected_end_s(self, now_s):
+        return max(now_s, self.predicted_s)
+
+    def has_run_dry(self):
+        return self.clock.time_s >= self.done_s
+
+
+def make(*, is_known=True):
+    clock = ByHand()
+    device = Device(clock)
+    moment = LastMoment(observer=device, clock=clock, is_known=lambda: is_known)
+    return clock, device, moment
+
+
+def test_requests_are_looked_for_so_long_before_the_device_is_done():
+    clock, device, moment = make()
+    device.launch(predicted_s=0.05, takes_s=0.05)
+    moment.lead_s = 0.01
+    moment.wait()
+    assert clock.waits == [pytest.approx(0.04)]
+
+
+def test_a_tenth_of_a_long_iteration_is_left_for_a_wrong_prediction():
+    clock, device, moment = make()
+    device.launch(predicted_s=1.0, takes_s=1.0)
+    moment.lead_s = 0.01
+    moment.wait()
+    assert clock.waits == [pytest.approx(0.9)]
+
+
+@pytest.mark.parametrize("predicted_s", [0.0, 0.005, 0.01])
+def test_nobody_waits_where_there_is_no_time_for_it(predicted_s):
+    clock, device, moment = make()
+    device.launch(predicted_s=predicted_s, takes_s=0.05)
+    moment.lead_s = 0.01
+    moment.wait()
+    assert not clock.waits
+
+
+def test_nobody_waits_before_it_is_known_how_long_iterations_take():
+    clock, device, moment = make(is_known=False)
+    device.launch(predicted_s=5.0, takes_s=0.05)
+    moment.wait()
+    moment.launching()
+    assert not clock.waits and moment.num_waits == 0
+
+
+def test_who_has_not_waited_is_not_to_blame_for_a_device_that_has_run_dry():
+    _, device, moment = make()
+    device.launch(predicted_s=0.001, takes_s=0.0)
+    before_s = moment.lead_s
+    moment.wait()
+    moment.launching()
+    assert moment.num_dry == 0 and moment.lead_s <= before_s
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_launch_in_a_hundred_comes_too_late(seed):
+    draw = random.Random(seed)
+    clock, device, moment = make()
+    for _ in range(40_000):
+        seconds = draw.uniform(0.03, 0.06)
+        device.launch(predicted_s=seconds, takes_s=seconds * draw.gauss(1.0, 0.03))
+        moment.wait()
+        clock.time_s += draw.uniform(0.002, 0.006)  # planning and building a batch
+        moment.launching()
+        clock.time_s = max(clock.time_s, device.done_s)
+    assert moment.num_waits > 39_000
+    assert 0.005 < moment.num_dry / moment.num_waits < 0.02
+    assert 0.006 < moment.lead_s < 0.016
+
+
+def test_a_sleep_ends_with_what_it_waits_for_or_with_its_time():
+    clock = EngineClock()
+    asked = []
+
+    def over_when_asked_thrice():
+        asked.append(True)
+        return len(asked) == 3
+
+    began_s = clock.now_s()
+    clock.wait_until(began_s + 600.0, over_when_asked_thrice)
+    assert len(asked) == 3
+    clock.wait_until(clock.now_s() + 0.002, lambda: False)
+    assert clock.now_s() >= began_s + 0.002
+    clock.wait_until(began_s, lambda: pytest.fail("it has passed"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "alone"),
+    [
+        ({}, True),
+        ({"enable_dp_attention": True}, False),
+        ({"pp_size": 2}, False),
+        ({"disaggregation_mode": "decode"}, False),
+    ],
+)
+def test_only_a_scheduler_whose_loop_is_its_own_waits(changes, alone):
+    args = {"enable_dp_attention": False, "pp_size": 1, "disaggregation_mode": "null"} | changes
+    assert port.waits_alone(SimpleNamespace(server_args=SimpleNamespace(**args))) is alone
+
+
+@pytest.mark.parametrize(
+    ("policy", "overlap", "config", "waits"),
+    [
+        ("cosched", True, {}, True),
+        ("hygen", True, {}, True),
+        ("hygen", False, {}, False),
+        ("hygen", True, {"plan_early": True}, False),
+        ("cosched-early", True, {}, False),
+        ("sarathi", True, {}, False),
+    ],
+)
+def test_who_plans_at_the_last_moment(make_engine, policy, overlap, config, waits):
+    engine = make_engine(policy=policy, overlap=overlap, config=config)
+    controller = engine.scheduler.cosched
+    assert (controller.last_moment is not None) is waits
+    state = controller.state()
+    assert (state.lead_s > 0) is waits
+
+
+def test_where_the_forward_runs_in_the_schedulers_own_thread_nobody_waits(make_engine):
+    """It is over when its call is."""
+    engine = make_engine(policy="hygen", overlap=True)
+    for i in range(4):
+        engine.submit(f"r{i}", [5 + i] * 30, max_new_tokens=20)
+    engine.run_until_idle()
+    state = engine.scheduler.cosched.state()
+    assert state.num_plans > 20 and state.num_waits == 0
+    assert all(reply.finish_reason for reply in engine.replies.values())
