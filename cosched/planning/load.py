@@ -1,0 +1,121 @@
+"""How much KV memory requests will hold together, where nobody knows when each of them ends.
+
+Of one request nobody knows it; of many together one does, for what one takes longer another gives
+back sooner. A request holds u tokens of KV, takes one more each iteration, and is still there after
+t of them with the chance S(t). So all of them hold ``sum (u + t) S(t)`` in the mean, with the
+variance ``sum (u + t)² S(t) (1 - S(t))`` where they end independently of each other: the deviation
+grows with the root of how many they are, the mean with how many. Memory that is enough for the mean
+and some deviations at the worst of all t is enough for nearly all that comes (own; cf. the
+Past-Future scheduler of LightLLM, which samples the ends, and Echo's reservation §5.3). Where the
+ends are certain it is the peak of `cosched.planning.timeline`.
+
+The sum of upper quantiles takes all to be late at once, and keeps memory for it that is never used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+__all__ = ["LoadAhead"]
+
+_HELD, _NUM, _VARIANCE = 0, 1, slice(2, 5)
+"""Rows of what is known of each time: what those that are there hold now and their number, in the
+mean; the variance of their number, and of it what goes with `held` and its square."""
+
+
+class LoadAhead:
+    """Requests by what they hold and when they may end, to be asked for the most that they will
+    hold at once. Read-only.
+
+    Times are iterations from now. Between two possible ends everything grows: only just before one
+    may be the worst.
+    """
+
+    __slots__ = ("_at", "_deviation", "_mean", "_of", "_slack")
+
+    def __init__(self, held: Sequence[int], ends: Sequence[Sequence[int]], *, page: int) -> None:
+        """held: KV tokens that each holds now and gives back when it ends.
+        ends: (ends, requests); of each request, rising: iterations after which it may end, each as
+        likely as another. Those not above 0 are over, or none; one that has no other ends with the
+        next iteration.
+        page: KV tokens in which memory is taken. O(n log n) of all ends."""
+        self._slack = (page * page - 1) / 12
+        table = np.array(ends, dtype=np.float64) if len(held) else np.empty((1, 0))
+        self._sort(np.array(held, dtype=np.float64), table)
+
+    def _sort(self, held: Any, ends: Any) -> None:
+        """ends: (ends, requests)."""
+        is_open = ends > 0
+        num_open = is_open.sum(axis=0)
+        if not num_open.all():
+            ends = ends.copy()
+            ends[-1, num_open == 0] = 1
+            is_open = ends > 0
+            num_open = np.maximum(num_open, 1)
+        passed = is_open.cumsum(axis=0) / num_open
+        variance = passed * (1 - passed)
+        steps = np.empty((5, *ends.shape))
+        steps[_HELD] = held / -num_open
+        steps[_NUM] = -1 / num_open
+        steps[2] = variance
+        steps[2, 1:] -= variance[:-1]
+        steps[3] = steps[2] * held
+        steps[4] = steps[3] * held
+        at = ends[is_open]
+        order = at.argsort(kind="stable")
+        at = at[order]
+        # Of those that are there until a time: all, less those that may end before.
+        of = np.empty((5, len(at) + 1))
+        of[:, 0] = held.sum(), len(held), 0, 0, 0
+        steps[:, is_open][:, order].cumsum(axis=1, out=of[:, 1:])
+        of[:2, 1:] += of[:2, :1]
+        of[:, :-1] = of[:, at.searchsorted(at)]
+        self._arrange(np.append(at, np.inf), of)
+
+    def _arrange(self, at: Any, of: Any) -> None:
+        """at: times, rising, the last without end; of: what is known until each of them."""
+        self._at, self._of = at, of
+        times, until = at[:-1], of[:, :-1]
+        variance = until[4] + times * (2 * until[3] + times * until[2])
+        variance += self._slack * until[_NUM]
+        self._mean = until[_HELD] + times * until[_NUM]
+        self._deviation = np.sqrt(np.maximum(variance, 0))
+
+    def peak(self, deviations: float) -> float:
+        """The most KV tokens that are held at once from now on, with so many standard deviations
+        above the mean; 0.0 without anybody. O(n)."""
+        return float((self._mean + deviations * self._deviation).max(initial=0.0))
+
+    @property
+    def held(self) -> int:
+        """What all hold now [KV tokens]."""
+        return round(self._of[_HELD, 0])
+
+    def with_one(self, held: int, ends: Sequence[int]) -> LoadAhead:
+        """The same with one more, which may end after each of these iterations, rising. O(n)."""
+        return self._changed(held, ends, 1)
+
+    def without(self, held: int, ends: Sequence[int]) -> LoadAhead:
+        """The same without one of them that holds so much and may end then. O(n)."""
+        return self._changed(held, ends, -1)
+
+    def _changed(self, held: int, ends: Sequence[int], num: int) -> LoadAhead:
+        own = np.maximum(np.array(ends, dtype=np.float64), 1)
+        places = self._at.searchsorted(own)
+        at = np.insert(self._at, places, own)
+        of = np.insert(self._of, places, self._of[:, places], axis=1)
+        there = 1 - own.searchsorted(at) / len(own)
+        variance = there * (1 - there)
+        of[_HELD] += num * held * there
+        of[_NUM] += num * there
+        variance *= num
+        for row in of[_VARIANCE]:
+            row += variance
+            variance *= held
+        other = object.__new__(LoadAhead)
+        other._slack = self._slack
+        other._arrange(at, of)
+        return other
