@@ -41,7 +41,7 @@ class LoadAhead:
         ends: (ends, requests); of each request, rising: iterations after which it may end, each as
         likely as another. Those not above 0 are over, or none; one that has no other ends with the
         next iteration.
-        page: KV tokens in which memory is taken. O(n log n) of all ends."""
+        page: KV tokens in which memory is taken. O(ends in all)."""
         self._slack = (page * page - 1) / 12
         table = np.array(ends, dtype=np.float64) if len(held) else np.empty((1, 0))
         self._sort(np.array(held, dtype=np.float64), table)
@@ -91,7 +91,7 @@ class LoadAhead:
     @property
     def held(self) -> int:
         """What all hold now [KV tokens]."""
-        return round(self._of[_HELD, 0])
+        return round(float(self._of[_HELD, 0]))
 
     def with_one(self, held: int, ends: Sequence[int]) -> LoadAhead:
         """The same with one more, which may end after each of these iterations, rising. O(n)."""

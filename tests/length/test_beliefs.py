@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cosched.core.estimates import LengthEstimate
 from cosched.errors import ConfigError
 from cosched.length import MODES, Facts, LengthConfig, LengthModel
 from cosched.length.facts import cells_of
@@ -42,6 +43,35 @@ requests = st.tuples(
     st.none() | st.integers(1, 5000),  # hint
     st.sampled_from(["chat", "batch"]),
 )
+
+
+class TestEnds:
+    def test_as_many_end_between_two_of_them_as_between_any_other_two(self):
+        rng = random.Random(0)
+        lengths = [max(round(rng.expovariate(1 / 300)), 1) for _ in range(4000)]
+        model = taught("histogram", lengths[:1000], coverage=0.75)
+        for num_produced in (0, 150):
+            ends = model.belief(facts(limit=10_000)).remaining(num_produced).ends
+            later = [n for n in lengths[1000:] if n > num_produced]
+            shares = [sum(n <= end for n in later) / len(later) for end in ends]
+            wanted = [(i + 0.5) / len(ends) for i in range(len(ends))]
+            assert shares == pytest.approx(wanted, abs=0.08)
+
+    def test_who_is_told_has_one(self):
+        belief = LengthModel(LengthConfig(mode="oracle")).belief(facts(hint=120))
+        assert belief.remaining(0).ends == belief.remaining(50).ends == (120,)
+
+    def test_none_is_beyond_the_limit(self):
+        model = taught("histogram", [100, 200, 300, 400, 900] * 20)
+        ends = model.belief(facts(limit=250)).remaining(0).ends
+        assert max(ends) == 250 and min(ends) < 250
+        assert [*ends] == sorted(ends)
+
+    def test_what_is_left_of_them_is_what_was_not_passed(self):
+        estimate = LengthEstimate(50, 100, ends=(40, 90, 140))
+        assert estimate.ends_left(40) == (50, 100)
+        assert estimate.ends_left(140) == (1,)
+        assert LengthEstimate(50, 100).ends_left(7) == (100,)
 
 
 class TestAnyHistory:
