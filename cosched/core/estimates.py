@@ -16,9 +16,9 @@ class LengthEstimate(NamedTuple):
 
     median  it is as likely to generate fewer as more
     upper   it generates no more than these, but for few
-    ends    of the *whole* output, rising, when it was last looked at: it may end with each, with one
-            as likely as with another. Those that it has passed are none any more. Without any it
-            ends when `upper` have come
+    ends    of the *whole* output, rising, when it was last looked at: it may end with each, with
+            one as likely as with another. Those that it has passed are none any more. Without any
+            it ends when `upper` have come
     """
 
     median: int
