@@ -16,10 +16,19 @@ class LengthEstimate(NamedTuple):
 
     median  it is as likely to generate fewer as more
     upper   it generates no more than these, but for few
+    ends    of the *whole* output, rising, when it was last looked at: it may end with each, with
+            one as likely as with another. Those that it has passed are none any more. Without any
+            it ends when `upper` have come
     """
 
     median: int
     upper: int
+    ends: tuple[int, ...] = ()
+
+    def ends_left(self, num_output: int) -> tuple[int, ...]:
+        """Tokens until each of the ends, for a request that has generated so many; at least one."""
+        left = tuple(end - num_output for end in self.ends if end > num_output)
+        return left or (1 if self.ends else self.upper,)
 
 
 class Predictor(Protocol):

@@ -149,19 +149,28 @@ class Decodes(NamedTuple):
 
 
 class Outlook(NamedTuple):
-    """Of running requests, in their order: KV tokens that each gives back when it ends, and those
-    that it is to take until then. Lists, or arrays of int64."""
+    """Of running requests, in their order. Lists, or arrays of int64.
+
+    held  KV tokens that each gives back when it ends
+    ends  (ends, requests): KV tokens that it is to take until each of its ends
+          (`LengthEstimate.ends`), rising; not above 0 where it is passed, or has fewer than others
+    """
 
     held: Any
-    remaining: Any
+    ends: Any
 
     @classmethod
     def of(cls, view: View) -> Outlook:
         """Asking about each."""
         running = view.running
         held = [view.preemption_gain(r) for r in running]
-        remaining = [view.length(r).upper * r.traits.num_rows for r in running]
-        return cls(held, remaining)
+        ends = [
+            [n * r.traits.num_rows for n in view.length(r).ends_left(r.num_output_tokens)]
+            for r in running
+        ]
+        most = max(map(len, ends), default=0)
+        padded = [[0] * (most - len(of)) + of for of in ends]
+        return cls(held, [*map(list, zip(*padded, strict=True))])
 
 
 class Progress(NamedTuple):
@@ -287,8 +296,8 @@ class View(Protocol):
         ...
 
     def outlook(self) -> Outlook:
-        """Of `running`, in its order, `preemption_gain` and the upper end of `length` for each of
-        its rows: all at once cost a fraction of a question about each."""
+        """Of `running`, in its order, `preemption_gain` and the ends of `length` for each of its
+        rows: all at once cost a fraction of a question about each."""
         ...
 
     def progress(self) -> Progress:

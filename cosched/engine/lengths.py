@@ -34,14 +34,14 @@ class Lengths:
         most = max(tracked.max_new_tokens - num_output, 0)
         return LengthEstimate(most, most)
 
-    def upper(self, tracked: TrackedRequest, num_output: int) -> tuple[int, int]:
-        """With so many tokens of output: with how many it is to be looked at again, and the upper
-        end of the whole output until then (`remaining`, before it is cut at the limit)."""
+    def ends(self, tracked: TrackedRequest, num_output: int) -> tuple[int, tuple[int, ...]]:
+        """With so many tokens of output: with how many it is to be looked at again, and the ends
+        of the whole output until then (`LengthEstimate.ends`), at most `NUM_ENDS`."""
         self.remaining(tracked)
         belief = tracked.length
-        if belief is None:  # the estimate failed
-            return num_output + 1, tracked.max_new_tokens
-        return belief.until, belief.upper
+        if belief is None or not belief.ends:  # the estimate failed
+            return num_output + 1, (tracked.max_new_tokens,)
+        return belief.until, belief.ends
 
     def ended(self, tracked: TrackedRequest) -> None:
         """A request is over. One that was aborted teaches nothing."""

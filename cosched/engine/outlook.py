@@ -17,11 +17,12 @@ from cosched.engine.lengths import Lengths
 from cosched.engine.running import Running
 from cosched.engine.tracked import TrackedRequest
 from cosched.kv.tree import KvTree
+from cosched.length.beliefs import NUM_ENDS
 
 __all__ = ["RunningOutlook"]
 
-_UNTIL, _UPPER, _LIMIT, _ROWS, _SHARED, _GAIN = range(6)
-_NUM_COLUMNS = 6
+_UNTIL, _ROWS, _SHARED, _GAIN, _ENDS = range(5)
+_NUM_COLUMNS = _ENDS + NUM_ENDS
 
 
 class RunningOutlook:
@@ -32,9 +33,9 @@ class RunningOutlook:
         self._lengths = lengths
         self._requests: Sequence[TrackedRequest] = ()
         self._table: Any = np.empty((_NUM_COLUMNS, 0), dtype=np.int64)
-        """Of each of these: the output with which its length is looked at again, the upper end of
-        its whole output until then, its limit, its rows, tokens at its head that the tree owned,
-        and of these those that it alone held."""
+        """Of each of these: the output with which its length is looked at again, its rows, tokens
+        at its head that the tree owned, of these those that it alone held, and the ends of its
+        whole output until it is looked at again, the last ones of these columns."""
         self._num_shifts = -1
         self._places: dict[TrackedRequest, int] = {}
         """In the table, of those of whom it still holds."""
@@ -58,15 +59,15 @@ class RunningOutlook:
         table = self._table
         num_output = np.array(running.num_output, dtype=np.int64)
         for place in np.flatnonzero(num_output >= table[_UNTIL]).tolist():
-            table[_UNTIL : _UPPER + 1, place] = self._lengths.upper(
+            table[_UNTIL, place], found = self._lengths.ends(
                 requests[place], running.num_output[place]
             )
-        left = table[_LIMIT] - num_output
-        remaining = np.minimum(np.maximum(table[_UPPER] - num_output, 1), np.maximum(left, 0))
+            table[_ENDS:, place] = (0,) * (NUM_ENDS - len(found)) + found
+        ends = table[_ENDS:] - num_output
         if not running.are_plain:
-            remaining *= table[_ROWS]
+            ends *= table[_ROWS]
         if kv_tree is None:
-            return Outlook(np.array([gain_of(r) for r in requests], dtype=np.int64), remaining)
+            return Outlook(np.array([gain_of(r) for r in requests], dtype=np.int64), ends)
         if self._num_shifts != kv_tree.num_shifts:
             self._num_shifts = kv_tree.num_shifts
             table[_GAIN] = -1
@@ -77,7 +78,7 @@ class RunningOutlook:
         if unknown:
             nodes = [port.last_node(requests[place].req) for place in unknown]
             table[_GAIN, unknown] = kv_tree.gains_of_release(nodes)
-        return Outlook(np.array(running.num_own, dtype=np.int64) + table[_GAIN], remaining)
+        return Outlook(np.array(running.num_own, dtype=np.int64) + table[_GAIN], ends)
 
     def _follow(self, requests: Sequence[TrackedRequest]) -> None:
         """Bring the table in line with who runs now."""
@@ -89,6 +90,7 @@ class RunningOutlook:
         for place, before in enumerate(found):
             if before < 0:
                 request = requests[place]
-                table[:, place] = 0, 0, request.max_new_tokens, request.traits.num_rows, 0, -1
+                table[:, place] = 0
+                table[_ROWS, place], table[_GAIN, place] = request.traits.num_rows, -1
         self._requests, self._table = requests, table.astype(np.int64, copy=False)
         self._places = {request: place for place, request in enumerate(requests)}

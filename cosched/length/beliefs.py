@@ -13,7 +13,10 @@ from cosched.length.histogram import Hints, Histogram, Pair
 from cosched.length.learned import Features, TokenModel, features_of
 from cosched.length.window import Window
 
-__all__ = ["Belief", "LengthModel"]
+__all__ = ["NUM_ENDS", "Belief", "LengthModel"]
+
+NUM_ENDS = 8
+"""Of a length that is not certain, by which it is described (`LengthEstimate.ends`)."""
 
 _SCORES = 512
 """Requests by which the upper estimate is corrected."""
@@ -25,6 +28,8 @@ if lengths had no scale (a Pareto tail of index 1 has the median of the survivor
 _RENEWED = 32
 """Requests that end before a belief about one that waits is looked at again, at most."""
 _NORMAL = NormalDist()
+_HALVINGS = tuple(-math.log2(1 - (i + 0.5) / NUM_ENDS) for i in range(NUM_ENDS))
+"""How often half of all must have ended until the middle of each part has."""
 
 
 class Belief:
@@ -39,6 +44,7 @@ class Belief:
         "_median",
         "_model",
         "_renewed",
+        "ends",
         "facts",
         "until",
         "upper",
@@ -54,6 +60,8 @@ class Belief:
         self._median = 0
         self.upper = 0
         """Tokens of the whole output at the upper end, valid before `until`."""
+        self.ends: tuple[int, ...] = ()
+        """Tokens of the whole output with which it may end (`LengthEstimate`), likewise."""
         self._asked = -1
         """Tokens after which it was last asked: a plan asks several times, and each plan anew about
         those that wait."""
@@ -86,6 +94,7 @@ class Belief:
             self._median = max(round(median), num_produced + 1)
             self.upper = max(math.ceil(upper), self._median)
             self.until = max(num_produced + _FIRST_STEP, min(2 * num_produced, self._median))
+            self.ends = self._ends(num_produced)
             num_learned = self._model.num_learned
             self._renewed = num_learned + min(max(num_learned, 1), _RENEWED)
         # Asked of all that runs, in each plan: without calls.
@@ -94,7 +103,21 @@ class Belief:
         upper_left = self.upper - num_produced
         if upper_left < median_left:
             upper_left = median_left
-        return LengthEstimate(median_left, left if upper_left > left else upper_left)
+        upper_left = left if upper_left > left else upper_left
+        return LengthEstimate(median_left, upper_left, self.ends)
+
+    def _ends(self, num_produced: int) -> tuple[int, ...]:
+        """The middles of equally likely parts of what is still to come, which is Weibull's
+        distribution with this median and this upper quantile. Where both are the same it is
+        certain."""
+        limit = self.facts.limit
+        median = self._median - num_produced
+        stretch = (self.upper - num_produced) / median
+        if stretch <= 1:
+            return (min(self._median, limit),)
+        power = math.log(stretch) / math.log(-math.log2(1 - self._model.config.coverage))
+        lefts = (math.ceil(median * halvings**power) for halvings in _HALVINGS)
+        return tuple(min(num_produced + left, limit) for left in lefts)
 
     @property
     def cells(self) -> Cells:

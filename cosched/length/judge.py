@@ -67,7 +67,7 @@ def stream(
     under_way: deque[tuple[Facts, int]] = deque()
     judged = []
     for facts, length in requests:
-        median, upper = model.belief(facts).remaining(0)
+        median, upper, _ = model.belief(facts).remaining(0)
         later = model.belief(facts).remaining(LATER).median if length > LATER else None
         judged.append(Judged(median, upper, later, length))
         under_way.append((facts, length))

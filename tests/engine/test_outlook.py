@@ -18,20 +18,21 @@ class Tree:
 
 
 class Lengths:
-    """Looked at with every 16th token: half as much again."""
+    """Looked at with every 16th token: a quarter as much again, or half."""
 
     def __init__(self):
         self.num_looks = 0
 
-    def upper(self, request, num_output):
+    def ends(self, request, num_output):
         self.num_looks += 1
-        return num_output + 16, num_output * 3 // 2 + 1
+        ends = (num_output * 5 // 4, num_output * 3 // 2 + 1)
+        return num_output + 16, tuple(min(end, request.most) for end in ends)
 
 
 class Request:
     def __init__(self, node, *, most=100, rows=1):
         self.req = SimpleNamespace(last_node=node)
-        self.max_new_tokens = most
+        self.most = most
         self.traits = PLAIN if rows == 1 else SimpleNamespace(num_rows=rows)
 
 
@@ -44,7 +45,8 @@ def asked(outlook, tree, requests, *, shared=90, own=10, output=10):
         are_plain=all(r.traits is PLAIN for r in requests),
     )
     found = outlook.of(running, kv_tree=tree, gain_of=None)
-    return found.held.tolist(), found.remaining.tolist()
+    assert not found.ends[:-2].any() or (found.ends[:-2] < 0).all(), "none"
+    return found.held.tolist(), found.ends[-1].tolist()
 
 
 def test_who_comes_and_who_goes():
@@ -60,7 +62,7 @@ def test_a_length_is_looked_at_when_it_is_due_and_is_no_more_than_the_limit():
     lengths = Lengths()
     tree, outlook, request = Tree(a=0), RunningOutlook(lengths), Request("a", most=30)
     left = [asked(outlook, tree, [request], output=n)[1][0] for n in (10, 15, 20, 26, 29, 30, 31)]
-    assert left == [6, 1, 1, 4, 1, 0, 0]
+    assert left == [6, 1, -4, 4, 1, 0, -1], "not above 0: it is over with the next token"
     assert lengths.num_looks == 2
 
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cosched.core.estimates import LengthEstimate
 from cosched.errors import ConfigError
 from cosched.length import MODES, Facts, LengthConfig, LengthModel
 from cosched.length.facts import cells_of
@@ -44,6 +45,35 @@ requests = st.tuples(
 )
 
 
+class TestEnds:
+    def test_as_many_end_between_two_of_them_as_between_any_other_two(self):
+        rng = random.Random(0)
+        lengths = [max(round(rng.expovariate(1 / 300)), 1) for _ in range(4000)]
+        model = taught("histogram", lengths[:1000], coverage=0.75)
+        for num_produced in (0, 150):
+            ends = model.belief(facts(limit=10_000)).remaining(num_produced).ends
+            later = [n for n in lengths[1000:] if n > num_produced]
+            shares = [sum(n <= end for n in later) / len(later) for end in ends]
+            wanted = [(i + 0.5) / len(ends) for i in range(len(ends))]
+            assert shares == pytest.approx(wanted, abs=0.08)
+
+    def test_who_is_told_has_one(self):
+        belief = LengthModel(LengthConfig(mode="oracle")).belief(facts(hint=120))
+        assert belief.remaining(0).ends == belief.remaining(50).ends == (120,)
+
+    def test_none_is_beyond_the_limit(self):
+        model = taught("histogram", [100, 200, 300, 400, 900] * 20)
+        ends = model.belief(facts(limit=250)).remaining(0).ends
+        assert max(ends) == 250 and min(ends) < 250
+        assert [*ends] == sorted(ends)
+
+    def test_what_is_left_of_them_is_what_was_not_passed(self):
+        estimate = LengthEstimate(50, 100, ends=(40, 90, 140))
+        assert estimate.ends_left(40) == (50, 100)
+        assert estimate.ends_left(140) == (1,)
+        assert LengthEstimate(50, 100).ends_left(7) == (100,)
+
+
 class TestAnyHistory:
     @settings(max_examples=60, deadline=None)
     @given(
@@ -64,7 +94,7 @@ class TestAnyHistory:
         prompt, _, hint, kind = request
         belief = model.belief(facts(prompt=prompt, limit=limit, hint=hint, kind=kind))
         for count in produced:
-            median, upper = belief.remaining(count)
+            median, upper, _ = belief.remaining(count)
             assert 0 <= median <= upper <= max(limit - count, 0)
             assert (median > 0) == (count < limit)
 
@@ -144,8 +174,8 @@ class TestLearning:
     def test_the_limit_is_all_that_is_known_at_first(self):
         for mode in ("histogram", "learned", "limit", "oracle"):
             belief = LengthModel(LengthConfig(mode=mode)).belief(facts(limit=77))
-            assert belief.remaining(0) == (77, 77)
-            assert belief.remaining(70) == (7, 7)
+            assert belief.remaining(0)[:2] == (77, 77)
+            assert belief.remaining(70)[:2] == (7, 7)
 
     @pytest.mark.parametrize("mode", LEARNING)
     def test_a_template_speaks_for_its_requests(self, mode):
@@ -211,7 +241,7 @@ class TestLearning:
         config = {"window": 32}
         old = [900] * 1000
         model = taught(mode, [*old, *[50] * 1000], **config)
-        median, upper = model.belief(facts(limit=10_000)).remaining(0)
+        median, upper, _ = model.belief(facts(limit=10_000)).remaining(0)
         assert 40 <= median <= 60
         assert upper <= 100
 
@@ -236,8 +266,8 @@ class TestLearning:
 
     def test_beyond_all_that_is_known_it_may_double(self):
         belief = taught("histogram", [10] * 40).belief(facts(limit=10_000))
-        assert belief.remaining(300) == (300, 900)
-        assert belief.remaining(9_999) == (1, 1)
+        assert belief.remaining(300)[:2] == (300, 900)
+        assert belief.remaining(9_999)[:2] == (1, 1)
 
     def test_the_expected_total_stays_until_the_output_has_doubled(self):
         model = taught("histogram", list(range(200, 400)))
@@ -285,7 +315,7 @@ class TestLearning:
 class TestHints:
     def test_a_first_hint_is_believed_to_a_factor_of_two(self):
         belief = LengthModel(LengthConfig()).belief(facts(hint=100))
-        assert belief.remaining(0) == (100, 200)
+        assert belief.remaining(0)[:2] == (100, 200)
 
     @pytest.mark.parametrize("mode", LEARNING)
     def test_hints_are_believed_as_far_as_they_have_been_right(self, mode):
@@ -303,12 +333,12 @@ class TestHints:
 
     def test_hints_can_be_switched_off(self):
         model = LengthModel(LengthConfig(hints=False))
-        assert model.belief(facts(hint=3, limit=500)).remaining(0) == (500, 500)
+        assert model.belief(facts(hint=3, limit=500)).remaining(0)[:2] == (500, 500)
 
     def test_an_oracle_takes_them_for_the_truth(self):
         belief = LengthModel(LengthConfig(mode="oracle")).belief(facts(hint=120))
-        assert belief.remaining(0) == (120, 120)
-        assert belief.remaining(100) == (20, 20)
+        assert belief.remaining(0)[:2] == (120, 120)
+        assert belief.remaining(100)[:2] == (20, 20)
 
     @pytest.mark.parametrize(
         ("sigma", "padding", "accuracy"),

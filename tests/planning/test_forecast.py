@@ -12,7 +12,7 @@ from cosched.core.estimates import LengthEstimate
 from cosched.planning.builder import PlanBuilder
 from cosched.planning.forecast import KvForecast
 from cosched.planning.validate import validate
-from tests.factories import FakeView, decoding, make_caps, offline, prefilled
+from tests.factories import FakeView, decoding, make_caps, offline, online, prefilled
 
 CAPS = make_caps(promises=True, max_chunk_tokens=None)
 
@@ -100,3 +100,42 @@ def test_a_share_can_be_kept_for_outputs_that_get_longer():
         return builder.admit(waiting, view.match(waiting), 50)
 
     assert admits(0.0) and not admits(0.3)
+
+
+@dataclass(kw_only=True)
+class Uncertain(KnownLengths):
+    """Each may end with any 50th token of its output, up to the limit."""
+
+    def length(self, request):
+        left = request.max_new_tokens - request.num_output_tokens
+        ends = tuple(range(50, request.max_new_tokens + 1, 50))
+        return LengthEstimate(left // 2, left * 3 // 4, ends)
+
+
+def fits_beside_many(waiting, total_kv):
+    """Beside 30 that hold 110 tokens and have 10 of at most 800 tokens of output."""
+    running = [decoding(offline(f"r{i}", 100, max_new_tokens=800), 10) for i in range(30)]
+    view = Uncertain(
+        running=tuple(running),
+        **{waiting.request_class.value: [waiting]},
+        total_kv=total_kv,
+        promises={request.rid: 1 for request in running},
+    )
+    builder = PlanBuilder(view, forecast=KvForecast(view))
+    return builder.admit(waiting, view.match(waiting), 100)
+
+
+def test_many_outputs_of_unknown_length_need_less_than_all_of_them_at_their_upper_end():
+    waiting = offline("w", 100, max_new_tokens=800)
+    at_their_upper_ends = 31 * (100 + 600)
+    assert fits_beside_many(waiting, at_their_upper_ends * 2 // 3)
+    assert not fits_beside_many(waiting, at_their_upper_ends // 3)
+
+
+def test_an_online_request_that_would_be_late_is_admitted_where_offline_work_leaves_room():
+    rooms = range(6000, 14000, 100)
+    least = [
+        next(room for room in rooms if fits_beside_many(make("w", 100, max_new_tokens=800), room))
+        for make in (online, offline)
+    ]
+    assert least[0] < least[1]
