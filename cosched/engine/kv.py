@@ -18,7 +18,7 @@ from cosched.engine import port
 from cosched.engine.host_core import HostedTreeCore
 from cosched.engine.port import bidirectional
 from cosched.engine.ranked_core import RankedTreeCore
-from cosched.engine.running import Running, own_tokens
+from cosched.engine.running import own_tokens
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.tree_core import WatchedTreeCore
 from cosched.kv.config import KvConfig
@@ -341,10 +341,9 @@ class KvManager:
         """What requests under way hold outside the tree."""
         unfinished = self._scheduler.chunked_req
         reqs = [req for req in port.under_way(self._scheduler) if req is not unfinished]
-        return own_tokens(
-            Running.of(reqs, page_size=self._scheduler.page_size),
-            () if unfinished is None else (unfinished.cosched,),
-        )
+        if unfinished is not None:
+            reqs.append(unfinished)
+        return own_tokens([req.cosched for req in reqs])
 
     def occupancy(self) -> KvOccupancy:
         """Who has the memory now. O(nodes)."""
