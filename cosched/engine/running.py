@@ -8,7 +8,7 @@ go into fetching what belongs to each from all over the memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -82,10 +82,8 @@ class RunningTable:
         if self._settling:
             self._settle()
         columns = self._columns[:, rows]
-        owners = self._owners
-        everyone: list[Any] = [owners[row] for row in rows.tolist()]
         return Running(
-            everyone, rows, columns, computed, page_size=self._page_size, is_whole=not over
+            self._owners, rows, columns, computed, page_size=self._page_size, is_whole=not over
         )
 
     def _look_at(self, req: Any, row: int) -> bool:
@@ -137,30 +135,36 @@ class RunningTable:
     ) -> Outlook:
         """Of `View.outlook`. kv_tree: knows what of the tree each alone holds; None: nobody does,
         `gain_of` is asked about each."""
-        columns, everyone = running.columns, running.everyone
+        columns, rows = running.columns, running.rows
         num_output = columns[_OUTPUT]
         due = (num_output >= columns[_UNTIL]).nonzero()[0].tolist()
         for place in due:
             columns[_UNTIL : _UPPER + 1, place] = self._lengths.upper(
-                everyone[place], int(num_output[place])
+                self._owner(rows[place]), int(num_output[place])
             )
         if due:
-            self._columns[_UNTIL : _UPPER + 1, running.rows] = columns[_UNTIL : _UPPER + 1]
+            self._columns[_UNTIL : _UPPER + 1, rows] = columns[_UNTIL : _UPPER + 1]
         left = np.maximum(columns[_LIMIT] - num_output, 0)
         remaining = np.minimum(np.maximum(columns[_UPPER] - num_output, 1), left)
         if not running.are_plain:
             remaining *= columns[_ROWS]
         if kv_tree is None:
-            return Outlook(np.array([gain_of(r) for r in everyone], dtype=np.int64), remaining)
+            held = [gain_of(request) for request in running.everyone]
+            return Outlook(np.array(held, dtype=np.int64), remaining)
         if self._num_shifts != kv_tree.num_shifts:
             self._num_shifts = kv_tree.num_shifts
             self._columns[_GAIN] = columns[_GAIN] = _NONE
         unknown = (columns[_GAIN] == _NONE).nonzero()[0].tolist()
         if unknown:
-            nodes = [port.last_node(everyone[place].req) for place in unknown]
+            nodes = [port.last_node(self._owner(rows[place]).req) for place in unknown]
             columns[_GAIN, unknown] = kv_tree.gains_of_release(nodes)
-            self._columns[_GAIN, running.rows] = columns[_GAIN]
+            self._columns[_GAIN, rows] = columns[_GAIN]
         return Outlook(running.num_own + columns[_GAIN], remaining)
+
+    def _owner(self, row: Any) -> TrackedRequest:
+        owner = self._owners[int(row)]
+        assert owner is not None, f"{row=} runs"
+        return owner
 
 
 def _shared_of(tracked: TrackedRequest) -> int:
@@ -172,7 +176,6 @@ def _shared_of(tracked: TrackedRequest) -> int:
 class Running:
     """What is read of all running requests for one plan, in their order.
 
-    everyone   themselves
     rows       of each, in the table and in the engine
     columns    of the table
     num_own    KV tokens of each outside the radix tree
@@ -181,7 +184,7 @@ class Running:
 
     def __init__(
         self,
-        everyone: Sequence[TrackedRequest],
+        owners: Sequence[Any],
         rows: Any,
         columns: Any,
         computed: Any,
@@ -189,8 +192,9 @@ class Running:
         page_size: int,
         is_whole: bool,
     ) -> None:
-        """computed: tokens of each whose KV is there. is_whole: nobody in the batch is over."""
-        self.everyone = everyone
+        """owners: of all rows. computed: tokens of each whose KV is there. is_whole: nobody in the
+        batch is over."""
+        self._owners = owners
         self.rows = rows
         self.columns = columns
         self._computed = computed
@@ -198,6 +202,10 @@ class Running:
         self._rare = int(np.bitwise_or.reduce(columns[_RARE]))
         self.num_own = computed - columns[_SHARED]
         self.are_plain = is_whole and not self._rare & _SPECIAL
+
+    @cached_property
+    def everyone(self) -> Sequence[TrackedRequest]:
+        return _Owners(self._owners, self.rows)
 
     @cached_property
     def _offline(self) -> Any:
@@ -212,9 +220,8 @@ class Running:
         }
 
     def _decodes(self, places: Any) -> Decodes:
-        everyone = self.everyone
         contexts = (self._computed[places] + 1).tolist()
-        return Decodes([everyone[place] for place in places.tolist()], contexts)
+        return Decodes(_owners_of(self._owners, self.rows[places]), contexts)
 
     def own(self) -> dict[RequestClass, int]:
         """KV tokens of each class outside the tree."""
@@ -281,6 +288,31 @@ class Running:
     def mixes(self) -> bool:
         """All of them may decode beside a prefill."""
         return self.are_plain or all(request.traits.can_mix for request in self.everyone)
+
+
+class _Owners(Sequence[TrackedRequest]):
+    """Most plans ask only how many run: the rest is fetched when it is asked for."""
+
+    def __init__(self, owners: Sequence[Any], rows: Any) -> None:
+        self._owners = owners
+        self._rows = rows
+
+    @cached_property
+    def _requests(self) -> list[TrackedRequest]:
+        return _owners_of(self._owners, self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[TrackedRequest]:
+        return iter(self._requests)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._requests[place]
+
+
+def _owners_of(owners: Sequence[Any], rows: Any) -> list[TrackedRequest]:
+    return [*map(owners.__getitem__, rows.tolist())]
 
 
 def _loans(

@@ -121,7 +121,7 @@ def test_what_a_plan_reads_of_them():
     c = Request("a", row=2, output=0, own=9, offline=True, rows=4)
     b.promised, b.is_hosted = 6, False
     running = engine.running([a, b, c])
-    assert running.everyone == [a, b, c]
+    assert [*running.everyone] == [a, b, c]
     assert running.by_class[RequestClass.ONLINE] == ([a], [95])
     assert running.by_class[RequestClass.OFFLINE] == ([b, c], [96, 90])
     assert running.own() == {RequestClass.ONLINE: 7, RequestClass.OFFLINE: 17}
@@ -201,7 +201,7 @@ def test_those_that_are_over_do_not_count():
     requests[1].finished_reason = "length"
     engine.table.forget(requests[1])
     running = engine.running(requests)
-    assert running.everyone == [requests[0], requests[2]]
+    assert [*running.everyone] == [requests[0], requests[2]]
     assert running.by_class[RequestClass.ONLINE].contexts == [90, 92]
     assert not running.are_plain
 
