@@ -195,7 +195,7 @@ class KvManager:
         self.returns.refresh(
             now_s,
             discount_s=self.turnover_s,
-            host_discount_s=self.host_turnover_s,
+            host_discount_s=None if self.copies is None else self.host_turnover_s,
             num_kinds=1,
         )
         if now_s - self._learnt_s >= _LEARN_PERIOD_S:
@@ -340,9 +340,9 @@ class KvManager:
     def _own_tokens(self) -> Mapping[RequestClass, int]:
         """What requests under way hold outside the tree."""
         unfinished = self._scheduler.chunked_req
-        reqs = [req for req in port.under_way(self._scheduler) if req is not unfinished]
+        reqs = dict.fromkeys(port.under_way(self._scheduler))
         if unfinished is not None:
-            reqs.append(unfinished)
+            reqs[unfinished] = None
         return own_tokens([req.cosched for req in reqs])
 
     def occupancy(self) -> KvOccupancy:

@@ -200,6 +200,11 @@ class Running:
         self._computed = computed
         self._page_size = page_size
         self._rare = int(np.bitwise_or.reduce(columns[_RARE]))
+        is_offline = columns[_OFFLINE]
+        self._places = {
+            RequestClass.ONLINE: (is_offline == 0).nonzero()[0],
+            RequestClass.OFFLINE: is_offline.nonzero()[0],
+        }
         self.num_own = computed - columns[_SHARED]
         self.are_plain = is_whole and not self._rare & _SPECIAL
 
@@ -208,27 +213,20 @@ class Running:
         return _Owners(self._owners, self.rows)
 
     @cached_property
-    def _offline(self) -> Any:
-        return self.columns[_OFFLINE].nonzero()[0]
-
-    @cached_property
     def by_class(self) -> Mapping[RequestClass, Decodes]:
-        online = (self.columns[_OFFLINE] == 0).nonzero()[0]
-        return {
-            RequestClass.ONLINE: self._decodes(online),
-            RequestClass.OFFLINE: self._decodes(self._offline),
-        }
+        return {request_class: self._decodes(request_class) for request_class in RequestClass}
 
-    def _decodes(self, places: Any) -> Decodes:
+    def _decodes(self, request_class: RequestClass) -> Decodes:
+        places = self._places[request_class]
         contexts = (self._computed[places] + 1).tolist()
         return Decodes(_owners_of(self._owners, self.rows[places]), contexts)
 
     def own(self) -> dict[RequestClass, int]:
         """KV tokens of each class outside the tree."""
-        offline = int(self.num_own[self._offline].sum())
+        num_own = self.num_own
         return {
-            RequestClass.ONLINE: int(self.num_own.sum()) - offline,
-            RequestClass.OFFLINE: offline,
+            request_class: int(np.add.reduce(num_own[places]))
+            for request_class, places in self._places.items()
         }
 
     @cached_property
@@ -282,7 +280,7 @@ class Running:
         num_rows = self.columns[_ROWS]
         if self._page_size > 1:
             num_rows = num_rows[self._computed % self._page_size == 0]
-        return self._page_size * int(num_rows.sum())
+        return self._page_size * int(np.add.reduce(num_rows))
 
     @property
     def mixes(self) -> bool:

@@ -205,7 +205,7 @@ class SchedulerView:
         of it where it is certain to come."""
         ratio = 1.0 if whole else port.reserve_ratio(self._scheduler)
         kept = (np.minimum(remaining, self.caps.max_reserved_tokens) * ratio).astype(np.int64)
-        return int(kept.sum()) + len(remaining)
+        return int(np.add.reduce(kept)) + len(remaining)
 
     def match(self, request: Request) -> Match:
         """Looked up once: nothing changes in the tree while a plan is made."""

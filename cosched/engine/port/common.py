@@ -40,6 +40,7 @@ __all__ = [
     "graph_sizes_of",
     "has_one_pool",
     "has_penalties",
+    "holds_ended",
     "host_free",
     "host_total",
     "in_flight",
@@ -318,6 +319,11 @@ def is_under_way(req: Any) -> bool:
     """Whether a request of the running batch goes on: one that has ended stays in it until it is
     next filtered."""
     return req.finished_reason is None
+
+
+def holds_ended(running_batch: Any) -> bool:
+    """Whether some request of the running batch does not go on."""
+    return any([req.finished_reason is not None for req in running_batch.reqs])
 
 
 def is_ending(req: Any) -> bool:
