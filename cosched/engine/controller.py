@@ -441,6 +441,7 @@ class Controller:
         tracked = TrackedRequest.of(req)
         if tracked is not None:
             tracked.num_stopped_at = tracked.num_computed_tokens
+            self._table.forget(tracked)
 
     def admitted(self, tracked: TrackedRequest) -> None:
         """A waiting request is in the batch that is being built."""
