@@ -34,7 +34,7 @@ def schedule_prefill(
     if nothing_runs and not controller.waiting.may_admit:
         controller.idle()
         return None, running_batch
-    if not all([port.is_under_way(req) for req in running_batch.reqs]):
+    if port.holds_ended(running_batch):
         running_batch.filter_batch()
     plan = controller.plan(running_batch)
     # A request can only be stopped at a point where all its tokens are known; the price is that one

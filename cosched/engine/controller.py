@@ -32,11 +32,10 @@ from cosched.engine.kv import KvManager, transfer_s_of
 from cosched.engine.last_moment import LastMoment
 from cosched.engine.lengths import Lengths
 from cosched.engine.observe import IterationObserver
-from cosched.engine.outlook import RunningOutlook
 from cosched.engine.port.partial import SplitBatch
 from cosched.engine.port.prefixes import RunningPrefixes
 from cosched.engine.ranks import Ranks, Shared
-from cosched.engine.running import taken_by_guests
+from cosched.engine.running import RunningTable, taken_by_guests
 from cosched.engine.service import ServiceRecord
 from cosched.engine.state import PlanningTimes, ReplicaState
 from cosched.engine.timekeeper import Moment, Timekeeper
@@ -158,13 +157,16 @@ class Controller:
         """Rid of a guest -> KV tokens that it has taken of what its host was promised, where the
         plan that is applied prefills."""
         self.lengths = Lengths(config.named_length(), guard)
-        self._outlook = RunningOutlook(self.lengths)
+        self._table = RunningTable(
+            self.lengths, port.row_generations(scheduler), page_size=self.caps.page_size
+        )
         self.timekeeper: Timekeeper | None = None
         if self.is_source:
             self.timekeeper = Timekeeper(
                 clock=clock, observer=observer, predictor=self.predictor if entry.timed else None
             )
             self.timekeeper.add_end_listener(self.lengths.ended)
+            self.timekeeper.add_end_listener(self._table.forget)
             prefixes = self._prefixes
             if prefixes is not None:
                 self.timekeeper.add_end_listener(lambda tracked: prefixes.forget(tracked.req))
@@ -296,10 +298,12 @@ class Controller:
                 tracked = here.get(rid) or self.waiting.get(rid)
                 if tracked is not None:  # it has ended while the plan was drained
                     tracked.promise(num_tokens)
+                    self._table.forget(tracked)
             for rid, hosting in plan.hosts.items():
                 guest, host = here.get(rid), here.get(hosting.host)
                 if guest is not None and host is not None:
                     guest.grow_into(host)
+                    self._table.forget(guest)
         self.taken = {}
         if plan.prefill:
             self.taken = taken_by_guests([req.cosched for req in running_batch.reqs])
@@ -383,7 +387,7 @@ class Controller:
             decodes_due=self.decodes_due,
             why_barred=self._why_barred,
             lengths=self.lengths,
-            outlook=self._outlook,
+            table=self._table,
             recompute_debt_s=self._recompute.debt_s(moment.now_s),
             kv=self.kv if self.kv is not None and not self.kv.core.is_off else None,
             prefixes=self._prefixes,
@@ -426,6 +430,7 @@ class Controller:
             with self._logging() as log:
                 if log is not None:
                     log.finished(iteration, batch)
+        self._table.came(batch)
         if self.timekeeper is not None:
             with self.guard.watching("timekeeper"):
                 self.timekeeper.on_result(iteration, batch)
@@ -459,11 +464,12 @@ class Controller:
         tracked = TrackedRequest.of(req)
         if tracked is not None:
             tracked.num_stopped_at = tracked.num_computed_tokens
+            self._table.forget(tracked)
 
     def admitted(self, tracked: TrackedRequest) -> None:
         """A waiting request is in the batch that is being built."""
         tracked.num_refusals = 0
-        self._outlook.admitted(tracked)
+        self._table.forget(tracked)
         num_cached = tracked.num_prefix_tokens
         num_lost = tracked.num_stopped_at - num_cached
         tracked.num_stopped_at = 0

@@ -18,7 +18,7 @@ from cosched.engine import port
 from cosched.engine.host_core import HostedTreeCore
 from cosched.engine.port import bidirectional
 from cosched.engine.ranked_core import RankedTreeCore
-from cosched.engine.running import Running, own_tokens
+from cosched.engine.running import own_tokens
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.tree_core import WatchedTreeCore
 from cosched.kv.config import KvConfig
@@ -195,7 +195,7 @@ class KvManager:
         self.returns.refresh(
             now_s,
             discount_s=self.turnover_s,
-            host_discount_s=self.host_turnover_s,
+            host_discount_s=None if self.copies is None else self.host_turnover_s,
             num_kinds=1,
         )
         if now_s - self._learnt_s >= _LEARN_PERIOD_S:
@@ -340,11 +340,10 @@ class KvManager:
     def _own_tokens(self) -> Mapping[RequestClass, int]:
         """What requests under way hold outside the tree."""
         unfinished = self._scheduler.chunked_req
-        reqs = [req for req in port.under_way(self._scheduler) if req is not unfinished]
-        return own_tokens(
-            Running.of(reqs, page_size=self._scheduler.page_size),
-            () if unfinished is None else (unfinished.cosched,),
-        )
+        reqs = dict.fromkeys(port.under_way(self._scheduler))
+        if unfinished is not None:
+            reqs[unfinished] = None
+        return own_tokens([req.cosched for req in reqs])
 
     def occupancy(self) -> KvOccupancy:
         """Who has the memory now. O(nodes)."""

@@ -1,10 +1,10 @@
 """When the next iteration is planned: as late as the device allows.
 
 Under the overlap scheduler SGLang plans an iteration as soon as the one before it has begun. Who
-comes meanwhile is planned one later still, and waits for one and a half iterations in the mean; beside
-offline work these are as long as the targets allow. Planning and launching take a small part of
-that, so the scheduler looks for requests so much later, and the wait is half an iteration and that
-part.
+comes meanwhile is planned one later still, and waits for one and a half iterations in the mean;
+beside offline work these are as long as the targets allow. Planning and launching take a small part
+of that, so the scheduler looks for requests so much later, and the wait is half an iteration and
+that part.
 """
 
 from __future__ import annotations

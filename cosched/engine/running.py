@@ -1,131 +1,319 @@
-"""What plans and memory need to know of the requests that run, in one pass."""
+"""What plans need to know of all requests that run, kept from plan to plan.
+
+Of a request that goes on decoding hardly anything changes, and what does is known without looking
+at it: the batch has all lengths in one array, and whoever is told of a result knows whose tokens
+came out. So a plan looks at those that are new. With hundreds of requests most of its time would
+go into fetching what belongs to each from all over the memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
 
 from cosched.core.request import PLAIN, RequestClass
-from cosched.core.view import Decodes
+from cosched.core.view import Decodes, Outlook, Progress
 from cosched.engine import port
+from cosched.engine.lengths import Lengths
 from cosched.engine.tracked import TrackedRequest
+from cosched.kv.tree import KvTree
+from cosched.length.beliefs import NUM_ENDS
 from cosched.planning.ledger import promised_tokens
 
-__all__ = ["Running", "own_tokens", "taken_by_guests"]
+__all__ = ["Running", "RunningTable", "own_tokens", "taken_by_guests"]
+
+_OUTPUT, _SHARED, _ROWS, _LIMIT, _PROMISED, _OFFLINE, _RARE, _GAIN, _UNTIL, _ENDS = range(10)
+_NUM_COLUMNS = _ENDS + NUM_ENDS
+
+_SPECIAL, _CERTAIN, _PROMISES, _HOSTED = 1, 2, 4, 8
+"""Bits of what few requests are: with `Traits` of their own, keeping all of their output free,
+promised some, guests."""
+
+_NONE = -1
+"""Not read, not promised, not known."""
 
 
-class Running(NamedTuple):
-    """What is read of all running requests.
+class RunningTable:
+    """All that runs in one scheduler, by the row that a request has in the engine.
 
-    num_shared tokens at the head of each whose KV the tree owns
-    num_own    KV tokens of each outside the tree
-    num_output  tokens that each has generated
-    promises   output tokens for which plans have set KV aside for each; None: none have
-    own        KV tokens of each class outside the tree
-    remaining  output still to come of each that may end early, where no plan has promised any
-    certain    output still to come of each that cannot, likewise
-    promised   KV tokens kept for what plans have promised, less what guests have taken of it
-    taken      rid of a guest -> KV tokens that it has taken of what its host was promised
-    lent       rid of its host -> those of all its guests
-    next_step  KV tokens that their next decodes take
-    mixes      all of them may decode beside a prefill
-    ending     ids of those that are about to end
+    A few integers of each: generated tokens; tokens at its head that the radix tree owns, less what
+    is allocated beyond what is computed; request slots; its limit; output tokens promised; whether
+    it is offline, and what few are; tokens of the tree that it alone holds; the output with which
+    its length is looked at again, and the ends of its whole output until then, in the last columns.
+    """
+
+    def __init__(self, lengths: Lengths, generations: Any, *, page_size: int) -> None:
+        """generations: of each row, a number that changes when another request gets it
+        (`port.row_generations`)."""
+        num_rows = len(generations)
+        self._lengths = lengths
+        self._page_size = page_size
+        self._generations = generations
+        self._read = np.full(num_rows, _NONE, dtype=np.int64)
+        """With which of them each row was read."""
+        self._columns = np.zeros((_NUM_COLUMNS, num_rows), dtype=np.int64)
+        self._owners: list[TrackedRequest | None] = [None] * num_rows
+        self._settling: dict[int, int] = {}
+        """Rows of those whose prompt may still come into the tree, and their output when they came:
+        under overlap they run before the result of their prefill is there."""
+        self._num_shifts = _NONE
+
+    def forget(self, request: TrackedRequest) -> None:
+        """It is over, or something was promised to it: to be read again if it runs."""
+        if request.row is not None:
+            self._read[request.row] = _NONE
+            self._owners[request.row] = None
+            request.row = None
+
+    def came(self, batch: Any) -> None:
+        """The result of an iteration is known."""
+        self._columns[_OUTPUT, port.rows_of(batch)] = port.num_outputs(batch.reqs)
+
+    def follow(self, batch: Any) -> Running:
+        """The requests of a running batch that are not over. O(1) for each that is new and a few
+        array operations for all others."""
+        rows, computed = port.rows_of(batch), port.computed_of(batch)
+        new = (self._read[rows] != self._generations[rows]).nonzero()[0].tolist()
+        over = [place for place in new if not self._look_at(batch.reqs[place], int(rows[place]))]
+        if over:
+            rows, computed = np.delete(rows, over), np.delete(computed, over)
+        if self._settling:
+            self._settle()
+        columns = self._columns[:, rows]
+        return Running(
+            self._owners, rows, columns, computed, page_size=self._page_size, is_whole=not over
+        )
+
+    def _look_at(self, req: Any, row: int) -> bool:
+        """Read one that is new. False: it is over."""
+        if not port.is_under_way(req):
+            return False
+        tracked: TrackedRequest = req.cosched
+        before = self._owners[row]
+        if before is not None:
+            before.row = None
+        self._owners[row], tracked.row = tracked, row
+        promised = tracked.promised
+        self._columns[_UNTIL:, row] = 0
+        self._columns[:_UNTIL, row] = (
+            tracked.num_output_tokens,
+            _shared_of(tracked),
+            tracked.traits.num_rows,
+            tracked.max_new_tokens,
+            _NONE if promised is None else promised,
+            tracked.request_class is RequestClass.OFFLINE,
+            _SPECIAL * (tracked.traits is not PLAIN)
+            + _CERTAIN * tracked.reserves_all
+            + _PROMISES * (promised is not None)
+            + _HOSTED * tracked.is_hosted,
+            _NONE,
+        )
+        self._read[row] = self._generations[row]
+        self._settling[row] = tracked.num_output_tokens
+        return True
+
+    def _settle(self) -> None:
+        columns = self._columns
+        for row, num_output in [*self._settling.items()]:
+            tracked = self._owners[row]
+            if tracked is not None:
+                num_shared = _shared_of(tracked)
+                if num_shared != columns[_SHARED, row]:
+                    columns[_SHARED, row], columns[_GAIN, row] = num_shared, _NONE
+            if tracked is None or tracked.num_output_tokens > num_output:
+                del self._settling[row]
+
+    def outlook(
+        self,
+        running: Running,
+        *,
+        kv_tree: KvTree | None,
+        gain_of: Callable[[TrackedRequest], int],
+    ) -> Outlook:
+        """Of `View.outlook`. kv_tree: knows what of the tree each alone holds; None: nobody does,
+        `gain_of` is asked about each."""
+        columns, rows = running.columns, running.rows
+        num_output = columns[_OUTPUT]
+        due = (num_output >= columns[_UNTIL]).nonzero()[0].tolist()
+        for place in due:
+            columns[_UNTIL, place], ends = self._lengths.ends(
+                self._owner(rows[place]), int(num_output[place])
+            )
+            columns[_ENDS:, place] = (0,) * (NUM_ENDS - len(ends)) + ends
+        if due:
+            self._columns[_UNTIL:, rows] = columns[_UNTIL:]
+        left = columns[_ENDS:] - num_output
+        if not running.are_plain:
+            left *= columns[_ROWS]
+        if kv_tree is None:
+            held = [gain_of(request) for request in running.everyone]
+            return Outlook(np.array(held, dtype=np.int64), left)
+        if self._num_shifts != kv_tree.num_shifts:
+            self._num_shifts = kv_tree.num_shifts
+            self._columns[_GAIN] = columns[_GAIN] = _NONE
+        unknown = (columns[_GAIN] == _NONE).nonzero()[0].tolist()
+        if unknown:
+            nodes = [port.last_node(self._owner(rows[place]).req) for place in unknown]
+            columns[_GAIN, unknown] = kv_tree.gains_of_release(nodes)
+            self._columns[_GAIN, rows] = columns[_GAIN]
+        return Outlook(running.num_own + columns[_GAIN], left)
+
+    def _owner(self, row: Any) -> TrackedRequest:
+        owner = self._owners[int(row)]
+        assert owner is not None, f"{row=} runs"
+        return owner
+
+
+def _shared_of(tracked: TrackedRequest) -> int:
+    """What is to be taken off its computed tokens for the KV tokens that it holds outside the
+    tree."""
+    return tracked.num_computed_tokens - tracked.num_own_tokens
+
+
+class Running:
+    """What is read of all running requests for one plan, in their order.
+
+    rows       of each, in the table and in the engine
+    columns    of the table
+    num_own    KV tokens of each outside the radix tree
     are_plain  nothing of theirs is special (`Traits`), nor of any that is still in the batch
     """
 
-    everyone: list[TrackedRequest]
-    num_shared: list[int]
-    num_own: list[int]
-    num_output: list[int]
-    promises: list[int | None]
-    by_class: dict[RequestClass, Decodes]
-    own: dict[RequestClass, int]
-    remaining: list[int]
-    certain: list[int]
-    promised: int
-    taken: Mapping[str, int]
-    lent: Mapping[str, int]
-    next_step: int
-    mixes: bool
-    ending: set[str]
-    are_plain: bool
+    def __init__(
+        self,
+        owners: Sequence[Any],
+        rows: Any,
+        columns: Any,
+        computed: Any,
+        *,
+        page_size: int,
+        is_whole: bool,
+    ) -> None:
+        """owners: of all rows. computed: tokens of each whose KV is there. is_whole: nobody in the
+        batch is over."""
+        self._owners = owners
+        self.rows = rows
+        self.columns = columns
+        self._computed = computed
+        self._page_size = page_size
+        self._rare = int(np.bitwise_or.reduce(columns[_RARE]))
+        is_offline = columns[_OFFLINE]
+        self._places = {
+            RequestClass.ONLINE: (is_offline == 0).nonzero()[0],
+            RequestClass.OFFLINE: is_offline.nonzero()[0],
+        }
+        self.num_own = computed - columns[_SHARED]
+        self.are_plain = is_whole and not self._rare & _SPECIAL
 
-    @classmethod
-    def of(cls, reqs: Sequence[Any], *, page_size: int) -> Running:
-        """Of the requests of a batch that are not over."""
-        everyone: list[TrackedRequest] = []
-        all_shared: list[int] = []
-        all_own: list[int] = []
-        all_output: list[int] = []
-        promises: list[int | None] = []
-        online: tuple[list[TrackedRequest], list[int]] = [], []
-        offline: tuple[list[TrackedRequest], list[int]] = [], []
-        remaining: list[int] = []
-        certain: list[int] = []
-        ending: set[str] = set()
-        own_offline = next_step = num_plain = num_promised = num_left = 0
-        guests: list[TrackedRequest] = []
-        mixes = True
-        class_offline = RequestClass.OFFLINE
-        progress = port.progress_of(reqs)
-        for tracked, num_computed, num_shared, num_own, num_output, is_ending in progress:
-            everyone.append(tracked)
-            all_shared.append(num_shared)
-            all_own.append(num_own)
-            all_output.append(num_output)
-            if tracked.request_class is class_offline:
-                own_offline += num_own
-                requests, contexts = offline
-            else:
-                requests, contexts = online
-            requests.append(tracked)
-            contexts.append(num_computed + 1)
-            num_rows = 1
-            if tracked.traits is PLAIN:
-                num_plain += 1
-            else:
-                mixes = mixes and tracked.traits.can_mix
-                num_rows = tracked.traits.num_rows
-            if not num_computed % page_size:
-                next_step += page_size * num_rows
-            promised = tracked.promised
-            promises.append(promised)
-            if promised is None:
-                to_come = (tracked.max_new_tokens - num_output) * num_rows
-                (certain if tracked.reserves_all else remaining).append(to_come)
-            else:
-                num_promised += 1
-                if promised > num_output:
-                    num_left += (promised - num_output) * num_rows
-                if tracked.is_hosted:
-                    guests.append(tracked)
-            if is_ending:
-                ending.add(tracked.rid)
-        taken, lent = _lent(guests, everyone)
-        return cls(
-            everyone,
-            all_shared,
-            all_own,
-            all_output,
-            promises,
-            {RequestClass.ONLINE: Decodes(*online), RequestClass.OFFLINE: Decodes(*offline)},
-            {
-                RequestClass.ONLINE: sum(all_own) - own_offline,
-                RequestClass.OFFLINE: own_offline,
-            },
-            remaining,
-            certain,
-            promised_tokens(num_left, num_promised) - sum(lent.values()),
-            taken,
-            lent,
-            next_step,
-            mixes,
-            ending,
-            num_plain == len(reqs),
-        )
+    @cached_property
+    def everyone(self) -> Sequence[TrackedRequest]:
+        return _Owners(self._owners, self.rows)
+
+    @cached_property
+    def by_class(self) -> Mapping[RequestClass, Decodes]:
+        return {request_class: self._decodes(request_class) for request_class in RequestClass}
+
+    def _decodes(self, request_class: RequestClass) -> Decodes:
+        places = self._places[request_class]
+        contexts = (self._computed[places] + 1).tolist()
+        return Decodes(_owners_of(self._owners, self.rows[places]), contexts)
+
+    def own(self) -> dict[RequestClass, int]:
+        """KV tokens of each class outside the tree."""
+        num_own = self.num_own
+        return {
+            request_class: int(np.add.reduce(num_own[places]))
+            for request_class, places in self._places.items()
+        }
+
+    @cached_property
+    def progress(self) -> Progress:
+        num_output = self.columns[_OUTPUT].tolist()
+        promised: list[int | None] = [None] * len(num_output)
+        if self._rare & _PROMISES:
+            promised = [None if n == _NONE else n for n in self.columns[_PROMISED].tolist()]
+        return Progress(num_output, promised)
+
+    def to_come(self) -> tuple[Any, Any]:
+        """Where no plan has promised any, output still to come in all rows of each that may end
+        early, and of each that cannot."""
+        columns = self.columns
+        num_left = columns[_LIMIT] - columns[_OUTPUT]
+        if not self.are_plain:
+            num_left *= columns[_ROWS]
+        if not self._rare & (_PROMISES | _CERTAIN):
+            return num_left, num_left[:0]
+        rule = columns[_RARE] & (_PROMISES | _CERTAIN)
+        return num_left[rule == 0], num_left[rule == _CERTAIN]
+
+    @cached_property
+    def promised(self) -> int:
+        """KV tokens kept for what plans have promised, less what guests have taken of it."""
+        if not self._rare & _PROMISES:
+            return 0
+        columns = self.columns
+        num_left = np.maximum(columns[_PROMISED] - columns[_OUTPUT], 0) * columns[_ROWS]
+        num_promised = int((columns[_PROMISED] != _NONE).sum())
+        return promised_tokens(int(num_left.sum()), num_promised) - sum(self.lent.values())
+
+    @property
+    def taken(self) -> Mapping[str, int]:
+        """rid of a guest -> KV tokens that it has taken of what its host was promised."""
+        return self._loans[0]
+
+    @property
+    def lent(self) -> Mapping[str, int]:
+        """rid of its host -> those of all its guests."""
+        return self._loans[1]
+
+    @cached_property
+    def _loans(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
+        guests = (self.columns[_RARE] & _HOSTED).nonzero()[0].tolist()
+        return _loans([self.everyone[place] for place in guests], self.everyone)
+
+    @property
+    def next_step(self) -> int:
+        """KV tokens that their next decodes take."""
+        num_rows = self.columns[_ROWS]
+        if self._page_size > 1:
+            num_rows = num_rows[self._computed % self._page_size == 0]
+        return self._page_size * int(np.add.reduce(num_rows))
+
+    @property
+    def mixes(self) -> bool:
+        """All of them may decode beside a prefill."""
+        return self.are_plain or all(request.traits.can_mix for request in self.everyone)
 
 
-def _lent(
+class _Owners(Sequence[TrackedRequest]):
+    """Most plans ask only how many run: the rest is fetched when it is asked for."""
+
+    def __init__(self, owners: Sequence[Any], rows: Any) -> None:
+        self._owners = owners
+        self._rows = rows
+
+    @cached_property
+    def _requests(self) -> list[TrackedRequest]:
+        return _owners_of(self._owners, self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[TrackedRequest]:
+        return iter(self._requests)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._requests[place]
+
+
+def _owners_of(owners: Sequence[Any], rows: Any) -> list[TrackedRequest]:
+    return [*map(owners.__getitem__, rows.tolist())]
+
+
+def _loans(
     guests: Sequence[TrackedRequest], everyone: Sequence[TrackedRequest]
 ) -> tuple[Mapping[str, int], Mapping[str, int]]:
     """What guests have taken of their hosts' promises, and what hosts have lent. A guest takes no
@@ -149,14 +337,15 @@ def _lent(
 def taken_by_guests(everyone: Sequence[TrackedRequest]) -> Mapping[str, int]:
     """Of running requests: rid of a guest -> KV tokens that it has taken of what its host was
     promised (`Plan.hosts`)."""
-    return _lent([tracked for tracked in everyone if tracked.is_hosted], everyone)[0]
+    return _loans([tracked for tracked in everyone if tracked.is_hosted], everyone)[0]
 
 
 def own_tokens(
-    running: Running, unfinished: Iterable[TrackedRequest]
+    requests: Iterable[TrackedRequest], running: Mapping[RequestClass, int] | None = None
 ) -> Mapping[RequestClass, int]:
-    """KV tokens of each class outside the tree, with those of prefills that are not finished."""
-    own = dict(running.own)
-    for tracked in unfinished:
+    """KV tokens of each class outside the tree: those of some requests, and those of others that
+    are known."""
+    own = dict.fromkeys(RequestClass, 0) if running is None else dict(running)
+    for tracked in requests:
         own[tracked.request_class] += tracked.num_own_tokens
     return own

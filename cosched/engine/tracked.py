@@ -50,6 +50,7 @@ class TrackedRequest:
         "request_class",
         "reserves_all",
         "rid",
+        "row",
         "slo",
         "traits",
     )
@@ -94,6 +95,8 @@ class TrackedRequest:
         self.has_penalties = port.has_penalties(req)
         self.num_queued_tokens = 0
         """Its length when it was last queued: what the queue's total was raised by."""
+        self.row: int | None = None
+        """In the table of what runs (`cosched.engine.running`); None: it has none there."""
         self.length: Belief | None = None
         """What `cosched.engine.lengths` believes of its output, since it was first asked."""
         # What `cosched.engine.kv` knows of it.

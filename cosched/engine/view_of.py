@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from cosched.core.caps import EngineCaps
 from cosched.core.estimates import LengthEstimate, Predictor
 from cosched.core.plan import SkipReason
@@ -25,9 +27,8 @@ from cosched.core.view import (
 from cosched.engine import port
 from cosched.engine.kv import KvManager
 from cosched.engine.lengths import Lengths
-from cosched.engine.outlook import RunningOutlook
 from cosched.engine.port.prefixes import RunningPrefixes
-from cosched.engine.running import Running, own_tokens
+from cosched.engine.running import Running, RunningTable, own_tokens
 from cosched.engine.timekeeper import Moment
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.waiting import WaitingQueue
@@ -64,7 +65,7 @@ class SchedulerView:
         decodes_due: bool,
         why_barred: Callable[[Request], SkipReason | None],
         lengths: Lengths,
-        outlook: RunningOutlook,
+        table: RunningTable,
         recompute_debt_s: float = 0.0,
         kv: KvManager | None = None,
         prefixes: RunningPrefixes | None = None,
@@ -85,7 +86,7 @@ class SchedulerView:
         self.predictor = predictor
         self.why_barred = why_barred
         self._lengths = lengths
-        self._outlook = outlook
+        self._table = table
         self.recompute_debt_s = recompute_debt_s
         self._decodes_due = decodes_due
         self._matches: dict[Request, Match] = {}
@@ -94,7 +95,7 @@ class SchedulerView:
 
     @cached_property
     def _running(self) -> Running:
-        return Running.of(self._batch.reqs, page_size=self.caps.page_size)
+        return self._table.follow(self._batch)
 
     @property
     def running(self) -> Sequence[TrackedRequest]:
@@ -121,10 +122,10 @@ class SchedulerView:
 
     def outlook(self) -> Outlook:
         kv_tree = None if self._kv is None else self._kv.kv_tree
-        return self._outlook.of(self._running, kv_tree=kv_tree, gain_of=self.preemption_gain)
+        return self._table.outlook(self._running, kv_tree=kv_tree, gain_of=self.preemption_gain)
 
     def progress(self) -> Progress:
-        return Progress(self._running.num_output, self._running.promises)
+        return self._running.progress
 
     def length(self, request: Request) -> LengthEstimate:
         assert isinstance(request, TrackedRequest), f"{type(request)=}"
@@ -135,7 +136,7 @@ class SchedulerView:
 
     def can_hold(self, request: Request) -> bool:
         """One that is about to end is not held: the engine would not see its end."""
-        return self.rules.partial and request.rid not in self._running.ending
+        return self.rules.partial and not port.is_ending(_req(request))
 
     @property
     def online(self) -> Iterable[TrackedRequest]:
@@ -155,7 +156,9 @@ class SchedulerView:
     @cached_property
     def kv(self) -> KvState:
         scheduler = self._scheduler
-        own = own_tokens(self._running, self.unfinished)
+        running = self._running
+        own = own_tokens(self.unfinished, running.own())
+        remaining, certain = running.to_come()
         return KvState(
             total=port.kv_total(scheduler),
             free=port.kv_free(scheduler),
@@ -163,11 +166,11 @@ class SchedulerView:
             shared=port.kv_shared(scheduler),
             online=own[RequestClass.ONLINE],
             offline=own[RequestClass.OFFLINE],
-            reserved=self._reserve(self._running.remaining)
-            + self._reserve(self._running.certain, whole=True)
-            + self._running.promised,
-            promised=self._running.promised,
-            next_step=self._running.next_step,
+            reserved=self._reserve(remaining)
+            + self._reserve(certain, whole=True)
+            + running.promised,
+            promised=running.promised,
+            next_step=running.next_step,
             host_free=port.host_free(scheduler),
             shared_offline=0 if self._kv is None else self._kv.kv_tree.num_held_offline,
             kept=0 if self._kv is None else self._kv.kept,
@@ -195,14 +198,14 @@ class SchedulerView:
             return kept - running.lent.get(request.rid, 0) - running.taken.get(request.rid, 0)
         remaining = request.max_new_tokens - request.num_output_tokens
         remaining *= request.traits.num_rows
-        return self._reserve((remaining,), whole=request.reserves_all)
+        return self._reserve(np.array([remaining]), whole=request.reserves_all)
 
-    def _reserve(self, remaining: Sequence[int], *, whole: bool = False) -> int:
+    def _reserve(self, remaining: Any, *, whole: bool = False) -> int:
         """SGLang's rule: a share of the output still to come, learnt from past iterations, and all
         of it where it is certain to come."""
         ratio = 1.0 if whole else port.reserve_ratio(self._scheduler)
-        most = self.caps.max_reserved_tokens
-        return sum([int((n if n < most else most) * ratio) for n in remaining]) + len(remaining)
+        kept = (np.minimum(remaining, self.caps.max_reserved_tokens) * ratio).astype(np.int64)
+        return int(np.add.reduce(kept)) + len(remaining)
 
     def match(self, request: Request) -> Match:
         """Looked up once: nothing changes in the tree while a plan is made."""

@@ -178,12 +178,13 @@ class ReturnModel:
         now_s: float,
         *,
         discount_s: float = math.inf,
-        host_discount_s: float = math.inf,
+        host_discount_s: float | None = None,
         num_kinds: int = _NUM_KINDS,
     ) -> None:
         """Take what was learned into the answers: of so many kinds, of the others in turn later.
         discount_s: how long memory is worth holding for a return [s]; one that comes after t
-        seconds counts exp(-t / discount_s). host_discount_s: the same of host memory."""
+        seconds counts exp(-t / discount_s). host_discount_s: the same of host memory;
+        None: there is none."""
         # What one visit seen just now weighs.
         unit = 2.0 ** min((now_s - self._scale_s) / self._half_life_s, _MOST_DOUBLINGS)
         prior = _PRIOR_WEIGHT * unit
@@ -191,7 +192,8 @@ class ReturnModel:
             kind %= _NUM_KINDS
             hazards = self._hazards(kind, prior, 1.0)
             self._chances[kind] = _chances(hazards, discount_s)
-            self._host_chances[kind] = _chances(hazards, host_discount_s)
+            if host_discount_s is not None:
+                self._host_chances[kind] = _chances(hazards, host_discount_s)
             # How many come is soon known, when they come is not: what is kept for them while they
             # are away costs offline work, and who never comes would be waited for at each age.
             share = self._share_of_prior(kind, prior)

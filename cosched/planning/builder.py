@@ -7,6 +7,7 @@ engine does not do without.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from itertools import compress
 
 from cosched.core.plan import Hosting, Plan, Preemption, PreemptMode, SkipReason
 from cosched.core.request import LateReason, Request, RequestClass, num_tokens_of
@@ -63,7 +64,9 @@ class PlanBuilder:
         decodes = self.view.running_of(request_class)
         if not self._preempted:
             return decodes
-        return Decodes.of([r for r in decodes.requests if r.rid not in self._preempted])
+        requests, contexts = decodes
+        stays = [request.rid not in self._preempted for request in requests]
+        return Decodes([*compress(requests, stays)], [*compress(contexts, stays)])
 
     def reads_of(self, decodes: Decodes) -> Sequence[int]:
         """For each of these running requests the KV tokens that are read for its next decode, those

@@ -27,7 +27,12 @@ def validate(plan: Plan, view: View) -> None:
     unfinished = {request.rid: request for request in view.unfinished}
     running: dict[str, Request] = {}
     waits = {rid: view.waiting(rid) for rid in plan.promise}
-    if plan.preempt or plan.hold or plan.hosts or None in waits.values():
+    if (
+        plan.hold
+        or plan.hosts
+        or None in waits.values()
+        or any(preemption.rid not in unfinished for preemption in plan.preempt)
+    ):
         running = {request.rid: request for request in view.running}
     ledger = Ledger(view)
     preempted = _replay_preemptions(plan, ledger, running, unfinished)

@@ -39,7 +39,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 
 import msgspec
 
@@ -52,7 +51,7 @@ from cosched.policy.base import PolicySettings
 from cosched.policy.deadlines import Deadlines, online_prefills
 from cosched.policy.echo import Candidate, admit_by_score, punishments
 from cosched.policy.online_order import LATE_TURN, OnlineOrder, by_feasibility
-from cosched.policy.phases import LEAST_SHARED, Steps, output_token_s, two_phases
+from cosched.policy.phases import LEAST_SHARED, Steps, output_token_s, shortest_first, two_phases
 
 __all__ = ["GAPS", "CoschedOptions", "CoschedPolicy", "Past"]
 
@@ -196,6 +195,5 @@ _LEAST_S = 1e-9
 
 _BY_YIELD = Steps(
     admit=partial(admit_by_score, choose=_best_yield, keeps_room=True),
-    # A token is a token: those with the shortest contexts give most of them per second.
-    decode_order=attrgetter("num_computed_tokens", "arrival_seq"),
+    decode_order=shortest_first,
 )

@@ -38,7 +38,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 
 from cosched.core.plan import Plan, SkipReason
 from cosched.core.request import Request
@@ -56,6 +55,7 @@ from cosched.policy.phases import (
     must_wait,
     num_offline_running,
     offline_room,
+    shortest_first,
     two_phases,
     youngest_first,
 )
@@ -284,6 +284,5 @@ _VICTIMS = 8
 _STEPS = Steps(
     admit=admit_by_score,
     victims=_least_loss_first,
-    # A token is a token: those with the shortest contexts give most of them per second.
-    decode_order=attrgetter("num_computed_tokens", "arrival_seq"),
+    decode_order=shortest_first,
 )

@@ -44,8 +44,10 @@ __all__ = [
     "num_offline_running",
     "offline_room",
     "offline_tokens",
+    "oldest_first",
     "output_token_s",
     "owes_recomputing",
+    "shortest_first",
     "stop_beyond_limit",
     "two_phases",
     "youngest_first",
@@ -142,18 +144,27 @@ def admit_in_order(
 _arrival_seq = attrgetter("arrival_seq")
 
 
+def oldest_first(decodes: Decodes) -> Sequence[Any]:
+    return [*map(_arrival_seq, decodes.requests)]
+
+
+def shortest_first(decodes: Decodes) -> Sequence[Any]:
+    """A token is a token: those with the shortest contexts give most of them per second."""
+    return [*zip(decodes.contexts, map(_arrival_seq, decodes.requests), strict=True)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
     """In what policies of two phases differ.
 
     admit         admits waiting offline requests
     victims       whom to stop for an online request, in this order
-    decode_order  sort key: which offline requests decode where not all fit
+    decode_order  sort keys: which offline requests decode where not all fit
     """
 
     admit: Callable[[PlanBuilder, Pace, OfflineOrder], None] = admit_in_order
     victims: Callable[[PlanBuilder], list[Request]] = youngest_first
-    decode_order: Callable[[Request], Any] = _arrival_seq
+    decode_order: Callable[[Decodes], Sequence[Any]] = oldest_first
 
 
 _DEFAULT = Steps()
@@ -305,21 +316,15 @@ def _decode_offline(builder: PlanBuilder, pace: Pace, steps: Steps) -> None:
     if builder.view.rules.partial:
         num_fitting = pace.offline_decodes(reads)
         if num_fitting < len(running):
-            running, reads = _in_order(running, reads, steps.decode_order)
+            keys = steps.decode_order(decodes)
+            places = sorted(range(len(keys)), key=keys.__getitem__)
+            running, reads = [running[i] for i in places], [reads[i] for i in places]
             num_fitting = pace.offline_decodes(reads)
         decoding, reads = running[:num_fitting], reads[:num_fitting]
         unheld = builder.hold_all(running[num_fitting:])
         if unheld:
             reads = builder.reads_of(Decodes.of([*decoding, *unheld]))
     builder.ledger.add_decodes(reads)
-
-
-def _in_order(
-    requests: Sequence[Request], reads: Sequence[int], order: Callable[[Request], Any]
-) -> tuple[Sequence[Request], Sequence[int]]:
-    keys = [order(request) for request in requests]
-    places = sorted(range(len(keys)), key=keys.__getitem__)
-    return [requests[i] for i in places], [reads[i] for i in places]
 
 
 def _prefill_offline(builder: PlanBuilder, pace: Pace, steps: Steps) -> None:
@@ -339,10 +344,18 @@ def _prefill_offline(builder: PlanBuilder, pace: Pace, steps: Steps) -> None:
             builder.skip(front, reason)
         return
     if order.knows_prefixes:
-        for request in (*builder.view.running, *builder.view.unfinished):
-            if request.num_output_tokens == 0:
-                follow(order, request, request.num_prefix_tokens)
+        for request in _without_output(builder.view):
+            follow(order, request, request.num_prefix_tokens)
     steps.admit(builder, pace, order)
+
+
+def _without_output(view: View) -> list[Request]:
+    """Those under way of which nothing has come out yet."""
+    found: list[Request] = []
+    num_output = view.progress().num_output
+    if 0 in num_output:
+        found += [r for r, num in zip(view.running, num_output, strict=True) if not num]
+    return found + [r for r in view.unfinished if not r.num_output_tokens]
 
 
 def owes_recomputing(builder: PlanBuilder) -> bool:

@@ -208,9 +208,7 @@ _ENTRIES = (
     ),
     _cosched("cosched-noyield", "cosched with the pool in prefix order", by_yield=False),
     _cosched("cosched-notimeline", "cosched with memory by SGLang's ratio", timeline=False),
-    _cosched(
-        "cosched-early", "cosched with each iteration planned an iteration ahead", early=True
-    ),
+    _cosched("cosched-early", "cosched with each iteration planned an iteration ahead", early=True),
     PolicyEntry(
         name="priority",
         summary="stock SGLang priority scheduling; offline below online",

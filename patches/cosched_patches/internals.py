@@ -57,6 +57,7 @@ INTERNALS: Mapping[str, tuple[str, ...]] = {
         "page_size",
         "process_batch_result",
         "result_queue",
+        "req_to_token_pool",
         "running_batch",
         "server_args",
         "spec_algorithm",
@@ -123,6 +124,7 @@ INTERNALS: Mapping[str, tuple[str, ...]] = {
         "session",
         "to_finish",
     ),
+    "sglang.srt.mem_cache.memory_pool.ReqToTokenPool": ("req_generation",),
     "sglang.srt.mem_cache.unified_cache.unified_tree_core_interface.UnifiedTreeCoreInterface": (
         "match_full_device_prefix",
     ),

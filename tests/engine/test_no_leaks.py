@@ -17,8 +17,10 @@ from sglang.srt.managers.io_struct import (
     SessionParams,
 )
 
-from cosched.core.view import Outlook
+from cosched.core.request import RequestClass
+from cosched.core.view import Decodes, Outlook, Progress
 from cosched.engine.port.local import load_adapters, made_up
+from cosched.engine.running import own_tokens
 from tests.adapters import FLAGS as LORA_FLAGS
 from tests.adapters import make_adapters, without_pinned_memory
 from tests.engine.conftest import assert_drained, view_now
@@ -45,7 +47,7 @@ class Traffic:
 
     def act(self, iteration):
         if self.draw.random() < 0.2:
-            self.check_outlook()
+            self.check_view()
         for rid in [rid for rid in self.live if self.is_over(rid)]:
             del self.live[rid]
         for _ in range(min(PER_ITERATION, self.left)):
@@ -54,7 +56,7 @@ class Traffic:
             self.left -= 1
             self.num_done += 1
 
-    def check_outlook(self):
+    def check_view(self):
         """What is kept of it from plan to plan is what asking about each would give."""
         view = view_now(self.engine.scheduler)
         kept, asked = view.outlook(), Outlook.of(view)
@@ -64,6 +66,12 @@ class Traffic:
             for ends in (kept.ends.tolist(), asked.ends)
         ]
         assert open_ends[0] == open_ends[1]
+        assert view.progress() == Progress.of(view)
+        own = own_tokens([*view.running, *view.unfinished])
+        assert (view.kv.online, view.kv.offline) == tuple(own[c] for c in RequestClass)
+        for request_class in RequestClass:
+            requests = [r for r in view.running if r.request_class is request_class]
+            assert view.running_of(request_class) == Decodes.of(requests)
 
     def is_over(self, rid):
         reply = self.engine.replies.get(rid)
@@ -96,12 +104,12 @@ class Traffic:
                 ids = [10 + number] * 100
                 self.engine.submit(f"o{number}", ids, max_new_tokens=60, priority=-1)
         if len(self.engine.scheduler.running_batch.reqs) >= 8 and "chat" not in self.live:
-            self.check_outlook()
+            self.check_view()
             self.live["chat"] = True
             self.engine.submit("chat", [30] * 1200, max_new_tokens=4, priority=0)
 
         if self.is_over("chat"):
-            self.check_outlook()  # those that were stopped run again: nobody has asked meanwhile
+            self.check_view()  # those that were stopped run again: nobody has asked meanwhile
 
     def submit(self):
         if len(self.live) < 40:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from http import HTTPStatus
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
@@ -24,12 +25,12 @@ __all__ = [
     "Found",
     "Parallel",
     "Peek",
-    "Progress",
     "WaitingTotal",
     "admit_ready_grammars",
     "can_hold",
     "can_split",
     "caps_of",
+    "computed_of",
     "created_s",
     "decodes_of",
     "drain_results",
@@ -40,6 +41,7 @@ __all__ = [
     "graph_sizes_of",
     "has_one_pool",
     "has_penalties",
+    "holds_ended",
     "host_free",
     "host_total",
     "in_flight",
@@ -62,6 +64,7 @@ __all__ = [
     "num_committed",
     "num_in_session",
     "num_loaded",
+    "num_outputs",
     "num_own",
     "num_retractions",
     "overlaps",
@@ -69,11 +72,12 @@ __all__ = [
     "peek",
     "prefills_of",
     "prefix_key",
-    "progress_of",
     "put_back",
     "rank_group",
     "report_waiting",
     "reserve_ratio",
+    "row_generations",
+    "rows_of",
     "runs_model",
     "runs_on_cpu",
     "searches_host",
@@ -287,11 +291,6 @@ def reserve_ratio(scheduler: Any) -> float:
 
 # --- A request ---
 
-Progress: TypeAlias = tuple[Any, int, int, int, int, bool]
-"""What cosched keeps of a request, tokens whose KV is computed, tokens at its head whose KV the
-radix tree owns, KV tokens that it holds beside these, generated tokens, and whether it is about to
-end."""
-
 
 def token_ids(req: Any) -> array[int]:
     """Prompt and generated tokens. Not to be written: without output it is the prompt itself."""
@@ -323,6 +322,11 @@ def is_under_way(req: Any) -> bool:
     """Whether a request of the running batch goes on: one that has ended stays in it until it is
     next filtered."""
     return req.finished_reason is None
+
+
+def holds_ended(running_batch: Any) -> bool:
+    """Whether some request of the running batch does not go on."""
+    return any([req.finished_reason is not None for req in running_batch.reqs])
 
 
 def is_ending(req: Any) -> bool:
@@ -393,9 +397,7 @@ def waits_alone(scheduler: Any) -> bool:
     """Whether the loop of this scheduler is its own: no other replica or stage computes in step
     with it or waits for what it receives."""
     args = scheduler.server_args
-    return (
-        args.disaggregation_mode == "null" and args.pp_size == 1 and not args.enable_dp_attention
-    )
+    return args.disaggregation_mode == "null" and args.pp_size == 1 and not args.enable_dp_attention
 
 
 def is_aborted(req: Any) -> bool:
@@ -403,22 +405,36 @@ def is_aborted(req: Any) -> bool:
     return isinstance(req.finished_reason, FINISH_ABORT)
 
 
-def progress_of(reqs: Sequence[Any]) -> list[Progress]:
-    """Of each request of a batch that goes on. The only pass over all that runs that a plan needs,
-    and the dearest part of many a plan: one expression."""
-    return [
-        (
-            req.cosched,
-            kv.kv_committed_len,
-            kv.cache_protected_len,
-            kv.kv_allocated_len - kv.cache_protected_len,
-            len(req.output_ids),
-            req.to_finish is not None,
-        )
-        for req in reqs
-        if req.finished_reason is None
-        for kv in (req.kv,)
-    ]
+def num_outputs(reqs: Iterable[Any]) -> list[int]:
+    """Generated tokens of each."""
+    return [len(req.output_ids) for req in reqs]
+
+
+_NO_ROWS = np.empty(0, dtype=np.int64)
+
+
+def row_generations(scheduler: Any) -> Any:
+    """Of each request row a number that changes when another request gets it: an array of int64,
+    which the engine goes on writing."""
+    return scheduler.req_to_token_pool.req_generation.numpy()
+
+
+def rows_of(batch: Any) -> Any:
+    """The row of each request of a batch: an array of int64. Those of beams lie behind them."""
+    if not batch.reqs:
+        return _NO_ROWS
+    return batch.req_pool_indices_cpu.numpy()[: len(batch.reqs)]
+
+
+def computed_of(running_batch: Any) -> Any:
+    """Tokens whose KV is computed, of each request of the running batch: an array of int64."""
+    reqs = running_batch.reqs
+    if not reqs:
+        return _NO_ROWS
+    lengths = running_batch.seq_lens_cpu.numpy()
+    if len(lengths) != len(reqs):  # with beams
+        return np.array([num_committed(req) for req in reqs], dtype=np.int64)
+    return lengths
 
 
 # --- The radix tree ---
