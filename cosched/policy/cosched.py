@@ -24,8 +24,8 @@ Of an iteration
    can win it back wait for first tokens (`OnlineOrder.lends`). No iteration
    beside online decodes lasts longer than `GAPS` TPOT targets: a mean gap may be kept and a reader
    see a stall all the same. With offline work in it none lasts longer than `Budgets.idle_share` of
-   the TTFT target, beside decodes with a loose TPOT target too: who comes meanwhile waits for it
-   and for the next one, which is planned already (as in `bros`).
+   the TTFT target, beside decodes with a loose TPOT target too: who comes meanwhile waits for it,
+   and for the next one where that is planned already (as in `bros`).
 4. Offline requests of the pool's candidates (Echo §6) by tokens, those expected of their output
    among them, per predicted second; less the cached tokens that others would have reused (Echo
    §4.1). Prefix order is left only for one that yields much more. Where the best of them lacks

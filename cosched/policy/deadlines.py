@@ -20,9 +20,9 @@ TPOT counts from the first token that came, not from the TTFT target as in Echo:
 a user is the mean gap, and a first token that came early does not allow longer gaps. A request that
 ran ahead of its deadlines lends its slack to a large online chunk; one that is late does not stop
 online prefills, only offline work. `idle_share` keeps room for an online request that arrives while
-an iteration runs and another is already launched behind it. A prefill that must do without offline
-work and without the pace of the decodes to be in time gets both: a mean gap recovers, a first token
-does not. Whether a request can be in time, and how fast online prefills go beside decodes, is a
+an iteration runs, at worst when another has just been planned behind it. A prefill that must do
+without offline work and without the pace of the decodes to be in time gets both: a mean gap
+recovers, a first token does not. Whether a request can be in time, and how fast online prefills go beside decodes, is a
 matter of many iterations, so the margin that a predictor adds to each for disturbances
 (`Predictor.margin`) is taken out of it. A TPOT target below the time of the shortest iteration
 there is counts as none. Where online requests fill the memory their decodes are sped up at the
@@ -328,7 +328,7 @@ class Deadlines:
             uncrowded_s = slacks.tpot_s * _room(view, slacks.contexts, budgets.crowded_share)
             offline_s = min(slacks.aimed_s, prefill.laxity_s, burst_s, uncrowded_s)
             if spares_arrivals:
-                # Who comes meanwhile waits for this iteration and for the next.
+                # Who comes meanwhile waits for this iteration, and maybe for the next.
                 offline_s = min(offline_s, budgets.idle_share * prefill.ttft_s)
         if not slacks.contexts and math.isinf(prefill.least_s):
             offline_s = budgets.idle_share * prefill.ttft_s

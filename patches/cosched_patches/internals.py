@@ -122,6 +122,7 @@ INTERNALS: Mapping[str, tuple[str, ...]] = {
         "sampling_params",
         "seqlen",
         "session",
+        "time_stats",
         "to_finish",
     ),
     "sglang.srt.mem_cache.memory_pool.ReqToTokenPool": ("req_generation",),

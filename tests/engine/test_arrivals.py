@@ -35,25 +35,33 @@ def test_another_machines_clock_says_nothing(created_s):
     assert came_s(looked_s=100.0, done_s=99.0, seen_s=100.1, created_s=created_s) == 100.1
 
 
-def test_when_it_came_to_the_server_goes_with_a_request_to_the_scheduler():
-    """Through pickle, and through the controller of replicas."""
-    from sglang.srt.observability.req_time_stats import (
-        APIServerReqTimeStats,
-        DPControllerReqTimeStats,
-        SchedulerReqTimeStats,
-    )
-    from sglang.srt.plugins import load_plugins
+def test_when_it_came_to_the_server_goes_with_a_request_to_the_scheduler(make_engine):
+    """SGLang's processes send these times to each other as pickles, through the controller of
+    replicas too."""
+    from sglang.srt.observability.req_time_stats import DPControllerReqTimeStats
 
-    load_plugins()
-    at_server = APIServerReqTimeStats()
-    at_server.set_created_time(12.5)
-    direct = pickle.loads(pickle.dumps(at_server))
-    through = pickle.loads(pickle.dumps(DPControllerReqTimeStats.new_from_obj(direct)))
-    for sent in (direct, through):
-        req = SimpleNamespace(time_stats=SchedulerReqTimeStats.new_from_obj(sent))
-        assert port.created_s(req) == 12.5
-    unknown = pickle.loads(pickle.dumps(APIServerReqTimeStats()))
-    assert SchedulerReqTimeStats.new_from_obj(unknown).created_time == 0.0
+    engine = make_engine(policy="hygen")
+    seen = {}
+    append = engine.scheduler.waiting_queue.append
+
+    def noted(req):
+        seen[req.rid] = port.created_s(req)
+        append(req)
+
+    engine.scheduler.waiting_queue.append = noted
+    for rid, created_s in (("direct", 12.5), ("through", 17.5), ("unknown", 0.0)):
+        engine.submit(rid, [5] * 10, max_new_tokens=1, created_s=created_s)
+        request = engine._inbox[-1]
+        request.time_stats = pickle.loads(pickle.dumps(request.time_stats))
+        if rid == "through":
+            times = DPControllerReqTimeStats.new_from_obj(request.time_stats)
+            request.time_stats = pickle.loads(pickle.dumps(times))
+    engine.run_until_idle()
+    assert seen == {
+        "direct": pytest.approx(12.5, abs=1e-3),
+        "through": pytest.approx(17.5, abs=1e-3),
+        "unknown": 0.0,
+    }
 
 
 def test_however_long_its_results_take_to_be_processed():

@@ -144,7 +144,7 @@ def test_who_comes_while_an_iteration_runs_is_looked_for_before_it_ends(name):
     late, rows = waits_of()
     early, rows_early = waits_of(plan_early=True)
     assert min(early) >= 2
-    assert late.count(1) > len(late) / 2
+    assert late.count(1) > len(late) / 5, "not few, where iterations are short"
     busy = sum(rows.column("duration_s")) / sum(rows_early.column("duration_s"))
     assert 0.97 < busy < 1.03
 
