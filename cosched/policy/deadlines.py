@@ -22,12 +22,12 @@ ran ahead of its deadlines lends its slack to a large online chunk; one that is 
 online prefills, only offline work. `idle_share` keeps room for an online request that arrives while
 an iteration runs, at worst when another has just been planned behind it. A prefill that must do
 without offline work and without the pace of the decodes to be in time gets both: a mean gap
-recovers, a first token does not. Whether a request can be in time, and how fast online prefills go beside decodes, is a
-matter of many iterations, so the margin that a predictor adds to each for disturbances
-(`Predictor.margin`) is taken out of it. A TPOT target below the time of the shortest iteration
-there is counts as none. Where online requests fill the memory their decodes are sped up at the
-expense of offline work: a request that decodes slowly holds its KV for longer, and those that come
-next wait for room.
+recovers, a first token does not. Whether a request can be in time, and how fast online prefills go
+beside decodes, is a matter of many iterations, so the margin that a predictor adds to each for
+disturbances (`Predictor.margin`) is taken out of it. A TPOT target below the time of the shortest
+iteration there is counts as none. Where online requests fill the memory their decodes are sped up
+at the expense of offline work: a request that decodes slowly holds its KV for longer, and those
+that come next wait for room.
 """
 
 from __future__ import annotations
