@@ -199,7 +199,9 @@ class Controller:
             and port.waits_alone(scheduler)
         ):
             self.last_moment = LastMoment(
-                observer=observer, clock=clock, is_known=lambda: self.predictor.is_known
+                observer=observer,
+                clock=clock,
+                is_known=lambda shape: self.predictor.knows(has_prefills=bool(shape.prefills)),
             )
         self.waiting = WaitingQueue(
             pool=pool,

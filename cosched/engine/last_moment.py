@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from cosched.core.batch import BatchShape
 from cosched.engine.clock import EngineClock
 from cosched.engine.observe import IterationObserver
 
@@ -41,9 +42,13 @@ class LastMoment:
     """
 
     def __init__(
-        self, *, observer: IterationObserver, clock: EngineClock, is_known: Callable[[], bool]
+        self,
+        *,
+        observer: IterationObserver,
+        clock: EngineClock,
+        is_known: Callable[[BatchShape], bool],
     ) -> None:
-        """is_known: how long iterations take has been seen; until then nobody waits."""
+        """is_known: how long such iterations take has been seen; for others nobody waits."""
         self._observer = observer
         self._is_known = is_known
         self._clock = clock
@@ -57,7 +62,7 @@ class LastMoment:
         now_s = self._clock.now_s()
         left_s = self._observer.expected_end_s(now_s) - now_s
         wait_s = left_s - max(self.lead_s, _LEAST_SHARE * left_s)
-        self._has_waited = wait_s > 0 and self._is_known()
+        self._has_waited = wait_s > 0 and self._is_known(self._observer.latest_shape)
         if self._has_waited:
             self._clock.wait_until(now_s + wait_s, self._observer.has_run_dry)
 

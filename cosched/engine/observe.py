@@ -106,6 +106,11 @@ class IterationObserver:
             end_s = max(now_s, begun_s)
         return end_s
 
+    @property
+    def latest_shape(self) -> BatchShape:
+        """Of what was launched last; empty where its result is there."""
+        return self._in_flight[-1].shape if self._in_flight else BatchShape()
+
     def has_run_dry(self) -> bool:
         """The device has done what was launched last, and nobody has taken the result yet."""
         return self._latest is not None and port.is_done(self._latest)

@@ -197,7 +197,12 @@ class Calibrator(Predictor):
     @property
     def is_known(self) -> bool:
         """Neither phase is cold."""
-        return self._decode.shape is not None and self._prefill.shape is not None
+        return all(self.knows(has_prefills=has) for has in (False, True))
+
+    def knows(self, *, has_prefills: bool) -> bool:
+        """The phase of such iterations is not cold."""
+        phase = self._prefill if has_prefills else self._decode
+        return phase.shape is not None
 
     def predict_s(self, totals: BatchTotals) -> float:
         seconds = self.estimate_s(totals) * (1 + self.margin)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
+from cosched.core.batch import BatchShape
 from cosched.engine import port
 from cosched.engine.clock import EngineClock
 from cosched.engine.last_moment import LastMoment
@@ -30,6 +31,7 @@ class Device:
     def __init__(self, clock):
         self.clock = clock
         self.predicted_s = self.done_s = 0.0
+        self.latest_shape = BatchShape(decodes=(5, 7))
 
     def launch(self, *, predicted_s, takes_s):
         self.predicted_s = self.clock.time_s + predicted_s
@@ -45,7 +47,7 @@ class Device:
 def make(*, is_known=True):
     clock = ByHand()
     device = Device(clock)
-    moment = LastMoment(observer=device, clock=clock, is_known=lambda: is_known)
+    moment = LastMoment(observer=device, clock=clock, is_known=lambda shape: is_known)
     return clock, device, moment
 
 
@@ -80,6 +82,23 @@ def test_nobody_waits_before_it_is_known_how_long_iterations_take():
     moment.wait()
     moment.launching()
     assert not clock.waits and moment.num_waits == 0
+
+
+def test_nobody_waits_for_an_iteration_of_a_kind_that_was_not_seen():
+    """A policy that has prompts in every iteration never sees decodes alone, and needs not."""
+    clock, device, moment = make()
+    known = []
+    moment = LastMoment(
+        observer=device,
+        clock=clock,
+        is_known=lambda shape: known.append(shape) or not shape.decodes,
+    )
+    device.launch(predicted_s=0.05, takes_s=0.05)
+    moment.wait()
+    assert known == [device.latest_shape] and not clock.waits
+    device.latest_shape = BatchShape()
+    moment.wait()
+    assert len(clock.waits) == 1
 
 
 def test_who_has_not_waited_is_not_to_blame_for_a_device_that_has_run_dry():
