@@ -32,7 +32,7 @@ class Arrivals:
         """When one came that is seen now: as the server says, or in the middle since the scheduler
         looked before, if an iteration has ended since."""
         created_s = port.created_s(req)
-        if seen_s - _MOST_ON_ITS_WAY_S <= created_s <= seen_s and created_s:
+        if created_s and seen_s - _MOST_ON_ITS_WAY_S <= created_s <= seen_s:
             return created_s
         was_busy = self._looked_s < self._observer.last_done_s
         return (self._looked_s + seen_s) / 2 if was_busy else seen_s
