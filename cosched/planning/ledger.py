@@ -150,7 +150,7 @@ class Ledger:
             return SkipReason.REQUEST_SLOTS
         if not self._has_adapter(request):
             return SkipReason.ADAPTERS
-        if self.shortfall(request, match) > 0:
+        if not self.fits(request, match):
             return SkipReason.MEMORY_BUDGET
         if (
             self.offline_room is not None
@@ -187,15 +187,26 @@ class Ledger:
         """KV tokens that one more chunk may take now: the engine may need a page more for it."""
         return self.available - self._caps.page_size - num_loaded
 
+    def fits(self, request: Request, match: Match, *, spare: int = 0) -> bool:
+        """Whether there is memory for a waiting request, and `spare` KV tokens more than it needs:
+        `shortfall` says how much, which is more to ask."""
+        missing = self._missing(request, match)
+        if self._forecast is not None and missing <= 0:
+            return self._forecast.fits(request, match, spare=spare)
+        return missing <= -spare
+
     def shortfall(self, request: Request, match: Match) -> int:
         """KV tokens missing to admit a waiting request; <= 0 when it fits."""
-        caps = self._caps
-        num_uncached = num_tokens_of(request) - match.cached + match.host
-        need = num_uncached + self._reserve(request) + caps.page_size + match.evictable
-        missing = need + 1 - self.headroom  # the engine asks for strictly less than the headroom
+        missing = self._missing(request, match)
         if self._forecast is not None and missing <= 0:
             missing = self._forecast.shortfall(request, match)
         return missing
+
+    def _missing(self, request: Request, match: Match) -> int:
+        """KV tokens by which the engine's headroom is too small for it; it asks for strictly less
+        than there is."""
+        need = self._new_tokens(request, match) + self._reserve(request) + self._caps.page_size
+        return need + 1 - self.headroom
 
     def chunk(
         self,

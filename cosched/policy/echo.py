@@ -93,7 +93,6 @@ class Candidate:
 
     bucket    of the pool, by its place
     num_new   prompt tokens it would compute
-    need      KV tokens it would take in all
     seconds   by which the iteration would take longer [s]
     lacks_memory  it would have to wait for memory that other offline requests hold
     """
@@ -102,7 +101,6 @@ class Candidate:
     bucket: int
     match: Match
     num_new: int
-    need: int
     seconds: float
     lacks_memory: bool = False
 
@@ -235,7 +233,6 @@ class _Search:
             bucket=bucket,
             match=match,
             num_new=num_new,
-            need=ledger.headroom + ledger.shortfall(request, match),
             seconds=ledger.seconds_with(num_new, match.cached) - seconds,
             lacks_memory=lacks_memory,
         )
@@ -259,12 +256,14 @@ def punishments(builder: PlanBuilder, fitting: Sequence[Candidate]) -> list[int]
         bucket = candidate.bucket
         reusable_of[bucket] = max(reusable_of.get(bucket, 0), candidate.match.evictable)
     reusable = sum(reusable_of.values())
-    headroom = builder.ledger.headroom
     lost = []
     for candidate in fitting:
+        request, match, ledger = candidate.request, candidate.match, builder.ledger
+        num_lost = 0
         of_others = reusable - reusable_of[candidate.bucket]
-        room = headroom - candidate.need
-        lost.append(min(max(of_others - room, 0), of_others))
+        if of_others and not ledger.fits(request, match, spare=of_others):
+            num_lost = min(of_others + ledger.shortfall(request, match), of_others)
+        lost.append(num_lost)
     return lost
 
 

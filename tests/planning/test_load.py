@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cosched.planning import load
-from cosched.planning.load import LoadAhead
+from cosched.planning.load import LoadAhead, MostHeld
 from cosched.planning.timeline import Timeline
 
 ends_of_one = st.lists(st.integers(1, 25), min_size=1, max_size=3).map(sorted)
@@ -20,11 +20,18 @@ few = st.lists(one, max_size=4)
 
 
 def load_of(requests, *, page=1):
+    return LoadAhead(*table_of(requests), page=page)
+
+
+def most_of(requests, *, page=1):
+    return MostHeld.of(*table_of(requests), page=page)
+
+
+def table_of(requests):
     """Of each what it holds and its ends; those that are passed come first."""
     most = max((len(ends) for _, ends in requests), default=0)
     table = [[-i for i in range(most - len(ends))] + ends for _, ends in requests]
-    held = [held for held, _ in requests]
-    return LoadAhead(held, [*map(list, zip(*table, strict=True))], page=page)
+    return [held for held, _ in requests], [*map(list, zip(*table, strict=True))]
 
 
 def by_all_ways(requests, deviations):
@@ -98,3 +105,19 @@ def test_where_there_are_too_many_times_to_look_at_it_is_no_less(requests, devia
         roughly = load_of(requests)
     assert roughly.peak(0.0) >= load_of(requests).peak(0.0) - 1e-6
     assert roughly.peak(deviations) == pytest.approx(exact, rel=0.1)
+
+
+@given(few, one, st.sampled_from([0.0, 1.0, 2.5]), st.sampled_from([1, 16]))
+def test_without_looking_at_the_ends_it_is_never_less(requests, more, deviations, page):
+    load, most = load_of(requests, page=page), most_of(requests, page=page)
+    assert most.held == load.held
+    assert most.peak(deviations) >= load.peak(deviations) - 1e-6
+    both = most.with_one(*more)
+    assert both == pytest.approx(most_of([*requests, more], page=page))
+    assert both.peak(deviations) >= load.with_one(*more).peak(deviations) - 1e-6
+
+
+def test_where_all_end_at_the_same_time_nothing_is_lost_by_not_looking():
+    assert (
+        most_of([(10, [5]), (20, [5])]).peak(0.0) == 40 == load_of([(10, [5]), (20, [5])]).peak(2.0)
+    )
