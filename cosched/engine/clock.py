@@ -14,8 +14,8 @@ class Clock(Protocol):
         """Seconds since an arbitrary fixed point; never goes back."""
         ...
 
-    def wait_until(self, time_s: float, is_over: Callable[[], bool]) -> None:
-        """Return at that time [s], or as soon as `is_over` says so."""
+    def wait_until(self, time_s: float, is_over: Callable[[], bool]) -> bool:
+        """Return at that time [s], or as soon as `is_over` says so. Whether it does."""
         ...
 
 
@@ -29,14 +29,17 @@ class EngineClock:
 
     def __init__(self) -> None:
         self.now_s: Callable[[], float] = time.perf_counter
-        self.wait_until: Callable[[float, Callable[[], bool]], None] = self._sleep_until
-        """Return at that time [s], or once the other says so."""
+        self.wait_until: Callable[[float, Callable[[], bool]], bool] = self._sleep_until
+        """As of `Clock`."""
 
     def follow(self, clock: Clock) -> None:
         """Take time from another clock; before the first request comes."""
         self.now_s = clock.now_s
         self.wait_until = clock.wait_until
 
-    def _sleep_until(self, time_s: float, is_over: Callable[[], bool]) -> None:
-        while (left_s := time_s - self.now_s()) > 0 and not is_over():
+    def _sleep_until(self, time_s: float, is_over: Callable[[], bool]) -> bool:
+        while (left_s := time_s - self.now_s()) > 0:
+            if is_over():
+                return True
             time.sleep(min(left_s, _POLL_S))
+        return False

@@ -420,7 +420,9 @@ class Controller:
         self.observer.planned = None if batch is None else iteration
         if self.last_moment is not None and batch is not None:
             with self.guard.watching("timing"):
-                self.last_moment.launching()
+                came_late = self.last_moment.launching()
+                if iteration is not None:
+                    iteration.came_late = came_late
         if iteration is not None:
             with self._logging() as log:
                 if log is not None:

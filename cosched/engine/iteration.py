@@ -20,9 +20,11 @@ class Iteration:
     shape        what runs
     predicted_s  time predicted for it when it was launched [s]; None: nobody predicts
     launched_s   when it was launched [s]
-    follows      the scheduler was not idle before it
+    came_late    the scheduler had waited for too long before it: the device had nothing to do
+    follows      nobody was idle before it
     start_s      when the one before it ended, or when it was launched after idle time [s]
     duration_s   from then until its result was there [s]; None: it is under way
+    is_exact     nobody did anything else while it ended: that is how long it took
     """
 
     plan: Plan = field(default_factory=lambda: EMPTY_PLAN)
@@ -30,9 +32,11 @@ class Iteration:
     shape: BatchShape = field(default_factory=BatchShape)
     predicted_s: float | None = None
     launched_s: float = 0.0
+    came_late: bool = False
     follows: bool = False
     start_s: float = 0.0
     duration_s: float | None = None
+    is_exact: bool = True
 
     @property
     def seconds(self) -> float:

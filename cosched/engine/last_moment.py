@@ -52,7 +52,7 @@ class LastMoment:
         self._observer = observer
         self._is_known = is_known
         self._clock = clock
-        self._has_waited = False
+        self._has_waited = self._has_run_dry = False
         self.lead_s = _FIRST_LEAD_S
         self.num_waits = 0
         self.num_dry = 0
@@ -64,15 +64,22 @@ class LastMoment:
         wait_s = left_s - max(self.lead_s, _LEAST_SHARE * left_s)
         self._has_waited = wait_s > 0 and self._is_known(self._observer.latest_shape)
         if self._has_waited:
-            self._clock.wait_until(now_s + wait_s, self._observer.has_run_dry)
+            observer = self._observer
+            self._has_run_dry = self._clock.wait_until(now_s + wait_s, observer.has_run_dry)
+            if self._has_run_dry:
+                observer.ran_dry(just_now=True)
 
-    def launching(self) -> None:
-        """A batch is about to be launched."""
+    def launching(self) -> bool:
+        """A batch is about to be launched. Whether the device has nothing to do any more, because
+        of the wait."""
         self.lead_s -= _DRY_SHARE * _STEP_S
-        if self._has_waited:
-            self.num_waits += 1
-            if self._observer.has_run_dry():
-                self.num_dry += 1
-                self.lead_s += _STEP_S
+        is_late = self._has_waited and self._observer.has_run_dry()
+        self.num_waits += self._has_waited
+        if is_late:
+            self.num_dry += 1
+            self.lead_s += _STEP_S
+            if not self._has_run_dry:
+                self._observer.ran_dry(just_now=False)
         self.lead_s = max(self.lead_s, 0.0)
-        self._has_waited = False
+        self._has_waited = self._has_run_dry = False
+        return is_late

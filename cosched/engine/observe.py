@@ -2,9 +2,11 @@
 
 The time of an iteration is what it adds to the token gap of a running request: from the end of the
 iteration before it, or from its launch when the scheduler was idle in between, until its result is
-there. That is the device's time and the host's, as far as the one does not hide the other. With the
-overlap scheduler the host learns of a result only after it has launched the next iteration; the
-device's own event tells when it was done.
+there. That is the device's time and the host's, as far as the one does not hide the other. Where
+the scheduler has waited for too long (`LastMoment`) that is neither's: it counts from the launch
+too, and until the end of the wait. If what was waited counted as the time such batches take, the
+next wait would be longer still. With the overlap scheduler the host learns of a result only after
+it has launched the next iteration; the device's own event tells when it was done.
 """
 
 from __future__ import annotations
@@ -84,7 +86,8 @@ class IterationObserver:
                 iteration.shape = with_repeated(iteration.shape, batch, self._prefixes)
             if self.predict_s is not None:
                 iteration.predicted_s = self.predict_s(iteration.shape)
-        iteration.follows = not port.is_idle(self._scheduler) and self.num_iterations > 0
+        is_idle = iteration.came_late or port.is_idle(self._scheduler)
+        iteration.follows = not is_idle and self.num_iterations > 0
         iteration.launched_s = self._clock.now_s()
         result = run()
         if self._is_synchronous:  # on a GPU the forward pass has only been queued
@@ -114,6 +117,13 @@ class IterationObserver:
     def has_run_dry(self) -> bool:
         """The device has done what was launched last, and nobody has taken the result yet."""
         return self._latest is not None and port.is_done(self._latest)
+
+    def ran_dry(self, *, just_now: bool) -> None:
+        """`has_run_dry` was found true, just now or some time ago."""
+        (*before, latest) = self._in_flight
+        if just_now and not before and latest.duration_s is None:
+            self._end(latest, self._clock.now_s())
+        latest.is_exact = latest.duration_s is not None
 
     @property
     def last_done_s(self) -> float:

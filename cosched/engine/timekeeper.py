@@ -90,7 +90,7 @@ class Timekeeper:
     @staticmethod
     def _learn(done: tuple[Iteration, ...], predictor: Calibrator) -> None:
         for iteration in done:
-            if iteration.seconds > 0:
+            if iteration.seconds > 0 and iteration.is_exact:
                 predictor.observe(iteration.shape, iteration.seconds)
 
     def _predict_s(self, shape: BatchShape) -> float:

@@ -101,11 +101,12 @@ class VirtualClock:
         """Never goes back: a time that has passed changes nothing."""
         self._now_s = max(self._now_s, time_s)
 
-    def wait_until(self, time_s: float, is_over: Callable[[], bool]) -> None:
+    def wait_until(self, time_s: float, is_over: Callable[[], bool]) -> bool:
         """Until then or until `device_done_s`, of which alone `is_over` may speak. Whoever waits
         has something to do afterwards: `ready_s`."""
         self.advance_to(min(time_s, self.device_done_s))
         self.ready_s = self._now_s + HOST_S
+        return self.device_done_s <= time_s
 
 
 class TimeModel(Protocol):
@@ -401,6 +402,12 @@ class VirtualEngine:
         self.local.replace_events(lambda: _Event(self.clock, self.clock.device_done_s))
         self.local.watch_stops(self._on_stop)
 
+        def launch_when_ready(batch: Any, *args: Any) -> Any:
+            self.clock.advance_to(self.clock.ready_s)
+            return launch(batch, *args)
+
+        launch = self.local.replace_launch(launch_when_ready)
+
         def process_when_done(batch: Any, result: Any) -> None:
             launched: _Launched = result.virtual
             self._num_in_flight -= 1
@@ -440,7 +447,7 @@ class VirtualEngine:
         shape = port.shape_of(batch)
         if self._prefixes is not None:
             shape = with_repeated(shape, batch, self._prefixes)
-        start_s = max(self.clock.now_s(), self.clock.ready_s, self.clock.device_done_s)
+        start_s = max(self.clock.now_s(), self.clock.device_done_s)
         seconds = self._cost_model.iteration_s(shape)
         if shape.num_loaded and self._transfers is not None:
             seconds = self._transfers.iteration_s(start_s, seconds)

@@ -23,6 +23,7 @@ class ByHand:
     def wait_until(self, time_s, is_over):
         self.waits.append(time_s - self.time_s)
         self.time_s = time_s
+        return is_over()
 
 
 class Device:
@@ -32,6 +33,7 @@ class Device:
         self.clock = clock
         self.predicted_s = self.done_s = 0.0
         self.latest_shape = BatchShape(decodes=(5, 7))
+        self.dry = []
 
     def launch(self, *, predicted_s, takes_s):
         self.predicted_s = self.clock.time_s + predicted_s
@@ -42,6 +44,9 @@ class Device:
 
     def has_run_dry(self):
         return self.clock.time_s >= self.done_s
+
+    def ran_dry(self, *, just_now):
+        self.dry.append(just_now)
 
 
 def make(*, is_known=True):
@@ -110,6 +115,22 @@ def test_who_has_not_waited_is_not_to_blame_for_a_device_that_has_run_dry():
     assert moment.num_dry == 0 and moment.lead_s <= before_s
 
 
+@pytest.mark.parametrize("predicted_s", [0.05, 0.055, 0.2])
+def test_when_a_device_runs_dry_is_known_while_somebody_waits_and_not_while_a_plan_is_made(
+    predicted_s,
+):
+    clock, device, moment = make()
+    moment.lead_s = 0.01
+    device.launch(predicted_s=predicted_s, takes_s=0.05)
+    moment.wait()
+    clock.time_s += 0.009
+    is_late = predicted_s > 0.05
+    assert moment.launching() is is_late
+    assert device.dry == ([True] if predicted_s == 0.2 else [False] if is_late else [])
+    assert moment.num_dry == is_late
+    assert moment.launching() is False and len(device.dry) == is_late
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_one_launch_in_a_hundred_comes_too_late(seed):
     draw = random.Random(seed)
@@ -135,11 +156,11 @@ def test_a_sleep_ends_with_what_it_waits_for_or_with_its_time():
         return len(asked) == 3
 
     began_s = clock.now_s()
-    clock.wait_until(began_s + 600.0, over_when_asked_thrice)
+    assert clock.wait_until(began_s + 600.0, over_when_asked_thrice)
     assert len(asked) == 3
-    clock.wait_until(clock.now_s() + 0.002, lambda: False)
+    assert not clock.wait_until(clock.now_s() + 0.002, lambda: False)
     assert clock.now_s() >= began_s + 0.002
-    clock.wait_until(began_s, lambda: pytest.fail("it has passed"))
+    assert not clock.wait_until(began_s, lambda: pytest.fail("it has passed"))
 
 
 @pytest.mark.parametrize(

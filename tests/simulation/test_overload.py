@@ -2,9 +2,12 @@
 
 from dataclasses import replace
 
+import pytest
+
 import cosched.bootstrap  # noqa: F401  # before sglang
+from cosched.latency.calibration import Calibrator
 from cosched.simulation.machine import Machine
-from cosched.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
+from cosched.simulation.run import CostSpec, RunSpec, WorkloadSpec, cost_model_of, execute
 from cosched.simulation.scenario import scenario
 
 SPEC = RunSpec(
@@ -29,3 +32,22 @@ def test_more_are_in_time_than_in_the_order_of_arrival_and_decodes_keep_their_pa
     assert met > 2 * met_by_arrival > 0
     assert ours["attainment"]["tpot"]["ratio"] > 0.97
     assert ours["num_finished"] >= by_arrival["num_finished"]
+
+
+def test_nobody_learns_of_the_waits_for_the_last_moment(monkeypatch):
+    """Who took a wait that was too long for the time of the batch would wait longer the next
+    time, and every deadline would be counted by that."""
+    taught = []
+    observe = Calibrator.observe
+
+    def watch(self, batch, seconds):
+        taught.append((batch, seconds))
+        observe(self, batch, seconds)
+
+    monkeypatch.setattr(Calibrator, "observe", watch)
+    state = execute(SPEC).to_dict()["cosched"]
+    assert state["num_dry"] > 0, "some waits are too long"
+    assert len(taught) > 0.9 * state["num_iterations"]
+    cost_model = cost_model_of(SPEC)
+    for batch, seconds in taught:
+        assert seconds == pytest.approx(cost_model.iteration_s(batch), abs=1e-9)

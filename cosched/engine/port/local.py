@@ -175,6 +175,13 @@ class LocalEngine:
         scheduler.model_worker.forward_batch_generation = forward
         return before
 
+    def replace_launch(self, launch: Callable[..., Any]) -> Callable[..., Any]:
+        """Have `launch` get each batch that is to run in the place of SGLang's own, which is
+        returned."""
+        before: Callable[..., Any] = self.scheduler.run_batch
+        self.scheduler.run_batch = launch
+        return before
+
     def replace_events(self, make: Callable[[], Any]) -> None:
         """Have `make` give the events that SGLang records behind a batch and asks for it."""
         scheduler = self.scheduler
