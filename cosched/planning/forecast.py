@@ -51,10 +51,10 @@ class KvForecast:
         self._shared = 0
         """KV tokens used that belong to no single one of them; once there is an outlook."""
         self._outlook: Outlook | None = None
-        self._load: LoadAhead | None = None
-        """Of all that runs, and of those admitted that are not in `_admitted`."""
         self._most = MostHeld()
-        """Of all of them, whoever was stopped meanwhile among them; likewise."""
+        """Of all that runs or was admitted, also if it was stopped since; likewise."""
+        self._load: LoadAhead | None = None
+        """The same without those stopped and without `_admitted`; once it is asked for."""
         self._admitted: tuple[_New, ...] = ()
         self._trial: tuple[LoadAhead, _New, LoadAhead] | None = None
         """Of the last request that was asked about: what it was asked beside, and both."""

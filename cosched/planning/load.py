@@ -89,11 +89,6 @@ class LoadAhead:
         above the mean; 0.0 without anybody. O(n)."""
         return float((self._mean + deviations * self._deviation).max(initial=0.0))
 
-    @property
-    def held(self) -> int:
-        """What all hold now [KV tokens]."""
-        return round(float(self._of[_HELD, 0]))
-
     def with_one(self, held: int, ends: Sequence[int]) -> LoadAhead:
         """The same with one more, which may end after each of these iterations, rising. O(n)."""
         return self._changed(held, ends, 1)

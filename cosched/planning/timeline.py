@@ -56,11 +56,6 @@ class Timeline:
         self._before = np.maximum.accumulate(loads + ends)
         self._after = np.maximum.accumulate(loads[::-1])[::-1]
 
-    @property
-    def held(self) -> int:
-        """What all hold now [KV tokens]."""
-        return int(self._held_from[0])
-
     def with_one(self, need: Need) -> Timeline:
         """The same with one more. O(n)."""
         held, remaining = need
@@ -76,17 +71,6 @@ class Timeline:
             np.append(self._ends, np.array(remaining, dtype=np.int64)),
             np.append(self._held, np.array(held, dtype=np.int64)),
         )
-        return other
-
-    def without(self, need: Need) -> Timeline:
-        """The same without one of them that has this need. O(n)."""
-        held, remaining = need
-        place = int(self._ends.searchsorted(remaining))
-        while int(self._held[place]) != held:
-            place += 1
-            assert self._ends[place] == remaining, f"nobody has {need}"
-        other = object.__new__(Timeline)
-        other._arrange(np.delete(self._ends, place), np.delete(self._held, place))
         return other
 
     @property

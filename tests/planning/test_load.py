@@ -51,7 +51,6 @@ def by_all_ways(requests, deviations):
 def test_it_is_the_mean_of_all_ways_and_so_many_deviations(requests, deviations):
     found = load_of(requests)
     assert found.peak(deviations) == pytest.approx(by_all_ways(requests, deviations), abs=1e-6)
-    assert found.held == sum(held for held, _ in requests)
 
 
 @given(few, one, st.sampled_from([0.0, 2.0]))
@@ -59,7 +58,6 @@ def test_one_more_is_reckoned_as_if_it_were_there_and_taken_out_again(requests, 
     without = load_of(requests)
     both = without.with_one(*more)
     assert both.peak(deviations) == pytest.approx(by_all_ways([*requests, more], deviations))
-    assert both.held == without.held + more[0]
     again = both.without(*more)
     assert again.peak(deviations) == pytest.approx(without.peak(deviations), abs=1e-5)
 
@@ -110,7 +108,7 @@ def test_where_there_are_too_many_times_to_look_at_it_is_no_less(requests, devia
 @given(few, one, st.sampled_from([0.0, 1.0, 2.5]), st.sampled_from([1, 16]))
 def test_without_looking_at_the_ends_it_is_never_less(requests, more, deviations, page):
     load, most = load_of(requests, page=page), most_of(requests, page=page)
-    assert most.held == load.held
+    assert most.held == sum(held for held, _ in requests)
     assert most.peak(deviations) >= load.peak(deviations) - 1e-6
     both = most.with_one(*more)
     assert both == pytest.approx(most_of([*requests, more], page=page))

@@ -49,14 +49,6 @@ def test_many_more_are_as_one_after_the_other(running, more):
     assert both.peak == by_steps([*running, *more])
 
 
-@given(needs.filter(bool), st.data())
-def test_one_that_is_taken_out_leaves_the_others(running, data):
-    gone = data.draw(st.sampled_from(running))
-    others = [*running]
-    others.remove(gone)
-    assert timeline_of(running).without(gone).peak == by_steps(others)
-
-
 @given(needs, one)
 def test_asking_changes_nothing_and_more_is_never_less(running, more):
     timeline = timeline_of(running)
