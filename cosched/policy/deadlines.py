@@ -323,7 +323,9 @@ class Deadlines:
                 )
             # One that is disturbed is made up for by those after it.
             online_s *= self._margin
-            ends_s = (1 + _DOUBT) * online_s
+            # No decode is late by that: where prompts end in every iteration, none makes up for it.
+            spare_s = slacks.least_s * self._margin
+            ends_s = max(online_s, min((1 + _DOUBT) * online_s, spare_s))
             burst_s = budgets.burst * slacks.tpot_s
             uncrowded_s = slacks.tpot_s * _room(view, slacks.contexts, budgets.crowded_share)
             offline_s = min(slacks.aimed_s, prefill.laxity_s, burst_s, uncrowded_s)
@@ -500,7 +502,7 @@ def _prefill_slacks(
 
 _DOUBT = 0.1
 """Of its time a prefill may be too long to be in time, and is tried all the same; an iteration may
-be so much too long where a prompt ends in it."""
+be so much too long where a prompt ends in it, if no decode is late by it."""
 
 _MOST_LOOKED_AT = 16
 """Waiting online requests whose prompts are looked up in the cache for how long they take."""

@@ -116,16 +116,6 @@ def test_a_decode_waits_for_a_first_token_where_it_can_win_that_back():
     assert longest_s(*lasting, online=(late, new)) <= TPOT_S + 1e-9
 
 
-def test_an_iteration_is_a_little_longer_where_a_prompt_ends_in_it():
-    def tokens(num_tokens):
-        view = view_of(running=(replying(),), online=[chat("new", num_tokens)])
-        return planned(view)[0].prefill["new"]
-
-    most = tokens(3000)
-    assert 300 < most < 500 and tokens(most + 40) == most + 40
-    assert tokens(most + 80) == most
-
-
 def test_who_cannot_keep_its_tpot_any_more_holds_nobody_up():
     lost = replying("lost", num_tokens=2, ago_s=60.0)
     view = view_of(

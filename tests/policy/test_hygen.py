@@ -289,6 +289,24 @@ def test_an_online_prompt_is_not_computed_in_crumbs(num_decodes, num_tokens):
     assert plan_of(view, predictor=Stairs()).prefill["late"] == num_tokens
 
 
+@pytest.mark.parametrize(("spare_s", "is_longer"), [(0.006, True), (0.0, False), (-0.1, False)])
+def test_an_iteration_is_a_little_longer_where_a_prompt_ends_in_it_and_no_decode_is_late(
+    spare_s, is_longer
+):
+    # Two tokens came, so the third is due two TPOT after the first.
+    reply = running_online(num_tokens=2, first_token_s=1.0 + spare_s - TPOT_S)
+
+    def tokens(num_tokens):
+        new = online("new", num_tokens, arrival_s=1.0)
+        return plan_of(
+            FakeView(caps=CAPS, running=(reply,), online=[new], now_s=1.0, start_s=1.0)
+        ).prefill["new"]
+
+    most = tokens(3000)
+    assert 300 < most < 500 and (tokens(most + 40) == most + 40) is is_longer
+    assert tokens(most + 80) == most
+
+
 class Order:
     """An order that knows who shares a prefix: equal letters."""
 
