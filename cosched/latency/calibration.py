@@ -37,7 +37,7 @@ MOST_MARGIN = 2.0
 CHANGE = 0.25
 CHANGE_MARGIN = 1.15
 """Two iterations longer than believed by more than `CHANGE` are taken for a change of the machine
-until the drift has followed; its size is not known well from two, hence this much more."""
+until scale or drift have followed; its size is not known well from two, hence this much more."""
 
 SCALE_WINDOW = 33
 COLD_WINDOW = 9
@@ -140,7 +140,10 @@ class Calibrator(Predictor):
             wrong for the whole phase.
     drift   How much longer iterations take than others like them (`_cell`) took before, in the
             median of the last `DRIFT_WINDOW`: a machine that is suddenly slower or faster. One
-            disturbed iteration does not move it, nor do batches of a new kind.
+            disturbed iteration does not move it, nor do batches of a new kind. But where the last
+            two that could be compared say that it has changed (`CHANGE`), these count if they say
+            the same of the scaled shape: where the machine changes, so do plans, and all that
+            follows is of a new kind.
     growth  What has not been seen is not promised: beyond the largest iteration seen, in new
             tokens, attention pairs, decodes, or tokens of their contexts, time is assumed to grow
             in proportion to whichever is exceeded most. Time per token falls with the size of a
@@ -149,7 +152,8 @@ class Calibrator(Predictor):
             trusted at every size.
     margin  The second largest excess of the last `MARGIN_WINDOW` iterations over the estimate, or
             that of the very last one (at most twice the time): a change of the machine is answered
-            at the next iteration, and one disturbed iteration forgotten after the next.
+            at the next iteration, and one disturbed iteration forgotten after the next. What scale
+            or drift explains meanwhile is no excess any more.
     error   1, unless an experiment sets it (`cosched.latency.wrong`). Nothing is learned about it:
             what is observed is compared with the estimate.
 
@@ -172,6 +176,8 @@ class Calibrator(Predictor):
         self._seen = _Seen() if shape is None else None
         self._recent: deque[_Observation] = deque(maxlen=MARGIN_WINDOW)
         self._drifts: deque[float] = deque(maxlen=DRIFT_WINDOW)
+        self._compared: deque[float] = deque([1.0, 1.0], maxlen=2)
+        """The last of them that were compared with others of their kind."""
         self._undecided: deque[tuple[BatchTotals, float]] = deque()
         self._kept: dict[tuple[int, ...], deque[_Kept]] = {}
         self._num_follow = 0
@@ -279,12 +285,11 @@ class Calibrator(Predictor):
             self._observe_cold(totals, seconds / self.drift)
         else:
             shape_s = phase.shape.predict_s(totals)
-            self._follow_drift(phase.shape, totals, seconds / shape_s)
+            self._follow_drift(phase, phase.shape, totals, seconds / shape_s)
             phase.add(seconds / shape_s / self.drift)
-            believed_s = shape_s * phase.scale
             if self._seen is not None:
-                believed_s *= self._seen.growth(totals)
-            self._recent.append(_Observation(totals, seconds, seconds / believed_s))
+                shape_s *= self._seen.growth(totals)
+            self._recent.append(_Observation(totals, seconds, phase, seconds / shape_s))
             self._update_margin()
         if self._seen is not None:
             self._seen.add(totals)
@@ -297,13 +302,21 @@ class Calibrator(Predictor):
         # Two of them cannot tell which one was disturbed: the slower.
         self._cold_scale = max(1.0, ratios[-2] if len(ratios) > 2 else ratios[-1])
 
-    def _follow_drift(self, shape: Predictor, totals: BatchTotals, ratio: float) -> None:
+    def _follow_drift(
+        self, phase: _Phase, shape: Predictor, totals: BatchTotals, ratio: float
+    ) -> None:
         """ratio: measured time to shape."""
         alike = self._kept.get(_cell(totals), ())
-        if len(alike) < LEAST_ALIKE:
-            return
-        before = sorted([kept.seconds / kept.shape_s(shape) for kept in alike])
-        self._drifts.append(ratio / before[len(before) // 2])
+        if len(alike) >= LEAST_ALIKE:
+            before = sorted([kept.seconds / kept.shape_s(shape) for kept in alike])
+            latest = ratio / before[len(before) // 2]
+            self._compared.append(latest)
+        else:
+            latest = ratio / phase.scale
+            has_changed = all(abs(d / self.drift - 1) > CHANGE for d in self._compared)
+            if not has_changed or any(abs(latest / d - 1) > JUMP for d in self._compared):
+                return
+        self._drifts.append(latest)
         if len(self._drifts) < DRIFT_WINDOW:
             return
         median = sorted(self._drifts)[DRIFT_WINDOW // 2]
@@ -314,7 +327,7 @@ class Calibrator(Predictor):
             self.drift = median
 
     def _update_margin(self) -> None:
-        excesses = [observation.excess / self.drift - 1 for observation in self._recent]
+        excesses = [o.ratio / o.phase.scale / self.drift - 1 for o in self._recent]
         latest = min(excesses[-1], 1.0)
         second = sorted(excesses)[-2] if len(excesses) > 1 else 0.0
         if second > CHANGE:
@@ -359,7 +372,7 @@ class Calibrator(Predictor):
         shape = yield from fit_phases(table, seconds, self._graphs)
         for phase in phases:
             phase.use(shape)
-        again = [o._replace(excess=o.seconds / shape.predict_s(o.totals)) for o in self._recent]
+        again = [o._replace(ratio=o.seconds / shape.predict_s(o.totals)) for o in self._recent]
         self._recent = deque(again, maxlen=MARGIN_WINDOW)
         self.num_fits += 1
 
@@ -377,11 +390,12 @@ class Calibrator(Predictor):
 
 
 class _Observation(NamedTuple):
-    """excess: measured time over scaled shape, drift not taken out."""
+    """ratio: measured time over shape, neither scale nor drift taken out."""
 
     totals: BatchTotals
     seconds: float
-    excess: float
+    phase: _Phase
+    ratio: float
 
 
 class _Kept:

@@ -166,6 +166,31 @@ class TestWarm:
             assert np.median(np.abs(np.array(estimate[20:]) - 1)) < 0.05
             assert np.quantile(np.abs(np.array(estimate[20:]) - 1), 0.9) < 0.1
 
+    @pytest.mark.parametrize("num_alike", [0, 1, 2])
+    def test_plans_that_change_with_the_machine(self, num_alike):
+        """Where iterations take longer, plans make them smaller: nothing like them was seen."""
+        calibrator = learned(calibrator=Calibrator(given_shape()), num=200)
+        usual = BatchShape(prefills=[Prefill(480, 512)], decodes=[3000] * 32)
+        changed = [
+            BatchShape(prefills=[Prefill(num_new, 0)], decodes=[1200] * num_decodes)
+            for num_new, num_decodes in zip((90, 200, 330) * 20, (5, 6, 7) * 20, strict=True)
+        ]
+        for _ in range(50):
+            calibrator.observe(usual, TRUTH.iteration_s(usual))
+        for _ in range(num_alike):
+            calibrator.observe(usual, 2 * TRUTH.iteration_s(usual))
+        predicted = []
+        for batch in changed:
+            seconds = 2 * TRUTH.iteration_s(batch)
+            predicted.append(calibrator.predict_s(BatchTotals.of(batch)) / seconds)
+            calibrator.observe(batch, seconds)
+        # Without two like those before it is the scale of the phase that learns it, which takes half
+        # of its window.
+        soon = predicted[5:] if num_alike == 2 else predicted[20:]
+        assert min(soon) > 0.9
+        assert max(soon) < 1.2
+        assert max(predicted) < 1.5
+
     def test_new_kinds_of_batches_are_no_drift(self):
         calibrator = Calibrator()
         for batch in map(small, batches(0, 300)):
