@@ -184,8 +184,8 @@ class TestWarm:
             seconds = 2 * TRUTH.iteration_s(batch)
             predicted.append(calibrator.predict_s(BatchTotals.of(batch)) / seconds)
             calibrator.observe(batch, seconds)
-        # Without two like those before it is the scale of the phase that learns it, which takes half
-        # of its window.
+        # Without two like those before it is the scale of the phase that learns it, by half of its
+        # window.
         soon = predicted[5:] if num_alike == 2 else predicted[20:]
         assert min(soon) > 0.9
         assert max(soon) < 1.2
