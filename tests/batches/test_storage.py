@@ -203,9 +203,12 @@ def test_servers_that_share_a_store_need_no_folder_in_common(postgres_url, place
         running(place, postgres_url, lease_s=1.5) as (first, at_first),
         running(place, postgres_url, lease_s=1.5) as (second, at_second),
     ):
-        done = at_second.wait(at_first.create(lines(1500)))
+        first.is_held = second.is_held = True  # one might do all before the other one has looked
+        created = at_first.create(lines(1500))
+        until(lambda: first.asked and second.asked)
+        first.is_held = second.is_held = False
+        done = at_second.wait(created)
         assert at_second.outcome(done) == answers(1500)
-        assert first.asked and second.asked
         assert objects(place) >= {done.input_file_id, done.output_file_id, done.error_file_id}
 
 
