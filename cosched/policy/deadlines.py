@@ -198,13 +198,15 @@ class Deadlines:
         self._settings = settings
         self._prefill_s: dict[str, float] = {}
         view, ledger = builder.view, builder.ledger
-        self.slacks = _decode_slacks(
-            view, settings.slo, settings.budgets.aim, view.predictor, give_up=give_up
-        )
-        ledger.add_decodes(self.slacks.contexts)
+        _, contexts = view.running_of(RequestClass.ONLINE)
+        ledger.add_decodes(contexts)
         self._margin = 1 + view.predictor.margin
         self._predicted_s = ledger.seconds()
         self.alone_s = self._predicted_s / self._margin
+        catch_up_s = min(_LEAST_BESIDE * self.alone_s, view.mean_iteration_s) if give_up else None
+        self.slacks = _decode_slacks(
+            view, settings.slo, settings.budgets.aim, view.predictor, catch_up_s=catch_up_s
+        )
 
     @property
     def lent_s(self) -> float:
@@ -406,8 +408,10 @@ class _DecodeSlacks(NamedTuple):
 
 
 def _decode_slacks(
-    view: View, default: Slo, aim: float, predictor: Predictor, *, give_up: bool
+    view: View, default: Slo, aim: float, predictor: Predictor, *, catch_up_s: float | None
 ) -> _DecodeSlacks:
+    """catch_up_s: what an iteration takes in which decodes that are behind catch up [s]; who would
+    be late all the same does not count. None: everybody does."""
     start_s = view.start_s
     shortest_s: float | None = None
     default_tpot_s = least_tpot_s = _target(default.tpot_s, None)
@@ -428,9 +432,9 @@ def _decode_slacks(
         since_first_s = 0.0 if first_s is None else start_s - first_s
         allowed_s = tpot_s * (context - request.num_prompt_tokens)
         slack_s, aimed_slack_s = allowed_s - since_first_s, aim * allowed_s - since_first_s
-        if slack_s < 0 and give_up:
+        if slack_s < 0 and catch_up_s is not None:
             num_left = view.length(request).upper
-            if -slack_s > num_left * (tpot_s - view.mean_iteration_s):
+            if -slack_s > num_left * (tpot_s - catch_up_s):
                 continue
         if slack_s < least_s:
             least_s = slack_s

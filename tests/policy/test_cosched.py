@@ -129,6 +129,14 @@ def test_who_cannot_keep_its_tpot_any_more_holds_nobody_up():
     assert "off" not in plan.prefill
 
 
+def test_offline_work_that_fills_iterations_is_no_reason_to_give_a_decode_up():
+    behind = replying("behind", num_tokens=30, ago_s=29 * TPOT_S + 0.5)
+    # Iterations of late were as long as the target allows: with offline work in them.
+    view = view_of(running=(behind,), offline=[offline("off", 3000)], mean_iteration_s=0.049)
+    plan, _ = planned(view)
+    assert "off" not in plan.prefill
+
+
 @pytest.mark.parametrize(
     "rest", [{"online": [chat("new", 4000)]}, {"offline": [offline("o", 4000)]}]
 )
