@@ -285,8 +285,9 @@ class Calibrator(Predictor):
             self._observe_cold(totals, seconds / self.drift)
         else:
             shape_s = phase.shape.predict_s(totals)
-            self._follow_drift(phase, phase.shape, totals, seconds / shape_s)
-            phase.add(seconds / shape_s / self.drift)
+            ratio = seconds / shape_s
+            self._follow_drift(phase.shape, phase.scale, totals, ratio)
+            phase.add(ratio / self.drift)
             if self._seen is not None:
                 shape_s *= self._seen.growth(totals)
             self._recent.append(_Observation(totals, seconds, phase, seconds / shape_s))
@@ -303,16 +304,16 @@ class Calibrator(Predictor):
         self._cold_scale = max(1.0, ratios[-2] if len(ratios) > 2 else ratios[-1])
 
     def _follow_drift(
-        self, phase: _Phase, shape: Predictor, totals: BatchTotals, ratio: float
+        self, shape: Predictor, scale: float, totals: BatchTotals, ratio: float
     ) -> None:
-        """ratio: measured time to shape."""
+        """shape, scale: of its phase. ratio: measured time to shape."""
         alike = self._kept.get(_cell(totals), ())
         if len(alike) >= LEAST_ALIKE:
             before = sorted([kept.seconds / kept.shape_s(shape) for kept in alike])
             latest = ratio / before[len(before) // 2]
             self._compared.append(latest)
         else:
-            latest = ratio / phase.scale
+            latest = ratio / scale
             has_changed = all(abs(d / self.drift - 1) > CHANGE for d in self._compared)
             if not has_changed or any(abs(latest / d - 1) > JUMP for d in self._compared):
                 return

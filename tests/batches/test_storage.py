@@ -209,6 +209,7 @@ def test_servers_that_share_a_store_need_no_folder_in_common(postgres_url, place
         first.is_held = second.is_held = False
         done = at_second.wait(created)
         assert at_second.outcome(done) == answers(1500)
+        assert first.asked and second.asked
         assert objects(place) >= {done.input_file_id, done.output_file_id, done.error_file_id}
 
 
