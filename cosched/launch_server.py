@@ -22,7 +22,8 @@ from typing import Any
 
 import msgspec
 
-from cosched.batches.config import BatchesConfig
+from cosched.batches.config import OFF, BatchesConfig
+from cosched.batches.opening import check_store, default_folder
 from cosched.claims import read_claims
 from cosched.command_line import add_field_option
 from cosched.config import ENV_VAR, Config, SloConfig, load_config
@@ -92,7 +93,14 @@ def build_parser() -> argparse.ArgumentParser:
     add_field_option(group, KvConfig, "eviction", flag, metavar="NAME", help=orders)
     add("max_offline_waiting", "--cosched-max-offline-waiting", type=int, metavar="N")
     flag = "--cosched-batches"
-    add_field_option(group, BatchesConfig, "folder", flag, metavar="FOLDER|URL", default=None)
+    place = (
+        "where OpenAI's Files and Batches keep their files: a folder, or a URL that fsspec knows"
+    )
+    place += " (s3://BUCKET/PATH), which needs the next flag; off: the server has none (default: a "
+    place += "folder in the user's data directory, by model and port)"
+    add_field_option(
+        group, BatchesConfig, "folder", flag, metavar="FOLDER|URL|off", default=None, help=place
+    )
     add_field_option(group, BatchesConfig, "url", f"{flag}-url", metavar="URL", default=None)
     add("drain_s", "--cosched-drain-s", type=float, metavar="S")
     add("decision_log", "--cosched-decision-log", "--decision-log", metavar="FILE")
@@ -194,11 +202,34 @@ def _serve(arguments: list[str], config: Config) -> None:
     check_arguments(server_args, config)
     check_ports(server_args)
     check_latency_model(server_args, config)
+    os.environ[ENV_VAR] = with_batches(config, server_args).to_json()
     try:
         end_on_sigterm()
         run_server(server_args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+def with_batches(config: Config, server_args: Any) -> Config:
+    """With a folder for batches unless the configuration names one. Where the default folder cannot
+    be used, the server says why and has no batches."""
+    if config.batches.folder is not None:
+        return config
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    resolved = resolving_view(server_args)
+    try:
+        folder = default_folder(model=resolved.served_model_name, port=resolved.port)
+        batches = msgspec.structs.replace(config.batches, folder=str(folder))
+        check_store(batches)
+    except ConfigError as error:
+        print(
+            f"cosched: the server has no Files and Batches: {error}; --cosched-batches FOLDER "
+            "names another place",
+            file=sys.stderr,
+        )
+        batches = msgspec.structs.replace(config.batches, folder=OFF)
+    return msgspec.structs.replace(config, batches=batches)
 
 
 def check_latency_model(server_args: Any, config: Config) -> None:

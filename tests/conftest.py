@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -14,6 +15,9 @@ from hypothesis import settings
 # Before torch is there. Each operation waits for the slowest of its threads, and the workers have a
 # core each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Where servers keep batches: not in the home of who runs the tests.
+_data_home = tempfile.TemporaryDirectory(prefix="cosched-data-")
+os.environ["XDG_DATA_HOME"] = _data_home.name
 gc.disable()  # until all is imported: a fifth of the time would go into looking for garbage there
 
 from cosched.config import ENV_VAR  # noqa: E402

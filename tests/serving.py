@@ -96,8 +96,9 @@ def start_server(
     arguments = ["--model-path", str(model_path), "--host", "127.0.0.1", "--port", str(port)]
     arguments += [*TEST_FLAGS, *flags]
     with tempfile.TemporaryDirectory(prefix="cosched-server-") as folder:
+        env = {"XDG_DATA_HOME": folder, **(env or {})}  # where it keeps batches by default
         log_path = Path(folder) / "server.log"
-        process = _start(module, arguments, log_path, env=env or {}, forks=forks)
+        process = _start(module, arguments, log_path, env=env, forks=forks)
         server = Server(
             url=f"http://127.0.0.1:{port}",
             port=port,

@@ -9,7 +9,10 @@ import msgspec
 from cosched.batches.storage import folder_of, without_secrets
 from cosched.claims import digest_of
 
-__all__ = ["BatchesConfig", "QuotaConfig"]
+__all__ = ["OFF", "BatchesConfig", "QuotaConfig"]
+
+OFF = "off"
+"""As `BatchesConfig.folder`: no Batch API, also where a program has a default folder."""
 
 
 class QuotaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,8 +42,9 @@ class BatchesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The Batch API of the server (docs/batches.md).
 
     folder          where files are kept, and the store where it has no URL of its own: a folder, or
-                    a URL that fsspec knows (``s3://BUCKET/PATH``), which needs `url`; absent: the
-                    server has no Batch API
+                    a URL that fsspec knows (``s3://BUCKET/PATH``), which needs `url`; off: the
+                    server has no Batch API; absent: a folder in the user's data directory where
+                    ``cosched serve`` starts the server, off where another program does
     url             of the store's database: ``postgresql://USER@HOST/DATABASE``, which several
                     servers with one `folder` may share, or ``sqlite:///FILE``; absent: an SQLite
                     file in `folder`, for one server at a time
@@ -57,6 +61,8 @@ class BatchesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     owners          a name -> API keys whose files and batches are the same, in clear text or as
                     ``sha256:`` and the hex digest. They are kept under the first one: a new key is
                     added at the end, and the first stays even when it opens nothing any more
+    isolate_keys    files and batches are seen only with the API key that they were made with;
+                    absent: where the server has an ``--api-key``, or `owners` names keys
     lease_s         a server of a shared store that was not heard of for so long is dead, and others
                     answer its lines [s]
     keep_ended_days  how long a batch is kept after its end, and its results with it [days]; absent:
@@ -74,6 +80,7 @@ class BatchesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tenant_weights: dict[str, float] = msgspec.field(default_factory=dict)
     quota: QuotaConfig = QuotaConfig()
     owners: dict[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
+    isolate_keys: bool | None = None
     lease_s: float = 30.0
     keep_ended_days: float | None = None
 
@@ -114,6 +121,13 @@ class BatchesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 "must say where the database is, postgresql://USER@HOST/DATABASE or sqlite:///FILE"
             )
 
+    def isolates(self, api_key: str | None) -> bool:
+        """Whether files and batches of one key are hidden from others, on a server that asks for
+        this key."""
+        if self.isolate_keys is None:
+            return bool(api_key or self.owners)
+        return self.isolate_keys
+
     def owner_of(self, key: str) -> str:
         """Whom the files and batches of an API key belong to: the digest of the key, or of the
         first one of its owner; "" without a key."""
@@ -123,6 +137,11 @@ class BatchesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         digest = f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"
         keys = next((keys for keys in self.owners.values() if digest in keys), (digest,))
         return keys[0].removeprefix("sha256:")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the server has the Batch API."""
+        return self.folder not in (None, OFF)
 
     @property
     def is_shared(self) -> bool:

@@ -37,7 +37,7 @@ def file_of(row: Any) -> File:
 
 
 class FileStore:
-    """For any number of threads. Owners see their own files only; None is the server itself."""
+    """For any number of threads. Owners see their own files only; None sees all."""
 
     def __init__(
         self,
@@ -95,7 +95,13 @@ class FileStore:
         return file_of(row)
 
     def page(
-        self, *, owner: str, purpose: str | None, after: str | None, limit: int, newest_first: bool
+        self,
+        *,
+        owner: str | None,
+        purpose: str | None,
+        after: str | None,
+        limit: int,
+        newest_first: bool,
     ) -> tuple[list[File], bool]:
         """At most `limit` files after that one, and whether there are more. ApiError 404."""
         query = self._visible(owner)
@@ -103,9 +109,10 @@ class FileStore:
             query = query.where(files.c.purpose == purpose)
         with self._database.read() as connection:
             if after is not None:
-                seq = connection.execute(
-                    sa.select(files.c.seq).where(files.c.id == after, files.c.owner == owner)
-                ).scalar()
+                asked = sa.select(files.c.seq).where(files.c.id == after)
+                if owner is not None:
+                    asked = asked.where(files.c.owner == owner)
+                seq = connection.execute(asked).scalar()
                 if seq is None:
                     raise not_found("file", after)
                 query = query.where(files.c.seq < seq if newest_first else files.c.seq > seq)
@@ -113,7 +120,7 @@ class FileStore:
             rows = connection.execute(query.order_by(order).limit(limit + 1)).all()
         return [file_of(row) for row in rows[:limit]], len(rows) > limit
 
-    def delete(self, name: str, *, owner: str) -> None:
+    def delete(self, name: str, *, owner: str | None) -> None:
         """ApiError 404. A batch that reads it goes on. Where its place is away it is gone all the
         same, and its bytes go later."""
         file = self.get(name, owner=owner)

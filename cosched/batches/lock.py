@@ -24,4 +24,7 @@ def lock_file(path: Path, *, what: str, is_shared: bool = False) -> TextIOWrappe
     except BlockingIOError:
         lock.close()
         raise ConfigError(f"{what}: another server uses it") from None
+    except OSError as error:  # a file system without locks
+        lock.close()
+        raise ConfigError(f"{what}: {error.strerror}") from None
     return lock

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from contextlib import ExitStack
 from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
 
+import platformdirs
 import sqlalchemy as sa
 
 from cosched.batches.config import BatchesConfig
@@ -23,7 +25,9 @@ from cosched.batches.storage import (
 )
 from cosched.errors import ConfigError
 
-__all__ = ["OpenStore", "check_store", "open_store"]
+__all__ = ["OpenStore", "check_store", "default_folder", "open_store"]
+
+_MAX_NAME = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,17 @@ class OpenStore:
             self.lock.close()
 
 
+def default_folder(*, model: str, port: int) -> Path:
+    """In the user's data directory, of the server with this served model name and port: two servers
+    on one machine differ in their ports, and a restart with the same command finds its batches.
+    ConfigError: the user has no data directory."""
+    name = re.sub(r"[^\w.-]+", "_", model).strip("._")[-_MAX_NAME:]
+    data = platformdirs.user_data_path("cosched")
+    if not data.is_absolute():
+        raise ConfigError("the user has no home directory")
+    return data / "batches" / f"{name}-{port}"
+
+
 def open_store(config: BatchesConfig) -> OpenStore:
     """ConfigError: the database or the place of the files cannot be had, or the two do not belong
     together."""
@@ -49,7 +64,10 @@ def open_store(config: BatchesConfig) -> OpenStore:
         lock = _lock(config, folder)
         if lock is not None:
             on_error.callback(lock.close)
-        storage = UrlStorage(config.folder) if folder is None else FolderStorage(folder)
+        try:
+            storage = UrlStorage(config.folder) if folder is None else FolderStorage(folder)
+        except OSError as error:
+            raise ConfigError(f"batches.folder {str(folder)!r}: {error.strerror}") from None
         sqlite = f"sqlite:///{Path(config.folder if folder is None else folder) / 'batches.sqlite'}"
         database = Database(config.url or sqlite)
         on_error.callback(database.close)

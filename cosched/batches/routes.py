@@ -40,11 +40,18 @@ _MAX_FIELDS = 20
 
 
 def add_routes(
-    app: FastAPI, service: BatchService, *, protect: Callable[[Handler], Handler] = lambda it: it
+    app: FastAPI,
+    service: BatchService,
+    *,
+    isolate_keys: bool = True,
+    protect: Callable[[Handler], Handler] = lambda it: it,
 ) -> None:
-    """Before the application starts. `protect` marks what is for operators: it shows all
-    owners'."""
-    routes = _Routes(service)
+    """Before the application starts.
+
+    isolate_keys  files and batches are hidden from requests with another API key
+    protect       marks what is for operators: it shows all owners'
+    """
+    routes = _Routes(service, isolate_keys=isolate_keys)
     for method, path, handler in (
         ("POST", "/v1/files", routes.upload),
         ("GET", "/v1/files", routes.list_files),
@@ -74,13 +81,21 @@ def _with_errors(handler: Handler) -> Handler:
 
 
 class _Routes:
-    def __init__(self, service: BatchService) -> None:
+    def __init__(self, service: BatchService, *, isolate_keys: bool) -> None:
         self._service = service
+        self._isolate_keys = isolate_keys
         self._files = service.files
         self._store = service.store
 
-    def _owner(self, request: Request) -> str:
+    def _owner(self, request: Request) -> str | None:
+        """Whose files and batches a request may see; None: all."""
+        if not self._isolate_keys:
+            return None
         return self._service.config.owner_of(presented_key(request.headers))
+
+    def _maker(self, request: Request) -> str:
+        """Whom those belong to that a request makes."""
+        return self._owner(request) or ""
 
     async def metrics(self, request: Request) -> Response:
         read = self._service.snapshot()
@@ -100,7 +115,7 @@ class _Routes:
             file = await asyncio.to_thread(
                 self._files.add,
                 blocks_of(content.file, config=self._service.config),
-                owner=self._owner(request),
+                owner=self._maker(request),
                 filename=content.filename or "",
                 purpose="batch",
                 expires_s=expiry_seconds(form),
@@ -173,7 +188,7 @@ class _Routes:
 
     async def create(self, request: Request) -> Response:
         owner = self._owner(request)
-        asked = new_batch(await request.body(), owner=owner)
+        asked = new_batch(await request.body(), owner=self._maker(request))
         file = await asyncio.to_thread(self._files.get, asked.input_file_id, owner=owner)
         if file.purpose != "batch":
             raise ApiError(

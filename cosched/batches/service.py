@@ -18,6 +18,7 @@ from cosched.batches.files import FileStore
 from cosched.batches.forecast import Forecast
 from cosched.batches.in_process import App, InProcessTransport
 from cosched.batches.opening import open_store
+from cosched.batches.storage import without_secrets
 from cosched.batches.store import BatchStore
 from cosched.jobs.client import Client, RetryRules
 
@@ -40,6 +41,18 @@ class BatchService:
         self.files = FileStore(database, self._opened.storage, clock=time.time, quota=quota)
         self.store = BatchStore(database, clock=time.time, quota=quota)
         self._feeder: Feeder | None = None
+
+    def summary(self) -> str:
+        """Where files are kept, and what is still to be done of earlier batches."""
+        place = without_secrets(self.config.folder or "")
+        found = self.store.open()
+        num_lines = sum(batch.total - batch.completed - batch.failed for batch in found)
+        batches = "1 batch" if len(found) == 1 else f"{len(found)} batches"
+        lines = "1 line" if num_lines == 1 else f"{num_lines:,} lines"
+        if not found:
+            return f"{place}, no open batches"
+        verb = "shares" if self.config.is_shared else "resumed"
+        return f"{place}, {verb} {batches} with {lines} to go"
 
     def wake(self) -> None:
         """Tell the feeder of something new."""

@@ -69,7 +69,7 @@ def records_of(batch_id: str) -> RecordWriter:
 
 
 class BatchStore:
-    """For any number of threads. Owners see their own batches only; None is the server itself."""
+    """For any number of threads. Owners see their own batches only; None sees all."""
 
     def __init__(
         self,
@@ -153,10 +153,12 @@ class BatchStore:
         with self._database.read() as connection:
             return _batch_of(_row(connection, name, owner=owner))
 
-    def page(self, *, owner: str, after: str | None, limit: int) -> tuple[list[Batch], bool]:
+    def page(self, *, owner: str | None, after: str | None, limit: int) -> tuple[list[Batch], bool]:
         """At most `limit` batches older than that one, newest first, and whether there are more.
         ApiError 404."""
-        query = sa.select(batches).where(batches.c.owner == owner)
+        query = sa.select(batches)
+        if owner is not None:
+            query = query.where(batches.c.owner == owner)
         with self._database.read() as connection:
             if after is not None:
                 query = query.where(batches.c.seq < _row(connection, after, owner=owner).seq)

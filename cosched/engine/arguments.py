@@ -279,7 +279,7 @@ def check_files(config: Config) -> None:
             raise ConfigError(
                 f"cannot read --latency-model {config.latency_model!r}: {error.strerror}"
             ) from None
-    if config.batches.folder is not None:
+    if config.batches.is_on:
         check_store(config.batches)
 
 

@@ -63,6 +63,8 @@ def free_port() -> int:
 
 def server_command(*, model_path: str, port: int, flags: Sequence[str]) -> list[str]:
     command = [sys.executable, "-m", "cosched.launch_server", "--model-path", model_path]
+    # The job is its only client, and sends lines itself.
+    command += ["--cosched-batches", "off"]
     return [*command, "--host", _HOST, "--port", str(port), *flags]
 
 

@@ -41,9 +41,15 @@ def _hook() -> Any:
         if config.policy == "sglang":
             logger.warning("batches: under policy 'sglang' their lines stand in line with chats")
         service = BatchService(config.batches)
-        routes.add_routes(app, service, protect=auth_level(AuthLevel.ADMIN_OPTIONAL))
-        lifespan = app.router.lifespan_context
+        logger.info("batches: %s", service.summary())
         api_key = server_args.api_key
+        routes.add_routes(
+            app,
+            service,
+            isolate_keys=config.batches.isolates(api_key),
+            protect=auth_level(AuthLevel.ADMIN_OPTIONAL),
+        )
+        lifespan = app.router.lifespan_context
 
         @asynccontextmanager
         async def with_feeder(of: Any) -> Any:
@@ -59,7 +65,7 @@ def _hook() -> Any:
         app.add_middleware(ReplyMiddleware, front=front)
         if config is not None:
             add_routes(app, config)
-            if config.batches.folder is not None:
+            if config.batches.is_on:
                 add_batches(config, server_args)
         for kind in (ValueError, *WRONG_VALUES):
             app.add_exception_handler(kind, refuse)

@@ -52,7 +52,8 @@ class StandIn:
         self.app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
         self.app.add_api_route("/v1/embeddings", self.embed, methods=["POST"])
         self.app.add_api_route("/v1/responses", self.respond, methods=["POST"])
-        add_routes(self.app, self.service)
+        isolates = config.isolates(api_key="secret")
+        add_routes(self.app, self.service, isolate_keys=isolates)
 
     def state(self, deadline_s):
         return {"own": True, "deadline_s": deadline_s}

@@ -494,6 +494,56 @@ def test_what_cannot_be_in_time_goes_first_and_its_lines_are_due_soon(api, stand
     assert api.wait(easy).cosched is None
 
 
+def test_an_open_server_shows_the_same_batches_to_any_token_and_to_none(folder):
+    """Also those that were made with a token while the server had a key."""
+    with serving(StandIn(BatchesConfig(folder=str(folder)))) as url:
+        old = Api(url, key="token").wait(Api(url, key="token").create(lines(2)))
+    with serving(StandIn(BatchesConfig(folder=str(folder), isolate_keys=False))) as url:
+        new = Api(url, key="none").wait(Api(url, key="none").create(lines(3)))
+        shown = httpx.get(f"{url}/v1/batches").json()["data"]
+        assert [batch["id"] for batch in shown] == [new.id, old.id]
+        second = httpx.get(f"{url}/v1/batches", params={"after": new.id}).json()["data"]
+        assert [batch["id"] for batch in second] == [old.id]
+        other = Api(url, key="other")
+        assert len(other.outcome(other.batches.retrieve(new.id))) == 3
+        assert len(other.outcome(other.batches.retrieve(old.id))) == 2
+        names = [file.id for file in other.files.list()]
+        assert len(names) == 4 and other.files.list(after=names[0]).data[0].id == names[1]
+        assert other.files.delete(old.output_file_id).deleted
+        with pytest.raises(openai.ConflictError):  # found, but it has ended
+            other.batches.cancel(new.id)
+
+
+@pytest.mark.parametrize(
+    ("settings", "api_key", "isolates"),
+    [
+        ({}, None, False),
+        ({}, "key", True),
+        ({"owners": {"team": ["a"]}}, None, True),
+        ({"isolate_keys": True}, None, True),
+        ({"isolate_keys": False}, "key", False),
+    ],
+)
+def test_keys_are_apart_where_the_server_asks_for_one(settings, api_key, isolates):
+    assert BatchesConfig(folder="f", **settings).isolates(api_key) is isolates
+
+
+def test_a_restart_says_what_it_resumes(folder):
+    config = BatchesConfig(folder=str(folder))
+    stand_in = StandIn(config)
+    assert stand_in.service.summary() == f"{folder}, no open batches"
+    stand_in.is_held = True
+    with serving(stand_in) as url:
+        for num in (1, 1500):
+            Api(url).wait(Api(url).create(lines(num)), "in_progress")
+        assert stand_in.service.summary() == f"{folder}, resumed 2 batches with 1,501 lines to go"
+        stand_in.is_held = False
+    again = StandIn(config)
+    told = again.service.summary()
+    again.service.close()
+    assert told.startswith(f"{folder}, resumed ") and told.endswith(" lines to go")
+
+
 def test_a_rotated_key_sees_what_the_old_one_has_made(folder):
     old = BatchesConfig(folder=str(folder))
     with serving(StandIn(old)) as url:

@@ -1,5 +1,6 @@
 """The command line of the server, without starting one."""
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from cosched import bootstrap, launch_server
+from cosched.batches.lock import lock_file
 from cosched.config import ENV_VAR, Config
 from cosched.engine import arguments as engine_side
 from cosched.engine import port
@@ -47,6 +49,67 @@ def test_batches_have_a_folder_and_perhaps_a_database():
     flags, _ = flags_of("--cosched-batches-url", url)
     with pytest.raises(ConfigError, match="url without folder"):
         launch_server.config_from(flags)
+
+
+def served(name, port=30000):
+    return SimpleNamespace(served_model_name=name, port=port)
+
+
+@pytest.fixture
+def data_home(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setattr("sglang.srt.arg_groups.overrides.resolving_view", lambda it: it)
+    return tmp_path / "data"
+
+
+def test_batches_are_in_the_users_data_directory_by_model_and_port(data_home):
+    folders = [
+        launch_server.with_batches(Config(), served(name, port)).batches.folder
+        for name, port in (("demo", 1), ("demo", 2), ("meta-llama/Llama-3.1-8B", 1), ("/", 1))
+    ]
+    names = ["demo-1", "demo-2", "meta-llama_Llama-3.1-8B-1", "-1"]
+    assert folders == [str(data_home / "cosched" / "batches" / name) for name in names]
+    assert (data_home / "cosched/batches/demo-1/batches.sqlite").exists()
+
+
+def test_batches_are_elsewhere_or_off_where_a_flag_or_the_environment_says_so(
+    data_home, monkeypatch
+):
+    for place, is_on in (("/f", True), ("off", False)):
+        config = launch_server.config_from(flags_of("--cosched-batches", place)[0])
+        assert launch_server.with_batches(config, served("demo")) is config
+        assert config.batches.is_on is is_on
+    monkeypatch.setenv(ENV_VAR, '{"batches": {"folder": "off"}}')
+    assert not launch_server.config_from(flags_of()[0]).batches.is_on
+    assert not Config().batches.is_on  # of other programs than `cosched serve`
+    assert not data_home.exists()
+
+
+@pytest.mark.parametrize("fault", ["in use", "not writable"])
+def test_a_server_whose_default_folder_cannot_be_used_has_no_batches_and_says_why(
+    data_home, capsys, fault
+):
+    folder = data_home / "cosched" / "batches" / "demo-30000"
+    if fault == "in use":
+        reason = "another server uses it"
+        lock = lock_file(folder / "lock", what="test")
+    else:
+        reason = "Not a directory"
+        data_home.write_text("")
+        lock = contextlib.nullcontext()
+    with lock:
+        config = launch_server.with_batches(Config(), served("demo"))
+    assert not config.batches.is_on
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and str(folder) in told and reason in told
+    assert "--cosched-batches FOLDER" in told
+
+
+def test_a_folder_that_was_named_and_cannot_be_used_is_refused(data_home):
+    data_home.write_text("")
+    flags, _ = flags_of("--cosched-batches", str(data_home / "f"))
+    with pytest.raises(ConfigError, match=r"batches\.folder .*data/f"):
+        launch_server.check_files(launch_server.config_from(flags))
 
 
 def test_the_decision_log_is_a_flag_that_needs_a_policy_that_decides(monkeypatch):
