@@ -10,7 +10,7 @@ import msgspec
 
 from cosched.batches.data import Batch, File, NewBatch, Status
 from cosched.batches.errors import ApiError
-from cosched.batches.forecast import Forecast
+from cosched.batches.forecast import Outlook
 from cosched.jobs.lines import URLS
 
 __all__ = [
@@ -170,8 +170,8 @@ def file_json(file: File) -> dict[str, Any]:
     }
 
 
-def batch_json(batch: Batch, forecast: Forecast | None = None) -> dict[str, Any]:
-    """forecast: None where nothing is known, and of a batch that has ended."""
+def batch_json(batch: Batch, outlook: Outlook | None = None) -> dict[str, Any]:
+    """outlook: None where nothing is known, and of a batch that has ended."""
     request = batch.request
     moments = [status for status in Status if status is not Status.VALIDATING]
     return {
@@ -208,15 +208,18 @@ def batch_json(batch: Batch, forecast: Forecast | None = None) -> dict[str, Any]
             "total_tokens": batch.input_tokens + batch.output_tokens,
         },
         "metadata": request.metadata,
-        "cosched": None if forecast is None else _forecast_json(forecast),
+        "cosched": None if outlook is None else _outlook_json(outlook),
     }
 
 
-def _forecast_json(forecast: Forecast) -> dict[str, Any]:
+def _outlook_json(outlook: Outlook) -> dict[str, Any]:
     """Our own, beside OpenAI's fields. Times from now on [s]."""
+    forecast = outlook.forecast
     return {
-        "finish_s": round(forecast.finish_s),
-        "slack_s": round(forecast.slack_s),
-        "is_late": forecast.is_late,
-        "miss_chance": round(forecast.miss_chance, 3),
+        "state": outlook.state,
+        "running": outlook.num_running,
+        "finish_s": None if forecast is None else round(forecast.finish_s),
+        "slack_s": None if forecast is None else round(forecast.slack_s),
+        "is_late": forecast is not None and forecast.is_late,
+        "miss_chance": None if forecast is None else round(forecast.miss_chance, 3),
     }

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cosched.batches.data import Batch, Status
-from cosched.batches.forecast import Forecast
+from cosched.batches.forecast import Outlook
 from cosched.metrics.prometheus import Kind, Metric
 
 __all__ = ["METRICS", "Snapshot", "exposition"]
@@ -49,7 +49,7 @@ class Snapshot:
     now: int
     num_by_status: Mapping[str, int]
     open: tuple[Batch, ...]
-    forecasts: Mapping[str, Forecast]
+    outlooks: Mapping[str, Outlook]
     under_way: Mapping[str, int]
     finished: Mapping[str, int]
     tokens_per_s: float | None
@@ -103,8 +103,8 @@ def _samples(found: Snapshot) -> Iterator[tuple[str, tuple[str, ...], float]]:
         yield "batch_tokens", (*own, "input"), batch.input_tokens
         yield "batch_tokens", (*own, "output"), batch.output_tokens
         yield "batch_seconds_left", own, batch.expires_at - found.now
-        forecast = found.forecasts.get(batch.id)
-        if forecast is not None:
+        outlook = found.outlooks.get(batch.id)
+        if outlook is not None and (forecast := outlook.forecast) is not None:
             yield "batch_finish_seconds", own, forecast.finish_s
             yield "batch_slack_seconds", own, forecast.slack_s
             yield "batch_miss_chance", own, forecast.miss_chance

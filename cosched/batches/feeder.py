@@ -21,7 +21,16 @@ from cosched.batches.data import Batch, Finished, Line, Status
 from cosched.batches.errors import StoreAwayError
 from cosched.batches.fairness import Demand, shares
 from cosched.batches.files import FileStore
-from cosched.batches.forecast import Forecast, Load, Rate, RateMeter, forecasts, past_rate
+from cosched.batches.forecast import (
+    Forecast,
+    Load,
+    Outlook,
+    OutlookState,
+    Rate,
+    RateMeter,
+    forecasts,
+    past_rate,
+)
 from cosched.batches.ingest import parse, validate
 from cosched.batches.storage import FilesAwayError
 from cosched.batches.store import BatchStore, records_of
@@ -46,6 +55,7 @@ _LEAST_DEADLINE_S = 1.0
 _BEATS_PER_LEASE = 3
 _MAX_AHEAD = 512
 _RECALLED = 8
+_WITH_LINES = (Status.VALIDATING, Status.IN_PROGRESS)
 _SHARES_AHEAD = 4
 """Where servers share the store, one sets aside for itself a run of lines that begin alike: a
 quarter of its part of what is left, so that all end together."""
@@ -70,11 +80,13 @@ class Feeder:
         client: Client,
         config: BatchesConfig,
         state: Callable[[float | None], Mapping[str, Any]],
+        is_paused: Callable[[], bool],
         clock: Callable[[], float],
     ) -> None:
-        """state  as in `BatchService.feeding`
+        """state, is_paused  as in `BatchService.feeding`
         clock  seconds since any moment"""
         self._state = state
+        self._is_paused = is_paused
         self._meter = RateMeter(clock)
         self._rate: Rate | None = None
         self._past_rate: Rate | None = None
@@ -220,9 +232,9 @@ class Feeder:
                 self._endings[batch.id] = asyncio.create_task(self._end(batch))
             elif self._is_to_validate(batch):
                 self._validation = asyncio.create_task(self._validate(batch))
-        self._forecasts = self.forecasts(found)
+        self._forecasts = self._forecasts_of(found)
         await self._refill([batch for batch in found if batch.status is Status.IN_PROGRESS])
-        self._meter.look(self.num_under_way)
+        self._meter.look(0 if self._is_paused() else self.num_under_way)
         self._rate = self._meter.rate()
 
     def _is_to_validate(self, batch: Batch) -> bool:
@@ -232,14 +244,31 @@ class Feeder:
             and batch.validated_by in (None, self._name)
         )
 
-    def forecasts(self, found: Sequence[Batch]) -> dict[str, Forecast]:
-        """Of batches that have not ended; none where no rate is known. For any thread."""
+    def outlooks(self, found: Sequence[Batch], *, taken: Mapping[str, int]) -> dict[str, Outlook]:
+        """Of batches with lines to send. For any thread.
+
+        taken  batch -> lines that are under way
+        """
+        state = OutlookState.MEASURED
+        if self._is_paused() and self.num_servers == 1:
+            state = OutlookState.PAUSED
+        told = {} if state is OutlookState.PAUSED else self._forecasts_of(found)
+        if not told and state is OutlookState.MEASURED:
+            state = OutlookState.ESTIMATING
+        return {
+            batch.id: Outlook(
+                state=state, num_running=taken.get(batch.id, 0), forecast=told.get(batch.id)
+            )
+            for batch in found
+            if batch.status in _WITH_LINES
+        }
+
+    def _forecasts_of(self, found: Sequence[Batch]) -> dict[str, Forecast]:
+        """Of batches that have not ended; none where no rate is known."""
         rate = self._rate_of_all()
         if rate is None:
             return {}
-        open_batches = [
-            batch for batch in found if batch.status in (Status.VALIDATING, Status.IN_PROGRESS)
-        ]
+        open_batches = [batch for batch in found if batch.status in _WITH_LINES]
         loads = [
             Load(
                 batch_id=batch.id,

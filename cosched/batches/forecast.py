@@ -12,12 +12,22 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from itertools import accumulate
 from statistics import NormalDist, fmean, pstdev
 
 from cosched.batches.data import Batch, Status
 
-__all__ = ["Forecast", "Load", "Rate", "RateMeter", "forecasts", "past_rate"]
+__all__ = [
+    "Forecast",
+    "Load",
+    "Outlook",
+    "OutlookState",
+    "Rate",
+    "RateMeter",
+    "forecasts",
+    "past_rate",
+]
 
 _BUCKET_S = 60.0
 _NUM_BUCKETS = 60
@@ -160,6 +170,32 @@ class Forecast:
     miss_chance: float
 
 
+class OutlookState(StrEnum):
+    """Why a batch has a forecast, or none.
+
+    MEASURED    the rate is that of finished lines
+    ESTIMATING  no rate is known: no batch of the store has finished lines, or too few of them
+    PAUSED      the operator pauses offline work
+    """
+
+    MEASURED = "measured"
+    ESTIMATING = "estimating"
+    PAUSED = "paused"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """What is known of an open batch beside its counts.
+
+    num_running  lines at the schedulers of all servers, waiting or running
+    forecast     only where it is measured
+    """
+
+    state: OutlookState
+    num_running: int
+    forecast: Forecast | None
+
+
 def forecasts(
     loads: Sequence[Load], *, rate: Rate, margin_s: float, least_s: float = 0.0
 ) -> dict[str, Forecast]:
@@ -239,11 +275,16 @@ def _order(group: Sequence[Load]) -> Iterator[tuple[str, float]]:
 
 
 def _miss_chance(finish_s: float, due_s: float, spread: float) -> float:
-    """That the rate over the window is below the one that is needed. Normal distribution; the rate
-    of hours that follow each other is as good as independent, within an hour it stays as it is."""
+    """Probability that the mean rate over the window is below the rate that is needed.
+
+    The rate is lognormal with the measured mean and spread: it is never negative. Rates of
+    different hours are taken as independent, within an hour the rate stays the same.
+    """
     if due_s <= 0:
         return 1.0
-    # As the time is inverse to the rate: the needed rate by the mean one.
-    needed = finish_s / due_s
+    needed = finish_s / due_s  # by the mean rate, as the time is inverse to the rate
+    if not needed:
+        return 0.0
     over_window = spread * math.sqrt(min(1.0, _CORRELATED_S / due_s))
-    return NormalDist(1.0, math.hypot(over_window, _LEAST_SPREAD)).cdf(needed)
+    variance = math.log1p(over_window**2 + _LEAST_SPREAD**2)  # of the logarithm
+    return NormalDist(-variance / 2, math.sqrt(variance)).cdf(math.log(needed))

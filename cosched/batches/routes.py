@@ -205,8 +205,8 @@ class _Routes:
         return await self._shown(batch)
 
     async def _shown(self, batch: Batch) -> Response:
-        forecasts = await asyncio.to_thread(self._service.forecasts)
-        return _json(batch_json(batch, forecasts.get(batch.id)))
+        outlooks = await asyncio.to_thread(self._service.outlooks)
+        return _json(batch_json(batch, outlooks.get(batch.id)))
 
     async def list_batches(self, request: Request) -> Response:
         query = request.query_params
@@ -216,8 +216,8 @@ class _Routes:
             after=query.get("after"),
             limit=limit_of(query.get("limit"), default=20, most=100),
         )
-        forecasts = await asyncio.to_thread(self._service.forecasts)
-        shown = [batch_json(batch, forecasts.get(batch.id)) for batch in found]
+        outlooks = await asyncio.to_thread(self._service.outlooks)
+        shown = [batch_json(batch, outlooks.get(batch.id)) for batch in found]
         about = {"cosched": {"servers": self._service.num_servers}}
         return _json(page_json(shown, has_more) | about)
 

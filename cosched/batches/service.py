@@ -15,7 +15,7 @@ from cosched.batches.errors import StoreAwayError
 from cosched.batches.exposition import Snapshot
 from cosched.batches.feeder import Feeder
 from cosched.batches.files import FileStore
-from cosched.batches.forecast import Forecast
+from cosched.batches.forecast import Outlook
 from cosched.batches.in_process import App, InProcessTransport
 from cosched.batches.opening import open_store
 from cosched.batches.storage import without_secrets
@@ -64,12 +64,13 @@ class BatchService:
         """That live and share the store, as of a moment ago."""
         return 1 if self._feeder is None else self._feeder.num_servers
 
-    def forecasts(self) -> Mapping[str, Forecast]:
+    def outlooks(self) -> Mapping[str, Outlook]:
         """Of the batches that have not ended, as far as anything is known; for any thread."""
-        if self._feeder is None:
+        feeder = self._feeder
+        if feeder is None:
             return {}
         try:
-            return self._feeder.forecasts(self.store.open())
+            return feeder.outlooks(self.store.open(), taken=self.store.num_taken())
         except StoreAwayError:  # what they are to be shown with is known, and is answered
             return {}
 
@@ -82,13 +83,13 @@ class BatchService:
         num_servers = self.num_servers
 
         def read() -> Snapshot:
-            found = self.store.open()
+            found, taken = self.store.open(), self.store.num_taken()
             return Snapshot(
                 now=self.store.now(),
                 num_by_status=self.store.num_by_status(),
                 open=tuple(found),
-                forecasts={} if feeder is None else feeder.forecasts(found),
-                under_way=self.store.num_taken(),
+                outlooks={} if feeder is None else feeder.outlooks(found, taken=taken),
+                under_way=taken,
                 finished=finished,
                 tokens_per_s=None if rate is None else rate.tokens_per_s,
                 num_servers=num_servers,
@@ -98,12 +99,18 @@ class BatchService:
 
     @asynccontextmanager
     async def feeding(
-        self, app: App, *, api_key: str | None, state: Callable[[float | None], Mapping[str, Any]]
+        self,
+        app: App,
+        *,
+        api_key: str | None,
+        state: Callable[[float | None], Mapping[str, Any]],
+        is_paused: Callable[[], bool] = lambda: False,
     ) -> AsyncIterator[None]:
         """Send lines to `app` within the block, as the server's own requests.
 
-        api_key  that `app` asks for
-        state    what a request has in ``request.state``, by its deadline from now on [s]
+        api_key    that `app` asks for
+        state      what a request has in ``request.state``, by its deadline from now on [s]
+        is_paused  whether the operator keeps offline work from running on this server
         """
         client = Client(
             base_url=_SELF,
@@ -121,6 +128,7 @@ class BatchService:
                 client=client,
                 config=self.config,
                 state=state,
+                is_paused=is_paused,
                 clock=time.monotonic,
             )
             task = asyncio.create_task(self._feeder.run())

@@ -18,7 +18,7 @@ from cosched.engine.offline_gate import limits_to_message
 from cosched.engine.page import add_page
 from cosched.policy.registry import policy_entry
 
-__all__ = ["RETRY_AFTER_S", "OfflineOrder", "add_routes", "limits_of"]
+__all__ = ["RETRY_AFTER_S", "OfflineOrder", "add_routes", "keeps_offline_waiting", "limits_of"]
 
 RETRY_AFTER_S = 5
 """What a client that was turned away is told to wait [s]."""
@@ -71,6 +71,7 @@ def add_routes(app: Any, config: Config) -> None:
             )
         message = SetInternalStateReq(server_args=limits_to_message(limits))
         await _manager().set_internal_state(message)
+        app.state.cosched_offline = limits
         return _json(await _state(config))
 
     protect = auth_level(AuthLevel.ADMIN_OPTIONAL)  # as SGLang's own routes for operators
@@ -78,6 +79,12 @@ def add_routes(app: Any, config: Config) -> None:
     app.add_api_route("/cosched/offline", protect(set_offline), methods=["POST"])
     app.add_middleware(_TurnAway)
     add_page(app)
+
+
+def keeps_offline_waiting(app: Any) -> bool:
+    """Whether the operator lets no offline request run."""
+    limits: OfflineLimits = getattr(app.state, "cosched_offline", OfflineLimits())
+    return limits.paused or limits.max_running == 0
 
 
 async def _state(config: Config) -> dict[str, Any]:

@@ -46,8 +46,9 @@ class _Usage(msgspec.Struct, frozen=True):
 
 
 class _Forecast(msgspec.Struct, frozen=True):
-    finish_s: float
-    miss_chance: float
+    finish_s: float | None = None
+    miss_chance: float | None = None
+    state: str = "measured"
 
 
 class RemoteBatch(msgspec.Struct, frozen=True):

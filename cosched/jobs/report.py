@@ -65,7 +65,15 @@ def print_batches(
     found: Sequence[RemoteBatch], *, is_fetched: Callable[[RemoteBatch], bool]
 ) -> None:
     """A table of the batches of a job, then one line of JSON."""
-    names = ("batch", "status", "lines", "answered", "failed", "finished in", "chance to miss")
+    names = (
+        "batch",
+        "status",
+        "lines",
+        "answered",
+        "failed",
+        "ETA",
+        "risk of missing the deadline",
+    )
     table = Table(*(Column(name, overflow="fold") for name in names))  # no id is cut off
     for one in found:
         counts, told = one.request_counts, one.cosched
@@ -75,12 +83,19 @@ def print_batches(
             f"{counts.total:,}",
             f"{counts.completed:,}",
             f"{counts.failed:,}",
-            f"{told.finish_s:,.0f} s" if told else "",
-            f"{told.miss_chance:.1%}" if told else "",
+            _eta(one),
+            f"{told.miss_chance:.1%}" if told and told.miss_chance is not None else "",
         )
     Console(file=sys.stdout).print(table)
     entries = [{**msgspec.to_builtins(one), "is_fetched": is_fetched(one)} for one in found]
     print(msgspec.json.encode({"program": "run_batch", "batches": entries}).decode(), flush=True)
+
+
+def _eta(batch: RemoteBatch) -> str:
+    told = batch.cosched
+    if told is None:
+        return ""
+    return told.state if told.finish_s is None else f"{told.finish_s:,.0f} s"
 
 
 def _rows(results: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:

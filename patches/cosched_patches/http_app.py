@@ -17,7 +17,7 @@ def _hook() -> Any:
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
     from cosched.config import Config, load_config
-    from cosched.engine.admin import add_routes
+    from cosched.engine.admin import add_routes, keeps_offline_waiting
     from cosched.engine.front import ReplyMiddleware, own_request
     from cosched_patches.active import front
     from cosched_patches.generate_request import WRONG_VALUES
@@ -54,7 +54,12 @@ def _hook() -> Any:
         @asynccontextmanager
         async def with_feeder(of: Any) -> Any:
             async with lifespan(of) as state:
-                async with service.feeding(app, api_key=api_key, state=own_request):
+                async with service.feeding(
+                    app,
+                    api_key=api_key,
+                    state=own_request,
+                    is_paused=lambda: keeps_offline_waiting(app),
+                ):
                     yield state
 
         app.router.lifespan_context = with_feeder

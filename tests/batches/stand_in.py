@@ -35,13 +35,16 @@ class StandIn:
         self.hung_up = 0
         self.note = None  # a file that is told each prompt
         self.is_held = False
+        self.is_paused = False
         self.num_under_way = 0
         self.most_under_way = 0
         self.service = BatchService(config)
 
         @asynccontextmanager
         async def lifespan(app):
-            async with self.service.feeding(app, api_key="secret", state=self.state):
+            async with self.service.feeding(
+                app, api_key="secret", state=self.state, is_paused=lambda: self.is_paused
+            ):
                 yield
 
         self.app = FastAPI(lifespan=lifespan)

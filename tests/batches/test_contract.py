@@ -446,7 +446,7 @@ def test_the_next_batch_has_an_estimate_at_once_also_after_a_restart(folder):
         with serving(stand_in) as url:
             api = Api(url)
             batch = api.create(lines(20))
-            assert (batch.cosched is None) == is_first
+            assert (batch.cosched["state"] == "estimating") == is_first
             api.wait(batch)
             stand_in.is_held = True
             forecast = api.create(lines(40), window="1h").cosched
@@ -474,8 +474,9 @@ def test_a_small_batch_is_not_expected_before_what_is_at_the_scheduler(api, stan
 def test_what_cannot_be_in_time_goes_first_and_its_lines_are_due_soon(api, stand_in):
     stand_in.delay_s = 0.5
     easy = api.create(lines(4000, "easy"), window="30d")
-    assert api.batches.retrieve(easy.id).cosched is None, "nothing is known yet"
-    until(lambda: api.batches.retrieve(easy.id).cosched)
+    unknown = api.batches.retrieve(easy.id).cosched
+    assert unknown["state"] == "estimating" and unknown["finish_s"] is None
+    until(lambda: api.batches.retrieve(easy.id).cosched["state"] == "measured")
     forecast = api.batches.retrieve(easy.id).cosched
     # 40 lines/s at the most, and a month for 4,000.
     assert 60 < forecast["finish_s"] < 400 and not forecast["is_late"]
@@ -492,6 +493,34 @@ def test_what_cannot_be_in_time_goes_first_and_its_lines_are_due_soon(api, stand
     for batch in (easy, hard):
         api.batches.cancel(batch.id)
     assert api.wait(easy).cosched is None
+
+
+@pytest.mark.parametrize("stand_in", [{"high_watermark": 20, "low_watermark": 10}], indirect=True)
+def test_a_pause_leaves_no_forecast_and_does_not_lower_the_measured_rate(api, stand_in):
+    stand_in.delay_s = 0.1
+    batch = api.create(lines(5000))
+
+    def told():
+        return api.batches.retrieve(batch.id).cosched
+
+    until(lambda: told()["state"] == "measured")
+    before = stand_in.service._feeder.rate.tokens_per_s
+    stand_in.is_held = stand_in.is_paused = True
+    assert told() == {
+        "state": "paused",
+        "running": told()["running"],
+        "finish_s": None,
+        "slack_s": None,
+        "is_late": False,
+        "miss_chance": None,
+    }
+    until(lambda: 10 < told()["running"] <= 20)
+    time.sleep(8)
+    after = stand_in.service._feeder.rate.tokens_per_s
+    assert after > 0.8 * before
+    stand_in.is_held = stand_in.is_paused = False
+    assert told()["state"] == "measured" and told()["miss_chance"] == 0.0
+    api.batches.cancel(batch.id)
 
 
 def test_an_open_server_shows_the_same_batches_to_any_token_and_to_none(folder):
@@ -614,7 +643,7 @@ def test_labels_are_bounded(clock):
         now=0,
         num_by_status={"in_progress": 1000},
         open=batches,
-        forecasts={},
+        outlooks={},
         under_way={},
         finished={},
         tokens_per_s=None,
