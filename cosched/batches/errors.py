@@ -37,13 +37,18 @@ class StoreAwayError(ApiError):
     """The database cannot be used now; all that it holds is as it was."""
 
     def __init__(self, reason: str) -> None:
+        """reason: for the operator's log; clients are not told, as it may name hosts and paths."""
         super().__init__(
-            f"the store of batches cannot be used now: {reason}",
+            "the store of batches cannot be used now; try again",
             status=503,
             code="store_away",
             retry_after_s=_STORE_RETRY_S,
         )
         self.reason = reason
+
+    @property
+    def for_log(self) -> str:
+        return f"the store of batches cannot be used now: {self.reason}"
 
 
 def not_found(kind: str, name: str) -> ApiError:

@@ -31,7 +31,9 @@ from cosched.batches.forecast import (
     forecasts,
     past_rate,
 )
-from cosched.batches.ingest import parse, validate
+from cosched.batches.ingest import LineRules, validate
+from cosched.batches.models import ServedModels
+from cosched.batches.privacy import Redaction
 from cosched.batches.storage import FilesAwayError
 from cosched.batches.store import BatchStore, records_of
 from cosched.jobs.client import Client
@@ -43,6 +45,7 @@ __all__ = ["Feeder"]
 
 logger = logging.getLogger(__name__)
 
+_INTERNAL = "the server failed on this line; its log says why"
 _LOOK_S = 1.0
 """How often to look for windows that have ended, when nothing else happens."""
 _SWEEP_S = 60.0
@@ -95,6 +98,8 @@ class Feeder:
         self._files = files
         self._client = client
         self._config = config
+        self._rules = LineRules(config)
+        self._redaction = Redaction([] if config.folder is None else [config.folder])
         self._name = secrets.token_hex(8)
         self.num_servers = 1
         """That live and share the store."""
@@ -144,7 +149,7 @@ class Feeder:
                 await self._flush()
                 await asyncio.to_thread(self._store.leave, self._name)
             except StoreAwayError as error:
-                logger.warning("batches: %s; lines without a result are sent again", error)
+                logger.warning("batches: %s; lines without a result are sent again", error.for_log)
 
     async def _join(self) -> None:
         lease_s = self._config.lease_s
@@ -153,7 +158,7 @@ class Feeder:
                 await asyncio.to_thread(self._store.join, self._name, lease_s=lease_s)
                 return
             except Exception as error:
-                self._tell(error, "cannot begin")
+                self.tell(error, "cannot begin")
                 await asyncio.sleep(_RETRY_S)
 
     async def _recall(self) -> None:
@@ -162,7 +167,7 @@ class Feeder:
             ended = await asyncio.to_thread(self._store.latest_answered, limit=_RECALLED)
             self._past_rate = past_rate(ended)
         except StoreAwayError as error:
-            self._tell(error, "the rate of earlier batches is not known")
+            self.tell(error, "the rate of earlier batches is not known")
 
     async def _beat(self) -> None:
         """Tell the other servers of a shared store that this one lives."""
@@ -180,7 +185,7 @@ class Feeder:
                     await self._join()
                 self.num_servers = max(living, 1)
             except Exception as error:
-                self._tell(error, "the store cannot be told that this server lives")
+                self.tell(error, "the store cannot be told that this server lives")
             await asyncio.sleep(lease_s / _BEATS_PER_LEASE)
 
     async def _let_go(self, names: Sequence[str]) -> None:
@@ -203,13 +208,13 @@ class Feeder:
                     self._is_store_away = False
             except Exception as error:
                 # A full disk or a database that is away: all is as it was, and is tried again.
-                self._tell(error, "cannot go on")
+                self.tell(error, "cannot go on")
                 await asyncio.sleep(_RETRY_S)
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_S):
                     await self._wake.wait()
 
-    def _tell(self, error: Exception, what: str) -> None:
+    def tell(self, error: Exception, what: str) -> None:
         """What failed is tried again. A database that is away is told of once, files that are away
         now and then."""
         if not isinstance(error, StoreAwayError):
@@ -217,10 +222,10 @@ class Feeder:
         elif isinstance(error, FilesAwayError):
             # Whether it is back is not known as long as nothing new is asked of it.
             if self._clock() >= self._next_told_s:
-                logger.warning("batches: %s; trying again until it can: %s", what, error)
+                logger.warning("batches: %s; trying again until it can: %s", what, error.for_log)
                 self._next_told_s = self._clock() + _TELL_S
         elif not self._is_store_away:
-            logger.warning("batches: %s; trying again until it can: %s", what, error)
+            logger.warning("batches: %s; trying again until it can: %s", what, error.for_log)
             self._is_store_away = True
 
     async def _step(self) -> None:
@@ -299,20 +304,28 @@ class Feeder:
         """Measured, as of a second ago."""
         return self._rate
 
+    async def _look_at_models(self) -> None:
+        """Adapters come and go while the server runs."""
+        content = await self._client.models()
+        models = None if content is None else ServedModels.of_listing(content)
+        if models is not None:
+            self._rules = replace(self._rules, models=models)
+
     async def _validate(self, batch: Batch) -> None:
         try:
+            await self._look_at_models()
             await asyncio.to_thread(
                 validate,
                 batch,
                 store=self._store,
                 files=self._files,
-                config=self._config,
+                rules=self._rules,
                 server=self._name,
             )
             self._not_validated.discard(batch.id)
         except Exception as error:
             self._not_validated.add(batch.id)
-            self._tell(error, f"cannot validate {batch.id}")
+            self.tell(error, f"cannot validate {batch.id}")
             await asyncio.sleep(_RETRY_S)
         finally:
             self._validation = None
@@ -335,7 +348,7 @@ class Feeder:
             else:
                 await asyncio.sleep(_LOOK_S)
         except Exception as error:
-            self._tell(error, f"cannot end {batch.id}")
+            self.tell(error, f"cannot end {batch.id}")
             await asyncio.sleep(_RETRY_S)
         finally:
             self._endings.pop(batch.id, None)
@@ -366,6 +379,8 @@ class Feeder:
             )
         room = self._config.high_watermark - self.num_under_way
         by_id = {batch.id: batch for batch in found}
+        if found:
+            await self._look_at_models()
         away: FilesAwayError | None = None
         for name, limit in shares(demands, room=room).items():
             batch = by_id[name]
@@ -435,7 +450,7 @@ class Feeder:
     def _read(self, line: Line, content: BinaryIO) -> RequestLine | BadLine:
         content.seek(line.offset)
         raw = RawLine(number=line.number, data=content.read(line.num_bytes))
-        read = parse(raw, self._config)
+        read = self._rules.parse(raw)
         if isinstance(read, BadLine):  # it was right when it was validated
             read = replace(read, custom_id=line.custom_id)
         return read
@@ -450,10 +465,12 @@ class Feeder:
             try:
                 state = self._state(self._deadline_s(batch))
                 outcome = await self._client.send(line, extensions={"state": state})
-            except Exception as error:
+            except Exception:
                 logger.exception("batches: line %d of %s", line.number, batch.id)
-                outcome = Failure(code="internal_error", message=repr(error))
-            if isinstance(outcome, Answer):
+                outcome = Failure(code="internal_error", message=_INTERNAL)
+            if isinstance(outcome, Failure):
+                outcome = self._private(outcome, batch, line)
+            else:
                 answer = outcome
                 num_tokens = answer.prompt_tokens + answer.completion_tokens
                 self._meter.finished(num_tokens=num_tokens, num_bytes=len(line.body))
@@ -472,6 +489,13 @@ class Feeder:
         )
         self._has_finished.set()
 
+    def _private(self, failure: Failure, batch: Batch, line: RequestLine) -> Failure:
+        """As the client may read it; what it may not is logged."""
+        shown = self._redaction.failure(failure)
+        if shown != failure:
+            logger.warning("batches: line %d of %s: %s", line.number, batch.id, failure.message)
+        return shown
+
     async def _write(self) -> None:
         while True:
             await self._has_finished.wait()
@@ -479,7 +503,7 @@ class Feeder:
             try:
                 await self._flush()
             except Exception as error:
-                self._tell(error, "cannot write results")
+                self.tell(error, "cannot write results")
                 await asyncio.sleep(_RETRY_S)
                 self._has_finished.set()
             if self.num_under_way <= self._config.low_watermark:
@@ -507,7 +531,7 @@ class Feeder:
                     await asyncio.to_thread(self._store.remove_ended, kept_s=kept_s)
                 await asyncio.to_thread(self._files.sweep)
             except Exception as error:
-                self._tell(error, "cannot let go of what has expired")
+                self.tell(error, "cannot let go of what has expired")
             await asyncio.sleep(_SWEEP_S)
 
 

@@ -4,18 +4,20 @@ told by line number."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import BinaryIO
 
 from cosched.batches.config import BatchesConfig
 from cosched.batches.data import Batch, Fault, NewLine
 from cosched.batches.files import FileStore
+from cosched.batches.models import ServedModels
 from cosched.batches.prefix import prefix_key
 from cosched.batches.store import BatchStore
 from cosched.jobs.ids import IdSet
 from cosched.jobs.lines import BadLine, RequestLine, duplicate_of, parse_line
 from cosched.jobs.source import RawLine, raw_lines
 
-__all__ = ["MAX_FAULTS", "parse", "validate"]
+__all__ = ["MAX_FAULTS", "LineRules", "validate"]
 
 MAX_FAULTS = 1000
 """Most that are told of one file; the first ones."""
@@ -23,8 +25,33 @@ MAX_FAULTS = 1000
 _LINES_PER_PAGE = 500
 
 
+@dataclass(frozen=True, slots=True)
+class LineRules:
+    """What lines are checked against. models: None where they are not known."""
+
+    config: BatchesConfig
+    models: ServedModels | None = None
+
+    def parse(self, raw: RawLine) -> RequestLine | BadLine:
+        """With the checks and the texts of `run_batch`, and the model."""
+        limit = self.config.max_line_bytes
+        line = parse_line(raw, max_line_bytes=limit, limit_name="batches.max_line_bytes")
+        if isinstance(line, BadLine) or self.models is None:
+            return line
+        fault = self.models.fault(line.body)
+        if fault is None:
+            return line
+        return BadLine(
+            number=line.number,
+            custom_id=line.custom_id,
+            code="model_not_found",
+            message=fault,
+            param="body.model",
+        )
+
+
 def validate(
-    batch: Batch, *, store: BatchStore, files: FileStore, config: BatchesConfig, server: str
+    batch: Batch, *, store: BatchStore, files: FileStore, rules: LineRules, server: str
 ) -> None:
     """Bring `batch` from validating to in_progress or failed. It may be interrupted at any moment,
     and is then begun again; ends early when the batch is no longer validated by this server."""
@@ -43,7 +70,7 @@ def validate(
         )
         return
     with content:
-        for found in _checked(content, endpoint=batch.request.endpoint, config=config):
+        for found in _checked(content, endpoint=batch.request.endpoint, rules=rules):
             if isinstance(found, Fault):
                 faults.append(found)
                 if len(faults) >= MAX_FAULTS:
@@ -61,15 +88,8 @@ def validate(
         store.accept(batch.id, server=server)
 
 
-def parse(line: RawLine, config: BatchesConfig) -> RequestLine | BadLine:
-    """As for `run_batch`: the same checks, the same texts."""
-    limit = config.max_line_bytes
-    return parse_line(line, max_line_bytes=limit, limit_name="batches.max_line_bytes")
-
-
-def _checked(
-    content: BinaryIO, *, endpoint: str, config: BatchesConfig
-) -> Iterator[NewLine | Fault]:
+def _checked(content: BinaryIO, *, endpoint: str, rules: LineRules) -> Iterator[NewLine | Fault]:
+    config = rules.config
     ids = IdSet(max_ids=config.max_lines)
     num_lines = 0
     for raw in raw_lines(content, max_line_bytes=config.max_line_bytes):
@@ -80,7 +100,7 @@ def _checked(
             message = f"a batch may have {config.max_lines} lines (batches.max_lines)"
             yield Fault(code="too_many_lines", message=message, param=None, line=raw.number)
             return
-        line = parse(raw, config)
+        line = rules.parse(raw)
         if isinstance(line, RequestLine):
             if not ids.add(line.custom_id):
                 line = duplicate_of(line)

@@ -24,7 +24,7 @@ from cosched.batches.api import (
     page_json,
 )
 from cosched.batches.data import Batch
-from cosched.batches.errors import ApiError
+from cosched.batches.errors import ApiError, StoreAwayError
 from cosched.batches.exposition import exposition
 from cosched.batches.service import BatchService
 from cosched.batches.uploads import blocks_of, too_large
@@ -63,15 +63,19 @@ def add_routes(
         ("GET", "/v1/batches/{id}", routes.show),
         ("POST", "/v1/batches/{id}/cancel", routes.cancel),
     ):
-        app.add_api_route(path, _with_errors(handler), methods=[method], name=handler.__name__)
-    app.add_api_route("/cosched/metrics", protect(_with_errors(routes.metrics)), methods=["GET"])
+        answer = _with_errors(handler, service.tell)
+        app.add_api_route(path, answer, methods=[method], name=handler.__name__)
+    metrics = protect(_with_errors(routes.metrics, service.tell))
+    app.add_api_route("/cosched/metrics", metrics, methods=["GET"])
 
 
-def _with_errors(handler: Handler) -> Handler:
+def _with_errors(handler: Handler, tell: Callable[[StoreAwayError], None]) -> Handler:
     async def answer(request: Request) -> Response:
         try:
             return await handler(request)
         except ApiError as error:
+            if isinstance(error, StoreAwayError):
+                tell(error)
             reply = _json(error_json(error), status=error.status)
             if error.retry_after_s is not None:
                 reply.headers["retry-after"] = str(error.retry_after_s)

@@ -59,6 +59,11 @@ class BatchService:
         if self._feeder is not None:
             self._feeder.wake()
 
+    def tell(self, error: StoreAwayError) -> None:
+        """Log why the store cannot be used, not at every request."""
+        if self._feeder is not None:
+            self._feeder.tell(error, "a request was answered with 503")
+
     @property
     def num_servers(self) -> int:
         """That live and share the store, as of a moment ago."""

@@ -208,6 +208,14 @@ class Client(HttpClients):
             )
         return None
 
+    async def models(self) -> bytes | None:
+        """The JSON of ``GET /v1/models``; None where it is not answered."""
+        try:
+            found = await self.pools[0].get("/v1/models", timeout=_CONNECT_TIMEOUT_S)
+        except httpx.RequestError:
+            return None
+        return found.content if found.is_success else None
+
     async def serves_classes(self) -> bool:
         """Whether the server is one of cosched's under a policy that knows offline requests.
 

@@ -36,6 +36,8 @@ class StandIn:
         self.note = None  # a file that is told each prompt
         self.is_held = False
         self.is_paused = False
+        self.refusal = "not this one"
+        self.names, self.adapters = ["m"], []
         self.num_under_way = 0
         self.most_under_way = 0
         self.service = BatchService(config)
@@ -49,7 +51,7 @@ class StandIn:
 
         self.app = FastAPI(lifespan=lifespan)
         self.app.add_api_route("/health", self.health)
-        self.app.add_api_route("/v1/models", self.health)
+        self.app.add_api_route("/v1/models", self.models)
         self.app.add_api_route("/server_info", self.info)
         self.app.add_api_route("/v1/completions", self.complete, methods=["POST"])
         self.app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
@@ -66,6 +68,10 @@ class StandIn:
 
     async def health(self):
         return {}
+
+    async def models(self):
+        cards = [{"id": name, "parent": None} for name in self.names]
+        return {"data": cards + [{"id": name, "parent": "m"} for name in self.adapters]}
 
     async def complete(self, request: Request):
         assert request.state.own and request.headers["authorization"] == "Bearer secret"
@@ -89,7 +95,8 @@ class StandIn:
         finally:
             self.num_under_way -= 1
         if prompt == "refuse":
-            return JSONResponse({"error": {"message": "not this one"}}, status_code=400)
+            message = self.refusal
+            return JSONResponse({"error": {"message": message}}, status_code=400)
         choice = {"index": 0, "text": f"to {prompt}", "finish_reason": "stop"}
         return {"id": "r", "choices": [choice], "usage": self.usage}
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import sqlite3
+import sys
 import time
+from pathlib import Path
 
 import httpx
 import openai
@@ -521,6 +523,54 @@ def test_a_pause_leaves_no_forecast_and_does_not_lower_the_measured_rate(api, st
     stand_in.is_held = stand_in.is_paused = False
     assert told()["state"] == "measured" and told()["miss_chance"] == 0.0
     api.batches.cancel(batch.id)
+
+
+def of_model(custom_id, model):
+    return line(custom_id, body={"prompt": "hi", "max_tokens": 2, "model": model})
+
+
+def test_lines_that_name_a_model_that_is_not_served_are_wrong(api, stand_in):
+    stand_in.names, stand_in.adapters = ["org/m", "s3://a/b"], ["ada", "bob"]
+    names = ["org/m", "default", "ada", "org/m:ada", "default:bob", "s3://a/b", "s3://a/b:ada"]
+    good = [of_model(f"g{number}", name) for number, name in enumerate(names)]
+    done = api.wait(api.create([*good, line("none named")]))
+    assert (done.status, done.request_counts.completed) == ("completed", 8)
+    wrong = ["gpt-4o", "org/m:eve", "ada:org/m", "org"]
+    done = api.wait(api.create([of_model(name, name) for name in wrong] + good))
+    assert done.status == "failed"
+    found = [(one.line, one.code, one.param) for one in done.errors.data]
+    assert found == [(number, "model_not_found", "body.model") for number in (1, 2, 3, 4)]
+    assert "'gpt-4o' is not served here; served: ada, bob, org/m, s3://a/b" in (
+        done.errors.data[0].message
+    )
+
+
+def test_lines_of_a_model_that_a_restart_does_not_serve_are_not_answered_by_another(folder):
+    config = BatchesConfig(folder=str(folder))
+    stand_in = StandIn(config)
+    stand_in.is_held = True
+    with serving(stand_in) as url:
+        batch = Api(url).create([of_model(f"c{n}", "m") for n in range(3)])
+        Api(url).wait(batch, "in_progress")
+    other = StandIn(config)
+    other.names = ["n"]
+    with serving(other) as url:
+        outcome = Api(url).outcome(Api(url).wait(batch))
+    assert outcome == dict.fromkeys(("c0", "c1", "c2"), "model_not_found")
+    assert not other.asked
+
+
+def test_error_lines_name_no_paths_of_the_server(api, stand_in, folder, caplog):
+    own = [f"{folder}/files/file-1", f"{sys.prefix}/lib/x/y.py:17", str(Path.home() / ".cache/m")]
+    own += ["/project/cpp/grammar.cc:33"]
+    kept = ["/v1/chat/completions", "https://example.org/a/b.py", "and/or", "/"]
+    stand_in.refusal = "cannot read " + ", ".join([*own, *kept])
+    done = api.wait(api.create([line("refuse")]))
+    (record,) = api.records(done.error_file_id)
+    for text in (record["error"]["message"], record["response"]["body"]["error"]["message"]):
+        assert not [path for path in own if path.partition(":")[0] in text]
+        assert text.count("[path]") == 4 and text.endswith(", ".join(kept))
+    assert all(path in caplog.text for path in own), "the operator is told"
 
 
 def test_an_open_server_shows_the_same_batches_to_any_token_and_to_none(folder):

@@ -173,7 +173,8 @@ def test_a_database_that_is_stopped_is_told_and_comes_back(cluster, folder, capl
                 assert reply.status_code == 503 and int(reply.headers["retry-after"]) > 0
                 error = reply.json()["error"]
                 assert (error["type"], error["code"]) == ("server_error", "store_away")
-                assert "the store of batches cannot be used now" in error["message"]
+                message = "the store of batches cannot be used now; try again"
+                assert error["message"] == message, "it names no host"
             with pytest.raises(openai.InternalServerError, match="cannot be used now"):
                 api.upload(lines(1))
             assert len(list((folder / "files").iterdir())) == 1, "an upload was left behind"

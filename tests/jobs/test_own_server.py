@@ -143,8 +143,8 @@ def test_kill_9_of_the_job_leaves_no_server(tmp_path):
 def test_the_command_starts_cosched_with_the_users_flags():
     command = server_command(model_path="m", port=5, flags=["--tp", "2"])
     assert command[1:] == [
-        "-m", "cosched.launch_server", "--model-path", "m", "--host", "127.0.0.1", "--port", "5",
-        "--tp", "2",
+        "-m", "cosched.launch_server", "--model-path", "m", "--cosched-batches", "off",
+        "--host", "127.0.0.1", "--port", "5", "--tp", "2",
     ]  # fmt: skip
 
 
