@@ -21,18 +21,45 @@ _MAX_BATCHES = 50
 _BATCH = ("batch",)
 
 METRICS = (
-    Metric("batches", Kind.GAUGE, "Batches by status.", ("status",)),
-    Metric("batches_lines", Kind.GAUGE, "Lines of open batches, by state.", ("state",)),
-    Metric("batches_finished_lines", Kind.COUNTER, "Lines with a result, by kind.", ("result",)),
-    Metric("batches_tokens", Kind.COUNTER, "Of answered lines, by kind.", ("kind",)),
-    Metric("batches_servers", Kind.GAUGE, "That live and share the store."),
-    Metric("batches_tokens_per_second", Kind.GAUGE, "Measured rate of finished lines."),
-    Metric("batch_lines", Kind.GAUGE, "Lines of a batch, by state.", ("batch", "state")),
-    Metric("batch_tokens", Kind.GAUGE, "Of its answered lines, by kind.", ("batch", "kind")),
-    Metric("batch_seconds_left", Kind.GAUGE, "Until its window ends.", _BATCH),
-    Metric("batch_finish_seconds", Kind.GAUGE, "Until it is expected to be finished.", _BATCH),
-    Metric("batch_slack_seconds", Kind.GAUGE, "What its window leaves.", _BATCH),
-    Metric("batch_miss_chance", Kind.GAUGE, "That its window ends first.", _BATCH),
+    Metric("batches", Kind.GAUGE, "Batches in the store by status.", ("status",)),
+    Metric("batches_lines", Kind.GAUGE, "Lines of open batches by state.", ("state",)),
+    Metric(
+        "batches_finished_lines",
+        Kind.COUNTER,
+        "Lines that got a result since the start, by kind.",
+        ("result",),
+    ),
+    Metric(
+        "batches_tokens",
+        Kind.COUNTER,
+        "Tokens of answered lines since the start, by kind.",
+        ("kind",),
+    ),
+    Metric("batches_servers", Kind.GAUGE, "Live servers sharing this store."),
+    Metric("batches_tokens_per_second", Kind.GAUGE, "Measured rate of tokens of finished lines."),
+    Metric("batch_lines", Kind.GAUGE, "Lines of one batch by state.", ("batch", "state")),
+    Metric(
+        "batch_tokens",
+        Kind.GAUGE,
+        "Tokens of the answered lines of one batch, by kind.",
+        ("batch", "kind"),
+    ),
+    Metric("batch_seconds_left", Kind.GAUGE, "Time until the window of the batch ends.", _BATCH),
+    Metric(
+        "batch_finish_seconds",
+        Kind.GAUGE,
+        "Time until the batch is expected to be finished.",
+        _BATCH,
+    ),
+    Metric(
+        "batch_slack_seconds",
+        Kind.GAUGE,
+        "Time that the window of the batch leaves at its fair share of the rate.",
+        _BATCH,
+    ),
+    Metric(
+        "batch_miss_chance", Kind.GAUGE, "Probability that the batch misses its window.", _BATCH
+    ),
 )
 
 

@@ -501,6 +501,7 @@ class Controller:
         pool = self.waiting.offline
         output_tokens = self.service.output_tokens
         aborted = self.service.aborted + self.waiting.aborted
+        cancelled = self.service.cancelled + self.waiting.cancelled
         return ReplicaState(
             policy=self.config.policy,
             num_waiting_online=len(self.waiting.online),
@@ -517,6 +518,8 @@ class Controller:
             budget_used_s=round(self.observer.budget_used_s, 6),
             num_aborted_online=aborted[RequestClass.ONLINE],
             num_aborted_offline=aborted[RequestClass.OFFLINE],
+            num_cancelled_online=cancelled[RequestClass.ONLINE],
+            num_cancelled_offline=cancelled[RequestClass.OFFLINE],
             num_waits=0 if self.last_moment is None else self.last_moment.num_waits,
             num_dry=0 if self.last_moment is None else self.last_moment.num_dry,
             lead_s=0.0 if self.last_moment is None else round(self.last_moment.lead_s, 6),

@@ -47,6 +47,8 @@ class ServiceRecord:
         self.output_tokens: Counter[RequestClass] = Counter()
         self.aborted: Counter[RequestClass] = Counter()
         """Requests that were aborted after they had begun."""
+        self.cancelled: Counter[RequestClass] = Counter()
+        """Requests in `aborted` that their client took back."""
         self.attainment: dict[tuple[RequestClass, str], list[int]] = {
             (request_class, target): [0, 0]
             for request_class, targets in TARGETS.items()
@@ -85,6 +87,8 @@ class ServiceRecord:
                 tracked.is_reported = True
                 if port.is_aborted(req):
                     self.aborted[tracked.request_class] += 1
+                    if port.is_cancelled(req):
+                        self.cancelled[tracked.request_class] += 1
                 else:
                     self._finished(tracked, now_s)
 

@@ -30,6 +30,7 @@ class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
     failures         what failed and was left out (`cosched.engine.guard`) -> how often
     recomputed_tokens  prompt and output tokens computed again because a stop had lost them
     num_aborted_online, num_aborted_offline  requests that ended without their whole reply
+    num_cancelled_online, num_cancelled_offline  aborted requests that their client took back
     budget_s         most time that plans gave their iterations, of those that were limited [s]
     budget_used_s    measured time of the same [s]
     attainment       target -> (requests that met it, requests that missed it)
@@ -57,6 +58,8 @@ class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
     num_turned_away: int
     num_aborted_online: int
     num_aborted_offline: int
+    num_cancelled_online: int
+    num_cancelled_offline: int
     num_iterations: int
     busy_s: float
     budget_s: float

@@ -55,6 +55,8 @@ class WaitingQueue:
         """Prompt and generated tokens of all that wait."""
         self.aborted: Counter[RequestClass] = Counter()
         """Requests that were taken out and will not run."""
+        self.cancelled: Counter[RequestClass] = Counter()
+        """Requests in `aborted` that their client took back."""
         self.offline_limits = OfflineLimits()
         """What the operator allows."""
         self.kv: KvManager | None = None
@@ -126,6 +128,12 @@ class WaitingQueue:
         with self._pool() as pool:
             pool.remove(rid)
             self._refer(tracked, -1)
+        return tracked
+
+    def cancel_rid(self, rid: str) -> TrackedRequest:
+        """Take out a request that its client takes back. KeyError when it does not wait."""
+        tracked = self.abort_rid(rid)
+        self.cancelled[tracked.request_class] += 1
         return tracked
 
     def abort_rid(self, rid: str) -> TrackedRequest:

@@ -19,6 +19,9 @@ def _hook() -> Any:
         # Stock aborts whatever begins with the given id, which is mostly one whole id.
         meant = list(waiting) if recv_req.abort_all else waiting.beginning_with(recv_req.rid)
         scheduler.waiting_queue = list(meant)
+        # With a reason it is the server that gives up: a timeout, say.
+        by_client = not (recv_req.abort_message or recv_req.finished_reason)
+        take_out = waiting.cancel_rid if by_client else waiting.abort_rid
         try:
             return original(scheduler, recv_req)
         finally:
@@ -26,7 +29,7 @@ def _hook() -> Any:
             scheduler.waiting_queue = waiting
             for req in meant:
                 if id(req) not in left:
-                    waiting.remove(req)
+                    take_out(req.rid)
 
     return look_up
 

@@ -131,6 +131,7 @@ def test_what_is_aborted_is_no_served_request(export):
     assert value("e2e_seconds_count", **ONLINE) == value("tpot_seconds_count", **ONLINE) == 0
     assert 0 < value("output_tokens_total", **ONLINE) < 100
     assert value("aborted_total", **ONLINE) == 1 and value("aborted_total", **OFFLINE) == 0
+    assert value("cancelled_total", **ONLINE) == 1 and value("cancelled_total", **OFFLINE) == 0
 
 
 def test_what_is_aborted_while_it_waits_is_counted_by_class(export):
@@ -142,6 +143,7 @@ def test_what_is_aborted_while_it_waits_is_counted_by_class(export):
         on_iteration=lambda n: engine.abort("waits") if n == 10 else None, max_iterations=300
     )
     assert value("aborted_total", **OFFLINE) == 3 and value("aborted_total", **ONLINE) == 0
+    assert value("cancelled_total", **OFFLINE) == 3 and value("cancelled_total", **ONLINE) == 0
     assert value("e2e_seconds_count", **ONLINE) == 1
 
 

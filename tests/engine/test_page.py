@@ -71,6 +71,8 @@ def state():
         },
         num_aborted_online=4,
         num_aborted_offline=5,
+        num_cancelled_online=1,
+        num_cancelled_offline=5,
         num_waiting_online=0,
         num_waiting_offline=20,
         skipped={"latency_budget": 12},
@@ -116,7 +118,14 @@ BATCH = {
     "errors": None,
     "output_file_id": None,
     "error_file_id": None,
-    "cosched": {"finish_s": 90.0, "slack_s": 1, "is_late": True, "miss_chance": 0.25},
+    "cosched": {
+        "state": "measured",
+        "running": 2,
+        "finish_s": 90.0,
+        "slack_s": 1,
+        "is_late": True,
+        "miss_chance": 0.25,
+    },
 }
 
 
@@ -136,19 +145,58 @@ def test_it_shows_both_classes_memory_and_batches():
         assert row in texts["online"]
     assert "deadlines met, since the start|75.0 %" in texts["offline"]
     assert "tokens in the pool|1,400" in texts["offline"]
-    assert "aborted, since the start|8" in texts["online"]
-    assert "aborted, since the start|10" in texts["offline"]
+    assert "cancelled by clients, since the start|2|aborted, since the start|6" in texts["online"]
+    assert "cancelled by clients, since the start|10|aborted, since the start|0" in texts["offline"]
     assert "online 94.9 %" in texts["kv-legend"]
     assert "the time of the iteration is used up|24" in texts["waits"]
-    assert "the plan did not come to them|16" in texts["waits"]
+    assert "not reached: lower in queue|16" in texts["waits"]
     assert "offline work is paused|yes" in texts["waits"]
     first, second = texts["batch-rows"].split("batch_01234567")[1:]
-    assert "4 of 10|1 failed" in first and "90 s" in first and "25.0 %" in first
+    assert "4 of 10|2 at the engine|1 failed" in first and "90 s" in first and "25.0 %" in first
     assert "Cancel" in first and "Results" not in first
     assert "Results" in second and "Cancel" not in second
     assert texts["servers"] == "answered by 3 servers" and not seen["hidden"]["servers"]
     assert "undefined" not in json.dumps(texts) and "NaN" not in json.dumps(texts)
     assert {key for _, key in seen["asked"]} == {"Bearer secret"}
+
+
+@pytest.mark.parametrize("told", ["paused", "estimating"])
+def test_a_batch_without_a_forecast_says_why(told):
+    outlook = {"state": told, "running": 0, "finish_s": None, "slack_s": None, "miss_chance": None}
+    batch = BATCH | {"cosched": outlook | {"is_late": False}}
+    page = {"data": [batch], "cosched": {"servers": 1}}
+    texts = run({"v1/batches?limit=50": page})["texts"]
+    assert told in texts["batch-rows"] and "%" not in texts["batch-rows"]
+    assert "NaN" not in texts["batch-rows"] and "null" not in texts["batch-rows"]
+
+
+def test_lines_in_the_store_are_among_what_waits():
+    """Although no request waits at the scheduler."""
+    idle = numbers_of_idle()
+    server = {"policy": "hygen", "slo": {"ttft_ms": 1000, "tpot_ms": 50}, "shutting_down": False}
+    counts = {"total": 3000, "completed": 200, "failed": 50}
+    seen = run(
+        {
+            "cosched": server | {"replicas": [idle]},
+            "v1/batches?limit=50": {
+                "data": [BATCH | {"request_counts": counts}, BATCH | {"status": "completed"}],
+                "cosched": {"servers": 1},
+            },
+        }
+    )
+    assert "batch lines in the store|2,748" in seen["texts"]["waits"]
+    assert seen["hidden"]["no-waits"]
+
+
+def numbers_of_idle():
+    """The state of a replica at which nothing waits."""
+    limits = {"paused": False, "max_running": None, "stop_running": False}
+    return state() | {
+        "num_waiting_online": 0,
+        "num_waiting_offline": 0,
+        "skipped": {},
+        "offline_limits": limits,
+    }
 
 
 def test_it_shows_what_was_done_since_it_looked_first():

@@ -144,12 +144,17 @@ def test_a_file_whose_batch_is_refused_is_not_left_behind(shown, api, tmp_path):
     until(lambda: len(list(api.files.list())) == num_files)
 
 
-def test_a_batch_is_uploaded_and_cancelled(shown, api, tmp_path):
-    browser = shown()
+@pytest.mark.parametrize(("width", "height"), [(1200, 800), (390, 844)], ids=str)
+def test_a_batch_is_uploaded_and_cancelled(shown, api, tmp_path, width, height):
+    browser = shown(width, height)
+    num_rows = browser.value("document.querySelectorAll('#batch-rows tr').length")
     upload(browser, tmp_path / "in.jsonl")
     first = "document.querySelector('#batch-rows tr')"
-    browser.wait_for("document.querySelectorAll('#batch-rows tr').length == 4")
+    browser.wait_for(f"document.querySelectorAll('#batch-rows tr').length == {num_rows + 1}")
     browser.wait_for(f"{first}.innerText.includes('0 of 1')")
+    said = "document.getElementById('uploaded').textContent"
+    browser.wait_for(f"{said}.endsWith(': in progress')")
+    assert browser.value("document.documentElement.scrollWidth") == width
     cancel = f"[...{first}.querySelectorAll('button')].find(b => b.innerText == 'Cancel').click()"
     browser.value(f"window.confirm = () => false; {cancel}")
     browser.value("window.confirm = () => true")
@@ -157,6 +162,7 @@ def test_a_batch_is_uploaded_and_cancelled(shown, api, tmp_path):
     assert batch.status in ("validating", "in_progress")
     browser.value(cancel)
     browser.wait_for(f"{first}.innerText.includes('cancelled')")
+    browser.wait_for(f"{said}.endsWith(': cancelled')")
     assert "Cancel" not in browser.value(
         f"[...{first}.querySelectorAll('button')].map(b => b.innerText)"
     )

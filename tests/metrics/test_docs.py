@@ -54,6 +54,17 @@ def test_the_table_of_prometheus_metrics_is_complete(section, metrics):
     }
 
 
+def test_each_help_text_stands_alone():
+    """/metrics is read a line at a time: no text may refer to the one before it."""
+    refers = re.compile(
+        r"^(That|Of|Until|Since|What|How|Their|The same)\b"
+        r"|\b(the same|of these|of them|of its|they|it is|somebody|nobody|that is)\b",
+        re.IGNORECASE,
+    )
+    for metric in (*METRICS, *OF_BATCHES):
+        assert not refers.search(metric.text), (metric.name, metric.text)
+
+
 def test_the_dashboard_asks_for_what_there_is():
     dashboard = json.loads(DOCS.with_name("grafana.json").read_text())
     metrics = {metric.shown_name: metric for metric in (*METRICS, *OF_BATCHES)}
@@ -80,7 +91,7 @@ def test_the_dashboard_asks_for_what_there_is():
     # What says the same as another one, or is a detail of it.
     left_out = {"e2e_seconds", "prediction_error_ratio", "policy_given_up", "pool_tokens"}
     left_out |= {"pool_sharing_ratio", "pool_expected_hit_ratio", "batches_tokens_total"}
-    left_out |= {"batch_lines", "batch_tokens"}
+    left_out |= {"batch_lines", "batch_tokens", "cancelled_total"}
     assert set(metrics) - shown - host == {f"cosched:{name}" for name in left_out}
 
 

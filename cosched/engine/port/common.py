@@ -46,6 +46,7 @@ __all__ = [
     "host_total",
     "in_flight",
     "is_aborted",
+    "is_cancelled",
     "is_constrained",
     "is_done",
     "is_ending",
@@ -403,6 +404,11 @@ def waits_alone(scheduler: Any) -> bool:
 def is_aborted(req: Any) -> bool:
     """Whether one that is over was ended by somebody, and neither by itself nor by its limit."""
     return isinstance(req.finished_reason, FINISH_ABORT)
+
+
+def is_cancelled(req: Any) -> bool:
+    """Whether one that is aborted was taken back by its client: errors have a status."""
+    return is_aborted(req) and req.finished_reason.status_code is None
 
 
 def num_outputs(reqs: Iterable[Any]) -> list[int]:
