@@ -11,6 +11,7 @@ from cosched.config import Config
 from cosched.engine import port
 from cosched.engine.clock import Clock, EngineClock
 from cosched.engine.controller import Controller, Log
+from cosched.engine.cpu_compile import run_uncompiled
 from cosched.engine.decision_records import Header
 from cosched.engine.decisions import DecisionLog
 from cosched.engine.exporter import MetricsExporter
@@ -34,6 +35,7 @@ def attach(scheduler: Any, config: Config) -> None:
 
     ConfigError when the policy cannot serve its model.
     """
+    run_uncompiled(scheduler.server_args)
     clock = EngineClock()
     guard = Guard(is_strict=config.strict)
     observer = IterationObserver(scheduler, clock=clock, guard=guard)
