@@ -201,12 +201,13 @@ def _prompt(rng: random.Random, world: World) -> str:
 
 
 def _tokens(rng: random.Random, world: World) -> Any:
-    """How many new tokens."""
+    """How many new tokens. Few replies are as long as the context: each keeps a slot for as long
+    as 100 others."""
     return rng.choices(
         [
             1,
             rng.randint(2, 8),
-            rng.randint(8, 60),
+            rng.randint(8, 30),
             world.context_len - 1,
             10**6,
             2**31,
@@ -214,8 +215,13 @@ def _tokens(rng: random.Random, world: World) -> Any:
             -1,
             None,
         ],
-        [10, 30, 30, 4, 3, 1, 3, 2, 2],
+        [25, 60, 60, 1, 1, 2, 6, 4, 2],
     )[0]
+
+
+def _num_replies(rng: random.Random) -> int:
+    """Of one prompt. Many are rare for the same reason."""
+    return rng.choices([1, 2, 3, 0, -1, rng.choice([20, 100])], [2, 5, 3, 2, 2, 0.3])[0]
 
 
 def _logit_bias(rng: random.Random, world: World) -> dict[str, Any]:
@@ -290,7 +296,7 @@ def _sampling(rng: random.Random, world: World) -> dict[str, Any]:
         (None, lambda: {"stop_regex": rng.choice([r"[a-c]", "[a", "", ["a|b"]])}),
         (None, lambda: {"stop_token_ids": rng.choice(
             [[7], [], [world.vocab_size], [-1], ["a"], 7, [10**12]])}),
-        (None, lambda: {"n": rng.choice([1, 2, 2, 3, 0, -1, 100])}),
+        (None, lambda: {"n": _num_replies(rng)}),
         (None, lambda: {"sampling_seed": rng.choice([0, 1, -1, 2**31, 2**62, "a"])}),
         (None, lambda: {"logit_bias": _logit_bias(rng, world)}),
         (None, lambda: {"ignore_eos": True, "skip_special_tokens": False, "no_stop_trim": True}),
@@ -383,7 +389,7 @@ def _openai_extras(rng: random.Random, world: World, body: dict[str, Any], *, ch
         (None, lambda: {"temperature": rng.choice([0, 0.7, 1, 2, 3, -1])}),
         (None, lambda: {"top_p": rng.choice([1, 0.5, 0, 2]), "top_k": rng.choice([1, 5, 0, -1])}),
         (None, lambda: {"min_p": rng.choice([0, 0.1, 1, 1.1])}),
-        (None, lambda: {"n": rng.choice([1, 2, 3, 0, -1, 50])}),
+        (None, lambda: {"n": _num_replies(rng)}),
         (None, lambda: {"stop": rng.choice(["a", ["a", "b"], "", [], [""], ["x"] * 20, 5])}),
         (None, lambda: {"stop_token_ids": rng.choice([[7], [-1], [world.vocab_size], ["a"]])}),
         (None, lambda: {"stop_regex": rng.choice(["[ab]", "[a"])}),

@@ -3,8 +3,9 @@
     scripts/fuzz_server --seed 1 --requests 1000
 
 Sends requests of both classes to all endpoints, right, subtly wrong and garbage, some of which hang
-up at a random moment, with a small chat as a probe beside. Every answer must be 2xx or 4xx, the
-probe always answered, and at the end nothing may wait, run or hold KV.
+up at a random moment. A small chat is sent as a probe every half second beside them, whether or not
+the last one is answered. Every answer must be 2xx or 4xx, every probe must be answered within
+`--probe-limit` seconds, and at the end nothing may wait, run or hold KV.
 
 A seed gives the same requests in the same order; how they meet in time differs between runs.
 `--only N` sends request N alone. The last line is one JSON object; 1 is the exit status when
@@ -40,11 +41,12 @@ from tests.serving import Server, ServerError, start_server
 CONTEXT_LEN = 1024
 LORAS = ("A", "B", "C")
 SERVED_MODEL = "fuzzed"
-CASE_TIMEOUT_S = 240.0
+CASE_TIMEOUT_S = 90.0
 """Beyond any wait that a busy machine explains."""
 DRAIN_TIMEOUT_S = 120.0
 READY_TIMEOUT_S = 500.0
 PROBE_EVERY_S = 0.5
+PROBE_LIMIT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,20 @@ class Failure:
     case: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """A chat that was answered.
+
+    sent_s     since the start of the run
+    took_s     until its whole answer was there
+    under_way  numbers of the requests under way when it was sent
+    """
+
+    sent_s: float
+    took_s: float
+    under_way: tuple[int, ...]
+
+
 @dataclass(slots=True)
 class Outcome:
     """What a run found."""
@@ -63,7 +79,11 @@ class Outcome:
     statuses: Counter[str] = field(default_factory=Counter)
     known: Counter[str] = field(default_factory=Counter)
     failures: list[Failure] = field(default_factory=list)
-    probe_s: list[float] = field(default_factory=list)
+    probes: list[Probe] = field(default_factory=list)
+    lag_s: float = 0.0
+    """Most that this process itself was late to send a probe."""
+    took_s: float = 0.0
+    """Of all requests, without the start of the server and the checks at the end."""
     probe_failures: list[str] = field(default_factory=list)
     digest: str = ""
 
@@ -82,6 +102,7 @@ class Fuzz:
         self.outcome = Outcome()
         self.dead = False
         self.in_flight: dict[int, Case] = {}
+        self._started_s = 0.0
 
     async def run(self, console: Console) -> None:
         # A connection each: what one request breaks is not put down to the next.
@@ -89,12 +110,16 @@ class Fuzz:
         async with httpx.AsyncClient(base_url=self.url, limits=limits, timeout=None) as client:
             waiting = iter(self.cases)
             done = asyncio.Event()
-            probe = asyncio.create_task(self._probe_until(client, done))
+            await self._probe(client)  # the first chat pays for what is set up lazily
+            self.outcome.probes.clear()
+            self._started_s = time.perf_counter()
+            probing = asyncio.create_task(self._probe_until(client, done))
             teller = asyncio.create_task(self._tell(console, done))
             workers = [self._work(client, waiting) for _ in range(self.concurrency)]
             await asyncio.gather(*workers)
+            self.outcome.took_s = time.perf_counter() - self._started_s
             done.set()
-            await probe
+            await probing
             await teller
             if not self.dead:
                 await self._check_drained(client)
@@ -151,19 +176,24 @@ class Fuzz:
         return False
 
     async def _probe_until(self, client: httpx.AsyncClient, done: asyncio.Event) -> None:
-        """A user's chat, over and over."""
+        """Send a user's chat every `PROBE_EVERY_S`, also while earlier ones wait for an answer."""
+        probes = [asyncio.create_task(self._probe(client))]
         while not self.dead:
-            await self._probe(client)
+            due_s = time.perf_counter() + PROBE_EVERY_S
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(done.wait(), PROBE_EVERY_S)
             if done.is_set():
-                return
+                break
+            self.outcome.lag_s = max(self.outcome.lag_s, time.perf_counter() - due_s)
+            probes.append(asyncio.create_task(self._probe(client)))
+        await asyncio.gather(*probes)
 
     async def _probe(self, client: httpx.AsyncClient) -> None:
-        number = len(self.outcome.probe_s)
+        sent_s = time.perf_counter()
+        under_way = tuple(self.in_flight)
+        number = int(sent_s * 1e6)
         messages = [{"role": "user", "content": f"{number} is a number. Name another."}]
         body = {"model": self.model, "messages": messages, "max_tokens": 4, "ignore_eos": True}
-        started_s = time.perf_counter()
         try:
             answer = await client.post("/v1/chat/completions", json=body, timeout=CASE_TIMEOUT_S)
             num_tokens = answer.json()["usage"]["completion_tokens"]
@@ -172,7 +202,10 @@ class Fuzz:
             self.outcome.probe_failures.append(repr(error)[:300])
             self.dead = self.dead or not await self._is_alive()
             return
-        self.outcome.probe_s.append(time.perf_counter() - started_s)
+        took_s = time.perf_counter() - sent_s
+        self.outcome.probes.append(
+            Probe(sent_s=sent_s - self._started_s, took_s=took_s, under_way=under_way)
+        )
 
     async def _tell(self, console: Console, done: asyncio.Event) -> None:
         every_s = 0.5 if console.is_terminal else 15.0
@@ -240,7 +273,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--first", type=int, default=0, help="number of the first (default: 0)")
     parser.add_argument("--only", type=int, metavar="N", help="send request N alone, and show it")
     parser.add_argument(
-        "--concurrency", type=int, default=16, help="most under way at a time (default: 16)"
+        "--concurrency", type=int, default=8, help="most under way at a time (default: 8)"
+    )
+    parser.add_argument(
+        "--probe-limit",
+        type=float,
+        default=PROBE_LIMIT_S,
+        metavar="S",
+        help="longest that a probe may take, in seconds (default: %(default)s)",
     )
     parser.add_argument(
         "--without",
@@ -308,8 +348,16 @@ def report(console: Console, args: argparse.Namespace, outcome: Outcome, log: st
     found = tracebacks(log)
     for line, count in found.most_common():
         console.print(f"{count:4} traceback(s) in the log: {line}", markup=False, highlight=False)
-    probe_s = sorted(outcome.probe_s) or [0.0]
-    ok = not outcome.failures and not outcome.probe_failures
+    probe_s = sorted(probe.took_s for probe in outcome.probes) or [0.0]
+    slow = [probe for probe in outcome.probes if probe.took_s > args.probe_limit]
+    for probe in slow[:20]:
+        console.print(
+            f"* a probe at {probe.sent_s:.1f} s took {probe.took_s:.1f} s; under way were "
+            f"{' '.join(map(str, probe.under_way))}",
+            style="red",
+            highlight=False,
+        )
+    ok = not outcome.failures and not outcome.probe_failures and not slow
     result = {
         "config": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
         "seed": args.seed,
@@ -317,12 +365,16 @@ def report(console: Console, args: argparse.Namespace, outcome: Outcome, log: st
         "ok": ok,
         "num_sent": outcome.num_sent,
         "num_failures": len(outcome.failures),
-        "num_probes": len(outcome.probe_s),
+        "took_s": round(outcome.took_s, 1),
+        "num_probes": len(outcome.probes),
         "num_probe_failures": len(outcome.probe_failures),
+        "num_slow_probes": len(slow),
         "probe_ms": {
             "p50": round(probe_s[len(probe_s) // 2] * 1e3, 1),
+            "p99": round(probe_s[len(probe_s) * 99 // 100] * 1e3, 1),
             "max": round(probe_s[-1] * 1e3, 1),
         },
+        "client_lag_ms": round(outcome.lag_s * 1e3, 1),
         "statuses": dict(sorted(outcome.statuses.items())),
         "known": dict(outcome.known),
         "tracebacks": dict(found),

@@ -51,12 +51,16 @@ def test_every_feature_can_be_left_out():
     assert build_parser().parse_args(["--without", *FEATURES]).without == list(FEATURES)
 
 
+NUM_REQUESTS = 80
+
+
 @pytest.mark.server
-def test_no_request_hurts_the_server(forks):
+def test_no_request_ends_the_server_or_makes_a_chat_wait_for_2_seconds(forks):
     with fuzzed_server(build_parser().parse_args([]), forks) as server:
-        command = ["scripts/fuzz_server", "--seed", "11", "--requests", "80", "--url", server.url]
+        options = ["--seed", "11", "--requests", str(NUM_REQUESTS), "--probe-limit", "2"]
+        command = ["scripts/fuzz_server", *options, "--url", server.url]
         found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert found.returncode == 0, found.stderr[-8000:] + server.log()[-8000:]
     result = json.loads(found.stdout.splitlines()[-1])
-    assert result["num_sent"] == 80 and result["num_probes"] > 0
+    assert result["num_sent"] == NUM_REQUESTS and result["num_probes"] > 0
     assert result["statuses"]["200"] > 10 and result["statuses"]["400"] > 10
