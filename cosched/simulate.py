@@ -1,4 +1,4 @@
-"""Run SGLang's scheduler through a trace in virtual time, on a GPU that need not be there.
+"""Run SGLang's scheduler through a trace in virtual time, on a simulated GPU.
 
     python -m cosched.simulate --online azure-like --online-rate 2.5 --offline documents \\
         --duration 600
