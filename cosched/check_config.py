@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,8 @@ from cosched.command_line import (
     field_texts,
     run_command,
 )
-from cosched.config import ENV_VAR, Config, load_config
+from cosched.config import ENV_VAR, Config, load_config, parse_config
+from cosched.errors import ConfigError
 
 __all__ = ["PAGE", "Group", "Key", "build_parser", "groups", "main", "page"]
 
@@ -162,8 +162,8 @@ def _cell(text: str) -> str:
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m cosched.check_config",
-        description="The keys of the configuration; with an argument: whether it is right, and "
-        "what it says with all defaults.",
+        description="Print the keys of the configuration. With an argument, validate it and print "
+        "it with all defaults.",
         epilog="examples:\n"
         "  cosched config                    the keys, their defaults, what they do\n"
         "  cosched config my.json            check a file\n"
@@ -188,8 +188,7 @@ def _execute(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.write_page:
         PAGE.write_text(page(), encoding="utf-8")
         return {"program": "config", "written": str(PAGE)}
-    environ = os.environ if arguments.config is None else {ENV_VAR: arguments.config}
-    config = load_config(environ)
+    config = load_config() if arguments.config is None else _read(arguments.config)
     if config is None:
         _print_keys()
         return {"program": "config", "config": None}
@@ -200,6 +199,19 @@ def _execute(arguments: argparse.Namespace) -> dict[str, Any]:
         checked["batches"]["folder"] = without_secrets(config.batches.folder)
     print(json.dumps(checked, indent=2))
     return {"program": "config", "config": checked}
+
+
+def _read(text: str) -> Config:
+    """Of the argument: JSON, or the path of a file of it. ConfigError."""
+    if text.lstrip().startswith("{"):
+        return parse_config(text, source="the argument")
+    try:
+        content = Path(text).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read {text!r}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{text!r} is no text file") from None
+    return parse_config(content, source=text)
 
 
 def _print_keys() -> None:

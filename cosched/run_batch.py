@@ -38,8 +38,10 @@ resuming: stop it in any way (Ctrl-C, SIGTERM, kill -9) and give the same comman
 where it was, and no line is lost or written twice. --retry-failed sends failed lines once more.
 
 as batches of the server: where it has them (--cosched-batches), the lines are uploaded to it, and
-it goes on by itself; this call waits, or does not (--detach). `run_batch status|cancel|fetch -o
-OUT` later asks how far it is, ends it, writes what is there.
+it goes on by itself; this call waits, or does not (--detach). Later commands, each with -o OUT:
+    cosched batch status    how far it is
+    cosched batch cancel    end it
+    cosched batch fetch     write what is answered
 
 exit codes:
     0  every line is answered
@@ -117,6 +119,18 @@ def _config(options: argparse.Namespace, server_flags: list[str]) -> JobConfig:
     return JobConfig(**given, server_flags=tuple(server_flags))
 
 
+def _window(text: str) -> str:
+    """A type of an option: a completion window of the Batch API."""
+    from cosched.batches.api import window_seconds
+    from cosched.batches.errors import ApiError
+
+    try:
+        window_seconds(text)
+    except ApiError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m cosched.run_batch",
@@ -140,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     add("base_url", metavar="URL", default=None)
     add("api_key", metavar="KEY")
     add("via", choices=VIAS)
-    add("window", metavar="W")
+    add("window", type=_window, metavar="W")
     add("detach")
     add("require_offline")
     add("wait_s", type=float, metavar="S")

@@ -17,6 +17,8 @@ def lock_file(path: Path, *, what: str, is_shared: bool = False) -> TextIOWrappe
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.open("w")
+    except FileExistsError:
+        raise ConfigError(f"{what} is a file, and must be a folder") from None
     except OSError as error:
         raise ConfigError(f"{what}: {error.strerror}") from None
     try:

@@ -153,8 +153,8 @@ def _run(config: JobConfig, standing: _Standing) -> _Ending:
     if standing.is_going_on:
         return _Ending(
             exit_code=ExitCode.GOING_ON if config.fetch_only else ExitCode.ANSWERED,
-            message="the server goes on with it: run_batch status, cancel or fetch, each with "
-            f"-o {config.out}; the same command without --detach waits",
+            message=f"the server goes on with it: cosched batch status -o {config.out} shows how "
+            "far it is (also cancel, fetch); the same command without --detach waits",
         )
     if not journal.num_failed:
         return _Ending(exit_code=ExitCode.ANSWERED)
@@ -362,7 +362,7 @@ async def _remotely(
         except asyncio.CancelledError:
             raise _StoppedError(
                 "interrupted; the server goes on with what it has. The same command waits for it, "
-                f"run_batch cancel -o {config.out} ends it"
+                f"cosched batch cancel -o {config.out} ends it"
             ) from None
 
 

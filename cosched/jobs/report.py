@@ -41,8 +41,10 @@ def print_report(
     *, exit_code: int, message: str | None, config: dict[str, Any], results: dict[str, Any]
 ) -> None:
     table = Table("run_batch", "", show_header=False)
-    for name, value in _rows(results):
-        table.add_row(name, value)
+    # Where nothing was sent the message says it all.
+    if any(results["counts"].values()):
+        for name, value in _rows(results):
+            table.add_row(name, value)
     # Linux counts in kB, macOS in bytes.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     entry = {
@@ -55,7 +57,8 @@ def print_report(
         "peak_rss_mib": round(peak / (1 << 20 if sys.platform == "darwin" else 1 << 10), 1),
     }
     try:
-        Console(file=sys.stdout).print(table)
+        if table.row_count:
+            Console(file=sys.stdout).print(table)
         print(msgspec.json.encode(entry).decode(), flush=True)
     except OSError as error:  # stdout is a file on the disk that is full, say
         print(f"run_batch: cannot write the report: {error.strerror}", file=sys.stderr, flush=True)

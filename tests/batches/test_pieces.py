@@ -162,7 +162,7 @@ def test_a_folder_is_for_one_server(tmp_path):
         one.close()
     lock().close()
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="file"):
+    with pytest.raises(ConfigError, match="is a file, and must be a folder"):
         check_store(BatchesConfig(folder=str(tmp_path / "file")))
 
 

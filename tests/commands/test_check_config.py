@@ -96,3 +96,17 @@ def test_the_variable_is_checked_where_it_is_set(monkeypatch, capsys):
     monkeypatch.setenv(ENV_VAR, '{"drain_s": 7.5}')
     main([])
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["config"]["drain_s"] == 7.5
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("/absent.json", "cosched: cannot read '/absent.json': No such file or directory"),
+        ('{"polcy": "hygen"}', "cosched: the argument: Object contains unknown field `polcy`"),
+    ],
+)
+def test_an_argument_that_is_wrong_is_blamed_and_not_the_environment(argument, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([argument])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == said + "\n"

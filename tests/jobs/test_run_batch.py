@@ -311,6 +311,15 @@ def test_an_input_that_cannot_be_read_ends_with_a_report(batch):
     assert report["exit_code"] == 2 and "cannot read the input" in report["message"]
 
 
+def test_a_call_that_sends_nothing_prints_no_table_of_zeros(tmp_path, capsys):
+    before = signal.getsignal(signal.SIGTERM)
+    assert main(["-i", str(tmp_path / "absent"), "-o", str(tmp_path / "out")]) == 2
+    signal.signal(signal.SIGTERM, before)
+    shown = capsys.readouterr()
+    assert shown.out.count("\n") == 1 and json.loads(shown.out)["exit_code"] == 2
+    assert "cannot read the input" in shown.err
+
+
 def test_a_server_that_goes_for_good_is_exit_code_3(batch, tools):
     batch.write([tools.completion(f"a{n}") for n in range(40)])
     batch.server.behave = lambda asked: tools.answer(asked, delay_s=0.2)
@@ -374,6 +383,10 @@ USAGE = {
     "flags without a server": (["--", "--tp", "2"], "flags after -- (--tp 2)"),
     "two servers": (["--model-path", "x"], "give one of them"),
     "the input as output": (["-o", "IN"], "input and output are the same file"),
+    "no window": (
+        ["--window", "3y"],
+        "a number and m, h or d (30m, 1h, 24h, 2d), at most 30d, not",
+    ),
     "an unknown option": (["--nonsense"], "--nonsense"),
 }
 

@@ -1,0 +1,91 @@
+"""Every command that a help text, a message or a page names exists."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from importlib import import_module, util
+from pathlib import Path
+
+import cosched.bootstrap  # noqa: F401  # before sglang
+from cosched import run_batch
+from cosched.__main__ import COMMANDS
+
+ROOT = Path(__file__).parents[2]
+SOURCES = [
+    path
+    for folder in ("cosched", "kernels", "patches", "traces", "scripts", "docs")
+    for path in sorted((ROOT / folder).rglob("*"))
+    if path.is_file() and path.suffix in ("", ".py", ".html", ".md", ".sh")
+] + [ROOT / "README.md"]
+
+# Where a command is meant and no sentence: behind `python -m`, in backquotes, or as code.
+MODULE = re.compile(r"python -m\s+(cosched[\w.]*)(?: +([a-z][\w-]*))?")
+COMMAND = re.compile(r"(?:`|^ {4,})cosched ([a-z][a-z-]*)(?: +([a-z][\w-]*))?(?=[ `\n])", re.M)
+SCRIPT = re.compile(r"\bscripts/(\w+)(?:\.py)?\b")
+NO_PROGRAM = re.compile(r"(?<!\.)\brun_batch (status|cancel|fetch)\b")
+"""The module `cosched.run_batch` is no program by itself."""
+
+
+def subcommands(module_name):
+    """Names of a module's subcommands; empty: it has none."""
+    module = import_module(module_name)
+    if module is run_batch:
+        return set(run_batch._COMMANDS)
+    if not hasattr(module, "build_parser"):
+        return set()
+    return {
+        name
+        for action in module.build_parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+        for name in action.choices
+    }
+
+
+def named_in(text):
+    """(module, next word or None) of each command that a text names."""
+    for module, word in MODULE.findall(text):
+        yield module.rstrip("."), word or None
+    for name, word in COMMAND.findall(text):
+        yield name, word or None
+
+
+def fault_of(name, word):
+    if "." not in name and name != "cosched":
+        if name not in COMMANDS:
+            return f"cosched has no command {name!r}"
+        name = COMMANDS[name].module
+    elif name == "cosched":
+        return None if word is None or word in COMMANDS else f"cosched has no command {word!r}"
+    elif util.find_spec(name) is None:
+        return f"there is no module {name}"
+    has = subcommands(name)
+    if word is not None and has and name != "cosched.run_batch" and word not in has:
+        return f"{name} has no subcommand {word!r}"
+    return None
+
+
+def faults_in(text):
+    yield from (fault for name, word in named_in(text) if (fault := fault_of(name, word)))
+    scripts = {one.stem for one in (ROOT / "scripts").iterdir()}
+    yield from (f"there is no scripts/{n}" for n in SCRIPT.findall(text) if n not in scripts)
+    yield from (f"run_batch {word} is no command" for word in NO_PROGRAM.findall(text))
+
+
+def test_a_command_that_is_named_exists():
+    texts = {path: path.read_text(encoding="utf-8", errors="ignore") for path in SOURCES}
+    faults = [
+        f"{path.relative_to(ROOT)}: {fault}"
+        for path, text in texts.items()
+        for fault in faults_in(text)
+    ]
+    assert not faults
+
+
+def test_the_subcommands_of_batch_are_found():
+    assert subcommands("cosched.run_batch") == {"status", "cancel", "fetch"}
+    assert "slo" in subcommands("cosched.profile")
+    for name, word in (("batches", None), ("bench", "rnu"), ("cosched.absent", None)):
+        assert fault_of(name, word)
+    assert list(faults_in("run_batch status")) == ["run_batch status is no command"]
+    assert list(named_in("`cosched batch status -o x`")) == [("batch", "status")]
