@@ -29,6 +29,7 @@ from cosched.tolerance.config import ToleranceConfig
 __all__ = [
     "ENV_VAR",
     "Config",
+    "LimitsConfig",
     "SharedPrefixConfig",
     "SloConfig",
     "configured",
@@ -80,12 +81,39 @@ class SharedPrefixConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
             raise ValueError(f"min_saved_tokens must be at least 1, not {self.min_saved_tokens}")
 
 
+class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How large a request may be before it is read (docs/wire.md).
+
+    chars_per_token  most characters of one text for each token of the context; a longer text is
+                     refused before it is tokenized
+    body_mb          most that the JSON body of a request may have [MB of 1,000,000 bytes]; absent:
+                     4, and 64 bytes for each token of the context, and 64 MB more where the model
+                     takes images, sound or video
+    """
+
+    chars_per_token: int = 16
+    body_mb: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.chars_per_token < 1:
+            raise ValueError(f"chars_per_token must be at least 1, not {self.chars_per_token}")
+        if self.body_mb is not None and not 0 < self.body_mb < float("inf"):
+            raise ValueError(f"body_mb must be above 0, not {self.body_mb}")
+
+    def body_bytes(self, *, context_len: int, has_media: bool) -> int:
+        """Most bytes of a body, for a model with that context."""
+        if self.body_mb is not None:
+            return int(self.body_mb * 1e6)
+        return 4_000_000 + 64 * context_len + (64_000_000 if has_media else 0)
+
+
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The keys of ``COSCHED_CONFIG``.
 
     policy             name of the policy (docs/policies/)
     slo                targets of online requests that name none
     claims             who may claim which class and targets, by API key too (docs/wire.md)
+    limits             how large a request may be before it is read (docs/wire.md)
     pool               order of the offline pool, for policies that keep it in prefix order; absent:
                        the policy's own
     latency_budget_ms  most predicted milliseconds of an iteration; absent: derived from the SLO
@@ -115,7 +143,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_offline_waiting  most offline requests that wait; those beyond are answered with HTTP 429
                        and Retry-After; absent: any number
     drain_s            after SIGTERM, most seconds that online requests under way may take; offline
-                       requests are aborted at once (503)
+                       ones are let go at once
     batches            OpenAI's Files and Batches on the server itself (docs/batches.md)
     shared_prefix      the attention backend ``cosched_shared_prefix``, where
                        ``--attention-backend`` names it (docs/kernels.md)
@@ -127,6 +155,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     policy: str = "cosched"
     slo: SloConfig = SloConfig()
     claims: Claims = Claims()
+    limits: LimitsConfig = LimitsConfig()
     pool: PoolConfig | None = None
     latency_budget_ms: float | None = None
     budgets: Budgets = Budgets()

@@ -41,7 +41,6 @@ __all__ = [
     "HINT_KEY",
     "LATE_HEADER",
     "LATE_KEY",
-    "MOST_SAMPLES",
     "OFFLINE_PRIORITY",
     "PARAMS_KEY",
     "SERVICE_TIERS",
@@ -50,7 +49,6 @@ __all__ = [
     "SLO_HEADERS",
     "Bounds",
     "Wish",
-    "check_samples",
     "check_sampling_params",
     "class_of_priority",
     "hint_of_params",
@@ -318,23 +316,6 @@ def check_sampling_params(sampling_params: Any, *, field: str = "sampling_params
             check_sampling_params(params, field=f"{field}[{i}]")
     elif isinstance(sampling_params, Mapping):
         _cosched_params(sampling_params.get("custom_params"), field=f"{field}.custom_params")
-
-
-MOST_SAMPLES = 1024
-"""Sequences that one prompt may ask for. SGLang makes a list of so many of everything that came
-with the request before it counts them; OpenAI allows 128."""
-
-
-def check_samples(sampling_params: Any, *, field: str = "sampling_params") -> None:
-    """RequestError where sampling parameters ask for more than `MOST_SAMPLES` sequences."""
-    if isinstance(sampling_params, list):
-        for i, params in enumerate(sampling_params):
-            check_samples(params, field=f"{field}[{i}]")
-    elif isinstance(sampling_params, Mapping):
-        for name in ("n", "beam_width"):
-            value = sampling_params.get(name)
-            if isinstance(value, int | float) and value > MOST_SAMPLES:
-                raise RequestError(f"{field}.{name}", f"{value} is above {MOST_SAMPLES}")
 
 
 def with_slo(sampling_params: Any, slo: Mapping[str, Any]) -> Any:

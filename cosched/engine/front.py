@@ -23,7 +23,6 @@ from cosched.core.wire import (
     LATE_KEY,
     PARAMS_KEY,
     SERVICE_TIERS,
-    check_samples,
     check_sampling_params,
     map_targets,
     num_prompts,
@@ -118,7 +117,6 @@ class Front:
         priority = None if "priority" in self._ignored else parse_priority(obj.priority)
         obj.priority = priority_for(grant.wish, priority)
         params = obj.sampling_params
-        check_samples(params)
         if "body_targets" in self._ignored:
             params = map_targets(params, lambda own: {}) if _may_have_targets(params) else params
         else:

@@ -16,8 +16,9 @@ WRONG_VALUES = (ArithmeticError, AttributeError, LookupError, RecursionError, Ty
 
 
 def _hook() -> Any:
+    from cosched.engine.checks import check_input
     from cosched.errors import RequestError
-    from cosched_patches.active import front
+    from cosched_patches.active import front, limits_of
 
     logger = logging.getLogger(__name__)
 
@@ -25,6 +26,7 @@ def _hook() -> Any:
         has_answered = False
         try:
             front().apply(obj, request)
+            check_input(obj, limits_of(manager))
             async with aclosing(original(manager, obj, request)) as replies:
                 async for reply in replies:
                     has_answered = True
@@ -56,6 +58,7 @@ SEAM = Seam(
         "models lack (``/v1/responses`` drops even ``priority``), and requests that an embedding "
         "program makes come in here. SGLang answers many wrong values (an unknown sampling "
         "parameter, a regular expression that is none, no samples) with 500, because Python "
-        "raised something else than ``ValueError`` while it read them; here that becomes 400."
+        "raised something else than ``ValueError`` while it read them; here that becomes 400. "
+        "Every field is checked against its bound before anything is tokenized."
     ),
 )

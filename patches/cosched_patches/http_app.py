@@ -11,18 +11,31 @@ __all__ = ["SEAM"]
 
 def _hook() -> Any:
     import logging
+    from functools import cache
 
-    from fastapi import HTTPException
-    from sglang.srt.entrypoints.http_server import app
+    from fastapi import HTTPException, Request
+    from sglang.srt.entrypoints.http_server import app, get_global_state
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
     from cosched.config import Config, load_config
     from cosched.engine.admin import add_routes, keeps_offline_waiting
+    from cosched.engine.body_limit import BodyLimit
     from cosched.engine.front import ReplyMiddleware, own_request
-    from cosched_patches.active import front
+    from cosched_patches.active import front, limits_of
     from cosched_patches.generate_request import WRONG_VALUES
 
     logger = logging.getLogger(__name__)
+
+    async def too_large(scope: Any, message: str) -> Any:
+        request = Request(scope)
+        return await app.exception_handlers[HTTPException](
+            request, HTTPException(status_code=413, detail=message)
+        )
+
+    def most_bytes() -> int:
+        model = get_global_state().tokenizer_manager.model_config
+        limits = (load_config() or Config()).limits
+        return limits.body_bytes(context_len=model.context_len, has_media=model.is_multimodal)
 
     async def refuse(request: Any, error: Exception) -> Any:
         logger.warning("a request that SGLang cannot read", exc_info=error)
@@ -59,6 +72,7 @@ def _hook() -> Any:
                     api_key=api_key,
                     state=own_request,
                     is_paused=lambda: keeps_offline_waiting(app),
+                    scope=limits_of(get_global_state().tokenizer_manager),
                 ):
                     yield state
 
@@ -66,6 +80,7 @@ def _hook() -> Any:
 
     def prepare_app(server_args: Any = None, *_: Any, **__: Any) -> None:
         config = load_config()
+        app.add_middleware(BodyLimit, limit=cache(most_bytes), answer=too_large)
         # The last one added is the outermost: it adds a ``Retry-After`` only where there is none.
         app.add_middleware(ReplyMiddleware, front=front)
         if config is not None:
@@ -98,7 +113,8 @@ SEAM = Seam(
         "A middleware: headers and ``service_tier`` in the reply, and the end of a request for "
         "the limits of its API key; SGLang's reply models have no ``service_tier``, and its "
         "streams are built as bytes in several places. And a handler for what endpoints raise "
-        "over wrong values: SGLang answers 500. With ``batches.folder`` also OpenAI's "
+        "over wrong values: SGLang answers 500. Another middleware answers a "
+        "body that is too large with 413. With ``batches.folder`` also OpenAI's "
         "Files and Batches (docs/batches.md); their feeder lives as long as the application."
     ),
 )

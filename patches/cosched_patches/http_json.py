@@ -1,4 +1,4 @@
-"""Every JSON body that reaches the server is read for its class and targets, once."""
+"""Every JSON body that reaches the server is checked, and read for its class and targets, once."""
 
 from __future__ import annotations
 
@@ -37,15 +37,18 @@ _WITHOUT_A_RUN = frozenset(
 
 def _hook() -> Any:
     from fastapi import HTTPException
+    from sglang.srt.entrypoints.http_server import get_global_state
 
     from cosched.core.wire import ANTHROPIC_SERVICE_TIERS, SERVICE_TIERS
     from cosched.errors import LimitError, RequestError
-    from cosched_patches.active import front
+    from cosched.limits.bodies import check_body
+    from cosched_patches.active import front, limits_of
 
     async def read_wish(original: Any, request: Any) -> Any:
         body = await original(request)
         route = getattr(request.scope.get("route"), "path", "")
         try:
+            check_body(route, body, limits_of(get_global_state().tokenizer_manager))
             front().read(
                 request,
                 body,
@@ -71,6 +74,7 @@ SEAM = Seam(
         "SGLang's request models drop ``service_tier`` and mend wrong values of ``priority``. Here "
         "the parsed body and the headers of every endpoint come by before a stream has begun, so "
         "that an error is still HTTP 400, or 429 for an API key above its limit. This seam only "
-        "reads; `generate_request` applies."
+        "reads; `generate_request` applies. Fields beyond their bounds are refused by the names "
+        "that the client used."
     ),
 )

@@ -101,11 +101,13 @@ INTERNALS: Mapping[str, tuple[str, ...]] = {
     ),
     "sglang.srt.managers.schedule_batch.Req": (
         "_compute_max_prefix_len",
+        "_stop_match_tail_len",
         "beam_group",
         "cache_salt",
         "customized_info",
         "extra_key",
         "finished",
+        "finished_len",
         "finished_reason",
         "input_embeds",
         "kv",
@@ -124,6 +126,7 @@ INTERNALS: Mapping[str, tuple[str, ...]] = {
         "session",
         "time_stats",
         "to_finish",
+        "tokenizer",
     ),
     "sglang.srt.mem_cache.memory_pool.ReqToTokenPool": ("req_generation",),
     "sglang.srt.mem_cache.unified_cache.unified_tree_core_interface.UnifiedTreeCoreInterface": (

@@ -538,19 +538,15 @@ class TestClaims:
 
 
 WRONG_FOR_SGLANG = [
-    (GENERATE, {"text": ["a"], "sampling_params": {"n": 0}}, "cannot read this request"),
+    (GENERATE, {"text": ["a"], "sampling_params": {"n": 0}}, "sampling_params.n: 0 is below 1"),
     (GENERATE, {"sampling_params": {"stop_regex": "[a"}}, "unterminated character set"),
     (GENERATE, {"sampling_params": {"nonsense": 1}}, "unknown field `nonsense`"),
     (GENERATE, {"sampling_params": {"is_normalized": True}}, "is_normalized"),
-    (
-        GENERATE,
-        {"sampling_params": {"logit_bias": {"7": "a"}}},
-        "Expected `float`, got `str`|expected f64",
-    ),
+    (GENERATE, {"sampling_params": {"logit_bias": {"7": "a"}}}, "must be a number|expected f64"),
     (GENERATE, {"sampling_params": {"logit_bias": {"7": 1e300}}}, "logit_bias: 1e+300"),
-    (GENERATE, {"sampling_params": {"stop_token_ids": [-1]}}, "stop_token_ids: -1 is no token id"),
-    (GENERATE, {"text": None, "input_ids": [3, -1]}, "input_ids: -1 is no token id"),
-    (COMPLETIONS, {"prompt": [3, 10**6]}, "input_ids: 1000000 is no token id; the model's are 0"),
+    (GENERATE, {"sampling_params": {"stop_token_ids": [-1]}}, "stop_token_ids: -1 is below 0"),
+    (GENERATE, {"text": None, "input_ids": [3, -1]}, "input_ids: -1 is below 0"),
+    (COMPLETIONS, {"prompt": [3, 10**6]}, "input_ids: 1000000 is above"),
     (RESPONSES, {"input": []}, "messages: |empty conversation"),
     (CHAT, {"stop_regex": "[a"}, "unterminated character set"),
 ]

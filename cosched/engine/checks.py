@@ -1,0 +1,187 @@
+"""The bounds of `cosched.limits.table` for SGLang's request objects: before and after a prompt is
+tokenized, and where the scheduler receives it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from cosched.core.request import RequestClass
+from cosched.core.wire import class_of_priority
+from cosched.errors import RequestError
+from cosched.limits.table import (
+    MOST_LOGPROBS,
+    TABLE,
+    Scope,
+    check_field,
+    check_fields,
+    check_text,
+)
+
+__all__ = ["OFFLINE_SHARE", "check_input", "check_received", "check_tokenized", "scope_of"]
+
+
+OFFLINE_SHARE = 7 / 8
+"""Of the KV memory that one offline prompt may take. With more it could run only while no online
+request holds any, and each that came would preempt it."""
+
+
+def scope_of(model_config: Any, *, chars_per_token: int, max_input_tokens: int | None) -> Scope:
+    """Of a server's model, as SGLang describes it."""
+    return Scope(
+        vocab_size=model_config.vocab_size,
+        context_len=model_config.context_len,
+        hidden_size=model_config.hidden_size,
+        chars_per_token=chars_per_token,
+        max_input_tokens=max_input_tokens,
+    )
+
+
+def check_input(obj: Any, scope: Scope) -> None:
+    """A request of one prompt or several as it came. RequestError."""
+    struct = _struct_of(obj)
+    check_fields(struct, vars(obj), scope, of_batch=True)
+    params = obj.sampling_params
+    if isinstance(params, Mapping):
+        check_fields("SamplingParams", params, scope, prefix="sampling_params.")
+    elif isinstance(params, list):
+        for i, each in enumerate(params):
+            if isinstance(each, Mapping):
+                check_fields("SamplingParams", each, scope, prefix=f"sampling_params[{i}].")
+    session = getattr(obj, "session_params", None)
+    if isinstance(session, Mapping):
+        check_fields("SessionParams", session, scope, prefix="session_params.")
+    for name, text in _texts(obj.text):
+        check_text(name, len(text), scope)
+    if not _may_be_empty(obj):
+        _check_not_empty(obj)
+
+
+def check_tokenized(obj: Any, input_ids: Sequence[int] | None, scope: Scope) -> None:
+    """One prompt with its tokens. RequestError."""
+    name = "text" if obj.text is not None else "input_ids"
+    if input_ids is None or _has_media(obj):
+        return
+    check_field("input_ids", input_ids, TABLE["TokenizedGenerateReqInput"]["input_ids"], scope)
+    num_tokens = len(input_ids)
+    if getattr(obj, "session_params", None):
+        return  # the prompt begins with what the session holds
+    if not num_tokens:
+        raise RequestError(name, "has no tokens")
+    _check_fits(name, num_tokens, scope)
+    _check_positions(obj, num_tokens)
+    if getattr(obj, "return_logprob", False):
+        max_new_tokens = (obj.sampling_params or {}).get("max_new_tokens")
+        _check_logprobs(obj, num_tokens, max_new_tokens, scope)
+
+
+def check_received(received: Any, scope: Scope) -> None:
+    """A request as the scheduler receives it, from whichever front end. RequestError."""
+    struct = _struct_of(received)
+    check_fields(struct, _fields(received, struct), scope)
+    params = received.sampling_params
+    check_fields(
+        "SamplingParams", _fields(params, "SamplingParams"), scope, prefix="sampling_params."
+    )
+    session = getattr(received, "session_params", None)
+    if session is not None:
+        check_fields(
+            "SessionParams", _fields(session, "SessionParams"), scope, prefix="session_params."
+        )
+    has_more = session is not None or received.mm_inputs is not None
+    if has_more or getattr(received, "input_embeds", None) is not None:
+        return
+    num_tokens = len(received.input_ids or ())
+    if not num_tokens:
+        raise RequestError("input_ids", "has no tokens")
+    _check_fits("input_ids", num_tokens, scope)
+    limit = scope.max_offline_tokens
+    is_offline = class_of_priority(received.priority) is RequestClass.OFFLINE
+    if is_offline and limit is not None and num_tokens > limit:
+        raise RequestError(
+            "input_ids",
+            f"{num_tokens} tokens are above {limit}, the longest offline prompt that this server "
+            "takes: the rest of its KV memory is for online requests",
+        )
+    _check_positions(received, num_tokens)
+    if getattr(received, "return_logprob", False):
+        _check_logprobs(received, num_tokens, params.max_new_tokens, scope)
+
+
+def _struct_of(obj: Any) -> str:
+    """The name of the struct in `TABLE` that an object is."""
+    return next(kind.__name__ for kind in type(obj).__mro__ if kind.__name__ in TABLE)
+
+
+def _fields(obj: Any, struct: str) -> dict[str, Any]:
+    return {name: getattr(obj, name, None) for name in TABLE[struct]}
+
+
+def _texts(value: Any, name: str = "text") -> Iterable[tuple[str, str]]:
+    if isinstance(value, str):
+        yield name, value
+    elif isinstance(value, list):
+        for i, each in enumerate(value):
+            yield from _texts(each, f"{name}[{i}]")
+
+
+def _has_media(obj: Any) -> bool:
+    return any(getattr(obj, f"{kind}_data", None) for kind in ("image", "video", "audio"))
+
+
+def _may_be_empty(obj: Any) -> bool:
+    """Media, or a session, are or have the prompt."""
+    return _has_media(obj) or bool(getattr(obj, "session_params", None))
+
+
+def _check_not_empty(obj: Any) -> None:
+    for name in ("text", "input_ids", "input_embeds"):
+        value = getattr(obj, name, None)
+        if value is None:
+            continue
+        if not value:
+            raise RequestError(name, "is empty")
+        for i, each in enumerate(value) if isinstance(value, list) else ():
+            if isinstance(each, str | list) and not each:
+                raise RequestError(f"{name}[{i}]", "is empty")
+
+
+def _check_fits(name: str, num_tokens: int, scope: Scope) -> None:
+    limit = scope.max_input_tokens
+    if limit is not None and num_tokens > limit:
+        raise RequestError(
+            name, f"{num_tokens} tokens are above {limit}, the longest prompt that fits this server"
+        )
+
+
+def _check_positions(obj: Any, num_tokens: int) -> None:
+    """What points into the prompt."""
+    starts = (
+        ("logprob_start_len", "return_logprob"),
+        ("routed_experts_start_len", "return_routed_experts"),
+    )
+    for name, switch in starts:
+        start = getattr(obj, name, None)
+        if getattr(obj, switch, False) and start is not None and start > num_tokens:
+            raise RequestError(name, f"{start} is above {num_tokens} (tokens of the prompt)")
+    for name in ("multi_item_delimiter_indices", "token_indices_to_pool"):
+        positions = getattr(obj, name, None)
+        if positions and max(positions) >= num_tokens:
+            raise RequestError(
+                name, f"{max(positions)} is above {num_tokens - 1} (last token of the prompt)"
+            )
+
+
+def _check_logprobs(obj: Any, num_tokens: int, max_new_tokens: int | None, scope: Scope) -> None:
+    """How many log probabilities an answer may have."""
+    num_each = (obj.top_logprobs_num or 0) + len(obj.token_ids_logprob or ())
+    start = obj.logprob_start_len
+    num_new = max(scope.context_len - num_tokens, 0)
+    if max_new_tokens is not None:
+        num_new = min(num_new, max_new_tokens)
+    num_positions = num_new + (num_tokens - start if start is not None and start >= 0 else 0)
+    if num_each * num_positions > MOST_LOGPROBS:
+        raise RequestError(
+            "top_logprobs_num" if obj.top_logprobs_num else "token_ids_logprob",
+            f"{num_each} for each of {num_positions} positions are above {MOST_LOGPROBS} in all",
+        )

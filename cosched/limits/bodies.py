@@ -1,0 +1,149 @@
+"""The bounds of `cosched.limits.table` for JSON bodies, by the names that clients use.
+
+One check for the HTTP door and for the lines of batches. It knows no tokens: what depends on the
+prompt's length is checked once the prompt is tokenized. Numbers as strings are read as SGLang's
+request models read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from cosched.errors import RequestError
+from cosched.limits.grammars import document_fault
+from cosched.limits.table import (
+    INTERNAL,
+    TABLE,
+    Bound,
+    Flag,
+    Number,
+    Scope,
+    check_field,
+    check_text,
+)
+
+__all__ = ["NATIVE", "check_body"]
+
+NATIVE: Mapping[str, str] = {
+    "/classify": "EmbeddingReqInput",
+    "/encode": "EmbeddingReqInput",
+    "/generate": "GenerateReqInput",
+}
+"""Endpoints whose bodies are SGLang's own structs."""
+
+_RENAMED: Mapping[str, str] = {
+    "max_completion_tokens": "max_new_tokens",
+    "max_output_tokens": "max_new_tokens",
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+    "stop_sequences": "stop",
+    "top_logprobs": "top_logprobs_num",
+}
+"""Name in the bodies of OpenAI's and Anthropic's endpoints -> SGLang's."""
+
+_COMPLETIONS = "/v1/completions"
+
+_TEXTS = (
+    *("documents", "input", "instructions", "items", "messages", "prompt", "query", "system"),
+    "tools",
+)
+"""Fields with text that is tokenized, in whichever form. Those of /generate have ``text``."""
+
+_MEDIA = ("image_url", "input_audio", "video_url", "audio_url", "source", "file")
+"""Parts of a message that are not tokenized as text."""
+
+_MOST_TEXT_DEPTH = 64
+
+
+def check_body(path: str, body: Any, scope: Scope) -> None:
+    """RequestError that names the first field of a request to `path` that is beyond its bound.
+
+    What is missing, or belongs to no table, is left to the endpoint.
+    """
+    if not isinstance(body, Mapping):
+        return
+    if path in NATIVE:
+        _check_native(NATIVE[path], body, scope)
+        return
+    for name, value in body.items():
+        if name in _TEXTS:
+            _check_texts(name, value, scope)
+        bound = _bound_of(path, name)
+        if bound is not None and value is not None:
+            check_field(name, _read(value, bound), bound, scope, of_batch=True)
+    for name in ("response_format", "text", "tools", "functions"):
+        if isinstance(body.get(name), dict | list):
+            _check_schemas(name, body[name])
+
+
+def _check_native(struct: str, body: Mapping[str, Any], scope: Scope) -> None:
+    for name, bound in TABLE[struct].items():
+        if bound is INTERNAL and body.get(name) is not None:
+            raise RequestError(name, "is set by the server")
+    for name in ("text", "prompt"):
+        _check_texts(name, body.get(name), scope)
+
+
+def _bound_of(path: str, name: str) -> Bound | None:
+    """None: the field has another meaning there, or none."""
+    if name == "logprobs" and path == _COMPLETIONS:
+        return TABLE["GenerateReqInput"]["top_logprobs_num"]
+    if name in ("text", "input_embeds", "sampling_params", "modalities", *_TEXTS):
+        return None
+    name = _RENAMED.get(name, name)
+    for struct in ("SamplingParams", "GenerateReqInput"):
+        bound = TABLE[struct].get(name)
+        if bound is not None and bound is not INTERNAL:
+            return bound
+    return TABLE["EmbeddingReqInput"].get(name) if name == "dimensions" else None
+
+
+def _read(value: Any, bound: Bound) -> Any:
+    """A value as SGLang's models take it: ``"5"`` and ``5.0`` for 5, ``"true"`` for true."""
+    if isinstance(bound, Flag):
+        return True if not isinstance(value, dict | list) else value
+    if not isinstance(bound, Number):
+        return value
+    if isinstance(value, bool):
+        return int(value)
+    if isinstance(value, list):
+        return [_read(each, bound) for each in value]
+    if isinstance(value, str) and len(value) <= 40:
+        try:
+            value = float(value) if not value.strip().lstrip("+-").isdigit() else int(value)
+        except ValueError:
+            return value
+    if bound.is_whole and isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+def _check_texts(name: str, value: Any, scope: Scope) -> None:
+    """Every text alone: of messages, all together are one prompt."""
+    if isinstance(value, list) and all(isinstance(each, str) for each in value):
+        for index, text in enumerate(value):
+            check_text(f"{name}[{index}]", len(text), scope)
+        return
+    check_text(name, sum(map(len, _strings(value))), scope)
+
+
+def _strings(value: Any, depth: int = 0) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif depth > _MOST_TEXT_DEPTH:
+        return
+    elif isinstance(value, list):
+        for each in value:
+            yield from _strings(each, depth + 1)
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            if key not in _MEDIA:
+                yield from _strings(each, depth + 1)
+
+
+def _check_schemas(name: str, value: Any) -> None:
+    fault = document_fault(value)
+    if fault is not None:
+        raise RequestError(name, fault)
