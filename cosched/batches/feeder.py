@@ -40,6 +40,7 @@ from cosched.jobs.client import Client
 from cosched.jobs.lines import BadLine, RequestLine
 from cosched.jobs.records import Answer, Failure
 from cosched.jobs.source import RawLine
+from cosched.limits.table import Scope
 
 __all__ = ["Feeder"]
 
@@ -84,9 +85,10 @@ class Feeder:
         config: BatchesConfig,
         state: Callable[[float | None], Mapping[str, Any]],
         is_paused: Callable[[], bool],
+        scope: Scope,
         clock: Callable[[], float],
     ) -> None:
-        """state, is_paused  as in `BatchService.feeding`
+        """state, is_paused, scope  as in `BatchService.feeding`
         clock  seconds since any moment"""
         self._state = state
         self._is_paused = is_paused
@@ -98,7 +100,7 @@ class Feeder:
         self._files = files
         self._client = client
         self._config = config
-        self._rules = LineRules(config)
+        self._rules = LineRules(config, scope=scope)
         self._redaction = Redaction([] if config.folder is None else [config.folder])
         self._name = secrets.token_hex(8)
         self.num_servers = 1
@@ -450,8 +452,8 @@ class Feeder:
     def _read(self, line: Line, content: BinaryIO) -> RequestLine | BadLine:
         content.seek(line.offset)
         raw = RawLine(number=line.number, data=content.read(line.num_bytes))
-        read = self._rules.parse(raw)
-        if isinstance(read, BadLine):  # it was right when it was validated
+        read = self._rules.parse_to_send(raw)
+        if isinstance(read, BadLine):  # its id was right when it was validated
             read = replace(read, custom_id=line.custom_id)
         return read
 

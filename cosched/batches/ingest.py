@@ -16,6 +16,7 @@ from cosched.batches.store import BatchStore
 from cosched.jobs.ids import IdSet
 from cosched.jobs.lines import BadLine, RequestLine, duplicate_of, parse_line
 from cosched.jobs.source import RawLine, raw_lines
+from cosched.limits.table import ANY_MODEL, Scope
 
 __all__ = ["MAX_FAULTS", "LineRules", "validate"]
 
@@ -27,15 +28,32 @@ _LINES_PER_PAGE = 500
 
 @dataclass(frozen=True, slots=True)
 class LineRules:
-    """What lines are checked against. models: None where they are not known."""
+    """What lines are checked against.
+
+    models  None where they are not known
+    scope   of the model, for the bounds of the bodies' fields
+    """
 
     config: BatchesConfig
     models: ServedModels | None = None
+    scope: Scope = ANY_MODEL
 
     def parse(self, raw: RawLine) -> RequestLine | BadLine:
-        """With the checks and the texts of `run_batch`, and the model."""
-        limit = self.config.max_line_bytes
-        line = parse_line(raw, max_line_bytes=limit, limit_name="batches.max_line_bytes")
+        """With the checks and the texts of `run_batch`, and the model. A line with a field beyond
+        its bound passes: it fails alone, by `parse_to_send`, and not with its batch."""
+        return self._parse(raw, None)
+
+    def parse_to_send(self, raw: RawLine) -> RequestLine | BadLine:
+        """The same, with the bounds of the fields."""
+        return self._parse(raw, self.scope)
+
+    def _parse(self, raw: RawLine, scope: Scope | None) -> RequestLine | BadLine:
+        line = parse_line(
+            raw,
+            max_line_bytes=self.config.max_line_bytes,
+            limit_name="batches.max_line_bytes",
+            scope=scope,
+        )
         if isinstance(line, BadLine) or self.models is None:
             return line
         fault = self.models.fault(line.body)

@@ -21,6 +21,7 @@ from cosched.batches.opening import open_store
 from cosched.batches.storage import without_secrets
 from cosched.batches.store import BatchStore
 from cosched.jobs.client import Client, RetryRules
+from cosched.limits.table import ANY_MODEL, Scope
 
 __all__ = ["BatchService"]
 
@@ -110,12 +111,14 @@ class BatchService:
         api_key: str | None,
         state: Callable[[float | None], Mapping[str, Any]],
         is_paused: Callable[[], bool] = lambda: False,
+        scope: Scope = ANY_MODEL,
     ) -> AsyncIterator[None]:
         """Send lines to `app` within the block, as the server's own requests.
 
         api_key    that `app` asks for
         state      what a request has in ``request.state``, by its deadline from now on [s]
         is_paused  whether the operator keeps offline work from running on this server
+        scope      of the model, for the bounds of the fields of lines
         """
         client = Client(
             base_url=_SELF,
@@ -134,6 +137,7 @@ class BatchService:
                 config=self.config,
                 state=state,
                 is_paused=is_paused,
+                scope=scope,
                 clock=time.monotonic,
             )
             task = asyncio.create_task(self._feeder.run())

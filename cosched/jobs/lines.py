@@ -7,7 +7,10 @@ from typing import Any
 
 import msgspec
 
+from cosched.errors import RequestError
 from cosched.jobs.source import RawLine
+from cosched.limits.bodies import check_body
+from cosched.limits.table import ANY_MODEL, Scope
 
 __all__ = ["URLS", "BadLine", "RequestLine", "duplicate_of", "parse_line"]
 
@@ -16,6 +19,9 @@ COMPLETIONS = "/v1/completions"
 EMBEDDINGS = "/v1/embeddings"
 RESPONSES = "/v1/responses"
 URLS = (CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES)
+INVALID_VALUE = "invalid_value"
+"""Code of a line with a field beyond its bound."""
+
 _MAX_SHOWN = 80  # characters of a wrong value in a message
 
 
@@ -41,17 +47,23 @@ class BadLine:
 
 
 def parse_line(
-    line: RawLine, *, max_line_bytes: int, limit_name: str = "--max-line-bytes"
+    line: RawLine,
+    *,
+    max_line_bytes: int,
+    limit_name: str = "--max-line-bytes",
+    scope: Scope | None = ANY_MODEL,
 ) -> RequestLine | BadLine:
     """Read-only; never raises. The one check left to the caller is whether the id is unique.
 
     limit_name  where `max_line_bytes` was set, for the message
+    scope       of the model that answers, for the bounds of the body's fields; None: they are not
+                checked
     """
     if line.data is None:
         return _bad(line, "line_too_long", f"longer than {max_line_bytes} bytes ({limit_name})")
     try:
         entry = msgspec.json.decode(line.data)
-        return _check(line, entry)
+        return _check(line, entry, scope)
     except RecursionError:
         return _bad(line, "invalid_json", "nested too deeply")
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -69,7 +81,7 @@ def duplicate_of(line: RequestLine | BadLine) -> BadLine:
     )
 
 
-def _check(line: RawLine, entry: Any) -> RequestLine | BadLine:
+def _check(line: RawLine, entry: Any, scope: Scope | None) -> RequestLine | BadLine:
     if not isinstance(entry, dict):
         return _bad(line, "invalid_line", f"a line must be a JSON object, not {_kind(entry)}")
     custom_id = entry.get("custom_id")
@@ -84,6 +96,12 @@ def _check(line: RawLine, entry: Any) -> RequestLine | BadLine:
         code, message, param = wrong
         return _bad(line, code, message, param=param, custom_id=custom_id)
     assert isinstance(url, str) and isinstance(body, dict), f"{url=}"
+    if scope is not None:
+        try:
+            check_body(url, body, scope)
+        except RequestError as error:
+            param = f"body.{error.field}"
+            return _bad(line, INVALID_VALUE, str(error), param=param, custom_id=custom_id)
     return RequestLine(
         number=line.number, custom_id=custom_id, url=url, body=_offline_body(url, body)
     )

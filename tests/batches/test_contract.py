@@ -545,6 +545,18 @@ def test_lines_that_name_a_model_that_is_not_served_are_wrong(api, stand_in):
     )
 
 
+def test_a_line_with_a_value_beyond_its_bound_fails_alone_and_is_not_sent(api, stand_in):
+    wrong = line("wrong")
+    wrong["body"]["top_k"] = 2**32
+    done = api.wait(api.create([line("a"), wrong, line("b")]))
+    assert done.status == "completed" and done.request_counts.completed == 2
+    [record] = api.records(done.error_file_id)
+    assert (record["custom_id"], record["line"]) == ("wrong", 2)
+    assert record["error"]["code"] == "invalid_value" and record["error"]["param"] == "body.top_k"
+    assert record["error"]["message"].startswith("top_k: 4294967296 is above ")
+    assert set(stand_in.asked) == {"a", "b"}
+
+
 def test_lines_of_a_model_that_a_restart_does_not_serve_are_not_answered_by_another(folder):
     config = BatchesConfig(folder=str(folder))
     stand_in = StandIn(config)

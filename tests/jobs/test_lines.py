@@ -98,10 +98,10 @@ def test_only_an_offline_priority_is_sent(given_priority, sent):
 
 
 def test_numbers_of_the_body_are_kept():
-    raw = b'{"custom_id":"a","method":"POST","url":"/v1/completions","body":{"seed":' + b"9" * 40
-    body = json.loads(parse(raw + b',"t":0.1,"n":-0.0}}').body)
-    assert body["seed"] == int("9" * 40)
-    assert (body["t"], str(body["n"])) == (0.1, "-0.0")
+    raw = b'{"custom_id":"a","method":"POST","url":"/v1/completions","body":{"big":' + b"9" * 40
+    body = json.loads(parse(raw + b',"t":0.1,"zero":-0.0}}').body)
+    assert body["big"] == int("9" * 40)
+    assert (body["t"], str(body["zero"])) == (0.1, "-0.0")
 
 
 def test_a_duplicate_keeps_its_own_number():
@@ -193,3 +193,24 @@ def test_any_object_is_either_sent_whole_or_refused_with_a_reason(line):
     for key, value in line["body"].items():
         if key not in ("service_tier", "priority"):
             assert sent[key] == value
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "param"),
+    [
+        ("/v1/chat/completions", {"top_k": 2**32}, "body.top_k"),
+        ("/v1/chat/completions", {"stop_regex": "(?=a)"}, "body.stop_regex"),
+        ("/v1/completions", {"logit_bias": {"-1": 1}}, "body.logit_bias"),
+        ("/v1/completions", {"seed": 2**64}, "body.seed"),
+        ("/v1/embeddings", {"priority": -(2**64)}, "body.priority"),
+        ("/v1/responses", {"max_output_tokens": 2**40}, "body.max_output_tokens"),
+    ],
+)
+def test_a_field_beyond_every_model_s_bound_is_named(url, body, param):
+    bad = parse(entry(url=url, body=body))
+    assert isinstance(bad, BadLine)
+    assert (bad.code, bad.param, bad.custom_id) == ("invalid_value", param, "a")
+
+
+def test_a_field_within_its_bound_for_some_model_is_left_to_the_server():
+    assert isinstance(parse(entry(body={"prompt": "x" * 10**5, "top_k": 10**5})), RequestLine)
