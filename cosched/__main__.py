@@ -21,27 +21,27 @@ COMMANDS: Mapping[str, _Command] = {
         "cosched.launch_server",
         "start a server for online and offline requests; takes every SGLang flag",
     ),
-    "batch": _Command("cosched.run_batch", "answer a file of requests as offline work"),
+    "batch": _Command("cosched.run_batch", "run a file of requests as offline work"),
     "ray": _Command(
-        "cosched.ray_data", "answer a data set of requests by many replicas, with Ray Data"
+        "cosched.ray_data", "run a data set of requests on many replicas, with Ray Data"
     ),
     "demo": _Command(
         "cosched.demo",
         "measure and draw, on a small model, what offline work costs online requests",
     ),
-    "simulate": _Command("cosched.simulate", "run the scheduler on a GPU that need not be there"),
-    "bench": _Command("cosched.bench", "policies and stock scheduling side by side"),
+    "simulate": _Command("cosched.simulate", "run the scheduler on a simulated GPU"),
+    "bench": _Command("cosched.bench", "compare policies and stock scheduling"),
     "tune": _Command("cosched.tune", "choose budgets and sizes for a workload, by simulation"),
     "estimate": _Command(
-        "cosched.estimate", "when would a file of requests be finished, beside a day of chat?"
+        "cosched.estimate", "estimate when a file of requests would finish beside a day of chat"
     ),
     "profile": _Command(
         "cosched.profile", "measure what iterations take; find the budget that meets targets"
     ),
-    "predictors": _Command("cosched.predictors", "how well the time of an iteration is predicted"),
-    "lengths": _Command("cosched.lengths", "how well the lengths of responses are foretold"),
+    "predictors": _Command("cosched.predictors", "iteration-time prediction accuracy"),
+    "lengths": _Command("cosched.lengths", "output-length prediction accuracy"),
     "explain": _Command("cosched.explain", "read a decision log: why did a request wait?"),
-    "config": _Command("cosched.check_config", "the keys of the configuration; is one right?"),
+    "config": _Command("cosched.check_config", "validate or print the configuration"),
     "demo-model": _Command("cosched.demo_model", "make a small model with random weights"),
 }
 

@@ -11,11 +11,12 @@ With a CUDA GPU it changes nothing. Without one it
   imports its names on every platform, while the CPU path with the ``torch_native`` attention
   backend calls none of them. Calling one raises, naming the function;
 * defines the two operator schemas (``torchvision::nms``, ``torchvision::qnms``) that torchvision
-  declares fakes for, when its compiled operators do not fit the installed torch.
+  declares fakes for, when its compiled operators do not fit the installed torch;
+* drops SGLang's warnings about models and kernels that need a GPU (some 25 lines per process).
 
-All of it reaches SGLang's child processes too: the environment variable is inherited, and the
-plugin's entry point (``cosched_patches``) imports this module in each of them before SGLang's heavy
-modules are loaded.
+SGLang's child processes need it too, and import ``sglang`` before they load plugins. With ``cosched
+serve`` they import `cosched.launch_server` first; for SGLang's own commands see
+`cosched.cpu_install`.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import logging
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -128,6 +131,27 @@ def _define_torchvision_schemas() -> None:
     globals()["_torchvision_library"] = library
 
 
+_NEEDS_GPU = (
+    "Only CUDA, .* currently",
+    "Triton is not supported on current platform, roll back to CPU",
+)
+"""Of SGLang's warnings at import, those that say only that there is no GPU."""
+
+_IMPORTERS = ("sglang.srt.models.registry", "sglang.srt.managers.multimodal_processor")
+"""Loggers of the modules that import every model and skip those that need GPU packages."""
+
+
+def _is_no_skipped_import(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("Ignore import error when loading sglang.")
+
+
+def _silence_missing_gpu() -> None:
+    for pattern in _NEEDS_GPU:
+        warnings.filterwarnings("ignore", message=pattern, category=UserWarning)
+    for name in _IMPORTERS:
+        logging.getLogger(name).addFilter(_is_no_skipped_import)
+
+
 def prepare() -> None:
     """Make ``import sglang`` work in this process. Idempotent."""
     if globals().get("_prepared"):
@@ -138,6 +162,7 @@ def prepare() -> None:
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     _install_kernel_stand_in()
     _define_torchvision_schemas()
+    _silence_missing_gpu()
 
 
 prepare()

@@ -143,7 +143,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_offline_waiting  most offline requests that wait; those beyond are answered with HTTP 429
                        and Retry-After; absent: any number
     drain_s            after SIGTERM, most seconds that online requests under way may take; offline
-                       ones are let go at once
+                       requests are aborted at once (503)
     batches            OpenAI's Files and Batches on the server itself (docs/batches.md)
     shared_prefix      the attention backend ``cosched_shared_prefix``, where
                        ``--attention-backend`` names it (docs/kernels.md)

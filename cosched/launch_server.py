@@ -1,9 +1,9 @@
 """Start an SGLang server with cosched's scheduling.
 
-    python -m cosched.launch_server --model-path MODEL [cosched flags] [any SGLang flag]
+    cosched serve --model-path MODEL [cosched flags] [any SGLang flag]
 
-Every SGLang flag works as in ``python -m sglang.launch_server``. cosched's own flags become
-``COSCHED_CONFIG``, which the plugin reads in every process of the server.
+Every SGLang flag works as in ``sglang serve``. cosched's own flags become ``COSCHED_CONFIG``, which
+the plugin reads in every process of the server.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from __future__ import annotations
 import cosched.bootstrap  # isort: skip  # noqa: F401  # first: prepares this process and its children
 
 import argparse
+import importlib.util
 import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,14 +26,18 @@ import msgspec
 from cosched.batches.config import OFF, BatchesConfig
 from cosched.batches.opening import check_store, default_folder
 from cosched.claims import read_claims
-from cosched.command_line import add_field_option
+from cosched.command_line import Parser, add_field_option
 from cosched.config import ENV_VAR, Config, SloConfig, load_config
 from cosched.engine.arguments import (
     bind_cpu_threads,
     check_arguments,
     check_files,
+    check_flags,
+    check_model,
     check_ports,
     engine_arguments,
+    engine_parser,
+    resolve,
 )
 from cosched.errors import ConfigError, CoschedError
 from cosched.kv.config import EVICTION_ORDERS, KvConfig
@@ -43,8 +48,8 @@ from cosched.tolerance.config import TOLERANCE_HELP, TOLERANCE_METAVAR, parse_to
 __all__ = ["main"]
 
 
-_USAGE = """python -m cosched.launch_server --model-path MODEL
-                                       [cosched flags] [SGLang flags]"""
+_COMMON_POLICIES = ("cosched", "hygen", "sarathi", "priority", "sglang")
+"""Those that `--help` describes; `--help-all` describes all."""
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -61,23 +66,23 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 def build_parser() -> argparse.ArgumentParser:
     """cosched's own flags. SGLang's are parsed by SGLang."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m cosched.launch_server",
-        usage=_USAGE,
+        usage="%(prog)s --model-path MODEL [flags]",
         description=(__doc__ or "").split("\n\n")[0],
         formatter_class=_HelpFormatter,
         add_help=False,
-        allow_abbrev=False,
     )
-    group = parser.add_argument_group(
-        "cosched",
-        "SGLang's flags follow below and work as ever. --cosched-policy says how\n"
-        "online and offline requests share the engine:\n\n" + _policies(),
+    group = parser.add_argument_group("cosched")
+    group.add_argument(
+        "-h", "--help", action="store_true", help="show cosched's flags and the common policies"
     )
-    group.add_argument("-h", "--help", action="store_true", help="show this and SGLang's flags")
+    group.add_argument(
+        "--help-all", action="store_true", help="show all policies, and SGLang's flags too"
+    )
     # What is not given is what the environment says.
     add = partial(add_field_option, group, Config, default=None)
-    mine = f"one of the above, or one of yours as module:Class (default: {Config().policy})"
+    mine = f"one of those below, or one of yours as module:Class (default: {Config().policy})"
     add("policy", "--cosched-policy", metavar="NAME", help=mine)
     for field, metavar in (("ttft_ms", "MS"), ("tpot_ms", "MS")):
         flag = f"--cosched-slo-{field.replace('_', '-')}"
@@ -113,13 +118,17 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _policies() -> str:
+def _policies(names: Iterable[str]) -> str:
     """Names and summaries in two columns, for a terminal of 80."""
-    names = policy_names()
-    column = max(map(len, names)) + 2
+    entries = [policy_entry(name) for name in names]
+    column = max(len(entry.name) for entry in entries) + 2
     return "\n".join(
-        textwrap.fill(f"{entry.name:<{column}}{entry.summary}", 74, subsequent_indent=" " * column)
-        for entry in map(policy_entry, names)
+        textwrap.fill(
+            f"  {entry.name:<{column}}{entry.summary}",
+            78,
+            subsequent_indent=" " * (column + 2),
+        )
+        for entry in entries
     )
 
 
@@ -151,20 +160,24 @@ def _given(struct: type[msgspec.Struct], flags: argparse.Namespace) -> dict[str,
     return {name: values[name] for name in struct.__struct_fields__ if values.get(name) is not None}
 
 
-def _print_help(parser: argparse.ArgumentParser) -> None:
-    from sglang.srt.server_args import ServerArgs
-
+def _print_help(parser: argparse.ArgumentParser, *, is_all: bool) -> None:
     parser.print_help()
-    engine = argparse.ArgumentParser(
-        usage=argparse.SUPPRESS, formatter_class=_HelpFormatter, add_help=False
-    )
+    print("\npolicies: how online and offline requests share the engine")
+    names = policy_names() if is_all else _COMMON_POLICIES
+    print(_policies(names))
+    if not is_all:
+        others = len(policy_names()) - len(names)
+        print(f"\nSGLang's flags work unchanged. --help-all shows them and {others} more policies.")
+        return
+    engine = engine_parser()
+    engine.usage = argparse.SUPPRESS
+    engine.formatter_class = _HelpFormatter
     engine._optionals.title = "SGLang"
-    ServerArgs.add_cli_args(engine)
     for action in engine._actions:
         # Written out after the flag, twenty names would be one line of 200 characters.
-        if action.choices is not None and len(names := ", ".join(map(str, action.choices))) > 30:
+        if action.choices is not None and len(values := ", ".join(map(str, action.choices))) > 30:
             action.metavar = "NAME"
-            action.help = f"{action.help or ''} Choices: {names}.".lstrip()
+            action.help = f"{action.help or ''} Choices: {values}.".lstrip()
     print()
     engine.print_help()
 
@@ -173,14 +186,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Parse, check, start. Exits with 2 and one sentence when the arguments are wrong."""
     parser = build_parser()
     flags, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
-    if flags.help:
-        _print_help(parser)
+    if flags.help or flags.help_all:
+        _print_help(parser, is_all=flags.help_all)
         return
+    if rest and not rest[0].startswith("-"):
+        rest.insert(0, "--model-path")  # `serve MODEL`, as `sglang serve` takes it
     try:
         config = config_from(flags)
+        check_model(rest)
         check_files(config)
         arguments = engine_arguments(rest, config, mixed_chunk=not flags.cosched_no_mixed_chunk)
         os.environ[ENV_VAR] = config.to_json()
+        check_flags(arguments, own=parser._option_string_actions)
         bind_cpu_threads(arguments, os.environ)
         _serve(arguments, config)
     except CoschedError as error:
@@ -191,14 +208,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _serve(arguments: list[str], config: Config) -> None:
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
     from cosched.engine.shutdown import end_on_sigterm
 
+    _import_first_in_children()
     load_plugins()
     _check_plugin_active()
-    server_args = prepare_server_args(arguments)
+    server_args = resolve(arguments)
     check_arguments(server_args, config)
     check_ports(server_args)
     check_latency_model(server_args, config)
@@ -230,6 +247,17 @@ def with_batches(config: Config, server_args: Any) -> Config:
         )
         batches = msgspec.structs.replace(config.batches, folder=OFF)
     return msgspec.structs.replace(config, batches=batches)
+
+
+def _import_first_in_children() -> None:
+    """Make each process that SGLang spawns import this module, and with it `cosched.bootstrap`,
+    before ``sglang``.
+
+    `multiprocessing` imports in a spawned process what ``__main__`` was in its parent. With
+    ``python -m cosched.launch_server`` that is this module. With the ``cosched`` script or ``python
+    -m cosched`` it would be one that does not prepare the process.
+    """
+    sys.modules["__main__"].__spec__ = importlib.util.find_spec("cosched.launch_server")
 
 
 def check_latency_model(server_args: Any, config: Config) -> None:

@@ -1,4 +1,4 @@
-"""How well the lengths of responses are foretold, and how fast.
+"""Measure how accurately output lengths are predicted, and how fast.
 
     python -m cosched.lengths compare --data-dir DIR
     python -m cosched.lengths compare --file prompts.jsonl --modes histogram,learned

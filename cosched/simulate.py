@@ -1,4 +1,4 @@
-"""Run SGLang's scheduler through a trace in virtual time, on a GPU that need not be there.
+"""Run SGLang's scheduler through a trace in virtual time, on a simulated GPU.
 
     python -m cosched.simulate --online azure-like --online-rate 2.5 --offline documents \\
         --duration 600
@@ -152,6 +152,13 @@ def _run(arguments: argparse.Namespace, spec: RunSpec) -> dict[str, Any]:
         f"{result.wall_s:.1f} s: {speed:.0f} times real time",
         file=sys.stderr,
     )
+    if result.end_s < spec.end_s:
+        num_offline = result.summary.offline.num_finished
+        print(
+            f"It ended at {result.end_s:.0f} of {spec.end_s:.0f} s: all {num_offline} offline "
+            "requests were finished. More of them (--offline-requests) make a longer run.",
+            file=sys.stderr,
+        )
     save_output(arguments, arguments.records, lambda path: write_records(result.records, path))
     save_output(arguments, arguments.kv_log, lambda path: write_rows(result.kv, path))
     save_output(

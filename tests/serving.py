@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -80,12 +80,14 @@ def start_server(
     model_path: Path,
     *flags: str,
     module: str = "cosched.launch_server",
+    command: Sequence[str] | None = None,
     env: Mapping[str, str] | None = None,
     port: int | None = None,
     ready_timeout_s: float = 400.0,
     forks: Forks | None = None,
 ) -> Iterator[Server]:
-    """Run ``python -m module`` on 127.0.0.1 until the block ends; yield it once it generates.
+    """Run ``python -m module``, or `command`, on 127.0.0.1 until the block ends; yield it once it
+    generates.
 
     ``flags`` come after :data:`TEST_FLAGS`, so they win; ``env`` is added to this process's. With
     ``forks`` the server's processes are forks, which import nothing again. At the end the whole
@@ -98,7 +100,13 @@ def start_server(
     with tempfile.TemporaryDirectory(prefix="cosched-server-") as folder:
         env = {"XDG_DATA_HOME": folder, **(env or {})}  # where it keeps batches by default
         log_path = Path(folder) / "server.log"
-        process = _start(module, arguments, log_path, env=env, forks=forks)
+        if forks is not None and command is None:
+            process: subprocess.Popen[bytes] | Fork = forks.start_module(
+                module, *arguments, log=log_path, env=env
+            )
+        else:
+            command = command or [sys.executable, "-m", module]
+            process = _start([*command, *arguments], log_path, env=env)
         server = Server(
             url=f"http://127.0.0.1:{port}",
             port=port,
@@ -114,19 +122,12 @@ def start_server(
 
 
 def _start(
-    module: str,
-    arguments: list[str],
-    log_path: Path,
-    *,
-    env: Mapping[str, str],
-    forks: Forks | None,
-) -> subprocess.Popen[bytes] | Fork:
+    command: Sequence[str], log_path: Path, *, env: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
     """In a process group of its own, to be killed as one."""
-    if forks is not None:
-        return forks.start_module(module, *arguments, log=log_path, env=env)
     with log_path.open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
+            command,
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": SEARCH_PATH, **env},
             stdin=subprocess.DEVNULL,
@@ -140,7 +141,7 @@ class Servers:
     """Servers of one model, each started when first asked for and then shared.
 
     At most ``most`` run at a time: of more, the one that was asked for least recently is stopped.
-    That with :data:`SHARED_FLAGS` is started as users start one, the others are forks.
+    That with :data:`SHARED_FLAGS` is started by ``python -m cosched serve``, the others are forks.
     """
 
     def __init__(self, model_path: Path, forks: Forks, *, most: int = 2) -> None:
@@ -156,8 +157,9 @@ class Servers:
             while len(self._running) >= self.most:
                 self._stop(next(iter(self._running)))
             stack = contextlib.ExitStack()
-            forks = None if flags == SHARED_FLAGS else self._forks
-            entry = stack.enter_context(start_server(self.model_path, *flags, forks=forks)), stack
+            command = [sys.executable, "-m", "cosched", "serve"] if flags == SHARED_FLAGS else None
+            server = start_server(self.model_path, *flags, command=command, forks=self._forks)
+            entry = stack.enter_context(server), stack
         self._running[flags] = entry  # the most recent one is the last
         return entry[0]
 

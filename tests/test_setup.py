@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PYTHON = """#!/usr/bin/env bash
 # Stands in for Python, venv and pip.
 case "$*" in
+*"import sysconfig"*) echo .venv/site-packages ;;
 *"import torch"*) echo "$FAKE_TORCH" ;;
 *"-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
 *"-m pip"*) echo "pip $*" >>pip.log; sleep "${FAKE_SLEEP:-0}"; exit "${FAKE_PIP:-0}" ;;
@@ -24,7 +25,12 @@ esac
 
 @pytest.fixture
 def setup(tmp_path):
-    for name in ("scripts/setup", "requirements/cpu.txt", "pyproject.toml"):
+    for name in (
+        "scripts/setup",
+        "requirements/cpu.txt",
+        "requirements/cosched-cpu.pth",
+        "pyproject.toml",
+    ):
         target = tmp_path / name
         target.parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, target)
@@ -57,6 +63,16 @@ def test_a_second_run_does_nothing(setup, profile):
     assert "--editable" in installs
     assert setup(profile).returncode == 0
     assert setup.pip_log.read_text() == installs
+
+
+def test_the_cpu_profile_prepares_every_process_and_says_how_to_use_the_environment(
+    setup, tmp_path
+):
+    done = setup("cpu")
+    assert (tmp_path / ".venv/site-packages/cosched-cpu.pth").exists()
+    assert f"source {tmp_path}/.venv/bin/activate" in done.stderr
+    setup("gpu", FAKE_TORCH="2.13.0 13.0")
+    assert "cosched-cpu.pth" not in setup.pip_log.read_text()
 
 
 def test_a_cpu_build_of_torch_in_the_gpu_profile_is_an_error(setup):

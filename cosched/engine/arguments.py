@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import difflib
 import os
 import socket
 import subprocess
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Collection, MutableMapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import cosched.bootstrap
 from cosched.batches.opening import check_store
@@ -21,15 +24,23 @@ __all__ = [
     "bind_cpu_threads",
     "check_arguments",
     "check_files",
+    "check_flags",
+    "check_model",
     "check_ports",
     "engine_arguments",
+    "engine_parser",
     "eviction_arguments",
     "host_arguments",
     "refused_arguments",
+    "resolve",
 ]
 
 EVICTION_FLAG = "--radix-eviction-policy"
 HOST_WRITE_FLAG = "--hicache-write-policy"
+
+_MODEL_FLAGS = ("--model-path", "--model")
+_CONFIGS = ("config.json", "params.json")
+"""Files of which a model's folder has one: Hugging Face's format, and Mistral's."""
 
 _INTERVAL_FLAG = "--prefill-decode-interval"
 _CPU_BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
@@ -119,6 +130,96 @@ def _value(argv: Sequence[str], *flags: str) -> str | None:
         if name in flags:
             value = inline or (argv[index + 1] if index + 1 < len(argv) else None)
     return value
+
+
+def check_model(argv: Sequence[str]) -> None:
+    """ConfigError when no model is named, or when the named folder holds none. Names of models on
+    Hugging Face and URLs are left to SGLang."""
+    model = _value(argv, *_MODEL_FLAGS)
+    if model is None:
+        if not _given(argv, *_MODEL_FLAGS, "--config"):
+            raise ConfigError(
+                "no model: --model-path takes a folder, or a name on Hugging Face such as "
+                "meta-llama/Llama-3.1-8B-Instruct"
+            )
+        return
+    path = Path(model)
+    if "://" in model or path.is_file():
+        return
+    if not path.exists():
+        if model.startswith(("/", ".", "~")) or model.count("/") > 1:
+            raise ConfigError(f"--model-path {model!r} does not exist")
+    elif not any((path / name).exists() for name in _CONFIGS):
+        raise ConfigError(f"--model-path {model!r} is no model: it has no config.json")
+
+
+class _EngineParser(argparse.ArgumentParser):
+    """SGLang's flags, with errors that are one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (--help-all lists SGLang's flags)")
+
+
+def engine_parser() -> argparse.ArgumentParser:
+    """The parser of SGLang's command line. Imports SGLang."""
+    with cosched.bootstrap.without_collections():
+        from sglang.srt.server_args import ServerArgs
+
+    parser = _EngineParser(add_help=False)
+    ServerArgs.add_cli_args(parser)
+    return parser
+
+
+def check_flags(argv: Sequence[str], *, own: Collection[str]) -> None:
+    """ConfigError when SGLang does not know a flag or does not take its value.
+
+    own  cosched's flags, which may be meant too
+    """
+    from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
+
+    parser = engine_parser()
+    arguments = list(argv)
+    if "--config" in arguments:
+        try:
+            arguments = ConfigArgumentMerger(parser).merge_config_with_args(arguments)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--config: {_first_line(error)}") from None
+    # Deprecated flags are announced when SGLang parses them again.
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+        with contextlib.redirect_stdout(nowhere):
+            _, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        raise ConfigError(_unknown_flag(unknown[0], {*own, *parser._option_string_actions}))
+
+
+def _unknown_flag(argument: str, known: Collection[str]) -> str:
+    flag = argument.partition("=")[0]
+    if not flag.startswith("-"):
+        return f"unexpected argument {argument!r} (a model is named with --model-path)"
+    near = difflib.get_close_matches(flag, known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return f"unknown flag {flag}{hint} (--help lists cosched's flags, --help-all SGLang's too)"
+
+
+def resolve(argv: Sequence[str]) -> Any:
+    """SGLang's server arguments, with what follows from the model and from each other.
+
+    ConfigError with SGLang's reason when it refuses them. SGLang raises all kinds of errors here.
+    """
+    from sglang.srt.server_args import prepare_server_args
+
+    try:
+        server_args = prepare_server_args(list(argv))
+        server_args.resolve_once()
+    except Exception as error:
+        model = _value(argv, *_MODEL_FLAGS)
+        raise ConfigError(f"SGLang refuses model {model!r}: {_first_line(error)}") from error
+    return server_args
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def bind_cpu_threads(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:

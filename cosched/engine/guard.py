@@ -2,7 +2,8 @@
 
 A policy that raises, or a plan that the engine cannot run, costs one iteration's quality, not the
 server: that iteration is planned by the safe rule (`cosched.policy.safe`). After several failures
-in a row the safe rule stays until the server is restarted. What only watches (timing, metrics, the
+in a row, or one plan that had to be interrupted, the safe rule stays until the server is restarted.
+A plan that was slow is used, and counts as a failure. What only watches (timing, metrics, the
 decision log) is left out where it fails.
 """
 
@@ -11,12 +12,14 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 from cosched.core.plan import EMPTY_PLAN, Plan
 from cosched.core.view import View
+from cosched.engine.plan_limit import PLAN_LIMIT_S, SLOW_PLAN_S, PlanTimeout, time_limit
 from cosched.planning.validate import validate
 from cosched.policy.base import Policy
 from cosched.policy.safe import SafePolicy
@@ -28,6 +31,8 @@ MOST_FAILURES = 5
 
 _LOGGED_SHARE = 100
 """Of the failures after the first of a place, one in so many is logged."""
+
+_NOT_AGAIN = "it is not asked again until the server is restarted"
 
 _log = logging.getLogger("cosched")
 
@@ -58,16 +63,24 @@ class Guard:
         or was given up."""
         if self.has_given_up:
             return None
-        try:
+        if self.is_strict:
             plan, carry = policy.plan(view, carry)
             validate(plan, view)
+            return plan, carry
+        started_s = time.perf_counter()
+        try:
+            with time_limit(PLAN_LIMIT_S):
+                plan, carry = policy.plan(view, carry)
+            validate(plan, view)
+        except PlanTimeout as error:
+            self._num_in_a_row = MOST_FAILURES
+            self._report(name, error, view)
+            return None
         except Exception as error:
-            if self.is_strict:
-                raise
             self._num_in_a_row += 1
             self._report(name, error, view)
             return None
-        self._num_in_a_row = 0
+        self._judge(name, time.perf_counter() - started_s)
         return plan, carry
 
     def safe_plan(self, view: View) -> Plan:
@@ -106,15 +119,33 @@ class Guard:
                 exc_info=error if num == 1 else None,
             )
 
+    def _judge(self, name: str, took_s: float) -> None:
+        """A plan that was made in so many seconds is used, and may be the last one."""
+        if took_s <= SLOW_PLAN_S:
+            self._num_in_a_row = 0
+            return
+        self._num_in_a_row += 1
+        num = self._count("slow_plan")
+        if num % _LOGGED_SHARE != 1 and not self.has_given_up:
+            return
+        _log.error(
+            "cosched: policy %r took %.1f s for a plan (%d slow plans since the start, %d failures "
+            "in a row); all requests wait meanwhile%s",
+            name,
+            took_s,
+            num,
+            self._num_in_a_row,
+            f". From now on the safe rule plans: {_NOT_AGAIN}" if self.has_given_up else "",
+        )
+
     def _count(self, place: str) -> int:
         self.failures[place] += 1
         return self.failures[place]
 
-    def _report(self, name: str, error: Exception, view: View) -> None:
+    def _report(self, name: str, error: BaseException, view: View) -> None:
         num = self._count("plan")
         if num % _LOGGED_SHARE != 1 and not self.has_given_up:
             return
-        what = "it is not asked again until the server is restarted" if self.has_given_up else ""
         _log.error(
             "cosched: policy %r failed (%d times since the start, %d in a row): %r; this iteration "
             "is planned by the safe rule%s. Decision record: %s",
@@ -122,7 +153,7 @@ class Guard:
             num,
             self._num_in_a_row,
             error,
-            f", and {what}" if what else "",
+            f", and {_NOT_AGAIN}" if self.has_given_up else "",
             _record(view),
             exc_info=error if num == 1 else None,
         )

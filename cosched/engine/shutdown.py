@@ -49,8 +49,8 @@ async def drain(end: Callable[[Any], Awaitable[None]], manager: Any, *, drain_s:
     deadline_s = time.monotonic() + drain_s
     _end_at_last(drain_s + _ABORT_S + END_S)
     logger.warning(
-        "cosched: shutting down: %d requests under way; online ones may take %g s, offline ones "
-        "are let go; once more to stop without waiting",
+        "cosched: shutting down: %d requests under way; online ones may take %g s, offline "
+        "requests are aborted (503); send the signal again to stop immediately",
         len(manager.rid_to_state),
         drain_s,
     )

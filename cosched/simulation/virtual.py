@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
+import psutil
 import torch
 
 from cosched.core.batch import BatchShape
@@ -42,6 +43,7 @@ from cosched.engine.iteration import Iteration
 from cosched.engine.port.attention import assuming_one_reading
 from cosched.engine.port.local import LocalEngine, lengths_of, made_up
 from cosched.engine.port.prefixes import RunningPrefixes, with_repeated
+from cosched.errors import ConfigError
 from cosched.kv.occupancy import HostOccupancy, KvOccupancy
 from cosched.kv.returns import BLOCK, block_hashes
 from cosched.latency.graphs import GraphSizes
@@ -58,6 +60,12 @@ __all__ = [
 ]
 
 EOS_ID = 2
+
+_BYTES_PER_PROMPT_TOKEN = 30
+"""Host memory that a request under way takes, here and in SGLang's queues."""
+
+_MEMORY_SHARE = 0.8
+"""Of the host memory that is free when an engine is made: what requests under way may take."""
 _FIRST_ID = 10
 
 _KV_FIELDS = tuple(f.name for f in msgspec.structs.fields(KvOccupancy) if f.type in (int, bool))
@@ -282,6 +290,10 @@ class VirtualEngine:
         self._cost_model = cost_model
         self._sources: Sequence[Source] = ()
         self._following: dict[str, _Following] = {}
+        self._num_prompt_tokens = 0
+        """Of the requests under way."""
+        free_bytes = psutil.virtual_memory().available
+        self._max_prompt_tokens = int(_MEMORY_SHARE * free_bytes / _BYTES_PER_PROMPT_TOKEN)
         self._reqs: dict[str, Any] = {}
         self._num_launched = 0
         self._num_in_flight = 0
@@ -419,9 +431,21 @@ class VirtualEngine:
 
         process = self.local.replace_processing(process_when_done)
 
+    def _check_memory(self) -> None:
+        """ConfigError when the requests under way would not fit into host memory."""
+        if self._num_prompt_tokens > self._max_prompt_tokens:
+            raise ConfigError(
+                f"{len(self._following):,} requests with {self._num_prompt_tokens:,} prompt tokens "
+                f"are unanswered after {self.clock.now_s():.3g} s of virtual time, and this "
+                f"machine's memory holds {self._max_prompt_tokens:,} tokens: lower the rate, the "
+                "number of offline requests or the duration"
+            )
+
     def _submit(self, arrival: Arrival) -> None:
         assert arrival.rid not in self._following, f"rid used twice: {arrival.rid}"
         self._following[arrival.rid] = _Following(arrival)
+        self._num_prompt_tokens += len(arrival.input_ids)
+        self._check_memory()
         offline = arrival.request_class is RequestClass.OFFLINE
         params: dict[str, float] = dict(params_of_slo(arrival.slo))
         if self._tells_lengths:
@@ -512,6 +536,7 @@ class VirtualEngine:
             if req.finished():
                 self._computed.add(port.token_ids(req)[:-1])
                 del self._following[req.rid], self._reqs[req.rid]
+                self._num_prompt_tokens -= len(following.arrival.input_ids)
                 record = following.record(req, now_s)
                 self.records.append(record)
                 self.num_finished_offline += record.request_class is RequestClass.OFFLINE

@@ -253,20 +253,30 @@ def test_cpu_ranks_share_the_cores(monkeypatch, argv, expected):
     assert environ.get("SGLANG_CPU_OMP_THREADS_BIND") == expected
 
 
-def test_help_shows_our_flags_first_and_fits_a_terminal(monkeypatch, capsys):
+def test_help_shows_our_flags_and_the_common_policies_and_fits_a_terminal(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     launch_server.main(["--help"])
     shown = capsys.readouterr().out
-    ours, engines = shown.split("\nSGLang:\n")
-    for text in ("--cosched-policy", "sarathi", "--cosched-slo-ttft-ms MS", "[ms]"):
-        assert text in ours
+    lines = shown.splitlines()
+    assert max(map(len, lines)) <= 80 and len(lines) < 80
+    for text in ("--cosched-policy", "--cosched-slo-ttft-ms MS", "[ms]", "--help-all shows them"):
+        assert text in shown
+    assert "--model-path MODEL" in lines[0]
+    assert lines.index("policies: how online and offline requests share the engine") > 20
+    for name in ("cosched", "hygen", "sarathi", "priority", "sglang"):
+        assert any(line.startswith(f"  {name}  ") for line in lines)
+
+
+def test_help_all_shows_sglangs_flags_and_every_policy_too(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    launch_server.main(["--help-all"])
+    ours, engines = capsys.readouterr().out.split("\nSGLang:\n")
     assert "--model-path" in engines and "--cosched" not in engines
     lines = ours.splitlines()
     assert max(map(len, lines)) <= 80
     # Names and summaries do not run into each other.
     for entry in POLICIES.values():
-        line = next(line for line in lines if line.split()[:1] == [entry.name])
-        assert line.startswith(f"  {entry.name}  ")
+        assert any(line.startswith(f"  {entry.name}  ") for line in lines)
     # Choices are not one long line; only flags whose own names are long are wider.
     assert all(line.lstrip().startswith("--") for line in engines.splitlines() if len(line) > 80)
     assert max(map(len, engines.splitlines())) < 150
@@ -349,8 +359,57 @@ class TestEarlyChecks:
             launch_server.config_from(flags_of(*flags)[0])
 
 
+class TestTheModel:
+    def refusal(self, capsys, *argv):
+        with pytest.raises(SystemExit) as ended:
+            launch_server.main(argv)
+        assert ended.value.code == 2
+        shown = capsys.readouterr().err
+        assert shown.startswith("cosched: ") and shown.count("\n") == 1
+        return shown
+
+    def test_that_is_not_named(self, capsys):
+        assert "no model: --model-path takes a folder" in self.refusal(capsys, "--port", "31000")
+
+    def test_that_does_not_exist(self, capsys, tmp_path):
+        absent = str(tmp_path / "absent")
+        for argv in (["--model-path", absent], [f"--model={absent}"], [absent]):
+            assert f"--model-path {absent!r} does not exist" in self.refusal(capsys, *argv)
+
+    def test_that_is_a_folder_of_other_things(self, capsys, tmp_path):
+        shown = self.refusal(capsys, "--model-path", str(tmp_path))
+        assert f"{str(tmp_path)!r} is no model: it has no config.json" in shown
+
+    @pytest.mark.parametrize("name", ["gpt2", "meta-llama/Llama-3.1-8B", "s3://bucket/a/model"])
+    def test_that_is_elsewhere_is_left_to_sglang(self, name):
+        engine_side.check_model(["--model-path", name])
+        engine_side.check_model(["--config", "model.yaml"])
+
+
 class TestBeforeTheModelIsLoaded:
-    """In processes of their own: these get as far as SGLang's plugins."""
+    """In processes of their own: these get as far as SGLang's flags or plugins."""
+
+    @pytest.mark.parametrize(
+        ("flags", "message"),
+        [
+            (["--prot", "31000"], "unknown flag --prot; did you mean --port? ("),
+            (["--cosched-polcy=hygen"], "flag --cosched-polcy; did you mean --cosched-policy? ("),
+            (["--xyzzy"], "unknown flag --xyzzy (--help lists"),
+            (["model"], "unexpected argument 'model' (a model is named with --model-path)"),
+            (["--tp", "x"], "argument --tp-size/--tensor-parallel-size: invalid int value: 'x'"),
+            (["--attention-backend", "foo"], "--attention-backend: invalid choice: 'foo' (choose"),
+            (["--config", "/absent.yaml"], "--config: "),
+            (["--context-length", "99999999"], "User-specified context_length (99999999) is"),
+        ],
+    )
+    def test_a_wrong_flag_is_one_sentence(self, forks, tiny_model, flags, message):
+        ended = forks.run_module("cosched.launch_server", "--model-path", str(tiny_model), *flags)
+        assert ended.returncode == 2
+        last = ended.stderr.strip().splitlines()[-1]
+        assert last.startswith("cosched: ") and message in last
+        shown = ended.stdout + ended.stderr
+        assert "Traceback" not in shown and "usage:" not in shown
+        self.check_not_loaded(ended)
 
     def test_a_port_in_use_is_said(self, forks, tiny_model):
         with socket.socket() as other:

@@ -1,6 +1,9 @@
 """Whatever of cosched's own fails, the scheduler goes on: faults are put in at each place."""
 
+import contextlib
 import logging
+import threading
+import time
 
 import pytest
 
@@ -99,6 +102,48 @@ def test_a_policy_that_always_fails_is_not_asked_for_ever(make_engine, expected,
     assert controller.policy.num_calls == MOST_FAILURES
     assert controller.state().policy_given_up
     assert "until the server is restarted" in said[-1]
+
+
+def spin():
+    """As a policy that catches what it should not."""
+    while True:
+        with contextlib.suppress(Exception):
+            sum(range(1000))
+
+
+@pytest.mark.parametrize("hang", [spin, threading.Event().wait], ids=["loop", "lock"])
+def test_a_policy_that_never_returns_is_interrupted_and_not_asked_again(
+    make_engine, expected, said, monkeypatch, hang
+):
+    monkeypatch.setattr("cosched.engine.guard.PLAN_LIMIT_S", 0.2)
+    engine = make_engine()
+    controller = unguarded(engine)
+    controller.policy = FailsSometimes(controller.policy, lambda n: hang())
+    submit_some(engine)
+    assert answers(engine) == expected
+    assert controller.policy.num_calls == 1
+    assert controller.state().policy_given_up
+    (line,) = said
+    assert "no plan within 0.2 s" in line and "until the server is restarted" in line
+
+
+def test_slow_plans_are_used_and_named_and_too_many_in_a_row_are_the_last(
+    make_engine, expected, said, monkeypatch
+):
+    monkeypatch.setattr("cosched.engine.guard.SLOW_PLAN_S", 0.1)
+    engine = make_engine()
+    controller = unguarded(engine)
+    slow = {*range(1, MOST_FAILURES), *range(10, 10 + MOST_FAILURES)}
+    controller.policy = FailsSometimes(
+        controller.policy, lambda n: time.sleep(0.15) if n in slow else None
+    )
+    submit_some(engine)
+    assert answers(engine) == expected
+    assert controller.policy.num_calls == 9 + MOST_FAILURES
+    state = controller.state()
+    assert state.policy_given_up and state.failures == {"slow_plan": 2 * MOST_FAILURES - 1}
+    assert "took 0.2 s for a plan" in said[0]
+    assert "the safe rule plans: it is not asked again" in said[-1]
 
 
 @pytest.mark.parametrize(

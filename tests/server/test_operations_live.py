@@ -103,7 +103,7 @@ def test_sigterm_lets_chats_finish_within_the_bound_and_a_batch_go(servers, guar
             running.terminate()
             running.wait(30)
         log = server.log()[logged:]
-        assert f"online ones may take {SHARED_DRAIN_S} s, offline ones are let go" in log
+        assert f"online ones may take {SHARED_DRAIN_S} s, offline requests are aborted" in log
         assert "Traceback" not in log
     assert len(out.read_text().splitlines()) < 60
     subprocess.run([*job, guarded.url], env=environment(), check=True, timeout=400)

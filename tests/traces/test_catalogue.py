@@ -54,6 +54,20 @@ def test_generated_workloads_follow_what_is_asked(name):
         assert made.requests[-1].arrival_s == 0
 
 
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"rate": 1e9, "duration_s": 1.0}, "1e+09 requests/s for 1 s are 1,000,000,000 requests"),
+        ({"rate": 1000.0}, "1000 requests/s for 3600 s are 3,600,000 requests"),
+        ({"num_requests": 10**7}, "azure-like: 10,000,000 requests"),
+    ],
+)
+def test_more_requests_than_memory_holds_are_refused_before_they_are_made(asked, said):
+    with pytest.raises(WorkloadError) as refused:
+        load_workload("azure-like", seed=0, **asked)
+    assert said in str(refused.value) and "at most 1,000,000" in str(refused.value)
+
+
 @pytest.mark.parametrize("name", GENERATED)
 def test_clients_ask_for_the_most_that_the_data_set_has(name):
     made = load_workload(name, seed=4, num_requests=300).requests

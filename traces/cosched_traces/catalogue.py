@@ -10,7 +10,7 @@ from cosched.core.request import RequestClass
 from cosched.errors import choices
 from cosched_traces import builders
 from cosched_traces.block_traces import read_mooncake_jsonl
-from cosched_traces.builders import Asked, Build
+from cosched_traces.builders import DURATION_S, Asked, Build
 from cosched_traces.csv_traces import read_azure_csv
 from cosched_traces.errors import WorkloadError
 from cosched_traces.formats import read_trace
@@ -23,6 +23,10 @@ from cosched_traces.workload import Workload
 __all__ = ["WORKLOADS", "NamedWorkload", "load_workload", "workload_table"]
 
 ONLINE, OFFLINE = RequestClass.ONLINE, RequestClass.OFFLINE
+
+
+MOST_REQUESTS = 1_000_000
+"""Of a workload. Each takes about 700 bytes before it is sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,10 +287,25 @@ def load_workload(
         num_requests=num_requests,
         tokenize=tokenize,
     )
+    _check_size(asked)
     workload = named.build(asked)
     if num_requests is not None and len(workload.requests) > num_requests:
         workload = first_requests(workload, num_requests)
     return _with_limits(workload, named.max_new_tokens)
+
+
+def _check_size(asked: Asked) -> None:
+    """WorkloadError where a workload would have more requests than one run can hold."""
+    num_requests: float = max(asked.num_requests or 0, asked.num_sessions or 0)
+    made = ""
+    if asked.rate is not None:
+        duration_s = asked.duration_s or DURATION_S
+        made = f"{asked.rate:g} requests/s for {duration_s:g} s are "
+        num_requests = max(num_requests, asked.rate * duration_s)
+    if num_requests > MOST_REQUESTS:
+        raise WorkloadError(
+            f"{asked.name}: {made}{num_requests:,.0f} requests; a run has at most {MOST_REQUESTS:,}"
+        )
 
 
 def _with_limits(workload: Workload, max_new_tokens: int | None) -> Workload:
