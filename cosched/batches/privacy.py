@@ -14,7 +14,7 @@ from cosched.jobs.records import Failure
 __all__ = ["Redaction"]
 
 _HIDDEN = "[path]"
-_SOURCE = r"(?:/[\w.+@-]+)+\.(?:py|pyc|so|c|cc|cpp|cu|h|hpp|rs|jinja)\b"
+_SOURCE = r"(?:/[\w.+@-]+)+\.(?:py|pyc|so|c|cc|cpp|cu|h|hpp|rs|jinja)\b(?::\d+)?"
 """Files of programs, wherever they were built."""
 
 

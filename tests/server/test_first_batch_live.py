@@ -7,9 +7,12 @@ import re
 import subprocess
 import sys
 
+import httpx
 import pytest
 
 from cosched.jobs.server import free_port
+from tests.batches.api import Api, until
+from tests.request_lines import chat
 from tests.serving import ROOT, start_server
 
 CHAT = "/v1/chat/completions"
@@ -49,3 +52,40 @@ def test_the_readmes_batch_runs_as_written(server, data_home):
     folder = data_home / "cosched" / "batches" / f"demo-{server.port}"
     assert f"batches: {folder}, no open batches" in server.log()
     assert (folder / "batches.sqlite").exists()
+
+
+def offline(server, **limits):
+    assert httpx.post(f"{server.url}/cosched/offline", json=limits, timeout=30).is_success
+
+
+def replica(server):
+    headers = {"accept": "application/json"}
+    return httpx.get(f"{server.url}/cosched", headers=headers, timeout=30).json()["replicas"][0]
+
+
+def test_a_pause_by_the_operator_is_the_forecast_and_cancelled_lines_are_not_failures(server):
+    api = Api(server.url, key="any")
+    before = replica(server)
+    offline(server, paused=True)
+    try:
+        batch = api.create([chat(f"c{n}", model="demo") for n in range(30)], endpoint=CHAT)
+        until(lambda: replica(server)["num_waiting_offline"] == 30)
+        told = httpx.get(f"{server.url}/v1/batches/{batch.id}", timeout=30).json()["cosched"]
+        assert (told["state"], told["finish_s"], told["miss_chance"]) == ("paused", None, None)
+        assert told["running"] == 30, "at the scheduler"
+        api.batches.cancel(batch.id)
+        assert api.wait(batch).status == "cancelled"
+        until(lambda: replica(server)["num_waiting_offline"] == 0)
+    finally:
+        offline(server)
+    after = replica(server)
+    for name in ("num_aborted_offline", "num_cancelled_offline"):
+        assert after[name] - before[name] == 30
+
+
+def test_a_wrong_model_fails_its_line(server):
+    api = Api(server.url, key="any")
+    lines = [chat("good", model="demo"), chat("bad", model="gpt-4o"), chat("also good")]
+    done = api.wait(api.create(lines, endpoint=CHAT))
+    assert done.status == "failed"
+    assert [(one.line, one.code) for one in done.errors.data] == [(2, "model_not_found")]
