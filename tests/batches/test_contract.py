@@ -533,8 +533,6 @@ def test_lines_that_name_a_model_that_is_not_served_are_wrong(api, stand_in):
     stand_in.names, stand_in.adapters = ["org/m", "s3://a/b"], ["ada", "bob"]
     names = ["org/m", "default", "ada", "org/m:ada", "default:bob", "s3://a/b", "s3://a/b:ada"]
     good = [of_model(f"g{number}", name) for number, name in enumerate(names)]
-    done = api.wait(api.create([*good, line("none named")]))
-    assert (done.status, done.request_counts.completed) == ("completed", 8)
     wrong = ["gpt-4o", "org/m:eve", "ada:org/m", "org"]
     done = api.wait(api.create([of_model(name, name) for name in wrong] + good))
     assert done.status == "failed"
@@ -543,6 +541,8 @@ def test_lines_that_name_a_model_that_is_not_served_are_wrong(api, stand_in):
     assert "'gpt-4o' is not served here; served: ada, bob, org/m, s3://a/b" in (
         done.errors.data[0].message
     )
+    done = api.wait(api.create([*good, line("none named")]))
+    assert (done.status, done.request_counts.completed) == ("completed", 8)
 
 
 def test_a_line_with_a_value_beyond_its_bound_fails_alone_and_is_not_sent(api, stand_in):

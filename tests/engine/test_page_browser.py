@@ -144,7 +144,7 @@ def test_a_file_whose_batch_is_refused_is_not_left_behind(shown, api, tmp_path):
     until(lambda: len(list(api.files.list())) == num_files)
 
 
-@pytest.mark.parametrize(("width", "height"), [(1200, 800), (390, 844)], ids=str)
+@pytest.mark.parametrize(("width", "height"), [(1200, 800), (320, 640)], ids=str)
 def test_a_batch_is_uploaded_and_cancelled(shown, api, tmp_path, width, height):
     browser = shown(width, height)
     num_rows = browser.value("document.querySelectorAll('#batch-rows tr').length")
