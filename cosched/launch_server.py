@@ -255,9 +255,12 @@ def _import_first_in_children() -> None:
 
     `multiprocessing` imports in a spawned process what ``__main__`` was in its parent. With
     ``python -m cosched.launch_server`` that is this module. With the ``cosched`` script or ``python
-    -m cosched`` it would be one that does not prepare the process.
+    -m cosched`` it would be one that does not prepare the process. Another module that was started
+    with ``python -m`` is left to prepare it.
     """
-    sys.modules["__main__"].__spec__ = importlib.util.find_spec("cosched.launch_server")
+    main_module = sys.modules["__main__"]
+    if main_module.__spec__ is None or main_module.__spec__.name == "cosched.__main__":
+        main_module.__spec__ = importlib.util.find_spec("cosched.launch_server")
 
 
 def check_latency_model(server_args: Any, config: Config) -> None:

@@ -4,7 +4,7 @@ told by line number."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import BinaryIO
 
 from cosched.batches.config import BatchesConfig
@@ -58,7 +58,7 @@ class LineRules:
             return line
         fault = self.models.fault(line.body)
         if fault is None:
-            return line
+            return replace(line, body=self.models.addressed(line.body))
         return BadLine(
             number=line.number,
             custom_id=line.custom_id,

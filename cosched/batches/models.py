@@ -57,6 +57,16 @@ class ServedModels:
         served = ", ".join(sorted(self.names | self.adapters))
         return f"the model {model!r} is not served here; served: {served}"
 
+    def addressed(self, body: bytes) -> bytes:
+        """The body as SGLang understands it: an adapter is named behind its model, as the base
+        model answers where an adapter is named alone."""
+        model = msgspec.json.decode(body, type=_Named).model
+        if not isinstance(model, str) or model not in self.adapters or model in self.names:
+            return body
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        named = f"{min(self.names, default=_ANY)}:{model}"
+        return msgspec.json.encode({**fields, "model": named})
+
     def _is_served(self, model: str) -> bool:
         names = self.names | {_ANY}
         if model in names or model in self.adapters:

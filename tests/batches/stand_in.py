@@ -36,6 +36,7 @@ class StandIn:
         self.note = None  # a file that is told each prompt
         self.is_held = False
         self.is_paused = False
+        self.models_asked = []
         self.refusal = "not this one"
         self.names, self.adapters = ["m"], []
         self.num_under_way = 0
@@ -78,6 +79,7 @@ class StandIn:
         body = json.loads(await request.body())
         assert body["service_tier"] == "flex"
         prompt = body["prompt"]
+        self.models_asked.append(body.get("model"))
         self.asked[prompt] += 1
         self.order.append(prompt)
         self.deadlines[prompt] = request.state.deadline_s

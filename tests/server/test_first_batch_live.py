@@ -11,6 +11,8 @@ import httpx
 import pytest
 
 from cosched.jobs.server import free_port
+from tests.adapters import FLAGS as LORA_FLAGS
+from tests.adapters import make_adapters
 from tests.batches.api import Api, until
 from tests.request_lines import chat
 from tests.serving import ROOT, start_server
@@ -89,3 +91,17 @@ def test_a_wrong_model_fails_its_line(server):
     done = api.wait(api.create(lines, endpoint=CHAT))
     assert done.status == "failed"
     assert [(one.line, one.code) for one in done.errors.data] == [(2, "model_not_found")]
+
+
+def test_lines_may_name_adapters_alone_or_behind_the_model(tiny_model, tmp_path):
+    adapter = make_adapters(tmp_path, ["ada"])["ada"]
+    flags = (*LORA_FLAGS, "--lora-paths", f"ada={adapter}", "--served-model-name", "demo")
+    named = {name: name for name in ("demo", "default", "demo:ada", "default:ada")}
+    named["ada"] = "demo:ada"  # SGLang would answer with the base model
+    with start_server(tiny_model, *flags, module="tests.fuzz.server") as server:
+        api = Api(server.url)
+        done = api.wait(api.create([chat(name, model=name) for name in named], endpoint=CHAT))
+        records = api.records(done.output_file_id)
+        assert {r["custom_id"]: r["response"]["body"]["model"] for r in records} == named
+        done = api.wait(api.create([chat("no", model="demo:eve")], endpoint=CHAT))
+        assert [one.code for one in done.errors.data] == ["model_not_found"]
