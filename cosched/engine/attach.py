@@ -15,6 +15,7 @@ from cosched.engine.cpu_compile import run_uncompiled
 from cosched.engine.decision_records import Header
 from cosched.engine.decisions import DecisionLog
 from cosched.engine.exporter import MetricsExporter
+from cosched.engine.faults import RequestFaults
 from cosched.engine.guard import Guard
 from cosched.engine.observe import IterationLogFile, IterationObserver
 from cosched.engine.offline_gate import OfflineGate
@@ -30,8 +31,9 @@ logger = logging.getLogger(__name__)
 
 
 def attach(scheduler: Any, config: Config) -> None:
-    """Give it an observer (``cosched_observer``), a gate for offline work (``cosched_offline``)
-    and, unless SGLang's own scheduling stays, a controller (``cosched``).
+    """Give it an observer (``cosched_observer``), a gate for offline work (``cosched_offline``), a
+    guard against requests on which it fails (``cosched_faults``) and, unless SGLang's own
+    scheduling stays, a controller (``cosched``).
 
     ConfigError when the policy cannot serve its model.
     """
@@ -40,6 +42,7 @@ def attach(scheduler: Any, config: Config) -> None:
     guard = Guard(is_strict=config.strict)
     observer = IterationObserver(scheduler, clock=clock, guard=guard)
     scheduler.cosched_observer = observer
+    scheduler.cosched_faults = RequestFaults(scheduler, guard)
     logs: dict[str, Log] = {}
     if config.iteration_log is not None and port.parallel().tp_rank == 0:
         logs["iteration"] = iteration_log = IterationLogFile(_log_path(config.iteration_log))

@@ -470,6 +470,14 @@ class Controller:
             tracked.num_stopped_at = tracked.num_computed_tokens
             self._table.forget(tracked)
 
+    def abandon(self, requests: Sequence[TrackedRequest]) -> None:
+        """The iteration was taken back: these requests have released their memory and wait."""
+        self.iteration = self.split = None
+        self.decodes_due = False
+        self.taken = {}
+        for tracked in requests:
+            self._table.forget(tracked)
+
     def admitted(self, tracked: TrackedRequest) -> None:
         """A waiting request is in the batch that is being built."""
         tracked.num_refusals = 0

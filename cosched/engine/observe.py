@@ -125,6 +125,11 @@ class IterationObserver:
             self._end(latest, self._clock.now_s())
         latest.is_exact = latest.duration_s is not None
 
+    def abandon(self) -> None:
+        """What was planned and launched is taken back: its results will not come."""
+        self._in_flight.clear()
+        self._latest = self.planned = None
+
     @property
     def last_done_s(self) -> float:
         """When the latest iteration whose result is there was done [s]."""

@@ -2,7 +2,8 @@
 
 On the first SIGTERM or SIGINT new requests are answered with 503, all offline work is ended with an
 error that clients retry, and online requests may finish for `drain_s` seconds; what is left then is
-aborted, and the processes end. A second signal ends everything at once.
+aborted, and the processes end. A second signal ends everything at once. A scheduler whose memory is
+not consistent after a fault asks for the same; the exit code is then `EXIT_CODE`.
 """
 
 from __future__ import annotations
@@ -23,13 +24,26 @@ from sglang.srt.utils import kill_process_tree
 
 from cosched.engine.offline_gate import LET_GO
 
-__all__ = ["END_S", "drain", "end_on_sigterm", "signals_left_to_parent"]
+__all__ = [
+    "DRAIN_SIGNAL",
+    "END_S",
+    "EXIT_CODE",
+    "drain",
+    "end_on_sigterm",
+    "signals_left_to_parent",
+]
 
 logger = logging.getLogger(__name__)
 
 END_S = 20.0
 """Most seconds between the end of draining and the end of the process. SGLang gives its schedulers
 15 to release their memory."""
+
+DRAIN_SIGNAL = signal.SIGUSR1
+"""A scheduler whose memory is not consistent sends it to the server: drain, then `EXIT_CODE`."""
+
+EXIT_CODE = 70
+"""Of a server that ended because of a fault of its own (EX_SOFTWARE of sysexits.h)."""
 
 _POLL_S = 0.05
 _ABORT_S = 2.0
@@ -43,7 +57,8 @@ async def drain(end: Callable[[Any], Awaitable[None]], manager: Any, *, drain_s:
     if manager._server_stop_hook is None:
         await end(manager)  # no server: signals are the embedding program's
         return
-    _handle_signals(manager)
+    faulty: list[bool] = []
+    _handle_signals(manager, on_fault=lambda: faulty.append(True))
     while not manager.gracefully_exit:
         await asyncio.sleep(_POLL_S)
     deadline_s = time.monotonic() + drain_s
@@ -74,10 +89,13 @@ async def drain(end: Callable[[Any], Awaitable[None]], manager: Any, *, drain_s:
         )
         await _until_answered(manager, time.monotonic() + _ABORT_S)
         manager.rid_to_state.clear()
+    if faulty:
+        logger.critical("cosched: drained after a fault; ending with exit code %d", EXIT_CODE)
+        _end_at_once(EXIT_CODE)
     await end(manager)
 
 
-def _handle_signals(manager: Any) -> None:
+def _handle_signals(manager: Any, *, on_fault: Callable[[], None]) -> None:
     if threading.current_thread() is not threading.main_thread():
         return
     loop = asyncio.get_running_loop()
@@ -88,8 +106,13 @@ def _handle_signals(manager: Any) -> None:
             _end_at_once(128 + number)
         manager.gracefully_exit = True
 
+    def drain_after_fault() -> None:
+        on_fault()
+        manager.gracefully_exit = True
+
     for number in _SIGNALS:
         loop.add_signal_handler(number, on_signal, number)
+    loop.add_signal_handler(DRAIN_SIGNAL, drain_after_fault)
 
 
 async def _let_go(manager: Any, *, within_s: float) -> None:

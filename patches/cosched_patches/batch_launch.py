@@ -13,11 +13,14 @@ def _hook() -> Any:
     from cosched.engine.port.attention import launching
 
     def timed(original: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        def run() -> Any:
+            return original(scheduler, batch, *args, **kwargs)
+
         observer = getattr(scheduler, "cosched_observer", None)
+        if observer is None:
+            return run()
         with launching(batch):
-            if observer is None:
-                return original(scheduler, batch, *args, **kwargs)
-            return observer.launch(lambda: original(scheduler, batch, *args, **kwargs), batch)
+            return scheduler.cosched_faults.run(lambda: observer.launch(run, batch), batch)
 
     return timed
 
@@ -30,6 +33,7 @@ SEAM = Seam(
     why=(
         "Iterations are timed; an iteration starts when its batch is launched. And the attention "
         "backend `cosched_shared_prefix` plans from the requests of the batch, of which a forward "
-        "pass knows only the rows of their KV."
+        "pass knows only the rows of their KV. An exception in it is laid to a request "
+        "(`cosched.engine.faults`); stock ends the scheduler."
     ),
 )

@@ -11,13 +11,17 @@ __all__ = ["SEAM"]
 
 def _hook() -> Any:
     def timed(original: Any, scheduler: Any, batch: Any, result: Any) -> Any:
-        observer = getattr(scheduler, "cosched_observer", None)
-        iteration = None if observer is None else observer.finish(result)
-        answer = original(scheduler, batch, result)
-        controller = getattr(scheduler, "cosched", None)
-        if controller is not None:
-            controller.on_result(iteration, batch)
-        return answer
+        def process() -> Any:
+            observer = getattr(scheduler, "cosched_observer", None)
+            iteration = None if observer is None else observer.finish(result)
+            answer = original(scheduler, batch, result)
+            controller = getattr(scheduler, "cosched", None)
+            if controller is not None:
+                controller.on_result(iteration, batch)
+            return answer
+
+        faults = getattr(scheduler, "cosched_faults", None)
+        return process() if faults is None else faults.process(process, batch, result)
 
     return timed
 
@@ -29,6 +33,7 @@ SEAM = Seam(
     hook=_hook,
     why=(
         "Iterations are timed; an iteration ends when its result is there. Under the overlap "
-        "scheduler that is known only here, after the next batch was launched."
+        "scheduler that is known only here, after the next batch was launched. An exception in it "
+        "is laid to a request (`cosched.engine.faults`); stock ends the scheduler."
     ),
 )

@@ -15,6 +15,13 @@ def _hook() -> Any:
     def plan_and_build(
         original: Any, scheduler: Any, prefill_delayer_single_pass: Any, running_batch: Any
     ) -> Any:
+        faults = getattr(scheduler, "cosched_faults", None)
+        if faults is not None and faults.is_isolating:
+            return faults.build_group(
+                lambda **kwargs: original(scheduler, **kwargs),
+                prefill_delayer_single_pass=prefill_delayer_single_pass,
+                running_batch=running_batch,
+            )
         controller = getattr(scheduler, "cosched", None)
         if controller is None:
             return original(scheduler, prefill_delayer_single_pass, running_batch)

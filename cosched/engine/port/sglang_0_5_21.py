@@ -12,6 +12,7 @@ from cosched.engine.port.common import Found, lookup_key, num_own
 from cosched.kv.tree import PathNode
 
 __all__ = [
+    "CAN_TAKE_BACK",
     "KNOWS_HOST",
     "NO_DP_ATTENTION",
     "PAGES_NEED_TRITON",
@@ -20,9 +21,11 @@ __all__ = [
     "can_tell_path",
     "find",
     "gain_of_stopping",
+    "holds_memory",
     "num_prefix",
     "path_of",
     "release",
+    "release_whatever",
     "reserves_whole_output",
     "send_abort",
 ]
@@ -38,6 +41,17 @@ PAGES_NEED_TRITON = True
 
 SHARES_PAGES = False
 """Not tried with its allocator."""
+
+
+CAN_TAKE_BACK = False
+
+
+def holds_memory(req: Any) -> bool:
+    raise NotImplementedError("SGLang 0.5.21: iterations cannot be taken back")
+
+
+def release_whatever(tree: Any, req: Any) -> None:
+    raise NotImplementedError("SGLang 0.5.21: iterations cannot be taken back")
 
 
 def can_tell_path(core: Any) -> bool:

@@ -12,6 +12,7 @@ from cosched.engine.port.common import Found, lookup_key, num_own
 from cosched.kv.tree import PathNode
 
 __all__ = [
+    "CAN_TAKE_BACK",
     "KNOWS_HOST",
     "NO_DP_ATTENTION",
     "PAGES_NEED_TRITON",
@@ -20,9 +21,11 @@ __all__ = [
     "can_tell_path",
     "find",
     "gain_of_stopping",
+    "holds_memory",
     "num_prefix",
     "path_of",
     "release",
+    "release_whatever",
     "reserves_whole_output",
     "send_abort",
 ]
@@ -39,6 +42,10 @@ PAGES_NEED_TRITON = False
 
 SHARES_PAGES = True
 """`port.bidirectional` stands in for its allocator."""
+
+
+CAN_TAKE_BACK = True
+"""`port.recovery` knows what a request holds at every step of an iteration."""
 
 
 def can_tell_path(core: Any) -> bool:
@@ -94,6 +101,24 @@ def release(tree: Any, req: Any, *, keep: bool) -> None:
     generated tokens; they stay as evictable nodes, and all but the last token is matched there when
     it resumes. Not with a Mamba tree, which takes finished requests only."""
     release_kv_cache(req, tree, checkpoint=keep)
+
+
+def holds_memory(req: Any) -> bool:
+    """Whether it holds a row, KV or a lock on the radix tree."""
+    return req.lock is not None or bool(req.kv.holds_kv)
+
+
+def release_whatever(tree: Any, req: Any) -> None:
+    """Give back all that a request holds, wherever its iteration was interrupted."""
+    kv = req.kv
+    if kv.holds_kv:
+        # Where allocation failed midway, a row may be there without the tokens behind it.
+        kv.kv_committed_len = max(kv.kv_committed_len, kv.cache_protected_len)
+        kv.kv_allocated_len = max(kv.kv_allocated_len, kv.kv_committed_len)
+        release_kv_cache(req, tree, checkpoint=False)
+    elif req.lock is not None:
+        tree.unlock(req.lock)
+        req.lock = None
 
 
 def send_abort(scheduler: Any, answer: Any, req: Any) -> None:
