@@ -346,6 +346,7 @@ class RequestFaults:
         if self.is_draining:
             return
         self.is_draining = True
+        recovery.stop_checking_memory()
         _log.critical(
             "cosched: KV memory is not consistent after a failure: %s. The server drains and ends; "
             "start it again",

@@ -9,10 +9,12 @@ not consistent after a fault asks for the same; the exit code is then `EXIT_CODE
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -91,7 +93,7 @@ async def drain(end: Callable[[Any], Awaitable[None]], manager: Any, *, drain_s:
         manager.rid_to_state.clear()
     if faulty:
         logger.critical("cosched: drained after a fault; ending with exit code %d", EXIT_CODE)
-        _end_at_once(EXIT_CODE)
+        atexit.register(_exit_after_fault)
     await end(manager)
 
 
@@ -130,6 +132,13 @@ async def _until_answered(manager: Any, deadline_s: float) -> None:
 def _end_at_once(code: int) -> None:
     kill_process_tree(os.getpid(), include_parent=False)
     os._exit(code)
+
+
+def _exit_after_fault() -> None:
+    """The last step of a Python process that would end with 0."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(EXIT_CODE)
 
 
 def _end_at_last(seconds: float) -> None:

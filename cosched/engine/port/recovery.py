@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 from cosched.engine import port
@@ -26,6 +27,7 @@ __all__ = [
     "named_in",
     "queue_again",
     "send_finished",
+    "stop_checking_memory",
     "take_back",
     "unfinished_prefill",
     "was_sending",
@@ -253,3 +255,8 @@ def memory_left(scheduler: Any) -> MemoryUse:
         int(scheduler.max_total_num_tokens - accounted),
         int(rows.size + rows.pre_alloc_size - free_rows),
     )
+
+
+def stop_checking_memory() -> None:
+    """SGLang's own check of an idle scheduler warns from now on, and does not end the process."""
+    envs.SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE.set(False)
