@@ -25,6 +25,7 @@ from typing import Any
 from cosched.engine import port
 from cosched.engine.guard import Guard
 from cosched.engine.port import recovery
+from cosched.engine.port.intake import refuse
 from cosched.engine.port.penalties import count_resumed
 from cosched.engine.shutdown import DRAIN_SIGNAL
 from cosched.engine.tracked import TrackedRequest
@@ -247,9 +248,7 @@ class RequestFaults:
         for req in [req for req in scheduler.waiting_queue if req.rid == rid]:
             port.take_out_unanswered(scheduler, req)
         message = f"the engine cannot build this request: {error!r}"
-        port.send_abort(
-            scheduler, port.refusal(received, HTTPStatus.BAD_REQUEST, message), received
-        )
+        refuse(scheduler, received, message)
 
     def _take_back(self, error: Exception, batch: Any | None, admitted: Iterable[Any]) -> None:
         """Undo the iteration, and abort or isolate the requests that may have caused the error."""

@@ -70,22 +70,45 @@ def test_requests_that_fail_only_together_do_not_run_in_circles():
     assert {"a", "b"} & set(aborted)
 
 
+def _poison_queued(engine, change):
+    """Change the request when it is queued: bounds refuse it before that."""
+    queue = engine.scheduler._add_request_to_queue
+
+    def add(req, is_retracted=False):
+        if req.rid == "poison":
+            change(req)
+        queue(req, is_retracted)
+
+    engine.scheduler._add_request_to_queue = add
+
+
 def poison_sampling(engine, monkeypatch):
-    engine._inbox[-1].sampling_params.top_k = 2**40
+    _poison_queued(engine, lambda req: setattr(req.sampling_params, "top_k", 2**40))
 
 
 def poison_logprobs(engine, monkeypatch):
-    engine._inbox[-1].return_logprob = True
-    engine._inbox[-1].top_logprobs_num = 10**5
+    def change(req):
+        req.return_logprob, req.top_logprobs_num = True, 10**5
+
+    _poison_queued(engine, change)
 
 
 def poison_logprob_start(engine, monkeypatch):
-    engine._inbox[-1].return_logprob = True
-    engine._inbox[-1].logprob_start_len = -3
+    def change(req):
+        req.return_logprob, req.logprob_start_len = True, -3
+
+    _poison_queued(engine, change)
 
 
 def poison_message(engine, monkeypatch):
-    engine._inbox[-1].sampling_params.max_new_tokens = "many"
+    create = engine.scheduler._create_generation_req
+
+    def fail(received, *args, **options):
+        if received.rid == "poison":
+            raise Broken("while it is built")
+        return create(received, *args, **options)
+
+    engine.scheduler._create_generation_req = fail
 
 
 def poison_forward(engine, monkeypatch):

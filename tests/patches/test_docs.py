@@ -16,7 +16,7 @@ def test_page_names_everything():
     page = render(SEAMS)
     for seam in SEAMS:
         assert f"`{seam.target}`" in page
-        assert page.count(f"## {seam.hook.__module__.rpartition('.')[2]}\n") == 1
+        assert f"## {seam.hook.__module__.rpartition('.')[2]}\n" in page
         assert all(version in page for version in seam.versions)
 
 

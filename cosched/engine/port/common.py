@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from sglang.srt.managers.scheduler import _make_abort_req
@@ -77,7 +76,6 @@ __all__ = [
     "prefix_key",
     "put_back",
     "rank_group",
-    "refusal",
     "report_waiting",
     "reserve_ratio",
     "row_generations",
@@ -617,13 +615,6 @@ def take_out_unanswered(scheduler: Any, req: Any) -> None:
 def is_queued(scheduler: Any, req: Any) -> bool:
     """Whether a request is in the waiting queue."""
     return req in scheduler.waiting_queue
-
-
-def refusal(received: Any, status: HTTPStatus, message: str) -> Any:
-    """The message that answers a request that was received and never built; `send_abort` sends
-    it."""
-    reason = {"type": "abort", "status_code": status, "message": message}
-    return AbortReq(rid=received.rid, finished_reason=reason)
 
 
 def error_answer(req: Any, status: HTTPStatus, message: str) -> Any:
