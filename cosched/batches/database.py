@@ -300,14 +300,19 @@ class Database:
 
 @contextmanager
 def _telling() -> Iterator[None]:
-    """What is no fault of a statement: the server is away, the disk full, others hold it for too
-    long."""
+    """What is no fault of a statement: the server is away, the disk full or damaged, others hold it
+    for too long."""
     try:
         yield
     except (sa.exc.OperationalError, sa.exc.InterfaceError) as error:
         raise StoreAwayError(_reason(error)) from error
     except sa.exc.TimeoutError as error:
         raise StoreAwayError(str(error)) from error
+    except sa.exc.DatabaseError as error:
+        if type(error) is not sa.exc.DatabaseError:  # of a kind that is a fault of a statement
+            raise
+        # Of SQLite: its file is damaged.
+        raise StoreAwayError(_reason(error)) from error
 
 
 def _reason(error: sa.exc.DBAPIError) -> str:

@@ -27,6 +27,7 @@ from cosched.batches.data import Batch
 from cosched.batches.errors import ApiError, StoreAwayError
 from cosched.batches.exposition import exposition
 from cosched.batches.service import BatchService
+from cosched.batches.storage import FilesAwayError
 from cosched.batches.uploads import blocks_of, too_large
 from cosched.claims import presented_key
 
@@ -139,6 +140,8 @@ class _Routes:
             return await parser.parse()
         except (MultiPartException, KeyError) as error:
             raise ApiError(f"the form cannot be read: {error}") from None
+        except OSError as error:  # of the disk that has the temporary files
+            raise FilesAwayError(f"an upload cannot be kept: {error.strerror or error}") from error
 
     async def _limited(self, request: Request) -> AsyncGenerator[bytes, None]:
         most = self._service.config.max_file_bytes + _FORM_BYTES

@@ -34,13 +34,14 @@ _SELF = "http://cosched"
 class BatchService:
     """One per server process that serves HTTP."""
 
-    def __init__(self, config: BatchesConfig) -> None:
-        """Take the folder, and open the store; ConfigError when one cannot be."""
+    def __init__(self, config: BatchesConfig, *, clock: Callable[[], float] = time.time) -> None:
+        """Take the folder, and open the store; ConfigError when one cannot be. clock: seconds of
+        the epoch, for windows and what is kept for how long."""
         self.config = config
         self._opened = open_store(config)
         quota, database = config.quota, self._opened.database
-        self.files = FileStore(database, self._opened.storage, clock=time.time, quota=quota)
-        self.store = BatchStore(database, clock=time.time, quota=quota)
+        self.files = FileStore(database, self._opened.storage, clock=clock, quota=quota)
+        self.store = BatchStore(database, clock=clock, quota=quota)
         self._feeder: Feeder | None = None
 
     def summary(self) -> str:

@@ -111,21 +111,21 @@ class FolderStorage:
         self._id_file.write_text(f"{store_id}\n")
 
     def write(self, name: str, blocks: Iterable[bytes]) -> int:
-        part = self._part(name)
-        with part.open("xb") as copy:
+        with _telling_of_disk(), self._part(name).open("xb") as copy:
             copy.writelines(blocks)
             copy.flush()
             os.fsync(copy.fileno())
             return copy.tell()
 
     def publish(self, name: str) -> None:
-        self._part(name).rename(self._folder / name)
-        # A name in a folder is on the disk only then.
-        handle = os.open(self._folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        with _telling_of_disk():
+            self._part(name).rename(self._folder / name)
+            # A name in a folder is on the disk only then.
+            handle = os.open(self._folder, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
 
     def discard(self, name: str) -> None:
         self._part(name).unlink(missing_ok=True)
@@ -152,6 +152,15 @@ class FolderStorage:
 
     def _part(self, name: str) -> Path:
         return self._folder / (name + _PART)
+
+
+@contextmanager
+def _telling_of_disk() -> Iterator[None]:
+    """A disk that is full or broken is no fault of what is written."""
+    try:
+        yield
+    except OSError as error:
+        raise FilesAwayError(f"its files cannot be written: {error.strerror or error}") from error
 
 
 class UrlStorage:

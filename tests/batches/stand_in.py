@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 from collections import Counter
 from contextlib import asynccontextmanager
 
@@ -26,7 +27,7 @@ class StandIn:
     """What the engine was asked, and what it answers: `delay_s` after, an echo of the prompt; 400
     where the prompt is "refuse", and as long as `is_held` nothing."""
 
-    def __init__(self, config, *, delay_s=0.01):
+    def __init__(self, config, *, delay_s=0.01, clock=time.time):
         self.delay_s = delay_s
         self.asked = Counter()
         self.order = []
@@ -41,7 +42,7 @@ class StandIn:
         self.names, self.adapters = ["m"], []
         self.num_under_way = 0
         self.most_under_way = 0
-        self.service = BatchService(config)
+        self.service = BatchService(config, clock=clock)
 
         @asynccontextmanager
         async def lifespan(app):
