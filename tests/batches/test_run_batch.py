@@ -195,7 +195,8 @@ def test_what_the_server_refuses_is_told(job, folder, capsys):
 
 def test_a_wrong_window_is_refused_and_the_next_call_may_have_another(api, job, capsys):
     job.write([line(f"c{n}") for n in range(10)])
-    assert job.run(api.url, "--window", "24x") == 3
+    with pytest.raises(SystemExit, match="2"):
+        job.run(api.url, "--window", "24x")
     assert "completion_window must be" in capsys.readouterr().err
     assert not api.files.list().data and not api.batches.list().data
     assert job.run(api.url, "--window", "30m") == 0
