@@ -29,7 +29,7 @@ def schedule_prefill(
     None the scheduler decodes the running batch.
     """
     scheduler = controller.scheduler
-    port.admit_ready_grammars(scheduler)
+    port.admit_ready_grammars(scheduler, controller.clock.now_s())
     nothing_runs = scheduler.chunked_req is None and running_batch.is_empty()
     if nothing_runs and not controller.waiting.may_admit:
         controller.idle()

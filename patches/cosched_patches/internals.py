@@ -114,6 +114,7 @@ INTERNALS: Mapping[str, tuple[str, ...]] = {
         "finished",
         "finished_len",
         "finished_reason",
+        "grammar_wait_ct",
         "input_embeds",
         "kv",
         "last_node",

@@ -32,7 +32,16 @@ def make_engine(tiny_model, monkeypatch):
 
     engines = []
 
-    def make(*, policy="sarathi", overlap=False, mixed=True, switches=(), config=None, **flags):
+    def make(
+        *,
+        policy="sarathi",
+        overlap=False,
+        mixed=True,
+        switches=(),
+        config=None,
+        tokenizer=False,
+        **flags,
+    ):
         for engine in engines:
             engine.close()
         engines.clear()
@@ -44,7 +53,7 @@ def make_engine(tiny_model, monkeypatch):
         arguments += [text for pair in chosen.items() for text in pair]
         arguments += ["--enable-mixed-chunk"] if mixed else []
         arguments += [] if overlap else ["--disable-overlap-schedule"]
-        engines.append(LocalEngine(arguments))
+        engines.append(LocalEngine(arguments, tokenizer=tokenizer))
         return engines[-1]
 
     yield make

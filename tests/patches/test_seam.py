@@ -313,6 +313,7 @@ class TestInternals:
                 f"cosched_{name}"
                 for name in ("faults", "members", "observer", "offline", "prefix_key")
             ),
+            "cosched_grammar_s",
             "cosched_taken_back",
         }
         assert used - own <= listed, f"add to INTERNALS: {sorted(used - own - listed)}"

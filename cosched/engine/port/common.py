@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from http import HTTPStatus
@@ -22,6 +23,7 @@ from cosched.engine.port.attention import reads_once
 from cosched.latency.graphs import GraphSizes
 
 __all__ = [
+    "GRAMMAR_LIMIT_S",
     "Found",
     "Parallel",
     "Peek",
@@ -578,11 +580,35 @@ def in_flight(scheduler: Any) -> list[Any]:
 # --- Steps of the scheduler that cosched takes in its place ---
 
 
-def admit_ready_grammars(scheduler: Any) -> None:
-    """Queue requests whose grammar is compiled now, so that the plan sees them."""
-    if scheduler.grammar_manager.has_waiting_grammars():
-        for req in scheduler.grammar_manager.get_ready_grammar_requests():
-            scheduler._add_request_to_queue(req)
+GRAMMAR_LIMIT_S = 20.0
+"""Longest that a request waits for its grammar to be compiled [s]."""
+
+_GRAMMAR_POLL_S = 1e-4
+_MOST_GRAMMARS = 256
+
+
+def admit_ready_grammars(scheduler: Any, now_s: float) -> None:
+    """Queue requests whose grammar is compiled now, so that the plan sees them.
+
+    Grammars are compiled on other threads. Stock SGLang waits up to 5 ms for them in every
+    iteration of all requests, for up to 10,000 iterations, and keeps every grammar that it has
+    compiled. Here an iteration does not wait, a request does for `GRAMMAR_LIMIT_S`, and the cache
+    is emptied when it is full.
+    """
+    manager = scheduler.grammar_manager
+    if not manager.has_waiting_grammars():
+        return
+    manager.SGLANG_GRAMMAR_POLL_INTERVAL = _GRAMMAR_POLL_S
+    manager.SGLANG_GRAMMAR_MAX_POLL_ITERATIONS = sys.maxsize
+    for req in manager.grammar_queue:
+        if not hasattr(req, "cosched_grammar_s"):
+            req.cosched_grammar_s = now_s
+        elif now_s - req.cosched_grammar_s > GRAMMAR_LIMIT_S:
+            req.grammar_wait_ct = sys.maxsize
+    for req in manager.get_ready_grammar_requests():
+        scheduler._add_request_to_queue(req)
+    if len(manager.grammar_backend.cache) > _MOST_GRAMMARS:
+        manager.grammar_backend.reset()
 
 
 def drain_results(scheduler: Any) -> bool:
