@@ -12,6 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from cosched.limits.table import Scope
+from tests.fuzz.boundaries import URLS, boundary_body
+
 FEATURES = ("penalties", "lora", "logprobs", "beam", "grammars", "sessions", "aborts", "targets")
 """What `--without` can leave out."""
 
@@ -31,6 +34,11 @@ class World:
     vocab_size: int
     loras: Sequence[str] = ()
     without: frozenset[str] = frozenset()
+
+    @property
+    def scope(self) -> Scope:
+        """What the bounds of its requests depend on."""
+        return Scope(vocab_size=self.vocab_size, context_len=self.context_len, hidden_size=64)
 
     def has(self, feature: str) -> bool:
         return feature not in self.without
@@ -658,10 +666,17 @@ def _gateways(rng: random.Random, world: World) -> tuple[str, str, dict[str, Any
     return "POST", path, body
 
 
+def _at_bounds(rng: random.Random, world: World) -> tuple[str, str, dict[str, Any]]:
+    """Fields of the table that requests are checked against, at their bounds and beyond."""
+    path = rng.choice(URLS)
+    return "POST", path, boundary_body(rng, path, world.model, world.scope)
+
+
 Maker = Callable[[random.Random, World], tuple[str, str, Any]]
 
 _MAKERS: tuple[tuple[Maker, str | None, int], ...] = (
     (_generate, None, 30),
+    (_at_bounds, None, 30),
     (_chat, None, 22),
     (_completions, None, 12),
     (_responses, None, 8),
