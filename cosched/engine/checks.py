@@ -10,8 +10,10 @@ from cosched.core.request import RequestClass
 from cosched.core.wire import class_of_priority
 from cosched.errors import RequestError
 from cosched.limits.table import (
+    ANY_MODEL,
     MOST_LOGPROBS,
     TABLE,
+    Numbers,
     Scope,
     check_field,
     check_fields,
@@ -165,11 +167,8 @@ def _check_positions(obj: Any, num_tokens: int) -> None:
         if getattr(obj, switch, False) and start is not None and start > num_tokens:
             raise RequestError(name, f"{start} is above {num_tokens} (tokens of the prompt)")
     for name in ("multi_item_delimiter_indices", "token_indices_to_pool"):
-        positions = getattr(obj, name, None)
-        if positions and max(positions) >= num_tokens:
-            raise RequestError(
-                name, f"{max(positions)} is above {num_tokens - 1} (last token of the prompt)"
-            )
+        last = Numbers(most=num_tokens, high=num_tokens - 1)
+        check_field(name, getattr(obj, name, None), last, ANY_MODEL)
 
 
 def _check_logprobs(obj: Any, num_tokens: int, max_new_tokens: int | None, scope: Scope) -> None:

@@ -52,9 +52,9 @@ INT32 = 2**31 - 1
 WHOLE_VOCABULARY = 1 << 30
 """SGLang's ``top_k`` for no limit, beside -1."""
 
-MOST_SAMPLES = 1024
-"""Sequences that one prompt may ask for. SGLang makes a list of that length of everything that came
-with the request before it counts them; OpenAI allows 128."""
+MOST_SAMPLES = 128
+"""Sequences that one prompt may ask for, as with OpenAI. They are served in the order in which they
+came: 1,024 of one online request kept all others waiting for 100 iterations and more."""
 
 MOST_STOPS, MOST_STOP_CHARS = 32, 1024
 MOST_NAME_CHARS = 1024
