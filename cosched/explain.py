@@ -1,12 +1,13 @@
 """Read a decision log: why a request waited, what an iteration decided, whether it would again.
 
-    python -m cosched.explain FILE                   the log in numbers
+    python -m cosched.explain FILE                   the log in numbers, and ids of requests
     python -m cosched.explain FILE --rid R           the story of one request
     python -m cosched.explain FILE --iteration N     one decision in full
     python -m cosched.explain FILE --replan          plan every recorded view again and compare
 
-FILE is what --decision-log named; its older parts beside it (FILE-000000, ...) are read first. A
-line that cannot be read is left out and named on stderr. The last line is one JSON object.
+A request's id R is the "id" of its response. FILE is what --decision-log named; its older parts
+beside it (FILE-000000, ...) are read first. A line that cannot be read is left out and named on
+stderr. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m cosched.explain", description=__doc__)
     parser.add_argument("file", type=existing_file, metavar="FILE", help="a decision log")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--rid", metavar="R", help="the request whose story to tell")
+    what.add_argument(
+        "--rid", metavar="R", help='the request whose story to tell: the "id" of its response'
+    )
     what.add_argument(
         "--iteration", type=whole(at_least=0), metavar="N", help="the plan to show, from 0"
     )
@@ -101,15 +104,44 @@ class _Log:
             print(line, file=sys.stderr)
 
 
+class _Ids:
+    """Some ids of the requests in a log."""
+
+    _MOST = 10
+
+    def __init__(self) -> None:
+        self._shown: dict[str, None] = {}
+        self._has_more = False
+
+    def add(self, entry: Entry) -> None:
+        for facts in entry.decision.requests:
+            if len(self._shown) < self._MOST:
+                self._shown[facts.rid] = None
+            elif facts.rid not in self._shown:
+                self._has_more = True
+
+    def sentence(self) -> str:
+        if not self._shown:
+            return "It has no requests"
+        return (
+            f"Its requests (each the id of a response): {', '.join(self._shown)}"
+            f"{', ...' * self._has_more}"
+        )
+
+
 def _tell_story(log: _Log, rid: str) -> dict[str, Any]:
     # A request is described where a policy first looked at it; what it waited before is told too.
     found: dict[int, RequestFacts] = {}
     first = None
+    ids = _Ids()
     for entry in log:
         first = first or entry.decision
+        ids.add(entry)
         found |= {facts.arrival_seq: facts for facts in entry.decision.requests if facts.rid == rid}
     if not found or first is None:
-        raise ConfigError(f"no request {rid!r} in {str(log.path)!r}: no plan looked at it")
+        raise ConfigError(
+            f"no request {rid!r} in {str(log.path)!r}: no plan looked at it. {ids.sentence()}"
+        )
     stories = [Story(facts, first) for facts in found.values()]
     for entry in log:
         for story in stories:
@@ -154,14 +186,17 @@ def _replan(log: _Log, policy: str | None) -> dict[str, Any]:
 def _summarize(log: _Log) -> dict[str, Any]:
     summary = LogSummary()
     header = None
+    ids = _Ids()
     for entry in log:
         header = entry.header
+        ids.add(entry)
         summary.add(entry)
     if header is None:
         raise ConfigError(f"no decisions in {str(log.path)!r}")
     result = {"policy": header.policy, "versions": header.versions, **summary.to_dict()}
     print(f"{log.path}: policy {header.policy}")
     print("\n".join(tell_summary(result)))
+    print(f"{ids.sentence()}; --rid ID tells a request's story")
     return result
 
 

@@ -187,9 +187,12 @@ def check_flags(argv: Sequence[str], *, own: Collection[str]) -> None:
     # Deprecated flags are announced when SGLang parses them again.
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
         with contextlib.redirect_stdout(nowhere):
-            _, unknown = parser.parse_known_args(arguments)
+            parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
         raise ConfigError(_unknown_flag(unknown[0], {*own, *parser._option_string_actions}))
+    for flag, size in (("--tp-size", parsed.tp_size), ("--dp-size", parsed.dp_size)):
+        if size < 1:
+            raise ConfigError(f"{flag} must be at least 1, not {size}")
 
 
 def _unknown_flag(argument: str, known: Collection[str]) -> str:

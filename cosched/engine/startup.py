@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
+import sys
 import time
 from importlib.metadata import version
 from typing import Any
@@ -69,7 +71,8 @@ def wait_until_listening(server_args: Any) -> bool:
 
 
 def log_ready(server_args: Any, config: Config) -> None:
-    """Log what serves, and two requests to try."""
+    """Log what serves, two requests to try, and how to get at the commands where they are in a
+    virtual environment that is not activated."""
     url = server_args.url()
     logger.info("cosched: ready on %s: %s", url, describe(config, server_args))
     body = {
@@ -84,4 +87,8 @@ def log_ready(server_args: Any, config: Config) -> None:
             what,
             url,
             json.dumps({**body, **more}),
+        )
+    if sys.prefix != sys.base_prefix and shutil.which("cosched") is None:
+        logger.info(
+            "cosched: for its commands in another terminal: source %s/bin/activate", sys.prefix
         )

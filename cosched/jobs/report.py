@@ -41,8 +41,9 @@ def print_report(
     *, exit_code: int, message: str | None, config: dict[str, Any], results: dict[str, Any]
 ) -> None:
     table = Table("run_batch", "", show_header=False)
-    # Where nothing was sent the message says it all.
-    if any(results["counts"].values()):
+    counts = results["counts"]
+    # Where a call failed before it had an answer the message says it all.
+    if exit_code == 0 or counts["answered"] or counts["failed"]:
         for name, value in _rows(results):
             table.add_row(name, value)
     # Linux counts in kB, macOS in bytes.

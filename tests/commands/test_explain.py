@@ -226,7 +226,9 @@ def test_an_iteration_that_is_not_there_names_those_that_are(recorder, refused):
 
 def test_a_request_that_is_not_there_is_one_sentence(recorder, refused):
     stopped_and_resumed(recorder)
-    assert refused(recorder.path, "--rid", "nope").startswith("cosched: no request 'nope' in ")
+    shown = refused(recorder.path, "--rid", "nope")
+    assert shown.startswith("cosched: no request 'nope' in ")
+    assert "Its requests (each the id of a response): a, first, f" in shown
 
 
 def test_the_summary_counts_what_was_decided(recorder, explain):
@@ -238,6 +240,7 @@ def test_the_summary_counts_what_was_decided(recorder, explain):
     assert (result["held"], result["stopped"]) == (2, {"keep_kv": 1})
     assert result["prefill_tokens"] == {"offline": 101, "online": 10}
     assert result["finished"] == {"length": 1}
+    assert any("the id of a response" in line and "--rid ID" in line for line in lines)
     assert result["prediction_error"] is None
     assert result["planning_us"]["mean"] == pytest.approx(100)
     assert any("latency budget 5, memory budget 3" in line for line in lines)

@@ -397,6 +397,7 @@ class TestBeforeTheModelIsLoaded:
             (["--xyzzy"], "unknown flag --xyzzy (--help lists"),
             (["model"], "unexpected argument 'model' (a model is named with --model-path)"),
             (["--tp", "x"], "argument --tp-size/--tensor-parallel-size: invalid int value: 'x'"),
+            (["--tp", "0"], "--tp-size must be at least 1, not 0"),
             (["--attention-backend", "foo"], "--attention-backend: invalid choice: 'foo' (choose"),
             (["--config", "/absent.yaml"], "--config: "),
             (["--context-length", "99999999"], "User-specified context_length (99999999) is"),

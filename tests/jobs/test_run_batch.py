@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from cosched.jobs.server import free_port
 from cosched.run_batch import main
 
 
@@ -311,13 +312,17 @@ def test_an_input_that_cannot_be_read_ends_with_a_report(batch):
     assert report["exit_code"] == 2 and "cannot read the input" in report["message"]
 
 
-def test_a_call_that_sends_nothing_prints_no_table_of_zeros(tmp_path, capsys):
+@pytest.mark.parametrize("fault", ["no input", "no server"])
+def test_a_call_that_has_no_answer_prints_no_table_of_zeros(batch, tools, capsys, fault):
+    if fault == "no server":
+        batch.write([tools.completion("a")])
     before = signal.getsignal(signal.SIGTERM)
-    assert main(["-i", str(tmp_path / "absent"), "-o", str(tmp_path / "out")]) == 2
+    server = ["--base-url", f"http://127.0.0.1:{free_port()}"]
+    code = main(["-i", str(batch.input), "-o", str(batch.out), *server])
     signal.signal(signal.SIGTERM, before)
     shown = capsys.readouterr()
-    assert shown.out.count("\n") == 1 and json.loads(shown.out)["exit_code"] == 2
-    assert "cannot read the input" in shown.err
+    assert code == {"no input": 2, "no server": 3}[fault]
+    assert shown.out.count("\n") == 1 and json.loads(shown.out)["exit_code"] == code
 
 
 def test_a_server_that_goes_for_good_is_exit_code_3(batch, tools):

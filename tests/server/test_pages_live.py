@@ -1,0 +1,140 @@
+"""Every command of the README and of docs/operations.md runs as written.
+
+In a shell as a new user has it: after ``scripts/setup``, in the activated environment. Port 30000
+is replaced by that of the server, and curl fails on HTTP errors (by its settings).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+
+import pytest
+
+from cosched.jobs.server import free_port
+from tests.serving import ROOT, SEARCH_PATH, start_server
+
+pytestmark = pytest.mark.server
+
+PAGES = ("README.md", "docs/operations.md")
+VENV = ROOT / ".venv"
+IS_OWN = not VENV.is_symlink()
+"""The environment is this checkout's: scripts/setup has nothing to do, and its paths lead here."""
+
+# Command as written -> why it is not run.
+EXCEPTED = {
+    "scripts/serve": "starts the server that all of these ask",
+    "source .venv/bin/activate": "each command runs after it",
+    "scripts/test": "runs this test",
+    'pip install -e ".[gpu]"': "installs 11 GB for a GPU",
+    "cosched serve --model-path meta-llama/Llama-3.1-8B-Instruct": "needs a GPU and the model",
+    "cosched serve --model-path MODEL --enable-metrics --admin-api-key SECRET": (
+        "these are the flags of the server; test_entry_points_live.py runs the command"
+    ),
+    """COSCHED_CONFIG='{"policy": "cosched"}' sglang serve --model-path MODEL""": (
+        "test_entry_points_live.py runs it"
+    ),
+    "pip install sglang-router": "its requirements are other packages than ours",
+    "python -m sglang_router.launch_router": "needs two hosts; scripts/kill_replica runs it",
+}
+
+# What takes minutes, or asks port 30000 by default: the text that is replaced, and by what.
+CHANGED = {
+    "cosched batch": ("-o out.jsonl", "-o out.jsonl --base-url http://localhost:30000"),
+    "cosched simulate": ("--duration 600", "--duration 4"),
+    "cosched bench run": ("--duration 60", "--duration 1"),
+}
+
+
+def commands_in(text):
+    """Of the blocks of bash, without comments; a command may go over several lines."""
+    for block in re.findall(r"```bash\n(.*?)```", text, flags=re.S):
+        command = ""
+        for line in block.splitlines():
+            line = re.sub(r"(^|\s+)#.*$", "", line)
+            command = f"{command}\n{line}" if command else line
+            if command.endswith("\\") or command.count("'") % 2:
+                continue
+            if command.strip():
+                yield command
+            command = ""
+        assert not command
+
+
+WRITTEN = [command for page in PAGES for command in commands_in((ROOT / page).read_text())]
+
+
+def is_excepted(command):
+    return any(command == one or command.startswith(f"{one} ") for one in EXCEPTED)
+
+
+RUN = [command for command in WRITTEN if not is_excepted(command)]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """`scripts/serve`, or in a checkout with another's environment what that runs in the end."""
+    from cosched.demo_model import ensure_demo_model
+
+    model = ensure_demo_model(size="demo")
+    command = ["scripts/serve"]
+    if not IS_OWN:
+        command = [f"{VENV}/bin/cosched", "serve", "--served-model-name", "demo"]
+    flags = ["--enable-metrics", "--admin-api-key", "SECRET", "--served-model-name", "demo"]
+    with start_server(model, *flags, command=command, port=free_port()) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the commands run: with a file of requests, and curl's settings."""
+    folder = tmp_path_factory.mktemp("user")
+    messages = [{"role": "user", "content": "Hello!"}]
+    body = {"model": "demo", "max_tokens": 4, "messages": messages}
+    url = "/v1/chat/completions"
+    lines = [{"custom_id": f"q{n}", "method": "POST", "url": url, "body": body} for n in range(20)]
+    (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / ".curlrc").write_text("fail-with-body\nsilent\nshow-error\nmax-time = 120\n")
+    return folder
+
+
+def run(command, folder):
+    env = {
+        "HOME": os.environ["HOME"],
+        "PATH": "/usr/local/bin:/usr/bin:/bin",
+        "CURL_HOME": str(folder),
+    }
+    if not IS_OWN:
+        env["PYTHONPATH"] = SEARCH_PATH
+    script = f"source {VENV}/bin/activate && cd {folder} && {command}"
+    return subprocess.run(
+        ["bash", "-c", script], env=env, capture_output=True, text=True, timeout=300
+    )
+
+
+def test_every_exception_and_every_change_is_of_a_command_that_is_there():
+    for start in [*EXCEPTED, *CHANGED]:
+        assert any(command.startswith(start) for command in WRITTEN), start
+    assert len(RUN) >= 8
+
+
+@pytest.mark.parametrize("command", RUN, ids=lambda command: command.split(" -")[0][:60])
+def test_a_command_runs_as_written(command, server, folder):
+    for start, (old, new) in CHANGED.items():
+        if command.startswith(start):
+            assert old in command
+            command = command.replace(old, new)
+    ended = run(command.replace(":30000", f":{server.port}"), folder)
+    assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
+    assert ended.stdout.strip()
+
+
+@pytest.mark.skipif(not IS_OWN, reason="scripts/setup would install this checkout elsewhere")
+def test_scripts_serve_refuses_a_wrong_flag_in_one_sentence_and_names_the_environment(folder):
+    ended = run(f"{ROOT}/scripts/serve --prot 1", folder)
+    assert ended.returncode == 2
+    first, last = ended.stderr.splitlines()[0], ended.stderr.splitlines()[-1]
+    assert first.endswith(f"source {ROOT}/.venv/bin/activate")
+    assert last.startswith("cosched: unknown flag --prot; did you mean --port?")
