@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -43,8 +46,28 @@ def test_the_cosched_script_without_the_pth_file(tiny_model, tmp_path):
         check_answers(server)
 
 
-def test_sglangs_own_command_with_the_plugin(tiny_model):
+def check_bench_serving(server):
+    """SGLang's benchmark client, in the same environment."""
+    ended = subprocess.run(
+        [
+            *(sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang-oai"),
+            *("--base-url", server.url, "--model", str(server.model_path)),
+            *("--dataset-name", "random-ids", "--num-prompts", "2"),
+            *("--random-input-len", "8", "--random-output-len", "4"),
+        ],
+        env={**os.environ, "PYTHONPATH": SEARCH_PATH},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert re.search(r"Successful requests: +2\b", ended.stdout), ended.stdout
+
+
+def test_sglangs_own_commands_with_the_plugin(tiny_model, tmp_path, monkeypatch):
     env = {ENV_VAR: '{"policy": "sarathi"}', "SGLANG_PLUGINS": "cosched"}
     command = [str(BIN / "sglang"), "serve"]
     with start_server(tiny_model, *CPU_FLAGS, command=command, env=env) as server:
         check_answers(server)
+        monkeypatch.chdir(tmp_path)  # where it writes its results
+        check_bench_serving(server)
