@@ -21,6 +21,9 @@ _HEADERS = (
     "TTFT p50 / p99 s",
     "TPOT p50 / p99 ms",
     "online hit %",
+    "job done s",
+    "mean completion s",
+    "work/s",
     "offline tok/s",
     "% of ceiling",
     "offline hit %",
@@ -65,7 +68,11 @@ def _cells(row: Row, seeds: Sequence[Row]) -> list[str]:
         f"{shown(tpot.p50, '.1f', 1e3)} / {shown(tpot.p99, '.1f', 1e3)}",
         shown(online.hit_ratio, ".1f", 100),
     ]
+    job = [one.summary.job for one in seeds]
     of_offline = [
+        _over([one.makespan_s for one in job], 0),
+        _over([one.completion_mean_s for one in job], 0),
+        _over([one.work_per_s for one in job], 3),
         _over([one.offline_tokens_per_s or 0.0 for one in seeds], 0),
         shown(row.summary.ceiling.ratio, ".1f", 100),
         shown(offline.hit_ratio, ".1f", 100),

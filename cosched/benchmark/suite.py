@@ -227,6 +227,7 @@ def _run_seed(
             end_s=result.end_s,
             ceiling_tokens_per_s=ceiling,
         )
+        summary = replace(summary, job=result.summary.job)
         baseline = None
         if s0 is not None and result.spec.scenario.has_online:
             baseline = summarize_run(s0.spec, s0.records, s0.iterations, end_s=result.end_s)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from cosched.core.request import RequestClass, Slo
+from cosched.metrics.job import JobSummary, LineCost, summarize_job
 from cosched.metrics.records import Floats, IterationLog, RequestRecord
 from cosched.metrics.slo import (
     ROUNDING_S,
@@ -138,12 +139,14 @@ class HostSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """A run, summed up over `window`; it was watched until `observed_until_s`."""
+    """A run, summed up over `window`; it was watched until `observed_until_s`. `job` is the whole
+    run, whatever the window."""
 
     window: Window
     observed_until_s: float
     online: ClassSummary
     offline: ClassSummary
+    job: JobSummary
     ceiling: CeilingSummary
     iterations: IterationSummary
     kv: KvSummary
@@ -167,6 +170,7 @@ def summarize(
     default_slos: Mapping[RequestClass, Slo] | None = None,
     jct_target: JctTarget | None = None,
     offline_ceiling_tokens_per_s: float | None = None,
+    line_costs: Mapping[str, LineCost] | None = None,
 ) -> Summary:
     """Sum up a run. Reads only; the order of the records does not matter.
 
@@ -176,6 +180,7 @@ def summarize(
                       None: with the window, or with the last event where that is later
     default_slos      targets of requests that bring none of their own
     offline_ceiling_tokens_per_s  ``offline.tokens_per_s`` of the offline requests alone
+    line_costs        rid of an offline request -> its cost in the best batch of its job alone
     """
     records = list(records)
     log = IterationLog() if iterations is None else iterations
@@ -202,6 +207,11 @@ def summarize(
         observed_until_s=observed_until_s,
         online=of_class(RequestClass.ONLINE),
         offline=offline,
+        job=summarize_job(
+            [r for r in records if r.request_class is RequestClass.OFFLINE],
+            end_s=observed_until_s,
+            costs=line_costs,
+        ),
         ceiling=CeilingSummary(
             offline_tokens_per_s=offline_ceiling_tokens_per_s,
             ratio=_ratio(offline.tokens_per_s, offline_ceiling_tokens_per_s),

@@ -67,6 +67,7 @@ def _add_workload_options(parser: argparse.ArgumentParser, slo_of_rows: str) -> 
     add("name", "--offline", dest="offline", metavar="NAME|FILE")
     add("num_requests", "--offline-requests", dest="offline_requests", metavar="N")
     add("wave", "--offline-wave", dest="offline_wave", metavar="N")
+    add("refill", "--offline-refill", dest="offline_refill", metavar="N")
     add("peak_window_s", "--peak-window", metavar="S")
     add("faster", "--online-faster", dest="online_faster", metavar="F", type=number(above=0))
     for kind, default_s in (("ttft", DEFAULT_SLO.ttft_s), ("tpot", DEFAULT_SLO.tpot_s)):
@@ -185,6 +186,7 @@ def run_spec_of(arguments: argparse.Namespace, scenario: Scenario) -> RunSpec:
             name=arguments.offline,
             num_requests=arguments.offline_requests,
             wave=arguments.offline_wave,
+            refill=arguments.offline_refill,
         ),
         cost=cost_of(arguments),
         slo=Slo(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +20,7 @@ from cosched.cost_models.specs import model_spec
 from cosched.engine.arguments import EVICTION_FLAG, eviction_arguments, host_arguments
 from cosched.errors import ConfigError, CoschedError
 from cosched.latency.profile_file import EngineIdentity, Profile
+from cosched.metrics.job import LineCost
 from cosched.metrics.records import ColumnLog, IterationLog, RequestRecord
 from cosched.metrics.slo import JctTarget, Verdict, judge, with_defaults
 from cosched.metrics.summary import Summary, summarize
@@ -36,6 +37,7 @@ from cosched.simulation.clients import (
 from cosched.simulation.machine import Machine
 from cosched.simulation.orders import in_order
 from cosched.simulation.scenario import OfflineClient, Scenario
+from cosched.simulation.work import line_costs
 from cosched_traces.catalogue import load_workload
 from cosched_traces.transform import busiest_window, replay_faster
 from cosched_traces.workload import TraceRequest
@@ -79,6 +81,8 @@ class WorkloadSpec:
     peak_window_s  run only the busiest stretch of this length of the online workload
     wave           offline requests sent at once, the next N when all of them have ended; default:
                    the whole set at the start
+    refill         offline requests at the server at a time: when one ends, the next is sent, as of
+                   a job that never ends
     faster         the online workload is replayed so many times as fast as it came, bursts kept;
                    its rate is meant after that
     """
@@ -89,6 +93,7 @@ class WorkloadSpec:
     num_requests: int | None = None
     peak_window_s: float | None = None
     wave: int | None = None
+    refill: int | None = None
     faster: float = 1.0
 
 
@@ -298,7 +303,9 @@ def execute_requests(
         controller = getattr(engine.scheduler, "cosched", None)
         return RunResult(
             spec=spec,
-            summary=summarize_run(spec, records, engine.iterations, end_s=end_s),
+            summary=summarize_run(
+                spec, records, engine.iterations, end_s=end_s, line_costs=_costs_of(spec, offline)
+            ),
             records=records,
             iterations=engine.iterations,
             kv=engine.kv,
@@ -348,6 +355,7 @@ def summarize_run(
     *,
     end_s: float,
     ceiling_tokens_per_s: float | None = None,
+    line_costs: Mapping[str, LineCost] | None = None,
 ) -> Summary:
     """Sum up what happened in ``[0, end_s)``."""
     return summarize(
@@ -357,6 +365,20 @@ def summarize_run(
         default_slos={RequestClass.ONLINE: spec.slo},
         jct_target=spec.jct,
         offline_ceiling_tokens_per_s=ceiling_tokens_per_s,
+        line_costs=line_costs,
+    )
+
+
+def _costs_of(spec: RunSpec, offline: Sequence[TraceRequest]) -> dict[str, LineCost]:
+    """By the cost model without its noise, and at its full speed."""
+    if not offline:
+        return {}
+    exact = replace(spec, cost=replace(spec.cost, noise_sigma=0.0, slower=1.0))
+    return line_costs(
+        offline,
+        cost_model_of(exact),
+        kv_tokens=spec.machine.capacity(),
+        max_running=spec.machine.max_running_requests,
     )
 
 
@@ -452,9 +474,11 @@ def offline_client(
     """Who sends them, in virtual time or live."""
     match spec.scenario.client:
         case OfflineClient.ALL:
-            wave = spec.offline.wave if spec.offline is not None else None
-            if wave:
-                return WaveClient(offline, size=wave, vocab_size=vocab_size)
+            asked = spec.offline or WorkloadSpec(name="none")
+            if asked.wave:
+                return WaveClient(offline, size=asked.wave, vocab_size=vocab_size)
+            if asked.refill:
+                return ClosedLoopClient(offline, concurrency=asked.refill, vocab_size=vocab_size)
             return OpenLoopClient(offline, vocab_size=vocab_size)
         case OfflineClient.CAP:
             return ClosedLoopClient(offline, concurrency=spec.cap, vocab_size=vocab_size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from cosched.core.request import RequestClass
 from cosched_traces.workload import TraceRequest, Workload
 
-__all__ = ["Summary", "shared_ratio", "summarize"]
+__all__ = ["Summary", "prefix_parts", "shared_ratio", "summarize"]
 
 STEP_TOKENS = 16
 
@@ -78,6 +78,18 @@ def shared_ratio(workload: Workload) -> float:
             longest[prefix, key] = max(length, longest.get((prefix, key), 0))
             prefix = prefixes.setdefault((prefix, key, length), len(prefixes) + 1)
     return num_shared / num_tokens if num_tokens else 0.0
+
+
+def prefix_parts(requests: Iterable[TraceRequest]) -> Iterator[list[tuple[int, int]]]:
+    """Of each prompt, its parts as (node, tokens). Two prompts have a node in common where they
+    are equal up to its end; token ids are compared in steps of 16."""
+    nodes: dict[tuple[int, Hashable, int], int] = {}
+    for request in requests:
+        node, path = 0, []
+        for key, length in _parts(request):
+            node = nodes.setdefault((node, key, length), len(nodes) + 1)
+            path.append((node, length))
+        yield path
 
 
 def _parts(request: TraceRequest) -> Iterable[tuple[Hashable, int]]:

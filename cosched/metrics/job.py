@@ -1,0 +1,98 @@
+"""When is a batch job done, and how much work was done per second.
+
+Tokens per second can be won by an order that takes the cheap tokens first. Work cannot: each line
+counts the device seconds that it costs in the best batch of its job alone, whatever is done first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from cosched.metrics.records import RequestRecord
+from cosched.metrics.window import Window
+
+__all__ = ["EDGE_SHARE", "JobSummary", "LineCost", "summarize_job"]
+
+EDGE_SHARE = 0.1
+"""Of a run, left out at its start and at its end for the steady state."""
+
+
+class LineCost(NamedTuple):
+    """What one line of a job costs in the best batch of the job alone.
+
+    prompt_s  device time of its prompt, without what other lines of the job share [s]
+    token_s   its share of a decode, for each output token after the first [s]
+    """
+
+    prompt_s: float
+    token_s: float
+
+    def total_s(self, num_output_tokens: int) -> float:
+        return self.prompt_s + self.token_s * max(num_output_tokens - 1, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSummary:
+    """A job: all offline requests of a run.
+
+    makespan_s         first arrival to the end of the last line [s]; None: a line did not end
+    completion_mean_s  first arrival to the end of a line, mean over those that ended [s]
+    completion_p95_s   95th percentile of the same [s]
+    work_per_s         device seconds of work done per second, without the first and the last tenth
+                       of the run; 1 is the best batch alone on the whole device. None: costs are
+                       not known
+    """
+
+    num_lines: int = 0
+    num_finished: int = 0
+    makespan_s: float | None = None
+    completion_mean_s: float | None = None
+    completion_p95_s: float | None = None
+    work_per_s: float | None = None
+
+
+def summarize_job(
+    records: Sequence[RequestRecord],
+    *,
+    end_s: float,
+    costs: Mapping[str, LineCost] | None = None,
+) -> JobSummary:
+    """Sum up the offline records of a run that ended at `end_s` [s]. Lines without an end count for
+    the part that was done; failed lines do not count."""
+    if not records:
+        return JobSummary()
+    start_s = min(record.arrival_s for record in records)
+    ends = np.array([r.finish_s - start_s for r in records if r.is_finished and r.finish_s])
+    is_done = len(ends) == len(records)
+    return JobSummary(
+        num_lines=len(records),
+        num_finished=len(ends),
+        makespan_s=float(ends.max()) if is_done else None,
+        completion_mean_s=float(ends.mean()) if len(ends) else None,
+        completion_p95_s=float(np.percentile(ends, 95)) if len(ends) else None,
+        work_per_s=_work_per_s(records, start_s, end_s, costs) if costs else None,
+    )
+
+
+def _work_per_s(
+    records: Sequence[RequestRecord], start_s: float, end_s: float, costs: Mapping[str, LineCost]
+) -> float | None:
+    edge_s = EDGE_SHARE * (end_s - start_s)
+    if edge_s <= 0:
+        return None
+    window = Window(start_s=start_s + edge_s, end_s=end_s - edge_s)
+    work_s = 0.0
+    for record in records:
+        cost = costs.get(record.rid)
+        if cost is None or not record.ok or record.first_s is None:
+            continue
+        if record.first_s in window:
+            work_s += cost.prompt_s
+        times, weight = record.emissions(until_s=end_s)
+        if len(times) > 1:
+            work_s += cost.token_s * weight * int(window.holds(times[1:]).sum())
+    return window.per_s(work_s)
