@@ -17,6 +17,7 @@ WRONG_VALUES = (ArithmeticError, AttributeError, LookupError, RecursionError, Ty
 
 def _hook() -> Any:
     from cosched.engine.checks import check_input
+    from cosched.engine.disconnects import pace_checks
     from cosched.errors import RequestError
     from cosched_patches.active import front, limits_of
 
@@ -27,6 +28,7 @@ def _hook() -> Any:
         try:
             front().apply(obj, request)
             check_input(obj, limits_of(manager))
+            pace_checks(manager)
             async with aclosing(original(manager, obj, request)) as replies:
                 async for reply in replies:
                     has_answered = True
@@ -59,6 +61,7 @@ SEAM = Seam(
         "program makes come in here. SGLang answers many wrong values (an unknown sampling "
         "parameter, a regular expression that is none, no samples) with 500, because Python "
         "raised something else than ``ValueError`` while it read them; here that becomes 400. "
-        "Every field is checked against its bound before anything is tokenized."
+        "Every field is checked against its bound before anything is tokenized. Where thousands "
+        "wait, their clients are looked after less often."
     ),
 )

@@ -569,6 +569,21 @@ def test_no_answer_is_500_where_a_body_is_of_another_kind(front):
     refused(asyncio.run(send()), "cannot read this request")
 
 
+@pytest.mark.parametrize(("num_waiting", "interval_s"), [(0, 4), (2000, 4), (20_000, 40)])
+def test_clients_are_looked_after_500_times_a_second_at_most(
+    front, monkeypatch, num_waiting, interval_s
+):
+    from sglang.srt.managers import tokenizer_manager
+
+    waiting = {f"waiting-{number}": None for number in range(num_waiting)}
+    monkeypatch.setattr(front.manager, "rid_to_state", waiting)
+    assert front.post(CHAT).status_code == 200
+    assert tokenizer_manager._REQUEST_STATE_WAIT_TIMEOUT == interval_s
+    monkeypatch.undo()
+    front.post(CHAT)
+    assert tokenizer_manager._REQUEST_STATE_WAIT_TIMEOUT == 4
+
+
 def test_the_body_is_parsed_once(front, monkeypatch):
     from sglang.srt.entrypoints import http_server
 
