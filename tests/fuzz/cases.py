@@ -89,9 +89,13 @@ TARGETS = (1e-9, 0.001, 1, 20, 200, 5000, 1e6, 1e12, 10**30, 0, -1, "5", None, [
 def make_case(seed: int, number: int, world: World) -> Case:
     """Request `number` of the sequence `seed`."""
     rng = random.Random(f"{seed}/{number}")
-    makers = [maker for maker, feature, _ in _MAKERS if feature is None or world.has(feature)]
-    weights = [weight for _, feature, weight in _MAKERS if feature is None or world.has(feature)]
-    maker = rng.choices(makers, weights)[0]
+    usable = [
+        (maker, weight)
+        for maker, feature, weight in _MAKERS
+        # Its fields are those of all features.
+        if (not world.without if maker is _at_bounds else feature is None or world.has(feature))
+    ]
+    maker = rng.choices([maker for maker, _ in usable], [weight for _, weight in usable])[0]
     method, path, body = maker(rng, world)
     headers = {"content-type": "application/json"}
     content = b""
