@@ -42,8 +42,9 @@ def print_report(
 ) -> None:
     table = Table("run_batch", "", show_header=False)
     counts = results["counts"]
-    # Where a call failed before it had an answer the message says it all.
-    if exit_code == 0 or counts["answered"] or counts["failed"]:
+    # Where a run failed before it had an answer the message says it all. A validation has none.
+    has_outcome = counts.get("answered", 1) or counts.get("failed")
+    if exit_code == 0 or has_outcome:
         for name, value in _rows(results):
             table.add_row(name, value)
     # Linux counts in kB, macOS in bytes.

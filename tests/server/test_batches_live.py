@@ -78,8 +78,11 @@ def test_lines_that_the_server_refuses_are_errors(api):
     assert [r["custom_id"] for r in api.records(done.output_file_id)] == ["good"]
     failed = {r["custom_id"]: r for r in api.records(done.error_file_id)}
     assert failed.keys() == {"hot", "long", "late"}
-    for record in failed.values():
-        assert record["response"]["status_code"] == 400 and record["error"]["message"]
+    for name in ("long", "late"):
+        assert failed[name]["response"]["status_code"] == 400 and failed[name]["error"]["message"]
+    assert failed["hot"]["response"] is None  # beyond a bound: it was not sent
+    assert failed["hot"]["error"]["code"] == "invalid_value"
+    assert "temperature" in failed["hot"]["error"]["message"]
     assert "deadline_s" in failed["late"]["error"]["message"]
 
 
