@@ -83,6 +83,13 @@ class PlanBuilder:
             if request.rid not in self._preempted:
                 yield request
 
+    def stops_online_prefill(self) -> bool:
+        """Admitting a request now would stop an unfinished online prefill (`stop_unfinished`): it
+        is neither continued nor preempted, and nothing else is prefilled yet."""
+        return not self.prefill and any(
+            request.request_class is RequestClass.ONLINE for request in self.unfinished()
+        )
+
     @property
     def num_preempted(self) -> int:
         return len(self._preempted)
@@ -130,10 +137,7 @@ class PlanBuilder:
 
         unreserved: there need not be room for the output it may generate, only for the chunk
         """
-        if unreserved:
-            num_tokens = self.ledger.chunk(request, request.num_computed_tokens, at_most=at_most)
-        else:
-            num_tokens = self.ledger.continuation(request, at_most=at_most)
+        num_tokens = self.ledger.continuation(request, at_most=at_most, unreserved=unreserved)
         if num_tokens <= 0:
             reason = self.ledger.why_it_stops(request) if at_most > 0 else None
             self.skip(request, reason or SkipReason.LATENCY_BUDGET)

@@ -275,16 +275,22 @@ class Ledger:
         """An unfinished prefill finds its place: none that was admitted has taken it."""
         return self.slots > 0 or not self._num_admitted
 
-    def continuation(self, request: Request, *, at_most: int | None = None) -> int:
+    def continuation(
+        self, request: Request, *, at_most: int | None = None, unreserved: bool = False
+    ) -> int:
         """Prompt tokens that an unfinished prefill may compute now, no more than `at_most`; 0 when
         it must stop.
 
         It holds its request slot already; but the engine counts it among those it admits, so it
         must not take the slot of one that this plan admitted before it.
+
+        unreserved: there need not be room for the output it may generate, only for the chunk
         """
         num_tokens = self.chunk(request, request.num_computed_tokens, at_most=at_most)
         if num_tokens <= 0 or not self.may_continue:
             return 0
+        if unreserved:
+            return num_tokens
         need = self._caps.ceil_to_page(num_tokens) + self._caps.page_size
         if request.num_computed_tokens + num_tokens == num_tokens_of(request):
             need += self._reserve(request)

@@ -56,6 +56,9 @@ Deviations from the paper, each for a reason (docs/policies/bros.md has more of 
 * Only a running online request changes places; one that waits does not. Its prompt must be computed
   soon anyway, together with those of all others that were put off, which Eq. 6 does not count.
 * No new offline request is admitted while an online one waits for memory or slots.
+* An unfinished online prefill is stopped only for one that is more urgent even if the first had
+  computed nothing, by more than computing the lost part again takes. The residual time of a prompt
+  grows with each chunk: literally, two nearly equal ones stop each other in every iteration.
 """
 
 from __future__ import annotations
@@ -74,6 +77,7 @@ from cosched.core.request import Request, RequestClass, num_tokens_of
 from cosched.core.view import OfflineOrder, View
 from cosched.planning.builder import PlanBuilder
 from cosched.planning.ledger import Ledger
+from cosched.planning.stopping import recompute_s
 from cosched.policy.base import PolicySettings
 from cosched.policy.phases import (
     Steps,
@@ -258,14 +262,19 @@ class _Packing:
         self._decodes_only = is_turn_of_decodes(builder)
         self._is_short = False
         """An online request waits for memory or a slot."""
+        self._is_unfinished_left_out = False
+        """An unfinished online prefill had its turn, and does not fit."""
         self._shortest_s = self._alone_s(None, 1)
         self._chosen: list[_Entry] = []
         """Running online requests that are in, the least urgent last."""
         self._queue = queue = self._by_residual()
         first = self._first_attainable()
         self._online_s = self._limit_s(first, settings.latency_budget_s)
+        num_late = 0
         if options.late_last and first is not None:
             self._queue = queue[first:] + queue[:first]
+            num_late = first
+        self._keep_unfinished_ahead(num_late)
         self._offline_s = min(self._online_s, self._idle_s())
 
     def limits(self) -> Mapping[str, float]:
@@ -306,7 +315,37 @@ class _Packing:
         queue.sort()
         return queue
 
+    def _keep_unfinished_ahead(self, num_late: int) -> None:
+        """An unfinished prefill has its place in the queue before the waiting requests that are not
+        more urgent by more than stopping it costs (own). num_late: entries at the end of the queue
+        that cannot be in time.
+
+        It is as urgent as if it had computed nothing, and by the time that computing the lost part
+        again takes: progress must not make it give way, or two prompts of nearly equal residual
+        times would stop each other in every iteration.
+        """
+        queue, view = self._queue, self._view
+        unfinished = {request.rid: request for request in self.builder.unfinished()}
+        for place in range(len(queue)) if unfinished else ():
+            request = unfinished.get(queue[place].request.rid)
+            if request is None:
+                continue
+            residual_s = self._residual_s(request, num_tokens_of(request))
+            residual_s -= recompute_s(view, request)
+            num_ahead = len(queue) - num_late
+            for before in range(0 if place < num_ahead else num_ahead, place):
+                entry = queue[before]
+                if not entry.context and entry.residual_s >= residual_s:
+                    queue.insert(before, queue.pop(place))
+                    break
+
     def _prefill_entry(self, request: Request) -> _Entry:
+        num_tokens = num_tokens_of(request) - request.num_computed_tokens
+        residual_s = self._residual_s(request, num_tokens)
+        return _Entry(residual_s, request.arrival_seq, request, 0)
+
+    def _residual_s(self, request: Request, num_tokens: int) -> float:
+        """Of a request with so many tokens to compute until its next one comes out."""
         view, group = self._view, self._budgets.token_group
         last_s = request.last_token_s
         if last_s is None:
@@ -316,10 +355,9 @@ class _Packing:
             target_s = group * _target(request.slo.tpot_s, self._slo.tpot_s)
             residual_s = target_s - (view.start_s - last_s)
         chunk = view.caps.max_chunk_tokens
-        num_tokens = num_tokens_of(request) - request.num_computed_tokens
         if chunk is not None and num_tokens > chunk:
             residual_s -= ((num_tokens - 1) // chunk) * view.mean_iteration_s
-        return _Entry(residual_s, request.arrival_seq, request, 0)
+        return residual_s
 
     # Line 4: the limit
 
@@ -429,11 +467,15 @@ class _Packing:
         else:
             if must_wait(builder, request):
                 return True
+            if self._is_unfinished_left_out and builder.stops_online_prefill():
+                builder.skip(request, SkipReason.UNFINISHED_PREFILL)
+                return False
             num_cached = self._view.match(request).cached
             if not admit_online(builder, pace, _STEPS, request):
                 return False
         num_tokens = builder.prefill.get(request.rid, 0)
         if not num_tokens:
+            self._is_unfinished_left_out |= self._view.waiting(request.rid) is None
             return False
         num_left = num_tokens_of(request) - num_cached - num_tokens
         if num_left and builder.ledger.tokens > 0:
@@ -443,9 +485,11 @@ class _Packing:
 
     def _take_whatever_it_takes(self, entry: _Entry) -> bool:
         builder, pace = self.builder, _Within(self.builder, math.inf)
-        if self._size or self._view.waiting(entry.request.rid) is None:
+        if self._size:
             return False
-        if not admit_online(builder, pace, _STEPS, entry.request):
+        if self._view.waiting(entry.request.rid) is None:
+            continue_online(builder, pace, _STEPS, entry.request)
+        elif not admit_online(builder, pace, _STEPS, entry.request):
             return False
         if entry.request.rid not in builder.prefill:
             return False  # it cannot take part now
@@ -498,6 +542,8 @@ class _Packing:
         reason = None
         if owes_recomputing(self.builder):
             reason = SkipReason.RECOMPUTE_DEBT
+        elif self.builder.stops_online_prefill():
+            reason = SkipReason.UNFINISHED_PREFILL
         elif self._is_short:
             reason = SkipReason.MEMORY_BUDGET
         elif holds_any:

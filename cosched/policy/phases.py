@@ -193,7 +193,7 @@ def two_phases(
     _decode_offline(builder, pace, steps)
     if is_online_served:
         _prefill_offline(builder, pace, steps)
-    builder.stop_unfinished()
+    _stop_offline_left_out(builder)
 
 
 def stop_beyond_limit(builder: PlanBuilder, steps: Steps) -> None:
@@ -206,10 +206,13 @@ def stop_beyond_limit(builder: PlanBuilder, steps: Steps) -> None:
 
 
 def make_room_for_decodes(builder: PlanBuilder, steps: Steps) -> None:
-    """Stop offline requests until every remaining one can write its next token."""
+    """Stop offline requests until every remaining one can write its next token; then an unfinished
+    online prefill, which holds memory and generates nothing."""
     if builder.ledger.available >= 0:
         return
-    for victim in steps.victims(builder):
+    victims = steps.victims(builder)
+    unfinished = [r for r in builder.unfinished() if r.traits.can_stop and r not in victims]
+    for victim in (*victims, *unfinished):
         builder.preempt(victim)
         if builder.ledger.available >= 0:
             break
@@ -222,14 +225,29 @@ def is_turn_of_decodes(builder: PlanBuilder) -> bool:
     return rules.decodes_due and not rules.mixed and builder.decodes_any()
 
 
+def _stop_offline_left_out(builder: PlanBuilder) -> None:
+    """An unfinished offline prefill that does not go on gives its memory back. An online one keeps
+    what it has computed."""
+    for request in [*builder.unfinished()]:
+        if (
+            request.request_class is RequestClass.OFFLINE
+            and request.rid not in builder.prefill
+            and request.traits.can_stop
+        ):
+            builder.preempt(request)
+
+
 def _serve_online(
     builder: PlanBuilder, pace: Pace, steps: Steps, waiting: Iterable[Request]
 ) -> bool:
-    """Online prefills. False: one still waits, so no offline prefill may start."""
+    """Online prefills. False: one still waits, so no offline prefill may start. An unfinished one
+    is not stopped for those that wait: it has its place before them."""
     for request in builder.unfinished():
         if request.request_class is RequestClass.ONLINE or not request.traits.can_stop:
             _admit_beside(builder, pace, request, waiting)
             continue_online(builder, pace, steps, request)
+    if builder.stops_online_prefill():
+        return False
     return all(
         admit_online(builder, pace, steps, r) for r in waiting if r.rid not in builder.prefill
     )
@@ -244,7 +262,8 @@ def _admit_beside(
     most = _online_tokens(builder, pace, unfinished, unfinished.num_computed_tokens)
     if num_tokens_of(unfinished) - unfinished.num_computed_tokens <= most:
         return
-    left = most // _BESIDE_PART
+    chunk = ledger.continuation(unfinished, at_most=most, unreserved=True)
+    left = chunk // _BESIDE_PART
     for request in islice(waiting, _MOST_BESIDE):
         if left <= 0 or ledger.slots <= 1:
             return
@@ -252,8 +271,10 @@ def _admit_beside(
             continue
         match = view.match(request)
         num_new = num_tokens_of(request) - match.cached
+        num_kv = view.caps.ceil_to_page(num_new) + match.evictable + match.host
         if (
             num_new <= left
+            and num_kv + chunk + 2 * view.caps.page_size <= ledger.available
             and pace.online_tokens(match.cached, num_new) >= num_new
             and ledger.chunk(request, match.cached, num_loaded=match.host) == num_new
             and builder.admit(request, match, num_new)

@@ -75,11 +75,20 @@ def _serve(builder: PlanBuilder, of_turn: RequestClass, other: RequestClass) -> 
         builder.hold_all(held)
     if not is_turn_of_decodes(builder):
         for request in builder.unfinished():
-            if request.request_class is of_turn or not request.traits.can_stop:
+            if _goes_on(request, of_turn):
                 builder.go_on(request, sys.maxsize, unreserved=True)
-        if not (of_turn is RequestClass.OFFLINE and owes_recomputing(builder)):
+        if not (
+            builder.stops_online_prefill()
+            or (of_turn is RequestClass.OFFLINE and owes_recomputing(builder))
+        ):
             _admit(builder, of_turn)
     return bool(running) or bool(builder.prefill)
+
+
+def _goes_on(request: Request, of_turn: RequestClass) -> bool:
+    """An unfinished online prefill goes on in each turn: stopped, it would lose what it has
+    computed in every other iteration."""
+    return request.request_class in (of_turn, RequestClass.ONLINE) or not request.traits.can_stop
 
 
 def _admit(builder: PlanBuilder, of_turn: RequestClass) -> None:

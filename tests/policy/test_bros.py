@@ -14,12 +14,13 @@ from cosched.core.plan import PreemptMode, SkipReason
 from cosched.core.request import Slo
 from cosched.core.view import Match, OfflineLimits
 from cosched.offline.pool import ArrivalQueue
+from cosched.planning.stopping import recompute_s
 from cosched.planning.validate import validate
 from cosched.policy.base import Budgets, PolicySettings
 from cosched.policy.bros import PATIENCE, BrosOptions, BrosPolicy, Pressure, literal_breaks
 from cosched.policy.registry import POLICIES
 from cosched.policy.safe import SafePolicy
-from tests.factories import FakeView, Linear, decoding, make_caps, offline, online
+from tests.factories import FakeView, Linear, decoding, make_caps, offline, online, prefilled
 from tests.policy.views import views
 
 TTFT_S, TPOT_S = 1.0, 0.05
@@ -398,6 +399,93 @@ def test_offline_work_is_stopped_for_an_online_request_and_none_is_admitted_whil
     assert plan.prefill == {} and plan.skipped["job"] is SkipReason.MEMORY_BUDGET
 
 
+# 12. An unfinished online prefill is not stopped for one that is hardly more urgent.
+
+
+def computed_until_both_are_done(view, policy, rids=("a", "b"), most=100):
+    """Prompt tokens computed in all, where a stop loses everything; and who was stopped."""
+    num_computed, stopped, carry = 0, [], policy.initial
+    waits, part, now_s = {r.rid: r for r in view.online}, None, 0.0
+    while (waits or part is not None) and most:
+        most -= 1
+        view = replace(
+            view,
+            online=tuple(waits.values()),
+            unfinished=() if part is None else (part,),
+            now_s=now_s,
+            start_s=now_s,
+            mean_iteration_s=0.05,
+        )
+        plan, carry = planned(view, carry, policy=policy)
+        for preemption in plan.preempt:
+            stopped.append(preemption.rid)
+            waits[preemption.rid], part = replace(part, num_computed_tokens=0), None
+        for rid, num_tokens in plan.prefill.items():
+            request = part if part is not None and part.rid == rid else waits.pop(rid)
+            part = None if request is part else part
+            num_computed += num_tokens
+            request = replace(request, num_computed_tokens=request.num_computed_tokens + num_tokens)
+            if request.num_computed_tokens < request.num_prompt_tokens:
+                part = request
+        now_s += 0.06
+    assert not waits and part is None, f"never done: {waits=} {part=}"
+    return num_computed, stopped
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_prompts_that_are_equally_urgent_do_not_stop_each_other(name):
+    prompts = tuple(online(rid, 4000, arrival_s=s) for rid, s in (("a", -0.001), ("b", 0.0)))
+    view = FakeView(total_kv=6000, online=prompts)
+    policy = POLICIES[name].make(bros_settings(view.caps))
+    assert computed_until_both_are_done(view, policy) == (8000, [])
+
+
+def test_an_unfinished_prompt_is_stopped_for_one_that_is_more_urgent_by_more_than_is_lost():
+    unfinished = prefilled(online("unfinished", 4000, max_new_tokens=200), 2000)
+    # 2,000 tokens lost of 4,100 are 4 chunks of 56 ms; 7 chunks in all are 350 ms at 50 ms each.
+    view = FakeView(total_kv=4100, unfinished=(unfinished,), mean_iteration_s=0.05)
+    assert view.kv.free == 2100
+    lost_s = recompute_s(replace(view, evictable_kv=2100), unfinished)
+    assert lost_s == pytest.approx(0.0562 * 2000 / 512)
+    for free, margin_s in ((2100, 0.0), (0, lost_s)):
+        tight = replace(view, evictable_kv=2100 - free)
+        own_s = TTFT_S - 0.35 - margin_s
+        for left_s, first in ((own_s - 0.01, "urgent"), (own_s + 0.01, "unfinished")):
+            urgent = online("urgent", 500, arrival_s=left_s - TTFT_S)
+            plan, _ = planned(replace(tight, online=(urgent,)))
+            assert next(iter(plan.prefill)) == first, (free, left_s)
+
+
+def test_nothing_else_is_prefilled_while_an_unfinished_online_prompt_cannot_go_on():
+    unfinished = prefilled(online("unfinished", 4000), 2000)
+    chats = tuple(running(f"chat{i}", 0.0449, num_prompt_tokens=600) for i in range(3))
+    waits, job = online("waits", 10, arrival_s=0.0), offline("job", 10)
+    # No memory for a page of it; a short prompt whose beginning is cached would find some.
+    view = FakeView(
+        caps=CAPS,
+        total_kv=2000 + sum(r.num_computed_tokens for r in chats) + 3,
+        running=chats,
+        unfinished=(unfinished,),
+        online=(waits,),
+        offline=(job,),
+        cached={rid: Match(cached=9, evictable=0) for rid in ("waits", "job")},
+    )
+    for name, make in ((name, info.make) for name, info in POLICIES.items() if info.make):
+        plan, _ = planned(view, policy=make(bros_settings(view.caps)))
+        assert "unfinished" not in [p.rid for p in plan.preempt] and not plan.prefill, name
+
+
+def test_an_unfinished_prompt_does_not_go_on_in_a_slot_that_another_has_taken():
+    """The one slot goes to the urgent request, and the unfinished one counts as admitted too."""
+    unfinished = prefilled(online("unfinished", 4000), 500)
+    urgent = online("urgent", 100, arrival_s=-0.9)
+    caps = make_caps(max_running_requests=2, partial_decode=True)
+    view = FakeView(caps=caps, unfinished=(unfinished,), online=(urgent,), mean_iteration_s=0.01)
+    assert view.free_slots == 1
+    plan, _ = planned(view)
+    assert plan.prefill == {"urgent": 100} and [p.rid for p in plan.preempt] == ["unfinished"]
+
+
 # The batch size.
 
 
@@ -488,7 +576,7 @@ def test_no_plan_is_refused(name, view, batch_size):
         carry = Pressure(batch_size=batch_size)
     plan, after = planned(view, carry, policy=policy)
     if isinstance(after, Pressure) and name != "bros-fixed":
-        assert after.batch_size in (128, min(2 * batch_size, 16))
+        assert after.batch_size in (128, min(2 * batch_size, view.caps.max_running_requests))
     assert not any(rid in plan.prefill for rid in view.barred)
     if not view.running and not view.unfinished and name != "literal breaks":
         # An idle engine is not left idle, whatever is late or takes too long.

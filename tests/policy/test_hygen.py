@@ -546,6 +546,42 @@ def test_a_prompt_that_cannot_mix_waits_for_decodes_that_are_due():
     assert plan.skipped["logprobs"] is SkipReason.DECODES_DUE
 
 
+def test_an_unfinished_online_prompt_gives_way_to_decodes_that_lack_memory_and_to_nothing_else():
+    begun = prefilled(online("begun", 4000), 2000)
+    runs = [running_online(f"run{i}") for i in range(4)]
+    held = 2000 + sum(r.num_computed_tokens for r in runs)
+    for num_free, stopped in ((4, []), (3, ["begun"])):
+        view = FakeView(
+            caps=CAPS,
+            total_kv=held + num_free,
+            running=runs,
+            unfinished=[begun],
+            online=[online("short", 1)],
+            offline=[offline("job", 1)],
+        )
+        plan = plan_of(view)
+        assert [p.rid for p in plan.preempt] == stopped
+        assert stopped or not plan.prefill
+
+
+def test_short_prompts_beside_a_long_one_leave_it_memory():
+    long = prefilled(online("long", 4000, arrival_s=-9.0), 200)
+    run = running_online(num_tokens=2, first_token_s=0.98)
+    held = 200 + run.num_computed_tokens + 200  # with what `run` may still generate
+    for num_free, rids in ((20_000, {"long", "short"}), (300, {"long"})):
+        view = FakeView(
+            caps=CAPS,
+            total_kv=held + num_free,
+            running=(run,),
+            unfinished=[long],
+            online=[online("short", 60, max_new_tokens=1)],
+            now_s=1.0,
+            start_s=1.0,
+        )
+        plan = plan_of(view)
+        assert plan.prefill.keys() == rids and not plan.preempt
+
+
 def test_who_cannot_be_stopped_is_not():
     beam = decoding(offline("beam", 300, traits=Traits(can_stop=False)), 3)
     plain = decoding(offline("plain", 300), 3)

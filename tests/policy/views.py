@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from cosched.core.request import Traits
@@ -18,6 +20,7 @@ def views(draw):
         mixed_batches=draw(st.booleans()),
         partial_decode=draw(st.booleans()),
     )
+    cut_traits = st.builds(Traits, can_stop=st.booleans(), can_mix=st.booleans())
     traits = st.builds(Traits, can_stop=st.booleans(), can_mix=st.booleans(), can_cut=st.booleans())
 
     def requests(name, at_most):
@@ -32,17 +35,22 @@ def views(draw):
                     last_token_s=draw(st.sampled_from([None, -0.001, -0.03, -2.0])),
                     max_new_tokens=draw(st.integers(6, 50)),
                     num_preemptions=draw(st.integers(0, 1)),
-                    traits=draw(traits),
+                    traits=draw(traits if name != "part" else cut_traits),
                 )
             )
         return made
 
+    running = tuple(decoding(r, draw(st.integers(1, 5))) for r in requests("run", 8))
     begun = requests("part", 1)
+    num_free = draw(st.sampled_from([None, None, 0, 1, 2]))
+    if num_free is not None:  # slots bind
+        most = max(len(running) + len(begun) + num_free, 1)
+        caps = replace(caps, max_running_requests=most)
     return FakeView(
         caps=caps,
         total_kv=draw(st.sampled_from([3_000, 6_000, 20_000])),
-        running=tuple(decoding(r, draw(st.integers(1, 5))) for r in requests("run", 8)),
-        unfinished=tuple(prefilled(r, r.num_prompt_tokens // 2) for r in begun if r.traits.can_cut),
+        running=running,
+        unfinished=tuple(prefilled(r, r.num_prompt_tokens // 2) for r in begun),
         online=tuple(requests("on", 5)),
         offline=tuple(requests("off", 4)),
         barred=draw(st.sets(st.sampled_from(["on0", "off0"]))),
