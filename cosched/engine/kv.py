@@ -156,6 +156,16 @@ class KvManager:
             tracked.kv_hashes = block_hashes(tracked.req.origin_input_ids)
             tracked.kv_turn = self.returns.arrived(tracked.kv_hashes, now_s)
 
+    def online_waits(self, tracked: TrackedRequest) -> None:
+        """An online request waits now: it is new, or was preempted."""
+        ids = port.token_ids(tracked.req)
+        if self.kv_tree.knows(tracked.prefix_key, pack(ids[: self._scheduler.page_size])):
+            self.kv_tree.expect(tracked, tracked.prefix_key, pack(ids))
+
+    def online_waits_no_more(self, tracked: TrackedRequest) -> None:
+        """It is admitted, or gone."""
+        self.kv_tree.no_longer_expect(tracked)
+
     def waits(self, tracked: TrackedRequest, *, by: int) -> None:
         """An offline request waits now (1), or does no more (-1)."""
         if not isinstance(self._pool(), PrefixPool):

@@ -110,6 +110,9 @@ class WaitingQueue:
         self._rids.add(tracked.rid)
         if tracked.request_class is RequestClass.ONLINE:
             self.online.add(tracked)
+            if self.kv is not None:
+                with self._guard.watching("kv"):
+                    self.kv.online_waits(tracked)
         else:
             with self._pool() as pool:
                 pool.add(tracked)
@@ -176,6 +179,9 @@ class WaitingQueue:
         tracked = self._all.remove(rid)
         self._rids.remove(rid)
         self.num_tokens -= tracked.num_queued_tokens
+        if self.kv is not None and tracked.request_class is RequestClass.ONLINE:
+            with self._guard.watching("kv"):
+                self.kv.online_waits_no_more(tracked)
         return tracked
 
     def get(self, rid: str) -> TrackedRequest | None:

@@ -39,6 +39,10 @@ __all__ = [
 ]
 
 
+_CERTAIN = 1000.0
+"""More than what any node's loss makes late and computes again costs, by the price of a token with
+none before it."""
+
 _BESIDE = 0.1
 """What a second of copying counts that nobody waits for."""
 
@@ -103,6 +107,9 @@ class Worth:
     so what is evicted is computed once more and no more often; each more that waits makes it surer
     that one comes before memory is short again.
 
+    *Waiting online requests*, new or preempted: it is certain that they resume, and a user waits.
+    What they will use is worth more than all else, `_CERTAIN` times its price, and is evicted last.
+
     *Online*: the chance that the session goes on (`ReturnModel`), times what is recomputed then. A
     second of recomputation that makes a chat user wait weighs more than one of throughput, by
     `late_weight`: each beyond `free_share` of the target for the first token, which goes unnoticed
@@ -165,6 +172,8 @@ class Worth:
 
     def _lost(self, node: KvNode, now_s: float, *, is_loaded: bool, on_host: bool = False) -> float:
         """on_host: as long as it can stay in host memory, and not on the device."""
+        if node.awaiting:
+            return _CERTAIN * self._price(node, is_loaded=is_loaded)
         chance = 0.0
         references = node.references
         if references:
@@ -177,10 +186,12 @@ class Worth:
                     node, max(visit.num_tokens, node.end), visit.ttft_s, is_loaded=is_loaded
                 )
             chance = max(chance, returns)
+        return chance * self._price(node, is_loaded=is_loaded)
+
+    def _price(self, node: KvNode, *, is_loaded: bool) -> float:
+        """Of a token of it that is computed or loaded again."""
         price = self.prices.relative(node.start)
-        if is_loaded:
-            price = min(price, self.prices.to_units(self.transfer_s))
-        return chance * price
+        return min(price, self.prices.to_units(self.transfer_s)) if is_loaded else price
 
     def _late_share(self, node: KvNode, end: int, ttft_s: float, *, is_loaded: bool) -> float:
         """Of the time that computing a node's tokens anew takes, the share that brings a first
@@ -203,7 +214,9 @@ class Worth:
 
     def chance_of_return(self, node: KvNode, now_s: float, *, on_host: bool = False) -> float:
         """That the session of an online context goes on while it can be kept on the device, or in
-        host memory."""
+        host memory; 1 where its request waits already."""
+        if node.awaiting:
+            return 1.0
         visit = node.visit
         if visit is None:
             return 0.0

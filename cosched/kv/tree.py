@@ -12,6 +12,7 @@ Costs: *depth* is the number of nodes from the root to a node; a node is one pre
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -62,7 +63,8 @@ class KvNode:
     last_use    number of the latest use (`KvTree.num_uses`)
     is_online   an online request has used it
     visit       the latest visit that it was part of; None: none has ended yet
-    passing     waiting offline requests that begin with all tokens from the root to its end
+    awaiting    waiting online requests that begin with all tokens from the root to its end
+    passing     the same of waiting offline requests
     stops       tokens of it -> waiting offline requests that share exactly these and no more
     namespace   of a root: requests of others share nothing with it
     rank        where it stands in the order of eviction; None: it cannot be evicted now
@@ -72,6 +74,7 @@ class KvNode:
     """
 
     __slots__ = (
+        "awaiting",
         "children",
         "freed",
         "host_rank",
@@ -105,6 +108,7 @@ class KvNode:
         self.last_use = 0
         self.is_online = False
         self.visit: Visit | None = None
+        self.awaiting = 0
         self.passing = 0
         self.stops: dict[int, int] = {}
         self.namespace: Hashable = None
@@ -200,6 +204,8 @@ class KvTree:
         self._future = future
         self.nodes: dict[int, KvNode] = {}
         self._roots: dict[Hashable, KvNode] = {}
+        self._awaited: dict[Hashable, KvNode] = {}
+        """Of waiting online requests, the last node that each will use."""
         self.num_uses = 0
         self.num_tokens = 0
         """Of all nodes on the device [tokens]."""
@@ -226,6 +232,7 @@ class KvTree:
             self._take_out(node)
         self.nodes.clear()
         self._roots.clear()
+        self._awaited.clear()
         self.cut.clear()
         self.num_tokens = self.num_evictable = self.num_held_online = self.num_on_host = 0
         self.num_shifts += 1
@@ -324,6 +331,7 @@ class KvTree:
         upper.on_device, upper.on_host = lower.on_device, lower.on_host
         upper.num_below = int(lower.on_device)
         upper.last_use, upper.is_online, upper.visit = lower.last_use, lower.is_online, lower.visit
+        upper.awaiting = lower.awaiting
         upper.passing = lower.passing + sum(
             count for tokens, count in lower.stops.items() if tokens >= num_tokens
         )
@@ -398,6 +406,9 @@ class KvTree:
         parent = node.parent
         assert parent is not None and not node.children and not node.num_holds, f"{node.node_id=}"
         self._take_out(node)
+        if node.awaiting:
+            for key in [key for key, end in self._awaited.items() if end is node]:
+                self._awaited[key] = parent
         del self.nodes[node.node_id]
         del parent.children[node.segment[: self._page_bytes]]
         if node.on_device:
@@ -519,6 +530,32 @@ class KvTree:
             above.visit = visit
             self._changed(above)
 
+    def expect(self, key: Hashable, namespace: Hashable, packed: bytes) -> None:
+        """An online request waits that begins with these tokens, until `no_longer_expect`. Nodes
+        that it shares only in part do not count. O(depth + tokens compared).
+
+        key: of the request
+        """
+        self.no_longer_expect(key)
+        node, position, page = self._roots.get(namespace), 0, self._page_bytes
+        while node is not None:
+            child = node.children.get(packed[position : position + page])
+            if child is None or not packed.startswith(child.segment, position):
+                break
+            node, position = child, position + len(child.segment)
+            node.awaiting += 1
+            self._changed(node)
+        if node is not None and position:
+            self._awaited[key] = node
+
+    def no_longer_expect(self, key: Hashable) -> None:
+        """It runs, or is gone. O(depth)."""
+        node = self._awaited.pop(key, None)
+        for above in () if node is None else node.upwards():
+            above.awaiting -= 1
+            assert above.awaiting >= 0, f"{above.node_id=}"
+            self._changed(above)
+
     def knows(self, namespace: Hashable, page: bytes) -> bool:
         """Something begins with these tokens of the first page. O(1)."""
         root = self._roots.get(namespace)
@@ -625,6 +662,8 @@ class KvTree:
         assert sum(held_online) == self.num_held_online
         assert device == self.num_tokens
         assert host == self.num_on_host
+        awaiting = Counter(above for end in self._awaited.values() for above in end.upwards())
+        assert all(node.awaiting == awaiting[node] for node in self.nodes.values())
         if waiting is not None:
             counted = {n: (node.passing, dict(node.stops)) for n, node in self.nodes.items()}
             for node in self.nodes.values():

@@ -129,6 +129,7 @@ def assert_drained(engine) -> None:
         if controller.kv is not None:
             assert not controller.kv.core.is_off
             controller.kv.kv_tree.check_integrity([])
+            assert not any(node.awaiting for node in controller.kv.kv_tree.nodes.values())
             assert controller.kv.kv_tree.num_evictable == scheduler.tree_cache.evictable_size()
             if controller.kv.copies is not None:
                 pool = scheduler.tree_cache.cache_controller.mem_pool_host

@@ -127,6 +127,66 @@ def test_one_user_waits_rather_than_two():
     assert min(lost.values()) <= 1, "what nobody notices"
 
 
+def expect(kv, key, tokens):
+    kv.tree.expect(key, None, pack(tokens))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_a_waiting_online_request_will_use_is_worth_more_than_all_else(seed):
+    kv = Kv()
+    draw = random.Random(seed)
+    deep = [c for part in range(60) for c in context(100 + part, 2000)]
+    others = [kv.add(deep, chunk=2000)]
+    wait_for(kv, deep, 20)
+    for number in range(20):
+        tokens = context(number, draw.randrange(1, 5) * 1000)
+        node_id = kv.add(tokens, chunk=500, is_online=True)
+        kv.tree.left(node_id, visit(end_s=10.0, num_tokens=len(tokens), ttft_s=0.01))
+        others.append(node_id)
+    preempted = kv.add(context(50, 4000), chunk=1000, is_online=True)
+    kv.leaves.advance(10.0)
+    assert preempted in kv.order()[:5], "without a reference or a visit"
+    expect(kv, "preempted", context(50, 4000))
+    assert set(kv.order()[-4:]) == {n.node_id for n in kv.tree.nodes[preempted].upwards()}
+    kv.tree.no_longer_expect("preempted")
+    assert preempted in kv.order()[:5]
+
+
+def test_what_waits_is_followed_through_splits_and_evictions():
+    kv = Kv()
+    tokens = context(0, 150)
+    last = kv.add(tokens, chunk=50, is_online=True)
+    expect(kv, "a", tokens)
+    expect(kv, "b", [*tokens[:100], *context(1, 10)])
+    middle = kv.tree.nodes[last].parent
+    assert [n.awaiting for n in kv.tree.nodes[last].upwards()] == [1, 2, 2]
+    upper = kv.tree._split(middle, 9999, 20)
+    assert (upper.awaiting, middle.awaiting) == (2, 2)
+    kv.tree.check_integrity()
+    kv.tree.evicted(last)
+    kv.tree.check_integrity()
+    expect(kv, "a", tokens)
+    assert middle.awaiting == 2, "the same request again counts once"
+    kv.tree.evicted(middle.node_id)
+    kv.tree.no_longer_expect("b")
+    assert upper.awaiting == 1
+    for node_id in (upper.node_id, upper.parent.node_id):
+        kv.tree.evicted(node_id)
+    kv.tree.check_integrity()
+    kv.tree.no_longer_expect("a")
+    kv.tree.no_longer_expect("a")
+    kv.tree.check_integrity()
+
+
+def test_published_orders_do_not_know_who_waits_online():
+    kv = Kv("echo")
+    offline, preempted = kv.add(context(0)), kv.add(context(1), is_online=True)
+    wait_for(kv, context(0))
+    before = kv.order()
+    expect(kv, "preempted", context(1))
+    assert kv.order() == before and before[-1] != preempted and offline in before
+
+
 def test_echo_ranks_references_above_finished_online_above_the_rest():
     kv = Kv("echo")
     rest = kv.add(context(0), chunk=100)
@@ -151,6 +211,8 @@ def test_the_forecast_is_what_evicting_one_by_one_gives(order, seed):
             wait_for(kv, tokens)
         if draw.random() < 0.2:
             kv.tree.hold(node_id)
+        if draw.random() < 0.2:
+            expect(kv, draw.randrange(5), tokens)
     kv.leaves.advance(100.0)
     for _ in range(20):  # everyone has a turn
         kv.leaves.advance(100.0)

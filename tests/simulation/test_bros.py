@@ -1,6 +1,5 @@
 """What the evaluation of BROS needs of the simulator: waves, vLLM as it was run, its policies."""
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -69,32 +68,6 @@ def test_waves_do_not_overlap_and_both_classes_get_on(name):
     assert result.summary.online.num_finished > 5
     # Most replies of seconds are longer than one gap.
     assert result.summary.online.attainment.tbt.num_met > 100
-
-
-def write_pairs_of_long_prompts(path):
-    """Azure CSV: every 2.5 s two chats of some 8,000 tokens, 20 ms apart."""
-    path.write_text(
-        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
-        + "".join(
-            f"2023-11-16 18:15:{1 + 2.5 * pair + 0.02 * i:010.7f},{8000 + 300 * i},80\n"
-            for pair in range(2)
-            for i in range(2)
-        )
-    )
-    return str(path)
-
-
-def test_long_prompts_do_not_stop_each_other_where_memory_is_short(tmp_path):
-    spec = replace(
-        make_spec("bros", duration_s=4.0),
-        online=WorkloadSpec(name=write_pairs_of_long_prompts(tmp_path / "pairs.csv")),
-        machine=Machine(kv_tokens=20_000, chunk_tokens=512, max_running_requests=32),
-        slo=Slo(ttft_s=1.0, tpot_s=0.05),
-    )
-    online = execute(spec).summary.online
-    assert online.num_requests >= 4 and online.num_finished >= 2
-    assert online.num_preemptions <= 1
-    assert online.num_recomputed_tokens == 0
 
 
 def test_stock_is_run_as_bros_ran_vllm():
