@@ -116,7 +116,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     limits             how large a request may be before it is read (docs/wire.md)
     pool               order of the offline pool, for policies that keep it in prefix order; absent:
                        the policy's own
-    latency_budget_ms  most predicted milliseconds of an iteration; absent: derived from the SLO
+    latency_budget_ms  most predicted milliseconds of an iteration while an online request runs or
+                       waits in time; otherwise `budgets.idle_share` bounds it, with `bros` the
+                       less of both. Absent: derived from the SLO
     budgets            how it is derived
     tolerance          by how much online requests may be slower than alone, for cosched and its
                        ablations (docs/policies/cosched.md); absent: the targets alone count

@@ -101,7 +101,7 @@ class PolicySettings:
     slo               targets of online requests that name none of their own; none of them is None
                       but the deadline
     latency_budget_s  most predicted time of an iteration that serves online requests [s]; None: it
-                      follows from their deadlines
+                      follows from their deadlines. With nothing online `Budgets.idle_share` holds
     budgets           how it follows
     offline_rate      most offline requests admitted per second [1/s]; None: any number
     ecoserve          what EcoServe leaves to the operator

@@ -101,8 +101,10 @@ def test_a_machine_of_known_times_is_simulated_as_it_ran(monkeypatch):
 def test_a_server_is_profiled_run_and_simulated(tiny_model, monkeypatch, forked_own_server):
     stay_in_process(monkeypatch)
     result = run_fidelity(small_case(tiny_model, duration_s=4.0), show=lambda text: None)
-    # Others may use the machine in either part of the run, so times are compared loosely here, and
-    # closely above. What is found in the cache follows from the requests.
+    # Others may use the machine in either part of the run, which makes all times of that part
+    # longer by the same factor: it is divided out here, and times are compared closely above. What
+    # is found in the cache follows from the requests.
     offline, hits = result["offline_requests"], result["hit_ratio"]
     assert offline["live"] >= 5 and abs(hits["simulated"] - hits["live"]) < 0.15, result
-    assert 1 / 8 < offline["simulated"] / offline["live"] < 8, result
+    slower, longer = (result[name]["error"] + 1 for name in ("tpot_p50_s", "duration_s"))
+    assert 1 / 2.5 < longer / slower < 2.5, result

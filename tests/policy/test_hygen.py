@@ -210,12 +210,18 @@ def test_something_always_runs():
     assert plan_of(waiting, predictor=Linear(fixed_s=0.04, token_s=0.001)).prefill["on"] > 0
 
 
-def test_a_fixed_budget_replaces_the_deadlines_while_something_online_is_there():
+def test_a_fixed_budget_holds_beside_online_requests_and_the_idle_share_where_there_are_none():
     ahead = running_online(num_tokens=30)
     view = FakeView(caps=CAPS, running=(ahead,), offline=[offline("off", 5000)])
     assert seconds_of(plan_of(view, latency_budget_s=0.03), view) <= 0.03
     idle = FakeView(caps=CAPS, offline=[offline("off", 4000)])
-    assert seconds_of(plan_of(idle, latency_budget_s=0.03), idle) > 0.2
+    waits = FakeView(caps=CAPS, online=[online("on", 100)], offline=[offline("off", 4000)])
+    assert 0.015 < seconds_of(plan_of(waits, latency_budget_s=0.03), waits) <= 0.03
+    for idle_share in (0.3, 0.03):
+        budgets = msgspec.structs.replace(BUDGETS, idle_share=idle_share)
+        plan = plan_of(idle, latency_budget_s=0.03, budgets=budgets)
+        most_s = idle_share * TTFT_S
+        assert 0.7 * most_s < seconds_of(plan, idle) <= most_s + 1e-9
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ def check_metrics(url, state):
             assert values[(f"cosched:{kind}_requests", request_class)] == 0
     assert values[("cosched:planning_seconds_count",)] >= state["num_plans"]
     assert values[("cosched:planning_seconds_bucket", "+Inf")] > 0
-    assert values[("cosched:preemptions_total",)] >= 0
+    assert values[("cosched:preemptions_total",)] == state["num_preemptions"]
     predicted = values[("cosched:iteration_predicted_seconds_total",)]
     measured = values[("cosched:iteration_measured_seconds_total",)]
     assert predicted > 0 and measured > 0
