@@ -68,14 +68,14 @@ def test_sigterm_lets_chats_finish_within_the_bound_and_a_batch_go(servers, guar
             "custom_id": f"r{i}",
             "method": "POST",
             "url": "/v1/completions",
-            "body": {"model": "m", "prompt": f"{i}", "max_tokens": 100, "ignore_eos": True},
+            "body": {"model": "default", "prompt": f"{i}", "max_tokens": 100, "ignore_eos": True},
         }
         for i in range(60)
     ]
     batch, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     batch.write_text("".join(json.dumps(line) + "\n" for line in lines))
     job = [sys.executable, "-m", "cosched.run_batch", "-i", str(batch), "-o", str(out)]
-    job += ["--concurrency", str(GUARDED_POOL), "--base-url"]
+    job += ["--via", "lines", "--concurrency", str(GUARDED_POOL), "--base-url"]
     with servers.take(*SHARED_FLAGS) as server, ThreadPoolExecutor() as pool:
         logged = len(server.log())
         running = subprocess.Popen([*job, server.url], env=environment())

@@ -147,8 +147,8 @@ def test_an_embedding_model_serves_both_classes_and_batches_beside_sglangs_key(
         assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
         api = Api(server.url, key="secret")
         url = "/v1/embeddings"
-        lines = [line(f"c{n}", url, model="tiny", input=f"text {n}") for n in range(8)]
-        lines.append(line("two", url, model="tiny", input=["one", "other"]))
+        lines = [line(f"c{n}", url, model="default", input=f"text {n}") for n in range(8)]
+        lines.append(line("two", url, model="default", input=["one", "other"]))
         done = api.wait(api.create(lines, endpoint=url, window="6h"))
         assert done.request_counts.completed == 9, api.records(done.error_file_id)
         assert done.usage.input_tokens and not done.usage.output_tokens

@@ -71,7 +71,7 @@ def test_what_the_server_refuses_is_an_error_of_that_line(job, server):
     no_prompt = line("no prompt", "/v1/completions", model="default")
     embedding = line("embedding", "/v1/embeddings", model="default", input="hello")
     job.write([chat("good"), too_long, no_prompt, embedding, chat("bad", temperature=-1)])
-    job.run("--base-url", server.url, code=1)
+    job.run("--base-url", server.url, "--via", "lines", code=1)
     assert set(job.answers()) == {"good"}
     failures = job.failures()
     assert set(failures) == {"too long", "no prompt", "embedding", "bad"}
@@ -83,7 +83,8 @@ def test_what_the_server_refuses_is_an_error_of_that_line(job, server):
 def test_an_interrupted_job_frees_the_server_and_goes_on(job, server):
     job.write([completion(f"c{n}", max_tokens=40, ignore_eos=True) for n in range(30)])
     command = [sys.executable, "-m", "cosched.run_batch"]
-    command += job.arguments("--base-url", server.url, "--concurrency", "8")
+    options = ("--base-url", server.url, "--via", "lines", "--concurrency", "8")
+    command += job.arguments(*options)
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline_s = time.monotonic() + 120
     while not job.out.exists() or not job.out.stat().st_size:
@@ -95,7 +96,7 @@ def test_an_interrupted_job_frees_the_server_and_goes_on(job, server):
     while not is_idle(server):
         assert time.monotonic() < deadline_s, "the server still works on requests nobody waits for"
         time.sleep(0.1)
-    job.run("--base-url", server.url, "--concurrency", "8")
+    job.run(*options)
     assert len(job.answers()) == 30
 
 

@@ -593,7 +593,7 @@ def admit_ready_grammars(scheduler: Any, now_s: float) -> None:
     Grammars are compiled on other threads. Stock SGLang waits up to 5 ms for them in every
     iteration of all requests, for up to 10,000 iterations, and keeps every grammar that it has
     compiled. Here an iteration does not wait, a request does for `GRAMMAR_LIMIT_S`, and the cache
-    is emptied when it is full.
+    loses its oldest grammar when it is full.
     """
     manager = scheduler.grammar_manager
     if not manager.has_waiting_grammars():
@@ -607,8 +607,10 @@ def admit_ready_grammars(scheduler: Any, now_s: float) -> None:
             req.grammar_wait_ct = sys.maxsize
     for req in manager.get_ready_grammar_requests():
         scheduler._add_request_to_queue(req)
-    if len(manager.grammar_backend.cache) > _MOST_GRAMMARS:
-        manager.grammar_backend.reset()
+    # Not `reset`: that waits for the grammars that are being compiled.
+    cache = manager.grammar_backend.cache
+    while len(cache) > _MOST_GRAMMARS:
+        del cache[next(iter(cache))]
 
 
 def drain_results(scheduler: Any) -> bool:
