@@ -15,6 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 import httpx
+import msgspec
 import openai
 import pytest
 
@@ -32,7 +33,7 @@ def lines_of(count: int, name: str = "c") -> list[dict[str, object]]:
 
 def answered(api: Api, batch: object, count: int) -> Counter[str]:
     """Of a batch that has ended: lines that are there, lost, and there twice."""
-    ended = api.wait(batch, timeout_s=600)
+    ended = api.wait(batch, timeout_s=3600)
     records = api.records(ended.output_file_id) + api.records(ended.error_file_id)
     names = Counter(record["custom_id"] for record in records)
     lost, repeated = count - len(names), sum(names.values()) - len(names)
@@ -206,8 +207,8 @@ def share_folder(setting: Setting) -> dict[str, object]:
 @attack("10^5 lines in one batch", full="100,000 lines, and the API asked beside them")
 def many_lines(setting: Setting) -> dict[str, object]:
     count = 100_000 if setting.is_full else 1000
-    config = BatchesConfig(folder=str(setting.folder / "b"), max_lines=count)
-    stand_in, waits_s, ended = StandIn(config, delay_s=0.0), [], threading.Event()
+    server, waits_s, ended = kills.StandInServer(setting.folder), [], threading.Event()
+    server.config = msgspec.structs.replace(server.config, max_lines=count)
 
     def ask(url: str) -> None:
         while not ended.wait(0.05):
@@ -215,19 +216,22 @@ def many_lines(setting: Setting) -> dict[str, object]:
             httpx.get(f"{url}/v1/batches", timeout=60).raise_for_status()
             waits_s.append(time.monotonic() - began_s)
 
-    with serving(stand_in) as url:
-        api = Api(url)
+    server.start()
+    asking = threading.Thread(target=ask, args=(server.url,))
+    try:
+        kills.wait_ready(server)
+        api = Api(server.url)
         began_s = time.monotonic()
-        asking = threading.Thread(target=ask, args=(url,))
         asking.start()
-        try:
-            seen = answered(api, api.create(lines_of(count)), count)
-        finally:
-            ended.set()
-            asking.join()
+        seen = answered(api, api.create(lines_of(count)), count)
         took_s = time.monotonic() - began_s
-        over = api.wait(api.create(lines_of(count + 1)), timeout_s=600)
+        ended.set()
+        over = api.wait(api.create(lines_of(count + 1)), timeout_s=3600)
         assert over.status == "failed" and over.errors.data[0].code == "too_many_lines", over
+    finally:
+        ended.set()
+        asking.join()
+        server.close()
     waits_s.sort()
     return {
         **seen,

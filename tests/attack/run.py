@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import logging
+import os
 import sys
 import tempfile
 import time
@@ -21,6 +22,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+
+# Before torch is there. Clients use the cores too, and an operation waits for the slowest thread.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import tests.attack.batches
 import tests.attack.live  # noqa: F401  # the items of both

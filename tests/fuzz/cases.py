@@ -169,7 +169,7 @@ def _spoil(rng: random.Random, body: dict[str, Any]) -> None:
     """One value of the wrong kind, somewhere."""
     inner = [value for value in body.values() if isinstance(value, dict) and value]
     target = rng.choice([body, *inner])
-    target[rng.choice(list(target))] = rng.choice(GARBAGE)
+    target[rng.choice(list(target) or ["nonsense"])] = rng.choice(GARBAGE)
 
 
 def _garble(rng: random.Random, content: bytes) -> bytes:
