@@ -19,6 +19,7 @@ _WITH_TIER_IN_REPLY = frozenset(
 """Where OpenAI's replies have a ``service_tier``."""
 
 _ANTHROPIC = "/v1/messages"
+_RANK = "x-data-parallel-rank"
 
 _WITHOUT_A_RUN = frozenset(
     {
@@ -44,10 +45,18 @@ def _hook() -> Any:
     from cosched.limits.bodies import check_body
     from cosched_patches.active import front, limits_of
 
+    def check_rank(header: str | None) -> None:
+        """SGLang answers 400 for a wrong one, and 500 in the form of Anthropic."""
+        try:
+            int(header or 0)
+        except ValueError:
+            raise RequestError(_RANK, f"must be a whole number, not {header!r}") from None
+
     async def read_wish(original: Any, request: Any) -> Any:
         body = await original(request)
         route = getattr(request.scope.get("route"), "path", "")
         try:
+            check_rank(request.headers.get(_RANK))
             check_body(route, body, limits_of(get_global_state().tokenizer_manager))
             front().read(
                 request,

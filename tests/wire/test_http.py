@@ -293,6 +293,13 @@ class TestTargets:
         refused(post(front, path, headers={header: value}), header)
         assert not front.sent
 
+    @pytest.mark.parametrize("path", ALL)
+    @pytest.mark.parametrize("value", ["flex", "1.5"])
+    def test_wrong_rank(self, front, path, value):
+        header = "x-data-parallel-rank"
+        refused(post(front, path, headers={header: value}), header)
+        assert not front.sent
+
     @pytest.mark.parametrize("path", OPENAI)
     @pytest.mark.parametrize("stream", [False, True])
     def test_wrong_target_in_the_body(self, front, path, stream):
