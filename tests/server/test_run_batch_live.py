@@ -75,6 +75,8 @@ def test_what_the_server_refuses_is_an_error_of_that_line(job, server):
     assert set(job.answers()) == {"good"}
     failures = job.failures()
     assert set(failures) == {"too long", "no prompt", "embedding", "bad"}
+    beyond = failures.pop("bad")  # a bound that holds for all models: it was not sent
+    assert beyond["response"] is None and beyond["error"]["code"] == "invalid_value"
     for failure in failures.values():
         assert failure["response"]["status_code"] in (400, 404, 422), failure
         assert failure["error"]["message"]
