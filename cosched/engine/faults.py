@@ -25,7 +25,7 @@ from typing import Any
 from cosched.engine import port
 from cosched.engine.guard import Guard
 from cosched.engine.port import recovery
-from cosched.engine.port.intake import refuse
+from cosched.engine.port.intake import answer_with_error, refuse
 from cosched.engine.port.penalties import count_resumed
 from cosched.engine.shutdown import DRAIN_SIGNAL
 from cosched.engine.tracked import TrackedRequest
@@ -144,31 +144,24 @@ class RequestFaults:
 
     def run(self, launch: Callable[[], Any], batch: Any) -> Any | None:
         """Around the launch of a batch. None: it failed, or its requests were taken back."""
-        if recovery.was_taken_back(batch):
-            return None
-        try:
-            return launch()
-        except Exception as error:
-            self._take_back(error, batch, ())
-            return None
+        return None if recovery.was_taken_back(batch) else self._guarded(launch, batch)
 
     def sample(self, launch: Callable[[], Any], batch: Any) -> Any | None:
         """Around sampling that SGLang launches after the forward pass."""
-        try:
-            return launch()
-        except Exception as error:
-            self._take_back(error, batch, ())
-            return None
+        return self._guarded(launch, batch)
 
     def process(self, process: Callable[[], Any], batch: Any, result: Any) -> Any | None:
         """Around the processing of a result; `result` is None for a batch that was taken back."""
         if result is None:
             return None
-        try:
+        if self._is_building:  # results are drained for a plan: `next_batch` takes both back
             return process()
+        return self._guarded(process, batch)
+
+    def _guarded(self, step: Callable[[], Any], batch: Any) -> Any | None:
+        try:
+            return step()
         except Exception as error:
-            if self._is_building:  # results are drained for a plan: the plan is taken back too
-                raise
             self._take_back(error, batch, ())
             return None
 
@@ -280,7 +273,7 @@ class RequestFaults:
         self._count(
             "batch", error, f"a batch of {len(failed)} requests failed and is run again in parts"
         )
-        self._judge(error, reqs, failed, half_processed or None, likely)
+        self._judge(error, reqs, failed, half_processed, likely)
         self._check_memory(error)
 
     def _judge(
@@ -317,8 +310,7 @@ class RequestFaults:
         if port.is_queued(scheduler, req):
             port.take_out_unanswered(scheduler, req)
         message = f"the engine failed on this request: {reason}"
-        answer = port.error_answer(req, HTTPStatus.BAD_REQUEST, message)
-        port.send_abort(scheduler, answer, req)
+        answer_with_error(scheduler, req, HTTPStatus.BAD_REQUEST, message)
 
     def _queue_of(self, before: Any) -> Any:
         """The waiting queue as it was. SGLang replaces its own list while it builds a batch."""

@@ -14,6 +14,7 @@ from cosched.core.request import RequestClass
 from cosched.core.view import OfflineLimits
 from cosched.core.wire import class_of_priority
 from cosched.engine import port
+from cosched.engine.port.intake import answer_with_error
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.waiting import WaitingQueue
 
@@ -138,7 +139,7 @@ class OfflineGate:
                 port.end_with_error(scheduler, req, HTTPStatus.SERVICE_UNAVAILABLE, LET_GO_MESSAGE)
 
     def _answer(self, req: Any, status: HTTPStatus, message: str) -> None:
-        port.send_abort(self._scheduler, port.error_answer(req, status, message), req)
+        answer_with_error(self._scheduler, req, status, message)
 
 
 def _is_offline(req: Any) -> bool:
