@@ -59,7 +59,7 @@ from cosched.benchmark.tolerance import (
     sweep_tolerances,
 )
 from cosched.benchmark.tuned import TUNINGS
-from cosched.benchmark.yardstick import run_yardstick, yardstick_page
+from cosched.benchmark.yardstick import MOST_DURATION_S, run_yardstick, yardstick_page
 from cosched.command_line import (
     JsonOption,
     Kind,
@@ -324,9 +324,9 @@ def build_parser() -> argparse.ArgumentParser:
     scenarios = f"Scenarios:\n{known}\n  {tuned}: at their best settings"
     orders = f"Orders of eviction:\n  {', '.join(EVICTION_ORDERS)}"
     add_run_options(add_command(commands, Run, _run, description=f"{scenarios}\n\n{orders}"))
-    add_run_options(
-        add_command(commands, Yardstick, _yardstick), slo_of_rows="; some rows have their own"
-    )
+    yardstick = add_command(commands, Yardstick, _yardstick)
+    add_run_options(yardstick, slo_of_rows="; some rows have their own")
+    yardstick.set_defaults(duration_s=MOST_DURATION_S)
     for options, execute in (
         (Knee, _knee),
         (Tolerance, _tolerance),

@@ -112,6 +112,10 @@ class SuiteResult:
                     "offline_tokens_per_s": _described(
                         [one.offline_tokens_per_s for one in self.seeds[name]]
                     ),
+                    **{
+                        key: _described([getattr(one.summary.job, key) for one in self.seeds[name]])
+                        for key in ("makespan_s", "completion_mean_s", "work_per_s", "bound_ratio")
+                    },
                 }
             }
             for name, row in self.rows.items()

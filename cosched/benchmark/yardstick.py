@@ -1,10 +1,12 @@
 """The yardstick: one table that every policy is held against.
 
-Llama-3.1-8B on an A100-80G. The Azure conversation trace as online at 2.5 req/s beside three
-offline sets: documents of arXiv length that share nothing, shuffled MMLU 5-shot prompts, and 20
-questions on each of 100 documents, shuffled. Sessions of a coding agent beside two of these, and
-chats of several turns beside MMLU: there the KV that an offline request takes is what the next turn
-would have found.
+Llama-3.1-8B on an A100-80G. The Azure conversation trace as online beside four offline jobs:
+documents of arXiv length that share nothing, shuffled prompts like those of MMLU 5-shot, 20 questions on each of
+60 documents, shuffled, and long prompts with short replies beside short ones with long replies.
+Sessions of a coding agent beside two of these, and chats of several turns beside those like MMLU: there the KV
+that an offline request takes is what the next turn would have found.
+
+Jobs end: they are as large as `hygen` does in 300 to 400 s.
 """
 
 from __future__ import annotations
@@ -15,17 +17,27 @@ from dataclasses import dataclass
 from functools import partial
 
 from cosched.benchmark.progress import progress_of_runs
-from cosched.benchmark.report import markdown_table
+from cosched.benchmark.report import (
+    attainment_cell,
+    bound_cells,
+    job_cells,
+    markdown_table,
+)
 from cosched.benchmark.suite import SuiteResult, num_runs, run_suite
 from cosched.core.request import Slo
 from cosched.errors import ConfigError, choices
+from cosched.metrics.table import markdown_rows
 from cosched.simulation.options import data_dir_of, run_spec_of
 from cosched.simulation.run import DEFAULT_SLO, RunResult, RunSpec, WorkloadSpec
 from cosched.simulation.scenario import SCENARIOS, scenario
 from cosched.simulation.store import ResultStore
 from cosched.versions import versions
 
-__all__ = ["WORKLOADS", "run_yardstick", "specs_of", "yardstick_page"]
+__all__ = ["MOST_DURATION_S", "WORKLOADS", "run_yardstick", "specs_of", "yardstick_page"]
+
+
+MOST_DURATION_S = 1200.0
+"""A job that is not done after three times as long as it takes `hygen` does not end [s]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,28 +75,29 @@ _AGENTS_KV_TOKENS = 400_000
 # would not tell whether it is.
 _CHATS_SLO = Slo(ttft_s=0.3, tpot_s=0.05)
 
-# More than any run gets through: stock dfs-weight looks at every waiting request in every pass.
-_NUM_ARXIV = 3000
-
 WORKLOADS: Mapping[str, _Pair] = {
     "i": _Pair(
         workload="arxiv",
         title="(i) documents of arXiv length, nothing shared",
-        num_requests=_NUM_ARXIV,
+        num_requests=600,
         online=_CHAT,
     ),
     "ii": _Pair(
-        workload="mmlu", title="(ii) MMLU 5-shot, shuffled: 57 shared prefixes", online=_CHAT
+        workload="mmlu-like",
+        title="(ii) like MMLU 5-shot, shuffled: 57 shared prefixes",
+        num_requests=20_000,
+        online=_CHAT,
     ),
     "iii": _Pair(
         workload="documents",
-        title="(iii) 20 questions on each of 100 documents of 6-14k tokens",
+        title="(iii) 20 questions on each of 60 documents of 6-14k tokens",
+        num_requests=1200,
         online=_CHAT,
     ),
     "iv": _Pair(
         workload="arxiv",
         title="(iv) sessions of a coding agent beside the documents of (i)",
-        num_requests=_NUM_ARXIV,
+        num_requests=250,
         online=_AGENTS,
         slo=_AGENTS_SLO,
         kv_tokens=_AGENTS_KV_TOKENS,
@@ -97,18 +110,20 @@ WORKLOADS: Mapping[str, _Pair] = {
         kv_tokens=_AGENTS_KV_TOKENS,
     ),
     "v": _Pair(
-        workload="mmlu",
+        workload="mmlu-like",
         title="(v) chats of several turns beside the prompts of (ii), in a pool too small for both",
         online={
             has_data: WorkloadSpec(name="multi-turn", num_sessions=128)
             for has_data in (True, False)
         },
+        num_requests=18_000,
         slo=_CHATS_SLO,
         kv_tokens=280_000,
     ),
     "vi": _Pair(
         workload="summaries-and-stories",
         title="(vi) prompts for the arithmetic beside replies for the memory",
+        num_requests=480,
         online=_CHAT,
     ),
 }
@@ -202,6 +217,7 @@ def yardstick_page(arguments: argparse.Namespace, suites: Mapping[str, SuiteResu
         "\nThe rate of `hygen-throttled` is searched likewise, up to that of `offline-fcfs`, at "
         "SGLang's chunk size.\n",
     ]
+    parts += ["## All of them\n", _all_of(suites)]
     for title, suite in suites.items():
         parts += [
             f"## {title}\n",
@@ -238,6 +254,23 @@ def yardstick_page(arguments: argparse.Namespace, suites: Mapping[str, SuiteResu
     return "\n".join(parts)
 
 
+def _all_of(suites: Mapping[str, SuiteResult]) -> str:
+    """One row for each job and scenario beside online requests."""
+    rows = []
+    for title, suite in suites.items():
+        ground = title.split()[0]
+        beside = {n: s for n, s in suite.seeds.items() if s[0].result.spec.scenario.has_online}
+        for name, seeds in beside.items():
+            has_job = seeds[0].result.spec.scenario.has_offline
+            job = job_cells(seeds) if has_job else [""] * 5
+            rows.append([ground, suite.rows[name].name, attainment_cell(seeds), *job])
+        bound = bound_cells(beside)
+        if bound is not None:
+            rows.append([ground, "bound", "", *bound])
+    headers = ("job", "scenario", "both met %", "job done s", "mean completion s")
+    return markdown_rows((*headers, "p95 completion s", "work/s", "of bound %"), rows)
+
+
 def _spec_of(suite: SuiteResult) -> RunSpec:
     return next(iter(suite.rows.values())).result.spec
 
@@ -259,8 +292,9 @@ def _beside(spec: RunSpec) -> str:
 def _what(spec: RunSpec, *, num_seeds: int) -> str:
     machine = spec.machine.describe()
     over_seeds = (
-        f"\n*Both met* and *offline tok/s* are means over {num_seeds} seeds with the 95 % interval "
-        "of Student's t; all else is of the first seed, with which the searches are made.\n"
+        f"\n*Both met*, completion and work are means over {num_seeds} seeds with the 95 % "
+        "interval of Student's t; all else is of the first seed, with which the searches are "
+        "made.\n"
         if num_seeds > 1
         else ""
     )
@@ -272,11 +306,13 @@ def _what(spec: RunSpec, *, num_seeds: int) -> str:
     return (
         f"{machine['model']} on {machine['tp']} x {machine['gpu']}; cost model "
         f"`{spec.cost.name}`, decodes {spec.cost.mixed_decode_factor:g} times as dear beside "
-        f"prefills; {spec.duration_s:g} s. SGLang's own scheduler runs in virtual time; only the "
-        f"forward pass is modelled (docs/architecture.md). {knows}\n\n"
-        "A run ends with its window, or when its offline set is done; one of a search gives up "
-        "once too many online requests have missed their targets. *s0 in that window* is what "
-        "online requests alone reach in the same time. *Offline tok/s* counts the prompts whose "
-        "first token came out and all output tokens; the *ceiling* is the best of the "
-        f"offline-only runs. Definitions: docs/metrics.md.\n{over_seeds}"
+        f"prefills; at most {spec.duration_s:g} s. SGLang's own scheduler runs in virtual time; "
+        f"only the forward pass is modelled (docs/architecture.md). {knows}\n\n"
+        "A run ends when its job is done, or after that time; one of a search gives up once too "
+        "many online requests have missed their targets. *s0 in that window* is what online "
+        "requests alone reach in the same time. *Job done* is the end of the last line, *work/s* "
+        "the device seconds done per second, of which *bound* is the most beside the online "
+        "requests. *Offline tok/s* counts the prompts whose first token came out and all output "
+        "tokens; the *ceiling* is the best of the offline-only runs. Definitions: "
+        f"docs/metrics.md.\n{over_seeds}"
     )

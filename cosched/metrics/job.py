@@ -15,7 +15,7 @@ import numpy as np
 from cosched.metrics.records import RequestRecord
 from cosched.metrics.window import Window
 
-__all__ = ["EDGE_SHARE", "JobSummary", "LineCost", "summarize_job"]
+__all__ = ["EDGE_SHARE", "JobSummary", "LineCost", "steady_window", "summarize_job"]
 
 EDGE_SHARE = 0.1
 """Of a run, left out at its start and at its end for the steady state."""
@@ -42,9 +42,12 @@ class JobSummary:
     makespan_s         first arrival to the end of the last line [s]; None: a line did not end
     completion_mean_s  first arrival to the end of a line, mean over those that ended [s]
     completion_p95_s   95th percentile of the same [s]
+    work_s             device seconds of work that the job is; None: costs are not known
     work_per_s         device seconds of work done per second, without the first and the last tenth
                        of the run; 1 is the best batch alone on the whole device. None: costs are
                        not known
+    bound_per_s        the most work per second beside the online requests of the run; None: not
+                       known
     """
 
     num_lines: int = 0
@@ -52,7 +55,25 @@ class JobSummary:
     makespan_s: float | None = None
     completion_mean_s: float | None = None
     completion_p95_s: float | None = None
+    work_s: float | None = None
     work_per_s: float | None = None
+    bound_per_s: float | None = None
+
+    @property
+    def bound_ratio(self) -> float | None:
+        """What was done of the most that can be done."""
+        return self.work_per_s / self.bound_per_s if self.work_per_s and self.bound_per_s else None
+
+    @property
+    def least_makespan_s(self) -> float | None:
+        """No schedule is done earlier [s]."""
+        return self.work_s / self.bound_per_s if self.work_s and self.bound_per_s else None
+
+
+def steady_window(*, start_s: float, end_s: float) -> Window | None:
+    """A run without its first and last tenth; None where nothing is left."""
+    edge_s = EDGE_SHARE * (end_s - start_s)
+    return Window(start_s=start_s + edge_s, end_s=end_s - edge_s) if edge_s > 0 else None
 
 
 def summarize_job(
@@ -81,10 +102,9 @@ def summarize_job(
 def _work_per_s(
     records: Sequence[RequestRecord], start_s: float, end_s: float, costs: Mapping[str, LineCost]
 ) -> float | None:
-    edge_s = EDGE_SHARE * (end_s - start_s)
-    if edge_s <= 0:
+    window = steady_window(start_s=start_s, end_s=end_s)
+    if window is None:
         return None
-    window = Window(start_s=start_s + edge_s, end_s=end_s - edge_s)
     work_s = 0.0
     for record in records:
         cost = costs.get(record.rid)

@@ -76,6 +76,7 @@ class ClassSummary:
     requests_per_s: float | None
     tokens_per_s: float | None
     output_tokens_per_s: float | None
+    cached_tokens_per_s: float | None
     finished_tokens_per_s: float | None
     finished_output_tokens_per_s: float | None
     computed_tokens_per_s: float | None
@@ -87,6 +88,14 @@ class ClassSummary:
     num_preempted_requests: int
     num_recomputed_tokens: int
     recomputed_ratio: float | None
+
+    @property
+    def prompt_tokens_per_s(self) -> float | None:
+        """Served prompt tokens that no cache had."""
+        if self.tokens_per_s is None:
+            return None
+        saved = (self.output_tokens_per_s or 0.0) + (self.cached_tokens_per_s or 0.0)
+        return self.tokens_per_s - saved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -370,6 +379,13 @@ def _class_summary(
         requests_per_s=window.per_s(len(done)),
         tokens_per_s=window.per_s(num_served_prompt + num_served_output),
         output_tokens_per_s=window.per_s(num_served_output),
+        cached_tokens_per_s=window.per_s(
+            sum(
+                r.num_cached_tokens or 0
+                for r in mine.records
+                if r.ok and r.first_s is not None and r.first_s in window
+            )
+        ),
         finished_tokens_per_s=window.per_s(
             sum(r.num_prompt_tokens + r.num_output_tokens for r in done)
         ),

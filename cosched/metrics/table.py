@@ -58,6 +58,10 @@ def _times(value: float) -> str:
     return f"{value:.2f}" if value < 100 else f"{value:.0f}"
 
 
+def _work(value: float) -> str:
+    return f"{value:.3f}"
+
+
 def _sum(one: int | None, other: int | None) -> int | None:
     return None if one is None and other is None else (one or 0) + (other or 0)
 
@@ -87,7 +91,9 @@ _COLUMNS = (
     _Column(header="TBT ms\np99", value=lambda s, _: s.online.tbt_s.p99, show=_ms),
     _Column(header="job\ndone s", value=lambda s, _: s.job.makespan_s, show=_seconds),
     _Column(header="\nmean", value=lambda s, _: s.job.completion_mean_s, show=_seconds),
-    _Column(header="\nwork/s", value=lambda s, _: s.job.work_per_s, show=_times),
+    _Column(header="\np95", value=lambda s, _: s.job.completion_p95_s, show=_seconds),
+    _Column(header="\nwork/s", value=lambda s, _: s.job.work_per_s, show=_work),
+    _Column(header="% of\nbound", value=lambda s, _: s.job.bound_ratio, show=_percent),
     _Column(header="offline\ntok/s", value=lambda s, _: s.offline.tokens_per_s, show=_count),
     _Column(header="\nreq/s", value=lambda s, _: s.offline.requests_per_s, show=label_rate),
     _Column(header="% of\nceiling", value=lambda s, _: s.ceiling.ratio, show=_percent),

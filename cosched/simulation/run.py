@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
@@ -20,7 +20,7 @@ from cosched.cost_models.specs import model_spec
 from cosched.engine.arguments import EVICTION_FLAG, eviction_arguments, host_arguments
 from cosched.errors import ConfigError, CoschedError
 from cosched.latency.profile_file import EngineIdentity, Profile
-from cosched.metrics.job import LineCost
+from cosched.metrics.job import steady_window
 from cosched.metrics.records import ColumnLog, IterationLog, RequestRecord
 from cosched.metrics.slo import JctTarget, Verdict, judge, with_defaults
 from cosched.metrics.summary import Summary, summarize
@@ -37,7 +37,7 @@ from cosched.simulation.clients import (
 from cosched.simulation.machine import Machine
 from cosched.simulation.orders import in_order
 from cosched.simulation.scenario import OfflineClient, Scenario
-from cosched.simulation.work import line_costs
+from cosched.simulation.work import JobWork, job_work
 from cosched_traces.catalogue import load_workload
 from cosched_traces.transform import busiest_window, replay_faster
 from cosched_traces.workload import TraceRequest
@@ -304,7 +304,7 @@ def execute_requests(
         return RunResult(
             spec=spec,
             summary=summarize_run(
-                spec, records, engine.iterations, end_s=end_s, line_costs=_costs_of(spec, offline)
+                spec, records, engine.iterations, end_s=end_s, work=_work_of(spec, offline)
             ),
             records=records,
             iterations=engine.iterations,
@@ -355,26 +355,32 @@ def summarize_run(
     *,
     end_s: float,
     ceiling_tokens_per_s: float | None = None,
-    line_costs: Mapping[str, LineCost] | None = None,
+    work: JobWork | None = None,
 ) -> Summary:
-    """Sum up what happened in ``[0, end_s)``."""
-    return summarize(
+    """Sum up what happened in ``[0, end_s)``. work: of the offline requests, where it is known."""
+    summary = summarize(
         records,
         iterations,
         window=Window(start_s=0.0, end_s=end_s),
         default_slos={RequestClass.ONLINE: spec.slo},
         jct_target=spec.jct,
         offline_ceiling_tokens_per_s=ceiling_tokens_per_s,
-        line_costs=line_costs,
+        line_costs=None if work is None else work.costs,
     )
+    window = steady_window(start_s=0.0, end_s=end_s)
+    if work is None or window is None:
+        return summary
+    online = [record for record in records if record.request_class is RequestClass.ONLINE]
+    bound = work.bound_per_s(online, window, tpot_s=spec.slo.tpot_s)
+    return replace(summary, job=replace(summary.job, work_s=work.total_s, bound_per_s=bound))
 
 
-def _costs_of(spec: RunSpec, offline: Sequence[TraceRequest]) -> dict[str, LineCost]:
+def _work_of(spec: RunSpec, offline: Sequence[TraceRequest]) -> JobWork | None:
     """By the cost model without its noise, and at its full speed."""
     if not offline:
-        return {}
+        return None
     exact = replace(spec, cost=replace(spec.cost, noise_sigma=0.0, slower=1.0))
-    return line_costs(
+    return job_work(
         offline,
         cost_model_of(exact),
         kv_tokens=spec.machine.capacity(),

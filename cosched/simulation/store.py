@@ -16,7 +16,7 @@ from cosched.simulation.run import RunResult, RunSpec
 
 __all__ = ["ResultStore"]
 
-_FORMAT = 5
+_FORMAT = 6
 
 _DECIDES = (
     "core",

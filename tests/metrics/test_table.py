@@ -46,6 +46,7 @@ def test_one_row_per_scenario_uncut():
         *online,
         "2.000",
         "2.000",
+        "2.000",
         "45",
         "0.444",
         "45.3",
