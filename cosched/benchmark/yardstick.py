@@ -1,12 +1,12 @@
 """The yardstick: one table that every policy is held against.
 
 Llama-3.1-8B on an A100-80G. The Azure conversation trace as online beside four offline jobs:
-documents of arXiv length that share nothing, shuffled prompts like those of MMLU 5-shot, 20 questions on each of
-60 documents, shuffled, and long prompts with short replies beside short ones with long replies.
-Sessions of a coding agent beside two of these, and chats of several turns beside those like MMLU: there the KV
-that an offline request takes is what the next turn would have found.
+documents of arXiv length that share nothing, shuffled prompts like those of MMLU 5-shot, 20
+questions on each of 60 documents, shuffled, and long prompts with short replies beside short ones
+with long replies. Sessions of a coding agent beside two of these, and chats of several turns beside
+those like MMLU: there the KV that an offline request takes is what the next turn would have found.
 
-Jobs end: they are as large as `hygen` does in 300 to 400 s.
+Jobs end. Each is as large as what `hygen` does in 300 to 400 s.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ WORKLOADS: Mapping[str, _Pair] = {
     "iv": _Pair(
         workload="arxiv",
         title="(iv) sessions of a coding agent beside the documents of (i)",
-        num_requests=250,
+        num_requests=350,
         online=_AGENTS,
         slo=_AGENTS_SLO,
         kv_tokens=_AGENTS_KV_TOKENS,

@@ -30,7 +30,7 @@ def line(number, *segments, num_output=100):
 
 
 class Weights:
-    """10 ms for the weights, which prompts and decodes of an iteration share, and 0.1 ms a token."""
+    """10 ms for the weights, which all tokens of an iteration share, and 0.1 ms for each."""
 
     def iteration_s(self, batch):
         return 0.01 + 1e-4 * batch.num_tokens if batch.num_tokens else 0.0
