@@ -44,6 +44,7 @@ METRICS = (
         "Tokens of the answered lines of one batch, by kind.",
         ("batch", "kind"),
     ),
+    Metric("batch_age_seconds", Kind.GAUGE, "Time since the batch was created.", _BATCH),
     Metric("batch_seconds_left", Kind.GAUGE, "Time until the window of the batch ends.", _BATCH),
     Metric(
         "batch_finish_seconds",
@@ -129,6 +130,7 @@ def _samples(found: Snapshot) -> Iterator[tuple[str, tuple[str, ...], float]]:
             yield "batch_lines", (*own, state), count
         yield "batch_tokens", (*own, "input"), batch.input_tokens
         yield "batch_tokens", (*own, "output"), batch.output_tokens
+        yield "batch_age_seconds", own, found.now - batch.created_at
         yield "batch_seconds_left", own, batch.expires_at - found.now
         outlook = found.outlooks.get(batch.id)
         if outlook is not None and (forecast := outlook.forecast) is not None:

@@ -65,8 +65,9 @@ def bound_cells(over: Mapping[str, Sequence[Row]]) -> list[str] | None:
         ([one.summary.job for one in seeds] for seeds in kept),
         key=lambda jobs: jobs[0].bound_per_s or 0.0,
     )
+    least_s = _over([one.least_makespan_s for one in jobs], 0)
     return [
-        "≥ " + _over([one.least_makespan_s for one in jobs], 0),
+        "" if least_s == "-" else f"≥ {least_s}",
         "",
         "",
         _over([one.bound_per_s for one in jobs], 3),

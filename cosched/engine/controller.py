@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from cosched.config import Config
-from cosched.core.batch import BatchTotals
+from cosched.core.batch import BatchShape, BatchTotals
 from cosched.core.plan import Plan, SkipReason
 from cosched.core.request import LateReason, Request, RequestClass
 from cosched.core.view import Ended, View
@@ -49,6 +49,7 @@ from cosched.latency.calibration import Calibrator
 from cosched.latency.predictor import FittedPredictor
 from cosched.latency.profile_file import Profile
 from cosched.latency.wrong import error_factor
+from cosched.metrics.job import prompt_cost_s, token_cost_s
 from cosched.offline.pool import ArrivalQueue, OfflinePool
 from cosched.offline.prefix_pool import PrefixPool
 from cosched.policy.base import Policy, PolicySettings
@@ -80,6 +81,7 @@ class Counters:
     online_prefill_tokens: int = 0
     offline_prefill_tokens: int = 0
     recomputed_tokens: int = 0
+    offline_work_s: float = 0.0
 
 
 RECOMPUTE_WINDOW_S = 60.0
@@ -166,6 +168,8 @@ class Controller:
                 clock=clock, observer=observer, predictor=self.predictor if entry.timed else None
             )
             self.timekeeper.add_end_listener(self.lengths.ended)
+            if entry.timed:
+                self.timekeeper.add_end_listener(self._count_work)
             self.timekeeper.add_end_listener(self._table.forget)
             prefixes = self._prefixes
             if prefixes is not None:
@@ -500,6 +504,24 @@ class Controller:
         else:
             self.counters.online_prefill_tokens += num_tokens
 
+    def _count_work(self, tracked: TrackedRequest) -> None:
+        """Count what an offline request that has ended costs in the best batch alone: its prompt
+        without what was cached, and its share of decodes in a batch as large as memory allows."""
+        num_output = tracked.num_output_tokens
+        if tracked.request_class is not RequestClass.OFFLINE or not num_output:
+            return
+
+        def iteration_s(shape: BatchShape) -> float:
+            return self.predictor.estimate_s(BatchTotals.of(shape))
+
+        num_cached = min(port.num_cached_at_first(tracked.req), tracked.num_prompt_tokens)
+        work_s = prompt_cost_s(iteration_s, num_cached, tracked.num_prompt_tokens - num_cached)
+        context = tracked.num_prompt_tokens + num_output // 2
+        num_held = port.kv_total(self.scheduler) // max(context, 1)
+        num_decodes = max(1, min(self.caps.max_running_requests, num_held))
+        work_s += (num_output - 1) * token_cost_s(iteration_s, context, num_decodes=num_decodes)
+        self.counters.offline_work_s += work_s
+
     def state(self) -> ReplicaState:
         """What ``/get_server_info`` shows."""
         running = self._running()
@@ -546,6 +568,7 @@ class Controller:
             recomputed_tokens=counters.recomputed_tokens,
             online_output_tokens=output_tokens[RequestClass.ONLINE],
             offline_output_tokens=output_tokens[RequestClass.OFFLINE],
+            offline_work_s=round(counters.offline_work_s, 6),
             attainment={
                 target: (met, missed)
                 for (_, target), (met, missed) in self.service.attainment.items()

@@ -103,6 +103,11 @@ METRICS = (
     ),
     Metric("prefill_tokens", Kind.COUNTER, "Prompt tokens computed.", _CLASS),
     Metric("output_tokens", Kind.COUNTER, "Output tokens generated.", _CLASS),
+    Metric(
+        "offline_work_seconds",
+        Kind.COUNTER,
+        "Predicted device time of finished offline requests in the best batch alone.",
+    ),
     Metric("waiting_requests", Kind.GAUGE, "Requests waiting at the scheduler.", _CLASS),
     Metric("running_requests", Kind.GAUGE, "Requests running.", _CLASS),
     Metric("preemptions", Kind.COUNTER, "Running requests preempted by a plan."),
@@ -388,6 +393,7 @@ _COUNTED: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("prefill_tokens", "offline_prefill_tokens", _OFFLINE),
     ("output_tokens", "online_output_tokens", _ONLINE),
     ("output_tokens", "offline_output_tokens", _OFFLINE),
+    ("offline_work_seconds", "offline_work_s", {}),
 )
 """Counter, the field of the state that it follows, labels."""
 

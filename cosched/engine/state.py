@@ -41,6 +41,7 @@ class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
     lead_s           so long before the device is done requests are looked for; 0: as soon as it is
                      at work, or once it is done [s]
     times_s          ``online_ttft`` and the like -> (sum [s], number of them) since the start
+    offline_work_s   predicted device time of finished offline requests in the best batch alone [s]
     skipped          why waiting requests that the latest plan looked at were left out -> how many
     pool             None: offline requests wait in the order of arrival
     kv               None: the engine's own order of eviction holds
@@ -78,6 +79,7 @@ class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
     recomputed_tokens: int
     online_output_tokens: int
     offline_output_tokens: int
+    offline_work_s: float
     attainment: dict[str, tuple[int, int]]
     late: dict[str, tuple[int, int]]
     times_s: dict[str, tuple[float, int]]

@@ -6,19 +6,33 @@ counts the device seconds that it costs in the best batch of its job alone, what
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
+from cosched.core.batch import BatchShape, Prefill
 from cosched.metrics.records import RequestRecord
 from cosched.metrics.window import Window
 
-__all__ = ["EDGE_SHARE", "JobSummary", "LineCost", "steady_window", "summarize_job"]
+__all__ = [
+    "CHUNK_TOKENS",
+    "EDGE_SHARE",
+    "JobSummary",
+    "LineCost",
+    "prompt_cost_s",
+    "steady_window",
+    "summarize_job",
+    "token_cost_s",
+]
 
 EDGE_SHARE = 0.1
 """Of a run, left out at its start and at its end for the steady state."""
+
+
+CHUNK_TOKENS = 8192
+"""Prompt tokens of the largest iteration: more gain nothing."""
 
 
 class LineCost(NamedTuple):
@@ -35,6 +49,26 @@ class LineCost(NamedTuple):
         return self.prompt_s + self.token_s * max(num_output_tokens - 1, 0)
 
 
+def prompt_cost_s(iteration_s: Callable[[BatchShape], float], start: int, num_tokens: int) -> float:
+    """Time of `num_tokens` of a prompt after the first `start`, in full iterations of like ones."""
+    seconds = 0.0
+    while num_tokens >= CHUNK_TOKENS:
+        seconds += iteration_s(BatchShape(prefills=[Prefill(CHUNK_TOKENS, start)]))
+        start, num_tokens = start + CHUNK_TOKENS, num_tokens - CHUNK_TOKENS
+    if num_tokens:
+        num_alike = CHUNK_TOKENS // num_tokens
+        prefills = [Prefill(num_tokens, start)] * num_alike
+        seconds += iteration_s(BatchShape(prefills=prefills)) / num_alike
+    return seconds
+
+
+def token_cost_s(
+    iteration_s: Callable[[BatchShape], float], context: int, *, num_decodes: int
+) -> float:
+    """Share of one decode in an iteration of like ones."""
+    return iteration_s(BatchShape(decodes=[context] * num_decodes)) / num_decodes
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSummary:
     """A job: all offline requests of a run.
@@ -46,8 +80,10 @@ class JobSummary:
     work_per_s         device seconds of work done per second, without the first and the last tenth
                        of the run; 1 is the best batch alone on the whole device. None: costs are
                        not known
-    bound_per_s        the most work per second beside the online requests of the run; None: not
-                       known
+    bound_per_s        the most work per second in the same time, beside the online requests of the
+                       run; None: not known
+    least_makespan_s   no schedule is done earlier beside them [s]; None: not known, or the job was
+                       not done
     """
 
     num_lines: int = 0
@@ -58,16 +94,12 @@ class JobSummary:
     work_s: float | None = None
     work_per_s: float | None = None
     bound_per_s: float | None = None
+    least_makespan_s: float | None = None
 
     @property
     def bound_ratio(self) -> float | None:
         """What was done of the most that can be done."""
         return self.work_per_s / self.bound_per_s if self.work_per_s and self.bound_per_s else None
-
-    @property
-    def least_makespan_s(self) -> float | None:
-        """No schedule is done earlier [s]."""
-        return self.work_s / self.bound_per_s if self.work_s and self.bound_per_s else None
 
 
 def steady_window(*, start_s: float, end_s: float) -> Window | None:

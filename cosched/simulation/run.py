@@ -371,8 +371,16 @@ def summarize_run(
     if work is None or window is None:
         return summary
     online = [record for record in records if record.request_class is RequestClass.ONLINE]
-    bound = work.bound_per_s(online, window, tpot_s=spec.slo.tpot_s)
-    return replace(summary, job=replace(summary.job, work_s=work.total_s, bound_per_s=bound))
+    job = replace(
+        summary.job,
+        work_s=work.total_s,
+        bound_per_s=work.bound_per_s(online, window, tpot_s=spec.slo.tpot_s),
+    )
+    if job.makespan_s is not None:
+        whole = Window(start_s=0.0, end_s=job.makespan_s)
+        most_per_s = work.bound_per_s(online, whole, tpot_s=spec.slo.tpot_s)
+        job = replace(job, least_makespan_s=work.total_s / most_per_s if most_per_s else None)
+    return replace(summary, job=job)
 
 
 def _work_of(spec: RunSpec, offline: Sequence[TraceRequest]) -> JobWork | None:

@@ -11,21 +11,19 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import groupby
 from typing import NamedTuple
 
 from cosched.core.batch import BatchShape, Prefill
 from cosched.cost_models.base import CostModel
-from cosched.metrics.job import LineCost
+from cosched.metrics.job import CHUNK_TOKENS, LineCost, prompt_cost_s, token_cost_s
 from cosched.metrics.records import RequestRecord
 from cosched.metrics.window import Window
 from cosched_traces.summary import prefix_parts
 from cosched_traces.workload import TraceRequest
 
-__all__ = ["CHUNK_TOKENS", "JobWork", "job_work"]
-
-CHUNK_TOKENS = 8192
-"""Prompt tokens of the largest iteration: more gain nothing."""
+__all__ = ["JobWork", "job_work"]
 
 SIZES = (0.0, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.15, 1.25, 1.5, 2.0, 4.0)
 """Of two kinds of iteration that together do the same as equal ones; 1 is the equal ones."""
@@ -155,17 +153,15 @@ def job_work(
     held_by_each = num_held / load.num_decodes if load.num_decodes else 1.0
     most_decodes = max(1, min(max_running, int(kv_tokens / held_by_each)))
 
-    prompt_s = _cached(lambda start, num: _prompt_s(cost_model, start, num))
-    decode_s = _cached(
-        lambda context, num: cost_model.iteration_s(BatchShape(decodes=[context] * num)) / num
-    )
+    prompt_s = cache(partial(prompt_cost_s, cost_model.iteration_s))
+    decode_s = cache(partial(token_cost_s, cost_model.iteration_s, num_decodes=most_decodes))
     costs = {}
     for request, own in zip(requests, parts, strict=True):
         # To 64 tokens: a job has thousands of lengths, and a decode hardly differs between them.
         context = max(64 * round(_mean_context(request) / 64), 1)
         costs[request.rid] = LineCost(
             prompt_s=sum(prompt_s(start, num) / of for start, num, of in own),
-            token_s=decode_s(context, most_decodes),
+            token_s=decode_s(context),
         )
     apart_s = sum(costs[r.rid].total_s(r.num_output_tokens) for r in requests)
     largest = min(
@@ -300,27 +296,3 @@ def _parts(requests: Sequence[TraceRequest]) -> list[list[_Part]]:
             start += num_tokens
         parts.append(own)
     return parts
-
-
-def _cached(function: Callable[[int, int], float]) -> Callable[[int, int], float]:
-    known: dict[tuple[int, int], float] = {}
-
-    def look(one: int, other: int) -> float:
-        if (one, other) not in known:
-            known[one, other] = function(one, other)
-        return known[one, other]
-
-    return look
-
-
-def _prompt_s(cost_model: CostModel, start: int, num_tokens: int) -> float:
-    """Time of a part of a prompt, in full iterations of like ones."""
-    seconds = 0.0
-    while num_tokens >= CHUNK_TOKENS:
-        seconds += cost_model.iteration_s(BatchShape(prefills=[Prefill(CHUNK_TOKENS, start)]))
-        start, num_tokens = start + CHUNK_TOKENS, num_tokens - CHUNK_TOKENS
-    if num_tokens:
-        num_alike = max(CHUNK_TOKENS // num_tokens, 1)
-        batch = BatchShape(prefills=[Prefill(num_tokens, start)] * num_alike)
-        seconds += cost_model.iteration_s(batch) / num_alike
-    return seconds

@@ -109,6 +109,7 @@ INTERNALS: Mapping[str, tuple[str, ...]] = {
         "_stop_match_tail_len",
         "beam_group",
         "cache_salt",
+        "cached_tokens",
         "customized_info",
         "extra_key",
         "finished",

@@ -56,6 +56,24 @@ def test_both_classes_are_counted(export, policy, overlap):
     assert_drained(engine)
 
 
+def test_the_work_of_offline_requests_counts_once_they_have_ended(export):
+    engine, value = export(policy="hygen")
+    engine.submit("chat", prompt(1, 50), max_new_tokens=20, priority=0)
+    engine.run_until_idle(max_iterations=500)
+    assert value("offline_work_seconds_total") == 0
+
+    def work_s(rid, first, *, num_output):
+        before = value("offline_work_seconds_total")
+        engine.submit(rid, prompt(first, 100), max_new_tokens=num_output, priority=-1)
+        engine.run_until_idle(max_iterations=500)
+        return value("offline_work_seconds_total") - before
+
+    short = work_s("short", 100, num_output=1)
+    assert short > 0
+    assert work_s("long", 300, num_output=40) > short
+    assert work_s("again", 100, num_output=1) < short, "its prompt is in the cache"
+
+
 def test_targets_met_and_missed(export):
     config = {"slo": {"ttft_ms": 1e7, "tpot_ms": 1e7}, "claims": {"floor_ratio": 0.0}}
     engine, value = export(policy="hygen", config=config)

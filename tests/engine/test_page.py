@@ -114,6 +114,7 @@ BATCH = {
     "endpoint": "/v1/completions",
     "status": "in_progress",
     "request_counts": {"total": 10, "completed": 4, "failed": 1},
+    "created_at": 1e9,
     "expires_at": 4e9,
     "errors": None,
     "output_file_id": None,
@@ -145,6 +146,7 @@ def test_it_shows_both_classes_memory_and_batches():
         assert row in texts["online"]
     assert "deadlines met, since the start|75.0 %" in texts["offline"]
     assert "tokens in the pool|1,400" in texts["offline"]
+    assert "work per second|" in texts["offline"]
     assert "cancelled, since the start|2|aborted, since the start|6" in texts["online"]
     assert "cancelled, since the start|10|aborted, since the start|0" in texts["offline"]
     assert "online 94.9 %" in texts["kv-legend"]
@@ -153,8 +155,8 @@ def test_it_shows_both_classes_memory_and_batches():
     assert "offline work is paused|yes" in texts["waits"]
     first, second = texts["batch-rows"].split("batch_01234567")[1:]
     assert "4 of 10|2 at the engine|1 failed" in first and "90 s" in first and "25.0 %" in first
-    assert "Cancel" in first and "Results" not in first
-    assert "Results" in second and "Cancel" not in second
+    assert "Cancel" in first and "Results" not in first and " d old" in first
+    assert "Results" in second and "Cancel" not in second and " old" not in second
     assert texts["servers"] == "answered by 3 servers" and not seen["hidden"]["servers"]
     assert "undefined" not in json.dumps(texts) and "NaN" not in json.dumps(texts)
     assert {key for _, key in seen["asked"]} == {"Bearer secret"}

@@ -3,9 +3,10 @@
 import pytest
 
 from cosched.core.request import RequestClass
+from cosched.metrics.job import CHUNK_TOKENS
 from cosched.metrics.records import RequestRecord
 from cosched.metrics.window import Window
-from cosched.simulation.work import CHUNK_TOKENS, job_work
+from cosched.simulation.work import job_work
 from cosched_traces.workload import Segment, TraceRequest
 
 OFFLINE = RequestClass.OFFLINE

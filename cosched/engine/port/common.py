@@ -65,6 +65,7 @@ __all__ = [
     "lookup_key",
     "metric_labels",
     "mix_only_decodes",
+    "num_cached_at_first",
     "num_committed",
     "num_in_session",
     "num_loaded",
@@ -336,6 +337,11 @@ def holds_ended(running_batch: Any) -> bool:
 def is_ending(req: Any) -> bool:
     """Whether it ends with the iteration under way, aborted as it is; only the engine sees it."""
     return req.to_finish is not None
+
+
+def num_cached_at_first(req: Any) -> int:
+    """Prompt tokens found in the prefix cache when it was first admitted."""
+    return req.cached_tokens  # type: ignore[no-any-return]
 
 
 def num_retractions(req: Any) -> int:
