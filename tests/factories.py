@@ -149,6 +149,7 @@ class FakeView:
     host_free: int = 0
     promises: Mapping[str, int] = field(default_factory=dict)
     shared: Mapping[str, int] = field(default_factory=dict)
+    lengths: Mapping[str, LengthEstimate] = field(default_factory=dict)
     offline_limits: OfflineLimits = field(default_factory=OfflineLimits)
 
     @property
@@ -196,7 +197,7 @@ class FakeView:
 
     def length(self, request: Request) -> LengthEstimate:
         most = request.max_new_tokens - request.num_output_tokens
-        return LengthEstimate(most, most)
+        return self.lengths.get(request.rid, LengthEstimate(most, most))
 
     def promised(self, request: Request) -> int | None:
         return self.promises.get(request.rid)

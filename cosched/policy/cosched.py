@@ -1,10 +1,11 @@
-"""cosched: those first who can still be in time, and offline work by what it yields (own).
+"""cosched: online requests that can still meet their targets first; offline requests with the
+longest replies first (own).
 
-Idea         a burst makes everybody late where the first come is the first served. Here those are
-             served first who can still meet their targets, as many as possible, and the late ones
-             behind them; decodes keep their pace, so that nobody is in time at another's expense.
-             What the targets leave is filled with the offline requests that yield most tokens per
-             second of the device.
+Idea         in a burst, first come first served makes every request late. Here the requests that can
+             still meet their targets are served first, as many as possible, and the late ones
+             behind them; decodes keep their pace, so that no request is in time at another's
+             expense. What the targets leave is filled with offline requests in the order that ends
+             a job soonest.
 Assumptions  the predictor knows how long a batch takes before it runs; waiting offline requests
              that share a prefix stand beside each other in the pool.
 Good         bursts beyond what the device can do; else it plans as `hygen` and `echo-bs+e+s` do.
@@ -26,11 +27,11 @@ Of an iteration
    see a stall all the same. With offline work in it none lasts longer than `Budgets.idle_share` of
    the TTFT target, beside decodes with a loose TPOT target too: who comes meanwhile waits for it,
    and for the next one where that is planned already (as in `bros`).
-4. Offline requests of the pool's candidates (Echo §6) by tokens, those expected of their output
-   among them, per predicted second; less the cached tokens that others would have reused (Echo
-   §4.1). Prefix order is left only for one that yields much more. Where the best of them lacks
-   memory that offline requests hold, what becomes free is kept for it: whoever fits meanwhile is
-   the shortest prompt, not the best, and its reply holds the memory for long.
+4. Offline requests: of the pool's candidates (Echo §6) the one with the most expected output tokens
+   per prompt token that the device must compute for it, after those that continue a shared prefix.
+   A job ends when its last reply ends. Prompts are computed one after the other and replies beside
+   each other: a machine with delivery times, where the longest delivery goes first (Jackson 1955),
+   and of equal deliveries the shortest work (Smith 1956).
 """
 
 from __future__ import annotations
@@ -42,16 +43,17 @@ from functools import partial
 
 import msgspec
 
+from cosched.core.estimates import LengthEstimate
 from cosched.core.plan import Plan
 from cosched.core.request import Request, num_tokens_of
-from cosched.core.view import Match, OfflineOrder, View
+from cosched.core.view import OfflineOrder, View
 from cosched.planning.builder import PlanBuilder
 from cosched.planning.forecast import KvForecast
 from cosched.policy.base import PolicySettings
 from cosched.policy.deadlines import Deadlines, online_prefills
 from cosched.policy.echo import Candidate, admit_by_score, punishments
 from cosched.policy.online_order import LATE_TURN, OnlineOrder, by_feasibility
-from cosched.policy.phases import LEAST_SHARED, Steps, output_token_s, shortest_first, two_phases
+from cosched.policy.phases import LEAST_SHARED, Steps, shortest_first, two_phases
 
 __all__ = ["GAPS", "CoschedOptions", "CoschedPolicy", "Past"]
 
@@ -76,13 +78,13 @@ class CoschedOptions:
 
     feasible  those first who can be in time; False: by arrival, decodes late for first tokens too
     gap_cap   no iteration beside online decodes is longer than `GAPS` allow
-    by_yield  offline requests by what they yield; False: in the pool's order
+    longest_first  offline requests by their expected replies; False: in the pool's order
     timeline  memory by the expected lengths of outputs, in place of the engine's ratio
     """
 
     feasible: bool = True
     gap_cap: bool = True
-    by_yield: bool = True
+    longest_first: bool = True
     timeline: bool = True
 
 
@@ -97,7 +99,7 @@ class CoschedPolicy:
     def __init__(self, settings: PolicySettings, options: CoschedOptions = _ALL) -> None:
         self._settings = settings
         self._options = options
-        self._steps = _BY_YIELD if options.by_yield else Steps()
+        self._steps = _LONGEST_FIRST if options.longest_first else Steps()
 
     def plan(self, view: View, carry: Past) -> tuple[Plan, Past]:
         options = self._options
@@ -151,49 +153,35 @@ def _stop_unfinished(builder: PlanBuilder, behind: Sequence[Request]) -> None:
             builder.preempt(request)
 
 
-def _best_yield(
+def _longest_reply_first(
     builder: PlanBuilder,
     order: OfflineOrder,
     fitting: Sequence[Candidate],
     benefit: int,
     seconds: float,
 ) -> Candidate:
-    """The most tokens per second of the device, those of its output among both; the first (prefix
-    order, the bucket that has the turn before the others) where it shares its beginning and none
-    has many times its yield."""
+    """The most expected output tokens per prompt token that it makes the device compute, evicted
+    prefixes that others would have reused among these. Of equals the first, in prefix order."""
     view = builder.view
-    lost = punishments(builder, fitting)
-    usual_s = output_token_s(view, fitting[0].request, _NOTHING)
-
-    def tokens_per_s(place: int) -> float:
-        candidate = fitting[place]
-        request, num_cached = candidate.request, candidate.match.cached
-        share = candidate.num_new / max(num_tokens_of(request) - num_cached, 1)
-        num_output = share * view.length(request).median
-        num_tokens = candidate.benefit + num_output - lost[place]
-        token_s = usual_s
-        if view.caps.shared_prefix and candidate.match.cached:
-            token_s = min(output_token_s(view, request, candidate.match), usual_s)
-        return num_tokens / max(candidate.seconds + num_output * token_s, _LEAST_S)
-
-    yields = [tokens_per_s(place) for place in range(len(fitting))]
-    best = max(range(len(yields)), key=yields.__getitem__)
     first = fitting[0]
-    is_shared = max(first.match.cached, order.num_shared(first.request)) >= LEAST_SHARED
-    worth_leaving = _WORTH_LEAVING if is_shared else 1.0
-    return fitting[best] if yields[best] > worth_leaving * yields[0] else first
+    if max(first.match.cached, order.num_shared(first.request)) >= LEAST_SHARED:
+        return first
+    lost = punishments(builder, fitting)
+
+    def output_per_token(place: int) -> float:
+        request, match = fitting[place].request, fitting[place].match
+        num_computed = num_tokens_of(request) - match.cached + lost[place]
+        return _expected_output(view.length(request)) / max(num_computed, 1)
+
+    return fitting[max(range(len(fitting)), key=output_per_token)]
 
 
-_NOTHING = Match(cached=0, evictable=0)
+def _expected_output(length: LengthEstimate) -> float:
+    """Mean of the output tokens to come: replies far above the median end a job."""
+    return sum(length.ends) / len(length.ends) if length.ends else float(length.median)
 
-_WORTH_LEAVING = 1.5
-"""Times the yield of the next in prefix order, for which that order is left: who is passed over
-finds less in the cache when its turn comes. One that shares nothing loses nothing by it."""
 
-_LEAST_S = 1e-9
-"""What anything takes [s]: a predictor may find a request free of cost beside what is in."""
-
-_BY_YIELD = Steps(
-    admit=partial(admit_by_score, choose=_best_yield, keeps_room=True),
+_LONGEST_FIRST = Steps(
+    admit=partial(admit_by_score, choose=_longest_reply_first),
     decode_order=shortest_first,
 )

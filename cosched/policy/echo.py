@@ -53,7 +53,6 @@ from cosched.policy.phases import (
     has_time,
     is_worth_its_place,
     must_wait,
-    num_offline_running,
     offline_room,
     shortest_first,
     two_phases,
@@ -94,7 +93,6 @@ class Candidate:
     bucket    of the pool, by its place
     num_new   prompt tokens it would compute
     seconds   by which the iteration would take longer [s]
-    lacks_memory  it would have to wait for memory that other offline requests hold
     """
 
     request: Request
@@ -102,7 +100,6 @@ class Candidate:
     match: Match
     num_new: int
     seconds: float
-    lacks_memory: bool = False
 
     @property
     def benefit(self) -> int:
@@ -139,14 +136,9 @@ def admit_by_score(
     order: OfflineOrder,
     *,
     choose: Choose = best_batch,
-    keeps_room: bool = False,
 ) -> None:
-    """Offline requests one by one, each the best of the candidates that fit.
-
-    keeps_room: also of those that lack only memory which offline requests hold. Where one of these
-    is chosen, none is admitted: what becomes free is for it.
-    """
-    search = _Search(builder, pace, order, keeps_room=keeps_room)
+    """Offline requests one by one, each the best of the candidates that fit."""
+    search = _Search(builder, pace, order)
     benefit = _benefit(builder)
     room = offline_room(builder)
     while room != 0 and builder.ledger.slots > 0 and has_time(builder, pace):
@@ -155,8 +147,6 @@ def admit_by_score(
         if not fitting:
             return
         best = choose(builder, order, fitting, benefit, seconds)
-        if best.lacks_memory:
-            return
         request, match = best.request, best.match
         # What was admitted since it was looked at may leave it less.
         if not builder.admit(request, match, admission_tokens(builder, pace, request, match)):
@@ -177,11 +167,8 @@ def _benefit(builder: PlanBuilder) -> int:
 class _Search:
     """The candidates of one plan. Each is looked at once."""
 
-    def __init__(
-        self, builder: PlanBuilder, pace: Pace, order: OfflineOrder, *, keeps_room: bool
-    ) -> None:
+    def __init__(self, builder: PlanBuilder, pace: Pace, order: OfflineOrder) -> None:
         self._builder = builder
-        self._keeps_room = keeps_room
         self._pace = pace
         self._order = order
         self._known: dict[str, Candidate | None] = {}  # None: refused
@@ -220,31 +207,16 @@ class _Search:
         )
         if reason is None and not is_worth_its_place(builder, request, match):
             reason = SkipReason.EVICTION_LOSS
-        lacks_memory = reason is SkipReason.MEMORY_BUDGET and self._waits_for(request, match)
         if reason is not None:
             builder.skip(request, reason)
-            if not lacks_memory:
-                return None
-        num_new = at_most
-        if reason is None:
-            num_new = ledger.chunk(request, match.cached, at_most=at_most, num_loaded=match.host)
+            return None
+        num_new = ledger.chunk(request, match.cached, at_most=at_most, num_loaded=match.host)
         return Candidate(
             request=request,
             bucket=bucket,
             match=match,
             num_new=num_new,
             seconds=ledger.seconds_with(num_new, match.cached) - seconds,
-            lacks_memory=lacks_memory,
-        )
-
-    def _waits_for(self, request: Request, match: Match) -> bool:
-        """Whether room is kept for one that lacks memory: offline requests hold as much, and end.
-        What chat holds is no reason to leave the rest idle."""
-        builder = self._builder
-        return (
-            self._keeps_room
-            and num_offline_running(builder) > 0
-            and builder.ledger.shortfall(request, match) <= builder.view.kv.offline_held
         )
 
 

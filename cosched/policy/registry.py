@@ -197,7 +197,7 @@ _ENTRIES = (
         summary="stock SGLang; classes are ignored",
         source="SGLang",
     ),
-    _cosched("cosched", "online by who can be in time, offline by what it yields"),
+    _cosched("cosched", "online by who can be in time, offline by the longest reply"),
     _cosched(
         "cosched-fcfs",
         "cosched with online requests in the order of arrival",
@@ -206,7 +206,11 @@ _ENTRIES = (
     _cosched(
         "cosched-nogapcap", "cosched without a limit on a single gap of tokens", gap_cap=False
     ),
-    _cosched("cosched-noyield", "cosched with the pool in prefix order", by_yield=False),
+    _cosched(
+        "cosched-poolorder",
+        "cosched with offline requests in the pool's order",
+        longest_first=False,
+    ),
     _cosched("cosched-notimeline", "cosched with memory by SGLang's ratio", timeline=False),
     _cosched("cosched-early", "cosched with each iteration planned an iteration ahead", early=True),
     PolicyEntry(

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cosched.core.estimates import LengthEstimate
 from cosched.core.request import LateReason, Slo
 from cosched.core.view import Match, Room
 from cosched.offline.prefix_pool import PoolConfig, PrefixPool
@@ -14,7 +15,7 @@ from cosched.planning.validate import validate
 from cosched.policy.base import Budgets, PolicySettings
 from cosched.policy.cosched import GAPS, CoschedOptions, CoschedPolicy, Past
 from cosched.policy.online_order import LATE_TURN
-from tests.factories import FakeView, Linear, PerKv, decoding, make_caps, offline, online, prefilled
+from tests.factories import FakeView, Linear, decoding, make_caps, offline, online, prefilled
 from tests.policy.limits import seconds_of
 
 TTFT_S, TPOT_S = 1.0, 0.05
@@ -208,63 +209,58 @@ def waiting(rid, *parts, **fields):
     return offline(rid, len(token_ids), token_ids=token_ids, **fields)
 
 
-def test_offline_it_is_tokens_per_second_that_count_those_of_the_output_too():
-    """A token of a prompt costs a tenth of a millisecond and one of an output, with 32 at once, a
-    quarter: who generates much yields less."""
-    pool = PrefixPool(PoolConfig(bucket_boundaries=(300,)))
-    pool.add(waiting("short", ("a", 200), max_new_tokens=4000))
-    pool.add(waiting("long", ("b", 900), max_new_tokens=10))
+def offline_pool(*requests, boundaries=(300,)):
+    pool = PrefixPool(PoolConfig(bucket_boundaries=boundaries))
+    for request in requests:
+        pool.add(request)
+    return pool
+
+
+@pytest.mark.parametrize(
+    ("short", "long", "first"),
+    [(1000, 1000, "short"), (10, 1000, "long"), (1000, 10, "short"), (100, 400, "short")],
+)
+def test_the_longest_offline_reply_per_prompt_token_goes_first(short, long, first):
+    """The prompts have 200 and 900 tokens. The bucket of long prompts has the turn."""
+    pool = offline_pool(
+        waiting("long", ("b", 900), max_new_tokens=long),
+        waiting("short", ("a", 200), max_new_tokens=short),
+    )
     plan, _ = planned(view_of(offline=pool))
+    assert next(iter(plan.prefill)) == first
+
+
+def test_prompt_tokens_that_are_cached_count_as_done():
+    pool = offline_pool(
+        waiting("short", ("a", 200), max_new_tokens=100),
+        waiting("long", ("b", 900), max_new_tokens=100),
+    )
+    view = view_of(offline=pool, cached={"long": Match(cached=800, evictable=0)})
+    plan, _ = planned(view)
     assert next(iter(plan.prefill)) == "long"
 
 
-@pytest.mark.parametrize(
-    ("num_output", "is_shared", "first"),
-    [(60, True, "short"), (60, False, "long"), (4000, True, "long")],
-)
-def test_prefix_order_is_left_only_for_one_that_yields_much_more(num_output, is_shared, first):
-    """The bucket of short prompts has the turn. "long" yields 1.2 times as much where "short"
-    generates sixty tokens."""
-    pool = PrefixPool(PoolConfig(bucket_boundaries=(300,)))
-    pool.add(waiting("short", ("a", 200), max_new_tokens=num_output))
-    if is_shared:
-        pool.add(waiting("like", ("a", 190), ("c", 10), max_new_tokens=num_output))
-    pool.add(waiting("long", ("b", 900), max_new_tokens=10))
+def test_the_mean_of_an_uncertain_reply_counts_not_its_median():
+    """Both are as likely to end after 50 tokens; one in eight
+    replies to "long" has 20,000."""
+    pool = offline_pool(
+        waiting("short", ("a", 200), max_new_tokens=30_000),
+        waiting("long", ("b", 900), max_new_tokens=30_000),
+    )
+    ends = {"short": (50,) * 8, "long": (50,) * 7 + (20_000,)}
+    lengths = {rid: LengthEstimate(50, ends[rid][-1], ends[rid]) for rid in ends}
+    plan, _ = planned(view_of(offline=pool, lengths=lengths, total_kv=500_000))
+    assert next(iter(plan.prefill)) == "long"
+
+
+def test_a_shared_prefix_in_use_is_finished_before_a_longer_reply():
+    pool = offline_pool(
+        waiting("short", ("a", 200), max_new_tokens=10),
+        waiting("like it", ("a", 190), ("c", 10), max_new_tokens=10),
+        waiting("long", ("b", 900), max_new_tokens=4000),
+    )
     plan, _ = planned(view_of(offline=pool))
-    assert next(iter(plan.prefill)) == first
-
-
-@pytest.mark.parametrize(
-    ("held_by", "admitted"), [(offline, []), (online, ["short"]), (None, ["long", "short"])]
-)
-def test_what_becomes_free_is_kept_for_the_best(held_by, admitted):
-    """The long one does not fit beside what runs. Offline work ends; what chat holds other chats
-    will need."""
-    pool = PrefixPool(PoolConfig(bucket_boundaries=(300,)))
-    pool.add(waiting("short", ("a", 200), max_new_tokens=500))
-    pool.add(waiting("long", ("b", 900), max_new_tokens=10))
-    running = ()
-    if held_by is not None:
-        held = held_by("held", 1000, max_new_tokens=50, arrival_s=9.0)
-        running = (replace(decoding(held, 20), first_token_s=9.95),)
-    view = view_of(offline=pool, running=running, total_kv=1850)
-    plan, _ = planned(view)
-    assert [*plan.prefill] == admitted, plan
-
-
-@pytest.mark.parametrize(("reads_once", "first"), [(False, "plain"), (True, "question")])
-def test_a_question_on_a_document_that_others_read_decodes_cheaply(reads_once, first):
-    """Its prompt costs next to nothing either way, as the document is cached. What its output costs
-    depends on whether the document is read for it alone."""
-    pool = PrefixPool(PoolConfig(bucket_boundaries=(9150,)))
-    pool.add(waiting("plain", ("a", 9000), max_new_tokens=4000))
-    pool.add(waiting("like it", ("a", 8900), ("c", 200), max_new_tokens=4000))
-    pool.add(waiting("question", ("b", 9200), max_new_tokens=4000))
-    caps = replace(CAPS, shared_prefix=reads_once)
-    cached = {"question": Match(cached=9100, evictable=0)}
-    view = view_of(offline=pool, caps=caps, cached=cached)
-    plan, _ = planned(view, predictor=PerKv())
-    assert next(iter(plan.prefill)) == first
+    assert next(iter(plan.prefill)) == "short"
 
 
 @st.composite
