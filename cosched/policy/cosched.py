@@ -1,8 +1,8 @@
 """cosched: online requests that can still meet their targets first; offline requests with the
 longest replies first (own).
 
-Idea         in a burst, first come first served makes every request late. Here the requests that can
-             still meet their targets are served first, as many as possible, and the late ones
+Idea         in a burst, first come first served makes every request late. Here the requests that
+             can still meet their targets are served first, as many as possible, and the late ones
              behind them; decodes keep their pace, so that no request is in time at another's
              expense. What the targets leave is filled with offline requests in the order that ends
              a job soonest.
