@@ -22,11 +22,11 @@ Of an iteration
    unfinished prefill is stopped for a due one, its KV kept.
 3. Online prefills take what the decodes leave (`Deadlines.pace`): a burst of prefills that slows
    down all decodes beyond their targets wins first tokens and loses as many requests. Decodes that
-   can win it back wait for first tokens (`OnlineOrder.lends`). No iteration
-   beside online decodes lasts longer than `GAPS` TPOT targets: a mean gap may be kept and a reader
-   see a stall all the same. With offline work in it none lasts longer than `Budgets.idle_share` of
-   the TTFT target, beside decodes with a loose TPOT target too: who comes meanwhile waits for it,
-   and for the next one where that is planned already (as in `bros`).
+   can win it back wait for first tokens (`OnlineOrder.lends`). While one of the decodes can keep
+   its TPOT target, no iteration beside them lasts longer than `GAPS` targets: a mean gap may be
+   kept and a reader see a stall all the same. With offline work in it none lasts longer than
+   `Budgets.idle_share` of the TTFT target, beside decodes with a loose TPOT target too: who comes
+   meanwhile waits for it, and for the next one where that is planned already (as in `bros`).
 4. Offline requests: of the pool's candidates (Echo §6) the one with the most expected output tokens
    per prompt token that the device must compute for it, after those that continue a shared prefix.
    A job ends when its last reply ends. Prompts are computed one after the other and replies beside
@@ -117,7 +117,7 @@ class CoschedPolicy:
             _stop_unfinished(builder, behind)
         room = view.room
         is_whole = room is not None and room.wait_s is not None and not order.late
-        is_gap_capped = options.gap_cap and not is_whole
+        is_gap_capped = options.gap_cap and not is_whole and deadlines.slacks.least_s < math.inf
         pace = deadlines.pace(
             order.due,
             decodes_first=options.feasible and not order.lends,

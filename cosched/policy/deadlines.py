@@ -203,9 +203,12 @@ class Deadlines:
         self._margin = 1 + view.predictor.margin
         self._predicted_s = ledger.seconds()
         self.alone_s = self._predicted_s / self._margin
-        catch_up_s = min(_LEAST_BESIDE * self.alone_s, view.mean_iteration_s) if give_up else None
         self.slacks = _decode_slacks(
-            view, settings.slo, settings.budgets.aim, view.predictor, catch_up_s=catch_up_s
+            view,
+            settings.slo,
+            settings.budgets.aim,
+            view.predictor,
+            alone_s=self.alone_s if give_up else None,
         )
 
     @property
@@ -408,14 +411,16 @@ class _DecodeSlacks(NamedTuple):
 
 
 def _decode_slacks(
-    view: View, default: Slo, aim: float, predictor: Predictor, *, catch_up_s: float | None
+    view: View, default: Slo, aim: float, predictor: Predictor, *, alone_s: float | None
 ) -> _DecodeSlacks:
-    """catch_up_s: what an iteration takes in which decodes that are behind catch up [s]; who would
-    be late all the same does not count. None: everybody does."""
+    """alone_s: time of an iteration with nothing but these decodes [s]. A request that is expected
+    to miss its target at that pace does not count, nor one that is behind and cannot catch up with
+    a fifth more for prefills. None: all requests count."""
     start_s = view.start_s
     shortest_s: float | None = None
     default_tpot_s = least_tpot_s = _target(default.tpot_s, None)
     least_s = aimed_s = math.inf
+    catch_up_s = 0.0 if alone_s is None else min(_LEAST_BESIDE * alone_s, view.mean_iteration_s)
     requests, contexts = view.running_of(RequestClass.ONLINE)
     for request, context in zip(requests, contexts, strict=True):
         tpot_s = request.slo.tpot_s
@@ -432,9 +437,10 @@ def _decode_slacks(
         since_first_s = 0.0 if first_s is None else start_s - first_s
         allowed_s = tpot_s * (context - request.num_prompt_tokens)
         slack_s, aimed_slack_s = allowed_s - since_first_s, aim * allowed_s - since_first_s
-        if slack_s < 0 and catch_up_s is not None:
-            num_left = view.length(request).upper
-            if -slack_s > num_left * (tpot_s - catch_up_s):
+        if alone_s is not None:
+            if slack_s < 0 and -slack_s > view.length(request).upper * (tpot_s - catch_up_s):
+                continue
+            if alone_s > tpot_s and slack_s < view.length(request).median * (alone_s - tpot_s):
                 continue
         if slack_s < least_s:
             least_s = slack_s

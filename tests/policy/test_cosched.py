@@ -130,6 +130,19 @@ def test_who_cannot_keep_its_tpot_any_more_holds_nobody_up():
     assert "off" not in plan.prefill
 
 
+def test_prompts_are_not_cut_where_no_reply_can_keep_its_tpot():
+    """Decodes alone take 60 ms, and three tokens ahead of a target of 50 ms last for 15 more."""
+    running = tuple(replying(f"run{i}", num_tokens=3) for i in range(3))
+    view = view_of(running=running, online=[chat("new", 4000)], mean_iteration_s=0.06)
+    plan, _ = planned(view, predictor=Linear(fixed_s=1.2 * TPOT_S))
+    assert plan.prefill == {"new": 4000}
+    ending = replying("ending", num_tokens=198, ago_s=196 * TPOT_S)
+    for predictor, runs in ((Linear(fixed_s=1.2 * TPOT_S), ending), (Linear(), running[0])):
+        beside = replace(view, running=(runs, *running[1:]))
+        plan, _ = planned(beside, predictor=predictor)
+        assert seconds_of(plan, replace(beside, predictor=predictor)) <= GAPS * TPOT_S + 1e-9
+
+
 def test_offline_work_that_fills_iterations_is_no_reason_to_give_a_decode_up():
     behind = replying("behind", num_tokens=30, ago_s=29 * TPOT_S + 0.5)
     # Iterations of late were as long as the target allows: with offline work in them.

@@ -5,10 +5,19 @@ from dataclasses import replace
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
+from cosched.core.request import RequestClass
 from cosched.latency.calibration import Calibrator
 from cosched.simulation.machine import Machine
-from cosched.simulation.run import CostSpec, RunSpec, WorkloadSpec, cost_model_of, execute
+from cosched.simulation.run import (
+    CostSpec,
+    RunSpec,
+    WorkloadSpec,
+    cost_model_of,
+    execute,
+    execute_requests,
+)
 from cosched.simulation.scenario import scenario
+from cosched_traces.workload import Segment, TraceRequest
 
 SPEC = RunSpec(
     scenario=scenario("cosched"),
@@ -32,6 +41,28 @@ def test_more_are_in_time_than_in_the_order_of_arrival_and_decodes_keep_their_pa
     assert met > 2 * met_by_arrival > 0
     assert ours["attainment"]["tpot"]["ratio"] > 0.97
     assert ours["num_finished"] >= by_arrival["num_finished"]
+
+
+def test_a_flood_that_no_policy_can_keep_tpot_for_is_done_as_soon_as_under_stock():
+    """Decodes alone take longer than the target. A pace that cannot be kept only makes more
+    iterations."""
+    slow = replace(SPEC, cost=CostSpec(name="roofline", slower=8.0, slower_after_s=0.0))
+    requests = [
+        TraceRequest(
+            rid=f"r{i}",
+            request_class=RequestClass.ONLINE,
+            arrival_s=0.0,
+            num_output_tokens=15 + i % 30,
+            segments=(Segment(i, 400),),
+        )
+        for i in range(150)
+    ]
+
+    def seconds(name):
+        spec = replace(slow, scenario=scenario(name), duration_s=500.0)
+        return max(record.finish_s for record in execute_requests(spec, requests, []).records)
+
+    assert seconds("cosched") < 1.03 * seconds("s0")
 
 
 def test_nobody_learns_of_the_waits_for_the_last_moment(monkeypatch):
