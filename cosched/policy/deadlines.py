@@ -318,7 +318,7 @@ class Deadlines:
             if is_whole:
                 online_s = math.inf
             elif decodes_first:
-                online_s = max(slacks.aimed_s, _LEAST_BESIDE * self.alone_s)
+                online_s = max(slacks.aimed_s, _beside_s(self.alone_s, slacks.tpot_s))
             else:
                 online_s = max(
                     self.lent_s,
@@ -385,7 +385,14 @@ _LEAST_GROWTH = 1.5
 these are late by it."""
 
 _LEAST_BESIDE = 1.2
-"""The same where decodes come first."""
+"""The same where decodes come first, as far as these keep their targets by it (`_beside_s`)."""
+
+
+def _beside_s(alone_s: float, tpot_s: float) -> float:
+    """Time of an iteration with online prefills where decodes are behind and come first [s]: at
+    most half of what these leave of the TPOT target is for prefills, so that they catch up."""
+    return min(_LEAST_BESIDE * alone_s, (alone_s + tpot_s) / 2)
+
 
 _LEAST_IDLE = 1.25
 """Without online requests an iteration may be so many times as long as the shortest there is,
@@ -414,34 +421,34 @@ def _decode_slacks(
     view: View, default: Slo, aim: float, predictor: Predictor, *, alone_s: float | None
 ) -> _DecodeSlacks:
     """alone_s: time of an iteration with nothing but these decodes [s]. A request that is expected
-    to miss its target at that pace does not count, nor one that is behind and cannot catch up with
-    a fifth more for prefills. None: all requests count."""
+    to miss its target at that pace does not count, nor one that is behind and cannot catch up
+    beside prefills. None: all requests count."""
     start_s = view.start_s
     shortest_s: float | None = None
     default_tpot_s = least_tpot_s = _target(default.tpot_s, None)
     least_s = aimed_s = math.inf
-    catch_up_s = 0.0 if alone_s is None else min(_LEAST_BESIDE * alone_s, view.mean_iteration_s)
     requests, contexts = view.running_of(RequestClass.ONLINE)
     for request, context in zip(requests, contexts, strict=True):
         tpot_s = request.slo.tpot_s
         if tpot_s is None:
             tpot_s = default_tpot_s
-        elif tpot_s < least_tpot_s:
+        elif tpot_s < default_tpot_s:
             if shortest_s is None:
                 shortest_s = _shortest_s(predictor) / (1 + predictor.margin)
             if tpot_s < shortest_s:
                 tpot_s = default_tpot_s
-            else:
-                least_tpot_s = tpot_s
         first_s = request.first_token_s
         since_first_s = 0.0 if first_s is None else start_s - first_s
         allowed_s = tpot_s * (context - request.num_prompt_tokens)
         slack_s, aimed_slack_s = allowed_s - since_first_s, aim * allowed_s - since_first_s
         if alone_s is not None:
-            if slack_s < 0 and -slack_s > view.length(request).upper * (tpot_s - catch_up_s):
-                continue
+            if slack_s < 0:
+                catch_up_s = min(_beside_s(alone_s, tpot_s), view.mean_iteration_s)
+                if -slack_s > view.length(request).upper * (tpot_s - catch_up_s):
+                    continue
             if alone_s > tpot_s and slack_s < view.length(request).median * (alone_s - tpot_s):
                 continue
+        least_tpot_s = min(least_tpot_s, tpot_s)
         if slack_s < least_s:
             least_s = slack_s
         if aimed_slack_s < aimed_s:

@@ -143,6 +143,19 @@ def test_prompts_are_not_cut_where_no_reply_can_keep_its_tpot():
         assert seconds_of(plan, replace(beside, predictor=predictor)) <= GAPS * TPOT_S + 1e-9
 
 
+@pytest.mark.parametrize("alone_share", [0.7, 0.9, 0.98])
+def test_decodes_that_are_behind_catch_up_beside_prompts(alone_share):
+    """However near to the target the decodes alone are, a few of the prompt's tokens are computed
+    and the iteration takes less than the target."""
+    running = tuple(replying(f"run{i}", num_tokens=20, ago_s=20 * TPOT_S + 0.001) for i in range(3))
+    late = chat("late", 4000, age_s=3.0)
+    view = view_of(running=running, online=[late], mean_iteration_s=TPOT_S)
+    predictor = Linear(fixed_s=alone_share * TPOT_S)
+    plan, _ = planned(view, predictor=predictor)
+    assert plan.prefill
+    assert seconds_of(plan, replace(view, predictor=predictor)) < TPOT_S
+
+
 def test_offline_work_that_fills_iterations_is_no_reason_to_give_a_decode_up():
     behind = replying("behind", num_tokens=30, ago_s=29 * TPOT_S + 0.5)
     # Iterations of late were as long as the target allows: with offline work in them.
