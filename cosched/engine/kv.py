@@ -338,14 +338,16 @@ class KvManager:
 
     def _online_tokens(self) -> int:
         """Held by online requests, and expected to be used again."""
+        held = self._own_tokens()[RequestClass.ONLINE] + self.kv_tree.num_held_online
+        if self.config.reservation == "echo":
+            return held
         expected = self.returns.expected_tokens()
         # What waits in host memory needs a place when it comes back, but not until then: of it only
         # as much counts as loading takes of the time that computing it anew would.
         on_host = 0 if self.core.is_off else min(expected, port.host_total(self._scheduler))
         loading = self.leaves.worth.loading_share
         expected -= on_host * (1.0 - loading)
-        own = self._own_tokens()[RequestClass.ONLINE]
-        return own + self.kv_tree.num_held_online + round(expected)
+        return held + round(expected)
 
     def _own_tokens(self) -> Mapping[RequestClass, int]:
         """What requests under way hold outside the tree."""
@@ -407,6 +409,8 @@ class KvManager:
         """Tokens that offline requests leave to online ones (`KvState.kept`)."""
         if not self.config.reserve:
             return 0
+        if self.config.reservation == "echo":
+            return self.demand.threshold
         now = self.demand.now
         left = max(port.kv_total(self._scheduler) - now, 0)
         return min(self.demand.reserve, now + int(_MOST_KEPT * left))

@@ -16,6 +16,9 @@ EVICTION_ORDERS = (*ORDERS, *ENGINE_ORDERS)
 """All."""
 
 
+RESERVATIONS = ("cosched", "echo")
+
+
 class KvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is evicted first, and what offline work may take.
 
@@ -23,6 +26,9 @@ class KvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                     echo: the order of Echo §4.2; lru, slru, priority: SGLang's; None: the policy's
                     own (`cosched.policy.registry.PolicyEntry.eviction`)
     reserve         keep what online requests are expected to need from offline ones (Echo §5.3)
+    reservation     cosched: the demand counts contexts that are expected back, and at least the
+                    demand of now is kept; echo: mean plus deviations of what online requests hold,
+                    as published
     deviations      of their demand above its mean that are kept
     window_s        over which the demand is looked at [s]
     admission       an offline request is not admitted while what it would evict is worth more than
@@ -39,6 +45,7 @@ class KvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     eviction: str | None = None
     reserve: bool = True
+    reservation: str = "cosched"
     deviations: float = 2.0
     window_s: float = 300.0
     admission: bool = True
@@ -53,6 +60,9 @@ class KvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if self.eviction is not None and self.eviction not in EVICTION_ORDERS:
             names = choices(EVICTION_ORDERS)
             raise ConfigError(f"kv.eviction {self.eviction!r} is unknown: {names}")
+        if self.reservation not in RESERVATIONS:
+            names = choices(RESERVATIONS)
+            raise ConfigError(f"kv.reservation {self.reservation!r} is unknown: {names}")
         for name in ("deviations", "late_weight"):
             value = getattr(self, name)
             if not 0 <= value < float("inf"):

@@ -38,11 +38,17 @@ class OnlineDemand:
             self._squares -= gone * gone
 
     @property
-    def reserve(self) -> int:
-        """Tokens to keep; 0 before the first sample."""
+    def threshold(self) -> int:
+        """Mean plus deviations of the window, as published (Echo §5.3) [tokens]; 0 before the first
+        sample."""
         count = len(self._samples)
         if not count:
             return 0
         mean = self._sum / count
         variance = max(self._squares / count - mean * mean, 0.0)
-        return max(self.now, round(mean + self._deviations * math.sqrt(variance)))
+        return round(mean + self._deviations * math.sqrt(variance))
+
+    @property
+    def reserve(self) -> int:
+        """Tokens to keep: the threshold, and at least the demand of now."""
+        return max(self.now, self.threshold)

@@ -35,6 +35,21 @@ def test_more_than_the_demand_of_now_is_kept_of_what_that_leaves(monkeypatch, no
     assert manager.kept == kept
 
 
+def test_the_published_reservation_counts_what_online_requests_hold_and_nothing_else(make_engine):
+    config = {"kv": {"reservation": "echo", "window_s": 3600}}
+    engine = make_engine(policy="hygen", config=config)
+    manager = engine.scheduler.cosched.kv
+    manager.returns.expected_tokens = lambda: 10_000
+    manager._learn(0.0)
+    assert (manager.demand.now, manager.kept) == (0, 0)
+    manager.demand.sample(300, 1.0)
+    manager.demand.sample(0, 2.0)
+    mean, deviation = 100, 141.4
+    assert manager.kept == pytest.approx(mean + 2 * deviation, abs=1)
+    manager.demand.sample(5_000, 3.0)
+    assert manager.kept < manager.demand.now + 2_000, "a burst counts by its share of the window"
+
+
 def test_where_it_cannot_be_said_what_goes_the_engines_order_holds(make_engine):
     controller = make_engine(policy="hygen", config={"strict": False}).scheduler.cosched
 
