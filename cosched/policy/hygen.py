@@ -18,6 +18,8 @@ Deviations from the paper
   since times of requests in one batch do not add up.
 * Offline requests are never preempted for time, only left out of an iteration (partial decode).
 * The offline order is that of the pool.
+* Preempted are the youngest offline requests ("original priority"); `hygen-largest` preempts those
+  with the most memory first, which the paper names beside it (§4.1, Algorithm 2).
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from cosched.planning.builder import PlanBuilder
 from cosched.planning.forecast import KvForecast
 from cosched.policy.base import PolicySettings
 from cosched.policy.deadlines import deadline_pace
-from cosched.policy.phases import two_phases
+from cosched.policy.phases import Steps, largest_first, two_phases
 
 __all__ = ["HygenPolicy"]
 
@@ -38,14 +40,18 @@ class HygenPolicy:
 
     initial = None
 
-    def __init__(self, settings: PolicySettings, *, by_length: bool = False) -> None:
+    def __init__(
+        self, settings: PolicySettings, *, by_length: bool = False, stops_largest: bool = False
+    ) -> None:
         """by_length: memory is given out by the expected lengths of outputs
-        (`cosched.planning.forecast`), not by the engine's ratio."""
+        (`cosched.planning.forecast`), not by the engine's ratio. stops_largest: an online request
+        stops the offline one that holds the most memory, not the youngest."""
         self._settings = settings
+        self._steps = Steps(victims=largest_first) if stops_largest else Steps()
         self._by_length = by_length
 
     def plan(self, view: View, carry: None) -> tuple[Plan, None]:
         builder = PlanBuilder(view, forecast=KvForecast(view) if self._by_length else None)
         pace = deadline_pace(builder, self._settings)
-        two_phases(builder, pace)
+        two_phases(builder, pace, self._steps)
         return builder.build(limits=pace.limits()), None

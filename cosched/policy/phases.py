@@ -39,6 +39,7 @@ __all__ = [
     "has_time",
     "is_turn_of_decodes",
     "is_worth_its_place",
+    "largest_first",
     "make_room_for_decodes",
     "must_wait",
     "num_offline_running",
@@ -107,6 +108,16 @@ def youngest_first(builder: PlanBuilder) -> list[Request]:
     victims = [r for r in running if r.traits.can_stop]
     victims.sort(key=_arrival_seq, reverse=True)
     return unfinished + victims
+
+
+def largest_first(builder: PlanBuilder) -> list[Request]:
+    """The same, but of those that run the one that holds the most KV tokens first (HyGen §4.1:
+    priority and memory consumption decide; HyGen states no rule that joins them)."""
+    unfinished = [*builder.unfinished()]
+    return sorted(
+        youngest_first(builder),
+        key=lambda r: (r not in unfinished, -r.num_computed_tokens),
+    )
 
 
 def admit_in_order(

@@ -255,6 +255,15 @@ _ENTRIES = (
         server_flags=_MIXED_CHUNK,
     ),
     PolicyEntry(
+        name="hygen-largest",
+        summary="hygen that preempts the offline request with the most memory, not the youngest",
+        source="HyGen §4.1, Algorithm 2",
+        make=partial(HygenPolicy, stops_largest=True),
+        pool=PoolConfig(),
+        timed=True,
+        server_flags=_MIXED_CHUNK,
+    ),
+    PolicyEntry(
         name="hygen-timeline",
         summary="hygen that gives out memory by expected lengths, not by SGLang's ratio",
         source="cosched (docs/policies/ecoserve.md)",

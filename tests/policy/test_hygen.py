@@ -36,6 +36,22 @@ def plan_of(view, *, predictor=None, latency_budget_s=None, budgets=BUDGETS):
     return plan
 
 
+@pytest.mark.parametrize(("stops_largest", "victim"), [(False, "young"), (True, "large")])
+def test_which_offline_request_is_preempted_for_an_online_one(stops_largest, victim):
+    running = (
+        decoding(offline("large", 3000, max_new_tokens=50, arrival_seq=0), 2),
+        decoding(offline("young", 1500, max_new_tokens=50, arrival_seq=1), 2),
+    )
+    view = FakeView(caps=CAPS, total_kv=5000, running=running, online=[online("on", 1000)])
+    view = replace(view, predictor=Linear())
+    settings = PolicySettings(
+        caps=CAPS, slo=Slo(ttft_s=TTFT_S, tpot_s=TPOT_S), latency_budget_s=None, budgets=BUDGETS
+    )
+    plan, _ = HygenPolicy(settings, stops_largest=stops_largest).plan(view, None)
+    validate(plan, view)
+    assert [p.rid for p in plan.preempt] == [victim]
+
+
 @pytest.mark.parametrize("rest", [[], [offline("off", 500)]])
 def test_a_budget_below_the_shortest_iteration_slows_but_does_not_stop(rest):
     view = FakeView(online=[online("on", 500)], offline=rest, caps=CAPS)
