@@ -151,7 +151,6 @@ def _ecoserve(
         make=partial(EcoServePolicy, options=EcoOptions(**options)),
         length=length,
         timed=True,
-        early=True,
         server_flags=_MIXED_CHUNK,
     )
 
@@ -173,7 +172,6 @@ def _coupled(
         length=_MOST_FIT,
         # The target forward size is worked out by the predictor.
         timed=coupled.fills_forward,
-        early=True,
         server_flags=server_flags,
     )
 
