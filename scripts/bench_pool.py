@@ -38,9 +38,10 @@ from measuring import resident_bytes
 
 from cosched.core.request import RequestClass, Slo
 from cosched.offline.prefix_pool import PoolConfig, PrefixPool
+from cosched.simulation.arrivals import VOCAB_SIZE
 from cosched.versions import versions
 
-VOCABULARY = 150_000
+VOCABULARY = VOCAB_SIZE
 SHAPES = ["heads", "documents", "unique"]
 NUM_HEADS = 57
 NUM_QUESTIONS = 20

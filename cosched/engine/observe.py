@@ -105,7 +105,9 @@ class IterationObserver:
         for iteration in self._in_flight:
             if iteration.duration_s is not None:
                 continue
-            begun_s = max(begun_s, iteration.launched_s) + (iteration.predicted_s or 0.0)
+            if not iteration.follows:  # else host time before its launch is in the prediction
+                begun_s = max(begun_s, iteration.launched_s)
+            begun_s += iteration.predicted_s or 0.0
             end_s = max(now_s, begun_s)
         return end_s
 

@@ -26,6 +26,7 @@ from cosched.cost_models.base import PrefixReads
 from cosched.cost_models.registry import COST_MODELS
 from cosched.cost_models.specs import GPUS, MODELS
 from cosched.errors import ConfigError
+from cosched.simulation.host_time import read_host_time
 from cosched.simulation.machine import Machine
 from cosched.simulation.run import DEFAULT_SLO, CostSpec, RunSpec, WorkloadSpec
 from cosched.simulation.scenario import Scenario
@@ -82,6 +83,7 @@ def _add_workload_options(parser: argparse.ArgumentParser, slo_of_rows: str) -> 
     add("clairvoyant", action="store_true")
     add("seed", type=SEED)
     add("data_dir", type=Path, metavar="DIR")
+    add("host_time", type=checked(read_host_time), metavar="none|measured|FACTOR")
 
 
 def add_machine_options(parser: argparse.ArgumentParser) -> None:
@@ -197,6 +199,7 @@ def run_spec_of(arguments: argparse.Namespace, scenario: Scenario) -> RunSpec:
         seed=arguments.seed,
         data_dir=str(data_dir) if data_dir else None,
         clairvoyant=arguments.clairvoyant,
+        host_time=arguments.host_time,
         config=config_pairs(arguments),
     )
 

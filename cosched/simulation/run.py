@@ -34,6 +34,7 @@ from cosched.simulation.clients import (
     WaveClient,
     online_client,
 )
+from cosched.simulation.host_time import host_time
 from cosched.simulation.machine import Machine
 from cosched.simulation.orders import in_order
 from cosched.simulation.scenario import OfflineClient, Scenario
@@ -123,7 +124,8 @@ class CostSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec:
-    """Everything that decides a run's result. Equal specifications give equal results.
+    """Everything that decides a run's result. Equal specifications give equal results, unless host
+    time is measured.
 
     duration_s      length of the run [s]; it also ends when the offline set is done
     seed            of everything that is random
@@ -136,6 +138,9 @@ class RunSpec:
                     never
     jct             online requests have a deadline: the time that this allows for their whole
                     length (EcoServe §4), which so shows in it
+    host_time       host time in virtual time: none, measured (the wall time of this run, without
+                    the simulation's own work), or a model of it times this number
+                    (docs/simulation.md)
     config          keys of `Config` and their values beside policy and slo, sorted
     """
 
@@ -153,6 +158,7 @@ class RunSpec:
     clairvoyant: bool = False
     most_misses: int | None = None
     jct: JctTarget | None = None
+    host_time: str = "none"
     config: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -271,6 +277,7 @@ def execute_requests(
                 identity=identity,
                 host_link=host_link,
                 prefix_reads=PrefixReads(spec.cost.prefix_reads),
+                host=host_time(spec.host_time, policy_entry(spec.scenario.policy)),
             )
         except CoschedError:
             raise
@@ -551,7 +558,9 @@ def identity_of(spec: RunSpec) -> EngineIdentity:
 
 
 def cost_model_of(spec: RunSpec) -> CostModel:
-    """The truth of the simulated GPU."""
+    """The truth of the simulated GPU. Host time that an overlap scheduler would hide is part of it
+    where the virtual clock leaves it out."""
+    is_synchronous = not spec.machine.overlap and spec.host_time == "none"
     return make_cost_model(
         spec.cost.name,
         model=spec.machine.model,
@@ -559,7 +568,7 @@ def cost_model_of(spec: RunSpec) -> CostModel:
         tp=spec.machine.tp,
         data_dir=Path(spec.data_dir) if spec.data_dir else None,
         profile=Path(spec.cost.profile) if spec.cost.profile else None,
-        overhead=OVERLAPPED if spec.machine.overlap else SYNCHRONOUS,
+        overhead=SYNCHRONOUS if is_synchronous else OVERLAPPED,
         mixed_decode_factor=spec.cost.mixed_decode_factor,
         prefix_reads=spec.cost.prefix_reads,
         noise_sigma=spec.cost.noise_sigma,

@@ -2,11 +2,13 @@
 
 `VirtualEngine` builds a `LocalEngine` on a model of one tiny layer whose KV pool has the capacity
 of the simulated GPU, and replaces one method: the model worker's forward. A cost model says how
-long each forward takes, and the clock moves by that. Virtual time never contains host time.
+long each forward takes, and the clock moves by that. Host time is in virtual time as a `HostTime`
+says.
 
 With the overlap scheduler the loop is SGLang's own: while iteration *n* occupies the modelled GPU,
 *n+1* is planned from the results of *n-1*; waiting for a result moves the clock to the moment at
-which it is done.
+which it is done. The clock is the host's: it passes host time before a launch and after a result
+was processed, and what of it is later than `device_done_s` is idle time of the device.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ from cosched.latency.graphs import GraphSizes
 from cosched.latency.profile_file import EngineIdentity
 from cosched.metrics.records import ColumnLog, IterationLog, IterationRecord, RequestRecord
 from cosched.simulation.arrivals import VOCAB_SIZE, Arrival, Source
+from cosched.simulation.host_time import HostTime, Load, NoHostTime
 from cosched.simulation.virtual_host import VirtualTransfers
 
 __all__ = [
@@ -83,10 +86,6 @@ before, by whomever, and were evicted."""
 KV_PERIOD_S = 1.0
 """Between two rows of who has the KV memory; it takes O(nodes)."""
 
-HOST_S = 0.006
-"""From the end of a wait for the last moment to the launch: what scheduling takes in the mean
-(docs/experiments.md, host time of planning). Nothing else of the host's time is in virtual time."""
-
 _IDLE_ITERATIONS = 3
 """Iterations without a batch before the scheduler counts as idle. One alone means nothing: when a
 whole running batch has ended, SGLang takes an iteration to notice before it admits the next."""
@@ -95,10 +94,12 @@ whole running batch has ended, SGLang takes an iteration to notice before it adm
 class VirtualClock:
     """Seconds since the simulation began. Moved by the simulation alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, after_wait_s: float) -> None:
+        """after_wait_s: as of `HostTime`."""
         self._now_s = 0.0
+        self._after_wait_s = after_wait_s
         self.ready_s = 0.0
-        """When the host has done what it does after a wait."""
+        """When the host has done what it is at, before a launch."""
         self.device_done_s = 0.0
         """When the modelled GPU has done what was launched."""
 
@@ -109,11 +110,15 @@ class VirtualClock:
         """Never goes back: a time that has passed changes nothing."""
         self._now_s = max(self._now_s, time_s)
 
+    def launches_in(self, seconds: float) -> None:
+        """The host needs that long to the next launch, beside what it does after a wait."""
+        self.ready_s = max(self.ready_s, self._now_s) + seconds
+
     def wait_until(self, time_s: float, is_over: Callable[[], bool]) -> bool:
         """Until then or until `device_done_s`, of which alone `is_over` may speak. Whoever waits
         has something to do afterwards: `ready_s`."""
         self.advance_to(min(time_s, self.device_done_s))
-        self.ready_s = self._now_s + HOST_S
+        self.ready_s = self._now_s + self._after_wait_s
         return self.device_done_s <= time_s
 
 
@@ -274,11 +279,13 @@ class VirtualEngine:
         identity: EngineIdentity | None = None,
         host_link: HostLink | None = None,
         prefix_reads: PrefixReads = PrefixReads.EACH,
+        host: HostTime | None = None,
     ) -> None:
         """identity: of the simulated engine, for a policy that starts from a profile of it.
         host_link: where the flags give it host memory. prefix_reads: as the cost model has
-        them."""
-        self.clock = VirtualClock()
+        them. host: what the host costs; None: nothing."""
+        self._host = host or NoHostTime()
+        self.clock = VirtualClock(self._host.after_wait_s)
         self.records: list[RequestRecord] = []
         self.iterations = IterationLog()
         self.kv = ColumnLog(KV_COLUMNS)
@@ -346,6 +353,10 @@ class VirtualEngine:
         num_idle = 0
 
         def until_done() -> bool:
+            with self._host.left_out():
+                return is_done()
+
+        def is_done() -> bool:
             nonlocal last_launched, num_idle
             if until is not None and until():
                 return True
@@ -415,21 +426,50 @@ class VirtualEngine:
         self.local.watch_stops(self._on_stop)
 
         def launch_when_ready(batch: Any, *args: Any) -> Any:
+            if controller is None:
+                self._is_built(batch)
             self.clock.advance_to(self.clock.ready_s)
             return launch(batch, *args)
 
         launch = self.local.replace_launch(launch_when_ready)
+        controller = getattr(self.scheduler, "cosched", None)
+        if controller is not None:
+            on_launch = controller.on_launch
+
+            def when_built(batch: Any | None) -> None:
+                """Before it asks whether the device has run dry."""
+                if batch is not None:
+                    self._is_built(batch)
+                on_launch(batch)
+
+            controller.on_launch = when_built
 
         def process_when_done(batch: Any, result: Any) -> None:
             launched: _Launched = result.virtual
             self._num_in_flight -= 1
             self.clock.advance_to(launched.done_s)
-            before = [len(req.output_ids) for req in batch.reqs]
-            self._log_iteration(batch, launched, result.cosched)
+            with self._host.left_out():
+                before = [len(req.output_ids) for req in batch.reqs]
+                self._log_iteration(batch, launched, result.cosched)
+                load = self._load(len(batch.reqs), len(launched.shape.prefills))
             process(batch, result)
-            self._record(batch, before, launched)
+            self.clock.advance_to(self.clock.now_s() + self._host.result_s(load))
+            with self._host.left_out():
+                self._record(batch, before, launched)
 
         process = self.local.replace_processing(process_when_done)
+
+    def _is_built(self, batch: Any) -> None:
+        """The batch is about to be launched."""
+        load = self._load(port.num_slots_taken(self.scheduler), port.num_prefills(batch))
+        self.clock.launches_in(self._host.launch_s(load))
+
+    def _load(self, num_running: int, num_prefills: int) -> Load:
+        return Load(
+            num_running=num_running,
+            num_prefills=num_prefills,
+            num_waiting=len(self.scheduler.waiting_queue),
+        )
 
     def _check_memory(self) -> None:
         """ConfigError when the requests under way would not fit into host memory."""
@@ -468,6 +508,10 @@ class VirtualEngine:
 
     def _forward(self, batch: Any, **options: Any) -> Any:
         """Takes the place of the model worker's forward: no computation, modelled time."""
+        with self._host.left_out():
+            return self._modelled(batch)
+
+    def _modelled(self, batch: Any) -> Any:
         shape = port.shape_of(batch)
         if self._prefixes is not None:
             shape = with_repeated(shape, batch, self._prefixes)

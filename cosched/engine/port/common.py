@@ -71,7 +71,9 @@ __all__ = [
     "num_loaded",
     "num_outputs",
     "num_own",
+    "num_prefills",
     "num_retractions",
+    "num_slots_taken",
     "overlaps",
     "parallel",
     "peek",
@@ -286,6 +288,12 @@ def free_slots(scheduler: Any, running_batch: Any) -> int:
     """Requests that may join those of `running_batch`."""
     slots = scheduler.get_num_allocatable_reqs(len(running_batch.reqs), running_batch=running_batch)
     return int(slots)
+
+
+def num_slots_taken(scheduler: Any) -> int:
+    """Requests that have a slot, whether they run in this iteration or not."""
+    rows = scheduler.req_to_token_pool
+    return int(rows.size - rows.available_size())
 
 
 def reserve_ratio(scheduler: Any) -> float:
@@ -504,6 +512,13 @@ def decodes_of(batch: Any) -> Sequence[Any]:
     return batch.decoding_reqs or ()
 
 
+def num_prefills(batch: Any) -> int:
+    """Requests of a batch that compute prompt tokens."""
+    if batch.forward_mode.is_decode():
+        return 0
+    return len(batch.extend_lens) - len(decodes_of(batch))
+
+
 def prefills_of(batch: Any) -> Iterator[tuple[Any, int]]:
     """The requests of a prefill batch and the tokens it computes of each, without the decodes that
     were mixed into it. From the batch: a mixed decode leaves other numbers on its request."""
@@ -523,15 +538,15 @@ def shape_of(batch: Any) -> BatchShape:
     """What the time of a batch depends on; valid from when the batch was built until it ran."""
     if batch.forward_mode.is_decode():
         return BatchShape(decodes=batch.seq_lens_cpu.tolist())
-    num_prefills = len(batch.extend_lens) - len(decodes_of(batch))
+    number = num_prefills(batch)
     return BatchShape(
         prefills=[
             Prefill(new, cached)
             for new, cached in zip(
-                batch.extend_lens[:num_prefills], batch.prefix_lens[:num_prefills], strict=True
+                batch.extend_lens[:number], batch.prefix_lens[:number], strict=True
             )
         ],
-        decodes=[cached + 1 for cached in batch.prefix_lens[num_prefills:]],
+        decodes=[cached + 1 for cached in batch.prefix_lens[number:]],
         num_loaded=num_loaded(batch),
     )
 
