@@ -105,6 +105,7 @@ WORKLOADS: Mapping[str, _Pair] = {
     "iv-b": _Pair(
         workload="documents",
         title="(iv-b) sessions of a coding agent beside the questions of (iii)",
+        num_requests=700,
         online=_AGENTS,
         slo=_AGENTS_SLO,
         kv_tokens=_AGENTS_KV_TOKENS,

@@ -1,8 +1,8 @@
-"""What the lines of a job cost in the best batch of the job alone, and how much of a job the device
-has time for beside online requests. By a cost model.
+"""What the lines of a job cost in the best batch of the job alone, and the most of a job that the
+device can do beside online requests. By a cost model; docs/metrics.md has the derivation.
 
-Requests count as a fluid here: so many prompt tokens and decodes of a mean kind, in iterations that
-are all alike. Such a mix shares the time of the weights between prompts and decodes best.
+A load is reduced to its number of prompt tokens and decodes, each of the mean length, and divided
+among equal iterations: prompts and decodes then share the time of the weights all the time.
 """
 
 from __future__ import annotations
@@ -26,11 +26,14 @@ from cosched_traces.workload import TraceRequest
 __all__ = ["JobWork", "job_work"]
 
 SIZES = (0.0, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.15, 1.25, 1.5, 2.0, 4.0)
-"""Of two kinds of iteration that together do the same as equal ones; 1 is the equal ones."""
+"""Prompt tokens of an iteration, by their mean: iterations of two sizes can be faster than equal
+ones."""
 
 NUM_HALVINGS = 24
+"""Steps of a bisection."""
+
 MOST_DOUBLINGS = 8
-"""Of an iteration that online requests make longer; beyond that they leave no time."""
+"""An iteration that online requests make 256 times as long leaves no time for a job."""
 
 
 class _Part(NamedTuple):
@@ -93,15 +96,17 @@ _NOTHING = _Load()
 class JobWork:
     """A job: what it costs, and the most of it that the device can do.
 
-    costs    rid -> cost of a line. Their sum is the time of the whole job alone, at its best
-    total_s  that sum [s]
+    costs    rid -> cost of a line
+    total_s  their sum: the time of the job in its best mix alone [s]
+    load     what there is to compute
+    largest  share of the job that one iteration can hold
     """
 
     costs: dict[str, LineCost]
     total_s: float
-    _load: _Load
-    _largest: float
-    _cost_model: CostModel
+    load: _Load
+    largest: float
+    cost_model: CostModel
 
     def bound_per_s(
         self, online: Iterable[RequestRecord], window: Window, *, tpot_s: float | None
@@ -121,7 +126,7 @@ class JobWork:
 
     def _jobs_per_s(self, beside: _Load, limit_s: float) -> float:
         return _jobs_per_s(
-            self._cost_model, self._load, largest=self._largest, beside=beside, limit_s=limit_s
+            self.cost_model, self.load, largest=self.largest, beside=beside, limit_s=limit_s
         )
 
 
@@ -132,11 +137,12 @@ def job_work(
     kv_tokens: int,
     max_running: int,
 ) -> JobWork:
-    """Every prompt token that lines share is computed once, and divided equally among them.
+    """Cost the lines of a job. A prompt token that several lines share is computed once, and its
+    cost divided equally among them.
 
-    The cost of a line is that of its prompt in full iterations of like ones, and of a decode among
-    as many as the memory and the slots hold; all of them reduced by what it saves to do both in the
-    same iterations.
+    A line costs its prompt in full iterations of like prompts, and for each decode a share of the
+    largest batch that memory and slots hold. These costs are scaled to add up to the time of the
+    best mix of both.
 
     kv_tokens    capacity of the KV memory
     max_running  most requests that decode in one iteration
@@ -176,9 +182,9 @@ def job_work(
             for rid, cost in costs.items()
         },
         total_s=total_s,
-        _load=load,
-        _largest=largest,
-        _cost_model=cost_model,
+        load=load,
+        largest=largest,
+        cost_model=cost_model,
     )
 
 
@@ -215,9 +221,9 @@ def _jobs_per_s(
 
 
 def _iteration_s(cost_model: CostModel, load: _Load) -> float:
-    """Mean time of iterations with this mean load. Between whole numbers of decodes it grows
-    evenly, and the prompt tokens are divided among iterations of two sizes where that is faster:
-    kernels take a step at some sizes."""
+    """Mean time of iterations with this mean load: linear between whole numbers of decodes, and
+    with the prompt tokens in iterations of two sizes where that is faster than in equal ones, as
+    it is where kernels take a step."""
     context = max(round(load.contexts / load.num_decodes), 1) if load.num_decodes else 1
     whole = math.floor(load.num_decodes)
 
@@ -241,7 +247,7 @@ def _iteration_s(cost_model: CostModel, load: _Load) -> float:
 
 
 def _least(holds: Callable[[float], bool], *, most: float) -> float:
-    """The least number up to `most` from which on something holds."""
+    """The least number from which on `holds` is true, at most `most`."""
     low, high = 0.0, most
     for _ in range(NUM_HALVINGS):
         middle = (low + high) / 2
@@ -250,8 +256,8 @@ def _least(holds: Callable[[float], bool], *, most: float) -> float:
 
 
 def _load_of(online: Iterable[RequestRecord], window: Window) -> _Load:
-    """What online requests had done for them in a window. A prompt counts at its first token, and
-    of it what no request had computed before."""
+    """What had to be computed for online requests in a window. A prompt counts at its first token,
+    without the tokens that an earlier request had computed."""
     loads = [_NOTHING]
     for record in online:
         num_prompt = record.num_prompt_tokens

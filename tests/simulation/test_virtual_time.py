@@ -325,3 +325,17 @@ def test_a_run_gives_up_as_soon_as_too_many_missed(name):
     assert early.summary.online.attainment.joint.num_missed >= 5
     same = execute(replace(spec, most_misses=num_missed))
     assert not same.gave_up and same.records == whole.records
+
+
+def test_a_job_that_ends_is_held_against_the_bound_beside_its_chat():
+    lines = WorkloadSpec(name="bros-offline", num_requests=120)
+    spec = make_spec("hygen", duration_s=60.0, offline=lines)
+    job = execute(spec).summary.job
+    assert job.num_finished == 120
+    assert 0.6 < job.work_per_s / job.bound_per_s == job.bound_ratio <= 1.02
+    assert job.bound_per_s < 1
+    assert job.least_makespan_s < job.makespan_s < 60
+    alone = execute(replace(spec, scenario=scenario("offline-fcfs"))).summary.job
+    assert alone.work_s == pytest.approx(job.work_s)
+    assert 0.6 < alone.work_per_s <= 1.02
+    assert alone.bound_per_s == pytest.approx(1, rel=0.01)
