@@ -61,8 +61,8 @@ class ServiceRecord:
             (request_class, name): (0.0, 0)
             for request_class in RequestClass
             for name in ("ttft", "tpot")
-        }
-        """(class, time) -> (sum [s], number of them)"""
+        } | {(RequestClass.ONLINE, "missed_ttft"): (0.0, 0)}
+        """(class, time) -> (sum [s], number of them); missed_ttft: where the target was missed"""
 
     def judged_late(self, tracked: TrackedRequest, reason: LateReason) -> None:
         """A plan says that the TTFT target of a request is out of reach. Only the first counts."""
@@ -99,7 +99,10 @@ class ServiceRecord:
         if self.listener is not None:
             self.listener.first_token(tracked.request_class, ttft_s)
         if tracked.request_class is RequestClass.ONLINE:
-            self._judge(tracked, "ttft", ttft_s, _target(tracked.slo.ttft_s, self._slo.ttft_s))
+            most_s = _target(tracked.slo.ttft_s, self._slo.ttft_s)
+            self._judge(tracked, "ttft", ttft_s, most_s)
+            if most_s is not None and ttft_s > most_s:
+                self._add_time(tracked.request_class, "missed_ttft", ttft_s)
 
     def _finished(self, tracked: TrackedRequest, now_s: float) -> None:
         num_gaps = tracked.num_reported_tokens - 1

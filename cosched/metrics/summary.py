@@ -66,6 +66,7 @@ class ClassSummary:
     num_failed: int
     num_unfinished: int
     ttft_s: Distribution
+    missed_ttft_s: Distribution
     tpot_s: Distribution
     tbt_s: Distribution
     worst_tbt_s: Distribution
@@ -367,6 +368,11 @@ def _class_summary(
         num_failed=num_failed,
         num_unfinished=len(unfailed) - len(finished),
         ttft_s=_distribution(r.ttft_s for r in unfailed if mine.counts(r.first_s)),
+        missed_ttft_s=_distribution(
+            r.ttft_s
+            for r, judgement in judgements
+            if judgement.ttft is Verdict.MISSED and r.ok and mine.counts(r.first_s)
+        ),
         tpot_s=_distribution(r.tpot_s for r in finished),
         tbt_s=Distribution.of(mine.gaps()),
         worst_tbt_s=_distribution(r.worst_tbt_s for r in finished),

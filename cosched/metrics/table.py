@@ -81,6 +81,7 @@ _COLUMNS = (
         value=lambda _, c: c.ttft_p99_ratio if c else None,
         show=_times,
     ),
+    _Column(header="late\np99", value=lambda s, _: s.online.missed_ttft_s.p99, show=_seconds),
     _Column(header="TPOT ms\np50", value=lambda s, _: s.online.tpot_s.p50, show=_ms),
     _Column(header="\np99", value=lambda s, _: s.online.tpot_s.p99, show=_ms),
     _Column(

@@ -30,6 +30,8 @@ class Budgets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                    with offline work [TTFT targets]
     crowded_share  share of the KV memory that online requests may hold before iterations with
                    offline work get shorter
+    late_bound     wait of an online request that cannot be in time, after which `cosched` starts it
+                   before those that can [TTFT targets]
     token_group    tokens that are due together (BROS §4.1)
     """
 
@@ -38,6 +40,7 @@ class Budgets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     burst: float = 1.5
     idle_share: float = 0.3
     crowded_share: float = 0.2
+    late_bound: float = 60.0
     token_group: int = 1
 
     def __post_init__(self) -> None:
@@ -47,6 +50,8 @@ class Budgets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 raise ConfigError(f"{name} {value} is not above 0 and up to {most:g}")
         if not 0 <= self.crowded_share < 1:
             raise ConfigError(f"crowded_share {self.crowded_share} is not from 0 to below 1")
+        if not 0 < self.late_bound < float("inf"):
+            raise ConfigError(f"late_bound {self.late_bound} is not a positive number")
         if self.token_group < 1:
             raise ConfigError(f"token_group {self.token_group} is below 1")
 

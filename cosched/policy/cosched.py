@@ -110,7 +110,7 @@ class CoschedPolicy:
             order = by_feasibility(view, deadlines)
         else:
             order = OnlineOrder([*online_prefills(view)], [], {})
-        turn = _turn(order, carry)
+        turn = self._turn(order, carry, view, deadlines)
         ahead = [r for r in order.late if r.rid == turn]
         behind = [r for r in order.late if r.rid != turn]
         if ahead or order.due:
@@ -136,13 +136,16 @@ class CoschedPolicy:
             num_due = 0
         return plan, Past(num_due=min(num_due, LATE_TURN), rid=turn)
 
-
-def _turn(order: OnlineOrder, carry: Past) -> str:
-    """The late request that comes before the due ones, "" for none."""
-    if any(request.rid == carry.rid for request in order.late):
-        return carry.rid
-    is_turn = order.late and carry.num_due >= LATE_TURN - 1
-    return order.late[0].rid if is_turn else ""
+    def _turn(self, order: OnlineOrder, carry: Past, view: View, deadlines: Deadlines) -> str:
+        """The late request that comes before the due ones, "" for none."""
+        if any(request.rid == carry.rid for request in order.late):
+            return carry.rid
+        if not order.late:
+            return ""
+        oldest = order.late[0]
+        bound_s = self._settings.budgets.late_bound * deadlines.ttft_s(oldest)
+        left = max(1 - (view.start_s - oldest.arrival_s) / bound_s, 0.0)
+        return oldest.rid if carry.num_due >= (LATE_TURN - 1) * left else ""
 
 
 def _stop_unfinished(builder: PlanBuilder, behind: Sequence[Request]) -> None:

@@ -11,8 +11,9 @@ time, as many of them as possible, and the late ones behind them.
 The time that prefills have until a deadline is what the decodes leave that are to be in time
 themselves (`Deadlines.prefill_time_s`). Where that is not surely enough for all of them decodes
 wait, if more first tokens are in time by it than decodes are expected to be late, and nobody waits
-whose deadline is over: then there is time in which decodes win it back. So that nobody waits for
-ever, one of `LATE_TURN` prefills is the oldest of the late while some wait.
+whose deadline is over: then there is time in which decodes win it back. While late requests wait,
+one of `LATE_TURN` prefills is the oldest of them, more of them the longer it waits, and all where
+it has waited for `Budgets.late_bound`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from cosched.policy.deadlines import Deadlines, online_prefills
 __all__ = ["LATE_TURN", "OnlineOrder", "by_feasibility"]
 
 LATE_TURN = 16
-"""Of so many online prefills one is late, while any late one waits."""
+"""Of so many online prefills one is late, while no late one has waited for long."""
 
 _MOST_LOOKED_AT = 64
 """Requests of which is worked out whether they can be in time; those with later deadlines come

@@ -43,6 +43,7 @@ def test_what_is_written_reads_back():
         ('{"predictor_error": 1.5}', r"predictor_error must be in \[0, 1\], not 1.5"),
         ('{"budgets": {"aim": 1.5}}', "aim 1.5 is not above 0 and up to 1"),
         ('{"budgets": {"crowded_share": 1}}', "crowded_share 1.0 is not from 0 to below 1"),
+        ('{"budgets": {"late_bound": 0}}', "late_bound 0.0 is not a positive number"),
         ('{"budgets": {"ami": 1}}', "unknown field `ami`"),
         ('{"pool": {"patient": 1}}', "unknown field `patient`"),
         ('{"pool": {"patience": -1}}', "patience -1 is below 0"),

@@ -102,6 +102,7 @@ def test_targets_met_and_missed(export):
     assert judged("offline", "deadline") == [1, 1]
     state = engine.scheduler.cosched.state()
     assert state.attainment == {"ttft": (2, 1), "tpot": (2, 1), "all": (1, 2), "deadline": (1, 1)}
+    assert state.times_s["online_missed_ttft"][1] == 1 < state.times_s["online_ttft"][1]
 
 
 def test_who_is_late_is_counted_and_told_with_its_first_token(export):

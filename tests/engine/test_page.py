@@ -65,6 +65,7 @@ def state():
         attainment={"ttft": [9, 1], "tpot": [9, 1], "all": [9, 1], "deadline": [3, 1]},
         times_s={
             "online_ttft": [1.0, 4],
+            "online_missed_ttft": [36.0, 3],
             "online_tpot": [0.1, 4],
             "offline_ttft": [1.0, 4],
             "offline_tpot": [0.1, 4],
@@ -205,9 +206,11 @@ def test_it_shows_what_was_done_since_it_looked_first():
     server = {"policy": "hygen", "slo": {"ttft_ms": 1000, "tpot_ms": 50}, "shutting_down": False}
     before = state()
     times = before["times_s"] | {"online_tpot": [0.7, 6], "offline_ttft": [22.0, 7]}
+    times["online_missed_ttft"] = [60.0, 5]
     after = before | {"times_s": times, "budget_s": 5, "budget_used_s": 4}
     first, second = ({"cosched": server | {"replicas": [one, one]}} for one in (before, after))
     texts = run(first, second)["texts"]
+    assert "mean TTFT of the late|12 s|" in texts["online"]
     assert "mean TPOT, target|300 ms, 50 ms" in texts["online"]
     assert "mean TTFT|7.00 s|mean TPOT|\N{EN DASH}" in texts["offline"]
     assert "budget used, last minute|75.0 %" in texts["engine"]

@@ -75,6 +75,24 @@ def test_one_of_so_many_is_late_until_it_has_its_first_token():
     assert carry.rid == ""
 
 
+@pytest.mark.parametrize(
+    ("waited", "num_due"), [(1.1, LATE_TURN - 1), (BUDGETS.late_bound / 2, LATE_TURN // 2)]
+)
+def test_late_requests_are_served_more_often_the_longer_the_oldest_waits(waited, num_due):
+    queue = [chat("late", age_s=waited * TTFT_S), chat("due", 4000, seq=1)]
+    for num_before, first in ((num_due - 1, "due"), (num_due, "late")):
+        plan, _ = planned(view_of(online=queue), Past(num_due=num_before))
+        assert next(iter(plan.prefill)) == first
+
+
+def test_a_late_request_that_has_waited_for_its_bound_comes_before_all_that_are_due():
+    queue = [chat("due", 4000, seq=1)]
+    for waited, first in ((0.9 * BUDGETS.late_bound, "due"), (BUDGETS.late_bound, "late")):
+        late = chat("late", age_s=waited * TTFT_S)
+        plan, _ = planned(view_of(online=[late, *queue]))
+        assert next(iter(plan.prefill)) == first
+
+
 def test_a_plan_names_those_whose_target_is_out_of_reach_for_the_first_time():
     queue = [chat("late", age_s=3.0), chat("due", seq=1)]
     plan, _ = planned(view_of(online=queue))
