@@ -47,7 +47,7 @@ from cosched.planning.builder import PlanBuilder
 from cosched.planning.ledger import Ledger
 from cosched.policy.base import PolicySettings
 
-__all__ = ["DeadlinePace", "Deadlines", "deadline_pace", "online_prefills"]
+__all__ = ["DeadlinePace", "Deadlines", "online_prefills"]
 
 
 class DeadlinePace:
@@ -176,12 +176,6 @@ _TILES = (64, 128, 256)
 """Tokens that GEMM kernels work on at a time."""
 
 
-def deadline_pace(builder: PlanBuilder, settings: PolicySettings) -> DeadlinePace:
-    """For the next iteration. Counts the time of the running online requests' decodes."""
-    deadlines = Deadlines(builder, settings)
-    return deadlines.pace(online_prefills(builder.view))
-
-
 class Deadlines:
     """What the running online requests leave of the next iteration. Counts the time of their
     decodes.
@@ -295,13 +289,15 @@ class Deadlines:
         prefills: Iterable[Request],
         *,
         decodes_first: bool = False,
+        lends: bool = True,
         most_s: float = math.inf,
         spares_arrivals: bool = False,
         is_whole: bool = False,
         room: Room | None = None,
     ) -> DeadlinePace:
         """prefills: online requests without a first token whose targets count. decodes_first: they
-        are not late for the sake of first tokens, but where nothing could start otherwise. most_s:
+        are not late for the sake of first tokens, but where nothing could start otherwise. lends:
+        where they are not first, they wait for prefills that would be late at their pace. most_s:
         that an iteration beside online decodes takes [s]. spares_arrivals: `Budgets.idle_share`
         bounds iterations with offline work beside online decodes too. is_whole: prompts are not cut
         for the sake of decodes. room: by how much offline work may lengthen the iteration; where
@@ -324,7 +320,7 @@ class Deadlines:
                     self.lent_s,
                     slacks.tpot_s,
                     _LEAST_GROWTH * self.alone_s,
-                    prefill.iteration_s,
+                    prefill.iteration_s if lends else 0.0,
                 )
             # One that is disturbed is made up for by those after it.
             online_s *= self._margin

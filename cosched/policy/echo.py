@@ -44,7 +44,7 @@ from cosched.core.request import Request
 from cosched.core.view import Match, OfflineOrder, View
 from cosched.planning.builder import PlanBuilder
 from cosched.policy.base import PolicySettings
-from cosched.policy.deadlines import deadline_pace
+from cosched.policy.online_order import deadline_pace
 from cosched.policy.phases import (
     Pace,
     Steps,

@@ -29,7 +29,7 @@ from cosched.core.view import View
 from cosched.planning.builder import PlanBuilder
 from cosched.planning.forecast import KvForecast
 from cosched.policy.base import PolicySettings
-from cosched.policy.deadlines import deadline_pace
+from cosched.policy.online_order import deadline_pace
 from cosched.policy.phases import Steps, largest_first, two_phases
 
 __all__ = ["HygenPolicy"]

@@ -24,9 +24,11 @@ from typing import NamedTuple
 
 from cosched.core.request import LateReason, Request
 from cosched.core.view import View
-from cosched.policy.deadlines import Deadlines, online_prefills
+from cosched.planning.builder import PlanBuilder
+from cosched.policy.base import PolicySettings
+from cosched.policy.deadlines import DeadlinePace, Deadlines, online_prefills
 
-__all__ = ["LATE_TURN", "OnlineOrder", "by_feasibility"]
+__all__ = ["LATE_TURN", "OnlineOrder", "by_feasibility", "deadline_pace"]
 
 LATE_TURN = 16
 """Of so many online prefills one is late, while no late one has waited for long."""
@@ -95,6 +97,14 @@ def by_feasibility(view: View, deadlines: Deadlines) -> OnlineOrder:
         late.sort(key=lambda r: r.arrival_seq)
         due += behind
     return OnlineOrder(due, late, newly_late, lends)
+
+
+def deadline_pace(builder: PlanBuilder, settings: PolicySettings) -> DeadlinePace:
+    """Of the next iteration, where online requests are served in the order of arrival. Counts the
+    time of the running online requests' decodes."""
+    deadlines = Deadlines(builder, settings)
+    lends = by_feasibility(builder.view, deadlines).lends
+    return deadlines.pace(online_prefills(builder.view), lends=lends)
 
 
 class _Prefill(NamedTuple):

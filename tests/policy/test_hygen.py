@@ -455,6 +455,21 @@ def test_a_first_token_that_would_be_late_at_the_pace_of_the_decodes_goes_faster
     assert seconds_of(plan, view) == pytest.approx(0.25 * 0.0051 / 0.05, abs=2e-4)
 
 
+@pytest.mark.parametrize(("num_output", "waits"), [(2, True), (195, False)])
+def test_decodes_wait_for_a_first_token_only_where_they_can_win_that_back(num_output, waits):
+    """4,000 tokens take 0.4 s, 0.42 are left; at the pace of the decodes they would take 0.45.
+    Replies of 200 tokens: three would be late for one first token where five tokens are left."""
+    ago_s = num_output * TPOT_S
+    running = [
+        running_online(f"run{i}", num_tokens=num_output, first_token_s=10.0 - ago_s)
+        for i in range(3)
+    ]
+    new = online("new", 4000, arrival_s=9.42)
+    view = FakeView(caps=CAPS, total_kv=50_000, running=running, online=[new])
+    view = replace(view, now_s=10.0, start_s=10.0)
+    assert (seconds_of(plan_of(view), view) > 1.5 * TPOT_S) == waits
+
+
 def test_a_first_token_that_is_late_in_any_case_does_not_stretch_decodes():
     view = FakeView(
         caps=CAPS,
