@@ -158,6 +158,8 @@ class Controller:
         self.taken: Mapping[str, int] = {}
         """Rid of a guest -> KV tokens that it has taken of what its host was promised, where the
         plan that is applied prefills."""
+        self._has_hosted = False
+        """A plan has had guests: most policies never do, and need not look for them."""
         self.lengths = Lengths(config.named_length(), guard)
         self._table = RunningTable(
             self.lengths, port.row_generations(scheduler), page_size=self.caps.page_size
@@ -295,23 +297,25 @@ class Controller:
 
     def promise(self, plan: Plan, running_batch: Any) -> None:
         """Remember what a plan sets aside, and who grows into what is set aside for another."""
-        if plan.promise or plan.hosts:
+        running: dict[str, TrackedRequest] = {}
+        if plan.hosts or any(self.waiting.get(rid) is None for rid in plan.promise):
             unfinished = self.scheduler.chunked_req
-            here = {req.rid: req.cosched for req in running_batch.reqs}
+            running = {req.rid: req.cosched for req in running_batch.reqs}
             if unfinished is not None:
-                here[unfinished.rid] = unfinished.cosched
-            for rid, num_tokens in plan.promise.items():
-                tracked = here.get(rid) or self.waiting.get(rid)
-                if tracked is not None:  # it has ended while the plan was drained
-                    tracked.promise(num_tokens)
-                    self._table.forget(tracked)
-            for rid, hosting in plan.hosts.items():
-                guest, host = here.get(rid), here.get(hosting.host)
-                if guest is not None and host is not None:
-                    guest.grow_into(host)
-                    self._table.forget(guest)
+                running[unfinished.rid] = unfinished.cosched
+        for rid, num_tokens in plan.promise.items():
+            tracked = running.get(rid) or self.waiting.get(rid)
+            if tracked is not None:  # it has ended while the plan was drained
+                tracked.promise(num_tokens)
+                self._table.forget(tracked)
+        for rid, hosting in plan.hosts.items():
+            guest, host = running.get(rid), running.get(hosting.host)
+            if guest is not None and host is not None:
+                guest.grow_into(host)
+                self._table.forget(guest)
+                self._has_hosted = True
         self.taken = {}
-        if plan.prefill:
+        if plan.prefill and self._has_hosted:
             self.taken = taken_by_guests([req.cosched for req in running_batch.reqs])
 
     def _evictions(self, plan: Plan, running_batch: Any) -> Sequence[Eviction] | None:
@@ -439,11 +443,12 @@ class Controller:
                 if log is not None:
                     log.finished(iteration, batch)
         self._table.came(batch)
+        requests = [t for req in batch.reqs if (t := TrackedRequest.of(req)) is not None]
         if self.timekeeper is not None:
             with self.guard.watching("timekeeper"):
-                self.timekeeper.on_result(iteration, batch)
+                self.timekeeper.on_result(iteration, requests)
         with self.guard.watching("metrics"):
-            self.service.on_batch(batch, self.clock.now_s())
+            self.service.on_result(requests, self.clock.now_s())
 
     def bar(self, tracked: TrackedRequest) -> None:
         """The engine did not admit a request that the plan admits: it stands back for a while, for

@@ -7,8 +7,8 @@ known there. Tokenizing, detokenizing and HTTP come on top for the client.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from cosched.core.request import LateReason, RequestClass, Slo
 from cosched.engine import port
@@ -70,12 +70,12 @@ class ServiceRecord:
             tracked.late = reason
             self.late[reason][0] += 1
 
-    def on_batch(self, batch: Any, now_s: float) -> None:
-        """The tokens of an iteration are known. O(its requests)."""
-        for req in batch.reqs:
-            tracked = TrackedRequest.of(req)
-            if tracked is None or tracked.is_reported:
+    def on_result(self, requests: Sequence[TrackedRequest], now_s: float) -> None:
+        """The tokens of an iteration are known, of these requests."""
+        for tracked in requests:
+            if tracked.is_reported:
                 continue
+            req = tracked.req
             num_tokens = len(req.output_ids)
             num_new = num_tokens - tracked.num_reported_tokens
             if num_new:

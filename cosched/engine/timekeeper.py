@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from cosched.core.batch import BatchShape, BatchTotals
 from cosched.core.view import Ended
@@ -55,13 +55,13 @@ class Timekeeper:
         """To be called with each request that has ended."""
         self._end_listeners.append(listener)
 
-    def on_result(self, iteration: Iteration | None, batch: Any) -> None:
-        """The tokens of an iteration are known; None: it was not observed."""
+    def on_result(self, iteration: Iteration | None, requests: Sequence[TrackedRequest]) -> None:
+        """The tokens of an iteration are known, of these requests; None: it was not observed."""
         end_s = self.clock.now_s() if iteration is None else iteration.end_s
-        for req in batch.reqs:
-            tracked = TrackedRequest.of(req)
-            if tracked is None or tracked.is_ended:
+        for tracked in requests:
+            if tracked.is_ended:
                 continue  # under overlap it is part of one more iteration
+            req = tracked.req
             if req.output_ids:
                 tracked.last_token_s = end_s
                 if tracked.first_token_s is None:
