@@ -36,7 +36,11 @@ METRICS = (
         ("kind",),
     ),
     Metric("batches_servers", Kind.GAUGE, "Live servers sharing this store."),
-    Metric("batches_tokens_per_second", Kind.GAUGE, "Measured rate of tokens of finished lines."),
+    Metric(
+        "batches_tokens_per_second",
+        Kind.GAUGE,
+        "Measured rate of offline work: prompt tokens, and output tokens times 3.",
+    ),
     Metric("batch_lines", Kind.GAUGE, "Lines of one batch by state.", ("batch", "state")),
     Metric(
         "batch_tokens",

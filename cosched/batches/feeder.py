@@ -11,7 +11,7 @@ import logging
 import math
 import secrets
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
@@ -21,19 +21,12 @@ from cosched.batches.data import Batch, Finished, Line, Status
 from cosched.batches.errors import StoreAwayError
 from cosched.batches.fairness import Demand, shares
 from cosched.batches.files import FileStore
-from cosched.batches.forecast import (
-    Forecast,
-    Load,
-    Outlook,
-    OutlookState,
-    Rate,
-    RateMeter,
-    forecasts,
-    past_rate,
-)
+from cosched.batches.forecast import Forecast, Outlook, OutlookState, forecasts_of, tenant_of
 from cosched.batches.ingest import LineRules, validate
 from cosched.batches.models import ServedModels
 from cosched.batches.privacy import Redaction
+from cosched.batches.rate import Progress, Rate, RateMeter, past_rate
+from cosched.batches.replies import Ended
 from cosched.batches.storage import FilesAwayError
 from cosched.batches.store import BatchStore, records_of
 from cosched.jobs.client import Client
@@ -49,6 +42,8 @@ logger = logging.getLogger(__name__)
 _INTERNAL = "the server failed on this line; its log says why"
 _LOOK_S = 1.0
 """How often to look for windows that have ended, when nothing else happens."""
+_PROGRESS_S = 2.0
+"""How often to ask the schedulers how far they are."""
 _SWEEP_S = 60.0
 _RETRY_S = 1.0
 _TELL_S = 60.0
@@ -85,13 +80,15 @@ class Feeder:
         config: BatchesConfig,
         state: Callable[[float | None], Mapping[str, Any]],
         is_paused: Callable[[], bool],
+        progress: Callable[[], Awaitable[Progress]],
         scope: Scope,
         clock: Callable[[], float],
     ) -> None:
-        """state, is_paused, scope  as in `BatchService.feeding`
+        """state, is_paused, progress, scope  as in `BatchService.feeding`
         clock  seconds since any moment"""
         self._state = state
         self._is_paused = is_paused
+        self._progress = progress
         self._meter = RateMeter(clock)
         self._rate: Rate | None = None
         self._past_rate: Rate | None = None
@@ -138,6 +135,7 @@ class Feeder:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._beat())
                 group.create_task(self._decide())
+                group.create_task(self._follow())
                 group.create_task(self._write())
                 group.create_task(self._sweep())
         finally:
@@ -230,6 +228,17 @@ class Feeder:
             logger.warning("batches: %s; trying again until it can: %s", what, error.for_log)
             self._is_store_away = True
 
+    async def _follow(self) -> None:
+        """Ask how far the lines are that are under way."""
+        while True:
+            try:
+                if self.num_under_way:
+                    self._meter.progressed(await self._progress())
+            except Exception:
+                logger.exception("batches: the schedulers do not tell how far they are")
+                await asyncio.sleep(_SWEEP_S)
+            await asyncio.sleep(_PROGRESS_S)
+
     async def _step(self) -> None:
         await asyncio.to_thread(self._store.expire_due)
         found = await asyncio.to_thread(self._store.open)
@@ -275,24 +284,20 @@ class Feeder:
         rate = self._rate_of_all()
         if rate is None:
             return {}
-        open_batches = [batch for batch in found if batch.status in _WITH_LINES]
-        loads = [
-            Load(
-                batch_id=batch.id,
-                tenant=_tenant(batch),
-                due_s=batch.expires_at - self._store.now(),
-                num_tokens=_tokens_left(batch, rate),
-                weight=self._weight(batch),
-            )
-            for batch in open_batches
-        ]
-        here = sum(
-            len(self._under_way.get(batch.id, ())) * _tokens_left(batch, rate) / _num_left(batch)
-            for batch in open_batches
+        sizes = {
+            name: [one.num_bytes for one in list(lines.values())]
+            for name, lines in list(self._under_way.items())
+        }
+        return forecasts_of(
+            [batch for batch in found if batch.status in _WITH_LINES],
+            now=self._store.now(),
+            sizes=sizes,
+            meter=self._meter,
+            rate=rate,
+            num_servers=self.num_servers,
+            weight=self._weight,
+            margin_s=self._config.late_margin_s,
         )
-        least_s = here * self.num_servers / rate.tokens_per_s
-        margin_s = self._config.late_margin_s
-        return forecasts(loads, rate=rate, margin_s=margin_s, least_s=least_s)
 
     def _rate_of_all(self) -> Rate | None:
         """Of all servers of the store: what this one has measured, as the others are taken to be as
@@ -372,7 +377,7 @@ class Feeder:
             demands.append(
                 Demand(
                     batch_id=batch.id,
-                    tenant=_tenant(batch),
+                    tenant=tenant_of(batch),
                     num_under_way=num_under_way,
                     num_waiting=batch.total - batch.completed - batch.failed - num_under_way,
                     weight=self._weight(batch),
@@ -416,13 +421,12 @@ class Feeder:
         time too [s]: what the window leaves them, and the time of those under way. A late one's is
         near enough for the scheduler to put it before other offline work."""
         left_s = max(batch.expires_at - self._store.now(), _LEAST_DEADLINE_S)
-        forecast, rate = self._forecasts.get(batch.id), self._rate_of_all()
-        if forecast is None or rate is None:
+        forecast = self._forecasts.get(batch.id)
+        if forecast is None:
             return left_s
         num_left = _num_left(batch)
         ahead = min(self._config.high_watermark * self.num_servers, num_left) / num_left
-        deadline_s = ahead * _tokens_left(batch, rate) / rate.tokens_per_s
-        deadline_s += max(forecast.slack_s, 0.0)
+        deadline_s = ahead * forecast.work_s + max(forecast.slack_s, 0.0)
         if forecast.is_late:
             deadline_s = min(deadline_s, self._config.late_margin_s)
         return min(max(deadline_s, _LEAST_DEADLINE_S), left_s)
@@ -474,8 +478,8 @@ class Feeder:
                 outcome = self._private(outcome, batch, line)
             else:
                 answer = outcome
-                num_tokens = answer.prompt_tokens + answer.completion_tokens
-                self._meter.finished(num_tokens=num_tokens, num_bytes=len(line.body))
+                ended = Ended(answer.prompt_tokens, answer.completion_tokens)
+                self._meter.finished(ended, num_bytes=len(line.body))
             record = records.record(line, outcome)
         self._finished.append(
             Finished(
@@ -537,23 +541,9 @@ class Feeder:
             await asyncio.sleep(_SWEEP_S)
 
 
-def _tenant(batch: Batch) -> tuple[str, str]:
-    return batch.request.owner, batch.request.tenant
-
-
 def _num_left(batch: Batch) -> int:
     """Lines without a result, at least 1."""
     return max(batch.total - batch.completed - batch.failed, 1)
-
-
-def _tokens_left(batch: Batch, rate: Rate) -> float:
-    """Of its lines without a result, as many a line as those have that are answered. Without any,
-    by the length of its file."""
-    num_left = batch.total - batch.completed - batch.failed
-    if batch.completed:
-        return num_left * (batch.input_tokens + batch.output_tokens) / batch.completed
-    share = num_left / batch.total if batch.total else 1.0
-    return share * batch.request.num_bytes * rate.tokens_per_byte
 
 
 def _unreadable(line: Line, error: OSError) -> BadLine:

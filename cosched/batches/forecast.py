@@ -1,149 +1,149 @@
 """When batches will be finished: what is left of each, at the measured rate of offline work.
 
-Rates are tokens (prompt and output, cached ones too) of finished lines per second. A batch's share
-of the rate is what the feeder gives it (`cosched.batches.fairness`): tenants have shares by their
-weights, and in a tenant late batches come first, by their deadline; the others share what is left.
+A batch's share of the rate is what the feeder gives it (`cosched.batches.fairness`): tenants have
+shares by their weights, and in a tenant late batches come first, by their deadline; the others
+share what is left. When the last line of a batch has begun, its replies go on: how long this tail
+takes is told by the lengths of replies and not by the rate.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from itertools import accumulate
-from statistics import NormalDist, fmean, pstdev
+from statistics import NormalDist
 
-from cosched.batches.data import Batch, Status
+from cosched.batches.data import Batch
+from cosched.batches.rate import OUTPUT_TOKEN, Rate, RateMeter, work_of
+from cosched.batches.replies import Replies, Running, octave
 
 __all__ = [
     "Forecast",
+    "Left",
     "Load",
     "Outlook",
     "OutlookState",
-    "Rate",
-    "RateMeter",
     "forecasts",
-    "past_rate",
+    "forecasts_of",
+    "lefts",
+    "tenant_of",
 ]
 
-_BUCKET_S = 60.0
-_NUM_BUCKETS = 60
-_LEAST_S = 5.0
-"""Of measuring, before there is a rate."""
-_FEW_BUCKETS = 5
-_UNKNOWN_SPREAD = 0.5
-"""Of a rate that was measured for too short to know: its standard deviation, by its mean."""
 _LEAST_SPREAD = 0.1
 """Of any rate over any time: what is left of a batch is itself an estimate."""
 _CORRELATED_S = 3600.0
 """How long the rate stays high or low, about: chat comes and goes by the hour."""
-_TAIL = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rate:
-    """tokens_per_s  mean
-    spread           standard deviation from one minute to the next, by the mean
-    tokens_per_byte  of the lines that were finished: how many tokens a line has, by its length
+class Left:
+    """Of the lines of a batch that have no result.
+
+    num_tokens   work
+    num_here     of it, of lines at the scheduler
+    num_running  of it, of lines that have begun
+    num_waiting  lines that have not, by the octave of their prompts
+    share        of all running lines, that are of this batch
     """
 
-    tokens_per_s: float
-    spread: float
-    tokens_per_byte: float
+    num_tokens: float
+    num_here: float = 0.0
+    num_running: float = 0.0
+    num_waiting: Mapping[int, float] = field(default_factory=dict)
+    share: float = 0.0
 
-
-class RateMeter:
-    """Measures over the last hour in which there was work. Not for several threads."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        """`clock`: seconds since any moment."""
-        self._clock = clock
-        self._buckets: deque[tuple[float, float]] = deque(maxlen=_NUM_BUCKETS)  # (seconds, tokens)
-        self._seconds = self._tokens = 0.0  # of the bucket that is being filled
-        self._last_s: float | None = None  # None: not measuring
-        self._most_under_way = 0
-        self._has_work = False
-        self._all_tokens = self._all_bytes = 0
-
-    def finished(self, *, num_tokens: int, num_bytes: int) -> None:
-        """Some lines have been answered."""
-        self._all_tokens += num_tokens
-        self._all_bytes += num_bytes
-        if self._last_s is not None:
-            self._tokens += num_tokens
-        elif self._has_work:
-            # What the first answers took lies before the measurement.
-            self._last_s = self._clock()
-
-    def look(self, num_under_way: int) -> None:
-        """So many lines are under way now; to be called about once a second.
-
-        The tail of the work does not fill the engine: it is left out.
-        """
-        self._most_under_way = max(self._most_under_way, num_under_way)
-        if self._last_s is not None:
-            now_s = self._clock()
-            self._seconds += now_s - self._last_s
-            self._last_s = now_s
-            if self._seconds >= _BUCKET_S:
-                self._buckets.append((self._seconds, self._tokens))
-                self._seconds = self._tokens = 0.0
-        self._has_work = num_under_way >= max(_TAIL * self._most_under_way, 1)
-        if not self._has_work:
-            self._last_s = None
-        if not num_under_way:
-            self._most_under_way = 0
-
-    def rate(self) -> Rate | None:
-        """None: not known yet, or nothing was ever finished."""
-        seconds = self._seconds + sum(seconds for seconds, _ in self._buckets)
-        tokens = self._tokens + sum(tokens for _, tokens in self._buckets)
-        if seconds < _LEAST_S or not tokens or not self._all_bytes:
-            return None
-        spread = _UNKNOWN_SPREAD
-        if len(self._buckets) >= _FEW_BUCKETS:
-            rates = [tokens / seconds for seconds, tokens in self._buckets]
-            spread = pstdev(rates) / fmean(rates) if fmean(rates) else _UNKNOWN_SPREAD
-        return Rate(
-            tokens_per_s=tokens / seconds,
-            spread=spread,
-            tokens_per_byte=self._all_tokens / self._all_bytes,
+    def end_s(self, finish_s: float, *, replies: Replies | None, rate: Rate) -> float:
+        """When its last reply ends, where its work is done after `finish_s` at its share [s]."""
+        if not self.num_tokens or replies is None or not rate.iteration_s:
+            return finish_s
+        begun_s = finish_s * (1 - self.num_running / self.num_tokens)
+        num_tokens = replies.tail(
+            num_waiting=self.num_waiting, num_steps=begun_s / rate.iteration_s, share=self.share
         )
+        return max(finish_s, begun_s + num_tokens * rate.tail_iteration_s)
 
 
-def past_rate(ended: Sequence[Batch]) -> Rate | None:
-    """Of batches with answers that have ended, as the store has them: what is known before anything
-    is measured. Of all servers that share it; too low where the engine had other work too."""
-    spans, num_tokens, num_bytes = [], 0, 0.0
-    for batch in ended:
-        # A second more than it may have been, as times are whole ones.
-        end = batch.times.get(Status.CANCELLING) or batch.times[Status.FINALIZING]
-        spans.append((batch.times[Status.IN_PROGRESS], end + 1))
-        num_tokens += batch.input_tokens + batch.output_tokens
-        num_bytes += batch.request.num_bytes * batch.completed / batch.total
-    seconds, until = 0, 0
-    for start, end in sorted(spans):
-        seconds += max(end - max(start, until), 0)
-        until = max(until, end)
-    if not num_tokens or not num_bytes:
-        return None
-    return Rate(
-        tokens_per_s=num_tokens / seconds,
-        spread=_UNKNOWN_SPREAD,
-        tokens_per_byte=num_tokens / num_bytes,
-    )
+def lefts(
+    batches: Sequence[Batch],
+    sizes: Mapping[str, Sequence[int]],
+    *,
+    rate: Rate,
+    meter: RateMeter,
+    replies: Replies | None,
+) -> dict[str, Left]:
+    """Batch -> what is left of it.
+
+    sizes    batch -> bytes of each of its lines at the scheduler
+    replies  None: no line has ended
+
+    Lines that are not sent are as those that were: what has ended so far was chosen by the
+    scheduler, and says less of what is left.
+    """
+    per_byte = meter.prompt_tokens_per_byte
+    kinds = {name: Counter(octave(size * per_byte) for size in sizes[name]) for name in sizes}
+    waits = _waiting(kinds.values(), meter.progress.running)
+    running = 0.0 if replies is None else OUTPUT_TOKEN * replies.left()
+
+    def tokens(size: int) -> float:
+        if replies is None:
+            return size * rate.tokens_per_byte
+        num_prompt = size * per_byte
+        return work_of(num_prompt, replies.length(octave(num_prompt)))
+
+    found = {}
+    for batch in batches:
+        here = [(octave(size * per_byte), tokens(size)) for size in sizes.get(batch.id, ())]
+        num_left = batch.total - batch.completed - batch.failed
+        num_unsent = max(num_left - len(here), 0)
+        num_sent = batch.completed + len(here)
+        if num_sent:
+            sent = work_of(batch.input_tokens, batch.output_tokens) + sum(num for _, num in here)
+            unsent = num_unsent * sent / num_sent
+        else:
+            share = num_unsent / batch.total if batch.total else 1.0  # not read yet
+            unsent = share * batch.request.num_bytes * rate.tokens_per_byte
+        waiting = sum(waits[kind] * num for kind, num in here)
+        own = kinds.get(batch.id, Counter())
+        num_waiting = {kind: num * waits[kind] for kind, num in own.items()}
+        share = (len(here) - sum(num_waiting.values())) / max(len(meter.progress.running), 1)
+        for kind, num in own.items():
+            num_waiting[kind] += num_unsent * num / len(here)
+        found[batch.id] = Left(
+            num_tokens=waiting + share * running + unsent,
+            num_here=waiting + share * running,
+            num_running=share * running,
+            num_waiting=num_waiting,
+            share=share,
+        )
+    return found
+
+
+def _waiting(kinds: Iterable[Counter[int]], running: Sequence[Running]) -> dict[int, float]:
+    """Octave -> share of the lines at the scheduler that have not begun."""
+    here = Counter[int]()
+    for some in kinds:
+        here.update(some)
+    begun = Counter(octave(one.num_prompt) for one in running)
+    found = {kind: max(1 - begun[kind] / num, 0.0) for kind, num in here.items()}
+    # The octave of a prompt is known from its bytes only: all that run must be among them.
+    num = sum(found[kind] * here[kind] for kind in here)
+    waiting = max(here.total() - len(running), 0)
+    return {kind: share * waiting / num if num else 0.0 for kind, share in found.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What is left of a batch.
+    """A batch that has not ended.
 
     due_s       until its window ends [s]
-    num_tokens  of its lines without a result
+    num_tokens  work of its lines without a result
     weight      of its tenant
+    end_s       when its last reply ends, by when its work is done at its rate [s]
     """
 
     batch_id: str
@@ -152,6 +152,7 @@ class Load:
     num_tokens: float
     weight: float = 1.0
     is_late: bool = False
+    end_s: Callable[[float], float] = float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,12 +162,14 @@ class Forecast:
     finish_s     until its last line is finished [s]
     slack_s      what its window leaves when it has but its fair share [s]; less than 0: it is late
     is_late      its slack is below the margin, so it goes before others of its tenant
+    work_s       what is left of it takes at the whole rate [s]
     miss_chance  that the window ends first, 0 to 1
     """
 
     finish_s: float
     slack_s: float
     is_late: bool
+    work_s: float
     miss_chance: float
 
 
@@ -196,6 +199,45 @@ class Outlook:
     forecast: Forecast | None
 
 
+def tenant_of(batch: Batch) -> tuple[str, str]:
+    return batch.request.owner, batch.request.tenant
+
+
+def forecasts_of(
+    batches: Sequence[Batch],
+    *,
+    now: float,
+    sizes: Mapping[str, Sequence[int]],
+    meter: RateMeter,
+    rate: Rate,
+    num_servers: int,
+    weight: Callable[[Batch], float],
+    margin_s: float,
+) -> dict[str, Forecast]:
+    """Batch -> its forecast.
+
+    sizes        batch -> bytes of each of its lines at the scheduler of this server
+    rate         of all servers
+    weight       of the tenant of a batch
+    """
+    ended, running = list(meter.ended), meter.progress.running
+    replies = Replies(ended, running) if ended else None
+    left = lefts(batches, sizes, rate=rate, meter=meter, replies=replies)
+    loads = [
+        Load(
+            batch_id=batch.id,
+            tenant=tenant_of(batch),
+            due_s=batch.expires_at - now,
+            num_tokens=left[batch.id].num_tokens,
+            weight=weight(batch),
+            end_s=partial(left[batch.id].end_s, replies=replies, rate=rate),
+        )
+        for batch in batches
+    ]
+    least_s = sum(one.num_here for one in left.values()) * num_servers / rate.tokens_per_s
+    return forecasts(loads, rate=rate, margin_s=margin_s, least_s=least_s)
+
+
 def forecasts(
     loads: Sequence[Load], *, rate: Rate, margin_s: float, least_s: float = 0.0
 ) -> dict[str, Forecast]:
@@ -207,17 +249,18 @@ def forecasts(
     """
     loads = [replace(load, is_late=False) for load in loads]
     fair = _finish_times(loads, rate.tokens_per_s)
-    slack = {load.batch_id: load.due_s - fair[load.batch_id] for load in loads}
+    slack = {load.batch_id: load.due_s - load.end_s(fair[load.batch_id]) for load in loads}
     loads = [replace(load, is_late=slack[load.batch_id] < margin_s) for load in loads]
     finish = _finish_times(loads, rate.tokens_per_s)
     for load in loads:
         if load.num_tokens:
-            finish[load.batch_id] = max(finish[load.batch_id], least_s)
+            finish[load.batch_id] = max(load.end_s(finish[load.batch_id]), least_s)
     return {
         load.batch_id: Forecast(
             finish_s=finish[load.batch_id],
             slack_s=slack[load.batch_id],
             is_late=load.is_late,
+            work_s=load.num_tokens / rate.tokens_per_s,
             miss_chance=_miss_chance(finish[load.batch_id], load.due_s, rate.spread),
         )
         for load in loads

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from cosched.batches.files import FileStore
 from cosched.batches.forecast import Outlook
 from cosched.batches.in_process import App, InProcessTransport
 from cosched.batches.opening import open_store
+from cosched.batches.rate import Progress
 from cosched.batches.storage import without_secrets
 from cosched.batches.store import BatchStore
 from cosched.jobs.client import Client, RetryRules
@@ -29,6 +30,10 @@ logger = logging.getLogger(__name__)
 
 _SELF = "http://cosched"
 """Stands for the server itself in its requests to itself."""
+
+
+async def _unknown() -> Progress:
+    return Progress()
 
 
 class BatchService:
@@ -112,6 +117,7 @@ class BatchService:
         api_key: str | None,
         state: Callable[[float | None], Mapping[str, Any]],
         is_paused: Callable[[], bool] = lambda: False,
+        progress: Callable[[], Awaitable[Progress]] = _unknown,
         scope: Scope = ANY_MODEL,
     ) -> AsyncIterator[None]:
         """Send lines to `app` within the block, as the server's own requests.
@@ -119,6 +125,7 @@ class BatchService:
         api_key    that `app` asks for
         state      what a request has in ``request.state``, by its deadline from now on [s]
         is_paused  whether the operator keeps offline work from running on this server
+        progress   what the schedulers say of their work
         scope      of the model, for the bounds of the fields of lines
         """
         client = Client(
@@ -138,6 +145,7 @@ class BatchService:
                 config=self.config,
                 state=state,
                 is_paused=is_paused,
+                progress=progress,
                 scope=scope,
                 clock=time.monotonic,
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, MutableMapping
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -12,13 +13,22 @@ from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.io_struct import SetInternalStateReq
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
+from cosched.batches.rate import Progress
+from cosched.batches.replies import Running
 from cosched.config import Config
 from cosched.core.view import OfflineLimits
 from cosched.engine.offline_gate import limits_to_message
 from cosched.engine.page import add_page
 from cosched.policy.registry import policy_entry
 
-__all__ = ["RETRY_AFTER_S", "OfflineOrder", "add_routes", "keeps_offline_waiting", "limits_of"]
+__all__ = [
+    "RETRY_AFTER_S",
+    "OfflineOrder",
+    "add_routes",
+    "keeps_offline_waiting",
+    "limits_of",
+    "offline_progress",
+]
 
 RETRY_AFTER_S = 5
 """What a client that was turned away is told to wait [s]."""
@@ -85,6 +95,22 @@ def keeps_offline_waiting(app: Any) -> bool:
     """Whether the operator lets no offline request run."""
     limits: OfflineLimits = getattr(app.state, "cosched_offline", OfflineLimits())
     return limits.paused or limits.max_running == 0
+
+
+async def offline_progress() -> Progress:
+    """How far offline requests are, at all schedulers; nothing where SGLang alone schedules."""
+    states = [state.get("cosched", {}) for state in await _manager().get_internal_state()]
+    told = [state for state in states if "offline_progress" in state]
+    if not told:
+        return Progress()
+    far = [state["offline_progress"] for state in told]
+    return Progress(
+        running=[Running(*one) for some in far for one in some["begun"]],
+        num_iterations=fmean(state["num_iterations"] for state in told),
+        num_online=fmean(state["online_prefill_tokens"] for state in told),
+        prefill_token_s=fmean(one["prefill_token_s"] for one in far),
+        decode_s=fmean(one["tail_decode_s"] for one in far),
+    )
 
 
 async def _state(config: Config) -> dict[str, Any]:

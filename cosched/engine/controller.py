@@ -37,7 +37,7 @@ from cosched.engine.port.prefixes import RunningPrefixes
 from cosched.engine.ranks import Ranks, Shared
 from cosched.engine.running import RunningTable, taken_by_guests
 from cosched.engine.service import ServiceRecord
-from cosched.engine.state import PlanningTimes, ReplicaState
+from cosched.engine.state import OfflineProgress, PlanningTimes, ReplicaState
 from cosched.engine.timekeeper import Moment, Timekeeper
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.tree_core import can_watch
@@ -59,6 +59,11 @@ __all__ = ["Controller", "Counters", "Log"]
 
 MOST_BARRED_PLANS = 64
 """Plans for which a request stands back that the engine refuses again and again."""
+
+_OFFLINE_IN_TAIL = 4
+"""One of so many offline requests that run still does, in the mean, when no more begin."""
+_CHUNK = 1024
+"""Prompt tokens by which the time of one is told."""
 
 PLANNING_WINDOW = 1000
 """Latest plans whose percentiles ``/get_server_info`` shows."""
@@ -590,10 +595,38 @@ class Controller:
             if len(self.waiting.online) + len(pool)
             else {},
             offline_limits=self.waiting.offline_limits,
+            offline_progress=self._offline_progress(running),
             pool=pool.stats() if isinstance(pool, PrefixPool) else None,
             kv=None if self.kv is None else self.kv.occupancy(),
             alone=None if self.alone is None else self.alone.state(),
             logs_off=tuple(name for name, log in self.logs.items() if log.is_off),
+        )
+
+    def _offline_progress(self, running: Sequence[TrackedRequest]) -> OfflineProgress:
+        """O(waiting requests): those that were preempted have begun, too."""
+        queued = (TrackedRequest.of(req) for req in self.waiting)
+        begun = [*running, *(one for one in queued if one is not None and one.num_output_tokens)]
+        offline = [one for one in begun if one.request_class is RequestClass.OFFLINE]
+        progress = OfflineProgress(
+            begun=tuple(
+                (one.num_prompt_tokens, one.num_output_tokens, one.max_new_tokens)
+                for one in offline
+            )
+        )
+        if not self._is_timed or not offline:
+            return progress
+        online = [one for one in running if one.request_class is RequestClass.ONLINE]
+        contexts = [
+            one.num_prompt_tokens + one.num_output_tokens
+            for one in [*online, *offline[::_OFFLINE_IN_TAIL]]
+        ]
+        decodes = BatchTotals.of(BatchShape(decodes=contexts))
+        decode_s = self.predictor.estimate_s(decodes)
+        decodes.add_prefill(_CHUNK, 0)
+        return msgspec.structs.replace(
+            progress,
+            tail_decode_s=decode_s,
+            prefill_token_s=max(self.predictor.estimate_s(decodes) - decode_s, 0.0) / _CHUNK,
         )
 
     def _running(self) -> list[TrackedRequest]:

@@ -11,7 +11,7 @@ from cosched.engine.alone import AloneState
 from cosched.kv.occupancy import KvOccupancy
 from cosched.offline.prefix_pool import PoolStats
 
-__all__ = ["PlanningTimes", "ReplicaState"]
+__all__ = ["OfflineProgress", "PlanningTimes", "ReplicaState"]
 
 
 class PlanningTimes(msgspec.Struct, kw_only=True, frozen=True):
@@ -20,6 +20,21 @@ class PlanningTimes(msgspec.Struct, kw_only=True, frozen=True):
     mean: float
     p50: float
     p99: float
+
+
+class OfflineProgress(msgspec.Struct, kw_only=True, frozen=True):
+    """How far offline requests are, for forecasts of batches.
+
+    begun       of each offline request that has begun: prompt tokens, output tokens so far, and at
+                most
+    tail_decode_s     predicted time of an iteration of decodes when the last of them run: a quarter
+                      beside the online requests; 0: nothing is predicted [s]
+    prefill_token_s   predicted time of one more prompt token in it [s]
+    """
+
+    begun: tuple[tuple[int, int, int], ...]
+    tail_decode_s: float = 0.0
+    prefill_token_s: float = 0.0
 
 
 class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
@@ -85,6 +100,7 @@ class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
     times_s: dict[str, tuple[float, int]]
     skipped: dict[str, int]
     offline_limits: OfflineLimits
+    offline_progress: OfflineProgress
     pool: PoolStats | None
     kv: KvOccupancy | None
     logs_off: tuple[str, ...]

@@ -18,7 +18,7 @@ def _hook() -> Any:
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
     from cosched.config import Config, load_config
-    from cosched.engine.admin import add_routes, keeps_offline_waiting
+    from cosched.engine.admin import add_routes, keeps_offline_waiting, offline_progress
     from cosched.engine.body_limit import BodyLimit
     from cosched.engine.front import ReplyMiddleware, own_request
     from cosched_patches.active import front, limits_of
@@ -72,6 +72,7 @@ def _hook() -> Any:
                     api_key=api_key,
                     state=own_request,
                     is_paused=lambda: keeps_offline_waiting(app),
+                    progress=offline_progress,
                     scope=limits_of(get_global_state().tokenizer_manager),
                 ):
                     yield state

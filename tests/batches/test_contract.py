@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cosched.batches.config import BatchesConfig
 from cosched.batches.exposition import METRICS, Snapshot, exposition
-from cosched.batches.forecast import Rate
+from cosched.batches.rate import Rate
 from tests.batches.api import ENDED, Api, line, serving, until
 from tests.batches.stand_in import StandIn
 from tests.batches.test_store import batch_of

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cosched.batches.data import Status
-from cosched.batches.forecast import Load, Rate, RateMeter, _finish_times, forecasts, past_rate
+from cosched.batches.forecast import Load, _finish_times, forecasts
+from cosched.batches.rate import Progress, Rate, RateMeter, past_rate
+from cosched.batches.replies import Ended, Replies, Running
 from tests.batches.stand_in import Clock
 from tests.batches.test_store import asked, batch_of
 
@@ -176,7 +178,7 @@ def measured(meter, clock, *, seconds, tokens_per_s, under_way):
     for _ in range(seconds):
         clock.now_s += 1.0
         meter.look(under_way)
-        meter.finished(num_tokens=tokens_per_s, num_bytes=4 * tokens_per_s)
+        meter.finished(Ended(tokens_per_s, 0), num_bytes=4 * tokens_per_s)
 
 
 def test_the_meter_measures_while_there_is_work():
@@ -222,5 +224,6 @@ def test_earlier_batches_tell_a_rate_before_one_is_measured():
         ended(in_progress=20, cancelling=29, cancelled=35),
     ]
     rate = past_rate(some)
-    assert rate.tokens_per_s == 900 / 30 and rate.tokens_per_byte == 900 / (3 * 750)
-    assert past_rate(some[:1]).tokens_per_s == 30
+    # An output token is the work of three of the prompt.
+    assert rate.tokens_per_s == 1500 / 30 and rate.tokens_per_byte == 1500 / (3 * 750)
+    assert past_rate(some[:1]).tokens_per_s == 50
