@@ -28,7 +28,6 @@ _BEYOND = 1.0
 """Index of the Pareto tail beyond the longest reply seen."""
 _MOST = 8.0
 """Multiple of the longest reply seen that none gets longer than, within its limit."""
-_NUM_STARTS = 8
 
 
 class Ended(NamedTuple):
@@ -129,10 +128,14 @@ class Replies:
         none = np.zeros_like(_GRID)  # log of the chance that no reply gets so much longer
         for kind in self._so_far:
             none += share * _log_not(self._outlive(kind, num_steps)).sum(axis=0)
-        starts = (np.arange(_NUM_STARTS) + 0.5) / _NUM_STARTS * num_steps
+        num_steps = max(num_steps, 1.0)
         for kind, num in num_waiting.items():
-            then = np.interp(starts[:, np.newaxis] + _GRID, _GRID, self._longer(kind), right=0.0)
-            none += num * _log_not(then).mean(axis=0)
+            # The mean over the moments at which they begin, as the difference of an integral.
+            each = _log_not(self._longer(kind))
+            steps = (each[1:] + each[:-1]) / 2 * np.diff(_GRID)
+            beyond = np.append(np.cumsum(steps[::-1])[::-1], 0.0)
+            then = np.interp(_GRID + num_steps, _GRID, beyond, right=0.0)
+            none += num / num_steps * (beyond - then)
         return float(_area(1 - np.exp(none)))
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cosched.batches.data import Status
 from cosched.batches.forecast import Load, _finish_times, forecasts
 from cosched.batches.rate import Progress, Rate, RateMeter, past_rate
-from cosched.batches.replies import Ended, Replies, Running
+from cosched.batches.replies import Ended, Replies, Running, octave
 from tests.batches.stand_in import Clock
 from tests.batches.test_store import asked, batch_of
 
@@ -227,3 +227,74 @@ def test_earlier_batches_tell_a_rate_before_one_is_measured():
     # An output token is the work of three of the prompt.
     assert rate.tokens_per_s == 1500 / 30 and rate.tokens_per_byte == 1500 / (3 * 750)
     assert past_rate(some[:1]).tokens_per_s == 50
+
+
+def test_the_rate_is_that_of_the_latest_half_and_counts_what_runs():
+    clock = Clock()
+    meter = RateMeter(clock)
+    num_output = 0
+    for second in range(200):
+        clock.now_s += 1
+        num_output += 10 if second < 100 else 30
+        running = [Running(1000, num_output, 100_000), Running(1000, 5, 100_000)]
+        meter.progressed(Progress(running=running, num_iterations=20 * second, decode_s=0.02))
+        meter.look(3)
+        if second == 50:
+            meter.finished(Ended(10, 0), num_bytes=40)
+    rate = meter.rate()
+    assert rate.tokens_per_s == pytest.approx(3 * 30, rel=0.1), "an output token is worth three"
+    assert rate.iteration_s == pytest.approx(1 / 20, rel=0.05)
+    assert rate.tail_iteration_s == pytest.approx(0.02, rel=0.05)
+    # No line waits: what is measured now says nothing of a full engine.
+    meter.finished(Ended(1000, 5), num_bytes=4000)
+    for _ in range(100):
+        clock.now_s += 1
+        meter.progressed(Progress(running=running[:1], num_iterations=4001, decode_s=0.02))
+        meter.look(1)
+    assert meter.rate().tokens_per_s == pytest.approx(3 * 30, rel=0.15)
+
+
+def test_replies_that_run_make_the_expected_length_longer():
+    ended = [Ended(1000, 100)] * 20
+    alone = Replies(ended, [])
+    beside = Replies(ended, [Running(1000, 400, 500)] * 20)
+    kind = octave(1000)
+    assert alone.length(kind) == pytest.approx(100, rel=0.1)
+    assert 250 <= beside.length(kind) <= 500
+    assert 0 < beside.left() <= 20 * 100
+
+
+def test_a_prompt_as_long_as_others_has_a_reply_as_theirs():
+    ended = [Ended(100, 1000)] * 50 + [Ended(5000, 50)] * 50
+    replies = Replies(ended, [])
+    assert replies.length(octave(100)) > 5 * replies.length(octave(5000))
+
+
+def test_the_tail_is_the_longest_reply_and_shorter_the_longer_it_has_run():
+    rng = random.Random(1)
+    lengths = [rng.randint(1, 1000) for _ in range(400)]
+    replies = Replies([Ended(1000, length) for length in lengths], [])
+    kind = octave(1000)
+
+    def tail(num_waiting, num_steps):
+        return replies.tail(num_waiting={kind: num_waiting}, num_steps=num_steps, share=1.0)
+
+    def seen(num_waiting, num_steps):
+        found = [
+            max(rng.choice(lengths) - num_steps * (1 - n / num_waiting) for n in range(num_waiting))
+            for _ in range(500)
+        ]
+        return sum(max(one, 0.0) for one in found) / len(found)
+
+    for num_waiting, num_steps in ((100, 0), (100, 1000), (10, 1000), (400, 5000)):
+        expected = seen(num_waiting, num_steps)
+        assert tail(num_waiting, num_steps) == pytest.approx(expected, rel=0.15)
+
+
+def test_a_batch_is_late_when_its_last_replies_take_longer_than_its_window_leaves():
+    load = Load(batch_id="b", tenant=("", ""), due_s=1000.0, num_tokens=3e4)
+    assert not forecasts([load], rate=RATE, margin_s=0.0)["b"].is_late
+    told = forecasts(
+        [replace(load, end_s=lambda finish_s: finish_s + 800)], rate=RATE, margin_s=0.0
+    )["b"]
+    assert told.finish_s == 1100 and told.slack_s == -100 and told.is_late
