@@ -89,15 +89,15 @@ def lefts(
     waits = _waiting(kinds.values(), meter.progress.running)
     running = 0.0 if replies is None else OUTPUT_TOKEN * replies.left()
 
-    def tokens(size: int) -> float:
+    def tokens(batch: Batch, size: int) -> float:
         if replies is None:
-            return size * rate.tokens_per_byte
+            return batch.request.num_bytes / max(batch.total, 1) * rate.tokens_per_byte
         num_prompt = size * per_byte
         return work_of(num_prompt, replies.length(octave(num_prompt)))
 
     found = {}
     for batch in batches:
-        here = [(octave(size * per_byte), tokens(size)) for size in sizes.get(batch.id, ())]
+        here = [(octave(size * per_byte), tokens(batch, size)) for size in sizes.get(batch.id, ())]
         num_left = batch.total - batch.completed - batch.failed
         num_unsent = max(num_left - len(here), 0)
         num_sent = batch.completed + len(here)

@@ -595,15 +595,15 @@ class Controller:
             if len(self.waiting.online) + len(pool)
             else {},
             offline_limits=self.waiting.offline_limits,
-            offline_progress=self._offline_progress(running),
             pool=pool.stats() if isinstance(pool, PrefixPool) else None,
             kv=None if self.kv is None else self.kv.occupancy(),
             alone=None if self.alone is None else self.alone.state(),
             logs_off=tuple(name for name, log in self.logs.items() if log.is_off),
         )
 
-    def _offline_progress(self, running: Sequence[TrackedRequest]) -> OfflineProgress:
+    def offline_progress(self) -> OfflineProgress:
         """O(waiting requests): those that were preempted have begun, too."""
+        running = self._running()
         queued = (TrackedRequest.of(req) for req in self.waiting)
         begun = [*running, *(one for one in queued if one is not None and one.num_output_tokens)]
         offline = [one for one in begun if one.request_class is RequestClass.OFFLINE]

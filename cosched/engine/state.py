@@ -25,11 +25,11 @@ class PlanningTimes(msgspec.Struct, kw_only=True, frozen=True):
 class OfflineProgress(msgspec.Struct, kw_only=True, frozen=True):
     """How far offline requests are, for forecasts of batches.
 
-    begun       of each offline request that has begun: prompt tokens, output tokens so far, and at
-                most
-    tail_decode_s     predicted time of an iteration of decodes when the last of them run: a quarter
-                      beside the online requests; 0: nothing is predicted [s]
-    prefill_token_s   predicted time of one more prompt token in it [s]
+    begun            of each offline request that has begun: prompt tokens, output tokens so far,
+                     and at most
+    tail_decode_s    predicted time of an iteration of decodes while no more begin and the last of
+                     them run beside the online requests; 0: nothing is predicted [s]
+    prefill_token_s  predicted time of one more prompt token in it [s]
     """
 
     begun: tuple[tuple[int, int, int], ...]
@@ -100,7 +100,6 @@ class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
     times_s: dict[str, tuple[float, int]]
     skipped: dict[str, int]
     offline_limits: OfflineLimits
-    offline_progress: OfflineProgress
     pool: PoolStats | None
     kv: KvOccupancy | None
     logs_off: tuple[str, ...]

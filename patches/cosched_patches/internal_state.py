@@ -10,13 +10,17 @@ __all__ = ["SEAM"]
 
 
 def _hook() -> Any:
+    import msgspec
+
     from cosched.config import load_config
 
     def add_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
         controller = getattr(scheduler, "cosched", None)
         if controller is not None:
             try:
-                result.internal_state["cosched"] = controller.state().to_dict()
+                progress = msgspec.to_builtins(controller.offline_progress())
+                state = controller.state().to_dict() | {"offline_progress": progress}
+                result.internal_state["cosched"] = state
             except Exception as error:
                 result.internal_state["cosched"] = {"error": repr(error)}
                 controller.guard.note("state", error)

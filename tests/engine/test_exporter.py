@@ -74,6 +74,22 @@ def test_the_work_of_offline_requests_counts_once_they_have_ended(export):
     assert work_s("again", 100, num_output=1) < short, "its prompt is in the cache"
 
 
+def test_what_has_begun_of_offline_requests_is_told_for_forecasts(make_engine):
+    engine = make_engine(policy="hygen", max_running_requests=2)
+    engine.submit("chat", prompt(1, 50), max_new_tokens=200, priority=0)
+    for i in range(3):
+        engine.submit(f"off{i}", prompt(100 + i, 100 + i), max_new_tokens=40, priority=-1)
+    controller = engine.scheduler.cosched
+    assert controller.offline_progress().begun == ()
+    engine.run(lambda: any(one[1] for one in controller.offline_progress().begun))
+    progress = controller.offline_progress()
+    for num_prompt, num_output, limit in progress.begun:
+        assert num_prompt in (100, 101, 102) and 0 <= num_output < 40 and limit == 40
+    assert progress.tail_decode_s > 0 and progress.prefill_token_s >= 0
+    engine.run_until_idle(max_iterations=2000)
+    assert controller.offline_progress().begun == ()
+
+
 def test_targets_met_and_missed(export):
     config = {"slo": {"ttft_ms": 1e7, "tpot_ms": 1e7}, "claims": {"floor_ratio": 0.0}}
     engine, value = export(policy="hygen", config=config)
