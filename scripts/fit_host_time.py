@@ -16,7 +16,7 @@ import argparse
 import json
 import os
 import time
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,7 +107,8 @@ def fit(rows: Rows, quantile: float) -> Terms:
         error = seconds - factors @ found
         side = np.where(error > 0, quantile, 1 - quantile)
         weights = relative * side / np.maximum(abs(error), 1e-5)
-    return Terms(*map(float, found))
+    names = [field.name for field in fields(Terms)]
+    return Terms(**dict(zip(names, map(float, found), strict=True)))
 
 
 def main() -> int:

@@ -195,7 +195,8 @@ MODELS = {
 `cosched`). Made by `scripts/fit_host_time.py --data-dir DIR` (seed 0, SGLang 0.5.23, November 25th
 2026) from 600 iterations at each of 50, 200 and 500 request slots, on two virtual cores (AMD EPYC)
 that were shared: other processes slowed a loop of plain Python down to half. The lower decile of
-the time of the thread is fitted for that reason."""
+the time of the thread is fitted for that reason. Terms below a nanosecond, and the waiting requests
+of a result, are left out."""
 
 
 def kind_of(entry: PolicyEntry) -> str:
