@@ -279,13 +279,10 @@ def check_latency_model(server_args: Any, config: Config) -> None:
 def _check_plugin_active() -> None:
     """ConfigError when SGLang did not load the plugin, for instance because ``SGLANG_PLUGINS``
     leaves it out: the server would silently be a stock one."""
-    from sglang.version import __version__
-
-    from cosched.versions import nearest_sglang
     from cosched_patches.seam import check_wrapped
-    from cosched_patches.seams import seams_for
+    from cosched_patches.seams import SEAMS
 
-    check_wrapped(seams_for(nearest_sglang(__version__)))
+    check_wrapped(SEAMS)
 
 
 if __name__ == "__main__":

@@ -3,34 +3,14 @@
 from __future__ import annotations
 
 import platform
-import re
 import subprocess
 from importlib import metadata
 from pathlib import Path
 
-__all__ = ["SGLANG_VERSION", "SGLANG_VERSIONS", "nearest_sglang", "version_line", "versions"]
+__all__ = ["SGLANG_VERSION", "version_line", "versions"]
 
-SGLANG_VERSIONS = ("0.5.23", "0.5.21")
-"""The versions of SGLang that cosched is written for and tested with, the newest first."""
-
-SGLANG_VERSION = SGLANG_VERSIONS[0]
-"""The one that is installed by default."""
-
-
-def nearest_sglang(version: str) -> str:
-    """The supported version that a version of SGLang is taken for: itself, or else the newest one
-    before it, or else the oldest."""
-    if version in SGLANG_VERSIONS:
-        return version
-    number = _number(version)
-    older = [known for known in SGLANG_VERSIONS if _number(known) <= number]
-    return older[0] if older else SGLANG_VERSIONS[-1]
-
-
-def _number(version: str) -> tuple[int, ...]:
-    """Its release number, without what follows it (``.post1``, ``rc2``, ...)."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, found[0].split("."))) if found else ()
+SGLANG_VERSION = "0.5.23"
+"""The version of SGLang that this release is written for and tested with."""
 
 
 def versions(*packages: str) -> dict[str, str | None]:

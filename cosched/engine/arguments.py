@@ -21,6 +21,7 @@ from cosched.policy.registry import policy_entry
 
 __all__ = [
     "EVICTION_FLAG",
+    "REFUSED_ARGUMENTS",
     "bind_cpu_threads",
     "check_arguments",
     "check_files",
@@ -31,7 +32,6 @@ __all__ = [
     "engine_parser",
     "eviction_arguments",
     "host_arguments",
-    "refused_arguments",
     "resolve",
 ]
 
@@ -253,8 +253,9 @@ def _given(argv: Sequence[str], *flags: str) -> bool:
     return any(arg.split("=", 1)[0] in flags for arg in argv)
 
 
-_REFUSED: tuple[tuple[str, Any, str], ...] = (
+REFUSED_ARGUMENTS: tuple[tuple[str, Any, str], ...] = (
     ("disaggregation_mode", "null", "prefill/decode disaggregation has no shared iteration"),
+    ("attn_dp_size", 1, "DP attention needs one plan for all ranks"),
     ("pp_size", 1, "pipeline parallelism plans several micro-batches at once"),
     ("speculative_algorithm", None, "speculative decoding makes tokens per iteration unknown"),
     ("dllm_algorithm", None, "diffusion language models have no decode iterations"),
@@ -267,7 +268,7 @@ _REFUSED: tuple[tuple[str, Any, str], ...] = (
     ("disable_radix_cache", False, "stopped requests keep their KV in the radix cache"),
     ("enable_session_radix_cache", False, "session caches hold KV outside the plan"),
 )
-"""Those of `refused_arguments` that every version has."""
+"""Server argument, the value cosched works with, and why not another (planning policies only)."""
 
 
 def check_arguments(server_args: Any, config: Config) -> None:
@@ -278,7 +279,7 @@ def check_arguments(server_args: Any, config: Config) -> None:
     if policy_entry(config.policy).make is None:
         return
     resolved = _resolved(server_args)
-    for name, expected, why in refused_arguments():
+    for name, expected, why in REFUSED_ARGUMENTS:
         value = getattr(resolved, name)
         if value != expected and not (expected in (False, None) and not value):
             flag = "--" + name.replace("_", "-")
@@ -302,14 +303,10 @@ def _check_shared_pages(resolved: Any) -> None:
     """ConfigError where an online and an offline request cannot share a page."""
     from sglang.srt.arg_groups.overrides import attention_backends_of
 
-    from cosched.engine import port
-
     by_slot = ("torch_native", "triton", "flashinfer")
     others = [name for name in attention_backends_of(resolved) if name not in by_slot]
     reason = None
-    if not port.SHARES_PAGES:
-        reason = f"they are not tried with SGLang {port.VERSION}"
-    elif resolved.page_size == 1:
+    if resolved.page_size == 1:
         reason = "with --page-size 1 a page has one slot, and nothing to share"
     elif others:
         reason = (
@@ -322,14 +319,6 @@ def _check_shared_pages(resolved: Any) -> None:
         reason = "they are not tried with several ranks (--tp)"
     if reason is not None:
         raise ConfigError(f"kv.bidirectional_pages cannot be had here: {reason}")
-
-
-def refused_arguments() -> tuple[tuple[str, Any, str], ...]:
-    """Server argument, the value cosched works with, and why not another (planning policies
-    only)."""
-    from cosched.engine import port  # not before SGLang itself
-
-    return (*_REFUSED, (*port.NO_DP_ATTENTION, "DP attention needs one plan for all ranks"))
 
 
 def check_ports(server_args: Any) -> None:

@@ -168,5 +168,5 @@ class TrackedRequest:
 
 
 def _traits_of(req: Any) -> Traits:
-    traits = port.traits_of(req, can_cut=port.can_cut(req))
+    traits = port.traits_of(req)
     return PLAIN if traits == PLAIN else traits

@@ -56,13 +56,12 @@ def can_watch(scheduler: Any) -> bool:
         and (not scheduler.enable_hierarchical_cache or _can_watch_host(tree))
         # What is copied when depends on clocks, which differ between ranks.
         and (not scheduler.enable_hierarchical_cache or port.parallel().tp_size == 1)
-        and port.can_tell_path(tree.tree_core)
     )
 
 
 def _can_watch_host(tree: Any) -> bool:
     """Whether it keeps contexts there, and has nothing below it."""
-    return port.KNOWS_HOST and tree.host_memory_mode == "cache" and not tree.enable_storage
+    return tree.host_memory_mode == "cache" and not tree.enable_storage
 
 
 class WatchedTreeCore:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from cosched_patches.seam import Seam
 
-__all__ = ["SEAM", "SEAM_0_5_21"]
+__all__ = ["SEAM"]
 
 
 def _hook() -> Any:
@@ -31,7 +30,4 @@ SEAM = Seam(
         "No messages at all, or with roles and contents that the model's template does not know, "
         "are answered with 500: templates raise whatever they meet."
     ),
-    versions=("0.5.23",),
 )
-
-SEAM_0_5_21 = replace(SEAM, signature=("self", "request", "is_multimodal"), versions=("0.5.21",))

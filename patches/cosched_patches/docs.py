@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from cosched.versions import SGLANG_VERSION, SGLANG_VERSIONS
-from cosched_patches.internals import INTERNALS, INTERNALS_OF
+from cosched.versions import SGLANG_VERSION
+from cosched_patches.internals import INTERNALS
 from cosched_patches.seam import Seam
 from cosched_patches.seams import SEAMS
 from cosched_patches.version import ALLOW_VARIABLE
@@ -30,32 +30,29 @@ _INTRO = f"""\
 Made by `python -m cosched_patches.docs --write` from the modules in `patches/cosched_patches/`; do
 not edit.
 
-Written for and tested with **SGLang {SGLANG_VERSION}** (installed by default) and
-{" and ".join(SGLANG_VERSIONS[1:])}. With `COSCHED_CONFIG` set, every process of a server checks at
-its start that each place below exists with the parameters named here, hooks it, and checks that the
-hook is in place. Where that fails, the process stops with one line that names the place, what was
-expected, what was found and the version of SGLang. Without `COSCHED_CONFIG` nothing is hooked.
+Written for and tested with **SGLang {SGLANG_VERSION}**. With `COSCHED_CONFIG` set, every process of
+a server checks at its start that each place below exists with the parameters named here, hooks it,
+and checks that the hook is in place. Where that fails, the process stops with one line that names
+the place, what was expected, what was found and the version of SGLang. Without `COSCHED_CONFIG`
+nothing is hooked.
 
 Another version of SGLang is refused even where all of that fits, since its insides may have
 changed: `{ALLOW_VARIABLE}=VERSION` in the environment lets exactly that version
-through, taken for the nearest one before it, with a warning in the log of every process.
-[porting.md](porting.md) says how to support one more.
+through, with a warning in the log of every process. [porting.md](porting.md) says how to move to
+another version.
 
 Kinds: `before` runs ahead of the original and may change what it is given, `after` sees its result,
 `around` calls it, `replace` takes its place.
 
-| seam | place | kind | SGLang |
-|---|---|---|---|
+| seam | place | kind |
+|---|---|---|
 """
 
 
 def render(seams: Iterable[Seam]) -> str:
     """The page, in Markdown."""
     seams = tuple(seams)
-    rows = [
-        f"| [{_name(s)}](#{_name(s)}) | `{_place(s)}` | {s.kind} | {', '.join(s.versions)} |\n"
-        for s in seams
-    ]
+    rows = [f"| [{_name(s)}](#{_name(s)}) | `{_place(s)}` | {s.kind} |\n" for s in seams]
     sections = [_section(tuple(group)) for _, group in groupby(seams, _name)]
     return _INTRO + "".join(rows) + "".join(sections) + _internals()
 
@@ -72,9 +69,6 @@ def _internals() -> str:
         + "\n",
         *_names(INTERNALS),
     ]
-    for version in SGLANG_VERSIONS:
-        parts.append(f"\nIn {version} beside those:\n")
-        parts += _names(INTERNALS_OF[version])
     return "\n".join(parts) + "\n"
 
 
@@ -86,15 +80,14 @@ def _names(internals: Mapping[str, tuple[str, ...]]) -> list[str]:
 
 
 def _section(seams: Sequence[Seam]) -> str:
-    """One seam, which may differ between versions."""
+    """The seams of one module."""
     first = seams[0]
     facts = []
     for seam in seams:
-        where = "" if seam.versions == SGLANG_VERSIONS else f" in {', '.join(seam.versions)}"
         facts += [
-            f"* **Place{where}:** `{seam.target}`",
-            f"* **Kind{where}:** {seam.kind}",
-            f"* **Parameters{where}:** {', '.join(f'`{name}`' for name in seam.signature)}",
+            f"* **Place:** `{seam.target}`",
+            f"* **Kind:** {seam.kind}",
+            f"* **Parameters:** {', '.join(f'`{name}`' for name in seam.signature)}",
         ]
     facts.append(f"* **Why:** {first.why}")
     if first.upstream:

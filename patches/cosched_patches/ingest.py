@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from cosched_patches.seam import Seam
 
-__all__ = ["SEAM", "SEAM_0_5_21"]
+__all__ = ["SEAM"]
 
 
 def _hook() -> Any:
@@ -30,7 +29,4 @@ SEAM = Seam(
         "begun: who comes meanwhile waits for both. It has time until the one before is nearly "
         "over."
     ),
-    versions=("0.5.23",),
 )
-
-SEAM_0_5_21 = replace(SEAM, signature=("self",), versions=("0.5.21",))

@@ -16,7 +16,7 @@ from itertools import chain
 from cosched.errors import SeamError
 from cosched_patches.version import running_on
 
-__all__ = ["INTERNALS", "INTERNALS_OF", "check_internals", "internals_for"]
+__all__ = ["INTERNALS", "check_internals"]
 
 INTERNALS: Mapping[str, tuple[str, ...]] = {
     "sglang.srt.managers.scheduler.Scheduler": (
@@ -59,9 +59,10 @@ INTERNALS: Mapping[str, tuple[str, ...]] = {
         "page_size",
         "pool_stats_observer",
         "process_batch_result",
-        "result_queue",
         "req_to_token_pool",
+        "result_queue",
         "running_batch",
+        "send_abort_output",
         "server_args",
         "spec_algorithm",
         "token_to_kv_pool_allocator",
@@ -119,10 +120,12 @@ INTERNALS: Mapping[str, tuple[str, ...]] = {
         "input_embeds",
         "kv",
         "last_node",
+        "lock",
         "lora_id",
         "origin_input_ids",
         "output_ids",
         "positional_embed_overrides",
+        "prefix_len",
         "priority",
         "reset_for_retract",
         "retraction_count",
@@ -135,8 +138,20 @@ INTERNALS: Mapping[str, tuple[str, ...]] = {
         "to_finish",
         "tokenizer",
     ),
-    "sglang.srt.mem_cache.memory_pool.ReqToTokenPool": ("req_generation",),
+    "sglang.srt.mem_cache.memory_pool.ReqToTokenPool": (
+        "req_generation",
+        "req_to_token",
+        "write",
+    ),
     "sglang.srt.mem_cache.unified_cache.unified_tree_core_interface.UnifiedTreeCoreInterface": (
+        "commit_backup",
+        "commit_load_back",
+        "dec_host_lock_ref",
+        "demote",
+        "drive_host_eviction",
+        "drop_subtree_no_host",
+        "evict_device_leaf",
+        "inc_host_lock_ref",
         "match_full_device_prefix",
     ),
     "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo": ("penalizer_orchestrator",),
@@ -166,21 +181,31 @@ INTERNALS: Mapping[str, tuple[str, ...]] = {
         "len_output_tokens",
     ),
     "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache": (
+        "_execute_and_commit_kv_backup",
         "cache_controller",
         "dec_lock_ref",
         "disable",
         "enable_storage",
         "evict_for_alloc",
         "evictable_size",
+        "flush_pending_backups",
+        "has_free_load_back_slot",
         "host_memory_mode",
         "inc_lock_ref",
+        "load_back",
         "load_back_threshold",
+        "lock",
         "match_prefix",
+        "ongoing_load_back",
+        "ongoing_write_through",
         "protected_size",
+        "ready_to_load_host_cache",
         "session",
         "token_to_kv_pool_allocator",
         "tree_components",
         "tree_core",
+        "unlock",
+        "writing_check",
     ),
     "sglang.srt.session.streaming_session.StreamingSession": ("slots",),
     "sglang.srt.layers.attention.base_attn_backend.AttentionBackend": (
@@ -191,88 +216,38 @@ INTERNALS: Mapping[str, tuple[str, ...]] = {
         "init_forward_metadata_out_graph",
     ),
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool": (
+        "_init_kv_copy_and_warmup",
+        "_kv_copy_config",
         "get_key_buffer",
         "get_kv_buffer",
         "get_value_buffer",
+        "move_kv_cache",
         "set_kv_buffer",
+        "use_native_move_kv_cache",
+    ),
+    "sglang.srt.mem_cache.base_prefix_cache.MatchResult": ("device_prefix_len",),
+    "sglang.srt.managers.cache_controller.HiCacheController": (
+        "ack_load_queue",
+        "l2_transfer_engine",
+        "load_queue",
+        "mem_pool_host",
+        "start_loading",
+    ),
+    "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator": (
+        "_kvcache",
+        "alloc_decode",
+        "alloc_extend",
+        "available_size",
+        "clear",
+        "device",
+        "evict_to_free_tokens",
+        "free_page_ids",
+        "free_pages",
+        "free_segments",
+        "page_size",
     ),
 }
 """Class -> methods and attributes of it that ``cosched/engine`` uses in every supported version."""
-
-INTERNALS_OF: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "0.5.23": {
-        "sglang.srt.managers.scheduler.Scheduler": ("send_abort_output",),
-        "sglang.srt.managers.schedule_batch.Req": ("lock", "prefix_len"),
-        "sglang.srt.mem_cache.base_prefix_cache.MatchResult": ("device_prefix_len",),
-        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache": (
-            "_execute_and_commit_kv_backup",
-            "flush_pending_backups",
-            "has_free_load_back_slot",
-            "load_back",
-            "lock",
-            "ongoing_load_back",
-            "ongoing_write_through",
-            "ready_to_load_host_cache",
-            "unlock",
-            "writing_check",
-        ),
-        "sglang.srt.managers.cache_controller.HiCacheController": (
-            "ack_load_queue",
-            "l2_transfer_engine",
-            "load_queue",
-            "mem_pool_host",
-            "start_loading",
-        ),
-        "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator": (
-            "_kvcache",
-            "alloc_decode",
-            "alloc_extend",
-            "available_size",
-            "clear",
-            "device",
-            "evict_to_free_tokens",
-            "free_page_ids",
-            "free_pages",
-            "free_segments",
-            "page_size",
-        ),
-        "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool": (
-            "_init_kv_copy_and_warmup",
-            "_kv_copy_config",
-            "move_kv_cache",
-            "use_native_move_kv_cache",
-        ),
-        "sglang.srt.mem_cache.memory_pool.ReqToTokenPool": ("req_to_token", "write"),
-        "sglang.srt.mem_cache.unified_cache.unified_tree_core_interface.UnifiedTreeCoreInterface": (
-            "commit_backup",
-            "commit_load_back",
-            "dec_host_lock_ref",
-            "demote",
-            "drive_host_eviction",
-            "drop_subtree_no_host",
-            "evict_device_leaf",
-            "inc_host_lock_ref",
-        ),
-    },
-    "0.5.21": {
-        "sglang.srt.managers.schedule_batch.Req": (
-            "lock_receipt",
-            "prefix_indices",
-            "skip_radix_cache_insert",
-        ),
-        "sglang.srt.mem_cache.base_prefix_cache.MatchResult": ("device_indices",),
-        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache": ("unpin",),
-    },
-}
-"""Supported version -> what it uses in that version beside those."""
-
-
-def internals_for(version: str) -> Mapping[str, tuple[str, ...]]:
-    """Everything that it uses in a supported version."""
-    merged = {target: list(names) for target, names in INTERNALS.items()}
-    for target, names in INTERNALS_OF[version].items():
-        merged.setdefault(target, []).extend(names)
-    return {target: tuple(sorted(names)) for target, names in merged.items()}
 
 
 def check_internals(internals: Mapping[str, tuple[str, ...]]) -> None:

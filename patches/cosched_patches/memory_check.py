@@ -28,5 +28,4 @@ SEAM = Seam(
     signature=("self",),
     hook=_hook,
     why="It takes each request to have pages of its own, and would end a scheduler that is right.",
-    versions=("0.5.23",),
 )

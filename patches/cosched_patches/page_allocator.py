@@ -25,5 +25,4 @@ SEAM = Seam(
     signature=("self",),
     hook=_hook,
     why="An online and an offline request may share a page; stock gives each its own.",
-    versions=("0.5.23",),
 )

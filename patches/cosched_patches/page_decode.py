@@ -24,5 +24,4 @@ SEAM = Seam(
     signature=("batch", "token_per_req"),
     hook=_hook,
     why="As for a prefill: who shares a page depends on each request's class.",
-    versions=("0.5.23",),
 )

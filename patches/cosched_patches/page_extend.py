@@ -24,5 +24,4 @@ SEAM = Seam(
     signature=("batch",),
     hook=_hook,
     why="The allocator gets lengths alone; who shares a page depends on each request's class.",
-    versions=("0.5.23",),
 )

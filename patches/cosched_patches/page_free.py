@@ -24,5 +24,4 @@ SEAM = Seam(
     signature=("self", "kv", "ranges"),
     hook=_hook,
     why="The allocator gets slots alone, from which whose they are cannot be told.",
-    versions=("0.5.23",),
 )

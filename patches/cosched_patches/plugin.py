@@ -21,25 +21,22 @@ def register() -> None:
         if config is None:
             return
         import cosched.bootstrap  # before SGLang's heavy modules are imported
-        from cosched_patches.internals import check_internals, internals_for
+        from cosched_patches.internals import INTERNALS, check_internals
         from cosched_patches.seam import install
-        from cosched_patches.seams import seams_for
+        from cosched_patches.seams import SEAMS
         from cosched_patches.version import check_version
 
-        version = check_version()
-        check_internals(internals_for(version))
-        install(seams_for(version))
+        check_version()
+        check_internals(INTERNALS)
+        install(SEAMS)
         from cosched.engine.port import attention
 
         attention.register()
         if not cosched.bootstrap.has_cuda():
-            from cosched.engine import cpu_attention, cpu_host, cpu_paging, port
+            from cosched.engine import cpu_attention, cpu_host
 
             cpu_attention.install()
-            if port.KNOWS_HOST:
-                cpu_host.install()
-            if port.PAGES_NEED_TRITON:
-                cpu_paging.install()
+            cpu_host.install()
     except CoschedError as error:
         raise SystemExit(f"cosched: {error}") from None
     except Exception as error:

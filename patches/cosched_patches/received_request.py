@@ -37,5 +37,4 @@ SEAM = Seam(
         "thread of the scheduler, which ends with all that it serves. The bounds of the HTTP side "
         "hold here too."
     ),
-    versions=("0.5.23",),
 )

@@ -39,7 +39,6 @@ GENERATION = Seam(
         "A value that SGLang does not check raises here and ends the scheduler with all requests "
         "of all users. Here that request is answered with the reason."
     ),
-    versions=("0.5.23",),
 )
 
 EMBEDDING = replace(
@@ -55,5 +54,4 @@ DELAYED_SAMPLING = Seam(
         "With grammars under the overlap scheduler, sampling is launched apart from the forward "
         "pass. An exception in it is laid to a request (`cosched.engine.faults`)."
     ),
-    versions=("0.5.23",),
 )

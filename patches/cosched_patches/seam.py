@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from cosched.errors import SeamError
-from cosched.versions import SGLANG_VERSIONS
 from cosched_patches.version import running_on
 
 __all__ = ["Seam", "check_signatures", "check_wrapped", "install"]
@@ -27,7 +26,6 @@ class Seam:
                importing the seam's module imports nothing of SGLang
     why        one or two sentences
     upstream   issue or pull request of SGLang about the same lack, if there is one
-    versions   of SGLang that have this place with these parameters
     """
 
     target: str
@@ -36,7 +34,6 @@ class Seam:
     hook: Callable[[], Any]
     why: str
     upstream: str = ""
-    versions: tuple[str, ...] = SGLANG_VERSIONS
 
 
 def install(seams: Iterable[Seam]) -> None:

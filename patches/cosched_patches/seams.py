@@ -5,7 +5,6 @@ from __future__ import annotations
 from cosched_patches import (
     batch_launch,
     batch_result,
-    beam_prompt,
     chat_messages,
     created_time,
     decode_retraction,
@@ -46,7 +45,7 @@ from cosched_patches import (
 )
 from cosched_patches.seam import Seam
 
-__all__ = ["SEAMS", "seams_for"]
+__all__ = ["SEAMS"]
 
 SEAMS: tuple[Seam, ...] = (
     http_processes.SEAM,
@@ -54,10 +53,8 @@ SEAMS: tuple[Seam, ...] = (
     detokenizer_processes.SEAM,
     http_app.SEAM,
     warmup.SEAM,
-    warmup.SEAM_0_5_21,
     http_json.SEAM,
     chat_messages.SEAM,
-    chat_messages.SEAM_0_5_21,
     generate_request.SEAM,
     refusal_status.SEAM,
     request_values.SEAM,
@@ -65,18 +62,15 @@ SEAMS: tuple[Seam, ...] = (
     scheduler_init.SEAM,
     graph_variants.SEAM,
     ingest.SEAM,
-    ingest.SEAM_0_5_21,
     received_request.SEAM,
     received_embedding.SEAM,
     request_faults.GENERATION,
     request_faults.EMBEDDING,
-    beam_prompt.SEAM,
     queue_limit.SEAM,
     waiting_timeout.SEAM,
     request_abort.SEAM,
     prefill_batch.SEAM,
     prefill_adder.SEAM,
-    prefill_adder.SEAM_0_5_21,
     lora_admission.SEAM,
     penalties.SEAM,
     next_batch.SEAM,
@@ -96,9 +90,3 @@ SEAMS: tuple[Seam, ...] = (
     idle.SEAM,
     sigterm.SEAM,
 )
-"""Those of every supported version; where a place differs between versions there are several."""
-
-
-def seams_for(version: str) -> tuple[Seam, ...]:
-    """Those of one supported version."""
-    return tuple(seam for seam in SEAMS if version in seam.versions)

@@ -38,5 +38,4 @@ SEAM = Seam(
         "SGLang matches ``stop_regex`` with Python's `re` at every step, on the scheduler's "
         "thread: ``(a+)+$`` takes time exponential in the text."
     ),
-    versions=("0.5.23",),
 )

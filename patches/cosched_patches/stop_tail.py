@@ -28,5 +28,4 @@ SEAM = Seam(
         "For a pattern without a longest match SGLang decodes the whole output at every step, on "
         "the scheduler's thread."
     ),
-    versions=("0.5.23",),
 )

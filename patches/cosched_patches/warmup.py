@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from cosched_patches.seam import Seam
 
-__all__ = ["SEAM", "SEAM_0_5_21"]
+__all__ = ["SEAM"]
 
 
 def _hook() -> Any:
@@ -43,11 +42,4 @@ SEAM = Seam(
         "answers, and the line that says ready is printed by a server that then fails. After that "
         "line stand cosched's policy, targets and two requests to try."
     ),
-    versions=("0.5.23",),
-)
-
-SEAM_0_5_21 = replace(
-    SEAM,
-    signature=("server_args", "launch_callback", "execute_warmup_func"),
-    versions=("0.5.21",),
 )

@@ -13,7 +13,6 @@ from cosched import bootstrap, launch_server
 from cosched.batches.lock import lock_file
 from cosched.config import ENV_VAR, Config
 from cosched.engine import arguments as engine_side
-from cosched.engine import port
 from cosched.errors import ConfigError
 from cosched.kv.config import ENGINE_ORDERS, KvConfig
 from cosched.kv.eviction import ORDERS
@@ -174,7 +173,7 @@ def test_nothing_is_added_on_a_gpu_but_what_the_policy_needs(monkeypatch):
 
 def resolved_arguments(monkeypatch):
     """Server arguments with which everything is well, to be changed."""
-    resolved = SimpleNamespace(**{flag: good for flag, good, _ in engine_side.refused_arguments()})
+    resolved = SimpleNamespace(**{flag: good for flag, good, _ in engine_side.REFUSED_ARGUMENTS})
     resolved.radix_eviction_policy = "lru"
     monkeypatch.setattr(engine_side, "_resolved", lambda server_args: resolved)
     return resolved
@@ -210,7 +209,7 @@ def test_an_order_of_sglang_is_told_to_it(theirs):
         ("pp_size", 2),
         ("speculative_algorithm", "EAGLE"),
         ("dllm_algorithm", "LLaDA"),
-        (port.NO_DP_ATTENTION[0], 2),
+        ("attn_dp_size", 2),
         ("enable_priority_scheduling", True),
         ("disable_radix_cache", True),
         ("prefill_decode_interval", 3),
@@ -232,7 +231,7 @@ def test_every_refused_flag_is_a_server_argument_of_sglang():
     from sglang.srt.server_args import ServerArgs
 
     fields = {field for cls in ServerArgs.__mro__ for field in getattr(cls, "__annotations__", {})}
-    for name, *_ in engine_side.refused_arguments():
+    for name, *_ in engine_side.REFUSED_ARGUMENTS:
         assert name in fields or hasattr(ServerArgs, name), name
 
 

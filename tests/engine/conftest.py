@@ -1,17 +1,12 @@
 """Real SGLang schedulers in the test process."""
 
 import json
-import os
 import random
 
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.config import ENV_VAR
-from cosched.engine import port
-
-if port.VERSION == "0.5.21":  # its Rust core does not show its nodes
-    os.environ.setdefault("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", "python")
 
 FLAGS = {
     "--device": "cpu",

@@ -11,8 +11,6 @@ from cosched.errors import ConfigError
 from tests.engine.conftest import assert_drained, kv_tokens, prompt
 from tests.engine.test_partial_decode import hold_at_random
 
-pytestmark = pytest.mark.skipif(not port.SHARES_PAGES, reason="not with this version of SGLang")
-
 SHARED = {"kv": {"bidirectional_pages": True}}
 
 

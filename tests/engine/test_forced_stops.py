@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from cosched.core.plan import Preemption, PreemptMode
-from cosched.engine import port
 from tests.engine.conftest import assert_drained, prompt
 
 NUM_REQUESTS = int(os.environ.get("COSCHED_STOPPED_REQUESTS", "120"))
@@ -79,13 +78,7 @@ def undisturbed():
     [
         pytest.param(PreemptMode.KEEP_KV, ROOM, (), id="kept in the tree"),
         pytest.param(PreemptMode.KEEP_KV, TIGHT, (), id="tail evicted"),
-        pytest.param(
-            PreemptMode.CHECKPOINT,
-            TIGHT,
-            HOST,
-            id="host checkpoint",
-            marks=pytest.mark.skipif(not port.KNOWS_HOST, reason="not with this SGLang"),
-        ),
+        pytest.param(PreemptMode.CHECKPOINT, TIGHT, HOST, id="host checkpoint"),
         pytest.param(PreemptMode.RECOMPUTE, TIGHT, (), id="recomputed"),
     ],
 )

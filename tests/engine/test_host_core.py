@@ -11,12 +11,9 @@ import torch
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 import cosched.bootstrap  # noqa: F401  # before SGLang
-from cosched.engine import port
 from cosched.engine.host_core import HostedTreeCore
 from cosched.kv.eviction import CopyOrder, Leaves
 from tests.engine.test_tree_core import CORES, OPERATIONS, Machine, run
-
-pytestmark = pytest.mark.skipif(not port.KNOWS_HOST, reason="not with this version of SGLang")
 
 FULL = ComponentType.FULL
 HOST_TOKENS = 60

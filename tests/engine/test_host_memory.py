@@ -12,8 +12,6 @@ from cosched.engine import port
 from cosched.kv.occupancy import HostOccupancy
 from tests.engine.conftest import assert_drained, prompt, view_now
 
-pytestmark = pytest.mark.skipif(not port.KNOWS_HOST, reason="not with this version of SGLang")
-
 HOST = {"switches": ["--enable-hierarchical-cache"], "hicache_size": 0}
 
 

@@ -8,10 +8,7 @@ import pytest
 import torch
 
 import cosched.bootstrap  # noqa: F401  # before sglang
-from cosched.engine import port
 from cosched.engine.port.bidirectional import BidirectionalAllocator, allocate_for, free_row
-
-pytestmark = pytest.mark.skipif(not port.SHARES_PAGES, reason="not with this version of SGLang")
 
 NUM_OPERATIONS = int(os.environ.get("COSCHED_PAGE_OPERATIONS", "2000"))
 """100,000 were run when this was written."""

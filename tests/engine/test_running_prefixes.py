@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import cosched.bootstrap  # noqa: F401  # before sglang
-from cosched.engine import port
 from cosched.engine.port.attention import launching
 from cosched.engine.port.prefixes import RunningPrefixes
 
@@ -170,7 +169,6 @@ def test_while_a_batch_is_launched_nobody_is_looked_at_twice():
     assert found.saved_tokens == expected.saved_tokens == 900
 
 
-@pytest.mark.skipif(port.PAGES_NEED_TRITON, reason="as in test_shared_prefix")
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_all_that_ask_in_a_process_share_one(make_engine, page_size):
     engine = make_engine(attention_backend="cosched_shared_prefix", page_size=page_size)

@@ -15,15 +15,9 @@ from sglang.srt.model_executor.runner import decode_cuda_graph_runner
 from sglang.srt.model_executor.runner_utils import capture_mode
 
 import cosched.bootstrap  # noqa: F401  # before sglang
-from cosched.engine import port
 from cosched.engine.port.attention import launching
 from cosched_kernels.picker import DeviceModel, write_model
 from tests.engine.conftest import assert_drained, prompt
-
-pytestmark = pytest.mark.skipif(
-    port.PAGES_NEED_TRITON,
-    reason="this SGLang runs Triton kernels beside backends that it does not know, on a CPU too",
-)
 
 NAME = "cosched_shared_prefix"
 OFFLINE = -1

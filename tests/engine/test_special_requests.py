@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from cosched.engine import port
 from cosched.engine.port.local import load_adapters, made_up
 from cosched.engine.tracked import TrackedRequest
 from tests.adapters import FLAGS as LORA_FLAGS
@@ -313,23 +312,6 @@ def test_decodes_find_their_pages_beside_prefills(make_engine, policy, seed):
     assert_drained(engine)
 
 
-@pytest.mark.skipif(port.VERSION != "0.5.21", reason="later versions go on after a chunk")
-def test_beams_with_a_prompt_that_does_not_fit_one_iteration_are_refused(make_engine):
-    engine = make_engine(chunked_prefill_size=64)
-    for rid, length in (("long", 65), ("fits", 64)):
-        engine.submit(rid, prompt(1, length), max_new_tokens=5, stream=False)
-        params = engine._inbox[-1].sampling_params
-        params.beam_width, params.n = 2, 1
-    engine.submit("plain", prompt(2, 200), max_new_tokens=5)
-    engine.run_until_idle(max_iterations=300)
-    assert engine.replies["long"].finish_reason == "abort"
-    assert "more than 64 tokens" in engine.replies["long"].message
-    assert engine.replies["fits"].finish_reason == "length"
-    assert len(engine.replies["plain"].output_ids) == 5
-    assert_drained(engine)
-
-
-@pytest.mark.skipif(port.VERSION == "0.5.21", reason="begins anew with each chunk")
 @pytest.mark.parametrize("overlap", [True, False])
 def test_beams_get_the_same_from_a_prompt_in_chunks(make_engine, overlap):
     outputs = []

@@ -29,7 +29,7 @@ NUM_OPERATIONS = int(os.environ.get("COSCHED_TREE_OPERATIONS", "2500"))
 """100,000 were run when this was written."""
 
 FULL = ComponentType.FULL
-CORES = [name for name in ("rust", "python") if name == "python" or port.VERSION != "0.5.21"]
+CORES = ["rust", "python"]
 
 
 def make_core(name, page_size):
@@ -52,7 +52,7 @@ def make_core(name, page_size):
 def consume(leaf):
     """Take what an eviction has freed, as the cache does."""
     leaf.device_frees.clear()
-    getattr(leaf, "cache_actions", []).clear()  # not in 0.5.21
+    leaf.cache_actions.clear()
 
 
 class Machine:

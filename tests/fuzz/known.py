@@ -1,7 +1,6 @@
 """What stock SGLang does wrong with wrong requests, and cosched does not mend.
 
-None of it hurts another request. `docs/wire.md` names them. Seen on 0.5.21 and on 0.5.23, where the
-code of both places is the same.
+None of it hurts another request. `docs/wire.md` names them.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
-from cosched.engine import port
 from cosched.metrics.records import record_line
 from cosched.simulation.machine import Machine
 from cosched.simulation.run import CostSpec, RunSpec, execute_requests
@@ -14,8 +13,6 @@ from cosched.simulation.scenario import scenario
 from cosched.simulation.virtual import VirtualClock
 from cosched.simulation.virtual_host import VirtualTransfers
 from tests.traces.samples import request
-
-pytestmark = pytest.mark.skipif(not port.KNOWS_HOST, reason="not with this version of SGLang")
 
 SPEC = RunSpec(
     scenario=scenario("hygen"),

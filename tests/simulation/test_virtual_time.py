@@ -10,7 +10,6 @@ import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.core.request import RequestClass, Slo
-from cosched.engine import port
 from cosched.errors import ConfigError
 from cosched.metrics.records import record_line
 from cosched.simulation.machine import Machine
@@ -295,18 +294,7 @@ def test_only_an_oracle_is_told_how_long_responses_get(mode, is_told, monkeypatc
     assert all(hint == (length if is_told else None) for hint, length in hints)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "s1",
-        pytest.param(
-            "priority",
-            marks=pytest.mark.skipif(
-                port.VERSION == "0.5.21", reason="stops in the order of a set of objects"
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("name", ["s1", "priority"])
 def test_a_run_gives_up_as_soon_as_too_many_missed(name):
     spec = RunSpec(
         scenario=scenario(name),

@@ -363,8 +363,8 @@ def prefix_key(req: Any) -> Hashable:
     return req.extra_key, req.cache_salt
 
 
-def traits_of(req: Any, *, can_cut: bool) -> Traits:
-    """What cannot be done with it. can_cut: of the same name (`port.can_cut`)."""
+def traits_of(req: Any) -> Traits:
+    """What cannot be done with it."""
     beams = req.beam_group
     streams_session = req.session is not None and req.session.streaming
     has_embeds = req.input_embeds is not None
@@ -374,7 +374,6 @@ def traits_of(req: Any, *, can_cut: bool) -> Traits:
         can_stop=beams is None and not streams_session and not has_embeds,
         # SGLang mixes no batch in which one of these is (`_get_new_batch_prefill_raw`).
         can_mix=beams is None and not req.return_logprob and not has_embeds,
-        can_cut=can_cut,
         num_rows=1 if beams is None else int(beams.beam_width),
         adapter=req.lora_id,
     )

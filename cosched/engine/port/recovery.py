@@ -45,8 +45,7 @@ def can_take_back(scheduler: Any) -> bool:
     """Whether this engine's iterations can be taken back. Drafts, state-space layers, sliding
     windows, beams and pipeline stages hold state that a release here would not cover."""
     return (
-        port.CAN_TAKE_BACK
-        and scheduler.spec_algorithm.is_none()
+        scheduler.spec_algorithm.is_none()
         and not scheduler.enable_hisparse
         and scheduler.dllm_config is None
         and not (scheduler.is_hybrid_swa or scheduler.is_hybrid_ssm)

@@ -1,4 +1,4 @@
-"""SGLang 0.5.23, where it differs from other supported versions."""
+"""What a request holds and finds of SGLang's KV memory."""
 
 from __future__ import annotations
 
@@ -12,13 +12,6 @@ from cosched.engine.port.common import Found, lookup_key, num_own
 from cosched.kv.tree import PathNode
 
 __all__ = [
-    "CAN_TAKE_BACK",
-    "KNOWS_HOST",
-    "NO_DP_ATTENTION",
-    "PAGES_NEED_TRITON",
-    "SHARES_PAGES",
-    "can_cut",
-    "can_tell_path",
     "find",
     "gain_of_stopping",
     "holds_memory",
@@ -29,28 +22,6 @@ __all__ = [
     "reserves_whole_output",
     "send_abort",
 ]
-
-NO_DP_ATTENTION: tuple[str, object] = ("attn_dp_size", 1)
-"""The argument without which attention is not data-parallel, and its value then. The old flag
-becomes this width, and its own field is False afterwards."""
-
-KNOWS_HOST = True
-"""cosched can say what this version copies to host memory and gives up there."""
-
-PAGES_NEED_TRITON = False
-"""Its allocator has plain functions for devices without Triton."""
-
-SHARES_PAGES = True
-"""`port.bidirectional` stands in for its allocator."""
-
-
-CAN_TAKE_BACK = True
-"""`port.recovery` knows what a request holds at every step of an iteration."""
-
-
-def can_tell_path(core: Any) -> bool:
-    """Whether a tree core shows the nodes above another."""
-    return True
 
 
 def path_of(core: Any, node_id: int) -> list[PathNode]:
@@ -66,12 +37,6 @@ def path_of(core: Any, node_id: int) -> list[PathNode]:
 def num_prefix(req: Any) -> int:
     """Tokens at its head whose KV its next chunk finds."""
     return int(req.prefix_len)
-
-
-def can_cut(req: Any) -> bool:
-    """Whether its prompt may be computed in chunks. Those that go into no tree (beams, overridden
-    embeddings) stay in its row."""
-    return True
 
 
 def reserves_whole_output(req: Any) -> bool:
