@@ -28,10 +28,9 @@ import logging
 logging.getLogger("sglang.srt.models.registry").setLevel(logging.ERROR)
 import sglang.srt.models.registry  # each scheduler imports all models
 import sqlalchemy
-from cosched_patches.internals import check_internals, internals_for
-from cosched_patches.version import check_version
+from cosched_patches.internals import INTERNALS, check_internals
 
-check_internals(internals_for(check_version()))  # keeps what it reads in SGLang's code
+check_internals(INTERNALS)  # keeps what it reads in SGLang's code
 gc.collect()
 gc.freeze()  # otherwise each child looks through all of it when it ends
 gc.enable()
