@@ -394,7 +394,7 @@ class TestProcess:
             targets = [pkgutil.resolve_name(seam.target) for seam in SEAMS]
             before = everything()
             load_plugins()
-            assert [pkgutil.resolve_name(seam.target) for seam in seams] == targets
+            assert [pkgutil.resolve_name(seam.target) for seam in SEAMS] == targets
             after = everything()
             changed = dict(set(after.items()) ^ set(before.items()))
             print(sorted(map(str, changed)), HookRegistry._patched, dict(HookRegistry._hooks))
