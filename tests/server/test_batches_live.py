@@ -138,7 +138,11 @@ def test_the_page_is_open_and_what_it_asks_for_is_not(api, server):
     key = {"authorization": f"Bearer {ADMIN_KEY}", "accept": "application/json"}
     [state] = httpx.get(url, headers=key).json()["replicas"]
     assert state["times_s"].keys() == {
-        f"{kind}_{time}" for kind in ("online", "offline") for time in ("ttft", "tpot")
+        "online_ttft",
+        "online_missed_ttft",
+        "online_tpot",
+        "offline_ttft",
+        "offline_tpot",
     }
     told = httpx.get(f"{server.url}/cosched/metrics", headers=key)
     assert told.status_code == 200 and "cosched:batches{" in told.text
