@@ -40,7 +40,7 @@ class Budgets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     burst: float = 1.5
     idle_share: float = 0.3
     crowded_share: float = 0.2
-    late_bound: float = 60.0
+    late_bound: float = 120.0
     token_group: int = 1
 
     def __post_init__(self) -> None:

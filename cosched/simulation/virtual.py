@@ -94,7 +94,7 @@ whole running batch has ended, SGLang takes an iteration to notice before it adm
 class VirtualClock:
     """Seconds since the simulation began. Moved by the simulation alone."""
 
-    def __init__(self, after_wait_s: float) -> None:
+    def __init__(self, after_wait_s: float = NoHostTime.after_wait_s) -> None:
         """after_wait_s: as of `HostTime`."""
         self._now_s = 0.0
         self._after_wait_s = after_wait_s

@@ -55,9 +55,11 @@ NUM_REQUESTS = 2000
 
 
 @pytest.mark.server
-def test_no_request_ends_the_server_or_makes_a_chat_wait_for_2_seconds(forks):
+def test_no_request_ends_the_server_or_stops_a_chat(forks):
+    """On a quiet machine no probe takes 2 s (`scripts/fuzz_server`); beside other tests each takes
+    as long as these leave of the processor."""
     with fuzzed_server(build_parser().parse_args([]), forks) as server:
-        options = ["--seed", "11", "--requests", str(NUM_REQUESTS), "--probe-limit", "2"]
+        options = ["--seed", "11", "--requests", str(NUM_REQUESTS), "--probe-limit", "8"]
         command = ["scripts/fuzz_server", *options, "--url", server.url]
         found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert found.returncode == 0, found.stderr[-8000:] + server.log()[-8000:]

@@ -44,7 +44,8 @@ EXCEPTED = {
 CHANGED = {
     "cosched batch": ("-o out.jsonl", "-o out.jsonl --base-url http://localhost:30000"),
     "cosched simulate": ("--duration 600", "--duration 4"),
-    "cosched bench run": ("--duration 60", "--duration 1"),
+    "cosched bench run": ("--duration 200", "--duration 1"),
+    "cosched bench yardstick": ("--data-dir DIR", "--duration 1"),
 }
 
 
