@@ -602,10 +602,9 @@ class Controller:
         )
 
     def offline_progress(self) -> OfflineProgress:
-        """O(waiting requests): those that were preempted have begun, too."""
+        """O(running and preempted requests)."""
         running = self._running()
-        queued = (TrackedRequest.of(req) for req in self.waiting)
-        begun = [*running, *(one for one in queued if one is not None and one.num_output_tokens)]
+        begun = [*running, *self.waiting.preempted]
         offline = [one for one in begun if one.request_class is RequestClass.OFFLINE]
         progress = OfflineProgress(
             begun=tuple(

@@ -68,6 +68,8 @@ class WaitingQueue:
         self._came_s = came_s
         self._all: ArrivalQueue[TrackedRequest] = ArrivalQueue()
         self._rids: SortedList[str] = SortedList()
+        self._preempted: dict[str, TrackedRequest] = {}
+        """Those that have output tokens already, by rid."""
         self._seq = itertools.count()
 
     def advance(self, now_s: float) -> None:
@@ -108,6 +110,8 @@ class WaitingQueue:
                     self.alone.arrived(tracked)
         self._all.add(tracked)
         self._rids.add(tracked.rid)
+        if tracked.num_output_tokens:
+            self._preempted[tracked.rid] = tracked
         if tracked.request_class is RequestClass.ONLINE:
             self.online.add(tracked)
             if self.kv is not None:
@@ -178,11 +182,17 @@ class WaitingQueue:
     def _take(self, rid: str) -> TrackedRequest:
         tracked = self._all.remove(rid)
         self._rids.remove(rid)
+        self._preempted.pop(rid, None)
         self.num_tokens -= tracked.num_queued_tokens
         if self.kv is not None and tracked.request_class is RequestClass.ONLINE:
             with self._guard.watching("kv"):
                 self.kv.online_waits_no_more(tracked)
         return tracked
+
+    @property
+    def preempted(self) -> Iterable[TrackedRequest]:
+        """Waiting requests that have output tokens already."""
+        return self._preempted.values()
 
     def get(self, rid: str) -> TrackedRequest | None:
         return self._all.get(rid)

@@ -25,6 +25,7 @@ def make_req(rid, priority, length=10):
         rid=rid,
         priority=priority,
         seqlen=length,
+        output_ids=[],
         retraction_count=0,
         origin_input_ids=[7] * length,
         sampling_params=SimpleNamespace(
@@ -143,3 +144,16 @@ def test_requests_are_found_by_the_beginning_of_their_ids():
         assert found == [rid for rid in rids if rid.startswith(prefix)], prefix
     queue.pop(2)
     assert [req.rid for req in queue.beginning_with("a1")] == ["a10", "a1\U0010ffff"]
+
+
+def test_preempted_requests_are_found_without_a_walk_through_all():
+    queue = make_queue()
+    for i in range(5):
+        queue.append(make_req(f"r{i}", -1))
+    assert [*queue.preempted] == []
+    req = queue.pop(2)
+    req.output_ids = [1, 2]
+    queue.append(req)
+    assert [tracked.req for tracked in queue.preempted] == [req]
+    queue.remove(req)
+    assert [*queue.preempted] == []
