@@ -38,8 +38,6 @@ COMMANDS: Mapping[str, _Command] = {
     "profile": _Command(
         "cosched.profile", "measure what iterations take; find the budget that meets targets"
     ),
-    "predictors": _Command("cosched.predictors", "iteration-time prediction accuracy"),
-    "lengths": _Command("cosched.lengths", "output-length prediction accuracy"),
     "explain": _Command("cosched.explain", "read a decision log: why did a request wait?"),
     "config": _Command("cosched.check_config", "validate or print the configuration"),
     "demo-model": _Command("cosched.demo_model", "make a small model with random weights"),

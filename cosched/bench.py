@@ -231,7 +231,7 @@ class Tolerance(_Sweep):
 class Robustness(_Sweep):
     """Policies with an ever worse predictor.
 
-    Every prediction of a plan is multiplied by a random factor of mean 1 (docs/predictors.md);
+    Every prediction of a plan is multiplied by a random factor of mean 1 (docs/predict.md);
     errors are its standard deviations. With --slower also on a GPU that becomes so much slower
     once it has worked for --slower-after.
 

@@ -130,12 +130,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                        number
     latency_model      profile of this engine that ``python -m cosched.profile measure`` wrote, for
                        policies that predict; absent: they learn while they run
-    predictor          of a paper (docs/predictors.md), fitted to the iterations of latency_model;
+    predictor          of a paper (docs/predict.md), fitted to the iterations of latency_model;
                        absent: the policy's own, mostly the predictor in that file
     strict             an error of cosched's own ends the server instead of being planned around;
                        for tests and simulations
     predictor_error    for experiments: standard deviation of a random factor on all predictions of
-                       a plan, 0 to 1 (docs/predictors.md)
+                       a plan, 0 to 1 (docs/predict.md)
     plan_early         an iteration is planned as soon as the one before it runs, as stock SGLang
                        does, in place of the last moment (docs/architecture.md)
     iteration_log      file to write the shape and time of every iteration to, one JSON line each

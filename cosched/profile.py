@@ -7,7 +7,7 @@
     python -m cosched.profile slo --slo "p99_tbt<=40ms" --online demo-chat --offline demo-job \\
         --duration 60 --model-path MODEL -- [any SGLang flag]
 
-`measure` drives an engine through designed batches, fits the latency predictors and writes a
+`measure` drives an engine through designed batches, fits the latency predictor and writes a
 profile, with which a policy starts (`--latency-model`) and a simulation can run (`--profile`).
 `slo` searches the largest latency budget, or rate of offline requests, with which a workload meets
 its goals (HyGen's SLO-aware profiler), in virtual time or, with a model, on servers of its own.
@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -53,21 +54,17 @@ from cosched.command_line import (
     whole,
 )
 from cosched.config import Config, configured
+from cosched.core.batch import BatchShape, BatchTotals
 from cosched.cost_models.base import PrefixReads
 from cosched.cost_models.specs import GPUS
 from cosched.engine.arguments import bind_cpu_threads, check_arguments, engine_arguments
 from cosched.errors import ConfigError, choices
 from cosched.files import write_whole
-from cosched.latency.compare import (
-    compare_predictors,
-    error_table,
-    errors_of,
-    hold_out,
-)
 from cosched.latency.design import design_rounds
 from cosched.latency.graphs import GraphSizes
-from cosched.latency.predictor import fit_predictor
+from cosched.latency.predictor import FittedPredictor, fit_predictor
 from cosched.latency.profile_file import EngineIdentity, MeasuredPoint, Profile
+from cosched.latency.relative_error import summarise
 from cosched.metrics.goals import Goal, parse_goal
 from cosched.simulation.options import (
     SEED,
@@ -93,7 +90,7 @@ _POLICY = "sarathi"
 
 
 class Measure(JsonOption, kw_only=True):
-    """Measure an engine, fit the predictors, write a profile.
+    """Measure an engine, fit the predictor, write a profile.
 
     The engine is the modelled GPU of a simulation (--virtual and machine options), or one in this
     process (--model-path and any SGLang flag).
@@ -211,14 +208,8 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     engine = _virtual_engine if arguments.virtual else _live_engine
     with engine(arguments) as (local, identity, graphs):
         points, about = _measured_points(arguments, local)
-    errors, num_held_out = _errors(arguments, points, graphs)
-    predictor = fit_predictor(
-        PREDICTOR,
-        [point.batch for point in points],
-        [point.seconds for point in points],
-        graphs=graphs,
-    )
-    held_out = {"num_points": num_held_out, "errors": errors}
+    held_out = _errors(arguments, points, graphs)
+    predictor = _fitted(points, graphs)
     profile = Profile(
         points=points, engine=identity, predictor=predictor, held_out=held_out, about=about
     )
@@ -333,13 +324,44 @@ def _measured_points(
 
 def _errors(
     arguments: argparse.Namespace, points: Sequence[MeasuredPoint], graphs: GraphSizes | None
-) -> tuple[dict[str, Any], int]:
-    """Errors of every predictor on points that it was not fitted to, and their number. Prints the
-    table."""
-    rest, held_out = hold_out(points, arguments.held_out, seed=arguments.seed)
-    results = compare_predictors(rest, held_out, graphs=graphs)
-    print("\n".join(error_table(results, len(rest))))
-    return errors_of(results), len(held_out)
+) -> dict[str, Any]:
+    """What the profile says of its predictor: relative errors on held-out points, by kind of batch
+    and of "all". Prints them. ConfigError if there are too few points to hold some out."""
+    order = np.random.default_rng(arguments.seed).permutation(len(points)).tolist()
+    num_held_out = round(len(points) * arguments.held_out)
+    if not 0 < num_held_out < len(points):
+        raise ConfigError(f"{len(points)} batches are too few to hold some out")
+    held_out = [points[i] for i in order[:num_held_out]]
+    try:
+        predictor = _fitted([points[i] for i in order[num_held_out:]], graphs)
+    except ConfigError as too_few:
+        print(f"error unknown: {too_few}")
+        return {"num_points": num_held_out, "errors": {PREDICTOR: {"not_fitted": str(too_few)}}}
+    pairs: dict[str, list[tuple[float, float]]] = {}
+    for point in held_out:
+        pair = predictor.predict_s(BatchTotals.of(point.batch)), point.seconds
+        for kind in (kind_of(point.batch), "all"):
+            pairs.setdefault(kind, []).append(pair)
+    errors = {kind: summarise(*zip(*of_kind, strict=True)) for kind, of_kind in pairs.items()}
+    print(f"error on {num_held_out} of {len(points)} batches, fitted to the others: mean, p99 [%]")
+    for kind, error in sorted(errors.items()):
+        print(f"{kind:<16}{100 * error.mean:>9.2f}{100 * error.p99:>7.1f}")
+    by_kind = {kind: asdict(error) for kind, error in errors.items()}
+    return {"num_points": num_held_out, "errors": {PREDICTOR: by_kind}}
+
+
+def kind_of(batch: BatchShape) -> str:
+    """Which of the four kinds of designed batches this is."""
+    if not batch.prefills:
+        return "decode"
+    if batch.decodes:
+        return "mixed"
+    return "cached prefill" if any(p.num_cached for p in batch.prefills) else "prefill"
+
+
+def _fitted(points: Sequence[MeasuredPoint], graphs: GraphSizes | None) -> FittedPredictor:
+    batches, seconds = [p.batch for p in points], [p.seconds for p in points]
+    return fit_predictor(PREDICTOR, batches, seconds, graphs=graphs)
 
 
 def _slo(arguments: argparse.Namespace) -> dict[str, Any]:

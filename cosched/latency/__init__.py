@@ -1,2 +1,2 @@
 """What an iteration is predicted to take: predictors, fitted to what was measured and calibrated
-while running (docs/predictors.md)."""
+while running (docs/predict.md)."""

@@ -1,4 +1,4 @@
-"""The predictors of three papers, extended where SGLang's batches ask for it (docs/predictors.md).
+"""The predictors of three papers, extended where SGLang's batches ask for it (docs/predict.md).
 
 Each is fitted by least squares on relative errors with coefficients that cannot be negative.
 """

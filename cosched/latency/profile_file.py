@@ -27,7 +27,6 @@ __all__ = [
     "MeasuredPoint",
     "Profile",
     "read_iteration_log",
-    "read_points",
 ]
 
 FILE_FORMAT = "cosched-profile"
@@ -197,14 +196,6 @@ def read_iteration_log(path: Path) -> list[MeasuredPoint]:
                 continue  # Shorter than the log's resolution: nothing to learn.
         points.append(_point(entry, where=f"{path}, line {i + 1}"))
     return points
-
-
-def read_points(path: Path) -> list[MeasuredPoint]:
-    """The iterations of a profile, or of a server's log. ConfigError naming the file and what is
-    wrong with it."""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        is_profile = f'"{FILE_FORMAT}"' in file.readline(200)
-    return list(Profile.load(path).points) if is_profile else read_iteration_log(path)
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:

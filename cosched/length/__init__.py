@@ -1,7 +1,7 @@
-"""How long a response gets (docs/lengths.md)."""
+"""How long a reply gets (docs/predict.md)."""
 
 from cosched.length.beliefs import Belief, LengthModel
-from cosched.length.config import MODES, LengthConfig
-from cosched.length.facts import Facts
+from cosched.length.config import LengthConfig
+from cosched.length.histogram import Facts
 
-__all__ = ["MODES", "Belief", "Facts", "LengthConfig", "LengthModel"]
+__all__ = ["Belief", "Facts", "LengthConfig", "LengthModel"]

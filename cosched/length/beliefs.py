@@ -1,4 +1,4 @@
-"""What is believed of the output that a request is still to generate."""
+"""Estimates of the output that a request has still to generate."""
 
 from __future__ import annotations
 
@@ -8,74 +8,67 @@ from statistics import NormalDist
 
 from cosched.core.estimates import LengthEstimate
 from cosched.length.config import LengthConfig
-from cosched.length.facts import Cells, Facts, cells_of
-from cosched.length.histogram import Hints, Histogram, Pair
-from cosched.length.learned import Features, TokenModel, features_of
-from cosched.length.window import Window
+from cosched.length.histogram import Cells, Facts, Hints, Histogram, Pair, Window, cells_of
 
 __all__ = ["NUM_ENDS", "Belief", "LengthModel"]
 
 NUM_ENDS = 8
-"""Of a length that is not certain, by which it is described (`LengthEstimate.ends`)."""
+"""Possible ends that describe an uncertain length (`LengthEstimate.ends`)."""
 
 _SCORES = 512
 """Requests by which the upper estimate is corrected."""
 _FIRST_STEP = 16
-"""Tokens that come out before a belief is looked at again, at least."""
+"""Least number of tokens between two look-ups."""
 _BEYOND = (2.0, 4.0)
-"""Of what has come out: median and upper length where no request of any likeness got so long. As
-if lengths had no scale (a Pareto tail of index 1 has the median of the survivors of t at 2 t)."""
+"""Median and upper length, in multiples of the output, where no similar request got so long: as if
+lengths had no scale (a Pareto tail of index 1 has the median of the survivors of t at 2 t)."""
 _RENEWED = 32
-"""Requests that end before a belief about one that waits is looked at again, at most."""
+"""Most requests that end before the estimate of a waiting request is looked up again."""
 _NORMAL = NormalDist()
 _HALVINGS = tuple(-math.log2(1 - (i + 0.5) / NUM_ENDS) for i in range(NUM_ENDS))
-"""How often half of all must have ended until the middle of each part has."""
+"""How many halvings of those still running until the middle of each part has ended."""
 
 
 class Belief:
-    """Of one request. Made when it is first asked about; follows what has come out since, and while
-    it waits what has been learned since."""
+    """The estimate for one request. Made at the first question; follows the request's output, and
+    while the request waits, what has been learned."""
 
     __slots__ = (
         "_answer",
         "_asked",
         "_cells",
-        "_features",
         "_median",
         "_model",
         "_renewed",
+        "_upper",
         "ends",
         "facts",
         "until",
-        "upper",
     )
 
     def __init__(self, model: LengthModel, facts: Facts) -> None:
         self.facts = facts
         self._model = model
         self._cells: Cells | None = None
-        self._features: Features | None = None
         self.until = 0
-        """Tokens with which it is looked at again."""
-        self._median = 0
-        self.upper = 0
-        """Tokens of the whole output at the upper end, valid before `until`."""
+        """Output tokens at which it is looked up again."""
+        self._median = self._upper = 0
+        """Tokens of the whole output, valid before `until`."""
         self.ends: tuple[int, ...] = ()
-        """Tokens of the whole output with which it may end (`LengthEstimate`), likewise."""
+        """Possible lengths of the whole output (`LengthEstimate`), likewise."""
         self._asked = -1
-        """Tokens after which it was last asked: a plan asks several times, and each plan anew about
-        those that wait."""
+        """Output tokens at the last question: a plan asks several times."""
         self._answer = LengthEstimate(0, 0)
         self._renewed = 0
-        """Requests that have ended with which it is looked at again while it waits."""
+        """Learned requests at which it is looked up again while the request waits."""
 
     def remaining(self, num_produced: int, *, waits: bool = False) -> LengthEstimate:
-        """What is still to come after so many tokens; 0 at the limit and at least 1 before it.
+        """What is still to come after `num_produced` tokens; 0 at the limit, at least 1 before it.
 
-        Looked up when it is first asked, each time the output has doubled, and where it is longer
-        than it was thought: in between the expected total stays, so that plans rest on something.
-        Of a request that waits also when twice as many have ended as then, or `_RENEWED` more:
-        what was believed when nothing was known must not keep it waiting.
+        Looked up at the first question, each time the output has doubled, and where it is longer
+        than expected; in between the expected total stays, so that plans are stable. For a waiting
+        request also when twice as many requests have ended, or `_RENEWED` more: an estimate from
+        before anything was known must not keep it waiting.
         """
         if num_produced != self._asked:
             self._answer = self._remaining(num_produced)
@@ -92,27 +85,26 @@ class Belief:
         if num_produced >= self.until:
             median, upper = self._model.totals(self, num_produced)
             self._median = max(round(median), num_produced + 1)
-            self.upper = max(math.ceil(upper), self._median)
+            self._upper = max(math.ceil(upper), self._median)
             self.until = max(num_produced + _FIRST_STEP, min(2 * num_produced, self._median))
             self.ends = self._ends(num_produced)
             num_learned = self._model.num_learned
             self._renewed = num_learned + min(max(num_learned, 1), _RENEWED)
-        # Asked of all that runs, in each plan: without calls.
+        # Every plan asks this of every running request: no calls of min and max.
         median_left = self._median - num_produced
         median_left = 1 if median_left < 1 else left if median_left > left else median_left
-        upper_left = self.upper - num_produced
+        upper_left = self._upper - num_produced
         if upper_left < median_left:
             upper_left = median_left
         upper_left = left if upper_left > left else upper_left
         return LengthEstimate(median_left, upper_left, self.ends)
 
     def _ends(self, num_produced: int) -> tuple[int, ...]:
-        """The middles of equally likely parts of what is still to come, which is Weibull's
-        distribution with this median and this upper quantile. Where both are the same it is
-        certain."""
+        """The middles of equally likely parts of what is still to come: a Weibull distribution with
+        this median and this upper quantile; one end if both are equal."""
         limit = self.facts.limit
         median = self._median - num_produced
-        stretch = (self.upper - num_produced) / median
+        stretch = (self._upper - num_produced) / median
         if stretch <= 1:
             return (min(self._median, limit),)
         power = math.log(stretch) / math.log(-math.log2(1 - self._model.config.coverage))
@@ -125,18 +117,11 @@ class Belief:
             self._cells = cells_of(self.facts)
         return self._cells
 
-    @property
-    def features(self) -> Features:
-        if self._features is None:
-            self._features = features_of(self.facts)
-        return self._features
-
 
 class LengthModel:
     """All that is learned about lengths; one per replica, where plans are made.
 
-    A pure function of the requests that have ended, in their order: it knows no clock and no
-    chance.
+    Depends only on the requests that have ended, in their order: no clock, no randomness.
     """
 
     def __init__(self, config: LengthConfig) -> None:
@@ -145,42 +130,38 @@ class LengthModel:
         coverage, window = config.coverage, config.window
         self.histogram = Histogram(coverage=coverage, window=window, max_cells=config.max_cells)
         self._hints = Hints(coverage=coverage, window=window)
-        self._tokens = TokenModel(coverage=config.coverage) if config.mode == "learned" else None
-        self._scores = Window(_SCORES, typecode="d")
+        self._scores = Window(_SCORES)
         self.num_learned = 0
         """Requests that it has learned from."""
         self._correction = 1.0
-        """Factor on the upper quantile with which it would have covered the share it is to cover of
-        the newest requests: a conformal correction (Vovk et al. 2005; Romano et al. 2019) over a
-        sliding window."""
+        """Factor on the upper quantile with which it would have covered its share of the newest
+        requests: a conformal correction over a sliding window (Vovk et al. 2005; Romano et al.
+        2019)."""
 
     def belief(self, facts: Facts) -> Belief:
         return Belief(self, facts)
 
     def learn(self, belief: Belief, num_output_tokens: int) -> None:
-        """A request has ended by itself or at its limit, after so many tokens. Not for one that was
-        aborted: its length says nothing."""
+        """A request has ended by itself or at its limit. Not for an aborted one: its length says
+        nothing."""
         if not self.config.learns:
             return
         facts = belief.facts
         self.num_learned += 1
-        before = self.histogram.learn(belief.cells, num_output_tokens)
-        if before is None:
+        similar = self.histogram.learn(belief.cells, num_output_tokens)
+        if similar is None:
             return
-        root, like = before
-        if self._tokens is not None:
-            like = self._tokens.learn(belief.features, root, like, num_output_tokens)
         hinted = self._hints.totals(facts) if self.config.hints else None
-        # The limit is known, and cuts what is believed: it is no part of the error.
-        upper = min((hinted or like).upper, facts.limit)
+        # The limit is known, and cuts the estimate: it is no part of the error.
+        upper = min((hinted or similar).upper, facts.limit)
         self._scores.add(math.log((num_output_tokens + 1) / (upper + 1)))
         if len(self._scores) * (1 - self.config.coverage) >= 1:
             self._correction = math.exp(self._scores.quantile(self.config.coverage))
         if facts.hint is not None and self.config.hints:
-            self._hints.learn(facts, num_output_tokens, like)
+            self._hints.learn(facts, num_output_tokens, similar)
 
     def totals(self, belief: Belief, num_produced: int) -> Pair:
-        """Of the whole output of a request that has produced so many tokens."""
+        """The whole output of a request that has generated `num_produced` tokens."""
         facts, config = belief.facts, self.config
         if config.mode == "limit":
             return Pair(facts.limit, facts.limit)
@@ -194,22 +175,18 @@ class LengthModel:
 
     def _learned(self, belief: Belief, num_produced: int) -> Pair:
         facts = belief.facts
-        found = self._hints.totals(facts) if self.config.hints else None
-        like = self.histogram.totals(belief.cells)
-        if like is None:
-            return found or Pair(facts.limit, facts.limit)
-        if found is None:
-            found = like
-            if self._tokens is not None:
-                root = self.histogram.root
-                assert root is not None, "something is known"
-                found = self._tokens.totals(belief.features, root, like)
+        hinted = self._hints.totals(facts) if self.config.hints else None
+        similar = self.histogram.totals(belief.cells)
+        if similar is None:
+            return hinted or Pair(facts.limit, facts.limit)
+        found = hinted or similar
         first = Pair(found.median, found.upper * self._correction)
         if num_produced == 0:
             return first
-        # What is known of the request beyond its likenesses stretches theirs.
+        # What is known of the request beyond similar ones stretches their lengths.
         median, upper = (
-            self._survived(belief, i, first[i] / max(like[i], 1.0), num_produced) for i in range(2)
+            self._survived(belief, i, first[i] / max(similar[i], 1.0), num_produced)
+            for i in range(2)
         )
         return Pair(median, upper)
 
@@ -225,13 +202,13 @@ class LengthModel:
         hint, sigma = float(facts.hint), self.config.sigma
         if self.config.mode == "oracle" or not sigma:
             return Pair(hint, hint)
-        # Depends on the id alone: the same in each run, and on each rank.
+        # Depends on the id alone: the same in each run and on each rank.
         place = (zlib.crc32(facts.rid.encode()) + 0.5) / 2**32
-        told = hint * math.exp(sigma * _NORMAL.inv_cdf(place))
-        # The truth is as uncertain around what is told, of those that got longer than it has.
-        below = _NORMAL.cdf(math.log(num_produced / told) / sigma) if num_produced else 0.0
+        noisy = hint * math.exp(sigma * _NORMAL.inv_cdf(place))
+        # The truth scatters around it as widely, among the lengths that have been passed.
+        below = _NORMAL.cdf(math.log(num_produced / noisy) / sigma) if num_produced else 0.0
         median, upper = (
-            told * math.exp(sigma * _NORMAL.inv_cdf(min(below + level * (1 - below), 1 - 1e-9)))
+            noisy * math.exp(sigma * _NORMAL.inv_cdf(min(below + level * (1 - below), 1 - 1e-9)))
             for level in self._levels
         )
         return Pair(median, upper)

@@ -1,8 +1,6 @@
-"""How lengths of responses are estimated: the key ``length`` of the configuration."""
+"""How reply lengths are estimated: the key ``length`` of the configuration."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 import msgspec
 
@@ -10,28 +8,21 @@ from cosched.errors import ConfigError, choices
 
 __all__ = ["MODES", "LengthConfig"]
 
-MODES: Mapping[str, str] = {
-    "histogram": "lengths of earlier requests that are like it",
-    "learned": "these, corrected by what the tokens of the prompt say",
-    "limit": "the most it may generate; nothing is learned",
-    "oracle": "its hint, taken for the truth; the limit without one",
-    "oracle-noise": "its hint, with an error of known size; for experiments",
-}
-"""Mode -> what an estimate is made of."""
+MODES = ("histogram", "limit", "oracle", "oracle-noise")
 
 
 class LengthConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is believed of the output that a request is still to generate.
+    """How the output that a request has still to generate is estimated.
 
-    mode       histogram: lengths of earlier requests that are like it; learned: corrected by what
-               the tokens of the prompt say; limit: the most it may generate, nothing is learned;
-               oracle: its hint, taken for the truth; oracle-noise: with an error of known size
+    mode       histogram: from the lengths of earlier similar requests; limit: the most it may
+               generate, nothing is learned; oracle: its hint, taken as exact; oracle-noise: its
+               hint with an error of known size, for experiments
     coverage   share of the requests that are to end within the upper estimate
-    padding    the upper estimate is so much above the median one instead (EcoServe §2.3: 0.10,
+    padding    the upper estimate is the median plus this share of it instead (EcoServe §2.3: 0.10,
                0.15, 0.20)
-    hints      believe ``output_tokens_hint`` as far as hints have been right; the oracles always do
-    window     lengths that are kept of requests of one likeness; the oldest goes for a new one
-    max_cells  likenesses that are kept; the one unused for longest goes for a new one
+    hints      use ``output_tokens_hint`` as far as hints have been accurate; the oracles always do
+    window     newest lengths kept for each group of similar requests
+    max_cells  groups of similar requests that are kept; the least recently used one goes first
     sigma      of oracle-noise: standard deviation of the logarithm of its error
     """
 
@@ -59,10 +50,10 @@ class LengthConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def learns(self) -> bool:
-        """Finished requests are looked at."""
-        return self.mode in ("histogram", "learned")
+        """Finished requests are learned from."""
+        return self.mode == "histogram"
 
     @property
     def needs_hints(self) -> bool:
-        """It knows nothing else: a simulation must tell the true lengths."""
+        """Only hints are used: a simulation must give the true lengths."""
         return self.mode in ("oracle", "oracle-noise")

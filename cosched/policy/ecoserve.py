@@ -5,7 +5,7 @@ Idea         a prompt (PT) takes KV for itself alone. Once computed it waits as 
              runs to its end without an allocation that could fail. GTs of one length run as a
              group and end together, so the next ones are chosen seldom. What a GT will need only
              later it lends: a shorter one runs there and is gone by then.
-Assumptions  lengths are predicted well enough (docs/lengths.md); prefill and decode share an
+Assumptions  lengths are predicted well enough (docs/predict.md); prefill and decode share an
              iteration; a running request can sit out with its KV kept; what matters of a request
              is when it is complete.
 Good         no stops and no recomputing while predictions hold; memory is full of what is used.

@@ -13,7 +13,7 @@ from typing import Annotated
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
-from cosched import bench, demo, explain, lengths, predictors, profile, simulate, tune
+from cosched import bench, demo, explain, profile, simulate, tune
 from cosched.__main__ import COMMANDS, main
 from cosched.command_line import (
     JsonOption,
@@ -40,7 +40,7 @@ PARSERS = {
     "tune": tune.build_parser(),
     **{
         f"{module.__name__.rpartition('.')[2]} {name}": parser
-        for module in (bench, lengths, profile, predictors)
+        for module in (bench, profile)
         for action in module.build_parser()._actions
         if isinstance(action, argparse._SubParsersAction)
         for name, parser in action.choices.items()

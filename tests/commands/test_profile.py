@@ -15,13 +15,13 @@ from cosched.config import ENV_VAR, Config
 from cosched.core.batch import BatchShape, BatchTotals, Prefill
 from cosched.cost_models.registry import make_cost_model
 from cosched.errors import ConfigError
-from cosched.latency.compare import kind_of, scheduler_batches
 from cosched.latency.predictor import PREDICTORS, fit_predictor
 from cosched.latency.profile_file import Profile
 from cosched.simulation.machine import Machine
 from cosched.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
 from cosched.simulation.scenario import scenario
 from tests.in_process import stay_in_process
+from tests.latency.batches import scheduler_batches
 
 MACHINE = ("--cost-model", "roofline", "--gpu", "H100")
 
@@ -52,7 +52,7 @@ def test_the_times_of_the_modelled_gpu_are_recovered(virtual):
     assert result["num_points"] > 380 and result["about"]["num_discarded"] == 0
     assert result["held_out"]["errors"]["cosched"]["all"]["mean"] < 0.02
     loaded = Profile.load(path)
-    assert {kind_of(p.batch) for p in loaded.points} == {
+    assert {profile.kind_of(p.batch) for p in loaded.points} == {
         "decode",
         "prefill",
         "cached prefill",
@@ -92,7 +92,7 @@ def test_pages_and_separate_phases_are_measured_too(tmp_path):
         *("--no-mixed-chunk", "--no-overlap", "--batches", "90", "--repeats", "1"),
     )
     assert result["about"]["num_not_run"] == 0
-    kinds = {kind_of(p.batch) for p in Profile.load(tmp_path / "p.json").points}
+    kinds = {profile.kind_of(p.batch) for p in Profile.load(tmp_path / "p.json").points}
     assert kinds == {"decode", "prefill", "cached prefill"}
 
 

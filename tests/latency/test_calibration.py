@@ -14,8 +14,8 @@ from cosched.cost_models.noise import NoisyModel
 from cosched.cost_models.registry import make_cost_model
 from cosched.errors import ConfigError
 from cosched.latency.calibration import Calibrator, ColdStart
-from cosched.latency.compare import scheduler_batches
 from cosched.latency.predictor import fit_predictor
+from tests.latency.batches import scheduler_batches
 from tests.latency.test_features import DECODES, PREFILLS
 
 TRUTH = make_cost_model("roofline", model="Llama-3.1-8B", gpu="A100-80")

@@ -9,9 +9,9 @@ import pytest
 
 from cosched.core.batch import BatchTotals
 from cosched.errors import ConfigError
-from cosched.latency.compare import measure, scheduler_batches
 from cosched.latency.predictor import fit_predictor
 from cosched.latency.profile_file import EngineIdentity, MeasuredPoint, Profile
+from tests.latency.batches import scheduler_batches
 
 ENGINE = EngineIdentity(
     device="NVIDIA H200",
@@ -31,8 +31,9 @@ ENGINE = EngineIdentity(
 
 @pytest.fixture(scope="module")
 def profile(toy) -> Profile:
-    points = measure(toy.iteration_s, scheduler_batches(seed=0, num=120, max_kv_tokens=100_000))
-    predictor = fit_predictor("cosched", [p.batch for p in points], [p.seconds for p in points])
+    batches = scheduler_batches(seed=0, num=120, max_kv_tokens=100_000)
+    points = [MeasuredPoint(batch=b, seconds=toy.iteration_s(b)) for b in batches]
+    predictor = fit_predictor("cosched", batches, [p.seconds for p in points])
     return Profile(
         points=points,
         engine=ENGINE,

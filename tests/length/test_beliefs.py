@@ -14,19 +14,15 @@ from hypothesis import strategies as st
 
 from cosched.core.estimates import LengthEstimate
 from cosched.errors import ConfigError
-from cosched.length import MODES, Facts, LengthConfig, LengthModel
-from cosched.length.facts import cells_of
-from cosched.length.histogram import Histogram
-from cosched.length.window import Window
+from cosched.length import Facts, LengthConfig, LengthModel
+from cosched.length.config import MODES
+from cosched.length.histogram import Histogram, Window, cells_of
 
-LEARNING = ("histogram", "learned")
 ALPHABET = 6
 
 
-def facts(
-    rid: str = "r", *, prompt=(1, 2, 3), limit: int = 1000, hint=None, kind="chat", **more
-) -> Facts:
-    return Facts(rid, kind, array("q", prompt), limit, hint, **more)
+def facts(rid: str = "r", *, prompt=(1, 2, 3), limit: int = 1000, hint=None, kind="chat") -> Facts:
+    return Facts(rid, kind, array("q", prompt), limit, hint)
 
 
 def taught(mode: str, lengths, *, prompt=(1, 2, 3), limit: int = 10_000, **config) -> LengthModel:
@@ -99,9 +95,9 @@ class TestAnyHistory:
             assert (median > 0) == (count < limit)
 
     @settings(max_examples=60, deadline=None)
-    @given(st.sampled_from(LEARNING), st.lists(requests, max_size=25), requests)
-    def test_two_ranks_fed_the_same_believe_the_same(self, mode, history, request):
-        ranks = [LengthModel(LengthConfig(mode=mode)) for _ in range(2)]
+    @given(st.lists(requests, max_size=25), requests)
+    def test_two_ranks_fed_the_same_believe_the_same(self, history, request):
+        ranks = [LengthModel(LengthConfig()) for _ in range(2)]
         answers = []
         for model in ranks:
             told = []
@@ -115,7 +111,7 @@ class TestAnyHistory:
     @settings(max_examples=60, deadline=None)
     @given(st.lists(requests, min_size=1, max_size=25), requests, st.integers(0, 3000))
     def test_asking_changes_nothing(self, history, request, produced):
-        asked, silent = (LengthModel(LengthConfig(mode="learned")) for _ in range(2))
+        asked, silent = (LengthModel(LengthConfig()) for _ in range(2))
         for prompt, length, hint, kind in history:
             known = facts(prompt=prompt, limit=3000, hint=hint, kind=kind)
             asked.belief(known).remaining(produced)
@@ -172,15 +168,14 @@ class TestAnyHistory:
 
 class TestLearning:
     def test_the_limit_is_all_that_is_known_at_first(self):
-        for mode in ("histogram", "learned", "limit", "oracle"):
+        for mode in ("histogram", "limit", "oracle"):
             belief = LengthModel(LengthConfig(mode=mode)).belief(facts(limit=77))
             assert belief.remaining(0)[:2] == (77, 77)
             assert belief.remaining(70)[:2] == (7, 7)
 
-    @pytest.mark.parametrize("mode", LEARNING)
-    def test_a_template_speaks_for_its_requests(self, mode):
+    def test_a_template_speaks_for_its_requests(self):
         rng = random.Random(1)
-        model = LengthModel(LengthConfig(mode=mode))
+        model = LengthModel(LengthConfig())
         heads = {name: [name] * 64 for name in (5, 6)}
 
         def known(name):
@@ -192,10 +187,9 @@ class TestLearning:
         assert model.belief(known(5)).remaining(0).median == pytest.approx(20, rel=0.3)
         assert model.belief(known(6)).remaining(0).median == pytest.approx(400, rel=0.15)
 
-    @pytest.mark.parametrize("mode", LEARNING)
-    def test_the_length_of_the_prompt_speaks_where_there_is_no_template(self, mode):
+    def test_the_length_of_the_prompt_speaks_where_there_is_no_template(self):
         rng = random.Random(2)
-        model = LengthModel(LengthConfig(mode=mode))
+        model = LengthModel(LengthConfig())
 
         def known(size):
             return facts(prompt=rng.choices(range(100, 9000), k=size))
@@ -220,35 +214,17 @@ class TestLearning:
         ]
         assert sum(errors) / len(errors) < 150  # by the median of all it is about 250
 
-    def test_words_of_the_prompt_speak_to_the_learned_mode(self):
-        rng = random.Random(4)
-        models = {mode: LengthModel(LengthConfig(mode=mode)) for mode in LEARNING}
-        errors = dict.fromkeys(LEARNING, 0.0)
-        for step in range(1500):
-            is_essay = rng.random() < 0.5
-            words = rng.choices(range(100, 2000), k=29)
-            words.insert(rng.randrange(29), 7 if is_essay else 8)
-            length = rng.randint(350, 450) if is_essay else rng.randint(35, 45)
-            for mode, model in models.items():
-                belief = model.belief(facts(prompt=words))
-                if step >= 1000:
-                    errors[mode] += abs(math.log(belief.remaining(0).median / length))
-                model.learn(belief, length)
-        assert errors["learned"] < errors["histogram"] / 2
-
-    @pytest.mark.parametrize("mode", LEARNING)
-    def test_what_was_is_forgotten(self, mode):
+    def test_what_was_is_forgotten(self):
         config = {"window": 32}
         old = [900] * 1000
-        model = taught(mode, [*old, *[50] * 1000], **config)
+        model = taught("histogram", [*old, *[50] * 1000], **config)
         median, upper, _ = model.belief(facts(limit=10_000)).remaining(0)
         assert 40 <= median <= 60
         assert upper <= 100
 
-    @pytest.mark.parametrize("mode", LEARNING)
-    def test_the_upper_estimate_covers_its_share_also_where_lengths_drift(self, mode):
+    def test_the_upper_estimate_covers_its_share_also_where_lengths_drift(self):
         rng = random.Random(5)
-        model = LengthModel(LengthConfig(mode=mode, coverage=0.9))
+        model = LengthModel(LengthConfig(coverage=0.9))
         covered = []
         for step in range(6000):
             mean = 4.0 + 1.5 * math.sin(step / 600)
@@ -317,11 +293,10 @@ class TestHints:
         belief = LengthModel(LengthConfig()).belief(facts(hint=100))
         assert belief.remaining(0)[:2] == (100, 200)
 
-    @pytest.mark.parametrize("mode", LEARNING)
-    def test_hints_are_believed_as_far_as_they_have_been_right(self, mode):
+    def test_hints_are_believed_as_far_as_they_have_been_right(self):
         rng = random.Random(7)
         for is_right in (True, False):
-            model = LengthModel(LengthConfig(mode=mode))
+            model = LengthModel(LengthConfig())
             for _ in range(400):
                 hint, length = rng.randint(10, 900), rng.randint(40, 60)
                 known = facts(hint=2 * length if is_right else hint)
@@ -359,7 +334,7 @@ class TestConfig:
         [
             (
                 {"mode": "guess"},
-                "length.mode 'guess' is unknown: histogram, learned, limit",
+                "length.mode 'guess' is unknown: histogram, limit, oracle",
             ),
             ({"coverage": 0.4}, "length.coverage must be above 0.5 and below 1, not 0.4"),
             ({"padding": -1.0}, "length.padding must be 0 or more, not -1.0"),
