@@ -1,26 +1,19 @@
-"""The two-class benchmark: online and offline requests on one replica, scenario by scenario.
+"""Experiments: online and offline requests on one replica, side by side under several policies.
 
-    python -m cosched.bench run --online azure-like --online-rate 2.5 --offline documents
-    python -m cosched.bench yardstick --data-dir DIR
-    python -m cosched.bench knee --online azure-like --online-rate 2.5
-    python -m cosched.bench tolerance --online azure-like --online-rate 2 --offline documents
-    python -m cosched.bench robustness --online azure-like --online-rate 2 --offline documents
-    python -m cosched.bench days --load rates.csv --peak 2.5 --online azure-like --offline documents
+    python -m cosched.bench suite quick
+    python -m cosched.bench suite yardstick --scenarios i,iii --data-dir DIR --write yardstick.md
+    python -m cosched.bench check quick
+    python -m cosched.bench run --settings s0,hygen,cosched --online azure-like --offline documents
     python -m cosched.bench live --base-url http://127.0.0.1:30000 --online azure-like ...
-    python -m cosched.bench fidelity
     python -m cosched.bench compare a.json b.json
 
-`run` takes scenarios side by side on one workload in virtual time: online alone (s0), offline
-alone under stock orders, both uncontrolled (s1), gateways with a static cap and with AIMD, stock
-priority scheduling, and cosched's policies; NAME-tuned is a baseline at its best. `knee` finds the
-highest online rate that still meets the SLO, to state a load as a share of it. `tolerance` finds
-what offline work a given growth of an online latency buys, `robustness` what a wrong predictor
-costs, `days` how much offline work days of chat leave room for. Every command prints a table and,
-as its last line, one JSON object.
+`suite` runs an experiment in virtual time: a file with a grid of scenarios, settings and seeds
+(`cosched.lab.suite`), and writes its page of results. `check` repeats the cheap rows of such a page
+and says which of them no longer hold. `run` compares settings on one workload, `live` measures a
+running server, `compare` shows results of `run` and `live` side by side. Every command prints a
+table and, as its last line, one JSON object.
 
-How long it takes (docs/simulation.md): longest are the scenarios in which everything waits, and the
-searches for a baseline's best setting, of 6 to 100 simulations each. `run` and `yardstick` say
-what is done and what is left.
+How long it takes: docs/simulation.md.
 """
 
 from __future__ import annotations
@@ -28,10 +21,9 @@ from __future__ import annotations
 import cosched.bootstrap  # isort: skip  # noqa: F401  # before anything of SGLang's
 
 import argparse
-import os
+import shlex
 import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,74 +31,60 @@ from typing import Annotated, Any
 from rich.progress import Progress
 
 from cosched.benchmark.compare import compare_files
-from cosched.benchmark.days import plot_days, print_days, read_load, run_days
-from cosched.benchmark.fidelity import FidelityCase, run_fidelity
 from cosched.benchmark.live import VOCAB_SIZE, LiveTarget, measure_live, print_live
-from cosched.benchmark.report import markdown_table, write_plots
-from cosched.benchmark.robustness import (
-    ERRORS,
-    plot_robustness,
-    print_robustness,
-    rows_of,
-    run_robustness,
-)
-from cosched.benchmark.suite import ALL_SCENARIOS, SuiteResult, known_scenario, run_suite
-from cosched.benchmark.tolerance import (
-    METRICS,
-    TOLERANCES,
-    plot_tolerances,
-    print_tolerances,
-    sweep_tolerances,
-)
-from cosched.benchmark.tuned import TUNINGS
-from cosched.benchmark.yardstick import MOST_DURATION_S, run_yardstick, yardstick_page
+from cosched.benchmark.progress import progress_of_runs
 from cosched.command_line import (
     JsonOption,
     Kind,
     NewFile,
     NewFolder,
-    OldFile,
     Parser,
-    Part,
-    Seconds,
-    Share,
     add_command,
     checked,
     existing_file,
-    number,
     run_async,
     run_command,
     save_output,
     whole,
 )
-from cosched.config import Config
-from cosched.demo_model import ensure_demo_model
-from cosched.errors import ConfigError
+from cosched.errors import ConfigError, CoschedError
 from cosched.files import write_whole
 from cosched.kv.config import EVICTION_ORDERS
+from cosched.lab.page import Key, Page, cells_of, plot_results, read_page, stale_cells
+from cosched.lab.suite import (
+    Outcome,
+    Row,
+    SuiteFile,
+    SuiteScenario,
+    SuiteSetting,
+    read_suite,
+    rows_of,
+    run_rows,
+    suite_names,
+)
 from cosched.metrics.figure import check_can_draw
 from cosched.metrics.interval import MOST_VALUES
 from cosched.metrics.plots import write_run_plots
 from cosched.metrics.records import write_records
-from cosched.metrics.table import print_table
-from cosched.policy.registry import known_policy
-from cosched.simulation.find import find
-from cosched.simulation.machine import Machine
-from cosched.simulation.options import SEED, add_run_options, run_spec_of
-from cosched.simulation.run import RunSpec, WorkloadSpec, load_requests
+from cosched.simulation.options import add_run_options, data_dir_of, run_spec_of
+from cosched.simulation.run import RunResult, load_requests
 from cosched.simulation.scenario import SCENARIOS, OfflineClient, scenario
 from cosched.simulation.store import ResultStore
+from cosched.versions import versions
 from cosched_traces.resize import rescale_lengths
 from cosched_traces.transform import rescale_think_times
 from cosched_traces.workload import TraceRequest, Workload
 
 __all__ = ["main"]
 
+RUN_COLUMNS = (
+    *("both met %", "TTFT p50 s", "TTFT p99 s", "TPOT p50 ms", "TPOT p99 ms", "job done s"),
+    *("mean completion s", "work/s", "of bound %", "offline tokens/s", "offline hit %"),
+    "preemptions",
+)
+"""Of the table of `run`."""
 
-def _shares(text: str) -> tuple[float, ...]:
-    """Percentages as shares."""
-    percent = number(at_least=0, at_most=1000)
-    return tuple(percent(part.strip()) / 100 for part in _names(text))
+RESULTS = Path("out/results")
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -116,25 +94,13 @@ def _names(text: str) -> tuple[str, ...]:
     return names
 
 
-def _scenarios(text: str) -> tuple[str, ...]:
-    return tuple(checked(known_scenario)(name) for name in _names(text))
+def _settings(text: str) -> tuple[str, ...]:
+    return tuple(checked(scenario)(name).name for name in _names(text))
 
 
-def _policies(text: str) -> tuple[str, ...]:
-    return tuple(checked(known_policy)(name) for name in _names(text))
-
-
-def _percents(shares: Sequence[float]) -> str:
-    return "default: " + ",".join(f"{100 * share:g}" for share in shares)
-
-
-_OF_METRICS = f"as in the goals of `cosched.profile slo` (default: {','.join(METRICS)})"
-_GROWTH = f"growth allowed ({_percents(TOLERANCES)})"
-_SPREAD = _percents(ERRORS)
-
-Policy = Annotated[str, Kind(checked(known_policy), "NAME")]
+Names = Annotated[tuple[str, ...], Kind(_names, "A,B,…")]
 Factor = Annotated[float, Kind(None, "X")]
-Rate = Annotated[float, Kind(None, "REQ/S")]
+Seeds = Annotated[int, Kind(whole(at_least=1, at_most=MOST_VALUES), "N")]
 
 
 # The options of each command, which is called as its class. What several have comes first.
@@ -146,117 +112,72 @@ class _Simulations(JsonOption):
     quiet  no progress
     """
 
-    jobs: int = 2
+    jobs: Annotated[int, Kind(whole(at_least=1), "N")] = 2
     quiet: bool = False
 
 
-class _Kept(_Simulations):
+class _OfSuite(_Simulations):
     """
-    results  keep each run's result there and do not run again what is there: an interrupted
-             comparison goes on, a new policy is added to old ones. A result of one of cosched's
-             policies counts as long as its code is the same; empty the folder after a change to
-             the simulation itself
+    scenarios  only these
+    settings   only these
     """
 
-    results: NewFolder | None = None
+    scenarios: Names = ()
+    settings: Names = ()
 
 
-class _Compared(_Kept):
-    """
-    scenarios  also policies of yours as module:Class, and NAME/ORDER for one that evicts KV by
-               another order (docs/kv_memory.md), such as hygen/lru or priority/priority (default:
-               all)
-    seeds      run everything with so many seeds, from --seed on, and show the mean and its 95 %
-               interval
-    """
+class Suite(_OfSuite):
+    """An experiment: a grid of scenarios, settings and seeds from a file.
 
-    scenarios: Annotated[tuple[str, ...], Kind(_scenarios, "A,B,…")] = ALL_SCENARIOS
-    seeds: Annotated[int, Kind(whole(at_least=1, at_most=MOST_VALUES), "N")] = 1
-
-
-class Run(_Compared):
-    """Scenarios side by side on one workload.
-
-    plot  write the pictures there
+    seeds      number of seeds, in place of the suite's
+    results    keep each run's result there and do not run it again while the code that made it is
+               the same: an interrupted command continues
+    data_dir   folder with traces and kernel tables (default: $COSCHED_DATA); without one the
+               workloads are generated and the cost model is a roofline
+    write      write the page of results there; rows that it has and this command does not run stay
+    plot       draw each column against the option that the scenarios vary
+    list       list the suites
     """
 
-    plot: NewFolder | None = None
-
-
-class Yardstick(_Compared):
-    """The table every policy is held against (docs/yardstick.md).
-
-    write  write the page there
-    """
-
+    seeds: Seeds | None = None
+    results: NewFolder = RESULTS
+    data_dir: Annotated[Path, Kind(Path, "DIR")] | None = None
     write: NewFile | None = None
-
-
-class Knee(_Simulations):
-    """The highest online rate that meets the SLO.
-
-    State a load as a share of this rate; practitioners run bursts at 0.88.
-
-    attainment  of the online requests that must meet their targets
-    share       load to state
-    """
-
-    attainment: Share = 0.99
-    share: Share = 0.88
-
-
-class _Sweep(_Kept):
-    """
-    plot  write the picture there
-    """
-
     plot: NewFile | None = None
+    list: bool = False
 
 
-class Tolerance(_Sweep):
-    """Offline work for a tolerance of the online latency: hygen and hygen-throttled.
+class Check(_OfSuite):
+    """Repeat the cheap rows of a page of results, and name those that no longer hold.
 
-    For each metric and tolerance the largest latency budget of hygen and the largest offline rate
-    of hygen-throttled that keep the metric within the tolerance above the online requests alone
-    (HyGen's Fig. 3 and 4).
+    Ends with 1 where one does not.
 
-    precision  relative, of the values found
+    page  default: docs/results/NAME.md
     """
 
-    metrics: Annotated[tuple[str, ...], Kind(_names, "A,B,…", help=_OF_METRICS)] = METRICS
-    tolerances: Annotated[tuple[float, ...], Kind(_shares, "%,%,…", help=_GROWTH)] = TOLERANCES
-    precision: Part = 0.05
+    page: Annotated[Path, Kind(existing_file, "FILE")] | None = None
 
 
-class Robustness(_Sweep):
-    """Policies with an ever worse predictor.
+class Run(_Simulations):
+    """Settings side by side on one workload.
 
-    Every prediction of a plan is multiplied by a random factor of mean 1 (docs/predict.md);
-    errors are its standard deviations. With --slower also on a GPU that becomes so much slower
-    once it has worked for --slower-after.
-
-    scenarios  default: the server's default policy
+    settings  policies, yours as module:Class too, and the names below; NAME/ORDER for one that
+              evicts KV by another order (docs/kv_memory.md), such as hygen/lru
+    seeds     number of seeds, from --seed on: the table shows means and their 95 % intervals
+    results   keep each run's result there, and do not run it again while the code is the same
+    plot      write the pictures there
     """
 
-    scenarios: Annotated[tuple[str, ...], Kind(_policies, "A,B,…")] = (Config().policy,)
-    errors: Annotated[tuple[float, ...], Kind(_shares, "%,%,…", help=_SPREAD)] = ERRORS
-
-
-class Days(_Sweep, kw_only=True):
-    """Offline work beside days of chat, from their rate (Echo §5.4).
-
-    Simulates --policy alone with the offline set and beside a few rates of online requests,
-    --duration each, and reads the rest off between them for every window of --load.
-
-    load    rates of the online requests: CSV, gzipped or not, with columns t_s and rate_rps
-    peak    rate of the busiest window, to which the load is scaled
-    points  rates that are simulated
-    """
-
-    load: OldFile
-    peak: Rate
-    points: Annotated[int, Kind(whole(at_least=2), "N")] = 6
-    policy: Policy = Config().policy
+    settings: Annotated[tuple[str, ...], Kind(_settings, "A,B,…", "--settings", "--scenarios")] = (
+        "s0",
+        "s1",
+        "priority",
+        "hygen",
+        "cosched",
+    )
+    seeds: Seeds = 1
+    results: NewFolder = RESULTS
+    plot: NewFolder | None = None
 
 
 class Live(JsonOption, kw_only=True):
@@ -293,61 +214,29 @@ class Live(JsonOption, kw_only=True):
     plot: NewFolder | None = None
 
 
-class Fidelity(JsonOption):
-    """A live CPU server against its own simulation.
-
-    Serves the demo model, measures its iterations, and runs one workload live and in virtual time;
-    with a cache that holds and with one that thrashes.
-
-    size  of the model
-    """
-
-    size: Annotated[str, Kind(choices=["tiny", "demo"])] = "demo"
-    duration: Seconds = 60.0
-    online_rate: Rate = 1.0
-    policy: Annotated[Policy, Kind(None, None, "--policy", "--cosched-policy")] = "sarathi"
-    seed: Annotated[int, Kind(SEED)] = 0
-
-
 class Compare(JsonOption):
     """Results of earlier runs side by side.
 
-    Files hold the last line of `run`. Ratios are to s0 of the first file.
+    Files hold the last line of `run` or `live`. Ratios are to s0 of the first file.
     """
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m cosched.bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    suite = add_command(commands, Suite, _suite)
+    suite.add_argument("suite", nargs="?", metavar="NAME|FILE", help="a suite of --list, or a file")
+    check = add_command(commands, Check, _check)
+    check.add_argument("suite", metavar="NAME|FILE", help="a suite of `suite --list`, or a file")
     known = "\n".join(f"  {name:<20}{SCENARIOS[name].summary}" for name in SCENARIOS)
-    tuned = ", ".join(name for name in TUNINGS if name not in SCENARIOS)
-    scenarios = f"Scenarios:\n{known}\n  {tuned}: at their best settings"
     orders = f"Orders of eviction:\n  {', '.join(EVICTION_ORDERS)}"
-    add_run_options(add_command(commands, Run, _run, description=f"{scenarios}\n\n{orders}"))
-    yardstick = add_command(commands, Yardstick, _yardstick)
-    add_run_options(yardstick, slo_of_rows="; some rows have their own")
-    yardstick.set_defaults(duration_s=MOST_DURATION_S)
-    for options, execute in (
-        (Knee, _knee),
-        (Tolerance, _tolerance),
-        (Robustness, _robustness),
-        (Days, _days),
-        (Live, _live),
-    ):
-        add_run_options(add_command(commands, options, execute))
-    add_command(commands, Fidelity, _fidelity)
+    run = add_command(commands, Run, _run, description=f"Settings:\n{known}\n\n{orders}")
+    live = add_command(commands, Live, _live)
+    for command in (run, live):
+        add_run_options(command)
     compare = add_command(commands, Compare, lambda arguments: compare_files(arguments.files))
     compare.add_argument("files", nargs="+", type=existing_file, metavar="FILE")
     return parser
-
-
-def _store(arguments: argparse.Namespace) -> ResultStore | None:
-    return None if arguments.results is None else ResultStore(arguments.results)
-
-
-def _how(arguments: argparse.Namespace) -> dict[str, Any]:
-    """How simulations are run, where they are kept."""
-    return {"num_jobs": arguments.jobs, "quiet": arguments.quiet, "store": _store(arguments)}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -355,100 +244,155 @@ def main(argv: Sequence[str] | None = None) -> None:
     run_command(build_parser().parse_args(argv))
 
 
+def _suite(arguments: argparse.Namespace) -> dict[str, Any]:
+    if arguments.list:
+        for name in suite_names():
+            print(f"{name:<16}{read_suite(name).title}")
+        return {"suites": suite_names()}
+    if arguments.suite is None:
+        raise ConfigError("name a suite, or --list")
+    if arguments.plot is not None:
+        check_can_draw()
+    suite = read_suite(arguments.suite)
+    rows = rows_of(
+        suite,
+        scenarios=arguments.scenarios,
+        settings=arguments.settings,
+        num_seeds=arguments.seeds,
+        data_dir=data_dir_of(arguments),
+    )
+    outcomes = _run_rows(arguments, rows, store=ResultStore(arguments.results))
+    write = arguments.write
+    page = read_page(write) if write is not None and write.exists() else Page()
+    commit = {"commit": versions()["commit"] or ""}
+    made = {}
+    for row, some in zip(rows, outcomes, strict=True):
+        made[Key.of(row)] = cells_of(suite.columns, some) | commit
+    page.rows |= made
+    command = _command(arguments, suite_of=arguments.suite)
+    print(Page(made).text(suite, command))
+    save_output(arguments, write, lambda path: write_whole(path, page.text(suite, command)))
+    save_output(arguments, arguments.plot, lambda path: page.plot(suite, path))
+    return {
+        "suite": arguments.suite,
+        "rows": [
+            {
+                **key._asdict(),
+                "cells": made[key],
+                "runs": [
+                    {"spec": one.spec.describe(), "summary": one.summary.to_dict(with_host=False)}
+                    for one in some
+                ],
+            }
+            for key, some in zip(made, outcomes, strict=True)
+        ],
+    }
+
+
+def _command(arguments: argparse.Namespace, *, suite_of: str) -> str:
+    """The command that makes the whole page."""
+    words = ["python", "-m", "cosched.bench", "suite", suite_of]
+    if data_dir_of(arguments) is not None:
+        words += ["--data-dir", "DIR"]
+    return shlex.join([*words, "--write", str(arguments.write or "FILE")])
+
+
+def _run_rows(
+    arguments: argparse.Namespace,
+    rows: Sequence[Row],
+    *,
+    store: ResultStore | None,
+    keep: dict[str, RunResult] | None = None,
+) -> list[tuple[Outcome, ...]]:
+    """keep: gets the result of each row, of its first seed."""
+    total = sum(len(row.specs) for row in rows)
+    with progress_of_runs(arguments.command, total=total, quiet=arguments.quiet) as show:
+
+        def on_run(name: str, result: RunResult) -> None:
+            show(name, result)
+            if keep is not None and result.spec.seed == rows[0].specs[0].seed:
+                keep[name] = result
+
+        return run_rows(rows, num_jobs=arguments.jobs, store=store, on_run=on_run)
+
+
+def _check(arguments: argparse.Namespace) -> dict[str, Any]:
+    suite = read_suite(arguments.suite)
+    path = arguments.page or Path("docs/results") / f"{Path(arguments.suite).stem}.md"
+    page = read_page(path)
+    rows = [
+        row
+        for row in rows_of(suite, scenarios=arguments.scenarios, settings=arguments.settings)
+        if row.is_cheap and Key.of(row) in page.rows
+    ]
+    if not rows:
+        raise ConfigError(f"{path} has no cheap row of the suite")
+    outcomes = _run_rows(arguments, rows, store=None)
+    stale = [
+        cell
+        for row, some in zip(rows, outcomes, strict=True)
+        for cell in stale_cells(page, Key.of(row), cells_of(suite.columns, some))
+    ]
+    if stale:
+        raise StaleResultsError("\n".join([f"{path} no longer holds:", *map(str, stale)]))
+    print(f"{path}: {len(rows)} rows hold")
+    return {"suite": arguments.suite, "num_rows": len(rows)}
+
+
+class StaleResultsError(CoschedError):
+    """Recorded results that the code no longer gives."""
+
+    exit_code = 1
+
+
 def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     base = run_spec_of(arguments, scenario("s1"))
     if arguments.plot is not None:
         check_can_draw()
-    suite = run_suite(base, arguments.scenarios, num_seeds=arguments.seeds, **_how(arguments))
-    _show(suite)
-    save_output(arguments, arguments.plot, lambda folder: write_plots(folder, suite))
-    return {"scenarios": suite.to_dict()}
-
-
-def _show(suite: SuiteResult) -> None:
-    print_table(
-        {row.name: row.summary for row in suite.rows.values()},
-        baseline="s0" if "s0" in suite.rows else None,
-    )
-    if len(next(iter(suite.seeds.values()))) > 1:
-        print(f"over {_say_seeds(suite)}:\n\n{markdown_table(suite.rows, suite.seeds)}")
-
-
-def _say_seeds(suite: SuiteResult) -> str:
-    seeds = [row.result.spec.seed for row in next(iter(suite.seeds.values()))]
-    return f"seeds {seeds[0]} to {seeds[-1]}, mean and 95 % interval"
-
-
-def _yardstick(arguments: argparse.Namespace) -> dict[str, Any]:
-    suites = run_yardstick(arguments, names=arguments.scenarios, **_how(arguments))
-    for name, suite in suites.items():
-        print(f"\n{name}\n\n{markdown_table(suite.rows, suite.seeds)}")
-    save_output(
-        arguments,
-        arguments.write,
-        lambda path: write_whole(path, yardstick_page(arguments, suites)),
-    )
-    return {"workloads": {name: suite.to_dict() for name, suite in suites.items()}}
-
-
-def _knee(arguments: argparse.Namespace) -> dict[str, Any]:
-    answer = find(
-        "max-online-rate",
-        run_spec_of(arguments, scenario("s0")),
-        attainment=arguments.attainment,
-        num_jobs=arguments.jobs,
-        quiet=arguments.quiet,
-    )
-    print(answer.sentence())
-    load = None if answer.value is None else arguments.share * answer.value
-    if load is not None:
-        print(f"{arguments.share:.0%} of it: {load:.3g} req/s")
-    return {**answer.to_dict(), "share": arguments.share, "load": load}
-
-
-def _both_classes(arguments: argparse.Namespace) -> RunSpec:
-    base = run_spec_of(arguments, scenario("s1"))
-    if base.online is None or base.offline is None:
-        raise ConfigError("the sweep needs both classes: name --online and --offline")
-    if arguments.plot is not None:
-        check_can_draw()
-    return base
-
-
-def _tolerance(arguments: argparse.Namespace) -> dict[str, Any]:
-    base = _both_classes(arguments)
-    with tempfile.TemporaryDirectory(prefix="cosched-results-") as folder:
-        sweep = sweep_tolerances(
-            base,
-            arguments.metrics,
-            arguments.tolerances,
-            precision=arguments.precision,
-            **(_how(arguments) | {"store": _store(arguments) or ResultStore(Path(folder))}),
+    seeds = range(base.seed, base.seed + arguments.seeds)
+    rows = [
+        Row(
+            scenario="run",
+            value=None,
+            setting=name,
+            is_cheap=False,
+            specs=tuple(replace(base, scenario=scenario(name), seed=seed) for seed in seeds),
         )
-    print_tolerances(sweep)
-    save_output(arguments, arguments.plot, lambda path: plot_tolerances(sweep, path))
-    return {"spec": base.describe(), **sweep.to_dict()}
-
-
-def _robustness(arguments: argparse.Namespace) -> dict[str, Any]:
-    base = _both_classes(arguments)
-    robustness = run_robustness(base, arguments.scenarios, arguments.errors, **_how(arguments))
-    print_robustness(robustness)
-    save_output(arguments, arguments.plot, lambda path: plot_robustness(robustness, path))
-    return {"spec": base.describe(), "rows": rows_of(robustness)}
-
-
-def _days(arguments: argparse.Namespace) -> dict[str, Any]:
-    base = replace(_both_classes(arguments), scenario=scenario(arguments.policy))
-    days = run_days(
-        base,
-        read_load(arguments.load).scaled(arguments.peak),
-        num_points=arguments.points,
-        **_how(arguments),
+        for name in arguments.settings
+    ]
+    suite = SuiteFile(
+        title="",
+        about="",
+        columns=RUN_COLUMNS,
+        scenarios={"run": SuiteScenario()},
+        settings={name: SuiteSetting() for name in arguments.settings},
     )
-    print_days(days)
-    save_output(arguments, arguments.plot, lambda path: plot_days(days, path))
-    return {"spec": base.describe(), **days.to_dict()}
+    drawn: dict[str, RunResult] = {}
+    outcomes = _run_rows(
+        arguments,
+        rows,
+        store=ResultStore(arguments.results),
+        keep=drawn if arguments.plot is not None else None,
+    )
+    cells = {
+        Key.of(row): cells_of(suite.columns, some) for row, some in zip(rows, outcomes, strict=True)
+    }
+    print(Page(cells).table(suite, "run"))
+    save_output(arguments, arguments.plot, lambda folder: plot_results(folder, drawn))
+    return {
+        "scenarios": {
+            row.setting: {
+                "scenario": row.setting,
+                "attainment": some[0].summary.online.attainment.joint.ratio,
+                "offline_tokens_per_s": some[0].summary.offline.tokens_per_s,
+                "cells": cells[Key.of(row)],
+                "spec": some[0].spec.describe(),
+                "end_s": some[0].end_s,
+                "summary": some[0].summary.to_dict(with_host=False),
+            }
+            for row, some in zip(rows, outcomes, strict=True)
+        }
+    }
 
 
 def _live(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -504,42 +448,6 @@ def _scaled(
         scale = arguments.length_scale
         workload = rescale_lengths(workload, prompt=scale, output=scale)
     return rescale_think_times(workload, arguments.think_scale).requests
-
-
-def _fidelity(arguments: argparse.Namespace) -> dict[str, Any]:
-    model = ensure_demo_model(size=arguments.size, dtype="float32")
-    holds = FidelityCase(
-        name="the cache holds",
-        model_path=str(model),
-        machine=Machine(
-            kv_tokens=60_000, chunk_tokens=256, max_running_requests=16, context_length=32_768
-        ),
-        policy=arguments.policy,
-        online=WorkloadSpec(name="alpaca", rate=arguments.online_rate),
-        duration_s=arguments.duration,
-        seed=arguments.seed,
-    )
-    thrashes = replace(
-        holds, name="the cache thrashes", machine=replace(holds.machine, kv_tokens=12_000)
-    )
-    results = []
-    for case in (holds, thrashes):
-        result = run_fidelity(case, show=lambda text: print(text, file=sys.stderr, flush=True))
-        print(f"\n{case.name}: {case.machine.kv_tokens} KV tokens")
-        for name, value in result.items():
-            if isinstance(value, dict):
-                print(f"  {name:<18}{_shown(value)}")
-        results.append(result)
-    return {"fidelity": results, "load_average": os.getloadavg()[0]}
-
-
-def _shown(value: Mapping[str, float | None]) -> str:
-    def number(x: float | None, form: str) -> str:
-        return "-" if x is None else format(x, form)
-
-    live, simulated = number(value["live"], ".4g"), number(value["simulated"], ".4g")
-    error = number(value["error"], "+.1%")
-    return f"live {live:>10}   simulated {simulated:>10}   error {error:>8}"
 
 
 if __name__ == "__main__":

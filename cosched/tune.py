@@ -23,8 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cosched.benchmark.progress import progress_of_runs
-from cosched.benchmark.sweep import KNOBS, Knob, Swept, sweep
-from cosched.benchmark.tuned import Tried, best_of, most_misses
+from cosched.benchmark.sweep import KNOBS, Knob, Swept, Tried, best_of, most_misses, sweep
 from cosched.command_line import (
     JsonOption,
     Kind,
@@ -56,7 +55,7 @@ _ALONE = "s0"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome:
     """A run beside that of its online requests alone. Implements
-    `cosched.benchmark.tuned.Tried`."""
+    `cosched.benchmark.sweep.Tried`."""
 
     result: RunResult
     alone: Summary

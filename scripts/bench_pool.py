@@ -21,6 +21,8 @@ one plan is the first --plan requests of the order and taking them out.
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
 import os
 import time
@@ -34,7 +36,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from measuring import resident_bytes
 
 from cosched.core.request import RequestClass, Slo
 from cosched.offline.prefix_pool import PoolConfig, PrefixPool
@@ -46,6 +47,14 @@ SHAPES = ["heads", "documents", "unique"]
 NUM_HEADS = 57
 NUM_QUESTIONS = 20
 GOALS = {"inserts_per_s": 20_000, "pick_p99_us": 50}
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in use."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed must not hide what is allocated next
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(slots=True, kw_only=True)

@@ -26,8 +26,7 @@ def compare_files(paths: Sequence[Path]) -> dict[str, Any]:
     table = Table(box=box.SIMPLE_HEAD)
     for header in ("scenario", "both met %", "x s0", "TTFT p99 x s0", "TPOT p99 x s0"):
         table.add_column(header, justify="left" if header == "scenario" else "right")
-    for header in ("offline tok/s", "% of ceiling"):
-        table.add_column(header, justify="right")
+    table.add_column("offline tok/s", justify="right")
     compared = {}
     for name, row in rows.items():
         values = _compared(row, base)
@@ -55,7 +54,6 @@ def _compared(row: Mapping[str, Any], base: Mapping[str, Any] | None) -> dict[st
         "ttft_p99_ratio": _ratio(p99(row, "ttft_s"), p99(base, "ttft_s")),
         "tpot_p99_ratio": _ratio(p99(row, "tpot_s"), p99(base, "tpot_s")),
         "offline_tokens_per_s": row["offline_tokens_per_s"],
-        "ceiling_percent": _scaled(row["ceiling_ratio"], 100),
     }
 
 

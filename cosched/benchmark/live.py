@@ -140,7 +140,6 @@ class LiveResult:
             "scenario": self.spec.scenario.name,
             "attainment": self.summary.online.attainment.joint.ratio,
             "offline_tokens_per_s": self.summary.offline.tokens_per_s,
-            "ceiling_ratio": None,
             "max_client_delay_ms": round(1e3 * self.max_client_delay_s, 3),
             "is_client_late": self.is_client_late,
             "summary": self.summary.to_dict(with_host=False),

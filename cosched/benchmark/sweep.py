@@ -2,25 +2,79 @@
 
 Each knob is tried at a few values with the others as they are best so far. A value takes the place
 of the one before only where it serves clearly more offline work at no more harm to chat
-(`cosched.benchmark.tuned`): what is left of a difference below `LEAST_GAIN` is chance.
+(`best_of`): what is left of a difference below `LEAST_GAIN` is chance.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from cosched.benchmark.tuned import Tried, best_of
 from cosched.policy.base import Budgets
-from cosched.simulation.run import RunSpec
+from cosched.simulation.run import RunResult, RunSpec
 
-__all__ = ["KNOBS", "LEAST_GAIN", "Knob", "Swept", "sweep"]
+__all__ = [
+    "KNOBS",
+    "LEAST_GAIN",
+    "TOLERANCE",
+    "Knob",
+    "Swept",
+    "Tried",
+    "best_of",
+    "most_misses",
+    "sweep",
+]
 
 LEAST_GAIN = 0.01
 """By how much more offline work a value must serve to be worth a change."""
+
+TOLERANCE = 0.01
+"""Of the attainment of online requests alone."""
+
+
+class Tried(Protocol):
+    """A run and what it is compared with."""
+
+    @property
+    def attainment(self) -> float | None: ...
+
+    @property
+    def baseline_attainment(self) -> float | None: ...
+
+    @property
+    def offline_tokens_per_s(self) -> float | None: ...
+
+    @property
+    def gave_up(self) -> bool: ...
+
+
+K = TypeVar("K")
+
+
+def best_of(tried: Mapping[K, Tried]) -> K:
+    """The key of the run with the most offline work among those within `TOLERANCE` of the
+    attainment of online requests alone; where none is, that with the highest attainment. Of equals
+    the first."""
+
+    def rank(key: K) -> tuple[float, float]:
+        one = tried[key]
+        lacking = math.inf  # of a run that gave up nothing is known but that it is too much
+        if not one.gave_up:
+            lacking = max((one.baseline_attainment or 0.0) - (one.attainment or 0.0), 0.0)
+        return -lacking if lacking > TOLERANCE else 0.0, one.offline_tokens_per_s or 0.0
+
+    return max(tried, key=rank)
+
+
+def most_misses(alone: RunResult) -> int:
+    """With how many a run may still be good. alone: online requests alone."""
+    attainment = alone.summary.online.attainment.joint
+    num_decided = attainment.num_met + attainment.num_missed
+    return attainment.num_missed + int(TOLERANCE * num_decided)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import exp, log
 
 import numpy as np
@@ -29,13 +29,11 @@ class _Table:
     """Rows of one kind for all numbers of heads."""
 
     def __init__(self, rows: Sequence[AttentionRow]) -> None:
-        self.rows = rows
         cells: defaultdict[tuple[int, int, int], dict[_Cell, float]] = defaultdict(dict)
         for heads, kv_heads, dim, batch, length, seconds in rows:
             shape = cells[heads, kv_heads, dim]
             shape[batch, length] = min(seconds, shape.get((batch, length), seconds))
         self._cells = cells
-        self._read: dict[tuple[int, int, int], Callable[[int, int], float]] = {}
 
     def cells(self, num_heads: int, num_kv_heads: int, head_dim: int) -> _Cells:
         """Time by (batch size, length) for one number of heads [s].
@@ -60,9 +58,6 @@ class _Table:
         parts = [(self._cells[like[heads]], w) for heads, w in neighbours(sorted(like), num_heads)]
         shared = set.intersection(*(set(part) for part, _ in parts))
         return {cell: sum(part[cell] * w for part, w in parts) for cell in shared}
-
-    def group(self, row: AttentionRow) -> tuple[int, int, int]:
-        return row.num_heads, row.num_kv_heads, row.head_dim
 
 
 def _axes(cells: _Cells) -> tuple[list[int], list[int]]:
@@ -228,21 +223,9 @@ class ContextTable(_Table):
     def attention(self, num_heads: int, num_kv_heads: int, head_dim: int) -> ContextAttention:
         return ContextAttention(self.cells(num_heads, num_kv_heads, head_dim))
 
-    def predict(self, row: AttentionRow) -> float:
-        group = self.group(row)
-        if group not in self._read:
-            self._read[group] = self.attention(*group).equal_s
-        return self._read[group](row.batch_size, row.length)
-
 
 class GenerationTable(_Table):
     """Generation attention for all numbers of heads."""
 
     def attention(self, num_heads: int, num_kv_heads: int, head_dim: int) -> GenerationAttention:
         return GenerationAttention(self.cells(num_heads, num_kv_heads, head_dim))
-
-    def predict(self, row: AttentionRow) -> float:
-        group = self.group(row)
-        if group not in self._read:
-            self._read[group] = self.attention(*group).equal_s
-        return self._read[group](row.batch_size, row.length)

@@ -43,7 +43,6 @@ class GemmTable:
     """
 
     def __init__(self, rows: Sequence[GemmRow]) -> None:
-        self.rows = rows
         points: defaultdict[tuple[int, int], list[tuple[int, float]]] = defaultdict(list)
         for m, n, k, seconds in rows:
             points[n, k].append((m, seconds))
@@ -67,12 +66,6 @@ class GemmTable:
             (self.seconds(other, k, ms), weight) for other, weight in neighbours(self._ns, n)
         )
 
-    def predict(self, row: GemmRow) -> float:
-        return float(self.seconds(row.n, row.k, np.array([float(row.m)]))[0])
-
-    def group(self, row: GemmRow) -> tuple[int, ...]:
-        return row.n, row.k
-
     def _measured(self, n: int, k: int) -> _Points:
         curve = self._curves.get((n, k))
         if curve is None:
@@ -92,7 +85,6 @@ class AllReduceTable:
     """Time of one all-reduce over the GPUs of a tensor-parallel group."""
 
     def __init__(self, rows: Sequence[AllReduceRow]) -> None:
-        self.rows = rows
         points: defaultdict[int, list[tuple[int, float]]] = defaultdict(list)
         for gpus, size, seconds in rows:
             points[gpus].append((size, seconds))
@@ -106,9 +98,3 @@ class AllReduceTable:
                 f"choose tp from {choices(map(str, [1, *self._curves]))}"
             )
         return _at(self._curves[num_gpus], num_elements)
-
-    def predict(self, row: AllReduceRow) -> float:
-        return float(self.seconds(row.num_gpus, np.array([float(row.num_elements)]))[0])
-
-    def group(self, row: AllReduceRow) -> tuple[int, ...]:
-        return (row.num_gpus,)

@@ -358,18 +358,6 @@ def plot_tradeoff(summaries: Mapping[str, Summary], path: Path) -> Path:
         size = _MARKER_PT + ring * _RING_PT
         axes.plot(x, y, ms=size, clip_on=False, zorder=4 - 0.1 * ring, **style)
         axes.plot([], [], ms=_MARKER_PT, label=name, **style)
-    ceilings = {s.ceiling.offline_tokens_per_s for s in summaries.values()} - {None}
-    for ceiling in ceilings if len(ceilings) == 1 else ():
-        axes.axhline(ceiling, color="#888888", lw=1.0, ls="--")
-        axes.annotate(
-            "offline only",
-            (0, ceiling),
-            xycoords=("axes fraction", "data"),
-            xytext=(4, 3),
-            textcoords="offset points",
-            fontsize=8.5,
-            color="#666666",
-        )
     axes.set_xlim(right=100)
     axes.margins(x=0.06, y=0.08)
     axes.set_ylim(bottom=0)

@@ -25,7 +25,6 @@ from cosched.metrics.window import Window, last_event_s
 
 __all__ = [
     "AttainmentSummary",
-    "CeilingSummary",
     "ClassSummary",
     "Comparison",
     "Emissions",
@@ -100,14 +99,6 @@ class ClassSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CeilingSummary:
-    """Offline throughput against that of a run with the offline requests alone."""
-
-    offline_tokens_per_s: float | None
-    ratio: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class IterationSummary:
     """The iterations that ended in the window.
 
@@ -157,7 +148,6 @@ class Summary:
     online: ClassSummary
     offline: ClassSummary
     job: JobSummary
-    ceiling: CeilingSummary
     iterations: IterationSummary
     kv: KvSummary
     host: HostSummary
@@ -179,7 +169,6 @@ def summarize(
     observed_until_s: float | None = None,
     default_slos: Mapping[RequestClass, Slo] | None = None,
     jct_target: JctTarget | None = None,
-    offline_ceiling_tokens_per_s: float | None = None,
     line_costs: Mapping[str, LineCost] | None = None,
 ) -> Summary:
     """Sum up a run. Reads only; the order of the records does not matter.
@@ -189,7 +178,6 @@ def summarize(
     observed_until_s  when watching ended [s], which decides what became of requests still open;
                       None: with the window, or with the last event where that is later
     default_slos      targets of requests that bring none of their own
-    offline_ceiling_tokens_per_s  ``offline.tokens_per_s`` of the offline requests alone
     line_costs        rid of an offline request -> its cost in the best batch of its job alone
     """
     records = list(records)
@@ -211,20 +199,15 @@ def summarize(
         judgements = mine.judge(default, jct_target)
         return _class_summary(mine, judgements, default, rows.computed_tokens(request_class))
 
-    offline = of_class(RequestClass.OFFLINE)
     return Summary(
         window=window,
         observed_until_s=observed_until_s,
         online=of_class(RequestClass.ONLINE),
-        offline=offline,
+        offline=of_class(RequestClass.OFFLINE),
         job=summarize_job(
             [r for r in records if r.request_class is RequestClass.OFFLINE],
             end_s=observed_until_s,
             costs=line_costs,
-        ),
-        ceiling=CeilingSummary(
-            offline_tokens_per_s=offline_ceiling_tokens_per_s,
-            ratio=_ratio(offline.tokens_per_s, offline_ceiling_tokens_per_s),
         ),
         iterations=rows.summary(),
         kv=rows.kv(),

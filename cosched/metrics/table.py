@@ -97,7 +97,6 @@ _COLUMNS = (
     _Column(header="% of\nbound", value=lambda s, _: s.job.bound_ratio, show=_percent),
     _Column(header="offline\ntok/s", value=lambda s, _: s.offline.tokens_per_s, show=_count),
     _Column(header="\nreq/s", value=lambda s, _: s.offline.requests_per_s, show=label_rate),
-    _Column(header="% of\nceiling", value=lambda s, _: s.ceiling.ratio, show=_percent),
     _Column(header="hit %\nonline", value=lambda s, _: s.online.hit_ratio, show=_percent),
     _Column(header="hit %\noffline", value=lambda s, _: s.offline.hit_ratio, show=_percent),
     _Column(

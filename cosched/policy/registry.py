@@ -82,10 +82,6 @@ class PolicyEntry:
     server_flags: Mapping[str, object] = field(default_factory=dict)
     source_file: str | None = None
 
-    def plans_as(self, other: PolicyEntry) -> bool:
-        """The two differ in what they are called, and in nothing that is planned."""
-        return self == replace(other, name=self.name, summary=self.summary, source=self.source)
-
     def arguments(self) -> dict[str, list[str]]:
         """`server_flags` as a command line: flag -> the flag and its value."""
         arguments = {}

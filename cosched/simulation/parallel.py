@@ -8,7 +8,7 @@ processes are forked from one in which SGLang is imported and hooked already
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any, TypeVar
 
@@ -16,10 +16,9 @@ import cosched.bootstrap
 from cosched.simulation.run import RunResult, RunSpec, execute
 from cosched.simulation.store import ResultStore
 
-__all__ = ["call_all", "execute_all", "execute_named"]
+__all__ = ["call_all", "execute_all"]
 
 R = TypeVar("R")
-K = TypeVar("K")
 
 _PRELOADED = ["cosched_patches.prepared", "cosched.simulation.virtual"]
 
@@ -63,19 +62,3 @@ def execute_all(
         if store is not None:
             store.put(result)
         yield indices[number], result
-
-
-def execute_named(
-    specs: Mapping[K, RunSpec],
-    *,
-    num_jobs: int,
-    store: ResultStore | None,
-    on_run: Callable[[K, RunResult], object],
-) -> dict[K, RunResult]:
-    """`execute_all`, with names, in their order. on_run: gets each as it ends."""
-    names = list(specs)
-    results: dict[K, RunResult] = {}
-    for index, result in execute_all(list(specs.values()), num_jobs=num_jobs, store=store):
-        results[names[index]] = result
-        on_run(names[index], result)
-    return {name: results[name] for name in names}

@@ -36,7 +36,6 @@ from cosched.simulation.clients import (
 )
 from cosched.simulation.host_time import host_time
 from cosched.simulation.machine import Machine
-from cosched.simulation.orders import in_order
 from cosched.simulation.scenario import OfflineClient, Scenario
 from cosched.simulation.work import JobWork, job_work
 from cosched_traces.catalogue import load_workload
@@ -361,7 +360,6 @@ def summarize_run(
     iterations: IterationLog | None,
     *,
     end_s: float,
-    ceiling_tokens_per_s: float | None = None,
     work: JobWork | None = None,
 ) -> Summary:
     """Sum up what happened in ``[0, end_s)``. work: of the offline requests, where it is known."""
@@ -371,7 +369,6 @@ def summarize_run(
         window=Window(start_s=0.0, end_s=end_s),
         default_slos={RequestClass.ONLINE: spec.slo},
         jct_target=spec.jct,
-        offline_ceiling_tokens_per_s=ceiling_tokens_per_s,
         line_costs=None if work is None else work.costs,
     )
     window = steady_window(start_s=0.0, end_s=end_s)
@@ -433,12 +430,8 @@ def load_requests(spec: RunSpec) -> tuple[list[TraceRequest], list[TraceRequest]
             num_requests=spec.offline.num_requests,
         )
         offline.extend(workload.requests)
-        if spec.scenario.sent is not None:
-            offline = in_order(
-                offline, spec.scenario.sent, machine=spec.machine, cost_model=cost_model_of(spec)
-            )
     offline = _apart(offline, {request.rid for request in online})
-    if spec.clairvoyant or spec.scenario.clairvoyant:
+    if spec.clairvoyant:
         return _told(online), _told(offline)
     return online, offline
 

@@ -15,7 +15,6 @@ __all__ = [
     "SCENARIOS",
     "OfflineClient",
     "Scenario",
-    "runs_as",
     "scenario",
     "with_eviction",
     "with_predictor",
@@ -47,8 +46,6 @@ class Scenario:
                      has it
     schedule_policy  ``--schedule-policy`` where stock schedules; None: the machine's
     flags            of SGLang, in place of the machine's
-    sent             the offline set is sent in this order (`simulation/orders.py`); None: as it is
-    clairvoyant      clients ask for as many tokens as the reply will have
     """
 
     name: str
@@ -61,8 +58,6 @@ class Scenario:
     predictor: str | None = None
     schedule_policy: str | None = None
     flags: tuple[str, ...] = ()
-    sent: str | None = None
-    clairvoyant: bool = False
 
 
 def _offline_only(schedule_policy: str) -> Scenario:
@@ -80,22 +75,6 @@ _BASELINES = (
     _offline_only("fcfs"),
     _offline_only("lpm"),
     _offline_only("dfs-weight"),
-    Scenario(
-        name="offline-sorted",
-        summary="offline requests alone, sent in depth-first order of their prompts; stock fcfs",
-        policy="sglang",
-        has_online=False,
-        schedule_policy="fcfs",
-        sent="depth-first",
-    ),
-    Scenario(
-        name="offline-clairvoyant",
-        summary="offline requests alone, all prompts and lengths known: the best of several orders "
-        "under hygen's planner, or of the other offline-only runs",
-        policy="hygen-fcfs",
-        has_online=False,
-        clairvoyant=True,
-    ),
     Scenario(name="s1", summary="both, uncontrolled: stock, classes ignored", policy="sglang"),
     Scenario(
         name="cap",
@@ -163,13 +142,6 @@ def scenario(name: str, *, also: Iterable[str] = ()) -> Scenario:
         f"unknown scenario {name!r}; choose from {choices(known)}, or name a policy of yours as "
         "module:Class"
     )
-
-
-def runs_as(one: Scenario, other: Scenario) -> bool:
-    """The two differ in what they are called, and in nothing that is simulated."""
-    return one == replace(
-        other, name=one.name, summary=one.summary, policy=one.policy
-    ) and policy_entry(one.policy).plans_as(policy_entry(other.policy))
 
 
 def with_eviction(entry: Scenario, order: str) -> Scenario:

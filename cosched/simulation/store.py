@@ -11,39 +11,29 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import cosched_patches
+import cosched_traces
 from cosched.policy.registry import policy_entry
 from cosched.simulation.run import RunResult, RunSpec
 
 __all__ = ["ResultStore"]
 
-_FORMAT = 6
+_FORMAT = 7
 
-_DECIDES = (
-    "core",
-    "cost_models",
-    "engine",
-    "kv",
-    "latency",
-    "length",
-    "offline",
-    "planning",
-    "policy",
-    "config.py",
-)
-"""What of cosched's source decides the result of one of its own policies."""
+_DECIDES_NOTHING = ("batches", "benchmark", "decision_log", "jobs", "lab", "profiling")
+"""Folders of cosched whose code has no part in the result of a run."""
 
 
 class ResultStore:
     """One file per run in a folder of the user's own (the files are pickles: nobody else's).
 
-    A result counts for its exact specification and the versions of cosched and SGLang; that of one
-    of cosched's policies also for the source code that planned it. Results of stock scheduling
-    outlive changes of the code: start with an empty folder after one to the simulation itself.
+    A result counts for its exact specification, the versions of cosched and SGLang, and the source
+    code that made it.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._source: str | None = None
+        self._source = _source_digest()
         folder.mkdir(parents=True, exist_ok=True)
 
     def get(self, spec: RunSpec) -> RunResult | None:
@@ -70,7 +60,8 @@ class ResultStore:
         partial.replace(path)
 
     def _path(self, spec: RunSpec) -> Path:
-        is_stock = policy_entry(spec.scenario.policy).make is None
+        policy = policy_entry(spec.scenario.policy)
+        is_stock = policy.make is None
         said = _said(
             replace(
                 spec,
@@ -78,23 +69,22 @@ class ResultStore:
                 config=() if is_stock else spec.config,
             )
         )
-        key = [_FORMAT, metadata.version("cosched"), metadata.version("sglang"), said]
-        if not is_stock:
-            key.append(self._source_digest())
-            key.append(_digest_of_file(policy_entry(spec.scenario.policy).source_file))
+        versions = [metadata.version("cosched"), metadata.version("sglang")]
+        key = [_FORMAT, *versions, said, self._source, _digest_of_file(policy.source_file)]
         digest = hashlib.sha256(repr(key).encode()).hexdigest()[:24]
         return self._folder / f"{spec.scenario.name.replace('/', '-')}-{digest}.pickle"
 
-    def _source_digest(self) -> str:
-        if self._source is None:
-            root = Path(__file__).resolve().parents[1]
-            digest = hashlib.sha256()
-            for name in _DECIDES:
-                place = root / name
-                for path in [place] if place.is_file() else sorted(place.rglob("*.py")):
-                    digest.update(path.read_bytes())
-            self._source = digest.hexdigest()
-        return self._source
+
+def _source_digest() -> str:
+    root = Path(__file__).resolve().parents[1]
+    digest = hashlib.sha256((root / "config.py").read_bytes())
+    for package in (root, Path(cosched_patches.__path__[0]), Path(cosched_traces.__path__[0])):
+        for path in sorted(package.rglob("*.py")):
+            folder = path.relative_to(package).parts[0]
+            is_command = package == root and path.parent == root
+            if not is_command and folder not in _DECIDES_NOTHING:
+                digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 class _Pickler(pickle.Pickler):

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched import tune
-from cosched.benchmark.sweep import KNOBS, LEAST_GAIN, sweep
-from cosched.benchmark.tuned import TOLERANCE
+from cosched.benchmark.sweep import KNOBS, LEAST_GAIN, TOLERANCE, sweep
 from cosched.config import Config, parse_config
 from cosched.policy.base import Budgets
 from cosched.simulation.machine import Machine

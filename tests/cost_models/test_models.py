@@ -19,10 +19,8 @@ from cosched.cost_models.registry import COST_MODELS, make_cost_model
 from cosched.cost_models.roofline import RooflineModel
 from cosched.cost_models.specs import GPUS, MODELS
 from cosched.errors import ConfigError
+from tests.cost_models.batches import roofline_ratio, typical_batches
 from tests.cost_models.synthetic import GPU, MODEL
-from tests.scripts import script
-
-REPORT = script("cost_model_report")
 
 BATCH = BatchShape(prefills=[Prefill(512, 1024)], decodes=[700] * 30)
 
@@ -84,7 +82,7 @@ class TestRoofline:
 
     def test_within_a_factor_of_three_of_tables(self, toy):
         model = RooflineModel(model=MODEL, gpu=GPU)
-        for batch in REPORT.typical_batches(seed=0, num=200, max_kv_tokens=200_000):
+        for batch in typical_batches(seed=0, num=200, max_kv_tokens=200_000):
             assert 1 / 3 < model.iteration_s(batch) / toy.iteration_s(batch) < 3
 
     def test_overhead_counts_the_requests(self):
@@ -231,7 +229,7 @@ class TestRegistry:
 
 
 def test_errors_are_summarised_by_kind_of_batch(toy):
-    batches = REPORT.typical_batches(seed=1, num=100, max_kv_tokens=100_000)
-    errors = REPORT.roofline_ratio(toy, toy, batches)
+    batches = typical_batches(seed=1, num=100, max_kv_tokens=100_000)
+    errors = roofline_ratio(toy, toy, batches)
     assert sum(error.num_points for error in errors.values()) == 100
     assert all(error.mean == 0 for error in errors.values())

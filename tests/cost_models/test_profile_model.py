@@ -14,11 +14,9 @@ from cosched.cost_models.profile_model import FEATURES, MIN_POINTS, ProfileModel
 from cosched.cost_models.registry import make_cost_model
 from cosched.errors import ConfigError
 from cosched.latency.profile_file import FILE_VERSION, MeasuredPoint, Profile, read_iteration_log
-from tests.scripts import script
+from tests.cost_models.batches import typical_batches
 
-REPORT = script("cost_model_report")
-
-BATCHES = REPORT.typical_batches(seed=5, num=300, max_kv_tokens=100_000)
+BATCHES = typical_batches(seed=5, num=300, max_kv_tokens=100_000)
 
 
 def measure(model, batches=BATCHES):
@@ -33,7 +31,7 @@ def fitted(toy) -> ProfileModel:
 def test_learns_a_machine_it_was_not_shaped_after(fitted, toy):
     assert fitted.held_out.num_points == 60
     assert fitted.held_out.mean < 0.1
-    unseen = REPORT.typical_batches(seed=6, num=100, max_kv_tokens=100_000)
+    unseen = typical_batches(seed=6, num=100, max_kv_tokens=100_000)
     relative = [fitted.iteration_s(batch) / toy.iteration_s(batch) - 1 for batch in unseen]
     assert sum(map(abs, relative)) / len(relative) < 0.1
 

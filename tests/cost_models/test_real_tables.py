@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import product
 
 import pytest
@@ -11,9 +10,7 @@ from cosched.core.batch import BatchShape, Prefill
 from cosched.cost_models.capacity import kv_capacity_tokens
 from cosched.cost_models.registry import make_cost_model
 from cosched.cost_models.specs import MODELS
-from tests.scripts import script
-
-REPORT = script("cost_model_report")
+from tests.cost_models.batches import roofline_ratio, typical_batches
 
 TABLE_GPUS = ("A100-80", "H100", "H200")
 
@@ -31,16 +28,16 @@ def pair(request, real_tables):
 def test_roofline_is_within_a_factor_of_three(pair):
     table, roofline = pair
     capacity = kv_capacity_tokens(table.model, table.gpu)
-    batches = REPORT.typical_batches(seed=2, num=300, max_kv_tokens=capacity)
+    batches = typical_batches(seed=2, num=300, max_kv_tokens=capacity)
     for batch in batches:
         assert 1 / 3 < roofline.iteration_s(batch) / table.iteration_s(batch) < 3
-    for error in REPORT.roofline_ratio(roofline, table, batches).values():
+    for error in roofline_ratio(roofline, table, batches).values():
         assert error.mean < 0.25
 
 
 def test_more_work_is_never_cheaper(pair):
     table, _ = pair
-    for batch in REPORT.typical_batches(seed=3, num=300, max_kv_tokens=400_000):
+    for batch in typical_batches(seed=3, num=300, max_kv_tokens=400_000):
         before = table.iteration_s(batch)
         more = [
             BatchShape(prefills=[*batch.prefills, Prefill(50, 100)], decodes=batch.decodes),
@@ -83,20 +80,3 @@ def test_slower_memory_slows_what_reads_it(real_tables):
     assert 1.1 < slow.iteration_s(decode) / fast.iteration_s(decode) < 2.039 / 1.555
     prefill = BatchShape(prefills=[Prefill(4096, 0)])
     assert 1.0 < slow.iteration_s(prefill) / fast.iteration_s(prefill) < 1.05
-
-
-def test_errors_are_as_small_as_the_documentation_says(real_tables, capsys):
-    assert REPORT.main(["--data-dir", str(real_tables)]) == 0
-    results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
-    bounds = {
-        "held-out rows": 0.15,
-        "held-out curves": 0.10,
-        "roofline against kernel tables": 0.25,
-        "uneven decodes": 0.06,
-        "GEMMs of other measurements": 0.20,
-    }
-    for title, bound in bounds.items():
-        for name, error in results[title].items():
-            assert error["mean"] < bound, (title, name)
-    for name, error in results["profile fit"].items():
-        assert error["mean"] < 0.08, name

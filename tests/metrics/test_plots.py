@@ -71,10 +71,7 @@ def test_the_pictures_of_a_run(tmp_path):
 
 def test_the_pictures_of_several_runs(tmp_path):
     runs = {f"run {seed}": Run(records=small_run(seed)[0]) for seed in range(3)}
-    summaries = {
-        name: summarize(run.records, offline_ceiling_tokens_per_s=500.0)
-        for name, run in runs.items()
-    }
+    summaries = {name: summarize(run.records) for name, run in runs.items()}
     written = write_comparison_plots(tmp_path, summaries=summaries, runs=runs)
     assert len(written) == 6
     assert all(is_png(path) for path in written)

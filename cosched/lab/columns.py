@@ -1,0 +1,54 @@
+"""The columns of a table of results. Definitions: docs/metrics.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from cosched.metrics.summary import Summary
+
+__all__ = ["COLUMNS", "Column"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """A number of a run, multiplied by `scale`, with so many digits after the point."""
+
+    of: Callable[[Summary], float | None]
+    digits: int = 1
+    scale: float = 1.0
+
+
+COLUMNS: Mapping[str, Column] = {
+    "both met %": Column(of=lambda s: s.online.attainment.joint.ratio, scale=100),
+    "TTFT met %": Column(of=lambda s: s.online.attainment.ttft.ratio, scale=100),
+    "TPOT met %": Column(of=lambda s: s.online.attainment.tpot.ratio, scale=100),
+    "JCT met %": Column(of=lambda s: s.online.attainment.jct.ratio, scale=100),
+    "TTFT p50 s": Column(of=lambda s: s.online.ttft_s.p50, digits=2),
+    "TTFT p99 s": Column(of=lambda s: s.online.ttft_s.p99, digits=2),
+    "TPOT p50 ms": Column(of=lambda s: s.online.tpot_s.p50, scale=1e3),
+    "TPOT p99 ms": Column(of=lambda s: s.online.tpot_s.p99, scale=1e3),
+    "TBT p99 ms": Column(of=lambda s: s.online.tbt_s.p99, scale=1e3),
+    "normalized latency ms": Column(of=lambda s: s.online.normalized_latency_s.mean, scale=1e3),
+    "online req/s": Column(of=lambda s: s.online.requests_per_s, digits=2),
+    "online output tokens/s": Column(of=lambda s: s.online.output_tokens_per_s, digits=0),
+    "job done s": Column(of=lambda s: s.job.makespan_s),
+    "not before s": Column(of=lambda s: s.job.least_makespan_s),
+    "mean completion s": Column(of=lambda s: s.job.completion_mean_s),
+    "p95 completion s": Column(of=lambda s: s.job.completion_p95_s),
+    "work/s": Column(of=lambda s: s.job.work_per_s, digits=3),
+    "of bound %": Column(of=lambda s: s.job.bound_ratio, scale=100),
+    "offline tokens/s": Column(of=lambda s: s.offline.tokens_per_s, digits=0),
+    "offline req/s": Column(of=lambda s: s.offline.requests_per_s, digits=2),
+    "online hit %": Column(of=lambda s: s.online.hit_ratio, scale=100),
+    "offline hit %": Column(of=lambda s: s.offline.hit_ratio, scale=100),
+    "preemptions": Column(
+        of=lambda s: s.online.num_preemptions + s.offline.num_preemptions, digits=0
+    ),
+    "recomputed tokens": Column(
+        of=lambda s: s.online.num_recomputed_tokens + s.offline.num_recomputed_tokens, digits=0
+    ),
+    "planning p50 ms": Column(of=lambda s: s.host.planning_s.p50, digits=2, scale=1e3),
+    "planning p99 ms": Column(of=lambda s: s.host.planning_s.p99, digits=2, scale=1e3),
+}
+"""By the names that suites and pages use."""

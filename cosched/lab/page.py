@@ -1,0 +1,284 @@
+"""The page of a suite (docs/results/NAME.md): one table per scenario, the targets, the command.
+
+A page keeps the rows that a run does not make again, each with its commit. `stale_cells` compares
+rows with those of a page.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from cosched.errors import ConfigError
+from cosched.lab.columns import COLUMNS
+from cosched.lab.suite import Outcome, Row, SuiteFile, SuiteTarget, as_arguments
+from cosched.metrics.interval import interval_of
+from cosched.metrics.plots_compare import Run, write_comparison_plots
+from cosched.metrics.plots_sweep import Panel, plot_panels
+from cosched.metrics.table import markdown_rows
+from cosched.simulation.run import RunResult
+
+__all__ = [
+    "Key",
+    "Page",
+    "StaleCell",
+    "cells_of",
+    "plot_results",
+    "read_page",
+    "stale_cells",
+]
+
+TOLERANCE = 0.01
+"""A number holds within 1 %, or within one unit of the last digit shown."""
+
+_NUMBER = re.compile(r"-?\d[\d,]*\.?\d*")
+
+
+class Key(NamedTuple):
+    """Which row of a page. value: of the option that the scenario varies, as text; or empty."""
+
+    scenario: str
+    value: str
+    setting: str
+
+    @classmethod
+    def of(cls, row: Row) -> Key:
+        return cls(row.scenario, "" if row.value is None else str(row.value), row.setting)
+
+
+def cells_of(columns: Sequence[str], outcomes: Sequence[Outcome]) -> dict[str, str]:
+    """The cells of a row: the number, or over several seeds their mean and its 95 % interval."""
+    cells = {}
+    for name in columns:
+        column = COLUMNS[name]
+        has_job = any(one.summary.job.num_lines for one in outcomes)
+        if name.startswith("offline") and not has_job:
+            cells[name] = ""
+            continue
+        interval = interval_of([column.of(outcome.summary) for outcome in outcomes])
+        if interval is None:
+            is_open = name == "job done s" and has_job
+            cells[name] = f"> {max(one.end_s for one in outcomes):.0f}" if is_open else ""
+            continue
+        form = f",.{column.digits}f"
+        cells[name] = format(column.scale * interval.mean, form)
+        if interval.half_width is not None:
+            cells[name] += f" ± {format(column.scale * interval.half_width, form)}"
+    seeds = [outcome.spec.seed for outcome in outcomes]
+    cells["seeds"] = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]}-{seeds[-1]}"
+    return cells
+
+
+def _numbers(cell: str) -> list[float]:
+    return [float(text.replace(",", "")) for text in _NUMBER.findall(cell)]
+
+
+def _number(cell: str) -> float | None:
+    """The first number of a cell. A job that was not done has none."""
+    return next(iter(_numbers(cell)), None) if not cell.startswith(">") else None
+
+
+@dataclass(slots=True)
+class Page:
+    """Rows of results: column -> cell, by key."""
+
+    rows: dict[Key, dict[str, str]] = field(default_factory=dict)
+
+    def text(self, suite: SuiteFile, command: str) -> str:
+        """As Markdown."""
+        parts = [f"# {suite.title}\n", suite.about.strip() + "\n", f"```bash\n{command}\n```\n"]
+        for name, scenario in suite.scenarios.items():
+            if not any(self._of(suite, name)):
+                continue
+            title = f"{name}: {scenario.title}" if scenario.title else name
+            options = {**suite.options, **scenario.options}
+            shown = " ".join(as_arguments(options))
+            parts += [f"## {title}\n", f"`cosched simulate {shown}`\n", self.table(suite, name)]
+        if suite.targets:
+            parts += ["## Targets\n", self._targets(suite)]
+        return "\n".join(parts)
+
+    def table(self, suite: SuiteFile, scenario: str) -> str:
+        """The rows of one scenario."""
+        rows = list(self._of(suite, scenario))
+        option = suite.scenarios[scenario].varied
+        varied = [] if option is None else [option]
+        headers = [*suite.columns, "seeds"]
+        headers += ["commit"] if any("commit" in cells for _, cells in rows) else []
+        return markdown_rows(
+            ["setting", *varied, *headers],
+            [
+                [
+                    f"`{key.setting}`",
+                    *([key.value] if varied else []),
+                    *(cells.get(header, "") for header in headers),
+                ]
+                for key, cells in rows
+            ],
+        )
+
+    def _of(self, suite: SuiteFile, scenario: str) -> Iterator[tuple[Key, dict[str, str]]]:
+        """In the order of the suite."""
+        for value, _ in suite.scenarios[scenario].cases():
+            for setting in suite.settings:
+                key = Key(scenario, "" if value is None else str(value), setting)
+                if key in self.rows:
+                    yield key, self.rows[key]
+
+    def _targets(self, suite: SuiteFile) -> str:
+        lines = []
+        for target in suite.targets:
+            met: list[str] = []
+            missed: list[str] = []
+            for key, ratio in self._measured(suite, target):
+                is_met = (
+                    ratio <= target.at_most
+                    if target.at_most is not None
+                    else ratio >= (target.at_least or 0.0)
+                )
+                where = f"{key.scenario} {key.value}".strip()
+                (met if is_met else missed).append(f"{where} ({ratio:.3g})")
+            lines.append([_said(target), ", ".join(met), ", ".join(missed)])
+        return markdown_rows(["target", "met", "missed"], lines)
+
+    def _measured(self, suite: SuiteFile, target: SuiteTarget) -> Iterator[tuple[Key, float]]:
+        """What the target bounds, in each case that has it."""
+        best_of: Callable[[list[float]], float] = min if target.at_most is not None else max
+        for name in suite.scenarios:
+            for key, cells in self._of(suite, name):
+                value = _number(cells.get(target.column, ""))
+                if key.setting != target.setting or value is None:
+                    continue
+                others = [
+                    number
+                    for other in target.of
+                    if (row := self.rows.get(key._replace(setting=other))) is not None
+                    and (number := _number(row.get(target.column, ""))) is not None
+                ]
+                if not target.of:
+                    yield key, value
+                elif others and best_of(others):
+                    yield key, value / best_of(others)
+
+    def plot(self, suite: SuiteFile, path: Path) -> None:
+        """Each column against the varied option, a row of panels per scenario that varies one."""
+        grid: list[list[Panel]] = []
+        for name, scenario in suite.scenarios.items():
+            rows = list(self._of(suite, name))
+            if scenario.varied is None or not rows:
+                continue
+            grid.append(
+                [
+                    Panel(
+                        title=scenario.title or name,
+                        x=scenario.varied,
+                        y=column,
+                        lines={
+                            setting: [
+                                (float(key.value), _number(cells.get(column, "")))
+                                for key, cells in rows
+                                if key.setting == setting
+                            ]
+                            for setting in dict.fromkeys(key.setting for key, _ in rows)
+                        },
+                    )
+                    for column in suite.columns
+                ]
+            )
+        if not grid:
+            raise ConfigError("nothing to draw: no scenario of this suite varies an option")
+        plot_panels(grid, path)
+
+
+def _said(target: SuiteTarget) -> str:
+    sign, bound = "≤", target.at_most
+    if bound is None:
+        sign, bound = "≥", target.at_least
+    of = f" times the best of {', '.join(f'`{name}`' for name in target.of)}" if target.of else ""
+    return f"`{target.setting}`: {target.column} {sign} {bound:g}{of}"
+
+
+def plot_results(folder: Path, results: Mapping[str, RunResult]) -> None:
+    """The pictures that compare runs, of those with online requests."""
+    shown = {name: run for name, run in results.items() if run.spec.scenario.has_online}
+    write_comparison_plots(
+        folder,
+        summaries={name: run.summary for name, run in shown.items()},
+        runs={
+            name: Run(records=run.records, observed_until_s=run.end_s, iterations=run.iterations)
+            for name, run in shown.items()
+        },
+        default_slo=next(iter(shown.values())).spec.slo,
+    )
+
+
+def read_page(path: Path) -> Page:
+    """The rows of a page. ConfigError where it cannot be read."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from None
+    page = Page()
+    scenario = ""
+    headers: list[str] = []
+    for line in lines:
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if line.startswith("## "):
+            scenario, headers = line.removeprefix("## ").partition(":")[0], []
+        elif not line.startswith("|") or line.startswith("|---"):
+            continue
+        elif not headers:
+            headers = cells
+        elif headers[0] == "setting":
+            row = dict(zip(headers, cells, strict=True))
+            known = {*COLUMNS, "setting", "seeds", "commit"}
+            varied = next((header for header in headers if header not in known), "")
+            setting, value = row.pop("setting").strip("`"), row.pop(varied, "")
+            page.rows[Key(scenario, value, setting)] = row
+    return page
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaleCell:
+    """A recorded number that the code no longer gives."""
+
+    key: Key
+    column: str
+    recorded: str
+    now: str
+    commit: str
+
+    def __str__(self) -> str:
+        row = " ".join(part for part in self.key if part)
+        return f"{row}: {self.column} was {self.recorded} at {self.commit}, now {self.now}"
+
+
+def stale_cells(page: Page, key: Key, cells: Mapping[str, str]) -> list[StaleCell]:
+    """The cells of a row that differ from those of a page, beyond `TOLERANCE`."""
+    recorded = page.rows[key]
+    return [
+        StaleCell(
+            key=key,
+            column=column,
+            recorded=recorded[column],
+            now=now,
+            commit=recorded.get("commit", ""),
+        )
+        for column, now in cells.items()
+        if column in recorded and not _is_same(recorded[column], now)
+    ]
+
+
+def _is_same(one: str, other: str) -> bool:
+    if _NUMBER.sub("0", one) != _NUMBER.sub("0", other):
+        return False
+    return all(map(_is_near, _NUMBER.findall(one), _NUMBER.findall(other)))
+
+
+def _is_near(one: str, other: str) -> bool:
+    unit = 10.0 ** -len(one.partition(".")[2])
+    a, b = (float(text.replace(",", "")) for text in (one, other))
+    return abs(a - b) <= max(TOLERANCE * abs(a), unit) * (1 + 1e-9)

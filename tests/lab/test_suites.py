@@ -1,0 +1,242 @@
+"""Suites: what a file may say, what is run and kept, and what its page records."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+import cosched.bootstrap  # noqa: F401  # before sglang
+from cosched import bench
+from cosched.config import ENV_VAR
+from cosched.errors import ConfigError
+from cosched.lab.page import Key, Page, read_page
+from cosched.lab.suite import read_suite, rows_of, suite_names
+from cosched.simulation.machine import Machine
+from cosched.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
+from cosched.simulation.scenario import scenario
+from tests.in_process import stay_in_process
+
+QUICK = Path(__file__).parents[2] / "docs" / "results" / "quick.md"
+
+SMALL = """
+title = "Small"
+about = "Two policies."
+columns = ["both met %", "job done s", "offline tokens/s"]
+options = { online = "alpaca", online-rate = 6, kv-tokens = 20000, duration = 4 }
+
+[scenarios.few]
+title = "few requests"
+cheap = true
+options = { offline = "bros-offline", offline-requests = [10, 20] }
+
+[settings.sarathi]
+[settings."hygen, budget"]
+policy = "hygen"
+options = { chunked-prefill-size = 512 }
+config = { latency_budget_ms = 40 }
+[settings.s0]
+
+[[targets]]
+setting = "hygen, budget"
+column = "job done s"
+at_most = 1.5
+of = ["sarathi"]
+"""
+
+OPTIONS = [
+    *("--online", "alpaca", "--online-rate", "6", "--offline", "bros-offline"),
+    *("--offline-requests", "40", "--duration", "4", "--kv-tokens", "20000"),
+    *("--chunked-prefill-size", "512", "--cost-model", "roofline", "--quiet"),
+]
+
+
+@pytest.fixture(autouse=True)
+def no_data_folder(monkeypatch):
+    monkeypatch.delenv("COSCHED_DATA", raising=False)
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """Specifications that were really run, one after the other in this process."""
+    return stay_in_process(monkeypatch)
+
+
+@pytest.fixture
+def small(tmp_path):
+    path = tmp_path / "small.toml"
+    path.write_text(SMALL)
+    return path
+
+
+@pytest.mark.parametrize("name", suite_names())
+def test_every_suite_names_known_options_policies_and_columns(name, tmp_path):
+    suite = read_suite(name)
+    for data_dir in (None, tmp_path):
+        for row in rows_of(suite, data_dir=data_dir):
+            spec = row.specs[0]
+            assert row.is_cheap or spec.data_dir == (data_dir and str(data_dir))
+            assert len(row.specs) == suite.seeds
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("title =", "titel =", "unknown field `titel`"),
+        ("cheap = true", "cheep = true", "unknown field `cheep`"),
+        ('"job done s",', '"job dun",', "unknown column 'job dun'; choose from"),
+        ('of = ["sarathi"]', 'of = ["saratoga"]', "unknown setting 'saratoga'; choose from"),
+        ("at_most = 1.5", "", "either `at_most` or `at_least`"),
+        ("kv-tokens = 20000", "kv-tokens = [1, 2]", "got `array` - at `$.options"),
+        ("duration = 4", "duration = = 4", "Invalid value"),
+        ("online-rate", "onlin-rate", "few, sarathi: unrecognized arguments: --onlin-rate"),
+        ("kv-tokens = 20000", "kv-tokens = 0", "argument --kv-tokens: '0' is not a whole number"),
+        ("latency_budget_ms", "latency_bujet_ms", "few, hygen, budget: --cosched-config: "),
+        ('policy = "hygen"', 'policy = "hygien"', "unknown scenario 'hygien'"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named_before_anything_runs(small, old, new, said):
+    assert old in SMALL
+    small.write_text(SMALL.replace(old, new))
+    with pytest.raises(ConfigError) as error:
+        rows_of(read_suite(str(small)))
+    assert said in str(error.value)
+
+
+def test_an_unknown_suite_scenario_or_setting_is_named(small):
+    with pytest.raises(ConfigError, match=r"no suite 'quik' .*choose from .*quick"):
+        read_suite("quik")
+    suite = read_suite(str(small))
+    with pytest.raises(ConfigError, match="unknown scenario 'fev'; choose from few"):
+        rows_of(suite, scenarios=["fev"])
+    with pytest.raises(ConfigError, match="unknown setting 's1'; choose from"):
+        rows_of(suite, settings=["s1"])
+
+
+def test_a_row_is_what_simulate_runs_with_the_same_options(small):
+    rows = {Key.of(row): row for row in rows_of(read_suite(str(small)), num_seeds=2)}
+    row = rows[Key("few", "20", "hygen, budget")]
+    assert [spec.seed for spec in row.specs] == [0, 1]
+    spec = row.specs[0]
+    assert spec.scenario.policy == "hygen"
+    assert spec.offline.num_requests == 20 and spec.online.rate == 6.0
+    assert spec.machine.chunk_tokens == 512 and spec.machine.kv_tokens == 20_000
+    assert dict(spec.config) == {"latency_budget_ms": 40}
+    assert spec.cost.name == "roofline"
+
+
+def test_a_page_is_written_resumed_and_keeps_rows_that_are_not_run_again(
+    small, tmp_path, ran, capsys
+):
+    page, results = tmp_path / "small.md", tmp_path / "results"
+    command = ["suite", str(small), "--write", str(page), "--results", str(results), "--quiet"]
+    bench.main([*command, "--settings", "sarathi,s0"])
+    assert len(ran) == 4
+    recorded = read_page(page).rows
+    assert len(recorded) == 4
+    cells = recorded[Key("few", "20", "sarathi")]
+    assert float(cells["job done s"]) > 0 and cells["seeds"] == "0" and cells["commit"]
+    assert recorded[Key("few", "20", "s0")]["job done s"] == ""
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["rows"][0]["cells"] == recorded[Key("few", "10", "sarathi")]
+
+    page.write_text(page.read_text().replace(cells["commit"], "earlier"))
+    bench.main(command)
+    assert len(ran) == 6, "only what was not run yet"
+    now = read_page(page).rows
+    assert len(now) == 6 and {row["commit"] for row in now.values()} == {cells["commit"]}
+    page.write_text(page.read_text().replace(cells["commit"], "earlier"))
+    bench.main([*command, "--settings", "s0"])
+    commits = {key.setting: row["commit"] for key, row in read_page(page).rows.items()}
+    assert commits == {"sarathi": "earlier", "hygen, budget": "earlier", "s0": cells["commit"]}
+    text = page.read_text()
+    assert "`hygen, budget`: job done s ≤ 1.5 times the best of `sarathi` | few 10 (" in text
+    assert "--online alpaca --online-rate 6" in text
+
+
+def test_check_says_which_rows_no_longer_hold(small, tmp_path, ran, capsys):
+    page = tmp_path / "small.md"
+    common = ["--settings", "sarathi", "--quiet"]
+    bench.main(["suite", str(small), *common, "--write", str(page), "--results", str(tmp_path)])
+    check = ["check", str(small), *common, "--page", str(page)]
+    bench.main(check)
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["num_rows"] == 2
+    cells = read_page(page).rows[Key("few", "20", "sarathi")]
+    tokens = cells["offline tokens/s"]
+    wrong = f"{1.02 * float(tokens.replace(',', '')):,.0f}"
+    page.write_text(page.read_text().replace(f"| {tokens} |", f"| {wrong} |"))
+    with pytest.raises(SystemExit) as ended:
+        bench.main(check)
+    assert ended.value.code == 1
+    assert (
+        f"few 20 sarathi: offline tokens/s was {wrong} at {cells['commit']}, now {tokens}"
+        in capsys.readouterr().err
+    )
+    with pytest.raises(SystemExit) as ended:
+        bench.main([*check, "--page", str(tmp_path / "absent.md")])
+    assert ended.value.code == 2
+
+
+def test_recorded_results_hold_at_this_code(ran, capsys):
+    """If a change of decisions is intended: `cosched bench suite quick --write
+    docs/results/quick.md`."""
+    some = ["--scenarios", "questions", "--settings", "hygen,echo-bs+e+s,cosched"]
+    bench.main(["check", "quick", *some, "--page", str(QUICK), "--quiet"])
+    assert len(ran) == 3
+
+
+def test_targets_are_bounds_by_case():
+    suite = read_suite("quick")
+    page = Page(
+        {
+            Key("questions", "", name): {"job done s": seconds, "both met %": "99.0 ± 1.0"}
+            for name, seconds in (("cosched", "12.0"), ("hygen", "10.0"), ("bros", "> 40"))
+        }
+    )
+    text = page.text(suite, "command")
+    assert "times the best of `hygen`, `echo-bs+e+s`, `bros` |  | questions (1.2) |" in text
+    assert "both met % ≥ 95 | questions (99) |  |" in text
+
+
+def test_run_prints_a_table_and_one_json_line_and_compare_reads_it(capsys, tmp_path, ran):
+    results = ["--results", str(tmp_path / "results")]
+    bench.main(["run", "--settings", "s0,sarathi", "--seeds", "2", *results, *OPTIONS])
+    shown = capsys.readouterr().out
+    assert "| `sarathi` |" in shown and "±" in shown
+    result = json.loads(shown.splitlines()[-1])
+    assert list(result["scenarios"]) == ["s0", "sarathi"]
+    assert len(ran) == 4
+    assert result["versions"]["sglang"]
+
+    path = tmp_path / "result.json"
+    path.write_text(shown)
+    bench.main(["compare", str(path)])
+    compared = json.loads(capsys.readouterr().out.splitlines()[-1])["compared"]
+    assert compared["s0"]["attainment_ratio"] == 1.0
+
+
+def test_unknown_settings_and_files_are_refused_by_name(tmp_path, capsys):
+    for command, said in (
+        (["run", "--settings", "ehco", *OPTIONS], "unknown scenario 'ehco'; choose from"),
+        (["compare", str(tmp_path / "absent.json")], "absent.json"),
+        (["suite"], "name a suite"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            bench.main(command)
+        assert ended.value.code == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_run_leaves_the_configuration_of_the_process_as_it_was(monkeypatch):
+    spec = RunSpec(
+        scenario=scenario("hygen"),
+        machine=Machine(kv_tokens=4000),
+        offline=WorkloadSpec(name="bros-offline", num_requests=1),
+        cost=CostSpec(name="roofline"),
+        duration_s=1.0,
+    )
+    monkeypatch.delenv(ENV_VAR, raising=False)
+    assert execute(spec).cosched["policy"] == "hygen"
+    assert ENV_VAR not in os.environ
