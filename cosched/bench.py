@@ -152,7 +152,7 @@ class Check(_OfSuite):
 
     Ends with 1 where one does not.
 
-    page  default: docs/results/NAME.md
+    page  default: that of docs/results
     """
 
     page: Annotated[Path, Kind(existing_file, "FILE")] | None = None

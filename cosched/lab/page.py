@@ -1,4 +1,4 @@
-"""The page of a suite (docs/results/NAME.md): one table per scenario, the targets, the command.
+"""The page of a suite, in docs/results: one table per scenario, the targets, the command.
 
 A page keeps the rows that a run does not make again, each with its commit. `stale_cells` compares
 rows with those of a page.
@@ -106,8 +106,11 @@ class Page:
         rows = list(self._of(suite, scenario))
         option = suite.scenarios[scenario].varied
         varied = [] if option is None else [option]
-        headers = [*suite.columns, "seeds"]
-        headers += ["commit"] if any("commit" in cells for _, cells in rows) else []
+        headers = [
+            header
+            for header in (*suite.columns, "seeds", "commit")
+            if any(cells.get(header) for _, cells in rows)
+        ]
         return markdown_rows(
             ["setting", *varied, *headers],
             [

@@ -40,7 +40,7 @@ def test_one_row_per_scenario_uncut():
     assert len(lines) == 5
     assert "…" not in "".join(lines)
     online = ["100.0", "100.0", "100.0", "0.500", "0.500", "-", "250.0", "250.0", "250.0"]
-    assert cells(lines[3]) == [*online, *"---", "0", "0", "-", "25.0", "0", "0"]
+    assert cells(lines[3]) == [*online, *"---", "0", "0", "25.0", "0", "0"]
     online = ["0.0", "100.0", "0.0", "2.000", "2.000", "2.000", "250.0", "250.0", "250.0"]
     assert cells(lines[4]) == [
         *online,

@@ -45,7 +45,10 @@ CHANGED = {
     "cosched batch": ("-o out.jsonl", "-o out.jsonl --base-url http://localhost:30000"),
     "cosched simulate": ("--duration 600", "--duration 4"),
     "cosched bench run": ("--duration 200", "--duration 1"),
-    "cosched bench yardstick": ("--data-dir DIR", "--duration 1"),
+    "cosched bench suite yardstick": (
+        "yardstick --scenarios i,iii --settings hygen,echo-bs+e+s,bros,cosched --data-dir DIR",
+        "quick --scenarios questions --settings s0,cosched",
+    ),
 }
 
 
