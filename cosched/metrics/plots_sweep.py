@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,7 +56,8 @@ def plot_panels(rows: Sequence[Sequence[Panel]], path: Path) -> Path:
             if drawn:
                 x, y = zip(*drawn, strict=True)
                 axes.plot(x, y, color=colour, ls=line, marker=marker, ms=4, lw=1.6, label=name)
-        axes.set_ylim(0, 1.08 * axes.dataLim.ymax if axes.dataLim.ymax > 0 else 1)
+        top = axes.dataLim.ymax  # infinite where nothing is drawn
+        axes.set_ylim(0, 1.08 * top if 0 < top < math.inf else 1)
         by_thousands(axes.yaxis)
     first = grid.flat[0]
     legend_above(first, bbox_to_anchor=(0.0, 1.12), loc="lower left")

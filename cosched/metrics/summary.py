@@ -89,14 +89,6 @@ class ClassSummary:
     num_recomputed_tokens: int
     recomputed_ratio: float | None
 
-    @property
-    def prompt_tokens_per_s(self) -> float | None:
-        """Served prompt tokens that no cache had."""
-        if self.tokens_per_s is None:
-            return None
-        saved = (self.output_tokens_per_s or 0.0) + (self.cached_tokens_per_s or 0.0)
-        return self.tokens_per_s - saved
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationSummary:
@@ -518,10 +510,6 @@ class Comparison:
     tbt_mean_ratio: float | None
     tbt_p99_ratio: float | None
     joint_difference: float | None
-
-    def to_dict(self) -> dict[str, Any]:
-        comparison: dict[str, Any] = to_dict(self)
-        return comparison
 
 
 def compare(summary: Summary, baseline: Summary) -> Comparison:

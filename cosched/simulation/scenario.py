@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -122,11 +122,10 @@ def _all() -> Mapping[str, Scenario]:
 SCENARIOS: Mapping[str, Scenario] = _all()
 
 
-def scenario(name: str, *, also: Iterable[str] = ()) -> Scenario:
+def scenario(name: str) -> Scenario:
     """Of that name, or of a policy of another package. ``NAME/ORDER`` is the same with another
     order of eviction (`with_eviction`), ``NAME@PREDICTOR`` with a paper's predictor
-    (`with_predictor`). ConfigError naming the choices when there is no such scenario; `also` are
-    more of them."""
+    (`with_predictor`). ConfigError naming the choices when there is no such scenario."""
     name, is_ordered, order = name.partition("/")
     if is_ordered:
         return with_eviction(scenario(name), order)
@@ -137,7 +136,7 @@ def scenario(name: str, *, also: Iterable[str] = ()) -> Scenario:
         return SCENARIOS[name]
     if ":" in name or (name in policy_names() and name not in POLICIES):
         return _of_policy(policy_entry(name))
-    known = {*SCENARIOS, *policy_names(), *also} - {"sglang"}
+    known = {*SCENARIOS, *policy_names()} - {"sglang"}
     raise ConfigError(
         f"unknown scenario {name!r}; choose from {choices(known)}, or name a policy of yours as "
         "module:Class"

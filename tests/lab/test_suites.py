@@ -71,6 +71,10 @@ def small(tmp_path):
     return path
 
 
+def is_png(path):
+    return path.read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize("name", suite_names())
 def test_every_suite_names_known_options_policies_and_columns(name, tmp_path):
     suite = read_suite(name)
@@ -200,9 +204,21 @@ def test_targets_are_bounds_by_case():
     assert "both met % ≥ 95 | questions (99) |  |" in text
 
 
+def test_columns_are_drawn_against_the_varied_option(small, tmp_path):
+    rows = {
+        Key("few", value, "sarathi"): {"job done s": f"{value}.5", "both met %": ""}
+        for value in ("10", "20")
+    }
+    Page(rows).plot(read_suite(str(small)), tmp_path / "sweep.png")
+    assert is_png(tmp_path / "sweep.png")
+    with pytest.raises(ConfigError, match="no scenario of this suite varies an option"):
+        Page(rows).plot(read_suite("quick"), tmp_path / "none.png")
+
+
 def test_run_prints_a_table_and_one_json_line_and_compare_reads_it(capsys, tmp_path, ran):
-    results = ["--results", str(tmp_path / "results")]
+    results = ["--results", str(tmp_path / "results"), "--plot", str(tmp_path / "plots")]
     bench.main(["run", "--settings", "s0,sarathi", "--seeds", "2", *results, *OPTIONS])
+    assert is_png(tmp_path / "plots" / "tradeoff.png")
     shown = capsys.readouterr().out
     assert "| `sarathi` |" in shown and "±" in shown
     result = json.loads(shown.splitlines()[-1])
