@@ -13,7 +13,7 @@
    two backends in bfloat16 part sooner or later; how many replies are alike to the end is told, and
    no more is asked.
 
-DIR gets the servers' logs, end_to_end.json and end_to_end.md (rows for docs/experiments.md).
+DIR gets the servers' logs, end_to_end.json and end_to_end.md (a table for docs/results).
 Options of SGLang come behind `--`, for all servers. On a GPU the servers need SGLang and its
 compiled sgl_kernel: the stand-in that cosched puts in its place computes nothing. --stock is
 Triton's backend, also inside ours, so that both compute the rest alike. The last line is JSON.
@@ -204,7 +204,7 @@ def ms(seconds: float | None) -> float | None:
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows for docs/experiments.md."""
+    """A table for docs/results."""
 
     def cell(value: float | None) -> str:
         return "" if value is None else f"{value:,.1f}"

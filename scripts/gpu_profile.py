@@ -18,7 +18,7 @@ with data sheets; and what the cost models of the simulator assume (`--gpu` name
 do): the L2 speed-up of stock attention, the overhead of reading once, and their attention times.
 
 DIR gets profile.jsonl (line by line, as it goes), profile.json, profile.md (rows for
-docs/experiments.md) and picker.json, which `shared_prefix.device_model` of the configuration reads.
+docs/results) and picker.json, which `shared_prefix.device_model` of the configuration reads.
 On a CPU SGLang's kernels run under TRITON_INTERPRET=1 only; else they are left out, and so is
 picker.json. The last line is JSON.
 """
@@ -329,7 +329,7 @@ def modelled_s(shape: Shape, gpu: str, reads: PrefixReads) -> float:
 
 
 def markdown(rows: list[dict[str, Any]], device: str) -> str:
-    """The rows for docs/experiments.md."""
+    """The rows for docs/results."""
 
     def cell(value: object) -> str:
         return f"{value:.1f}" if isinstance(value, float) else "" if value is None else str(value)

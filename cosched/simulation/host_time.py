@@ -73,8 +73,7 @@ class NoHostTime:
     """A host that costs nothing, but for a constant after each wait for the last moment."""
 
     after_wait_s = 0.006
-    """What scheduling takes on average on a slow machine (docs/experiments.md, host time of
-    planning)."""
+    """What scheduling takes on average on a slow machine (docs/results/host_time.md)."""
 
     def launch_s(self, load: Load) -> float:
         return 0.0
