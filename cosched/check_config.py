@@ -38,7 +38,7 @@ _INTRO = f"""\
 Made by `python -m cosched.check_config --write-page` from the structs in the code; do not edit.
 
 A server takes its configuration from the environment variable `{ENV_VAR}`: JSON, or the path of
-a JSON file. `cosched serve` makes it from `--cosched-*` flags ([operations](operations.md)); every
+a JSON file. `cosched serve` makes it from `--cosched-*` flags ([operate](operate.md)); every
 other key goes there with `{ENV_VAR}`. A simulation takes the same keys with `--cosched-config`.
 A key that is left out has its default; an unknown key and a value out of range are errors that
 name them.

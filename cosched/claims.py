@@ -1,6 +1,6 @@
 """Who may claim what: bounds for targets, signs that are ignored, limits per API key.
 
-The key ``claims`` of ``COSCHED_CONFIG`` (docs/wire.md). Everything here is the operator's word on
+The key ``claims`` of ``COSCHED_CONFIG`` (docs/api.md). Everything here is the operator's word on
 what clients say; what they can say is in `cosched.core.wire`.
 """
 
@@ -104,7 +104,7 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                  run at, a client can still ask for four times the speed
     floors       tightest targets; a deadline's, absent, is that of TTFT, before which nothing ends
     ceilings     loosest targets
-    ignore       signs of class and targets that are not read at all (docs/wire.md)
+    ignore       signs of class and targets that are not read at all (docs/api.md)
     keys         API key, or ``sha256:`` and its hex digest, -> its claims; ``*``: any other
     """
 

@@ -82,7 +82,7 @@ class SharedPrefixConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
 
 class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How large a request may be before it is read (docs/wire.md).
+    """How large a request may be before it is read (docs/api.md).
 
     chars_per_token  most characters of one text for each token of the context; a longer text is
                      refused before it is tokenized
@@ -112,8 +112,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     policy             name of the policy (docs/policies/)
     slo                targets of online requests that name none
-    claims             who may claim which class and targets, by API key too (docs/wire.md)
-    limits             how large a request may be before it is read (docs/wire.md)
+    claims             who may claim which class and targets, by API key too (docs/api.md)
+    limits             how large a request may be before it is read (docs/api.md)
     pool               order of the offline pool, for policies that keep it in prefix order; absent:
                        the policy's own
     latency_budget_ms  most predicted milliseconds of an iteration while an online request runs or
@@ -146,7 +146,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                        and Retry-After; absent: any number
     drain_s            after SIGTERM, most seconds that online requests under way may take; offline
                        requests are aborted at once (503)
-    batches            OpenAI's Files and Batches on the server itself (docs/batches.md)
+    batches            OpenAI's Files and Batches on the server itself (docs/api.md)
     shared_prefix      the attention backend ``cosched_shared_prefix``, where
                        ``--attention-backend`` names it (docs/kernels.md)
 

@@ -6,7 +6,7 @@
 Each scenario gets a server of its own, freshly started: 'online-only' (policy sarathi, no offline
 job), and policies, under which the offline job runs beside the online requests. Targets that are
 not given follow from 'online-only', which comes first for that. A table, a picture, and as the last
-line one JSON object with all numbers (docs/demo.md). Ctrl-C stops the servers too.
+line one JSON object with all numbers (docs/operate.md). Ctrl-C stops the servers too.
 """
 
 from __future__ import annotations

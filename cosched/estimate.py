@@ -6,7 +6,7 @@ The file is one for run_batch or POST /v1/batches. It is sent as the server's ow
 (in prefix order, --concurrency lines at a time) to the simulated scheduler, while the chats of the
 trace arrive. With --starts N it is submitted at N moments of the trace, evenly over its length: the
 chance to miss is the share of those in which the window ends first. The last line of the output is
-one JSON object. docs/batches.md says what is assumed, docs/simulation.md what is simulated.
+one JSON object. docs/api.md says what is assumed, docs/simulation.md what is simulated.
 """
 
 from __future__ import annotations

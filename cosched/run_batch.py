@@ -1,6 +1,6 @@
 """`python -m cosched.run_batch -i in.jsonl -o out.jsonl`: answer a file of requests, all offline.
 
-The file is in the OpenAI batch format. docs/run_batch.md says how to use it and what it writes.
+The file is in the OpenAI batch format. docs/api.md says how to use it and what it writes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Each query of docs/grafana.json and each alert of docs/operations.md, asked of a real Prometheus.
+"""Each query of docs/grafana.json and each alert of docs/operate.md, asked of a real Prometheus.
 
     .venv/bin/python scripts/check_dashboard.py [--prometheus PROGRAM] [--seconds 90]
 
@@ -65,7 +65,7 @@ def queries() -> Iterator[tuple[str, str]]:
     for panel in dashboard["panels"]:
         for target in panel["targets"]:
             yield panel["title"], target["expr"].replace("$__rate_interval", INTERVAL)
-    page = (ROOT / "docs" / "operations.md").read_text()
+    page = (ROOT / "docs" / "operate.md").read_text()
     table = page.split("## Alerts worth having", 1)[1].split("\n## ", 1)[0]
     for title, expression in re.findall(r"^\| ([^|]+) \| `(.+)` \|$", table, re.MULTILINE):
         yield f"alert: {title[:40]}", expression

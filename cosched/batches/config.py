@@ -39,7 +39,7 @@ class QuotaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class BatchesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The Batch API of the server (docs/batches.md).
+    """The Batch API of the server (docs/api.md).
 
     folder          where files are kept, and the store where it has no URL of its own: a folder, or
                     a URL that fsspec knows (``s3://BUCKET/PATH``), which needs `url`; off: the

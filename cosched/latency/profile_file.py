@@ -1,7 +1,7 @@
 """The profile file: measured iterations, of which engine they are, and what was fitted to them.
 
 One format for two readers: the simulator's cost model ``profile`` reads the points, a server's
-policy starts from the fitted predictor. Fields: docs/profile.md.
+policy starts from the fitted predictor. Fields: docs/operate.md.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ class Bound(Protocol):
         """What is wrong with a value, which is not None; None: nothing."""
 
     def described(self) -> str:
-        """For the table in docs/wire.md."""
+        """For the table in docs/api.md."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +287,7 @@ class Patterns:
     def described(self) -> str:
         return (
             f"at most {MOST_STOPS} patterns of {MOST_PATTERN_BYTES} bytes, and together "
-            f"{MOST_PATTERN_ITEMS} characters and classes with repetitions written out; see below"
+            f"{MOST_PATTERN_ITEMS} characters and classes with repetitions written out"
         )
 
 
@@ -384,8 +384,8 @@ class Grammar:
 
     def described(self) -> str:
         if self.name in ("regex", "ebnf"):
-            return f"at most {MOST_RULE_BYTES:,} bytes; see below"
-        return f"at most {MOST_DOCUMENT_BYTES:,} bytes, {MOST_ENTRIES:,} enum entries; see below"
+            return f"at most {MOST_RULE_BYTES:,} bytes"
+        return f"at most {MOST_DOCUMENT_BYTES:,} bytes, {MOST_ENTRIES:,} enum entries"
 
 
 @dataclass(frozen=True, slots=True)
@@ -705,5 +705,5 @@ def check_text(name: str, num_chars: int, scope: Scope) -> None:
 
 
 def table_rows(struct: str) -> Sequence[tuple[str, str]]:
-    """Field and bound as they stand in docs/wire.md."""
+    """Field and bound as they stand in docs/api.md."""
     return [(f"`{name}`", bound.described()) for name, bound in TABLE[struct].items()]

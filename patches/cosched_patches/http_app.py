@@ -116,6 +116,6 @@ SEAM = Seam(
         "streams are built as bytes in several places. And a handler for what endpoints raise "
         "over wrong values: SGLang answers 500. Another middleware answers a "
         "body that is too large with 413. With ``batches.folder`` also OpenAI's "
-        "Files and Batches (docs/batches.md); their feeder lives as long as the application."
+        "Files and Batches (docs/api.md); their feeder lives as long as the application."
     ),
 )

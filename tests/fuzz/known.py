@@ -1,6 +1,6 @@
 """What stock SGLang does wrong with wrong requests, and cosched does not mend.
 
-None of it hurts another request. `docs/wire.md` names them.
+None of it hurts another request. `docs/api.md` names them.
 """
 
 from __future__ import annotations

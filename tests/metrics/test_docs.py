@@ -96,6 +96,6 @@ def test_the_dashboard_asks_for_what_there_is():
 
 
 def test_alerts_ask_for_what_there_is():
-    text = DOCS.with_name("operations.md").read_text()
+    text = DOCS.with_name("operate.md").read_text()
     named = {name.removesuffix("_bucket") for name in re.findall(r"cosched:\w+", text)}
     assert named <= {metric.shown_name for metric in (*METRICS, *OF_BATCHES)}

@@ -1,4 +1,4 @@
-"""Every command of the README and of docs/operations.md runs as written.
+"""Every command of the README and of docs/operate.md runs as written.
 
 In a shell as a new user has it: after ``scripts/setup``, in the activated environment. Port 30000
 is replaced by that of the server, and curl fails on HTTP errors (by its settings).
@@ -18,7 +18,7 @@ from tests.serving import ROOT, SEARCH_PATH, start_server
 
 pytestmark = pytest.mark.server
 
-PAGES = ("README.md", "docs/operations.md")
+PAGES = ("README.md", "docs/operate.md")
 VENV = ROOT / ".venv"
 IS_OWN = not VENV.is_symlink()
 """The environment is this checkout's: scripts/setup has nothing to do, and its paths lead here."""
