@@ -10,7 +10,7 @@ from cosched.core.batch import BatchTotals
 from cosched.core.request import Slo
 from cosched.engine.decision_records import Header
 from cosched.engine.decisions import DecisionLog
-from cosched.engine.iteration import Iteration
+from cosched.engine.observe import Iteration
 from cosched.engine.port import shape_of
 from cosched.latency.calibration import Calibrator
 from cosched.policy.base import PolicySettings

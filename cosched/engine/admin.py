@@ -17,8 +17,8 @@ from cosched.batches.rate import Progress
 from cosched.batches.replies import Running
 from cosched.config import Config
 from cosched.core.view import OfflineLimits
+from cosched.engine.middleware import add_page
 from cosched.engine.offline_gate import limits_to_message
-from cosched.engine.page import add_page
 from cosched.policy.registry import policy_entry
 
 __all__ = [

@@ -11,7 +11,7 @@ from cosched.config import Config
 from cosched.engine import port
 from cosched.engine.clock import Clock, EngineClock
 from cosched.engine.controller import Controller, Log
-from cosched.engine.cpu_compile import run_uncompiled
+from cosched.engine.cpu import run_uncompiled
 from cosched.engine.decision_records import Header
 from cosched.engine.decisions import DecisionLog
 from cosched.engine.exporter import MetricsExporter

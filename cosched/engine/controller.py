@@ -21,17 +21,15 @@ from cosched.core.view import Ended, View
 from cosched.core.wire import LATE_KEY
 from cosched.engine import port
 from cosched.engine.alone import AloneWatch
-from cosched.engine.arrivals import Arrivals
 from cosched.engine.clock import EngineClock
 from cosched.engine.decisions import DecisionLog
 from cosched.engine.exporter import MetricsExporter
 from cosched.engine.guard import Guard
 from cosched.engine.identity import identity_of
-from cosched.engine.iteration import Iteration
 from cosched.engine.kv import KvManager, transfer_s_of
-from cosched.engine.last_moment import LastMoment
+from cosched.engine.last_moment import Arrivals, LastMoment
 from cosched.engine.lengths import Lengths
-from cosched.engine.observe import IterationObserver
+from cosched.engine.observe import Iteration, IterationObserver
 from cosched.engine.port.partial import SplitBatch
 from cosched.engine.port.prefixes import RunningPrefixes
 from cosched.engine.ranks import Ranks, Shared

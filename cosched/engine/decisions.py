@@ -32,7 +32,7 @@ from cosched.engine.decision_records import (
     ViewState,
     without_defaults,
 )
-from cosched.engine.iteration import Iteration
+from cosched.engine.observe import Iteration
 from cosched.engine.parts import PartWriter, switched_off
 from cosched.engine.tracked import TrackedRequest
 from cosched.errors import ConfigError

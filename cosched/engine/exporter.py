@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from cosched.core.request import LateReason, RequestClass
 from cosched.engine.alone import AloneState, LatencyBeside
-from cosched.engine.iteration import Iteration
+from cosched.engine.observe import Iteration
 from cosched.engine.service import TARGETS
 from cosched.engine.state import ReplicaState
 from cosched.kv.occupancy import KvOccupancy

@@ -25,8 +25,8 @@ from typing import Any
 from cosched.engine import port
 from cosched.engine.guard import Guard
 from cosched.engine.port import recovery
-from cosched.engine.port.intake import answer_with_error, refuse
 from cosched.engine.port.penalties import count_resumed
+from cosched.engine.port.request import answer_with_error, refuse
 from cosched.engine.shutdown import DRAIN_SIGNAL
 from cosched.engine.tracked import TrackedRequest
 

@@ -12,25 +12,36 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 from cosched.core.plan import EMPTY_PLAN, Plan
 from cosched.core.view import View
-from cosched.engine.plan_limit import PLAN_LIMIT_S, SLOW_PLAN_S, PlanTimeout, time_limit
 from cosched.planning.validate import validate
 from cosched.policy.base import Policy
 from cosched.policy.safe import SafePolicy
 
-__all__ = ["MOST_FAILURES", "Guard", "note_or_raise"]
+__all__ = ["MOST_FAILURES", "PLAN_LIMIT_S", "SLOW_PLAN_S", "Guard", "PlanTimeout", "note_or_raise"]
 
 MOST_FAILURES = 5
 """Failed plans in a row after which the policy is not asked again."""
 
 _LOGGED_SHARE = 100
-"""Of the failures after the first of a place, one in so many is logged."""
+"""Of the failures after the first of a place, one in this many is logged."""
+
+PLAN_LIMIT_S = 10.0
+"""Longest that a policy may take for a plan. Plans take well under 10 ms."""
+
+SLOW_PLAN_S = 1.0
+"""A plan that took longer counts as a failure of the policy, although it is used."""
+
+_AGAIN_S = 0.5
+"""Until the next interruption, if the policy continues after the first."""
 
 _NOT_AGAIN = "it is not asked again until the server is restarted"
 
@@ -190,3 +201,30 @@ def note_or_raise(scheduler: Any, place: str, error: Exception) -> None:
     if controller is None:
         raise error
     controller.guard.note_or_raise(place, error)
+
+
+class PlanTimeout(BaseException):
+    """Not an `Exception`: a policy that catches those is interrupted too."""
+
+
+@contextlib.contextmanager
+def time_limit(limit_s: float) -> Iterator[None]:
+    """Raise `PlanTimeout` in the block after `limit_s`.
+
+    Python code, sleeps and locks are interrupted; a call into C that does not return is not. No
+    limit outside the main thread, where Python takes no signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(signum: int, frame: FrameType | None) -> NoReturn:
+        raise PlanTimeout(f"no plan within {limit_s:g} s")
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, limit_s, _AGAIN_S)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -1,33 +1,40 @@
 """When the next iteration is planned: as late as the device allows.
 
-Under the overlap scheduler SGLang plans an iteration as soon as the one before it has begun. Who
-comes meanwhile is planned one later still, and waits for one and a half iterations in the mean;
-beside offline work these are as long as the targets allow. Planning and launching take a small part
-of that, so the scheduler looks for requests so much later, and the wait is half an iteration and
-that part.
+Under the overlap scheduler SGLang plans an iteration as soon as the previous one has begun. A
+request that arrives during an iteration is planned for the one after the next: it waits 1.5
+iterations on average, and beside offline work an iteration is as long as the targets allow.
+Planning and launching take a small part of an iteration. If the scheduler receives requests that
+long before the iteration ends, the wait is half an iteration and that part.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 from cosched.core.batch import BatchShape
+from cosched.engine import port
 from cosched.engine.clock import EngineClock
 from cosched.engine.observe import IterationObserver
 
-__all__ = ["LastMoment"]
+__all__ = ["Arrivals", "LastMoment"]
 
 _FIRST_LEAD_S = 0.02
-"""Before anything was seen."""
+"""Before anything was measured."""
 
 _DRY_SHARE = 0.01
-"""Of launches that may come when the device has nothing to do any more."""
+"""Of the launches for which the device may have run out of work."""
 
 _STEP_S = 0.001
 """Of the lead, where one does."""
 
 _LEAST_SHARE = 0.1
 """Of what an iteration still takes, to be left: an error of a prediction grows with its length."""
+
+_MOST_ON_ITS_WAY_S = 10.0
+"""Longest time between the HTTP server and the scheduler, tokenization included. A time further
+back is that of another machine's clock."""
 
 
 class LastMoment:
@@ -83,3 +90,27 @@ class LastMoment:
         self.lead_s = max(self.lead_s, 0.0)
         self._has_waited = self._has_run_dry = False
         return is_late
+
+
+class Arrivals:
+    """When requests arrived. The scheduler receives requests between two iterations only, and a
+    client measures from when it sent its request. The server records that time. Where it does not
+    (`LocalEngine`, other machines), a request that arrived during an iteration is taken to have
+    arrived in its middle."""
+
+    def __init__(self, observer: IterationObserver) -> None:
+        self._observer = observer
+        self._looked_s = math.inf
+
+    def looked(self, now_s: float) -> None:
+        """The scheduler has received requests, and plans or is idle."""
+        self._looked_s = now_s
+
+    def came_s(self, req: Any, seen_s: float) -> float:
+        """When a request arrived that is received now: the server's time, or the middle of the time
+        since requests were last received, if an iteration has ended since then."""
+        created_s = port.created_s(req)
+        if created_s and seen_s - _MOST_ON_ITS_WAY_S <= created_s <= seen_s:
+            return created_s
+        was_busy = self._looked_s < self._observer.last_done_s
+        return (self._looked_s + seen_s) / 2 if was_busy else seen_s

@@ -14,22 +14,63 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cosched.core.batch import BatchShape
+from cosched.core.plan import EMPTY_PLAN, Plan
 from cosched.engine import port
 from cosched.engine.clock import Clock, EngineClock
 from cosched.engine.guard import Guard
-from cosched.engine.iteration import Iteration
 from cosched.engine.parts import LineFile, switched_off
 from cosched.engine.port.attention import reads_once
 from cosched.engine.port.prefixes import RunningPrefixes, with_repeated
 from cosched.errors import ConfigError
 
-__all__ = ["IterationLogFile", "IterationObserver"]
+__all__ = ["Iteration", "IterationLogFile", "IterationObserver"]
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Iteration:
+    """One iteration from its plan to its result; the observer's listeners get the same object.
+    Under the overlap scheduler two are under way at once.
+
+    plan         what it was to run; the engine's own decision where nothing of cosched's plans
+    planning_s   host time of the view, the plan and its check [s]; None: nothing was planned
+    shape        what runs
+    predicted_s  predicted time when it was launched [s]; None: there is no predictor
+    launched_s   when it was launched [s]
+    came_late    the device was idle before it because the scheduler waited too long
+    follows      the device was not idle before it
+    start_s      when the one before it ended, or when it was launched after idle time [s]
+    duration_s   from then until its result was there [s]; None: it is under way
+    is_exact     True if the measured duration excludes host time
+    """
+
+    plan: Plan = field(default_factory=lambda: EMPTY_PLAN)
+    planning_s: float | None = None
+    shape: BatchShape = field(default_factory=BatchShape)
+    predicted_s: float | None = None
+    launched_s: float = 0.0
+    came_late: bool = False
+    follows: bool = False
+    start_s: float = 0.0
+    duration_s: float | None = None
+    is_exact: bool = True
+
+    @property
+    def seconds(self) -> float:
+        """`duration_s` of one that is over."""
+        assert self.duration_s is not None, "it is under way"
+        return self.duration_s
+
+    @property
+    def end_s(self) -> float:
+        """When its result was there [s]."""
+        return self.start_s + self.seconds
 
 
 class IterationObserver:
@@ -117,7 +158,7 @@ class IterationObserver:
         return self._in_flight[-1].shape if self._in_flight else BatchShape()
 
     def has_run_dry(self) -> bool:
-        """The device has done what was launched last, and nobody has taken the result yet."""
+        """The device has finished the last launch, and its result was not taken yet."""
         return self._latest is not None and port.is_done(self._latest)
 
     def ran_dry(self, *, just_now: bool) -> None:
@@ -138,8 +179,8 @@ class IterationObserver:
         return self._last_done_s
 
     def finish(self, result: Any) -> Iteration | None:
-        """The iteration of a result, once it is there; waits for it. None: nobody saw its launch,
-        or it was idle."""
+        """The iteration of a result, once it is there; waits for it. None: its launch was not
+        seen, or it was idle."""
         iteration: Iteration | None = getattr(result, "cosched", None)
         if iteration is None:
             return None

@@ -14,7 +14,7 @@ from cosched.core.request import RequestClass
 from cosched.core.view import OfflineLimits
 from cosched.core.wire import class_of_priority
 from cosched.engine import port
-from cosched.engine.port.intake import answer_with_error
+from cosched.engine.port.request import answer_with_error
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.waiting import WaitingQueue
 

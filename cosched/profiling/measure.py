@@ -19,7 +19,7 @@ from cosched.core.plan import EMPTY_PLAN, Plan
 from cosched.core.request import Request
 from cosched.core.view import View
 from cosched.engine import port
-from cosched.engine.iteration import Iteration
+from cosched.engine.observe import Iteration
 from cosched.engine.port.local import LocalEngine
 from cosched.errors import ConfigError
 from cosched.latency.design import DesignedBatch, Limits, Round

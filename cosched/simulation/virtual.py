@@ -41,7 +41,7 @@ from cosched.cost_models.base import PrefixReads
 from cosched.engine import port
 from cosched.engine.attach import use_virtual_device
 from cosched.engine.identity import STANDS_FOR
-from cosched.engine.iteration import Iteration
+from cosched.engine.observe import Iteration
 from cosched.engine.port.attention import assuming_one_reading
 from cosched.engine.port.local import LocalEngine, lengths_of, made_up
 from cosched.engine.port.prefixes import RunningPrefixes, with_repeated

@@ -17,7 +17,7 @@ WRONG_VALUES = (ArithmeticError, AttributeError, LookupError, RecursionError, Ty
 
 def _hook() -> Any:
     from cosched.engine.checks import check_input
-    from cosched.engine.port.disconnects import pace_checks
+    from cosched.engine.port.request import pace_checks
     from cosched.errors import RequestError
     from cosched_patches.active import front, limits_of
 

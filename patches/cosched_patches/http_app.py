@@ -19,8 +19,8 @@ def _hook() -> Any:
 
     from cosched.config import Config, load_config
     from cosched.engine.admin import add_routes, keeps_offline_waiting, offline_progress
-    from cosched.engine.body_limit import BodyLimit
     from cosched.engine.front import ReplyMiddleware, own_request
+    from cosched.engine.middleware import BodyLimit
     from cosched_patches.active import front, limits_of
     from cosched_patches.generate_request import WRONG_VALUES
 

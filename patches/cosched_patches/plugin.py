@@ -33,10 +33,9 @@ def register() -> None:
 
         attention.register()
         if not cosched.bootstrap.has_cuda():
-            from cosched.engine import cpu_attention, cpu_host
+            from cosched.engine import cpu
 
-            cpu_attention.install()
-            cpu_host.install()
+            cpu.install()
     except CoschedError as error:
         raise SystemExit(f"cosched: {error}") from None
     except Exception as error:

@@ -11,7 +11,7 @@ __all__ = ["SEAM"]
 
 def _hook() -> Any:
     from cosched.engine.checks import check_received
-    from cosched.engine.port.intake import refuse
+    from cosched.engine.port.request import refuse
     from cosched.errors import RequestError
     from cosched_patches.active import limits_of
 

@@ -10,7 +10,7 @@ __all__ = ["SEAM"]
 
 
 def _hook() -> Any:
-    from cosched.engine.port.stop_patterns import finish_by_pattern
+    from cosched.engine.port.request import finish_by_pattern
 
     def match(original: Any, req: Any, new_accepted_len: int = 1) -> bool:
         params = req.sampling_params

@@ -10,7 +10,7 @@ __all__ = ["SEAM"]
 
 
 def _hook() -> Any:
-    from cosched.engine.port.stop_patterns import most_tail_tokens
+    from cosched.engine.port.request import most_tail_tokens
 
     def bounded(original: Any, req: Any, new_accepted_len: int) -> int:
         num_tokens: int = original(req, new_accepted_len)

@@ -7,7 +7,7 @@ import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.engine import port
-from cosched.engine.arrivals import Arrivals
+from cosched.engine.last_moment import Arrivals
 
 
 def req(created_s=0.0):

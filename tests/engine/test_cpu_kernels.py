@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cosched.bootstrap  # noqa: F401  # before sglang
-from cosched.engine.cpu_attention import attend
+from cosched.engine.cpu import attend
 
 
 def reference_attention(query, key, value):

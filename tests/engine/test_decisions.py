@@ -18,7 +18,7 @@ from cosched.decision_log.replan import replan
 from cosched.decision_log.view import NotRecordedError, RecordedView
 from cosched.engine.decision_records import Decision, Header, Outcome
 from cosched.engine.decisions import RecordingView
-from cosched.engine.iteration import Iteration
+from cosched.engine.observe import Iteration
 from cosched.engine.parts import NUM_PARTS, parts_of
 from cosched.errors import ConfigError
 from cosched.metrics.records import record_line

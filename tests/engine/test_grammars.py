@@ -4,7 +4,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from cosched.engine.port import common
+from cosched.engine.port import scheduler as port_scheduler
 from tests.engine.conftest import assert_drained, prompt
 
 
@@ -33,7 +33,7 @@ def test_a_grammar_constrains_its_request(engine):
 
 def test_a_grammar_that_does_not_compile_in_time_fails_its_request(engine, monkeypatch):
     compiles_for_ever(engine)
-    monkeypatch.setattr(common, "GRAMMAR_LIMIT_S", 0.5)
+    monkeypatch.setattr(port_scheduler, "GRAMMAR_LIMIT_S", 0.5)
     submit_constrained(engine, "slow", "[a-z]+")
     engine.submit("chat", prompt(1, 40), max_new_tokens=8)
     engine.run_until_idle(max_iterations=200_000)
@@ -62,7 +62,7 @@ def test_iterations_do_not_wait_for_a_grammar(engine, monkeypatch):
 
 
 def test_compiled_grammars_do_not_fill_the_memory(engine, monkeypatch):
-    monkeypatch.setattr(common, "_MOST_GRAMMARS", 3)
+    monkeypatch.setattr(port_scheduler, "_MOST_GRAMMARS", 3)
     cache = engine.scheduler.grammar_manager.grammar_backend.cache
     sizes = []
     for index in range(8):

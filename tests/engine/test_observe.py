@@ -7,8 +7,7 @@ import pytest
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.core.plan import Plan
 from cosched.engine.guard import Guard
-from cosched.engine.iteration import Iteration
-from cosched.engine.observe import IterationObserver
+from cosched.engine.observe import Iteration, IterationObserver
 
 
 class ByHand:

@@ -9,7 +9,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse
 
 from cosched.batches.config import BatchesConfig
-from cosched.engine.page import add_page
+from cosched.engine.middleware import add_page
 from tests.batches.api import Api, line, serving, until
 from tests.batches.stand_in import StandIn
 from tests.browser import browsing, find_browser

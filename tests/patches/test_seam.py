@@ -279,7 +279,7 @@ class TestInternals:
         used = set()
         for path in (ROOT / "cosched" / "engine").rglob("*.py"):
             # Those build engines of their own, on SGLang's public constructors.
-            if path.stem not in ("local", "cpu_attention", "cpu_host"):
+            if path.stem not in ("local", "cpu"):
                 used |= set(re.findall(rf"\b(?:{names})\.(\w+)", path.read_text()))
         own = {
             "cosched",

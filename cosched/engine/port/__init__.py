@@ -5,5 +5,7 @@
 
 from __future__ import annotations
 
-from cosched.engine.port.common import *  # noqa: F403
+from cosched.engine.port.batch import *  # noqa: F403
 from cosched.engine.port.memory import *  # noqa: F403
+from cosched.engine.port.request import *  # noqa: F403
+from cosched.engine.port.scheduler import *  # noqa: F403

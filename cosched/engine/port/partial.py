@@ -15,8 +15,9 @@ import copy
 from collections.abc import Set
 from typing import Any
 
-from cosched.engine.port.common import decodes_of, is_ending
+from cosched.engine.port.batch import decodes_of
 from cosched.engine.port.penalties import copy_for_part, copy_rows
+from cosched.engine.port.request import is_ending
 
 __all__ = ["SplitBatch", "split"]
 

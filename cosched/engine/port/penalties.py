@@ -19,7 +19,7 @@ from sglang.srt.sampling.penaltylib.min_new_tokens import BatchedMinNewTokensPen
 from sglang.srt.sampling.penaltylib.presence_penalty import BatchedPresencePenalizer
 from sglang.srt.sampling.penaltylib.repetition_penalty import BatchedRepetitionPenalizer
 
-from cosched.engine.port.common import prefills_of
+from cosched.engine.port.batch import prefills_of
 
 __all__ = ["copy_for_part", "copy_rows", "count_outputs", "count_resumed"]
 

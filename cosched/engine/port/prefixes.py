@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from cosched.core.batch import BatchShape
-from cosched.engine.port import common
 from cosched.engine.port.attention import Launch, launched
+from cosched.engine.port.batch import decodes_of
+from cosched.engine.port.request import prefix_key, token_ids
 from cosched_kernels.groups import Groups, PrefixForest, Shared
 
 __all__ = ["MIN_GROUP_TOKENS", "RunningPrefixes", "with_repeated"]
@@ -114,8 +115,8 @@ class RunningPrefixes:
             self.forget(req)
             if len(self._req_of) >= self._sweep_at:
                 self._sweep()
-            tokens = np.asarray(common.token_ids(req))
-            namespace = common.prefix_key(req)
+            tokens = np.asarray(token_ids(req))
+            namespace = prefix_key(req)
             member = self._forest.put(Shared(namespace=namespace, tokens=tokens, length=length))
             req.cosched_members = {length: member}
             self._req_of[member] = req
@@ -153,5 +154,5 @@ def with_repeated(shape: BatchShape, batch: Any, prefixes: RunningPrefixes) -> B
     """The shape of a batch with what its decodes have in common. Prefills are left out: over a
     long prefix they compute for longer than they read."""
     is_decode = batch.forward_mode.is_decode()
-    num_repeated = prefixes.num_repeated(batch.reqs if is_decode else common.decodes_of(batch))
+    num_repeated = prefixes.num_repeated(batch.reqs if is_decode else decodes_of(batch))
     return replace(shape, num_repeated=num_repeated) if num_repeated else shape

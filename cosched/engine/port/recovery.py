@@ -12,7 +12,8 @@ from sglang.srt.environ import envs
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 from cosched.engine import port
-from cosched.engine.port.common import parallel, rank_group, wait_for, waits_alone
+from cosched.engine.port.batch import wait_for
+from cosched.engine.port.scheduler import parallel, rank_group, waits_alone
 
 __all__ = [
     "MemoryUse",

@@ -20,9 +20,9 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 from sglang.srt.model_executor.runner_utils.capture_mode import get_capture_attention_variant
 
 from cosched.config import SharedPrefixConfig, load_config
-from cosched.engine.port import common
 from cosched.engine.port.attention import NAME, Launch, launched, note_newest
 from cosched.engine.port.prefixes import MIN_GROUP_TOKENS, RunningPrefixes
+from cosched.engine.port.scheduler import parallel
 from cosched.errors import ConfigError, choices
 from cosched_kernels import reference, shared_prefix
 from cosched_kernels.buffers import FixedBuffers, PlanTensors, upload
@@ -160,7 +160,7 @@ def _why_not(runner: Any) -> str | None:
 
 def _num_q_heads(runner: Any) -> int:
     """On this device."""
-    return int(runner.model_config.num_attention_heads) // common.parallel().tp_size
+    return int(runner.model_config.num_attention_heads) // parallel().tp_size
 
 
 def _class_before(kind: Any, shared: SharedPrefixes) -> type:

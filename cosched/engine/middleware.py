@@ -1,16 +1,29 @@
-"""Bodies that are too large are answered with 413 before they are read."""
+"""ASGI middleware around SGLang's web application that needs nothing of SGLang."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, MutableMapping
+from importlib.resources import files
 from typing import Any
 
-__all__ = ["BodyLimit"]
+from fastapi.responses import Response
+
+__all__ = ["BodyLimit", "add_page"]
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+_PAGE_HEADERS = {
+    "cache-control": "no-store",
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; "
+    "script-src 'unsafe-inline'; connect-src 'self'; form-action 'none'; frame-ancestors 'none'",
+    "referrer-policy": "no-referrer",
+    "vary": "accept",
+    "x-content-type-options": "nosniff",
+}
 
 _WITH_LARGE_BODIES = (
     "/v1/files",
@@ -24,7 +37,7 @@ _WITH_LARGE_BODIES = (
 
 
 class BodyLimit:
-    """ASGI middleware.
+    """Answers 413 for a body that is too large, before it is read.
 
     limit   most bytes; called once requests come, when the model is known
     answer  the application that answers in the form of the endpoint, given the message
@@ -51,7 +64,7 @@ class BodyLimit:
 
         async def watch(message: Message) -> None:
             nonlocal has_begun
-            # What the application says of a body that it could not read is not of interest.
+            # The application's answer to a body that it could not read is dropped.
             if has_begun or not body.is_too_large:
                 has_begun = True
                 await send(message)
@@ -94,3 +107,29 @@ class _Body:
                 self.is_too_large = True
                 raise _TooLargeError
         return message
+
+
+def add_page(app: Any) -> None:
+    """``/cosched`` is a page where a browser asks for it. Before the application starts.
+
+    It is served without an API key: a browser cannot send one when it opens an address. The page
+    holds no data, and uses the key that the operator enters for its requests.
+    """
+    build = app.build_middleware_stack
+    page = files("cosched.engine").joinpath("page.html").read_bytes()
+    app.build_middleware_stack = lambda: _Page(build(), page)
+
+
+class _Page:
+    def __init__(self, app: App, page: bytes) -> None:
+        self._app = app
+        self._answer = Response(page, media_type="text/html", headers=_PAGE_HEADERS)
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        is_asked_for = (
+            scope["type"] == "http"
+            and scope["method"] == "GET"
+            and scope["path"] == "/cosched"
+            and b"text/html" in dict(scope["headers"]).get(b"accept", b"")
+        )
+        await (self._answer if is_asked_for else self._app)(scope, receive, send)

@@ -1,0 +1,193 @@
+"""SGLang's CPU engine: what cosched replaces in it where there is no GPU.
+
+Attention: the `torch_native` backend pads the queries of every row of a prefill batch to the whole
+sequence and drops the padding. The last 100 tokens behind a cached prefix of 500 then cost as much
+as 600, and so does each decode in a mixed batch. No GPU backend does that, and it would hide what
+scheduling policies differ in. `attend` computes the new tokens only, under every policy.
+
+Host memory (HiCache): SGLang copies KV between the device and pinned host memory with GPU kernels.
+Here the memory is not pinned and the copies are plain torch; queues, events, locks and the
+layer-by-layer loading are SGLang's own.
+
+``torch.compile``: SGLang compiles some operations of the sampler (repetition penalties). The first
+request that needs one stops the scheduler for seconds while Inductor and the C++ compiler run.
+Without compilation these operations take less than a millisecond.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from cosched.bootstrap import has_cuda
+
+__all__ = ["attend", "install", "run_uncompiled"]
+
+
+def install() -> None:
+    """Replace the prefill attention of SGLang's `torch_native` backend, and what allocates and
+    copies in its host pool of ordinary attention (MHA). Idempotent."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend as Backend
+    from sglang.srt.mem_cache.pool_host import common, mha
+
+    original = Backend._run_sdpa_forward_extend
+    if not getattr(original, "computes_new_tokens_only", False):
+        Backend._run_sdpa_forward_extend = _new_tokens_only(original)
+    common.ALLOC_MEMORY_FUNCS["cpu"] = _allocate
+    pool = mha.MHATokenToKVPoolHost
+    for name, function in (
+        ("load_to_device_per_layer", _load),
+        ("backup_from_device_all_layer", _back_up),
+    ):
+        assert hasattr(pool, name), f"sglang's host pool has no {name}"
+        setattr(pool, name, function)
+
+
+def run_uncompiled(server_args: Any) -> None:
+    """Ignore ``torch.compile`` in this process from now on, unless there is a GPU or the operator
+    asks for compilation (``--enable-torch-compile``)."""
+    if not has_cuda() and not server_args.enable_torch_compile:
+        torch.compiler.set_stance("force_eager")
+
+
+# --- Attention ---
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """Causal attention of the last tokens of one sequence: query is [heads, n, size], key and value
+    are [kv heads, length, size] with n <= length; the result is like query."""
+    num_queries, length = query.shape[1], key.shape[1]
+    mask = None
+    if 1 < num_queries < length:
+        # PyTorch's own causal mask would align the first query, not the last, with its key.
+        mask = torch.ones(num_queries, length, dtype=torch.bool).tril(length - num_queries)
+    return scaled_dot_product_attention(
+        query.unsqueeze(0),
+        key.unsqueeze(0),
+        value.unsqueeze(0),
+        attn_mask=mask,
+        is_causal=num_queries == length,
+        scale=scale,
+        enable_gqa=enable_gqa,
+    ).squeeze(0)
+
+
+def _new_tokens_only(original: Any) -> Any:
+    def run(
+        self: Any,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        extend_prefix_lens: torch.Tensor,
+        extend_seq_lens: torch.Tensor,
+        encoder_lens: torch.Tensor | None = None,
+        scaling: float | None = None,
+        enable_gqa: bool = False,
+        causal: bool = False,
+        is_cross_attn: bool = False,
+        sliding_window_size: int | None = None,
+    ) -> torch.Tensor:
+        windowed = sliding_window_size is not None and sliding_window_size > -1
+        if encoder_lens is not None or is_cross_attn or not causal or windowed:
+            result: torch.Tensor = original(
+                self,
+                query,
+                output,
+                k_cache,
+                v_cache,
+                req_to_token,
+                req_pool_indices,
+                seq_lens,
+                extend_prefix_lens,
+                extend_seq_lens,
+                encoder_lens,
+                scaling=scaling,
+                enable_gqa=enable_gqa,
+                causal=causal,
+                is_cross_attn=is_cross_attn,
+                sliding_window_size=sliding_window_size,
+            )
+            return result
+        begin = 0
+        rows = torch.stack((req_pool_indices, seq_lens, extend_seq_lens), dim=1).tolist()
+        for pool_index, length, num_new in rows:
+            slots = req_to_token[pool_index, :length]
+            end = begin + num_new
+            out = attend(
+                query[begin:end].movedim(0, 1),
+                k_cache[slots].to(query.dtype).movedim(0, 1),
+                v_cache[slots].to(query.dtype).movedim(0, 1),
+                scale=scaling,
+                enable_gqa=enable_gqa,
+            )
+            output[begin:end] = out.movedim(0, 1)
+            begin = end
+        return output
+
+    run.computes_new_tokens_only = True  # type: ignore[attr-defined]
+    return run
+
+
+# --- Host memory ---
+
+
+def _allocate(
+    dims: tuple[int, ...],
+    dtype: torch.dtype,
+    device: str,
+    pin_memory: bool,
+    allocator: Any,
+    registration_granularity_bytes: int | None = None,
+) -> torch.Tensor:
+    buffer: torch.Tensor = allocator.allocate(dims, dtype=dtype, device=device)
+    return buffer
+
+
+def _check_layout(pool: Any) -> None:
+    if pool.layout not in ("layer_first", "page_first"):
+        raise NotImplementedError(
+            f"--hicache-mem-layout {pool.layout} needs a GPU; on a CPU: layer_first, page_first"
+        )
+
+
+def _load(
+    pool: Any,
+    device_pool: Any,
+    host_indices: torch.Tensor,
+    device_indices: torch.Tensor,
+    layer_id: int,
+    io_backend: str,
+    *,
+    is_draft: bool = False,
+) -> None:
+    """Copy one layer's keys and values of these slots from the host."""
+    _check_layout(pool)
+    pool.device_k_buffers[layer_id][device_indices] = pool.k_data_refs[layer_id][host_indices]
+    pool.device_v_buffers[layer_id][device_indices] = pool.v_data_refs[layer_id][host_indices]
+
+
+def _back_up(
+    pool: Any,
+    device_pool: Any,
+    host_indices: torch.Tensor,
+    device_indices: torch.Tensor,
+    io_backend: str,
+) -> None:
+    """Copy all layers' keys and values of these slots to the host."""
+    _check_layout(pool)
+    device = (*pool.device_k_buffers, *pool.device_v_buffers)
+    for source, copy in zip(device, pool.host_kv_data_refs, strict=True):
+        copy[host_indices] = source[device_indices]

@@ -1,0 +1,277 @@
+"""The scheduler: its limits, what is set when it is taken over, and steps of its loop."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule
+
+from cosched.core.caps import EngineCaps
+from cosched.engine.port.attention import reads_once
+from cosched.engine.port.memory import host_total
+from cosched.latency.graphs import GraphSizes
+
+__all__ = [
+    "GRAMMAR_LIMIT_S",
+    "Parallel",
+    "WaitingTotal",
+    "admit_ready_grammars",
+    "can_split",
+    "caps_of",
+    "drain_results",
+    "graph_sizes_of",
+    "has_one_pool",
+    "in_flight",
+    "is_idle",
+    "is_queued",
+    "leave_a_page",
+    "longest_prompt",
+    "metric_labels",
+    "mix_only_decodes",
+    "overlaps",
+    "parallel",
+    "put_back",
+    "rank_group",
+    "report_waiting",
+    "runs_on_cpu",
+    "searches_host",
+    "take_out_unanswered",
+    "under_way",
+    "waits_alone",
+]
+
+
+# --- Limits ---
+
+
+class Parallel(NamedTuple):
+    """Where this process stands among those of a server: its place among the tensor-parallel ranks
+    of its replica, how many these are, and the replica's number; None: there is one."""
+
+    tp_rank: int
+    tp_size: int
+    dp_rank: int | None
+
+
+def caps_of(scheduler: Any) -> EngineCaps:
+    """The limits of a scheduler, read once after it was built."""
+    return EngineCaps(
+        page_size=scheduler.page_size,
+        max_running_requests=scheduler.max_running_requests,
+        max_chunk_tokens=scheduler.chunked_prefill_size,
+        max_prefill_tokens=scheduler.max_prefill_tokens,
+        max_prefills=get_schedule().prefill_max_requests,
+        max_reserved_tokens=CLIP_MAX_NEW_TOKENS,
+        chunk_align=scheduler.truncation_align_size or 1,
+        max_adapters=scheduler.max_loras_per_batch if scheduler.enable_lora else None,
+        mixed_batches=bool(scheduler.is_mixed_chunk),
+        partial_decode=can_split(scheduler),
+        promises=True,
+        hosts=True,
+        shared_prefix=reads_once(),
+        host_tokens=host_total(scheduler),
+    )
+
+
+def can_split(scheduler: Any) -> bool:
+    """Whether this engine's running batch can be divided at all: its requests must carry no state
+    of their own beside rows and tokens."""
+    return (
+        scheduler.is_generation
+        and scheduler.spec_algorithm.is_none()
+        and not scheduler.enable_hisparse
+        and scheduler.dllm_config is None
+        and not scheduler.model_config.is_encoder_decoder
+        and not scheduler.is_hybrid_ssm
+    )
+
+
+def longest_prompt(scheduler: Any) -> int:
+    """Tokens of a prompt that the engine takes."""
+    return int(scheduler.max_req_input_len) - 1
+
+
+def graph_sizes_of(scheduler: Any) -> GraphSizes | None:
+    """The sizes that its batches are padded to for CUDA graphs; None: they are not."""
+    config = get_exec().graph.cuda_graph_config
+    if scheduler.device == "cpu" or config is None:
+        return None
+
+    def sizes(phase: Any) -> tuple[int, ...]:
+        return () if phase.backend == "disabled" else tuple(sorted(phase.bs or ()))
+
+    graphs = GraphSizes(prefill=sizes(config.prefill), decode=sizes(config.decode))
+    return graphs if graphs.prefill or graphs.decode else None
+
+
+def parallel() -> Parallel:
+    """Of this process, once SGLang has set it up."""
+    groups = get_parallel()
+    return Parallel(groups.tp_rank, groups.tp_size, groups.dp_rank)
+
+
+def rank_group(scheduler: Any) -> Any:
+    """The process group of the ranks that schedule together, on the CPU."""
+    return scheduler.tp_cpu_group
+
+
+def has_one_pool(scheduler: Any) -> bool:
+    """Whether all KV of its model is in one pool: that of sliding-window and state-space layers is
+    not."""
+    return not (scheduler.is_hybrid_swa or scheduler.is_hybrid_ssm)
+
+
+def runs_on_cpu(scheduler: Any) -> bool:
+    """Whether a forward is done when its call returns."""
+    return bool(scheduler.device == "cpu")
+
+
+def overlaps(scheduler: Any) -> bool:
+    """It plans an iteration while the one before it runs."""
+    return bool(scheduler.enable_overlap)
+
+
+def waits_alone(scheduler: Any) -> bool:
+    """Whether the loop of this scheduler is its own: no other replica or stage computes in step
+    with it or waits for what it receives."""
+    args = scheduler.server_args
+    return args.disaggregation_mode == "null" and args.pp_size == 1 and not args.enable_dp_attention
+
+
+def searches_host(scheduler: Any) -> bool:
+    """Whether a look-up must be SGLang's whole search: only that knows what is in host memory. It
+    touches what it finds, so with several ranks, of which one plans, their trees would differ."""
+    return bool(scheduler.enable_hierarchical_cache) and parallel().tp_size == 1
+
+
+def metric_labels(scheduler: Any) -> Mapping[str, Any] | None:
+    """Labels of SGLang's own metrics of this scheduler; None: it reports none."""
+    context = scheduler.metrics_collector_context
+    return context.collector.labels if context.current_scheduler_metrics_enabled else None
+
+
+# --- What is set when it is taken over ---
+
+
+def leave_a_page(scheduler: Any) -> None:
+    """Lower SGLang's limit of a request's length by what its `PrefillAdder` asks for beside it, a
+    page. Requests between the two would be taken and never admitted, and block all behind them."""
+    beyond = scheduler.max_req_len - (scheduler.max_total_num_tokens - scheduler.page_size)
+    if beyond > 0:
+        scheduler.max_req_len -= beyond
+        scheduler.max_req_input_len -= beyond
+
+
+def mix_only_decodes(scheduler: Any) -> None:
+    """Mix no batches where nothing decodes: SGLang's assume a model that generates."""
+    if not scheduler.is_generation:
+        scheduler.is_mixed_chunk = False
+
+
+class WaitingTotal(NamedTuple):
+    """All waiting requests as one, for load reports."""
+
+    seqlen: int
+    num_matched_prefix_tokens: int = 0
+    cache_request_handle: None = None  # 0.5.23 asks what its storage would find of it
+
+
+def report_waiting(scheduler: Any, waiting: Any) -> None:
+    """Have load reports look at `waiting`, for its length and for the lengths of its items."""
+    # The inquirer is a frozen dataclass of callables that the scheduler itself builds.
+    object.__setattr__(scheduler.load_inquirer, "get_waiting_queue", lambda: waiting)
+
+
+# --- Its loop ---
+
+
+def is_idle(scheduler: Any) -> bool:
+    """Whether the scheduler had nothing to run before the iteration that it launches."""
+    return bool(scheduler._sched_idled)
+
+
+def under_way(scheduler: Any) -> list[Any]:
+    """Requests that run. Those that decode beside a prefill are in its batch, and in the running
+    batch again only after it."""
+    batches = [batch for batch in (scheduler.running_batch, scheduler.last_batch) if batch]
+    reqs = {req.rid: req for batch in batches for req in batch.reqs if not req.finished()}
+    return list(reqs.values())
+
+
+def in_flight(scheduler: Any) -> list[Any]:
+    """The same with an unfinished prefill and what was launched last, whatever schedules."""
+    reqs = scheduler.collect_inflight_reqs() | {scheduler.chunked_req}
+    for batch, _ in getattr(scheduler, "result_queue", ()):  # under the overlap scheduler
+        reqs.update(batch.reqs)
+    return [req for req in reqs if req is not None and not req.finished()]
+
+
+GRAMMAR_LIMIT_S = 20.0
+"""Longest that a request waits for its grammar to be compiled [s]."""
+
+
+_GRAMMAR_POLL_S = 1e-4
+
+
+_MOST_GRAMMARS = 256
+
+
+def admit_ready_grammars(scheduler: Any, now_s: float) -> None:
+    """Queue requests whose grammar is compiled now, so that the plan sees them.
+
+    Grammars are compiled on other threads. Stock SGLang waits up to 5 ms for them in every
+    iteration of all requests, for up to 10,000 iterations, and keeps every grammar that it has
+    compiled. Here an iteration does not wait, a request does for `GRAMMAR_LIMIT_S`, and the cache
+    loses its oldest grammar when it is full.
+    """
+    manager = scheduler.grammar_manager
+    if not manager.has_waiting_grammars():
+        return
+    manager.SGLANG_GRAMMAR_POLL_INTERVAL = _GRAMMAR_POLL_S
+    manager.SGLANG_GRAMMAR_MAX_POLL_ITERATIONS = sys.maxsize
+    for req in manager.grammar_queue:
+        if not hasattr(req, "cosched_grammar_s"):
+            req.cosched_grammar_s = now_s
+        elif now_s - req.cosched_grammar_s > GRAMMAR_LIMIT_S:
+            req.grammar_wait_ct = sys.maxsize
+    for req in manager.get_ready_grammar_requests():
+        scheduler._add_request_to_queue(req)
+    # Not `reset`: that waits for the grammars that are being compiled.
+    cache = manager.grammar_backend.cache
+    while len(cache) > _MOST_GRAMMARS:
+        del cache[next(iter(cache))]
+
+
+def drain_results(scheduler: Any) -> bool:
+    """Process the results that the overlap scheduler still has in flight. True when there were any.
+
+    `last_batch` is cleared, as SGLang does itself when it pauses, so that the event loop does not
+    wait for these results again.
+    """
+    if not (scheduler.enable_overlap and scheduler.last_batch and scheduler.result_queue):
+        return False
+    while scheduler.result_queue:
+        scheduler.process_batch_result(*scheduler.result_queue.popleft())
+    scheduler.last_batch = None
+    return True
+
+
+def put_back(scheduler: Any, req: Any) -> None:
+    """Queue a running request again whose memory was given back."""
+    req.reset_for_retract()
+    scheduler._add_request_to_queue(req, is_retracted=True)
+
+
+def take_out_unanswered(scheduler: Any, req: Any) -> None:
+    """Take a waiting request out of the queue and drop what caches and beams keep for it."""
+    scheduler.waiting_queue.remove(req)
+    scheduler._release_aborted_request(req)
+    scheduler.beam_coordinator.retire_group(req)
+
+
+def is_queued(scheduler: Any, req: Any) -> bool:
+    """Whether a request is in the waiting queue."""
+    return req in scheduler.waiting_queue
