@@ -253,6 +253,13 @@ def configured(config: Config) -> Iterator[None]:
             os.environ[ENV_VAR] = before
 
 
+def planning_config() -> Config | None:
+    """The configuration of this process if cosched plans here; None under ``sglang`` and
+    ``priority``, where SGLang does, and when cosched is switched off."""
+    config = load_config()
+    return None if config is None or policy_entry(config.policy).make is None else config
+
+
 def load_config(environ: Mapping[str, str] = os.environ) -> Config | None:
     """The configuration of this process, or None when cosched is switched off."""
     text = environ.get(ENV_VAR, "").strip()

@@ -9,7 +9,7 @@ from typing import Any
 from cosched.core.plan import Plan, PreemptMode
 from cosched.engine import port
 from cosched.engine.controller import Controller
-from cosched.engine.port.building import build_prefill
+from cosched.engine.port.building import PrefillPlan, build_prefill
 from cosched.engine.port.partial import split
 from cosched.engine.port.penalties import count_resumed
 
@@ -135,8 +135,7 @@ def _build_batch(
     batch, running_batch, left = build_prefill(
         original,
         controller.scheduler,
-        prefill=plan.prefill,
-        taken=controller.taken,
+        plan=PrefillPlan(num_tokens=plan.prefill, taken=controller.taken),
         num_tokens=sum(map(controller.caps.ceil_to_page, plan.prefill.values())),
         candidates=candidates,
         running_batch=running_batch,

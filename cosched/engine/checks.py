@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from cosched.config import Config, load_config, planning_config
 from cosched.core.request import RequestClass
 from cosched.core.wire import class_of_priority
 from cosched.errors import RequestError
@@ -20,23 +21,37 @@ from cosched.limits.table import (
     check_text,
 )
 
-__all__ = ["OFFLINE_SHARE", "check_input", "check_received", "check_tokenized", "scope_of"]
+__all__ = ["check_input", "check_received", "check_tokenized", "scope_of"]
 
 
 OFFLINE_SHARE = 7 / 8
 """Of the KV memory that one offline prompt may take. With more it could run only while no online
-request holds any, and each that came would preempt it."""
+request holds any, and each new one would preempt it."""
 
 
-def scope_of(model_config: Any, *, chars_per_token: int, max_input_tokens: int | None) -> Scope:
-    """Of a server's model, as SGLang describes it."""
-    return Scope(
-        vocab_size=model_config.vocab_size,
-        context_len=model_config.context_len,
-        hidden_size=model_config.hidden_size,
-        chars_per_token=chars_per_token,
-        max_input_tokens=max_input_tokens,
+def scope_of(owner: Any) -> Scope:
+    """What the bounds of requests depend on, from SGLang's tokenizer manager or scheduler, which
+    keeps it."""
+    scope: Scope | None = getattr(owner, "cosched_limits", None)
+    if scope is not None:
+        return scope
+    model = owner.model_config
+    longest = owner.max_req_input_len
+    max_offline_tokens = None
+    if planning_config() is not None and hasattr(owner, "max_total_num_tokens"):
+        max_offline_tokens = int(owner.max_total_num_tokens * OFFLINE_SHARE)
+    owner.cosched_limits = scope = Scope(
+        vocab_size=model.vocab_size,
+        context_len=model.context_len,
+        hidden_size=model.hidden_size,
+        chars_per_token=(load_config() or Config()).limits.chars_per_token,
+        # SGLang refuses a prompt of `max_req_input_len` itself.
+        max_input_tokens=(
+            None if longest is None or owner.server_args.allow_auto_truncate else longest - 1
+        ),
+        max_offline_tokens=max_offline_tokens,
     )
+    return scope
 
 
 def check_input(obj: Any, scope: Scope) -> None:

@@ -1,6 +1,8 @@
-"""Where cosched hooks into SGLang: one small module per seam.
+"""Where cosched hooks into SGLang.
 
-Each module defines ``SEAM``: the target, how it is hooked, the signature it was written for, why it
-is needed, and the upstream issue that asks for it. `cosched_patches.plugin.register` installs and
-checks them; ``docs/sglang_seams.md`` is generated from them.
+Three modules of hooks: `http`, `scheduler` and `memory`. The docstring of a hook says what it is
+for; the table at the end of its module says which function or method of SGLang it hooks, and the
+parameters that it relies on. `cosched_patches.plugin.register` checks and installs them;
+``docs/sglang_seams.md`` is generated from them. These modules import SGLang, so they are imported
+only where the hooks are installed.
 """

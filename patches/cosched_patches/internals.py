@@ -1,6 +1,6 @@
-"""What cosched reads and writes inside SGLang beside the seams, and the check that it is there.
+"""What cosched reads and writes inside SGLang beside the seams, and the check that it exists.
 
-A name that is gone would show as an AttributeError in the middle of a request, or not at all.
+Otherwise a missing name would show as an AttributeError in the middle of a request, or not at all.
 """
 
 from __future__ import annotations
@@ -14,240 +14,90 @@ from functools import cache
 from itertools import chain
 
 from cosched.errors import SeamError
-from cosched_patches.version import running_on
+from cosched_patches.seam import running_on
 
 __all__ = ["INTERNALS", "check_internals"]
 
 INTERNALS: Mapping[str, tuple[str, ...]] = {
-    "sglang.srt.managers.scheduler.Scheduler": (
-        "_add_request_to_queue",
-        "_pending_chunked_abort_req",
-        "_release_aborted_request",
-        "_sched_idled",
-        "beam_coordinator",
-        "chunked_prefill_size",
-        "chunked_req",
-        "collect_inflight_reqs",
-        "cur_batch_for_debug",
-        "device",
-        "dllm_config",
-        "enable_hierarchical_cache",
-        "enable_hisparse",
-        "enable_lora",
-        "enable_overlap",
-        "forward_stream",
-        "get_num_allocatable_reqs",
-        "grammar_manager",
-        "ipc_channels",
-        "is_generation",
-        "is_hybrid_ssm",
-        "is_hybrid_swa",
-        "is_mixed_chunk",
-        "last_batch",
-        "load_inquirer",
-        "max_loras_per_batch",
-        "max_prefill_tokens",
-        "max_queued_requests",
-        "max_req_input_len",
-        "max_req_len",
-        "max_running_requests",
-        "max_total_num_tokens",
-        "metrics_collector_context",
-        "model_config",
-        "new_token_ratio_tracker",
-        "output_streamer",
-        "page_size",
-        "pool_stats_observer",
-        "process_batch_result",
-        "req_to_token_pool",
-        "result_queue",
-        "running_batch",
-        "send_abort_output",
-        "server_args",
-        "spec_algorithm",
-        "token_to_kv_pool_allocator",
-        "tp_cpu_group",
-        "tree_cache",
-        "truncation_align_size",
-        "waiting_queue",
-    ),
-    "sglang.srt.managers.schedule_policy.PrefillAdder": (
-        "_select_prefill_admission",
-        "add_chunked_req",
-        "add_one_req",
-        "ceil_paged_tokens",
-        "chunked_req_limit",
-        "new_chunked_req",
-        "rem_chunk_tokens",
-    ),
-    "sglang.srt.managers.schedule_batch.ScheduleBatch": (
-        "batch_is_full",
-        "chunked_req",
-        "decoding_reqs",
-        "extend_lens",
-        "filter_batch",
-        "forward_mode",
-        "hicache_consumer_index",
-        "input_ids",
-        "is_empty",
-        "merge_batch",
-        "orig_seq_lens",
-        "out_cache_loc",
-        "prefix_lens",
-        "req_pool_indices",
-        "req_pool_indices_cpu",
-        "req_to_token_pool",
-        "reqs",
-        "return_logprob",
-        "sampling_info",
-        "seq_lens",
-        "seq_lens_cpu",
-        "seq_lens_sum",
-        "tree_cache",
-    ),
-    "sglang.srt.managers.schedule_batch.Req": (
-        "_compute_max_prefix_len",
-        "_stop_match_tail_len",
-        "beam_group",
-        "cache_salt",
-        "cached_tokens",
-        "customized_info",
-        "extra_key",
-        "finished",
-        "finished_len",
-        "finished_reason",
-        "grammar_wait_ct",
-        "input_embeds",
-        "kv",
-        "last_node",
-        "lock",
-        "lora_id",
-        "origin_input_ids",
-        "output_ids",
-        "positional_embed_overrides",
-        "prefix_len",
-        "priority",
-        "reset_for_retract",
-        "retraction_count",
-        "return_logprob",
-        "rid",
-        "sampling_params",
-        "seqlen",
-        "session",
-        "time_stats",
-        "to_finish",
-        "tokenizer",
-    ),
-    "sglang.srt.mem_cache.memory_pool.ReqToTokenPool": (
-        "req_generation",
-        "req_to_token",
-        "write",
-    ),
-    "sglang.srt.mem_cache.unified_cache.unified_tree_core_interface.UnifiedTreeCoreInterface": (
-        "commit_backup",
-        "commit_load_back",
-        "dec_host_lock_ref",
-        "demote",
-        "drive_host_eviction",
-        "drop_subtree_no_host",
-        "evict_device_leaf",
-        "inc_host_lock_ref",
-        "match_full_device_prefix",
-    ),
-    "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo": ("penalizer_orchestrator",),
-    "sglang.srt.sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator": (
-        "batch",
-        "device",
-        "is_required",
-        "penalizers",
-    ),
-    "sglang.srt.sampling.penaltylib.orchestrator._BatchedPenalizer": (
-        "_orchestrator_ref",
-        "is_prepared",
-    ),
-    "sglang.srt.sampling.penaltylib.frequency_penalty.BatchedFrequencyPenalizer": (
-        "cumulated_frequency_penalties",
-        "frequency_penalties",
-    ),
-    "sglang.srt.sampling.penaltylib.presence_penalty.BatchedPresencePenalizer": (
-        "cumulated_presence_penalties",
-        "presence_penalties",
-    ),
-    "sglang.srt.sampling.penaltylib.repetition_penalty.BatchedRepetitionPenalizer": (
-        "cumulated_repetition_penalties",
-        "repetition_penalties",
-    ),
-    "sglang.srt.sampling.penaltylib.min_new_tokens.BatchedMinNewTokensPenalizer": (
-        "len_output_tokens",
-    ),
-    "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache": (
-        "_execute_and_commit_kv_backup",
-        "cache_controller",
-        "dec_lock_ref",
-        "disable",
-        "enable_storage",
-        "evict_for_alloc",
-        "evictable_size",
-        "flush_pending_backups",
-        "has_free_load_back_slot",
-        "host_memory_mode",
-        "inc_lock_ref",
-        "load_back",
-        "load_back_threshold",
-        "lock",
-        "match_prefix",
-        "ongoing_load_back",
-        "ongoing_write_through",
-        "protected_size",
-        "ready_to_load_host_cache",
-        "session",
-        "token_to_kv_pool_allocator",
-        "tree_components",
-        "tree_core",
-        "unlock",
-        "writing_check",
-    ),
-    "sglang.srt.session.streaming_session.StreamingSession": ("slots",),
-    "sglang.srt.layers.attention.base_attn_backend.AttentionBackend": (
-        "forward_decode",
-        "forward_extend",
-        "init_cuda_graph_state",
-        "init_forward_metadata",
-        "init_forward_metadata_out_graph",
-    ),
-    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool": (
-        "_init_kv_copy_and_warmup",
-        "_kv_copy_config",
-        "get_key_buffer",
-        "get_kv_buffer",
-        "get_value_buffer",
-        "move_kv_cache",
-        "set_kv_buffer",
-        "use_native_move_kv_cache",
-    ),
-    "sglang.srt.mem_cache.base_prefix_cache.MatchResult": ("device_prefix_len",),
-    "sglang.srt.managers.cache_controller.HiCacheController": (
-        "ack_load_queue",
-        "l2_transfer_engine",
-        "load_queue",
-        "mem_pool_host",
-        "start_loading",
-    ),
-    "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator": (
-        "_kvcache",
-        "alloc_decode",
-        "alloc_extend",
-        "available_size",
-        "clear",
-        "device",
-        "evict_to_free_tokens",
-        "free_page_ids",
-        "free_pages",
-        "free_segments",
-        "page_size",
-    ),
+    f"sglang.srt.{target}": tuple(names.split())
+    for target, names in {
+        "managers.scheduler.Scheduler": """
+            _add_request_to_queue _pending_chunked_abort_req _release_aborted_request _sched_idled
+            beam_coordinator chunked_prefill_size chunked_req collect_inflight_reqs
+            cur_batch_for_debug device dllm_config enable_hierarchical_cache enable_hisparse
+            enable_lora enable_overlap forward_stream get_num_allocatable_reqs grammar_manager
+            ipc_channels is_generation is_hybrid_ssm is_hybrid_swa is_mixed_chunk last_batch
+            load_inquirer max_loras_per_batch max_prefill_tokens max_queued_requests
+            max_req_input_len max_req_len max_running_requests max_total_num_tokens
+            metrics_collector_context model_config new_token_ratio_tracker output_streamer
+            page_size pool_stats_observer process_batch_result req_to_token_pool result_queue
+            running_batch send_abort_output server_args spec_algorithm token_to_kv_pool_allocator
+            tp_cpu_group tree_cache truncation_align_size waiting_queue
+        """,
+        "managers.schedule_policy.PrefillAdder": """
+            _select_prefill_admission add_chunked_req add_one_req ceil_paged_tokens
+            chunked_req_limit new_chunked_req rem_chunk_tokens
+        """,
+        "managers.schedule_batch.ScheduleBatch": """
+            batch_is_full chunked_req decoding_reqs extend_lens filter_batch forward_mode
+            hicache_consumer_index input_ids is_empty merge_batch orig_seq_lens out_cache_loc
+            prefix_lens req_pool_indices req_pool_indices_cpu req_to_token_pool reqs
+            return_logprob sampling_info seq_lens seq_lens_cpu seq_lens_sum tree_cache
+        """,
+        "managers.schedule_batch.Req": """
+            _compute_max_prefix_len _stop_match_tail_len beam_group cache_salt cached_tokens
+            customized_info extra_key finished finished_len finished_reason grammar_wait_ct
+            input_embeds kv last_node lock lora_id origin_input_ids output_ids
+            positional_embed_overrides prefix_len priority reset_for_retract retraction_count
+            return_logprob rid sampling_params seqlen session time_stats to_finish tokenizer
+        """,
+        "mem_cache.memory_pool.ReqToTokenPool": "req_generation req_to_token write",
+        "mem_cache.unified_cache.unified_tree_core_interface.UnifiedTreeCoreInterface": """
+            commit_backup commit_load_back dec_host_lock_ref demote drive_host_eviction
+            drop_subtree_no_host evict_device_leaf inc_host_lock_ref match_full_device_prefix
+        """,
+        "sampling.sampling_batch_info.SamplingBatchInfo": "penalizer_orchestrator",
+        "sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator": """
+            batch device is_required penalizers
+        """,
+        "sampling.penaltylib.orchestrator._BatchedPenalizer": "_orchestrator_ref is_prepared",
+        "sampling.penaltylib.frequency_penalty.BatchedFrequencyPenalizer": """
+            cumulated_frequency_penalties frequency_penalties
+        """,
+        "sampling.penaltylib.presence_penalty.BatchedPresencePenalizer": """
+            cumulated_presence_penalties presence_penalties
+        """,
+        "sampling.penaltylib.repetition_penalty.BatchedRepetitionPenalizer": """
+            cumulated_repetition_penalties repetition_penalties
+        """,
+        "sampling.penaltylib.min_new_tokens.BatchedMinNewTokensPenalizer": "len_output_tokens",
+        "mem_cache.unified_radix_cache.UnifiedRadixCache": """
+            _execute_and_commit_kv_backup cache_controller dec_lock_ref disable enable_storage
+            evict_for_alloc evictable_size flush_pending_backups has_free_load_back_slot
+            host_memory_mode inc_lock_ref load_back load_back_threshold lock match_prefix
+            ongoing_load_back ongoing_write_through protected_size ready_to_load_host_cache
+            session token_to_kv_pool_allocator tree_components tree_core unlock writing_check
+        """,
+        "session.streaming_session.StreamingSession": "slots",
+        "layers.attention.base_attn_backend.AttentionBackend": """
+            forward_decode forward_extend init_cuda_graph_state init_forward_metadata
+            init_forward_metadata_out_graph
+        """,
+        "mem_cache.memory_pool.MHATokenToKVPool": """
+            _init_kv_copy_and_warmup _kv_copy_config get_key_buffer get_kv_buffer get_value_buffer
+            move_kv_cache set_kv_buffer use_native_move_kv_cache
+        """,
+        "mem_cache.base_prefix_cache.MatchResult": "device_prefix_len",
+        "managers.cache_controller.HiCacheController": """
+            ack_load_queue l2_transfer_engine load_queue mem_pool_host start_loading
+        """,
+        "mem_cache.allocator.paged.PagedTokenToKVPoolAllocator": """
+            _kvcache alloc_decode alloc_extend available_size clear device evict_to_free_tokens
+            free_page_ids free_pages free_segments page_size
+        """,
+    }.items()
 }
-"""Class -> methods and attributes of it that ``cosched/engine`` uses in every supported version."""
+"""Class -> its methods and attributes that ``cosched/engine`` uses."""
 
 
 def check_internals(internals: Mapping[str, tuple[str, ...]]) -> None:

@@ -17,20 +17,17 @@ def register() -> None:
     SystemExit, because SGLang's plugin loader logs and swallows every `Exception`.
     """
     try:
-        config = load_config()
-        if config is None:
+        if load_config() is None:
             return
         import cosched.bootstrap  # before SGLang's heavy modules are imported
-        from cosched_patches.internals import INTERNALS, check_internals
-        from cosched_patches.seam import install
-        from cosched_patches.seams import SEAMS
-        from cosched_patches.version import check_version
+        from cosched_patches import internals, seam
 
-        check_version()
-        check_internals(INTERNALS)
-        install(SEAMS)
+        seam.check_version()
+        internals.check_internals(internals.INTERNALS)
         from cosched.engine.port import attention
+        from cosched_patches.seams import SEAMS
 
+        seam.install(SEAMS)
         attention.register()
         if not cosched.bootstrap.has_cuda():
             from cosched.engine import cpu

@@ -1,45 +1,61 @@
-"""A seam: one place in SGLang, how it is hooked, and the check that it is what we expect."""
+"""A seam: one place in SGLang that cosched hooks, and the check that it is as expected."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
+import os
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from cosched.errors import SeamError
-from cosched_patches.version import running_on
+from cosched.versions import SGLANG_VERSION
 
-__all__ = ["Seam", "check_signatures", "check_wrapped", "install"]
+__all__ = ["ALLOW_VARIABLE", "Seam", "after", "around", "before", "install"]
+
+ALLOW_VARIABLE = "COSCHED_ALLOW_SGLANG"
+"""Environment variable: another version of SGLang that is let through at the operator's risk."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Seam:
     """One hook.
 
-    target     dotted path of a function, method or class of SGLang
-    kind       ``before``, ``after``, ``around`` or ``replace`` (SGLang's `HookType` values)
-    signature  parameter names the hook relies on, in order (of ``__init__`` for a class)
-    hook       gives the hook callable or class; called when the seam is installed, so that
-               importing the seam's module imports nothing of SGLang
-    why        one or two sentences
-    upstream   issue or pull request of SGLang about the same lack, if there is one
+    kind        ``before``, ``after`` or ``around`` (SGLang's `HookType`)
+    target      dotted path of a function or method of SGLang
+    parameters  names of its parameters, in order, which the hook relies on
+    hook        the function; its docstring says what it is for
     """
 
-    target: str
     kind: str
-    signature: tuple[str, ...]
-    hook: Callable[[], Any]
-    why: str
-    upstream: str = ""
+    target: str
+    parameters: str
+    hook: Callable[..., Any]
+
+
+def before(target: str, parameters: str, hook: Callable[..., Any]) -> Seam:
+    """The hook runs before the original, with its arguments."""
+    return Seam("before", target, parameters, hook)
+
+
+def after(target: str, parameters: str, hook: Callable[..., Any]) -> Seam:
+    """The hook gets the original's result and arguments; what it returns, if not None, replaces the
+    result."""
+    return Seam("after", target, parameters, hook)
+
+
+def around(target: str, parameters: str, hook: Callable[..., Any]) -> Seam:
+    """The hook gets the original and its arguments, and calls it."""
+    return Seam("around", target, parameters, hook)
 
 
 def install(seams: Iterable[Seam]) -> None:
     """Check, hook and check again. SeamError names the seam, what was expected and what was found.
 
-    SGLang's own `apply_hooks` logs failures and goes on; a server that serves without half of its
+    SGLang's own `apply_hooks` logs failures and continues; a server that serves without half of its
     scheduler is worse than one that does not start.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -47,7 +63,7 @@ def install(seams: Iterable[Seam]) -> None:
     seams = tuple(seams)
     check_signatures(seams)
     for seam in seams:
-        HookRegistry.register(seam.target, seam.hook(), HookType(seam.kind))
+        HookRegistry.register(seam.target, seam.hook, HookType(seam.kind))
     with _quick_for_methods():
         HookRegistry.apply_hooks()
     check_wrapped(seams)
@@ -55,8 +71,8 @@ def install(seams: Iterable[Seam]) -> None:
 
 @contextlib.contextmanager
 def _quick_for_methods() -> Iterator[None]:
-    """SGLang looks through all modules for what has imported the function it hooks by its name, a
-    second or two for all seams. Nobody imports a method so."""
+    """SGLang searches all modules for imports of each function that it hooks, which takes a second
+    or two for all seams. Methods are not imported by name, so the search is left out for them."""
     from sglang.srt.plugins import hook_registry
 
     propagate = getattr(hook_registry, "_propagate_patch", None)
@@ -79,11 +95,11 @@ def check_signatures(seams: Iterable[Seam]) -> None:
     for seam in seams:
         target = _resolve(seam)
         try:
-            found = tuple(inspect.signature(target).parameters)
+            found = ", ".join(inspect.signature(target).parameters)
         except (TypeError, ValueError) as error:
-            raise _mismatch(seam, _shown(seam.signature), f"no signature ({error})") from None
-        if found != seam.signature:
-            raise _mismatch(seam, _shown(seam.signature), _shown(found))
+            raise _mismatch(seam, f"({seam.parameters})", f"no signature ({error})") from None
+        if found != seam.parameters:
+            raise _mismatch(seam, f"({seam.parameters})", f"({found})")
 
 
 def check_wrapped(seams: Iterable[Seam]) -> None:
@@ -91,23 +107,40 @@ def check_wrapped(seams: Iterable[Seam]) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     for seam in seams:
-        target = _resolve(seam)
-        hooked = isinstance(target, type) or hasattr(target, "__wrapped__")
-        if seam.target not in HookRegistry._patched or not hooked:
+        if seam.target not in HookRegistry._patched or not hasattr(_resolve(seam), "__wrapped__"):
             raise _mismatch(seam, f"a hook of kind {seam.kind!r} in place", "the stock code")
-        if isinstance(target, type) and target is not seam.hook():
-            raise _mismatch(seam, f"class {seam.hook().__name__}", f"class {target.__name__}")
+
+
+def check_version() -> None:
+    """SeamError unless the installed SGLang is the supported version, or the one that
+    `ALLOW_VARIABLE` names. Signatures may fit a later version whose insides have changed."""
+    from sglang.version import __version__
+
+    if __version__ == SGLANG_VERSION:
+        return
+    if os.environ.get(ALLOW_VARIABLE, "").strip() != __version__:
+        raise SeamError(
+            f"{running_on()} To try it all the same, set {ALLOW_VARIABLE}={__version__}: answers "
+            "and scheduling are then untested."
+        )
+    logging.getLogger("cosched").warning(
+        "%s %s lets it through: ANSWERS AND SCHEDULING ARE UNTESTED with this version.",
+        running_on(),
+        ALLOW_VARIABLE,
+    )
+
+
+def running_on() -> str:
+    from sglang.version import __version__
+
+    return f"This is sglang {__version__}; cosched supports sglang {SGLANG_VERSION}."
 
 
 def _resolve(seam: Seam) -> Any:
     try:
         return pkgutil.resolve_name(seam.target)
     except (ImportError, AttributeError) as error:
-        raise _mismatch(seam, _shown(seam.signature), f"nothing there ({error})") from None
-
-
-def _shown(names: tuple[str, ...]) -> str:
-    return f"({', '.join(names)})"
+        raise _mismatch(seam, f"({seam.parameters})", f"nothing there ({error})") from None
 
 
 def _mismatch(seam: Seam, expected: str, found: str) -> SeamError:

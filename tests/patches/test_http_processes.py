@@ -8,21 +8,20 @@ import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.config import ENV_VAR
-from cosched_patches.http_processes import SEAM
+from cosched_patches import http
 
 
 @pytest.fixture
 def refuse(monkeypatch, capsys):
-    import sglang.srt.arg_groups.overrides as overrides
-
-    monkeypatch.setattr(overrides, "resolving_view", lambda server_args: server_args)
+    monkeypatch.setattr(http, "resolving_view", lambda server_args: server_args)
     monkeypatch.delenv(ENV_VAR, raising=False)
-    hook = SEAM.hook()
 
     def message(workers):
         """None: the server may start."""
         try:
-            return hook(SimpleNamespace(tokenizer_worker_num=workers), launch_callback=None)
+            return http.check_server(
+                SimpleNamespace(tokenizer_worker_num=workers), launch_callback=None
+            )
         except SystemExit as end:
             assert end.code == 2
             return capsys.readouterr().err

@@ -81,18 +81,13 @@ def front(tiny_model):
     from sglang.srt.runtime_context import publish
     from sglang.srt.server_args import PortArgs, prepare_server_args
 
-    from cosched_patches import (
-        chat_messages,
-        generate_request,
-        http_app,
-        http_json,
-        request_values,
-    )
+    from cosched_patches import http
     from cosched_patches.seam import install
 
-    install(module.SEAM for module in (http_json, chat_messages, generate_request, request_values))
+    hooks = {http.read_body, http.render_messages, http.classify, http.check_values}
+    install(seam for seam in http.SEAMS if seam.hook in hooks)
     # Of this one, only what it does before the server runs.
-    http_app.SEAM.hook()()
+    http.prepare_app(None)
     flags = ["--model-path", str(tiny_model), "--served-model-name", "m"]
     if not cosched.bootstrap.has_cuda():
         flags += ["--device", "cpu", "--attention-backend", "torch_native"]
@@ -448,7 +443,7 @@ class TestReply:
 @pytest.fixture
 def claiming(front, monkeypatch):
     """`claiming(**claims)`: from now on the server has these claims."""
-    from cosched_patches.active import front as front_of_process
+    from cosched_patches.http import front as front_of_process
 
     def claim(**claims):
         monkeypatch.setenv("COSCHED_CONFIG", json.dumps({"claims": claims}))

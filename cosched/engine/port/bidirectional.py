@@ -342,7 +342,8 @@ def savings(scheduler: Any) -> tuple[int, int]:
 
 
 def allocate_for(original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """SGLang's `alloc_for_extend` or `alloc_for_decode`, `original`."""
+    """Tells the allocator of shared pages which requests SGLang allocates for: it passes lengths
+    only, and who may share a page depends on the class."""
     allocator = batch.tree_cache.token_to_kv_pool_allocator
     if not isinstance(allocator, BidirectionalAllocator):
         return original(batch, *args, **kwargs)
@@ -351,7 +352,8 @@ def allocate_for(original: Callable[..., Any], batch: Any, *args: Any, **kwargs:
 
 
 def free_row(original: Callable[..., None], cache: Any, kv: Any, ranges: Any) -> None:
-    """SGLang's `free_kv_row`, `original`."""
+    """Tells the allocator of shared pages whose tokens SGLang frees: it passes slots only, and a
+    shared page is free when both requests have left it."""
     allocator = cache.token_to_kv_pool_allocator
     if not isinstance(allocator, BidirectionalAllocator):
         original(cache, kv, ranges)

@@ -11,16 +11,31 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
-__all__ = ["PlannedPrefillAdder", "build_prefill"]
+__all__ = ["PrefillPlan", "adder_class", "build_prefill"]
 
-# The scheduler builds its adder from fixed arguments, so the plan reaches it past them. A scheduler
-# process has one thread that schedules.
-_num_planned: Mapping[str, int] | None = None
-_num_taken: Mapping[str, int] = {}
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillPlan:
+    """The part of a plan that `PlannedPrefillAdder` follows.
+
+    num_tokens  rid -> prompt tokens
+    taken       rid of a running guest -> KV tokens that it has of what was promised to its host
+    """
+
+    num_tokens: Mapping[str, int]
+    taken: Mapping[str, int]
+
+
+def adder_class(scheduler: Any) -> Callable[..., PlannedPrefillAdder]:
+    """What `Scheduler.get_prefill_adder_class` returns: an adder that follows the plan that is
+    being built (`Scheduler.cosched_prefill`), if there is one."""
+    return partial(PlannedPrefillAdder, plan=getattr(scheduler, "cosched_prefill", None))
 
 
 class PlannedPrefillAdder(PrefillAdder):  # type: ignore[misc]  # SGLang's classes are untyped here
@@ -33,24 +48,29 @@ class PlannedPrefillAdder(PrefillAdder):  # type: ignore[misc]  # SGLang's class
 
     rem_chunk_tokens: int | None
 
+    def __init__(self, *args: Any, plan: PrefillPlan | None, **kwargs: Any) -> None:
+        self._plan = plan
+        super().__init__(*args, **kwargs)
+
     def _get_running_request_total_token_offset(self, req: Any) -> Any:
         promised = _promised(req)
         if promised is None:
             return super()._get_running_request_total_token_offset(req)
-        return max(promised - len(req.output_ids), 0) - _num_taken.get(req.rid, 0)
+        taken = self._plan.taken.get(req.rid, 0) if self._plan is not None else 0
+        return max(promised - len(req.output_ids), 0) - taken
 
     def add_chunked_req(self, req: Any) -> Any:
-        if _num_planned is not None:
-            self.chunked_req_limit = _num_planned[req.rid]
+        if self._plan is not None:
+            self.chunked_req_limit = self._plan.num_tokens[req.rid]
         with _asking_as_promised(req):
             return super().add_chunked_req(req)
 
     def add_one_req(self, req: Any, *args: Any, **kwargs: Any) -> Any:
-        if _num_planned is None:
+        if self._plan is None:
             return super().add_one_req(req, *args, **kwargs)
         # Whole pages, as the stock adder counts: a chunk of the plan ends on a page boundary, and
         # the end of a prompt is rounded up.
-        limit = self.ceil_paged_tokens(_num_planned.get(req.rid, 0))
+        limit = self.ceil_paged_tokens(self._plan.num_tokens.get(req.rid, 0))
         if limit <= 0:
             return AddReqResult.CONTINUE
         outer = self.rem_chunk_tokens
@@ -65,7 +85,7 @@ class PlannedPrefillAdder(PrefillAdder):  # type: ignore[misc]  # SGLang's class
 
     def _select_prefill_admission(self, req: Any, **options: Any) -> Any:
         admission = super()._select_prefill_admission(req, **options)
-        if _num_planned is None or isinstance(admission, AddReqResult):
+        if self._plan is None or isinstance(admission, AddReqResult):
             return admission
         # A request may be cut that is whole in the plan: what it has in host memory was not loaded.
         if admission.is_chunked and (self.new_chunked_req or options["has_chunked_req"]):
@@ -97,23 +117,11 @@ def _asking_as_promised(req: Any) -> Iterator[None]:
         req.sampling_params = own
 
 
-@contextlib.contextmanager
-def _applying(prefill: Mapping[str, int], taken: Mapping[str, int]) -> Iterator[None]:
-    global _num_planned, _num_taken
-    assert _num_planned is None
-    _num_planned, _num_taken = prefill, taken
-    try:
-        yield
-    finally:
-        _num_planned, _num_taken = None, {}
-
-
 def build_prefill(
     original: Callable[..., tuple[Any, Any]],
     scheduler: Any,
     *,
-    prefill: Mapping[str, int],
-    taken: Mapping[str, int],
+    plan: PrefillPlan,
     num_tokens: int,
     candidates: Sequence[Any],
     running_batch: Any,
@@ -122,9 +130,7 @@ def build_prefill(
     """Have SGLang build the batch of a plan.
 
     original    its own `_get_new_batch_prefill_raw`
-    prefill     rid -> prompt tokens
-    taken       rid of a running guest -> KV tokens that it has of what was promised to its host
-    num_tokens  of all of them, each in whole pages
+    num_tokens  prompt tokens of all requests, each in whole pages
     candidates  the waiting requests among them, in the plan's order
 
     Returns the batch or None, the running batch, and what the waiting queue holds afterwards: the
@@ -143,14 +149,16 @@ def build_prefill(
         if chunk_size is not None:
             num_mixed = len(running_batch.reqs) if scheduler.is_mixed_chunk else 0
             scheduler.chunked_prefill_size = num_mixed + num_tokens
-        with _applying(prefill, taken):
-            batch, running_batch = build(running_batch)
+        scheduler.cosched_prefill = plan
+        batch, running_batch = build(running_batch)
+        scheduler.cosched_prefill = None
         scheduler.chunked_prefill_size = chunk_size
         if batch is None and running_batch.is_empty():
-            # The engine is idle and takes nothing as it was planned, by a rule that no plan knows.
-            # Its own cut gets it going.
+            # The engine is idle and admits nothing of the plan, by a rule of its own that no plan
+            # knows. Without the plan it admits what it can.
             batch, running_batch = build(running_batch)
     finally:
+        scheduler.cosched_prefill = None
         left = scheduler.waiting_queue
         scheduler.waiting_queue = waiting
         scheduler.chunked_prefill_size = chunk_size

@@ -1,0 +1,402 @@
+"""Hooks in the HTTP process: its start and end, what requests say, how they are answered."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from functools import cache
+from http import HTTPStatus
+from typing import Any, get_type_hints
+
+import msgspec
+from fastapi import HTTPException, Request
+from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.entrypoints.http_server import app, get_global_state
+from sglang.srt.environ import envs
+from sglang.srt.utils.auth import AuthLevel, auth_level
+
+from cosched.config import Config, load_config
+from cosched.core.wire import ANTHROPIC_SERVICE_TIERS, SERVICE_TIERS
+from cosched.engine.admin import add_routes, keeps_offline_waiting, offline_progress
+from cosched.engine.arguments import check_arguments
+from cosched.engine.checks import check_input, check_tokenized, scope_of
+from cosched.engine.front import Front, ReplyMiddleware, own_request
+from cosched.engine.middleware import BodyLimit
+from cosched.engine.port import pace_checks
+from cosched.engine.shutdown import drain, signals_left_to_parent
+from cosched.engine.startup import log_ready, wait_until_listening
+from cosched.errors import ConfigError, LimitError, RequestError
+from cosched.limits.bodies import check_body
+from cosched_patches.seam import Seam, after, around, before
+
+__all__ = ["SEAMS", "front"]
+
+logger = logging.getLogger(__name__)
+
+_WRONG_VALUES = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, re.error)
+"""What Python raises where code meets a value that it did not expect."""
+
+
+@cache
+def front() -> Front:
+    """The one HTTP side of this process."""
+    return Front(load_config() or Config())
+
+
+# --- Start and end of the server ---
+
+
+def check_server(server_args: Any, *_: Any, **__: Any) -> None:
+    """Refuses arguments that the policy does not support before a process starts. SGLang's HTTP
+    workers (``--tokenizer-worker-num`` above 1) load no plugins, and its Rust front end has no
+    hooks: ``service_tier`` and headers would be ignored silently."""
+    try:
+        num_processes = resolving_view(server_args).tokenizer_worker_num
+        reason = "would take offline requests for online ones; leave it out"
+        if num_processes > 1:
+            raise ConfigError(
+                f"--tokenizer-worker-num {num_processes} cannot go with cosched: SGLang loads no "
+                f"plugins in its further HTTP processes, which {reason}"
+            )
+        if envs.SGLANG_RUST_SERVER.get():
+            raise ConfigError(
+                f"SGLANG_RUST_SERVER cannot go with cosched: it has no hooks and {reason}"
+            )
+        config = load_config()
+        if config is not None:
+            check_arguments(server_args, config)
+    except ConfigError as error:
+        # Whichever program called: one sentence, no traceback, no process started.
+        print(f"cosched: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def leave_signals(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Schedulers and the detokenizer ignore SIGTERM and SIGINT. Ctrl-C and many supervisors send
+    them to all processes of a server; in stock these processes end before the chats do."""
+    with signals_left_to_parent():
+        return original(*args, **kwargs)
+
+
+def prepare_app(server_args: Any, *_: Any, **__: Any) -> None:
+    """SGLang's web application gets ``GET /cosched``, ``POST /cosched/offline`` and, with
+    ``batches.folder``, OpenAI's Files and Batches (docs/api.md). Middleware adds headers and
+    ``service_tier`` to replies, ``Retry-After`` to 429 and 503, answers bodies that are too large
+    with 413, and new requests with 503 while the server ends. What endpoints raise over wrong
+    values becomes 400; stock answers 500."""
+    config = load_config()
+    app.add_middleware(BodyLimit, limit=cache(_max_body_bytes), answer=_refuse_body)
+    # The last one added is the outermost: it adds a ``Retry-After`` only where there is none.
+    app.add_middleware(ReplyMiddleware, front=front)
+    if config is not None:
+        add_routes(app, config)
+        if config.batches.is_on:
+            _add_batches(config, server_args.api_key)
+    for kind in (ValueError, *_WRONG_VALUES):
+        app.add_exception_handler(kind, _refuse)
+
+
+def _max_body_bytes() -> int:
+    model = get_global_state().tokenizer_manager.model_config
+    limits = (load_config() or Config()).limits
+    return limits.body_bytes(context_len=model.context_len, has_media=model.is_multimodal)
+
+
+async def _refuse_body(scope: Any, message: str) -> Any:
+    return await _in_form(Request(scope), HTTPException(status_code=413, detail=message))
+
+
+async def _refuse(request: Any, error: Exception) -> Any:
+    logger.warning("a request that SGLang cannot read", exc_info=error)
+    reason = str(error) if isinstance(error, ValueError) else repr(error)
+    detail = f"cannot read this request: {reason}"
+    return await _in_form(request, HTTPException(status_code=400, detail=detail))
+
+
+async def _in_form(request: Any, error: HTTPException) -> Any:
+    """The answer in the form of the endpoint, by SGLang's handler."""
+    return await app.exception_handlers[HTTPException](request, error)
+
+
+def _add_batches(config: Config, api_key: str | None) -> None:
+    """The routes of Files and Batches, and the feeder, which lives as long as the application."""
+    from cosched.batches import routes
+    from cosched.batches.service import BatchService
+
+    if config.policy == "sglang":
+        logger.warning("batches: under policy 'sglang' their lines stand in line with chats")
+    service = BatchService(config.batches)
+    logger.info("batches: %s", service.summary())
+    routes.add_routes(
+        app,
+        service,
+        isolate_keys=config.batches.isolates(api_key),
+        protect=auth_level(AuthLevel.ADMIN_OPTIONAL),
+    )
+    lifespan = app.router.lifespan_context
+
+    @asynccontextmanager
+    async def with_feeder(of: Any) -> Any:
+        async with lifespan(of) as state:
+            async with service.feeding(
+                app,
+                api_key=api_key,
+                state=own_request,
+                is_paused=lambda: keeps_offline_waiting(app),
+                progress=offline_progress,
+                scope=scope_of(get_global_state().tokenizer_manager),
+            ):
+                yield state
+
+    app.router.lifespan_context = with_feeder
+
+
+def announce_ready(
+    original: Any, server_args: Any, launch_callback: Any = None, **options: Any
+) -> None:
+    """SGLang's warm-up asks its own address: if another server has the port, that one answers, and
+    a server that then fails is called ready. Here the server must listen itself. Behind the line
+    that says ready stand cosched's policy, targets and two requests to try."""
+    config = load_config()
+    if config is None:
+        original(server_args, launch_callback, **options)
+        return
+    if not wait_until_listening(server_args):
+        return
+
+    def announce() -> None:
+        log_ready(server_args, config)
+        if launch_callback is not None:
+            launch_callback()
+
+    original(server_args, announce, **options)
+
+
+async def drain_first(original: Any, manager: Any) -> None:
+    """On SIGTERM chats finish and offline work is dropped, within ``drain_s``. Stock waits without
+    a bound until every request is answered, and takes new ones: with a batch in progress a server
+    does not end before the batch."""
+    config = load_config()
+    if config is None:
+        await original(manager)
+    else:
+        await drain(original, manager, drain_s=config.drain_s)
+
+
+# --- What requests say ---
+
+_TIERED = frozenset(
+    {
+        "/invocations",  # SageMaker's name for chat completions
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+    }
+)
+"""Where OpenAI's replies have a ``service_tier``."""
+
+_ANTHROPIC = "/v1/messages"
+_RANK = "x-data-parallel-rank"
+
+_WITHOUT_A_RUN = frozenset(
+    {
+        "/abort_request",
+        "/close_session",
+        "/detokenize",
+        "/open_session",
+        "/tokenize",
+        "/v1/detokenize",
+        "/v1/messages/count_tokens",
+        "/v1/tokenize",
+    }
+)
+"""The model does not run for these, so the limits of API keys do not count them."""
+
+
+async def read_body(original: Any, request: Any) -> Any:
+    """Body and headers of every endpoint are checked and read for class and targets before a stream
+    has begun, so that an error is HTTP 400, or 429 for an API key above its limit. SGLang's request
+    models drop ``service_tier`` and correct wrong values of ``priority``. Errors use the names that
+    the client used."""
+    body = await original(request)
+    route = getattr(request.scope.get("route"), "path", "")
+    try:
+        _check_rank(request.headers.get(_RANK))
+        check_body(route, body, scope_of(get_global_state().tokenizer_manager))
+        front().read(
+            request,
+            body,
+            tiers=ANTHROPIC_SERVICE_TIERS if route == _ANTHROPIC else SERVICE_TIERS,
+            counts=route not in _WITHOUT_A_RUN,
+            tiered=route in _TIERED,
+        )
+    except (RequestError, LimitError) as error:
+        status = 400 if isinstance(error, RequestError) else 429
+        # FastAPI lets this one type through from here; SGLang gives it the endpoint's form.
+        raise HTTPException(status_code=status, detail=str(error)) from None
+    return body
+
+
+def _check_rank(header: str | None) -> None:
+    """SGLang answers 400 for a wrong one, and 500 in the form of Anthropic."""
+    try:
+        int(header or 0)
+    except ValueError:
+        raise RequestError(_RANK, f"must be a whole number, not {header!r}") from None
+
+
+def render_messages(original: Any, serving: Any, *args: Any, **kwargs: Any) -> Any:
+    """Messages that no chat template can render are answered with 400. Templates raise arbitrary
+    errors over missing messages, unknown roles and contents; stock answers 500."""
+    try:
+        return original(serving, *args, **kwargs)
+    except _WRONG_VALUES as error:
+        raise ValueError(f"messages: cannot be rendered as a prompt: {error!r}") from error
+
+
+async def classify(
+    original: Any, manager: Any, obj: Any, request: Any = None
+) -> AsyncIterator[Any]:
+    """The one place that every request of every endpoint passes: it gets its class and targets, and
+    every field is checked against its bound before anything is tokenized. Some endpoints lose
+    fields (``/v1/responses`` drops even ``priority``), and requests of a program around the engine
+    enter here. SGLang answers many wrong values with 500, because Python raises another error than
+    ``ValueError``; here that becomes 400. With thousands of waiting requests SGLang checks less
+    often whether their clients are still connected."""
+    has_answered = False
+    try:
+        front().apply(obj, request)
+        check_input(obj, scope_of(manager))
+        pace_checks(manager)
+        async with aclosing(original(manager, obj, request)) as replies:
+            async for reply in replies:
+                has_answered = True
+                front().hear(reply, request)
+                yield reply
+    except RequestError as error:
+        # The one type that every caller of this method answers with HTTP 400.
+        raise ValueError(str(error)) from None
+    except _WRONG_VALUES as error:
+        if has_answered:
+            raise
+        logger.warning("a request that SGLang cannot read", exc_info=True)
+        raise ValueError(f"cannot read this request: {error!r}") from error
+    finally:
+        # SGLang reads it after a stream, also of a request that could not be read.
+        if not hasattr(obj, "is_single"):
+            obj.is_single = not isinstance(obj.rid, list)
+
+
+_INTERNAL = frozenset(
+    {"is_normalized", "stop_regex_max_len", "stop_regex_strs", "stop_str_max_len", "stop_strs"}
+)
+"""Fields that SGLang fills itself; from a client they would leave others unchecked."""
+
+
+def check_values(manager: Any, obj: Any, input_ids: Any) -> None:
+    """SGLang does not check the types of its sampling parameters: a string as a ``logit_bias``
+    raises in the scheduler and ends the server. What depends on the tokens of the prompt is checked
+    here too: an empty prompt would never be answered, ``logprob_start_len`` must be within it."""
+    try:
+        msgspec.convert(obj.sampling_params, _checked_type(manager.sampling_params_class))
+    except msgspec.ValidationError as error:
+        raise ValueError(f"sampling_params: {error}") from None
+    try:
+        check_tokenized(obj, input_ids, scope_of(manager))
+    except RequestError as error:
+        raise ValueError(str(error)) from None
+
+
+@cache
+def _checked_type(params_class: Any) -> Any:
+    """The same fields, read from an object (SGLang's own is read from an array)."""
+    hints = get_type_hints(params_class)
+    fields = [(name, hint | None, None) for name, hint in hints.items() if name not in _INTERNAL]
+    name = params_class.__name__
+    return msgspec.defstruct(name, fields, kw_only=True, forbid_unknown_fields=True)
+
+
+def send_created_time(state: Any, times: Any) -> Any:
+    """The scheduler learns when a request arrived at the server: a client measures from then, and
+    the scheduler receives requests between two iterations only. SGLang has the field in both
+    processes and does not send it."""
+    created_s = getattr(times, "created_time", 0.0)
+    return {**state, "created_time": created_s} if created_s else state
+
+
+# --- How they are answered ---
+
+_NO_TOKEN = "Grammar accept_token failed"
+"""How the message begins with which SGLang ends a request whose grammar matches no text."""
+
+
+async def answer_abort(
+    original: Any, manager: Any, out: dict[str, Any], state: Any, is_stream: bool
+) -> Any:
+    """An offline request that the full pool refuses is answered with 429: stock passes on 400, 500
+    and 503 only, and any other status becomes 200 with an empty answer. A grammar that matches no
+    text is answered with 400; stock answers 500."""
+    reason = out["meta_info"]["finish_reason"]
+    if str(reason.get("message", "")).startswith(_NO_TOKEN):
+        reason["status_code"] = HTTPStatus.BAD_REQUEST
+        reason["message"] = "the grammar of this request allows no further token"
+    if reason.get("status_code") != HTTPStatus.TOO_MANY_REQUESTS:
+        return await original(manager, out, state, is_stream)
+    # As the original does for 503. A stream has not begun: the request never ran.
+    manager.rid_to_state.pop(state.obj.rid, None)
+    if manager.enable_lora and state.obj.lora_path:
+        await manager.lora_registry.release(state.obj.lora_id)
+    raise HTTPException(status_code=HTTPStatus.TOO_MANY_REQUESTS, detail=reason["message"])
+
+
+_SERVER = "sglang.srt.entrypoints.http_server"
+_ENGINE = "sglang.srt.entrypoints.engine.Engine"
+_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+
+SEAMS: tuple[Seam, ...] = (
+    before(
+        f"{_SERVER}.launch_server",
+        "server_args, init_tokenizer_manager_func, run_scheduler_process_func, "
+        "run_detokenizer_process_func, execute_warmup_func, launch_callback",
+        check_server,
+    ),
+    around(
+        f"{_ENGINE}._launch_scheduler_processes",
+        "server_args, port_args, run_scheduler_process_func, placement_group",
+        leave_signals,
+    ),
+    around(
+        f"{_ENGINE}._launch_detokenizer_subprocesses",
+        "server_args, port_args, run_detokenizer_process_func",
+        leave_signals,
+    ),
+    before(
+        f"{_SERVER}._setup_and_run_http_server",
+        "server_args, tokenizer_manager, template_manager, port_args, scheduler_infos, "
+        "subprocess_watchdog, execute_warmup_func, launch_callback",
+        prepare_app,
+    ),
+    around(
+        f"{_SERVER}._wait_and_warmup",
+        "server_args, launch_callback, execute_warmup_func, post_warmup_callback",
+        announce_ready,
+    ),
+    around(f"{_MANAGER}.sigterm_watchdog", "self", drain_first),
+    around(f"{_SERVER}.ORJSONRequest.json", "self", read_body),
+    around(
+        "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._process_messages",
+        "self, request, is_multimodal, output_constrained",
+        render_messages,
+    ),
+    around(f"{_MANAGER}.generate_request", "self, obj, request", classify),
+    before(f"{_MANAGER}._validate_one_request", "self, obj, input_ids", check_values),
+    after(
+        "sglang.srt.observability.req_time_stats.ReqTimeStatsBase.__getstate__",
+        "self",
+        send_created_time,
+    ),
+    around(f"{_MANAGER}._handle_abort_finish_reason", "self, out, state, is_stream", answer_abort),
+)
