@@ -338,7 +338,7 @@ def savings(scheduler: Any) -> tuple[int, int]:
     return allocator.table.num_shared * allocator.page_size, allocator.num_parted
 
 
-# --- At SGLang's seams ---
+# --- Hooks (`cosched_patches.memory`) ---
 
 
 def allocate_for(original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
