@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from contextlib import asynccontextmanager
 from statistics import fmean
 from typing import Any
 
@@ -17,18 +19,15 @@ from cosched.batches.rate import Progress
 from cosched.batches.replies import Running
 from cosched.config import Config
 from cosched.core.view import OfflineLimits
+from cosched.engine.checks import scope_of
+from cosched.engine.front import own_request
 from cosched.engine.middleware import add_page
 from cosched.engine.offline_gate import limits_to_message
 from cosched.policy.registry import policy_entry
 
-__all__ = [
-    "RETRY_AFTER_S",
-    "OfflineOrder",
-    "add_routes",
-    "keeps_offline_waiting",
-    "limits_of",
-    "offline_progress",
-]
+__all__ = ["RETRY_AFTER_S", "OfflineOrder", "add_batches", "add_routes", "limits_of"]
+
+logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 5
 """What a client that was turned away is told to wait [s]."""
@@ -91,13 +90,47 @@ def add_routes(app: Any, config: Config) -> None:
     add_page(app)
 
 
-def keeps_offline_waiting(app: Any) -> bool:
+def add_batches(app: Any, config: Config, api_key: str | None) -> None:
+    """The routes of Files and Batches, and the feeder, which lives as long as the application;
+    before it starts."""
+    from cosched.batches import routes
+    from cosched.batches.service import BatchService
+
+    if config.policy == "sglang":
+        logger.warning("batches: under policy 'sglang' their lines stand in line with chats")
+    service = BatchService(config.batches)
+    logger.info("batches: %s", service.summary())
+    routes.add_routes(
+        app,
+        service,
+        isolate_keys=config.batches.isolates(api_key),
+        protect=auth_level(AuthLevel.ADMIN_OPTIONAL),
+    )
+    lifespan = app.router.lifespan_context
+
+    @asynccontextmanager
+    async def with_feeder(of: Any) -> AsyncIterator[Any]:
+        async with lifespan(of) as state:
+            async with service.feeding(
+                app,
+                api_key=api_key,
+                state=own_request,
+                is_paused=lambda: _keeps_offline_waiting(app),
+                progress=_offline_progress,
+                scope=scope_of(_manager()),
+            ):
+                yield state
+
+    app.router.lifespan_context = with_feeder
+
+
+def _keeps_offline_waiting(app: Any) -> bool:
     """Whether the operator lets no offline request run."""
     limits: OfflineLimits = getattr(app.state, "cosched_offline", OfflineLimits())
     return limits.paused or limits.max_running == 0
 
 
-async def offline_progress() -> Progress:
+async def _offline_progress() -> Progress:
     """How far offline requests are, at all schedulers; nothing where SGLang alone schedules."""
     states = [state.get("cosched", {}) for state in await _manager().get_internal_state()]
     told = [state for state in states if "offline_progress" in state]

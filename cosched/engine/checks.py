@@ -4,7 +4,10 @@ tokenized, and where the scheduler receives it."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from functools import cache
+from typing import Any, get_type_hints
+
+import msgspec
 
 from cosched.config import Config, load_config, planning_config
 from cosched.core.request import RequestClass
@@ -21,7 +24,7 @@ from cosched.limits.table import (
     check_text,
 )
 
-__all__ = ["check_input", "check_received", "check_tokenized", "scope_of"]
+__all__ = ["check_input", "check_params", "check_received", "check_tokenized", "scope_of"]
 
 
 OFFLINE_SHARE = 7 / 8
@@ -72,6 +75,29 @@ def check_input(obj: Any, scope: Scope) -> None:
         check_text(name, len(text), scope)
     if not _may_be_empty(obj):
         _check_not_empty(obj)
+
+
+_INTERNAL_PARAMS = frozenset(
+    {"is_normalized", "stop_regex_max_len", "stop_regex_strs", "stop_str_max_len", "stop_strs"}
+)
+"""Fields that SGLang fills itself; from a client they would leave others unchecked."""
+
+
+def check_params(params: Any, params_class: Any) -> None:
+    """Sampling parameters as SGLang's class will read them: their names and types. ValueError."""
+    try:
+        msgspec.convert(params, _checked_type(params_class))
+    except msgspec.ValidationError as error:
+        raise ValueError(f"sampling_params: {error}") from None
+
+
+@cache
+def _checked_type(params_class: Any) -> Any:
+    """The same fields, read from an object (SGLang's own is read from an array)."""
+    hints = get_type_hints(params_class).items()
+    fields = [(name, hint | None, None) for name, hint in hints if name not in _INTERNAL_PARAMS]
+    name = params_class.__name__
+    return msgspec.defstruct(name, fields, kw_only=True, forbid_unknown_fields=True)
 
 
 def check_tokenized(obj: Any, input_ids: Sequence[int] | None, scope: Scope) -> None:

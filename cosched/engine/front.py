@@ -17,6 +17,7 @@ from cosched.claims import Grant, KeyGate
 from cosched.config import Config
 from cosched.core.request import RequestClass, Slo
 from cosched.core.wire import (
+    ANTHROPIC_SERVICE_TIERS,
     GRANTED_TIERS,
     HINT_KEY,
     LATE_HEADER,
@@ -51,6 +52,32 @@ _OWN, _LATE = "cosched_own", "cosched_late"
 
 _NOT_LATE = "no"
 
+_ANTHROPIC = "/v1/messages"
+
+_TIERED_ROUTES = frozenset(
+    {
+        "/invocations",  # SageMaker's name for chat completions
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+    }
+)
+"""Where OpenAI's replies have a ``service_tier``."""
+
+_WITHOUT_A_RUN = frozenset(
+    {
+        "/abort_request",
+        "/close_session",
+        "/detokenize",
+        "/open_session",
+        "/tokenize",
+        "/v1/detokenize",
+        "/v1/messages/count_tokens",
+        "/v1/tokenize",
+    }
+)
+"""The model does not run for these, so the limits of API keys do not count them."""
+
 
 def own_request(deadline_s: float | None = None) -> dict[str, Any]:
     """What `request.state` begins with where the server asks itself: such a request is offline
@@ -68,29 +95,18 @@ class Front:
         self._ignored = config.claims.ignored
         self.gate = KeyGate(config.claims, config.slo.targets())
 
-    def read(
-        self,
-        request: Any,
-        body: Any,
-        *,
-        tiers: Mapping[str, RequestClass | None],
-        counts: bool,
-        tiered: bool,
-    ) -> None:
-        """Read a JSON body and its headers, once per HTTP request. RequestError, LimitError.
-
-        counts  it runs the model, so that it counts against the limits of its key
-        tiered  its reply has a ``service_tier``
-        """
+    def read(self, request: Any, body: Any, *, route: str) -> None:
+        """Read a JSON body and its headers, once per HTTP request. RequestError, LimitError."""
         state = request.state
         if hasattr(state, _STATE):
             return
+        tiers = ANTHROPIC_SERVICE_TIERS if route == _ANTHROPIC else SERVICE_TIERS
         wish = parse_http(body, request.headers, tiers=tiers, ignored=self._ignored)
         own = getattr(state, _OWN, None)
         if own is not None:
             wish = replace(wish, only=RequestClass.OFFLINE, slo={**own, **wish.slo})
             grant = Grant(wish=wish)
-        elif not counts:
+        elif route in _WITHOUT_A_RUN:
             grant = self.gate.grant(wish, request.headers)
         else:
             try:
@@ -99,7 +115,7 @@ class Front:
                 setattr(state, _RETRY_AFTER, error.retry_after_s)
                 raise
         setattr(state, _STATE, grant)
-        setattr(state, _TIERED, tiered)
+        setattr(state, _TIERED, route in _TIERED_ROUTES)
 
     def apply(self, obj: Any, request: Any) -> None:
         """Give SGLang's request object the class and the targets that it is granted.

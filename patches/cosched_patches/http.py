@@ -6,24 +6,21 @@ import logging
 import re
 import sys
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from functools import cache
 from http import HTTPStatus
-from typing import Any, get_type_hints
+from typing import Any
 
-import msgspec
 from fastapi import HTTPException, Request
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.entrypoints.http_server import app, get_global_state
 from sglang.srt.environ import envs
-from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from cosched.config import Config, load_config
-from cosched.core.wire import ANTHROPIC_SERVICE_TIERS, SERVICE_TIERS
-from cosched.engine.admin import add_routes, keeps_offline_waiting, offline_progress
+from cosched.engine.admin import add_batches, add_routes
 from cosched.engine.arguments import check_arguments
-from cosched.engine.checks import check_input, check_tokenized, scope_of
-from cosched.engine.front import Front, ReplyMiddleware, own_request
+from cosched.engine.checks import check_input, check_params, check_tokenized, scope_of
+from cosched.engine.front import Front, ReplyMiddleware
 from cosched.engine.middleware import BodyLimit
 from cosched.engine.port import pace_checks
 from cosched.engine.shutdown import drain, signals_left_to_parent
@@ -94,7 +91,7 @@ def prepare_app(server_args: Any, *_: Any, **__: Any) -> None:
     if config is not None:
         add_routes(app, config)
         if config.batches.is_on:
-            _add_batches(config, server_args.api_key)
+            add_batches(app, config, server_args.api_key)
     for kind in (ValueError, *_WRONG_VALUES):
         app.add_exception_handler(kind, _refuse)
 
@@ -119,39 +116,6 @@ async def _refuse(request: Any, error: Exception) -> Any:
 async def _in_form(request: Any, error: HTTPException) -> Any:
     """The answer in the form of the endpoint, by SGLang's handler."""
     return await app.exception_handlers[HTTPException](request, error)
-
-
-def _add_batches(config: Config, api_key: str | None) -> None:
-    """The routes of Files and Batches, and the feeder, which lives as long as the application."""
-    from cosched.batches import routes
-    from cosched.batches.service import BatchService
-
-    if config.policy == "sglang":
-        logger.warning("batches: under policy 'sglang' their lines stand in line with chats")
-    service = BatchService(config.batches)
-    logger.info("batches: %s", service.summary())
-    routes.add_routes(
-        app,
-        service,
-        isolate_keys=config.batches.isolates(api_key),
-        protect=auth_level(AuthLevel.ADMIN_OPTIONAL),
-    )
-    lifespan = app.router.lifespan_context
-
-    @asynccontextmanager
-    async def with_feeder(of: Any) -> Any:
-        async with lifespan(of) as state:
-            async with service.feeding(
-                app,
-                api_key=api_key,
-                state=own_request,
-                is_paused=lambda: keeps_offline_waiting(app),
-                progress=offline_progress,
-                scope=scope_of(get_global_state().tokenizer_manager),
-            ):
-                yield state
-
-    app.router.lifespan_context = with_feeder
 
 
 def announce_ready(
@@ -188,32 +152,7 @@ async def drain_first(original: Any, manager: Any) -> None:
 
 # --- What requests say ---
 
-_TIERED = frozenset(
-    {
-        "/invocations",  # SageMaker's name for chat completions
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/responses",
-    }
-)
-"""Where OpenAI's replies have a ``service_tier``."""
-
-_ANTHROPIC = "/v1/messages"
 _RANK = "x-data-parallel-rank"
-
-_WITHOUT_A_RUN = frozenset(
-    {
-        "/abort_request",
-        "/close_session",
-        "/detokenize",
-        "/open_session",
-        "/tokenize",
-        "/v1/detokenize",
-        "/v1/messages/count_tokens",
-        "/v1/tokenize",
-    }
-)
-"""The model does not run for these, so the limits of API keys do not count them."""
 
 
 async def read_body(original: Any, request: Any) -> Any:
@@ -226,13 +165,7 @@ async def read_body(original: Any, request: Any) -> Any:
     try:
         _check_rank(request.headers.get(_RANK))
         check_body(route, body, scope_of(get_global_state().tokenizer_manager))
-        front().read(
-            request,
-            body,
-            tiers=ANTHROPIC_SERVICE_TIERS if route == _ANTHROPIC else SERVICE_TIERS,
-            counts=route not in _WITHOUT_A_RUN,
-            tiered=route in _TIERED,
-        )
+        front().read(request, body, route=route)
     except (RequestError, LimitError) as error:
         status = 400 if isinstance(error, RequestError) else 429
         # FastAPI lets this one type through from here; SGLang gives it the endpoint's form.
@@ -290,33 +223,15 @@ async def classify(
             obj.is_single = not isinstance(obj.rid, list)
 
 
-_INTERNAL = frozenset(
-    {"is_normalized", "stop_regex_max_len", "stop_regex_strs", "stop_str_max_len", "stop_strs"}
-)
-"""Fields that SGLang fills itself; from a client they would leave others unchecked."""
-
-
 def check_values(manager: Any, obj: Any, input_ids: Any) -> None:
     """SGLang does not check the types of its sampling parameters: a string as a ``logit_bias``
     raises in the scheduler and ends the server. What depends on the tokens of the prompt is checked
     here too: an empty prompt would never be answered, ``logprob_start_len`` must be within it."""
     try:
-        msgspec.convert(obj.sampling_params, _checked_type(manager.sampling_params_class))
-    except msgspec.ValidationError as error:
-        raise ValueError(f"sampling_params: {error}") from None
-    try:
+        check_params(obj.sampling_params, manager.sampling_params_class)
         check_tokenized(obj, input_ids, scope_of(manager))
     except RequestError as error:
         raise ValueError(str(error)) from None
-
-
-@cache
-def _checked_type(params_class: Any) -> Any:
-    """The same fields, read from an object (SGLang's own is read from an array)."""
-    hints = get_type_hints(params_class)
-    fields = [(name, hint | None, None) for name, hint in hints.items() if name not in _INTERNAL]
-    name = params_class.__name__
-    return msgspec.defstruct(name, fields, kw_only=True, forbid_unknown_fields=True)
 
 
 def send_created_time(state: Any, times: Any) -> Any:
