@@ -97,7 +97,7 @@ def add_batches(app: Any, config: Config, api_key: str | None) -> None:
     from cosched.batches.service import BatchService
 
     if config.policy == "sglang":
-        logger.warning("batches: under policy 'sglang' their lines stand in line with chats")
+        logger.warning("batches: under policy 'sglang' their requests queue with chats")
     service = BatchService(config.batches)
     logger.info("batches: %s", service.summary())
     routes.add_routes(
