@@ -1,21 +1,16 @@
-"""A decision log written step by step, with views and batches made by hand."""
+"""A decision log written step by step, with plans, views and batches made by hand."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-from cosched.core.batch import BatchTotals
-from cosched.core.request import Slo
-from cosched.engine.decision_records import Header
+from cosched.core.plan import EMPTY_PLAN, Plan
 from cosched.engine.decisions import DecisionLog
 from cosched.engine.observe import Iteration
 from cosched.engine.port import shape_of
-from cosched.latency.calibration import Calibrator
-from cosched.policy.base import PolicySettings
-from cosched.policy.sarathi import SarathiPolicy
-from tests.factories import FakeRequest, FakeView, make_caps
+from tests.factories import FakeRequest, FakeView
 
 
 class _Mode:
@@ -45,43 +40,26 @@ def batch_of(*requests: FakeRequest, finishing: tuple[str, ...] = ()) -> SimpleN
 
 @dataclass
 class Recorder:
-    """Writes a log the way the engine does. `policy` makes the plans."""
+    """Writes a log the way the engine does."""
 
     path: Path
-    policy: object = field(default_factory=SarathiPolicy)
-    predictor: Calibrator | None = None
     max_bytes: int = 1_000_000
-    name: str = "sarathi"
 
     def __post_init__(self):
-        self.carry = self.policy.initial
         self.log = DecisionLog(
-            self.path,
-            header=Header(
-                policy=self.name,
-                settings=PolicySettings(
-                    caps=make_caps(partial_decode=True), slo=Slo(ttft_s=1.0, tpot_s=0.05)
-                ),
-                versions={"cosched": "0"},
-            ),
-            predictor=self.predictor,
-            max_bytes=self.max_bytes,
+            self.path, policy="sarathi", versions={"cosched": "0"}, max_bytes=self.max_bytes
         )
 
-    def plan(self, view: FakeView):
-        carry = self.carry
-        plan, self.carry = self.policy.plan(self.log.watch(view), carry)
+    def plan(self, view: FakeView, plan: Plan = EMPTY_PLAN) -> None:
         self.iteration = Iteration(plan=plan, planning_s=100e-6)
-        self.log.planned(self.iteration, carry)
-        return plan
+        self.log.planned(self.iteration, view)
 
-    def launch(self, batch: SimpleNamespace | None) -> Iteration:
+    def launch(
+        self, batch: SimpleNamespace | None, *, predicted_s: float | None = None
+    ) -> Iteration:
         if batch is not None:
             self.iteration.shape = shape_of(batch)
-            if self.predictor is not None:
-                self.iteration.predicted_s = self.predictor.predict_s(
-                    BatchTotals.of(self.iteration.shape)
-                )
+            self.iteration.predicted_s = predicted_s
         self.log.launched(self.iteration, batch)
         return self.iteration
 
@@ -96,10 +74,14 @@ class Recorder:
         iteration.start_s, iteration.duration_s = start_s, seconds
         self.log.finished(iteration, batch)
 
-    def run(self, view: FakeView, *batch: FakeRequest, finishing: tuple[str, ...] = ()):
+    def run(
+        self,
+        view: FakeView,
+        *batch: FakeRequest,
+        plan: Plan = EMPTY_PLAN,
+        finishing: tuple[str, ...] = (),
+    ) -> None:
         """One iteration, whole: planned, run, ended."""
-        plan = self.plan(view)
+        self.plan(view, plan)
         ran = batch_of(*batch, finishing=finishing)
-        iteration = self.launch(ran)
-        self.end(iteration, ran, start_s=max(view.now_s, view.start_s))
-        return plan
+        self.end(self.launch(ran), ran, start_s=max(view.now_s, view.start_s))

@@ -1,1 +1,1 @@
-"""Reading decision logs: stories, summaries, plans made again (docs/decision_log.md)."""
+"""Reading decision logs: the story of a request, a summary (docs/decision_log.md)."""

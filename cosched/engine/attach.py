@@ -12,7 +12,6 @@ from cosched.engine import port
 from cosched.engine.clock import Clock, EngineClock
 from cosched.engine.controller import Controller, Log
 from cosched.engine.cpu import run_uncompiled
-from cosched.engine.decision_records import Header
 from cosched.engine.decisions import DecisionLog
 from cosched.engine.exporter import MetricsExporter
 from cosched.engine.faults import RequestFaults
@@ -73,16 +72,13 @@ def attach(scheduler: Any, config: Config) -> None:
     if labels is not None:
         controller.export_to(MetricsExporter(controller, labels))
     if config.decision_log is not None and port.parallel().tp_rank == 0:
-        logs["decision"] = controller.decisions = DecisionLog(
+        logs["decision"] = decisions = DecisionLog(
             _log_path(config.decision_log),
-            header=Header(
-                policy=config.policy,
-                settings=controller.settings,
-                versions={name: version(name) for name in ("cosched", "sglang")},
-            ),
-            predictor=controller.predictor if entry.timed else None,
+            policy=config.policy,
+            versions={name: version(name) for name in ("cosched", "sglang")},
             max_bytes=int(config.decision_log_mb * 1e6),
         )
+        controller.log_decisions(decisions)
 
 
 def use_virtual_device(scheduler: Any, clock: Clock, graphs: GraphSizes | None) -> None:

@@ -17,7 +17,7 @@ from cosched.config import Config
 from cosched.core.batch import BatchShape, BatchTotals
 from cosched.core.plan import Plan, SkipReason
 from cosched.core.request import LateReason, Request, RequestClass
-from cosched.core.view import Ended, View
+from cosched.core.view import Ended
 from cosched.core.wire import LATE_KEY
 from cosched.engine import port
 from cosched.engine.alone import AloneWatch
@@ -353,15 +353,13 @@ class Controller:
                 self.alone.advance(moment.now_s)
         self.predictor.error = error_factor(self.config.predictor_error, self.counters.num_plans)
         view = self.view(running_batch, moment)
-        watched = self._watched(view)
-        made = self.guard.plan(self.policy, self.config.policy, watched, self._carry)
+        made = self.guard.plan(self.policy, self.config.policy, view, self._carry)
         if made is not None:
             plan, self._carry = made
         else:
             if self.guard.has_given_up and isinstance(self.waiting.offline, PrefixPool):
                 self.waiting.use_arrival_order()
-            watched = self._watched(view)
-            plan = self.guard.safe_plan(watched)
+            plan = self.guard.safe_plan(view)
             self.counters.num_safe_plans += 1
         planning_s = time.perf_counter() - started_s
         self.iteration = Iteration(plan=plan, planning_s=planning_s)
@@ -374,7 +372,7 @@ class Controller:
                 self.exporter.planned(planning_s)
         with self._logging() as log:
             if log is not None:
-                log.planned(self.iteration, self._before.carry)
+                log.planned(self.iteration, view)
         for rid, reason in plan.late.items():
             self._judged_late(rid, reason)
         return plan
@@ -407,23 +405,20 @@ class Controller:
             room=None if self.alone is None else self.alone.room,
         )
 
-    def _watched(self, view: View) -> View:
-        with self._logging() as log:
-            if log is not None:
-                return log.watch(view)
-        return view
-
     @contextlib.contextmanager
     def _logging(self) -> Iterator[DecisionLog | None]:
-        """The decision log, if there is one. Where it fails it ends: its records follow each
-        other."""
+        """The decision log, if there is one. It ends where it fails: lines must not be missing."""
         try:
             yield self.decisions
         except Exception as error:
             if self.guard.is_strict:
                 raise
-            self.decisions = None
+            self.log_decisions(None)
             self.guard.note("decision_log", error)
+
+    def log_decisions(self, log: DecisionLog | None) -> None:
+        """Write every plan to this log from now on."""
+        self.decisions = self.waiting.decisions = log
 
     def on_launch(self, batch: Any | None) -> None:
         """An iteration's batch is ready to run; None: there is nothing to run."""
@@ -489,6 +484,9 @@ class Controller:
         self.taken = {}
         for tracked in requests:
             self._table.forget(tracked)
+        with self._logging() as log:
+            if log is not None:
+                log.abandoned()
 
     def admitted(self, tracked: TrackedRequest) -> None:
         """A waiting request is in the batch that is being built."""

@@ -1,238 +1,152 @@
-"""The decision log: every plan with what it was made from and what came of it.
+"""The decision log: one line of JSON per plan, with what came of it (docs/decision_log.md).
 
-A recording view stands between the policy and the scheduler's view and notes what the policy looks
-at, so the log holds what the decision could depend on and not the 100,000 requests that wait.
+Imports nothing of SGLang: a log can be read where SGLang is not installed.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from cosched.core.plan import Plan
-from cosched.core.request import LateReason, Request
-from cosched.core.view import OfflineOrder, Outlook, Progress, View
-from cosched.engine.decision_records import (
-    QUESTIONS,
-    Decision,
-    Header,
-    OrderStep,
-    Outcome,
-    PlanState,
-    RequestFacts,
-    RequestRow,
-    Result,
-    Shapes,
-    ViewState,
-    without_defaults,
-)
+from cosched.core.plan import PreemptMode, SkipReason
+from cosched.core.request import LateReason, Request, RequestClass
+from cosched.core.view import KvState, View
 from cosched.engine.observe import Iteration
 from cosched.engine.parts import PartWriter, switched_off
-from cosched.engine.tracked import TrackedRequest
 from cosched.errors import ConfigError
-from cosched.latency.calibration import COLD, Calibrator, CalibratorState
 
-__all__ = ["DecisionLog", "RecordingView"]
+__all__ = ["FORMAT", "Decision", "DecisionLog", "Header", "RequestFacts"]
 
 logger = logging.getLogger(__name__)
 
-
-class _Noted:
-    """Requests, given out lazily; remembers how far anyone looked."""
-
-    def __init__(self, requests: Iterable[Request]) -> None:
-        self._requests = requests
-        self.seen: list[Request] = []
-        self.is_all = False
-
-    def __iter__(self) -> Iterator[Request]:
-        for index, request in enumerate(self._requests):
-            if index == len(self.seen):
-                self.seen.append(request)
-            yield request
-        self.is_all = True
+FORMAT = 4
+"""Raised when a reader of the last format could not read the new one."""
 
 
-class _NotedOrder(Iterator[Request]):
-    """Implements `OfflineOrder` on another one, and notes questions and answers in their order."""
+class Header(msgspec.Struct, kw_only=True, tag_field="kind", tag="header"):
+    """First line of each part. part: its number in this log, from 0."""
 
-    def __init__(self, order: OfflineOrder) -> None:
-        self._order = order
-        self.knows_prefixes = order.knows_prefixes
-        self.seen: dict[int, Request] = {}
-        self.steps: list[OrderStep] = []
-
-    def __next__(self) -> Request:
-        request = next(self._order, None)
-        if request is None:
-            self.steps.append(None)
-            raise StopIteration
-        self.steps.append(request.arrival_seq)
-        self.seen[request.arrival_seq] = request
-        return request
-
-    def skip_sharing(self, request: Request, num_tokens: int) -> None:
-        self.steps.append(("skip_sharing", [request.arrival_seq, num_tokens], None))
-        self._order.skip_sharing(request, num_tokens)
-
-    def candidates(self, per_bucket: int) -> Sequence[Sequence[Request]]:
-        buckets = self._order.candidates(per_bucket)
-        self.seen |= {request.arrival_seq: request for bucket in buckets for request in bucket}
-        seqs = [[request.arrival_seq for request in bucket] for bucket in buckets]
-        self.steps.append(("candidates", [per_bucket], seqs))
-        return buckets
-
-    def num_shared(self, request: Request) -> int:
-        num_tokens = self._order.num_shared(request)
-        self.steps.append(("num_shared", [request.arrival_seq], num_tokens))
-        return num_tokens
-
-    def take(self, request: Request) -> None:
-        self.steps.append(("take", [request.arrival_seq], None))
-        self._order.take(request)
+    policy: str
+    versions: dict[str, str]
+    format: int = FORMAT
+    part: int = 0
 
 
-class RecordingView:
-    """Hands what a policy asks on to a `View`, and notes the answers.
+class RequestFacts(msgspec.Struct, kw_only=True, frozen=True):
+    """What does not change of a request; fields as in `cosched.core.request.Request`."""
 
-    All members of a `View` are here: what is not defined below is asked of the view once, since
-    looking changes nothing, and answers to `QUESTIONS` are noted by what was asked about.
+    rid: str
+    request_class: RequestClass = msgspec.field(name="class")
+    arrival_s: float
+    num_prompt_tokens: int
+    max_new_tokens: int
+
+
+class Decision(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="kind", tag="decision"):
+    """One plan. Requests are named by rid; times are seconds on the engine's clock. Empty fields
+    are left out.
+
+    iteration         number of the plan, from 0
+    outcome           ran; no_batch: the plan was applied and there was nothing to run; replanned:
+                      it was dropped, because results still on their way had to be known before it
+                      could preempt a running request. The next line is the plan that replaced it;
+                      failed: the engine failed on it, and the iteration was taken back
+    requests          facts of the requests that this part of the log names for the first time
+
+    What the plan was made from:
+
+    now_s             when it was made
+    kv, free_slots, num_offline  as in `cosched.core.view.View`
+    running           requests past their prefill
+    unfinished        requests in the middle of their prefill
+    aborted           requests that have left a queue without a result since the last plan
+
+    The plan (`cosched.core.plan.Plan`):
+
+    prefill           rid -> prompt tokens to compute, in the order of admission
+    paused            running requests that do not decode in this iteration and keep their KV
+    preempted         rid -> how
+    late              rid -> why its TTFT target is unreachable
+    skipped           rid -> why a request that was looked at does not run
+    limits            phase -> latency budget
+
+    What came of it:
+
+    refused           requests in `prefill` that the engine did not take
+    cached            rid -> tokens of a request in `prefill` whose KV was there already
+    num_decodes       requests that decoded a token
+    predicted_s       of the batch that ran; None: the policy predicts nothing
+    start_s           when it began, as measured
+    measured_s        how long it took
+    planning_s        host time of view and policy
+    finished          rid -> (SGLang's reason, output tokens)
     """
 
-    def __init__(self, view: View) -> None:
-        self._view = view
-        self.online = _Noted(view.online)
-        self._answers: dict[str, dict[int, Any]] = {}
-        self._asked: dict[int, Request] = {}
-        self._order: _NotedOrder | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        member = getattr(self._view, name)
-        if name in QUESTIONS:
-            usual = self.rules.partial if name == "can_hold" else QUESTIONS[name]
-            member = _noting(member, self._answers.setdefault(name, {}), usual)
-        setattr(self, name, member)
-        return member
-
-    def offline_order(self) -> OfflineOrder:
-        """The log holds one pass."""
-        order = self._view.offline_order()
-        if self._order is None:
-            order = self._order = _NotedOrder(order)
-        return order
-
-    def outlook(self) -> Outlook:
-        """By what the log holds of each."""
-        return Outlook.of(self)
-
-    def progress(self) -> Progress:
-        return Progress.of(self)
-
-    def waiting(self, rid: str) -> Request | None:
-        request = self._view.waiting(rid)
-        if request is not None:
-            self._asked[request.arrival_seq] = request
-        return request
-
-    def requests(self) -> dict[int, Request]:
-        """All that the policy could name, by seq."""
-        offline = {} if self._order is None else self._order.seen
-        looked_at = (*self.running, *self.unfinished, *self.online.seen)
-        return {request.arrival_seq: request for request in looked_at} | offline | self._asked
-
-    def state(self) -> ViewState:
-        """What was read. Valid while nothing of the plan has been applied."""
-        state = without_defaults(ViewState, {name: getattr(self, name) for name in _VALUES})
-        state.running, state.unfinished = _rows(self.running), _rows(self.unfinished)
-        state.online, state.online_is_all = _rows(self.online.seen), self.online.is_all
-        for name, answers in self._answers.items():
-            setattr(state, name, answers)
-        times = [(r.arrival_seq, r.last_token_s) for r in (*self.running, *self.unfinished)]
-        state.last_token_s = max((at_s for _, at_s in times if at_s is not None), default=0.0)
-        state.last_tokens = {
-            seq: at_s for seq, at_s in times if at_s is not None and at_s != state.last_token_s
-        }
-        order = self._order
-        if order is not None:
-            state.offline, state.order = _rows(order.seen.values()), order.steps
-            state.knows_prefixes = order.knows_prefixes
-        seen = {row[0] for row in (*state.online, *state.offline)}
-        state.asked = _rows(r for seq, r in self._asked.items() if seq not in seen)
-        return state
+    iteration: int
+    outcome: Literal["ran", "no_batch", "replanned", "failed"] = "no_batch"
+    requests: list[RequestFacts] = []
+    now_s: float
+    kv: KvState
+    free_slots: int
+    num_offline: int
+    running: list[str] = []
+    unfinished: list[str] = []
+    aborted: list[str] = []
+    prefill: dict[str, int] = {}
+    paused: list[str] = []
+    preempted: dict[str, PreemptMode] = {}
+    late: dict[str, LateReason] = {}
+    skipped: dict[str, SkipReason] = {}
+    limits: dict[str, float] = {}
+    refused: list[str] = []
+    cached: dict[str, int] = {}
+    num_decodes: int = 0
+    predicted_s: float | None = None
+    start_s: float | None = None
+    measured_s: float | None = None
+    planning_s: float
+    finished: dict[str, tuple[str, int]] = {}
 
 
-_VALUES = (
-    *("now_s", "start_s", "kv", "free_slots", "num_offline", "mean_iteration_s"),
-    *("recompute_debt_s", "room", "rules", "offline_limits", "ended"),
-)
-"""Attributes of a view that are recorded whether they were read or not."""
-
-
-def _noting(ask: Callable[[Any], Any], answers: dict[int, Any], usual: Any) -> Callable[[Any], Any]:
-    def asked(about: Request | int) -> Any:
-        answer = ask(about)
-        if answer is not usual:
-            answers[about if isinstance(about, int) else about.arrival_seq] = answer
-        return answer
-
-    return asked
-
-
-_Changing: TypeAlias = tuple[float | None, int, int, LateReason | None]
-"""first_token_s, num_preemptions, num_prefix_tokens, late"""
-
-
-@dataclass(slots=True, eq=False)
-class _Open:
-    """A plan whose record is not written yet.
-
-    rids      of its prefill, in its order
-    requests  all that the policy could name, by seq, with what may have changed of their facts
-    is_over   nothing more will be known of it
-    """
+class _Open(NamedTuple):
+    """A decision that is not written yet. named: the requests that it names, by rid."""
 
     decision: Decision
-    rids: Collection[str]
-    requests: dict[int, tuple[Request, _Changing]]
-    state: CalibratorState | None
-    is_over: bool = False
+    named: Mapping[str, Request]
 
 
 class DecisionLog:
-    """Follows one scheduler's plans and writes each when its iteration is done, in their order.
+    """Follows one scheduler's plans, and writes each when its iteration is done, in their order.
 
-    Calls come in this order: `watch` and `planned` around the policy (again, when the plan has to
-    be made anew), `launched` when the batch is ready; some time later `finished`.
+    Calls come in this order: `planned` (again, if the plan is replaced), `launched` when the batch
+    is ready, and some time later `finished`.
     """
 
     def __init__(
-        self, path: Path, *, header: Header, predictor: Calibrator | None, max_bytes: int
+        self, path: Path, *, policy: str, versions: dict[str, str], max_bytes: int
     ) -> None:
-        """predictor: the one the policy asks, None when it asks none; max_bytes: of all parts.
-        ConfigError when the file cannot be written."""
-        self._predictor = predictor
-        self._header = header
+        """max_bytes: of all parts. ConfigError when the file cannot be written."""
+        self.is_off = False
+        """A line could not be written: nothing more is."""
+        self._header = Header(policy=policy, versions=versions)
         self._encode = msgspec.json.Encoder().encode
         self._path = path
         self._parts = PartWriter(path, max_bytes=max_bytes)
-        self.is_off = False
-        """A line could not be written: nothing more is."""
         self._num_plans = 0
-        self._view: RecordingView | None = None
-        self._planned: _Open | None = None
+        self._latest: Decision | None = None
+        """Planned, and not launched."""
         self._open: deque[_Open] = deque()
-        self._in_flight: dict[Iteration, _Open] = {}
+        self._in_flight: dict[Iteration, Decision] = {}
+        self._aborted: list[str] = []
         self._finished: set[int] = set()
-        self._known: dict[int, _Changing] = {}
-        """By seq, of the requests that this part describes."""
-        self._state: CalibratorState | None = None
-        """The last one in this part."""
+        """In the last iteration that is done."""
+        self._described: set[str] = set()
+        """Requests that are not over and whose facts are in this part."""
         try:
             number = self._parts.start()
         except OSError as error:
@@ -242,165 +156,126 @@ class DecisionLog:
         except OSError as error:
             self._switch_off(error)
 
-    def watch(self, view: View) -> View:
-        """A view for the policy that notes what it reads."""
-        if self.is_off:
-            return view
-        self._view = RecordingView(view)
-        return cast("View", self._view)
-
-    def planned(self, iteration: Iteration, carry: Any) -> None:
-        """The policy has answered; nothing has been applied yet. carry: what it was given."""
-        view, self._view = self._view, None
+    def planned(self, iteration: Iteration, view: View) -> None:
+        """A plan was made from this view; nothing of it has been applied."""
         if self.is_off:
             return
-        assert view is not None, "watch comes first"
-        if self._planned is not None:
-            self._planned.decision.result.outcome = Outcome.REPLANNED
-            self._close(self._planned)
-        # Until it is known to have run, nothing has.
-        result = Result(outcome=Outcome.NO_BATCH, planning_s=iteration.planning_s or 0.0)
+        if self._latest is not None:
+            self._latest.outcome = "replanned"
+            self._latest = None
         plan = iteration.plan
-        named = view.requests()
-        decision = Decision(
-            number=self._num_plans,
-            view=view.state(),
-            carry=carry,
-            plan=_plan_state(plan, named.values()),
-            result=result,
+        self._latest = decision = Decision(
+            iteration=self._num_plans,
+            now_s=view.now_s,
+            kv=view.kv,
+            free_slots=view.free_slots,
+            num_offline=view.num_offline,
+            running=[request.rid for request in view.running],
+            unfinished=[request.rid for request in view.unfinished],
+            aborted=self._aborted,
+            prefill=dict(plan.prefill),
+            paused=sorted(plan.hold),
+            preempted={preemption.rid: preemption.mode for preemption in plan.preempt},
+            late=dict(plan.late),
+            skipped=dict(plan.skipped),
+            limits=dict(plan.limits),
+            planning_s=iteration.planning_s or 0.0,
         )
         self._num_plans += 1
-        state = None if self._predictor is None else self._predictor.state()
-        requests = {
-            seq: (r, (r.first_token_s, r.num_preemptions, r.num_prefix_tokens, r.late))
-            for seq, r in named.items()
-        }
-        self._planned = _Open(decision, plan.prefill.keys(), requests, state)
-        self._open.append(self._planned)
+        self._aborted = []
+        named: dict[str, Request] = {r.rid: r for r in (*view.running, *view.unfinished)}
+        for rid in (*plan.prefill, *plan.late, *plan.skipped):
+            if rid not in named and (request := view.waiting(rid)) is not None:
+                named[rid] = request
+        self._open.append(_Open(decision, named))
 
     def launched(self, iteration: Iteration, batch: Any | None) -> None:
-        """The iteration's batch is ready to run; None when there is nothing to run."""
-        planned, self._planned = self._planned, None
-        if planned is None:
+        """The iteration's batch is ready to run; None: there is nothing to run."""
+        decision, self._latest = self._latest, None
+        if decision is None:
             return
-        result = planned.decision.result
-        if planned.rids:
-            taken = set() if batch is None else {req.rid for req in batch.reqs}
-            seqs = (seq for seq, _ in planned.decision.plan.prefill)
-            result.refused = [
-                seq for rid, seq in zip(planned.rids, seqs, strict=True) if rid not in taken
-            ]
-        if batch is None:
-            self._close(planned)
-            return
-        if self.is_off:
-            return
-        result.outcome = Outcome.RAN
-        self._in_flight[iteration] = planned
+        reqs = {} if batch is None else {req.rid: req for req in batch.reqs}
+        for rid in decision.prefill:
+            if rid not in reqs:
+                decision.refused.append(rid)
+            elif (request := _request_of(reqs[rid])) is not None:
+                decision.cached[rid] = request.num_prefix_tokens
+        if batch is not None:
+            decision.outcome = "ran"
+            self._in_flight[iteration] = decision
+        self._write_done()
 
     def finished(self, iteration: Iteration, batch: Any) -> None:
         """The tokens of an iteration are known."""
-        done = self._in_flight.pop(iteration, None)
-        if done is None:
+        decision = self._in_flight.pop(iteration, None)
+        if decision is None:
             return
-        result = done.decision.result
-        result.num_decodes = len(iteration.shape.decodes)
-        result.predicted_s = iteration.predicted_s
-        result.start_s, result.measured_s = iteration.start_s, iteration.duration_s
+        decision.num_decodes = len(iteration.shape.decodes)
+        decision.predicted_s = iteration.predicted_s
+        decision.start_s, decision.measured_s = iteration.start_s, iteration.duration_s
         # A request whose end was not known yet is part of the next iteration too.
         before, self._finished = self._finished, set()
-        ended = result.finished
         for req in batch.reqs:
-            if req.finished() and (tracked := TrackedRequest.of(req)) is not None:
-                seq = tracked.arrival_seq
-                self._finished.add(seq)
-                if seq not in before:
+            if req.finished() and (request := _request_of(req)) is not None:
+                self._finished.add(request.arrival_seq)
+                if request.arrival_seq not in before:
                     reason = str(req.finished_reason.to_json()["type"])
-                    ended.append((seq, reason, tracked.num_output_tokens))
-        self._close(done)
+                    decision.finished[req.rid] = (reason, request.num_output_tokens)
+        self._write_done()
 
-    def _close(self, plan: _Open) -> None:
-        plan.is_over = True
+    def abandoned(self) -> None:
+        """The iterations under way were taken back: their results will not come."""
+        for decision in (self._latest, *self._in_flight.values()):
+            if decision is not None:
+                decision.outcome = "failed"
+        self._latest = None
+        self._in_flight.clear()
+        self._write_done()
+
+    def aborted(self, rid: str) -> None:
+        """A waiting request has left its queue without a result."""
+        if not self.is_off:
+            self._aborted.append(rid)
+
+    def _write_done(self) -> None:
+        under_way = (self._latest, *self._in_flight.values())
         try:
-            while self._open and self._open[0].is_over:
+            while self._open and all(self._open[0].decision is not one for one in under_way):
                 self._write(self._open.popleft())
         except OSError as error:
             self._switch_off(error)
 
-    def _switch_off(self, error: OSError) -> None:
-        """A log that cannot be written must not end the server."""
-        self.is_off = True
-        self._parts.close()
-        self._planned = None
-        for kept in (self._open, self._in_flight, self._finished, self._known):
-            kept.clear()
-        logger.warning("cosched: %s", switched_off("decision log", self._path, error))
-
-    def _write(self, ended: _Open) -> None:
+    def _write(self, done: _Open) -> None:
         if self._parts.is_full:
             self._begin_part(self._parts.start())
-        decision = ended.decision
-        known = self._known
-        for seq, (request, changing) in ended.requests.items():
-            if known.get(seq) != changing:
-                known[seq] = changing
-                decision.requests.append(_facts(request, *changing))
-        state = ended.state
-        if state is not None and state != self._state:
-            decision.calibrator = msgspec.structs.replace(state, shapes=COLD)
-            if self._state is None or state.shapes != self._state.shapes:
-                decision.shapes = _shapes(state)
-            self._state = state
-        self._parts.write(self._encode(decision))
+        for rid, request in done.named.items():
+            if rid not in self._described:
+                self._described.add(rid)
+                done.decision.requests.append(_facts(request))
+        self._parts.write(self._encode(done.decision))
+        # Another request may have the same id later.
+        self._described.difference_update(done.decision.finished, done.decision.aborted)
 
     def _begin_part(self, number: int) -> None:
         self._header.part = number
         self._parts.write(self._encode(self._header))
         # A part can be read alone.
-        self._known.clear()
-        self._state = None
+        self._described.clear()
+
+    def _switch_off(self, error: OSError) -> None:
+        """A log that cannot be written must not end the server."""
+        self.is_off = True
+        self._parts.close()
+        self._latest = None
+        for kept in (self._open, self._in_flight, self._aborted, self._finished, self._described):
+            kept.clear()
+        logger.warning("cosched: %s", switched_off("decision log", self._path, error))
 
 
-def _rows(requests: Iterable[Request]) -> list[RequestRow]:
-    return [_row(request) for request in requests]
+def _facts(request: Request) -> RequestFacts:
+    return RequestFacts(**{name: getattr(request, name) for name in RequestFacts.__struct_fields__})
 
 
-def _row(request: Request) -> RequestRow:
-    row = (request.arrival_seq, request.num_output_tokens, request.num_computed_tokens)
-    own = request.num_own_tokens
-    return (*row, own) if own else row
-
-
-def _facts(
-    request: Request,
-    first_token_s: float | None,
-    num_preemptions: int,
-    num_prefix_tokens: int,
-    late: LateReason | None,
-) -> RequestFacts:
-    facts = {name: getattr(request, name) for name in RequestFacts.__struct_fields__}
-    facts |= {"first_token_s": first_token_s, "num_preemptions": num_preemptions}
-    facts |= {"num_prefix_tokens": num_prefix_tokens, "late": late}
-    return without_defaults(RequestFacts, facts)
-
-
-def _plan_state(plan: Plan, named: Iterable[Request]) -> PlanState:
-    state = PlanState(limits=dict(plan.limits), decodes=plan.decodes)
-    names = (plan.prefill, plan.hold, plan.preempt, plan.promise, plan.hosts, plan.late)
-    if plan.skipped or any(names):
-        seqs = {request.rid: request.arrival_seq for request in named}
-        state.prefill = [(seqs[rid], num_tokens) for rid, num_tokens in plan.prefill.items()]
-        state.held = sorted(seqs[rid] for rid in plan.hold)
-        state.promised = [(seqs[rid], num_tokens) for rid, num_tokens in plan.promise.items()]
-        state.hosted = [(seqs[rid], seqs[h.host], h.offset) for rid, h in plan.hosts.items()]
-        state.preempted = [(seqs[p.rid], p.mode) for p in plan.preempt]
-        for rid, why in plan.late.items():
-            state.late.setdefault(why, []).append(seqs[rid])
-        for rid, reason in plan.skipped.items():
-            state.skipped.setdefault(reason, []).append(seqs[rid])
-    return state
-
-
-def _shapes(state: CalibratorState) -> Shapes:
-    decode, prefill = (None if shape is None else shape.describe() for shape in state.shapes)
-    return decode, prefill
+def _request_of(req: Any) -> Request | None:
+    request: Request | None = getattr(req, "cosched", None)
+    return request

@@ -198,10 +198,13 @@ class RequestFaults:
             scheduler.waiting_queue = queue
         controller = getattr(scheduler, "cosched", None)
         for req in candidates:
-            if id(req) not in left:
+            if id(req) in left:
+                continue
+            if controller is None:
                 queue.remove(req)
-                if controller is not None:
-                    controller.admitted(req.cosched)
+            else:
+                queue.remove_rid(req.rid)
+                controller.admitted(req.cosched)
         if batch is not None and controller is not None:
             count_resumed(batch)
         return batch, running_batch

@@ -21,6 +21,7 @@ from cosched.core.wire import Bounds, class_of_priority
 from cosched.engine import port
 from cosched.engine.alone import AloneWatch
 from cosched.engine.clock import Clock
+from cosched.engine.decisions import DecisionLog
 from cosched.engine.guard import Guard
 from cosched.engine.kv import KvManager
 from cosched.engine.tracked import TrackedRequest
@@ -63,6 +64,8 @@ class WaitingQueue:
         """Told who comes and who waits."""
         self.alone: AloneWatch | None = None
         """Told who comes."""
+        self.decisions: DecisionLog | None = None
+        """Told which requests are aborted."""
         self._guard = guard or Guard(is_strict=True)
         self._bounds = Bounds() if bounds is None else bounds
         self._came_s = came_s
@@ -147,6 +150,8 @@ class WaitingQueue:
         """Take out a request that will not run. KeyError when it does not wait."""
         tracked = self._take(rid)
         self.aborted[tracked.request_class] += 1
+        if self.decisions is not None:
+            self.decisions.aborted(rid)
         if tracked.request_class is RequestClass.ONLINE:
             self.online.abort(rid)
         else:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import asdict, dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from cosched.core.batch import BatchShape, BatchTotals
@@ -18,7 +17,7 @@ from cosched.latency.fit_cosched import fit_phases
 from cosched.latency.graphs import GraphSizes
 from cosched.latency.steps import Steps, finish
 
-__all__ = ["COLD", "Calibrator", "CalibratorState", "ColdStart"]
+__all__ = ["Calibrator", "ColdStart"]
 
 DRIFT_WINDOW = 9
 """Iterations whose median tells how much slower the machine is now: up to four disturbed ones leave
@@ -93,32 +92,6 @@ class ColdStart(Predictor):
 
     def describe(self) -> dict[str, object]:
         return {"predictor": self.name, **asdict(self)}
-
-
-_Shapes: TypeAlias = tuple[Predictor | None, Predictor | None]
-
-COLD: _Shapes = (None, None)
-
-
-class CalibratorState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """All that a `Calibrator` predicts from, at one moment.
-
-    shapes  of decode-only iterations and of those with a prefill; None: cold
-    scales  of the two phases
-    seen    the largest iteration seen: new tokens, twice the attention pairs, decodes, tokens of
-            their contexts; None: the shapes are trusted at every size
-    error   factor by which predictions are wrong on purpose
-    load_s_per_token  a token of KV from host memory [s]
-    """
-
-    shapes: _Shapes = COLD
-    scales: tuple[float, float]
-    cold_scale: float
-    drift: float
-    margin: float
-    seen: tuple[int, int, int, int] | None
-    error: float = 1.0
-    load_s_per_token: float = 0.0
 
 
 class Calibrator(Predictor):
@@ -224,36 +197,6 @@ class Calibrator(Predictor):
         if seen is None or seen.covers(totals):
             return seconds * self.drift
         return seconds * self.drift * seen.growth(totals)
-
-    def state(self) -> CalibratorState:
-        decode, prefill, seen = self._decode, self._prefill, self._seen
-        return CalibratorState(
-            shapes=(decode.shape, prefill.shape),
-            scales=(decode.scale, prefill.scale),
-            cold_scale=self._cold_scale,
-            drift=self.drift,
-            margin=self.margin,
-            seen=None if seen is None else (seen.new, seen.pairs, seen.decodes, seen.context),
-            error=self.error,
-            load_s_per_token=self.load_s_per_token,
-        )
-
-    def restore(self, state: CalibratorState) -> None:
-        """Predict exactly what the calibrator predicted whose state this was. For asking only:
-        what that one had learnt from is not part of it."""
-        for phase, shape, scale in zip(
-            (self._decode, self._prefill), state.shapes, state.scales, strict=True
-        ):
-            phase.use(shape)
-            phase.scale = scale
-        self._cold_scale, self.drift, self.margin = state.cold_scale, state.drift, state.margin
-        self.error, self.load_s_per_token = state.error, state.load_s_per_token
-        self._seen = None
-        if state.seen is not None:
-            self._seen = _Seen()
-            new, pairs, decodes, context = state.seen
-            self._seen.new, self._seen.pairs = new, pairs
-            self._seen.decodes, self._seen.context = decodes, context
 
     def _cold_s(self, totals: BatchTotals) -> float:
         """Of an iteration whose phase is cold: what is known from the other phase, and the rest as

@@ -15,7 +15,7 @@ from cosched.errors import ConfigError, choices
 
 __all__ = ["OVERRUNS", "REPLANS", "Budgets", "Carry", "EcoConfig", "Policy", "PolicySettings"]
 
-Carry = TypeVar("Carry", bound=msgspec.Struct | None)
+Carry = TypeVar("Carry")
 
 
 class Budgets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -127,14 +127,14 @@ class Policy(Protocol[Carry]):
     """
 
     initial: Carry
-    """What the first plan is made with: a frozen `msgspec.Struct` of plain values, or None for a
-    policy that carries nothing from one plan to the next."""
+    """What the first plan is made with: an immutable value, or None for a policy that carries
+    nothing from one plan to the next."""
 
     def plan(self, view: View, carry: Carry) -> tuple[Plan, Carry]:
         """The next iteration, and what the plan after it is made with. Called once per iteration.
 
         Everything it may know is in `view`, in `carry` (what it returned with the last plan that
         was not discarded) and in the settings it was built with: with the same three it returns the
-        same, and the decision log holds them all.
+        same.
         """
         ...

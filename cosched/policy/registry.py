@@ -16,8 +16,6 @@ from functools import cache, partial
 from importlib import metadata
 from typing import Any
 
-import msgspec
-
 from cosched.core.plan import PreemptMode
 from cosched.errors import ConfigError, CoschedError, choices
 from cosched.length.config import LengthConfig
@@ -588,11 +586,10 @@ def _checked(
             raise ConfigError(
                 f"policy {name!r}: {type(policy).__name__} has no method plan(view, carry)"
             )
-        initial = getattr(policy, "initial", "missing")
-        if initial is not None and not isinstance(initial, msgspec.Struct):
+        if not hasattr(policy, "initial"):
             raise ConfigError(
-                f"policy {name!r}: {type(policy).__name__}.initial is {initial!r}; it must be what "
-                "the first plan is made with: a msgspec.Struct, or None"
+                f"policy {name!r}: {type(policy).__name__} has no attribute initial, what the "
+                "first plan is made with (or None)"
             )
         return policy
 

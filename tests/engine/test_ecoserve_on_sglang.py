@@ -9,9 +9,8 @@ import pytest
 from cosched.core.view import Progress
 from cosched.engine.running import taken_by_guests
 from cosched.policy.registry import POLICIES
-from cosched.simulation.run import execute
 from tests.engine.conftest import assert_drained, prompt, view_now
-from tests.engine.test_decisions import planned_again, read, spec_of
+from tests.small_runs import plans_asked_twice, spec_of
 
 NAMES = [*(name for name in POLICIES if name.startswith("ecoserve")), "hygen-timeline"]
 OFFLINE = -100
@@ -101,9 +100,6 @@ def test_guests_grow_in_what_their_hosts_were_promised(make_engine, page_size, o
     assert_drained(engine)
 
 
-def test_what_was_lent_is_planned_again_from_the_decision_log(tmp_path):
-    path = tmp_path / "decisions.jsonl"
-    execute(spec_of("ecoserve-oracle", overlap=True), decision_log=path)
-    assert sum(bool(decision.plan.promised) for decision in read(path)) > 5
-    replanned = planned_again(path)
-    assert replanned.first_difference is None and replanned.num_equal > 50
+def test_a_policy_asked_twice_about_one_view_lends_the_same(monkeypatch):
+    plans = plans_asked_twice(spec_of("ecoserve-oracle", overlap=True), monkeypatch)
+    assert len(plans) > 50 and sum(bool(plan.promise) for plan in plans) > 5

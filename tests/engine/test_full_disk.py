@@ -51,5 +51,5 @@ def test_a_log_that_fails_halfway_keeps_what_it_has(make_engine, tmp_path):
     engine.run_until_idle(on_iteration=fail_later, max_iterations=500)
     assert log.is_off
     assert all(len(engine.replies[f"r{i}"].output_ids) == 20 for i in range(2))
-    numbers = [entry.decision.number for entry in read_log(path, report=pytest.fail)]
+    numbers = [entry.decision.iteration for entry in read_log(path, report=pytest.fail)]
     assert 3 < len(numbers) < 12 and numbers == list(range(len(numbers)))

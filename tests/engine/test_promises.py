@@ -10,9 +10,8 @@ import pytest
 
 from cosched.config import ENV_VAR
 from cosched.planning.builder import PlanBuilder
-from cosched.simulation.run import execute
 from tests.engine.conftest import assert_drained, prompt, without_model
-from tests.engine.test_decisions import planned_again, read, spec_of
+from tests.small_runs import plans_asked_twice, spec_of
 
 NAME = f"{__name__}:Promising"
 OFFLINE = -100
@@ -142,10 +141,7 @@ def test_what_is_promised_decides_how_many_run(make_engine):
     assert most_running(f"{__name__}:Nothing") == 12 > most_running("sarathi")
 
 
-def test_promises_are_made_again_from_the_decision_log(tmp_path, monkeypatch):
+def test_a_policy_asked_twice_about_one_view_promises_the_same(monkeypatch):
     monkeypatch.setenv(ENV_VAR, "")  # a run sets it
-    path = tmp_path / "decisions.jsonl"
-    execute(spec_of(NAME, overlap=True), decision_log=path)
-    assert sum(bool(decision.plan.promised) for decision in read(path)) > 20
-    replanned = planned_again(path)
-    assert replanned.first_difference is None and replanned.num_equal > 100
+    plans = plans_asked_twice(spec_of(NAME, overlap=True), monkeypatch)
+    assert len(plans) > 100 and sum(bool(plan.promise) for plan in plans) > 20

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cosched.decision_log.read import read_log
 from cosched.engine.faults import Isolation
 from tests.engine.conftest import assert_drained, prompt
 
@@ -234,6 +235,17 @@ def test_a_failure_that_no_request_causes_aborts_none(make_engine, monkeypatch, 
     replies = run_poisoned(engine, lambda *_: None, monkeypatch)
     replies.pop("poison")
     assert {rid: reply.output_ids for rid, reply in replies.items()} == expected
+
+
+def test_the_decision_log_goes_on_after_a_failure(make_engine, monkeypatch, tmp_path):
+    path = tmp_path / "log"
+    engine = make_engine(policy="hygen", overlap=True, config={"decision_log": str(path)})
+    run_poisoned(engine, poison_forward, monkeypatch)
+    decisions = [entry.decision for entry in read_log(path, report=pytest.fail)]
+    assert [d.iteration for d in decisions] == list(range(len(decisions)))
+    outcomes = [d.outcome for d in decisions]
+    assert "failed" in outcomes and "ran" in outcomes[outcomes.index("failed") :]
+    assert {rid for d in decisions for rid in d.aborted} <= {"poison"}
 
 
 def test_a_device_that_failed_ends_the_scheduler(make_engine, monkeypatch):

@@ -6,7 +6,6 @@ import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.core.request import RequestClass
-from cosched.decision_log.read import read_log
 from cosched.errors import ConfigError
 from cosched.metrics.records import read_records, write_records
 from cosched.metrics.slo import JctTarget
@@ -21,6 +20,7 @@ from cosched.simulation.run import (
 )
 from cosched.simulation.scenario import scenario
 from cosched_traces.workload import Segment, TraceRequest
+from tests.small_runs import watch_plans
 
 TARGET = JctTarget(prompt_s=0.02, token_s=0.02)
 
@@ -80,14 +80,14 @@ def test_pauses_are_written_and_read(stopped, tmp_path):
     assert list(read_records(path)) == list(stopped.records)
 
 
-def test_deadlines_reach_the_policy_and_are_judged(tmp_path):
-    log = tmp_path / "decisions.jsonl"
-    result = execute(make_spec("sarathi"), decision_log=log)
-    seen = {
-        facts.rid: facts.slo.deadline_s
-        for entry in read_log(log, report=pytest.fail)
-        for facts in entry.facts.values()
-    }
+def test_deadlines_reach_the_policy_and_are_judged(monkeypatch):
+    seen = {}
+
+    def look(policy, view, carry, made):
+        seen.update((r.rid, r.slo.deadline_s) for r in (*view.online, *view.running))
+
+    watch_plans(monkeypatch, look)
+    result = execute(make_spec("sarathi"))
     records = result.records
     # The server takes no target below a quarter of its own for the first token.
     limits = {r.rid: TARGET.limit_s(r.num_output_tokens) for r in records}

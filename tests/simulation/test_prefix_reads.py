@@ -5,11 +5,10 @@ from dataclasses import replace
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
-from cosched.decision_log.read import read_log
-from cosched.decision_log.replan import replan
 from cosched.simulation.machine import Machine
 from cosched.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
 from cosched.simulation.scenario import scenario
+from tests.small_runs import plans_asked_twice
 
 SPEC = RunSpec(
     scenario=scenario("hygen"),
@@ -40,8 +39,6 @@ def test_predictions_follow_what_is_read(runs):
     assert errors.p50 < 0.05
 
 
-def test_recorded_plans_are_made_again(tmp_path):
+def test_a_policy_asked_twice_about_one_view_plans_the_same(monkeypatch):
     spec = replace(SPEC, cost=replace(SPEC.cost, prefix_reads="once"), duration_s=4.0)
-    execute(spec, decision_log=tmp_path / "log")
-    replanned = replan(read_log(tmp_path / "log", report=pytest.fail))
-    assert replanned.num_equal == replanned.num_plans > 50
+    assert len(plans_asked_twice(spec, monkeypatch)) > 50
