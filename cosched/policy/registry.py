@@ -35,7 +35,6 @@ __all__ = [
     "POLICIES",
     "PolicyEntry",
     "known_policy",
-    "planning_policy",
     "policy_entry",
     "policy_names",
     "without_tolerance",
@@ -508,13 +507,6 @@ def policy_names() -> list[str]:
 def known_policy(name: str) -> str:
     """The same name. ConfigError unless it is a policy's."""
     policy_entry(name)
-    return name
-
-
-def planning_policy(name: str) -> str:
-    """The same name. ConfigError unless it is that of a policy that plans."""
-    if policy_entry(name).make is None:
-        raise ConfigError(f"policy {name!r} leaves all decisions to SGLang")
     return name
 
 
