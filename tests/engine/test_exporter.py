@@ -61,6 +61,8 @@ def test_the_work_of_offline_requests_counts_once_they_have_ended(export):
     engine.submit("chat", prompt(1, 50), max_new_tokens=20, priority=0)
     engine.run_until_idle(max_iterations=500)
     assert value("offline_work_seconds_total") == 0
+    # Learned times change from one request to the next on a machine that does other work.
+    engine.scheduler.cosched.predictor.observe = lambda batch, seconds: None
 
     def work_s(rid, first, *, num_output):
         before = value("offline_work_seconds_total")
