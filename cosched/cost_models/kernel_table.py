@@ -27,7 +27,8 @@ from cosched.cost_models.tables import (
     read_generation_attention,
 )
 from cosched.errors import ConfigError
-from cosched.latency.features import FloatArray, GraphSizes
+from cosched.latency.graphs import GraphSizes
+from cosched.latency.interp import FloatArray
 
 __all__ = ["KernelTableModel"]
 

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from cosched.core.batch import BatchTotals
-from cosched.latency.features import FloatArray, GraphSizes, TotalsTable
+from cosched.latency.features import TotalsTable
+from cosched.latency.interp import FloatArray
 from cosched.latency.predictor_base import (
     FittedPredictor,
     check_points,
@@ -44,9 +45,7 @@ class HygenPredictor(FittedPredictor):
         return "hygen"
 
     @classmethod
-    def fit(
-        cls, table: TotalsTable, seconds: FloatArray, graphs: GraphSizes | None
-    ) -> HygenPredictor:
+    def fit(cls, table: TotalsTable, seconds: FloatArray) -> HygenPredictor:
         check_points("measured", len(table), least=2 * len(cls.FEATURES), predictor="hygen")
         new, context = table.num_new, table.decode_context
         features = (
@@ -105,9 +104,7 @@ class EchoPredictor(FittedPredictor):
         return "echo"
 
     @classmethod
-    def fit(
-        cls, table: TotalsTable, seconds: FloatArray, graphs: GraphSizes | None
-    ) -> EchoPredictor:
+    def fit(cls, table: TotalsTable, seconds: FloatArray) -> EchoPredictor:
         """The phases from batches of one kind each, then lambda from mixed ones (0.5 if none)."""
         prefills, decodes, mixed = _phases(table, predictor="echo")
         first = cls(
@@ -180,9 +177,7 @@ class BrosPredictor(FittedPredictor):
         return "bros"
 
     @classmethod
-    def fit(
-        cls, table: TotalsTable, seconds: FloatArray, graphs: GraphSizes | None
-    ) -> BrosPredictor:
+    def fit(cls, table: TotalsTable, seconds: FloatArray) -> BrosPredictor:
         """The phases from batches of one kind each, as in the paper; mixed ones are not used."""
         prefills, decodes, _ = _phases(table, predictor="bros")
         context = table.num_new + table.num_cached

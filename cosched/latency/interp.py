@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-
-from cosched.latency.features import FloatArray
+import numpy.typing as npt
 
 __all__ = ["FloatArray", "blend", "isotonic", "neighbours", "non_decreasing"]
+
+FloatArray = npt.NDArray[np.float64]
 
 _SPIKE = 1.5
 
