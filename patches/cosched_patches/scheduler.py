@@ -94,24 +94,26 @@ def wait_for_requests(scheduler: Any, *_: Any, **__: Any) -> None:
         controller.wait_for_requests()
 
 
-def receive(original: Any, scheduler: Any, recv_req: Any, *args: Any, **kwargs: Any) -> None:
-    """Requests come from several front ends: HTTP, gRPC, a program around the engine, batches. The
-    bounds of the HTTP side hold here for all of them. A value that still raises while the request
-    is built ends that request with the reason; stock ends the scheduler and all its requests."""
-
-    def build() -> None:
-        try:
-            check_received(recv_req, scope_of(scheduler))
-        except RequestError as error:
-            refuse(scheduler, recv_req, str(error))
-            return
-        original(scheduler, recv_req, *args, **kwargs)
-
+def receive(original: Any, scheduler: Any, recv_req: Any, **kwargs: Any) -> None:
+    """A value that SGLang does not check raises while the request is built. It ends that request
+    with the reason; stock ends the scheduler and all its requests."""
+    handle = partial(original, scheduler, recv_req, **kwargs)
     faults = _faults(scheduler)
     if faults is None:
-        build()
+        handle()
     else:
-        faults.receive(build, recv_req)
+        faults.receive(handle, recv_req)
+
+
+def check_bounds(original: Any, scheduler: Any, recv_req: Any, *args: Any, **kwargs: Any) -> None:
+    """Requests come from several front ends: HTTP, gRPC, a program around the engine, batches. The
+    bounds of the HTTP side hold here for all of them."""
+    try:
+        check_received(recv_req, scope_of(scheduler))
+    except RequestError as error:
+        refuse(scheduler, recv_req, str(error))
+        return
+    original(scheduler, recv_req, *args, **kwargs)
 
 
 def limit_online_queue(original: Any, scheduler: Any, recv_req: Any) -> bool:
@@ -348,13 +350,16 @@ def ignore_paused_pool(original: Any, scheduler: Any, *args: Any, **kwargs: Any)
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
 _REQ = "sglang.srt.managers.schedule_batch.Req"
-_RECEIVED = "self, recv_req, mm_cleanup, mm_input_error"
+_HANDLED = "self, recv_req, mm_input_error"
+_BUILT = "self, recv_req, mm_cleanup, mm_input_error"
 
 SEAMS: tuple[Seam, ...] = (
     around(f"{_SCHEDULER}.__init__", "self, server_args, port_args", take_over),
     before(f"{_SCHEDULER}.ingest_requests", "self, stop_at_pause", wait_for_requests),
-    around(f"{_SCHEDULER}._handle_generate_request", _RECEIVED, receive),
-    around(f"{_SCHEDULER}._handle_embedding_request", _RECEIVED, receive),
+    around(f"{_SCHEDULER}.handle_generate_request", _HANDLED, receive),
+    around(f"{_SCHEDULER}.handle_embedding_request", _HANDLED, receive),
+    around(f"{_SCHEDULER}._handle_generate_request", _BUILT, check_bounds),
+    around(f"{_SCHEDULER}._handle_embedding_request", _BUILT, check_bounds),
     around(f"{_SCHEDULER}._abort_on_queued_limit", "self, recv_req", limit_online_queue),
     around(f"{_SCHEDULER}._poll_timeout_aborts", "self", time_out_online),
     around(f"{_SCHEDULER}.abort_request", "self, recv_req", abort),

@@ -6,6 +6,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
+from sglang.srt.managers.schedule_batch import MultimodalInputs
 
 from tests.engine.conftest import assert_drained, prompt
 
@@ -110,3 +111,27 @@ def test_a_stop_pattern_ends_an_answer_at_its_first_match(engine, is_open):
     engine.run_until_idle(max_iterations=100)
     assert list(engine.replies["stops"].output_ids) == ids[:expected]
     assert engine.replies["stops"].finish_reason == "stop"
+
+
+def test_an_error_after_a_request_was_built_ends_that_request_only(make_engine):
+    """SGLang releases the buffers of images then."""
+
+    def release_transport_proxies():
+        raise RuntimeError("a buffer is gone")
+
+    engine = make_engine(policy="cosched", config={"strict": False})
+    build = engine.scheduler._handle_generate_request
+
+    def build_as_text(recv_req, mm_cleanup, **more):
+        recv_req.mm_inputs = None  # the model has no images
+        build(recv_req, mm_cleanup, **more)
+
+    engine.scheduler._handle_generate_request = build_as_text
+    for rid in ("bad", "good"):
+        engine.submit(rid, prompt(1, 30), max_new_tokens=3)
+    item = SimpleNamespace(release_transport_proxies=release_transport_proxies)
+    engine._inbox[0].mm_inputs = MultimodalInputs(mm_items=[item])
+    engine.run_until_idle(max_iterations=200)
+    assert_drained(engine)
+    assert "a buffer is gone" in engine.replies["bad"].message
+    assert len(engine.replies["good"].output_ids) == 3
