@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from statistics import fmean
 from typing import Any
@@ -21,7 +21,7 @@ from cosched.config import Config
 from cosched.core.view import OfflineLimits
 from cosched.engine.checks import scope_of
 from cosched.engine.front import own_request
-from cosched.engine.middleware import add_page
+from cosched.engine.middleware import App, Message, Receive, Scope, Send, add_page
 from cosched.engine.offline_gate import limits_to_message
 from cosched.policy.registry import policy_entry
 
@@ -34,11 +34,6 @@ RETRY_AFTER_S = 5
 
 _SHUTTING_DOWN = "the server is shutting down"
 _ALLOWED_WHILE_ENDING = ("/abort_request",)
-
-_Message = MutableMapping[str, Any]
-_Receive = Callable[[], Awaitable[_Message]]
-_Send = Callable[[_Message], Awaitable[None]]
-_App = Callable[[_Message, _Receive, _Send], Awaitable[None]]
 
 
 class OfflineOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -161,10 +156,10 @@ class _TurnAway:
     """ASGI middleware: 503 for what comes while the server ends, and ``Retry-After`` on every
     answer that says "not now"."""
 
-    def __init__(self, app: _App) -> None:
+    def __init__(self, app: App) -> None:
         self._app = app
 
-    async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -176,8 +171,8 @@ class _TurnAway:
         await self._app(scope, receive, _with_retry_after(send))
 
 
-def _with_retry_after(send: _Send) -> _Send:
-    async def marked(message: _Message) -> None:
+def _with_retry_after(send: Send) -> Send:
+    async def marked(message: Message) -> None:
         if message["type"] == "http.response.start" and message["status"] in (429, 503):
             headers = list(message.get("headers", ()))
             if all(name.lower() != b"retry-after" for name, _ in headers):
@@ -188,7 +183,7 @@ def _with_retry_after(send: _Send) -> _Send:
     return marked
 
 
-def _is_new_request(scope: _Message) -> bool:
+def _is_new_request(scope: Scope) -> bool:
     return scope["method"] == "POST" and scope["path"] not in _ALLOWED_WHILE_ENDING
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi.responses import Response
 
-__all__ = ["BodyLimit", "add_page"]
+__all__ = ["App", "BodyLimit", "Message", "Receive", "Scope", "Send", "add_page"]
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -125,7 +125,7 @@ class _Page:
         self._app = app
         self._answer = Response(page, media_type="text/html", headers=_PAGE_HEADERS)
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_asked_for = (
             scope["type"] == "http"
             and scope["method"] == "GET"
