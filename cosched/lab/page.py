@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from cosched.errors import ConfigError
 from cosched.lab.columns import COLUMNS
-from cosched.lab.suite import Outcome, Row, SuiteFile, SuiteTarget, as_arguments
+from cosched.lab.suite import Option, Outcome, Row, SuiteFile, SuiteTarget, as_arguments
 from cosched.metrics.interval import interval_of
 from cosched.metrics.plots_compare import Run, write_comparison_plots
 from cosched.metrics.plots_sweep import Panel, plot_panels
@@ -46,7 +46,11 @@ class Key(NamedTuple):
 
     @classmethod
     def of(cls, row: Row) -> Key:
-        return cls(row.scenario, "" if row.value is None else str(row.value), row.setting)
+        return cls.at(row.scenario, row.value, row.setting)
+
+    @classmethod
+    def at(cls, scenario: str, value: Option | None, setting: str) -> Key:
+        return cls(scenario, "" if value is None else str(value), setting)
 
 
 def cells_of(columns: Sequence[str], outcomes: Sequence[Outcome]) -> dict[str, str]:
@@ -72,13 +76,14 @@ def cells_of(columns: Sequence[str], outcomes: Sequence[Outcome]) -> dict[str, s
     return cells
 
 
-def _numbers(cell: str) -> list[float]:
-    return [float(text.replace(",", "")) for text in _NUMBER.findall(cell)]
+def _value(text: str) -> float:
+    return float(text.replace(",", ""))
 
 
 def _number(cell: str) -> float | None:
     """The first number of a cell. A job that was not done has none."""
-    return next(iter(_numbers(cell)), None) if not cell.startswith(">") else None
+    found = _NUMBER.search(cell)
+    return None if found is None or cell.startswith(">") else _value(found[0])
 
 
 @dataclass(slots=True)
@@ -127,7 +132,7 @@ class Page:
         """In the order of the suite."""
         for value, _ in suite.scenarios[scenario].cases():
             for setting in suite.settings:
-                key = Key(scenario, "" if value is None else str(value), setting)
+                key = Key.at(scenario, value, setting)
                 if key in self.rows:
                     yield key, self.rows[key]
 
@@ -283,5 +288,5 @@ def _is_same(one: str, other: str) -> bool:
 
 def _is_near(one: str, other: str) -> bool:
     unit = 10.0 ** -len(one.partition(".")[2])
-    a, b = (float(text.replace(",", "")) for text in (one, other))
+    a, b = _value(one), _value(other)
     return abs(a - b) <= max(TOLERANCE * abs(a), unit) * (1 + 1e-9)

@@ -50,6 +50,7 @@ from cosched.simulation.scenario import scenario
 from cosched.simulation.store import ResultStore
 
 __all__ = [
+    "Option",
     "Outcome",
     "Row",
     "SuiteFile",
