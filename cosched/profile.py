@@ -60,12 +60,12 @@ from cosched.cost_models.specs import GPUS
 from cosched.engine.arguments import bind_cpu_threads, check_arguments, engine_arguments
 from cosched.errors import ConfigError, choices
 from cosched.files import write_whole
-from cosched.latency.design import design_rounds
-from cosched.latency.graphs import GraphSizes
+from cosched.latency.features import GraphSizes
 from cosched.latency.predictor import FittedPredictor, fit_predictor
+from cosched.latency.predictor_base import summarise
 from cosched.latency.profile_file import EngineIdentity, MeasuredPoint, Profile
-from cosched.latency.relative_error import summarise
 from cosched.metrics.goals import Goal, parse_goal
+from cosched.profiling.design import design_rounds
 from cosched.simulation.options import (
     SEED,
     add_machine_options,

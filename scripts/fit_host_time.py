@@ -24,7 +24,7 @@ import numpy as np
 from bench_planning import Traffic
 
 from cosched.config import ENV_VAR
-from cosched.latency.nnls import nnls_normal
+from cosched.latency.predictor_base import nnls
 from cosched.policy.registry import policy_entry
 from cosched.simulation.host_time import Load, Measured, Terms, kind_of
 from cosched.simulation.machine import Machine
@@ -103,7 +103,7 @@ def fit(rows: Rows, quantile: float) -> Terms:
     weights = relative
     for _ in range(40):
         weighted = factors * weights[:, None]
-        found = nnls_normal(weighted.T @ factors, weighted.T @ seconds)
+        found = nnls(weighted.T @ factors, weighted.T @ seconds)
         error = seconds - factors @ found
         side = np.where(error > 0, quantile, 1 - quantile)
         weights = relative * side / np.maximum(abs(error), 1e-5)

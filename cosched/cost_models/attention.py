@@ -10,9 +10,9 @@ from math import exp, log
 import numpy as np
 
 from cosched.core.batch import Prefill
+from cosched.cost_models.interp import FloatArray, isotonic, neighbours, non_decreasing
 from cosched.cost_models.tables import AttentionRow
 from cosched.errors import ConfigError, choices
-from cosched.latency.interp import FloatArray, isotonic, neighbours, non_decreasing
 
 __all__ = ["ContextAttention", "ContextTable", "GenerationAttention", "GenerationTable"]
 

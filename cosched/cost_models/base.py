@@ -8,7 +8,7 @@ from typing import Protocol
 
 from cosched.core.batch import BatchShape
 from cosched.errors import ConfigError
-from cosched.latency.graphs import GraphSizes
+from cosched.latency.features import GraphSizes
 
 __all__ = ["OVERLAPPED", "SYNCHRONOUS", "CostModel", "CpuOverhead", "PrefixReads"]
 

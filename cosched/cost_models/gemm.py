@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from cosched.cost_models.interp import FloatArray, blend, neighbours, non_decreasing
 from cosched.cost_models.tables import AllReduceRow, GemmRow
 from cosched.errors import ConfigError, choices
-from cosched.latency.interp import FloatArray, blend, neighbours, non_decreasing
 
 __all__ = ["AllReduceTable", "GemmTable"]
 

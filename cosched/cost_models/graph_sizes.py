@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from cosched.cost_models.specs import GpuSpec
-from cosched.latency.graphs import GraphSizes
+from cosched.latency.features import GraphSizes
 
 __all__ = [
     "decode_graph_sizes",

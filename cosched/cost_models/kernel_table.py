@@ -27,8 +27,7 @@ from cosched.cost_models.tables import (
     read_generation_attention,
 )
 from cosched.errors import ConfigError
-from cosched.latency.graphs import GraphSizes
-from cosched.latency.interp import FloatArray
+from cosched.latency.features import FloatArray, GraphSizes
 
 __all__ = ["KernelTableModel"]
 

@@ -9,7 +9,7 @@ import numpy as np
 from cosched.core.batch import BatchShape
 from cosched.cost_models.base import CostModel
 from cosched.errors import ConfigError
-from cosched.latency.graphs import GraphSizes
+from cosched.latency.features import GraphSizes
 
 __all__ = ["NoisyModel", "SlowingModel"]
 

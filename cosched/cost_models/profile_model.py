@@ -10,9 +10,8 @@ import numpy as np
 
 from cosched.core.batch import BatchShape
 from cosched.errors import ConfigError
-from cosched.latency.predictor_base import relative_fit
+from cosched.latency.predictor_base import ErrorSummary, relative_fit, summarise
 from cosched.latency.profile_file import MeasuredPoint, Profile, read_iteration_log
-from cosched.latency.relative_error import ErrorSummary, summarise
 
 __all__ = [
     "MeasuredPoint",

@@ -21,7 +21,7 @@ from cosched.engine.offline_gate import OfflineGate
 from cosched.engine.port import bidirectional
 from cosched.engine.startup import describe
 from cosched.errors import ConfigError
-from cosched.latency.graphs import GraphSizes
+from cosched.latency.features import GraphSizes
 from cosched.policy.registry import policy_entry
 
 __all__ = ["attach", "use_virtual_device"]

@@ -43,10 +43,9 @@ from cosched.engine.view_of import SchedulerView, num_cached
 from cosched.engine.waiting import WaitingQueue, WaitingSummary
 from cosched.kv.eviction import Eviction
 from cosched.kv.recompute import RecomputeBudget
-from cosched.latency.calibration import Calibrator
+from cosched.latency.calibration import Calibrator, error_factor
 from cosched.latency.predictor import FittedPredictor
 from cosched.latency.profile_file import Profile
-from cosched.latency.wrong import error_factor
 from cosched.metrics.job import prompt_cost_s, token_cost_s
 from cosched.offline.pool import ArrivalQueue, OfflinePool
 from cosched.offline.prefix_pool import PrefixPool
@@ -210,7 +209,7 @@ class Controller:
             self.last_moment = LastMoment(
                 observer=observer,
                 clock=clock,
-                is_known=lambda shape: self.predictor.knows(has_prefills=bool(shape.prefills)),
+                is_known=lambda shape: self.predictor.knows(BatchTotals.of(shape)),
             )
         self.waiting = WaitingQueue(
             pool=pool,

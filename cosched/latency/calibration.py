@@ -4,131 +4,70 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from dataclasses import dataclass
+from hashlib import blake2b
+from statistics import NormalDist
 
 import numpy as np
 
 from cosched.core.batch import BatchShape, BatchTotals
 from cosched.core.estimates import Predictor
 from cosched.errors import ConfigError
-from cosched.latency.features import TotalsTable
-from cosched.latency.fit_cosched import fit_phases
-from cosched.latency.graphs import GraphSizes
-from cosched.latency.steps import Steps, finish
+from cosched.latency.features import GraphSizes, TotalsTable
+from cosched.latency.predictor_cosched import PhaseCosts
 
-__all__ = ["Calibrator", "ColdStart"]
+__all__ = ["Calibrator", "cold_start_s", "error_factor"]
 
-DRIFT_WINDOW = 9
-"""Iterations whose median tells how much slower the machine is now: up to four disturbed ones leave
-it where it is, the fifth slow one moves it."""
-
-JUMP = 0.15
-"""A median that differs by more is followed, until its window has passed. Less may be noise, and is
-left to scale and shape: a drift that followed every median would wander, since what is kept for
-comparison has it taken out."""
-
+SCALE_WINDOW = 33
+"""Iterations whose median ratio of measured to predicted time is the scale."""
 MARGIN_WINDOW = 16
-
 MOST_MARGIN = 2.0
 """Two disturbed iterations that come close together do not stop everything."""
 
-CHANGE = 0.25
-CHANGE_MARGIN = 1.15
-"""Two iterations longer than believed by more than `CHANGE` are taken for a change of the machine
-until scale or drift have followed; its size is not known well from two, hence this much more."""
-
-SCALE_WINDOW = 33
-COLD_WINDOW = 9
-
-CELL_SIZE = 12
-"""Observations of a kind (`_cell`) kept for fitting, the latest ones."""
-
-LEAST_ALIKE = 4
-"""Earlier observations of a kind from which one can tell that a new one took longer."""
-
+CELL_SIZE = 24
+"""Newest iterations of a kind (`_cell`) that are kept for fitting."""
 LEAST_OBSERVATIONS = 32
-"""Observations of a phase before its first fit, and between two."""
+"""Iterations of a phase before its first fit."""
+LEAST_NEW, REFIT_GROWTH, MOST_NEW = 8, 0.25, 256
+"""New iterations of a phase before the next fit: this share of all it has seen, between two
+bounds."""
+MOST_GROWTH = 1.1
+"""Iterations that are larger than what is known by more say nothing about the scale."""
+REFIT_ERROR = 0.15
+"""A scale that is off by more asks for a fit."""
 
-FIT_WORK = 40_000
-STEP_WORK = 3_000
-"""A fit goes on by so much work with each observation (`Steps`; a step is at least so much): a
-tenth of a millisecond or two, and some thirty observations for the fit."""
 
-REFIT_GROWTH = 0.5
-REFIT_MOST = 1024
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ColdStart(Predictor):
-    """What is believed of a machine nobody has measured: some eight times what an A100 takes for an
-    8B model, and its 12 ms that an iteration takes at least, rounded up.
-
-    fixed_s        of an iteration [s]
-    token_s        of each token through the layers [s]
-    context_s      of each token that a decode attends to [s]
-    double_pair_s  of half a (query, key) pair of prefill attention [s]
-    """
-
-    fixed_s: float = 15e-3
-    token_s: float = 0.5e-3
-    context_s: float = 1e-6
-    double_pair_s: float = 1e-8
-
-    @property
-    def name(self) -> str:
-        return "cold-start"
-
-    def predict_s(self, totals: BatchTotals) -> float:
-        tokens = totals.num_new + totals.num_decodes
-        if not tokens:
-            return 0.0
-        return (
-            self.fixed_s
-            + self.token_s * tokens
-            + self.context_s * totals.decode_context
-            + self.double_pair_s * totals.double_pairs
-        )
-
-    def describe(self) -> dict[str, object]:
-        return {"predictor": self.name, **asdict(self)}
+def cold_start_s(totals: BatchTotals) -> float:
+    """What is assumed of a machine that has not been measured: some eight times what an A100 takes
+    for an 8B model, and its 12 ms that an iteration takes at least, rounded up."""
+    return (
+        15e-3
+        + 0.5e-3 * (totals.num_new + totals.num_decodes)
+        + 1e-6 * totals.decode_context
+        + 1e-8 * totals.double_pairs
+    )
 
 
 class Calibrator(Predictor):
     """A predictor that learns from the iterations it is shown.
 
-        estimate = shape * scale of the phase * drift * growth
-        prediction = estimate * (1 + margin) * error
+        estimate = shape * scale * growth
+        prediction = estimate * (1 + margin)
 
     There are two phases: iterations with a prefill, and decode-only ones.
 
-    shape   Of a phase: the predictor it was given, or one fitted to its own observations
-            (`fit_phases`): first after `LEAST_OBSERVATIONS` of the phase, again whenever their
-            number has grown by half, at the latest every `REFIT_MOST` of them, and at once when its
-            scale is off by more than `JUMP`. The first fit is made at once, later ones little by
-            little while more observations come (`FIT_WORK`). Until then the phase is cold:
-            `ColdStart`, never faster, and slower by the second largest ratio of measured to
-            estimated time of the last cold iterations.
-    scale   Median ratio of measured time to shape in the phase, drift taken out: what a shape gets
-            wrong for the whole phase.
-    drift   How much longer iterations take than others like them (`_cell`) took before, in the
-            median of the last `DRIFT_WINDOW`: a machine that is suddenly slower or faster. One
-            disturbed iteration does not move it, nor do batches of a new kind. But where the last
-            two that could be compared say that it has changed (`CHANGE`), these count if they say
-            the same of the scaled shape: where the machine changes, so do plans, and all that
-            follows is of a new kind.
-    growth  What has not been seen is not promised: beyond the largest iteration seen, in new
-            tokens, attention pairs, decodes, or tokens of their contexts, time is assumed to grow
-            in proportion to whichever is exceeded most. Time per token falls with the size of a
-            batch, so that is too long rather than too short. It is finite, so a limit above the
-            time of the largest iteration seen always admits a larger one. A given predictor is
-            trusted at every size.
-    margin  The second largest excess of the last `MARGIN_WINDOW` iterations over the estimate, or
-            that of the very last one (at most twice the time): a change of the machine is answered
-            at the next iteration, and one disturbed iteration forgotten after the next. What scale
-            or drift explains meanwhile is no excess any more.
-    error   1, unless an experiment sets it (`cosched.latency.wrong`). Nothing is learned about it:
-            what is observed is compared with the estimate.
+    shape   The predictor it was given, or one fitted to the newest iterations of each kind
+            (`_cell`) of the phase. Until `LEAST_OBSERVATIONS` of them the phase is cold:
+            `cold_start_s`, slower by the second largest ratio of the last cold iterations, never
+            faster.
+    scale   Median ratio of measured time to shape over the last `SCALE_WINDOW` iterations. If it is
+            off by more than `REFIT_ERROR`, the machine has changed, and the shape is fitted again.
+    growth  Beyond the largest iteration known (`_known`) time is assumed to grow in proportion to
+            whatever is exceeded most. Time per token falls with the size of a batch, so that is too
+            long rather than too short; and as it is finite, a limit above the time of the largest
+            iteration always admits a larger one. A given predictor is trusted at every size.
+    margin  The second largest excess over the estimate of the last `MARGIN_WINDOW` iterations: a
+            quantile of the errors that one disturbed iteration does not move.
 
     Deterministic; all state is numbers. Nothing is learned until `observe` is called.
     """
@@ -137,30 +76,19 @@ class Calibrator(Predictor):
     """Share by which predictions are longer than the estimate."""
 
     def __init__(self, shape: Predictor | None = None, *, graphs: GraphSizes | None = None) -> None:
-        """shape   predictor of this machine and model to start from, which keeps its form: only
-                   scale and drift are learned; None: start cold and fit
+        """shape   predictor of this machine and model, which keeps its form; None: start cold
         graphs     sizes with CUDA graphs, for fitting; None: there are none
         """
-        self._decode = _Phase(shape)
-        self._prefill = _Phase(shape)
+        self._phases = {has_prefills: _Phase(shape) for has_prefills in (False, True)}
         self._graphs = graphs
-        self._cold_ratios: deque[float] = deque(maxlen=COLD_WINDOW)
-        self._cold_scale = 1.0
-        self._seen = _Seen() if shape is None else None
-        self._recent: deque[_Observation] = deque(maxlen=MARGIN_WINDOW)
-        self._drifts: deque[float] = deque(maxlen=DRIFT_WINDOW)
-        self._compared: deque[float] = deque([1.0, 1.0], maxlen=2)
-        """The last of them that were compared with others of their kind."""
-        self._undecided: deque[tuple[BatchTotals, float]] = deque()
-        self._kept: dict[tuple[int, ...], deque[_Kept]] = {}
-        self._num_follow = 0
-        self._fit: Steps[None] | None = None
+        self._known: _Sizes | None = None if shape else _Sizes()
+        self._recent: deque[_Observation] = deque(maxlen=SCALE_WINDOW)
         self.num_observed = 0
         self.num_fits = 0
-        self.drift = 1.0
-        """How many times longer iterations take now than the scaled shapes say."""
+        self.scale = 1.0
+        """How many times longer iterations take now than the shapes say."""
         self.error = 1.0
-        """Factor by which predictions are wrong on purpose."""
+        """Factor by which predictions are wrong on purpose (`error_factor`); not learned from."""
         self.load_s_per_token = 0.0
         """A token of KV from host memory [s]."""
 
@@ -176,12 +104,12 @@ class Calibrator(Predictor):
     @property
     def is_known(self) -> bool:
         """Neither phase is cold."""
-        return all(self.knows(has_prefills=has) for has in (False, True))
+        return all(phase.shape is not None for phase in self._phases.values())
 
-    def knows(self, *, has_prefills: bool) -> bool:
-        """The phase of such iterations is not cold."""
-        phase = self._prefill if has_prefills else self._decode
-        return phase.shape is not None
+    def knows(self, totals: BatchTotals) -> bool:
+        """Iterations of such sizes have been seen, or a predictor was given."""
+        phase = self._phases[totals.num_new > 0]
+        return phase.shape is not None and self._growth(totals) < MOST_GROWTH
 
     def predict_s(self, totals: BatchTotals) -> float:
         seconds = self.estimate_s(totals) * (1 + self.margin)
@@ -190,30 +118,28 @@ class Calibrator(Predictor):
 
     def estimate_s(self, totals: BatchTotals) -> float:
         """The prediction without the margin [s]."""
-        phase = self._prefill if totals.num_new else self._decode
-        shape = phase.shape
-        seconds = shape.predict_s(totals) * phase.scale if shape else self._cold_s(totals)
-        seen = self._seen
-        if seen is None or seen.covers(totals):
-            return seconds * self.drift
-        return seconds * self.drift * seen.growth(totals)
+        if not totals.num_new and not totals.num_decodes:
+            return 0.0
+        shape = self._phases[totals.num_new > 0].shape
+        if shape is None:
+            return self._cold_s(totals)
+        return shape.predict_s(totals) * self.scale * self._growth(totals)
 
     def _cold_s(self, totals: BatchTotals) -> float:
-        """Of an iteration whose phase is cold: what is known from the other phase, and the rest as
-        from a cold start."""
-        seconds = _COLD_START.predict_s(totals)
-        prefill, decode = self._prefill, self._decode
+        """Of an iteration whose phase is cold, by what is known of the other phase: decodes take no
+        longer than with a token of prefill beside them; beside known decodes, only what the prefill
+        adds is guessed. Else a cold phase might never fit into a budget, and stay cold."""
+        decode, prefill = self._phases[False], self._phases[True]
+        seconds = cold_start_s(totals)
         if not totals.num_new and prefill.shape is not None:
-            # Decodes alone take no longer than with a token of prefill beside them.
             beside = totals.copy()
             beside.add_prefill(1, 0)
-            beside_s = prefill.shape.predict_s(beside) * prefill.scale
-            return min(seconds * self._cold_scale, beside_s)
-        if decode.shape is None or not totals.num_decodes:
-            return seconds * self._cold_scale
-        alone = totals.decodes_only()
-        rest = seconds - _COLD_START.predict_s(alone)
-        return decode.shape.predict_s(alone) * decode.scale + rest * self._cold_scale
+            return min(seconds * decode.cold_scale, prefill.shape.predict_s(beside) * self.scale)
+        if totals.num_new and totals.num_decodes and decode.shape is not None:
+            decodes = totals.decodes_only()
+            added = seconds - cold_start_s(decodes)
+            return decode.shape.predict_s(decodes) * self.scale + added * prefill.cold_scale
+        return seconds * self._phases[totals.num_new > 0].cold_scale
 
     def observe(self, batch: BatchShape, seconds: float) -> None:
         """Learn from an iteration that is done. ConfigError when it has no work or no time."""
@@ -223,195 +149,134 @@ class Calibrator(Predictor):
         if totals.num_loaded:
             return  # it may have waited for that
         self.num_observed += 1
-        phase = self._prefill if totals.num_new else self._decode
-        if phase.shape is None:
-            self._observe_cold(totals, seconds / self.drift)
-        else:
-            shape_s = phase.shape.predict_s(totals)
-            ratio = seconds / shape_s
-            self._follow_drift(phase.shape, phase.scale, totals, ratio)
-            phase.add(ratio / self.drift)
-            if self._seen is not None:
-                shape_s *= self._seen.growth(totals)
-            self._recent.append(_Observation(totals, seconds, phase, seconds / shape_s))
-            self._update_margin()
-        if self._seen is not None:
-            self._seen.add(totals)
-        self._keep(totals, seconds)
-        self._go_on_fitting()
+        phase = self._phases[totals.num_new > 0]
+        observed = _Observation(self.num_observed, totals, seconds)
+        if phase.shape is not None and self.knows(totals):
+            observed.ratio = seconds / (phase.shape.predict_s(totals) * self._growth(totals))
+            self._recent.append(observed)
+            self._update_scale()
+        if self._known is not None:
+            phase.keep(observed)
+            self._known.add(totals)
+            is_off = abs(self.scale - 1) > REFIT_ERROR
+            if phase.is_due(is_off=is_off):
+                self._fit(rescale=is_off)
 
-    def _observe_cold(self, totals: BatchTotals, seconds: float) -> None:
-        self._cold_ratios.append(seconds / _COLD_START.predict_s(totals))
-        ratios = sorted(self._cold_ratios)
-        # Two of them cannot tell which one was disturbed: the slower.
-        self._cold_scale = max(1.0, ratios[-2] if len(ratios) > 2 else ratios[-1])
+    def _growth(self, totals: BatchTotals) -> float:
+        return 1.0 if self._known is None else self._known.growth(totals)
 
-    def _follow_drift(
-        self, shape: Predictor, scale: float, totals: BatchTotals, ratio: float
-    ) -> None:
-        """shape, scale: of its phase. ratio: measured time to shape."""
-        alike = self._kept.get(_cell(totals), ())
-        if len(alike) >= LEAST_ALIKE:
-            before = sorted([kept.seconds / kept.shape_s(shape) for kept in alike])
-            latest = ratio / before[len(before) // 2]
-            self._compared.append(latest)
-        else:
-            latest = ratio / scale
-            has_changed = all(abs(d / self.drift - 1) > CHANGE for d in self._compared)
-            if not has_changed or any(abs(latest / d - 1) > JUMP for d in self._compared):
-                return
-        self._drifts.append(latest)
-        if len(self._drifts) < DRIFT_WINDOW:
-            return
-        median = sorted(self._drifts)[DRIFT_WINDOW // 2]
-        if abs(median / self.drift - 1) > JUMP:
-            self._num_follow = DRIFT_WINDOW
-        if self._num_follow:
-            self._num_follow -= 1
-            self.drift = median
+    def _update_scale(self) -> None:
+        ratios = [o.ratio for o in self._recent]
+        is_enough = len(ratios) > SCALE_WINDOW // 2
+        self.scale = sorted(ratios)[len(ratios) // 2] if is_enough else 1.0
+        newest = sorted(ratios[-MARGIN_WINDOW:])
+        second = newest[-2] if len(newest) > 1 else 1.0
+        self.margin = min(max(0.0, second / self.scale - 1), MOST_MARGIN)
 
-    def _update_margin(self) -> None:
-        excesses = [o.ratio / o.phase.scale / self.drift - 1 for o in self._recent]
-        latest = min(excesses[-1], 1.0)
-        second = sorted(excesses)[-2] if len(excesses) > 1 else 0.0
-        if second > CHANGE:
-            second *= CHANGE_MARGIN
-        self.margin = min(max(0.0, latest, second), MOST_MARGIN)
-
-    def _keep(self, totals: BatchTotals, seconds: float) -> None:
-        """Remember an observation for fitting, drift taken out. That waits until the iteration is
-        in the middle of the window whose median is its drift."""
-        self._undecided.append((totals, seconds))
-        if len(self._undecided) <= DRIFT_WINDOW // 2:
-            return
-        totals, seconds = self._undecided.popleft()
-        cell = self._kept.setdefault(_cell(totals), deque(maxlen=CELL_SIZE))
-        cell.append(_Kept(totals, seconds / self.drift))
-        phase = self._prefill if totals.num_new else self._decode
-        phase.num_kept += 1
-        if self._seen is None or not phase.is_due():
-            return
-        if phase.shape is None:
-            phase.num_fitted = phase.num_kept
-            finish(self._fitting())
-            self._fit = None
-        elif self._fit is None:
-            phase.num_fitted = phase.num_kept
-            self._fit = self._fitting()
-
-    def _go_on_fitting(self) -> None:
-        work = 0
-        while self._fit is not None and work < FIT_WORK:
-            try:
-                work += STEP_WORK + next(self._fit)
-            except StopIteration:
-                self._fit = None
-
-    def _fitting(self) -> Steps[None]:
-        """Fit all phases that have enough observations."""
-        phases = [p for p in (self._decode, self._prefill) if p.num_kept >= LEAST_OBSERVATIONS]
-        observations = [kept for cell in self._kept.values() for kept in cell]
-        table = yield from TotalsTable.of([kept.totals for kept in observations])
-        seconds = np.array([kept.seconds for kept in observations])
-        shape = yield from fit_phases(table, seconds, self._graphs)
-        for phase in phases:
-            phase.use(shape)
-        again = [o._replace(ratio=o.seconds / shape.predict_s(o.totals)) for o in self._recent]
-        self._recent = deque(again, maxlen=MARGIN_WINDOW)
+    def _fit(self, *, rescale: bool) -> None:
+        """Fit the phases that have enough observations. rescale: what was observed before the scale
+        was, is as much longer or shorter now."""
+        if rescale:
+            before = self._recent[0].number
+            for phase in self._phases.values():
+                phase.rescale(self.scale, before=before)
+        graphs = self._graphs
+        for has_prefills, phase in self._phases.items():
+            sizes = () if graphs is None else graphs.prefill if has_prefills else graphs.decode
+            if phase.num_kept >= LEAST_OBSERVATIONS:
+                phase.fit(sizes, has_prefills=has_prefills)
         self.num_fits += 1
+        assert self._known is not None, "a given predictor keeps its form"
+        self._known.fitted_new = self._known.new
+        for observed in self._recent:
+            shape = self._phases[observed.totals.num_new > 0].shape
+            assert shape is not None, "it was not cold"
+            observed.ratio = observed.seconds / shape.predict_s(observed.totals)
+        self._update_scale()
 
     def describe(self) -> dict[str, object]:
+        decode, prefill = (phase.describe() for phase in self._phases.values())
         return {
             "predictor": self.name,
             "num_observed": self.num_observed,
             "num_fits": self.num_fits,
-            "drift": self.drift,
+            "scale": self.scale,
             "margin": self.margin,
-            "cold_scale": self._cold_scale,
-            "seen": None if self._seen is None else self._seen.describe(),
-            "phases": {"decode": self._decode.describe(), "prefill": self._prefill.describe()},
+            "known": None if self._known is None else self._known.describe(),
+            "phases": {"decode": decode, "prefill": prefill},
         }
 
 
-class _Observation(NamedTuple):
-    """ratio: measured time over shape, neither scale nor drift taken out."""
+@dataclass(slots=True)
+class _Observation:
+    """ratio: measured time over shape and growth."""
 
+    number: int
     totals: BatchTotals
     seconds: float
-    phase: _Phase
-    ratio: float
-
-
-class _Kept:
-    """An observation kept for fitting and for comparison.
-
-    seconds  measured time, drift taken out
-    """
-
-    __slots__ = ("_shape", "_shape_s", "seconds", "totals")
-
-    def __init__(self, totals: BatchTotals, seconds: float) -> None:
-        self.totals = totals
-        self.seconds = seconds
-        self._shape: Predictor | None = None
-        self._shape_s = 0.0
-
-    def shape_s(self, shape: Predictor) -> float:
-        """What a shape says of it [s]; asked once per shape, as every new observation is compared
-        with all like it."""
-        if shape is not self._shape:
-            self._shape, self._shape_s = shape, shape.predict_s(self.totals)
-        return self._shape_s
+    ratio: float = 1.0
 
 
 class _Phase:
-    """What is believed of one phase. shape is None while it is cold."""
-
-    __slots__ = ("num_fitted", "num_kept", "ratios", "scale", "shape")
+    """What is learned of one phase. shape is None while it is cold."""
 
     def __init__(self, shape: Predictor | None) -> None:
+        self.shape: Predictor | PhaseCosts | None = shape
+        self.cold_scale = 1.0
         self.num_kept = 0
-        self.num_fitted = 0
-        self.use(shape)
+        self._num_fitted = 0
+        self._kept: dict[tuple[int, ...], deque[_Observation]] = {}
+        self._cold_ratios: deque[float] = deque(maxlen=LEAST_OBSERVATIONS)
 
-    def use(self, shape: Predictor | None) -> None:
-        self.shape = shape
-        self.scale = 1.0
-        self.ratios = deque([1.0] * (SCALE_WINDOW // 2), maxlen=SCALE_WINDOW)
+    def keep(self, observed: _Observation) -> None:
+        kind = _cell(observed.totals)
+        self._kept.setdefault(kind, deque(maxlen=CELL_SIZE)).append(observed)
+        self.num_kept += 1
+        if self.shape is None:
+            self._cold_ratios.append(observed.seconds / cold_start_s(observed.totals))
+            ratios = sorted(self._cold_ratios)
+            # Two of them cannot tell which one was disturbed: the slower.
+            self.cold_scale = max(1.0, ratios[-2] if len(ratios) > 2 else ratios[-1])
 
-    def add(self, ratio: float) -> None:
-        """Ratio of measured time to shape, drift taken out."""
-        self.ratios.append(ratio)
-        self.scale = sorted(self.ratios)[len(self.ratios) // 2]
-
-    def is_due(self) -> bool:
-        """Whether to fit to the observations."""
-        num_new = self.num_kept - self.num_fitted
-        if num_new < LEAST_OBSERVATIONS:
+    def is_due(self, *, is_off: bool) -> bool:
+        """Whether to fit. is_off: the scale is."""
+        num_new = self.num_kept - self._num_fitted
+        if self.num_kept < LEAST_OBSERVATIONS or num_new < LEAST_NEW:
             return False
-        return abs(self.scale - 1) > JUMP or num_new >= min(
-            self.num_fitted * REFIT_GROWTH, REFIT_MOST
-        )
+        return is_off or num_new >= min(self._num_fitted * REFIT_GROWTH, MOST_NEW)
+
+    def rescale(self, factor: float, *, before: int) -> None:
+        for observed in self._all():
+            if observed.number < before:
+                observed.seconds *= factor
+
+    def _all(self) -> list[_Observation]:
+        return [observed for cell in self._kept.values() for observed in cell]
+
+    def fit(self, graphs: tuple[int, ...], *, has_prefills: bool) -> None:
+        self._num_fitted = self.num_kept
+        kept = self._all()
+        table = TotalsTable.of([observed.totals for observed in kept])
+        seconds = np.array([observed.seconds for observed in kept])
+        self.shape = PhaseCosts.fit(table, seconds, graphs, has_prefills=has_prefills)
 
     def describe(self) -> dict[str, object]:
-        return {
-            "num_observed": self.num_kept,
-            "scale": self.scale,
-            "shape": (self.shape or _COLD_START).describe(),
-        }
+        shape = None if self.shape is None else self.shape.describe()
+        return {"num_observed": self.num_kept, "shape": shape}
 
 
-_COLD_START = ColdStart()
+class _Sizes:
+    """The largest iteration known, along each axis that a limit on extrapolation needs.
 
+    fitted_new  new tokens when the shape was fitted, and not those seen since: some hundred tokens
+                more take no time, as the weights are read anyway, and some thousand more do
+    """
 
-class _Seen:
-    """The largest iteration seen, along each axis that a limit on extrapolation needs."""
-
-    __slots__ = ("context", "decodes", "new", "pairs")
+    __slots__ = ("context", "decodes", "fitted_new", "new", "pairs")
 
     def __init__(self) -> None:
         # What the first iteration may be, before any was seen.
-        self.new = 16
+        self.new = self.fitted_new = 16
         self.pairs = 2 * 16 * 1024
         self.decodes = 1
         self.context = 1024
@@ -422,19 +287,11 @@ class _Seen:
         self.decodes = max(self.decodes, totals.num_decodes)
         self.context = max(self.context, totals.decode_context)
 
-    def covers(self, totals: BatchTotals) -> bool:
-        return (
-            totals.num_new <= self.new
-            and totals.double_pairs <= self.pairs
-            and totals.num_decodes <= self.decodes
-            and totals.decode_context <= self.context
-        )
-
     def growth(self, totals: BatchTotals) -> float:
-        """How many times larger than anything seen; at least 1."""
+        """How many times larger than what is known; at least 1."""
         return max(
             1.0,
-            totals.num_new / self.new,
+            totals.num_new / self.fitted_new,
             totals.double_pairs / self.pairs,
             totals.num_decodes / self.decodes,
             totals.decode_context / self.context,
@@ -445,10 +302,23 @@ class _Seen:
 
 
 def _cell(totals: BatchTotals) -> tuple[int, ...]:
-    """Which observations are alike: equal phase, and sizes equal to a factor of two."""
+    """Iterations of one kind: sizes equal to a factor of two."""
     return (
         totals.num_new.bit_length(),
         totals.max_prefill_context.bit_length(),
         totals.num_decodes.bit_length(),
         totals.decode_context.bit_length(),
     )
+
+
+def error_factor(error: float, number: int) -> float:
+    """What the predictions of one plan are multiplied by in experiments on how much a policy
+    depends on its predictor (HyGen §5.4): lognormal, exp(s * z - s**2 / 2), with mean 1 and
+    standard deviation `error`. A hash of the plan's number takes the place of chance, so it is the
+    same on every rank and in every run; 1.0 where `error` is 0."""
+    if not error:
+        return 1.0
+    drawn = int.from_bytes(blake2b(b"%d" % number, digest_size=6).digest())
+    z = NormalDist().inv_cdf((drawn + 0.5) / 2**48)
+    variance = math.log1p(error**2)
+    return math.exp(math.sqrt(variance) * z - variance / 2)

@@ -1,11 +1,15 @@
-"""cosched's own predictor: a level per CUDA graph size, attention by pairs, keys and contexts."""
+"""cosched's own predictor: linear in what drives the time of an iteration.
+
+GEMMs depend on the number of tokens, padded to the next CUDA graph; up to some hundred tokens they
+read the weights whatever they compute. Prefill attention grows with (query, key) pairs once a chunk
+fills a tile of queries, and with keys below that. Decode attention reads its KV, at a lower rate
+where few decodes share the GPU.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -13,279 +17,204 @@ import numpy as np
 
 from cosched.core.batch import BatchTotals
 from cosched.errors import ConfigError
-from cosched.latency.interp import FloatArray
-from cosched.latency.predictor_base import FittedPredictor, number, numbers
+from cosched.latency.features import FloatArray, GraphSizes, TotalsTable
+from cosched.latency.predictor_base import FittedPredictor, check_points, nnls, numbers
 
-__all__ = [
-    "CONTEXTS",
-    "DECODES",
-    "SIZES",
-    "CoschedPredictor",
-    "PrefillCosts",
-    "TokenCurve",
-    "surface_corners",
-]
+__all__ = ["CoschedPredictor", "PhaseCosts"]
 
-SIZES = (
-    1,
-    8,
-    16,
-    32,
-    64,
-    96,
-    128,
-    192,
-    256,
-    384,
-    512,
-    768,
-    1024,
-    1536,
-    2048,
-    3072,
-    4096,
-    6144,
-    8192,
-)
-"""Where the cost of the tokens of an iteration may bend when it runs in no CUDA graph [tokens]."""
+KNOTS = (0, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
+"""Where the cost of one more token may change when there are no CUDA graphs; beyond the last, time
+grows in proportion."""
 
-DECODES = (1, 4, 8, 16, 32, 64, 256)
-CONTEXTS = (0, 128, 512, 2048, 32768)
-"""Corners of the surface of decode attention: number of decodes, mean context [tokens]. In between
-it is straight (in the logarithm of the number), as the kernels split long contexts over a GPU that
-few decodes cannot fill."""
+_FEW_DECODES = 8
+"""Decodes that read their KV at half the rate of many."""
+_RIDGE = 0.01
+"""Weight of equal shares of the time against the data, in batches: costs that no batch tells apart
+are taken to be alike."""
+_OUTLIER_DEVIATIONS, _OUTLIER_LEAST = 6.0, 0.25
+"""A batch is left out when a first fit misses it by more than so many deviations of all errors and
+more than this share of its prediction."""
+_LEAST_LEVEL = 1e-3
+"""Least time of an iteration, as a share of the shortest one measured."""
+_LEAST_POINTS = 16
+
+
+def _amounts(totals: TotalsTable, *, has_prefills: bool) -> tuple[FloatArray, ...]:
+    """What an iteration takes time for beyond the level of its tokens."""
+    num, context = totals.num_decodes, totals.decode_context
+    decodes = (
+        num,
+        context,
+        context / (num + _FEW_DECODES),
+        num * totals.max_decode_context,
+    )
+    if not has_prefills:
+        return decodes
+    return (
+        *decodes,
+        totals.num_prefills,
+        totals.double_pairs,
+        totals.double_tail_pairs,
+        totals.num_new + totals.num_cached,
+        totals.max_prefill_context,
+    )
+
+
+_NUM_AMOUNTS = {False: 4, True: 9}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenCurve:
-    """Seconds by number of tokens, non-decreasing.
+class PhaseCosts:
+    """Seconds of iterations with a prefill, or of those without.
 
-    sizes       ascending [tokens]
-    seconds     at each size; beyond the last in proportion to the tokens
-    num_graphs  of the sizes, the first so many have a CUDA graph: what lies below one of them costs
-                what it does. Between the others the curve is straight.
-
-    ConfigError when the sizes do not ascend.
+    graphs  sizes with a CUDA graph, ascending [tokens]
+    level   of an iteration, then of each token between two sizes of `_knots` [s]
+    costs   of each of `_amounts` [s]
     """
 
-    sizes: tuple[int, ...]
-    seconds: tuple[float, ...]
-    num_graphs: int
+    graphs: tuple[int, ...]
+    level: tuple[float, ...]
+    costs: tuple[float, ...]
+    _levels: list[float] = field(init=False, repr=False, compare=False)
+    """By number of tokens, up to the last of `_knots`."""
 
     def __post_init__(self) -> None:
-        ascend = all(low < high for low, high in pairwise((0, *self.sizes)))
-        if not self.sizes or not ascend or len(self.seconds) != len(self.sizes):
-            raise ConfigError(
-                f"the sizes of a curve are {list(self.sizes)}, with {len(self.seconds)} times; "
-                "they must be above 0 and ascend, with one time each"
-            )
+        knots = _knots(self.graphs)
+        tokens = _padded(np.arange(knots[-1] + 1.0), self.graphs)
+        at_knots = self.level[0] + np.cumsum([0.0, *np.diff(knots) * self.level[1:]])
+        levels = np.maximum.accumulate(np.interp(tokens, knots, at_knots))
+        object.__setattr__(self, "_levels", levels.tolist())
 
     @classmethod
-    def empty(cls, graphs: Sequence[int]) -> TokenCurve:
-        """No seconds yet; `SIZES` go on where the graphs, if any, end."""
-        largest = graphs[-1] if graphs else 0
-        sizes = (*graphs, *(size for size in SIZES if size > largest))
-        return cls(sizes=sizes, seconds=(0.0,) * len(sizes), num_graphs=len(graphs))
+    def fit(
+        cls, table: TotalsTable, seconds: FloatArray, graphs: Sequence[int], *, has_prefills: bool
+    ) -> PhaseCosts:
+        """From batches of this phase, one at least."""
+        tokens = _padded(table.num_new + table.num_decodes, graphs)
+        segments = _segments(tokens, _knots(graphs))
+        features = np.array([*segments, *_amounts(table, has_prefills=has_prefills)])
+        found = _ridge_fit(features, seconds, 1 / seconds)
+        # Relative to a prediction and not to the measured time: dividing by a noisy time would
+        # weigh times that came out short more, and predict too little.
+        predicted = np.maximum(found @ features, seconds.min() / 2)
+        errors = np.abs(seconds / predicted - 1)
+        spread = 1.4826 * float(np.median(errors))
+        kept = errors <= max(_OUTLIER_LEAST, _OUTLIER_DEVIATIONS * spread)
+        found = _ridge_fit(features, seconds, kept / predicted)
+        found[0] = max(found[0], _LEAST_LEVEL * seconds.min())
+        level, costs = found[: len(segments)], found[len(segments) :]
+        return cls(graphs=tuple(graphs), level=tuple(level.tolist()), costs=tuple(costs.tolist()))
 
-    def table(self) -> list[float]:
-        """Seconds for 0, 1, ..., sizes[-1] tokens."""
-        low, high, share = _every_size(self.sizes, self.num_graphs)
-        levels = np.array(self.seconds)
-        between = levels[low] + share * (levels[high] - levels[low])
-        # Rounding may not make it fall.
-        table: list[float] = np.maximum.accumulate(between).tolist()
-        return table
+    def predict_s(self, totals: BatchTotals) -> float:
+        """`_amounts` times `costs`, written out: a plan asks a hundred times."""
+        num, context, costs = totals.num_decodes, totals.decode_context, self.costs
+        tokens, last = totals.num_new + num, len(self._levels) - 1
+        seconds = self._levels[tokens] if tokens <= last else self._levels[last] * tokens / last
+        seconds += costs[0] * num + costs[1] * context + costs[2] * (context / (num + _FEW_DECODES))
+        seconds += costs[3] * (num * totals.max_decode_context)
+        if not totals.num_new:
+            return seconds
+        return (
+            seconds
+            + costs[4] * totals.num_prefills
+            + costs[5] * totals.double_pairs
+            + costs[6] * totals.double_tail_pairs
+            + costs[7] * (totals.num_new + totals.num_cached)
+            + costs[8] * totals.max_prefill_context
+        )
 
-    def locate(self, tokens: FloatArray) -> tuple[Any, Any, FloatArray]:
-        """(i, j, w): a number of tokens costs level i moved by w (0-1) towards level j."""
-        return _locate(self.sizes, self.num_graphs, tokens)
-
-
-def _locate(
-    sizes: tuple[int, ...], num_graphs: int, tokens: FloatArray
-) -> tuple[Any, Any, FloatArray]:
-    at = np.array(sizes, dtype=np.float64)
-    high = np.minimum(np.searchsorted(at, tokens), len(at) - 1)
-    low = np.where(high < num_graphs, high, np.maximum(high - 1, 0))
-    width = np.maximum(at[high] - at[low], 1.0)
-    return low, high, np.clip((tokens - at[low]) / width, 0.0, 1.0)
-
-
-@lru_cache(maxsize=4)
-def _every_size(sizes: tuple[int, ...], num_graphs: int) -> tuple[Any, Any, FloatArray]:
-    """Where 0, 1, ..., sizes[-1] tokens lie: the same at every fit."""
-    return _locate(sizes, num_graphs, np.arange(sizes[-1] + 1.0))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillCosts:
-    """What an iteration with a prefill takes beyond the level of its tokens.
-
-    request           of each request [s]
-    double_pair       half of one (query, key) pair of prefill attention [s]
-    double_tail_pair  the same, for queries beyond the first `QUERY_TILE` of their chunk [s]
-    key               of each token of the prefills' contexts: reading their keys [s]
-    longest_key       of each token of the longest context: the prefill that ends last [s]
-    decode_attention  attention of decodes here, as a multiple of what it is among decodes only
-    """
-
-    request: float
-    double_pair: float
-    double_tail_pair: float
-    key: float
-    longest_key: float
-    decode_attention: float
+    def describe(self) -> dict[str, object]:
+        return {"graphs": [*self.graphs], "level": [*self.level], "costs": [*self.costs]}
 
     @classmethod
-    def names(cls) -> tuple[str, ...]:
-        return tuple(cls.__dataclass_fields__)
+    def from_dict(cls, data: Any, key: str, *, has_prefills: bool) -> PhaseCosts:
+        entry = data.get(key)
+        if not isinstance(entry, dict) or not isinstance(entry.get("graphs"), list):
+            raise ConfigError(f"{key} is {entry!r}; it must have graphs, level and costs")
+        graphs = tuple(map(int, numbers(entry, "graphs", len(entry["graphs"]))))
+        return cls(
+            graphs=graphs,
+            level=numbers(entry, "level", len(_knots(graphs))),
+            costs=numbers(entry, "costs", _NUM_AMOUNTS[has_prefills]),
+        )
 
 
 class CoschedPredictor(FittedPredictor):
-    """Seconds of an iteration:
+    """Linear in `_amounts`, with a level by number of tokens, for decode-only iterations and for
+    those with a prefill. All costs are non-negative, so more prompt tokens are never predicted to
+    be cheaper."""
 
-        decode-only    D(N_d) + A
-        with prefills  P(S_p + N_d) + k * A + r * (N_p + N_d) + p * pairs + q * tail pairs
-                       + m * keys + l * longest
-
-    P, D: a level for each CUDA graph size, or straight between `SIZES` where there are no graphs.
-    A = N_d * g(N_d, mean context) + u * N_d * longest context: attention of the decodes, g a
-    surface over `DECODES` and `CONTEXTS`. pairs, tail pairs, longest: of `BatchTotals`; keys: new
-    and cached tokens of the prefills.
-
-    All levels and costs are non-negative, levels do not fall with the tokens and g does not fall
-    with the context, so more prompt tokens or longer contexts are never predicted to be cheaper.
-    """
-
-    __slots__ = (
-        "_costs",
-        "_decode_levels",
-        "_prefill_levels",
-        "_slopes",
-        "_values",
-        "costs",
-        "decode",
-        "imbalance",
-        "prefill",
-        "surface",
-    )
-
-    def __init__(
-        self,
-        *,
-        prefill: TokenCurve,
-        decode: TokenCurve,
-        costs: PrefillCosts,
-        surface: Sequence[Sequence[float]],
-        imbalance: float,
-    ) -> None:
-        """surface: a row for each of `DECODES`, a value for each of `CONTEXTS` [s per decode];
-        imbalance: u above [s]."""
-        self.prefill = prefill
+    def __init__(self, *, decode: PhaseCosts, prefill: PhaseCosts) -> None:
         self.decode = decode
-        self.costs = costs
-        self.surface = tuple(tuple(row) for row in surface)
-        self.imbalance = imbalance
-        self._prefill_levels = prefill.table()
-        self._decode_levels = decode.table()
-        # The surface for every number of decodes, so that a prediction interpolates once.
-        low, high, share = surface_corners(np.arange(DECODES[-1] + 1.0))
-        corners = np.array(self.surface)
-        values = corners[low] * (1 - share)[:, None] + corners[high] * share[:, None]
-        self._values: list[list[float]] = values.tolist()
-        self._slopes: list[list[float]] = (np.diff(values, axis=1) / np.diff(CONTEXTS)).tolist()
+        self.prefill = prefill
 
     @property
     def name(self) -> str:
         return "cosched"
 
-    def predict_s(self, totals: BatchTotals) -> float:
-        num_decodes = totals.num_decodes
-        attention = self._decode_attention(totals) if num_decodes else 0.0
-        if not totals.num_new:
-            if not num_decodes:
-                return 0.0
-            return _level(self._decode_levels, num_decodes) + attention
-        costs = self.costs
-        rest = costs.decode_attention * attention + costs.request * (
-            totals.num_prefills + num_decodes
-        )
-        return (
-            rest
-            + _level(self._prefill_levels, totals.num_new + num_decodes)
-            + costs.double_pair * totals.double_pairs
-            + costs.double_tail_pair * totals.double_tail_pairs
-            + costs.key * (totals.num_new + totals.num_cached)
-            + costs.longest_key * totals.max_prefill_context
-        )
-
-    def _decode_attention(self, totals: BatchTotals) -> float:
-        num = totals.num_decodes
-        mean = totals.decode_context / num
-        row = num if num <= DECODES[-1] else DECODES[-1]
-        i = bisect_right(CONTEXTS, mean, 1, len(CONTEXTS) - 1) - 1
-        per_decode = self._values[row][i] + self._slopes[row][i] * (mean - CONTEXTS[i])
-        return num * (per_decode + self.imbalance * totals.max_decode_context)
-
     @classmethod
-    def from_dict(cls, data: Any) -> CoschedPredictor:
-        """ConfigError naming the entry that is missing or wrong."""
-        rows = data.get("surface")
-        if not isinstance(rows, list) or len(rows) != len(DECODES):
-            raise ConfigError(f"surface is {rows!r}; it must be a list of {len(DECODES)} lists")
-        costs = data.get("costs")
-        if not isinstance(costs, dict):
-            raise ConfigError(f"costs is {costs!r}; it must be an object")
-        return cls(
-            prefill=_curve(data, "prefill"),
-            decode=_curve(data, "decode"),
-            costs=PrefillCosts(**{name: number(costs, name) for name in PrefillCosts.names()}),
-            surface=[
-                numbers({f"surface[{i}]": row}, f"surface[{i}]", len(CONTEXTS))
-                for i, row in enumerate(rows)
-            ],
-            imbalance=number(data, "imbalance"),
+    def fit(
+        cls, table: TotalsTable, seconds: FloatArray, graphs: GraphSizes | None
+    ) -> CoschedPredictor:
+        with_prefill = table.num_new > 0
+        num_prefills = int(np.count_nonzero(with_prefill))
+        for kind, num in (("decode-only", len(table) - num_prefills), ("prefill", num_prefills)):
+            check_points(kind, num, least=_LEAST_POINTS, predictor="cosched")
+        decode, prefill = (
+            PhaseCosts.fit(table.rows(which), seconds[which], sizes, has_prefills=has_prefills)
+            for which, sizes, has_prefills in (
+                (~with_prefill, graphs.decode if graphs else (), False),
+                (with_prefill, graphs.prefill if graphs else (), True),
+            )
         )
+        return cls(decode=decode, prefill=prefill)
+
+    def predict_s(self, totals: BatchTotals) -> float:
+        if totals.num_new:
+            return self.prefill.predict_s(totals)
+        return self.decode.predict_s(totals) if totals.num_decodes else 0.0
 
     def to_dict(self) -> dict[str, object]:
-        return {
-            "predictor": self.name,
-            "prefill": _curve_dict(self.prefill),
-            "decode": _curve_dict(self.decode),
-            "costs": asdict(self.costs),
-            "surface": [list(row) for row in self.surface],
-            "imbalance": self.imbalance,
-        }
+        decode, prefill = self.decode.describe(), self.prefill.describe()
+        return {"predictor": self.name, "decode": decode, "prefill": prefill}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> CoschedPredictor:
+        return cls(
+            decode=PhaseCosts.from_dict(data, "decode", has_prefills=False),
+            prefill=PhaseCosts.from_dict(data, "prefill", has_prefills=True),
+        )
 
 
-def surface_corners(num: FloatArray) -> tuple[Any, Any, FloatArray]:
-    """(i, j, w): a number of decodes lies at share w between rows i and j of the surface."""
-    knots = np.log2(DECODES)
-    at = np.log2(np.clip(num, DECODES[0], DECODES[-1]))
-    low = np.clip(np.searchsorted(knots, at, side="right") - 1, 0, len(knots) - 2)
-    return low, low + 1, (at - knots[low]) / (knots[low + 1] - knots[low])
+def _padded(tokens: FloatArray, graphs: Sequence[int]) -> FloatArray:
+    """Tokens of the graph that the batch runs in; what exceeds the largest runs in none."""
+    if not graphs:
+        return tokens
+    sizes = np.array(graphs, dtype=float)
+    place = np.minimum(np.searchsorted(sizes, tokens), len(sizes) - 1)
+    padded: FloatArray = np.maximum(tokens, sizes[place])
+    return padded
 
 
-def _level(levels: list[float], tokens: int) -> float:
-    last = len(levels) - 1
-    return levels[tokens] if tokens <= last else levels[last] * tokens / last
+def _knots(graphs: Sequence[int]) -> tuple[int, ...]:
+    """Sizes between which the cost of one more token is the same."""
+    largest = graphs[-1] if graphs else 0
+    return (0, *graphs, *(size for size in KNOTS if size > largest))
 
 
-def _curve_dict(curve: TokenCurve) -> dict[str, object]:
-    return {
-        "sizes": list(curve.sizes),
-        "seconds": list(curve.seconds),
-        "num_graphs": curve.num_graphs,
-    }
+def _segments(tokens: FloatArray, knots: Sequence[int]) -> FloatArray:
+    """A constant, and the tokens between two knots; rows."""
+    parts = [np.clip(tokens - low, 0, high - low) for low, high in pairwise(knots)]
+    return np.array([np.ones(len(tokens)), *parts])
 
 
-def _curve(data: Any, key: str) -> TokenCurve:
-    curve = data.get(key)
-    if not isinstance(curve, dict) or not isinstance(curve.get("sizes"), list):
-        raise ConfigError(f"{key} is {curve!r}; it must have sizes, seconds and num_graphs")
-    sizes = curve["sizes"]
-    return TokenCurve(
-        sizes=tuple(int(size) for size in numbers(curve, "sizes", len(sizes))),
-        seconds=numbers(curve, "seconds", len(sizes)),
-        num_graphs=int(number(curve, "num_graphs")),
-    )
+def _ridge_fit(features: FloatArray, seconds: FloatArray, weights: FloatArray) -> FloatArray:
+    used = features.any(axis=1)
+    shares = features[used] * weights
+    size = shares.mean(axis=1)
+    shares /= size[:, None]
+    # Not by BLAS, whose threads wait for each other for a tenth of a second on busy cores.
+    gram = np.einsum("ik,jk->ij", shares, shares) + _RIDGE * np.eye(len(size))
+    found = np.zeros(len(features))
+    found[used] = nnls(gram, np.einsum("ik,k->i", shares, seconds * weights)) / size
+    return found

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from cosched.core.batch import BatchTotals
-from cosched.latency.features import TotalsTable
-from cosched.latency.interp import FloatArray
+from cosched.latency.features import FloatArray, GraphSizes, TotalsTable
 from cosched.latency.predictor_base import (
     FittedPredictor,
     check_points,
@@ -45,7 +44,9 @@ class HygenPredictor(FittedPredictor):
         return "hygen"
 
     @classmethod
-    def fit(cls, table: TotalsTable, seconds: FloatArray) -> HygenPredictor:
+    def fit(
+        cls, table: TotalsTable, seconds: FloatArray, graphs: GraphSizes | None
+    ) -> HygenPredictor:
         check_points("measured", len(table), least=2 * len(cls.FEATURES), predictor="hygen")
         new, context = table.num_new, table.decode_context
         features = (
@@ -104,7 +105,9 @@ class EchoPredictor(FittedPredictor):
         return "echo"
 
     @classmethod
-    def fit(cls, table: TotalsTable, seconds: FloatArray) -> EchoPredictor:
+    def fit(
+        cls, table: TotalsTable, seconds: FloatArray, graphs: GraphSizes | None
+    ) -> EchoPredictor:
         """The phases from batches of one kind each, then lambda from mixed ones (0.5 if none)."""
         prefills, decodes, mixed = _phases(table, predictor="echo")
         first = cls(
@@ -177,7 +180,9 @@ class BrosPredictor(FittedPredictor):
         return "bros"
 
     @classmethod
-    def fit(cls, table: TotalsTable, seconds: FloatArray) -> BrosPredictor:
+    def fit(
+        cls, table: TotalsTable, seconds: FloatArray, graphs: GraphSizes | None
+    ) -> BrosPredictor:
         """The phases from batches of one kind each, as in the paper; mixed ones are not used."""
         prefills, decodes, _ = _phases(table, predictor="bros")
         context = table.num_new + table.num_cached

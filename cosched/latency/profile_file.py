@@ -18,6 +18,7 @@ import msgspec
 from cosched.core.batch import BatchShape, Prefill
 from cosched.errors import ConfigError
 from cosched.files import write_whole
+from cosched.latency.features import GraphSizes
 from cosched.latency.predictor import FittedPredictor, fit_predictor, predictor_from_dict
 
 __all__ = [
@@ -116,12 +117,13 @@ class Profile:
         entries = data.get("points")
         if not isinstance(entries, list):
             raise ConfigError(f"{path}: 'points' must be a list")
-        engine, predictor = data.get("engine"), data.get("predictor")
+        engine = data.get("engine")
         try:
+            points = [_point(entry, where=f"points[{i}]") for i, entry in enumerate(entries)]
             return cls(
-                points=[_point(entry, where=f"points[{i}]") for i, entry in enumerate(entries)],
+                points=points,
                 engine=None if engine is None else EngineIdentity.from_dict(engine),
-                predictor=None if predictor is None else predictor_from_dict(predictor),
+                predictor=_predictor(data.get("predictor"), points),
                 held_out=data.get("held_out", {}),
                 about=data.get("about", {}),
             )
@@ -208,6 +210,24 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected a JSON object")
     return data
+
+
+def _predictor(data: Any, points: Sequence[MeasuredPoint]) -> FittedPredictor | None:
+    if data is None:
+        return None
+    if "surface" not in data:
+        return predictor_from_dict(data)
+    # Files before November 2026 hold `cosched` in another form: it is fitted to the points again.
+    prefill, decode = (
+        tuple(map(int, data[phase]["sizes"][: data[phase]["num_graphs"]]))
+        for phase in ("prefill", "decode")
+    )
+    return fit_predictor(
+        "cosched",
+        [point.batch for point in points],
+        [point.seconds for point in points],
+        graphs=GraphSizes(prefill=prefill, decode=decode),
+    )
 
 
 class _Point(msgspec.Struct, forbid_unknown_fields=True):

@@ -22,10 +22,10 @@ from cosched.engine import port
 from cosched.engine.observe import Iteration
 from cosched.engine.port.local import LocalEngine
 from cosched.errors import ConfigError
-from cosched.latency.design import DesignedBatch, Limits, Round
 from cosched.latency.profile_file import MeasuredPoint
 from cosched.planning.ledger import Ledger
 from cosched.policy.sarathi import SarathiPolicy
+from cosched.profiling.design import DesignedBatch, Limits, Round
 
 __all__ = ["Measured", "limits_of", "measure_rounds"]
 

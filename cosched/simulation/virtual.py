@@ -48,7 +48,7 @@ from cosched.engine.port.prefixes import RunningPrefixes, with_repeated
 from cosched.errors import ConfigError
 from cosched.kv.occupancy import HostOccupancy, KvOccupancy
 from cosched.kv.returns import BLOCK, block_hashes
-from cosched.latency.graphs import GraphSizes
+from cosched.latency.features import GraphSizes
 from cosched.latency.profile_file import EngineIdentity
 from cosched.metrics.records import ColumnLog, IterationLog, IterationRecord, RequestRecord
 from cosched.simulation.arrivals import VOCAB_SIZE, Arrival, Source

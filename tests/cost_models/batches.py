@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from cosched.core.batch import BatchShape, Prefill
-from cosched.latency.relative_error import summarise
+from cosched.latency.predictor_base import summarise
 
 
 def typical_batches(*, seed, num, max_kv_tokens):

@@ -13,7 +13,7 @@ from cosched.core.batch import BatchShape, BatchTotals, Prefill
 from cosched.cost_models.noise import NoisyModel
 from cosched.cost_models.registry import make_cost_model
 from cosched.errors import ConfigError
-from cosched.latency.calibration import Calibrator, ColdStart
+from cosched.latency.calibration import Calibrator, cold_start_s
 from cosched.latency.predictor import fit_predictor
 from tests.latency.batches import scheduler_batches
 from tests.latency.test_features import DECODES, PREFILLS
@@ -55,12 +55,12 @@ class TestCold:
         calibrator = Calibrator()
         for batch in batches(2, 100):
             totals = BatchTotals.of(batch)
-            assert calibrator.predict_s(totals) >= ColdStart().predict_s(totals)
+            assert calibrator.predict_s(totals) >= cold_start_s(totals)
 
     def test_a_slower_machine_is_believed_at_once(self):
         calibrator = Calibrator()
         batch = BatchShape(prefills=[Prefill(10, 0)])
-        slow_s = 50 * ColdStart().predict_s(BatchTotals.of(batch))
+        slow_s = 50 * cold_start_s(BatchTotals.of(batch))
         calibrator.observe(batch, slow_s)
         assert calibrator.predict_s(BatchTotals.of(batch)) >= slow_s
 
@@ -85,6 +85,17 @@ class TestCold:
         )
         assert twice >= 2 * largest
 
+    def test_only_sizes_that_were_seen_are_known(self):
+        calibrator = Calibrator()
+        small_batch, large = (
+            BatchTotals.of(BatchShape(prefills=[Prefill(n, 0)])) for n in (30, 3000)
+        )
+        assert not calibrator.knows(small_batch)
+        for batch in map(small, batches(0, 300)):
+            calibrator.observe(batch, TRUTH.iteration_s(batch))
+        assert calibrator.knows(small_batch) and not calibrator.knows(large)
+        assert Calibrator(given_shape()).knows(large)
+
     @pytest.mark.parametrize("limit_s", [0.03, 0.05, 0.1])
     @pytest.mark.parametrize("num_decodes", [0, 20])
     def test_it_does_not_stay_at_tiny_chunks(self, limit_s, num_decodes):
@@ -103,7 +114,7 @@ class TestCold:
             calibrator.observe(batch, noisy.iteration_s(batch))
             chunks.append((chunk, done))
             done = (done + chunk) % 4000
-        assert too_long <= 15
+        assert too_long <= 3
         # Chunks that the end of a prompt did not cut short, against the largest that fit.
         shares = []
         for chunk, at in chunks[200:]:
@@ -160,9 +171,9 @@ class TestWarm:
                 estimate.append(calibrator.estimate_s(totals) / true_s)
                 predicted.append(calibrator.predict_s(totals) / true_s)
                 calibrator.observe(batch, factor * noisy.iteration_s(batch))
-            # The first slow iteration nobody can foresee. From the next on: not too short, and
-            # after 20 the estimate itself is right.
-            assert min(predicted[1:]) > 0.9
+            # One slow iteration may be a disturbance. After the second predictions are not too
+            # short, and after 20 the estimate itself is right.
+            assert min(predicted[2:]) > 0.9
             assert np.median(np.abs(np.array(estimate[20:]) - 1)) < 0.05
             assert np.quantile(np.abs(np.array(estimate[20:]) - 1), 0.9) < 0.1
 
@@ -197,7 +208,16 @@ class TestWarm:
             calibrator.observe(batch, TRUTH.iteration_s(batch))
         for batch in batches(1, 200):
             calibrator.observe(batch, TRUTH.iteration_s(batch))
-        assert calibrator.drift == pytest.approx(1.0, abs=0.15)
+        assert calibrator.scale == pytest.approx(1.0, abs=0.15)
+
+    @pytest.mark.parametrize("shape", [None, "given"])
+    def test_what_was_not_seen_since_the_machine_changed_is_as_much_slower(self, shape):
+        calibrator = learned(calibrator=Calibrator(given_shape() if shape else None))
+        usual = BatchShape(prefills=[Prefill(480, 512)], decodes=[3000] * 32)
+        for _ in range(200):
+            calibrator.observe(usual, 2 * TRUTH.iteration_s(usual))
+        errors = (1 + estimate_errors(calibrator, batches(9, 200))) / 2 - 1
+        assert np.abs(errors).mean() < 0.1
 
     def test_the_same_observations_give_the_same_estimate(self):
         assert learned(num=300).describe() == learned(num=300).describe()

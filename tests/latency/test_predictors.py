@@ -15,7 +15,7 @@ from cosched.cost_models.noise import NoisyModel
 from cosched.cost_models.registry import make_cost_model
 from cosched.cost_models.specs import GPUS
 from cosched.errors import ConfigError
-from cosched.latency.graphs import GraphSizes
+from cosched.latency.features import GraphSizes
 from cosched.latency.predictor import PREDICTORS, fit_predictor, predictor_from_dict
 from cosched.latency.predictor_papers import BrosPredictor, EchoPredictor, HygenPredictor
 from tests.latency.batches import scheduler_batches
@@ -291,14 +291,9 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"surface": [[1.0]]}, "surface is .*; it must be a list of 7 lists"),
-            ({"costs": {}}, "request is None"),
-            ({"costs": 3}, "costs is 3"),
-            ({"prefill": {"sizes": [1, 2], "seconds": [1.0], "num_graphs": 0}}, "seconds is"),
-            ({"decode": {"sizes": [2, 2], "seconds": [1, 1], "num_graphs": 0}}, r"are \[2, 2\]"),
-            ({"decode": {"sizes": [], "seconds": [], "num_graphs": 0}}, r"are \[\], with 0"),
-            ({"prefill": 7}, "prefill is 7; it must have sizes"),
-            ({"imbalance": float("nan")}, "imbalance is nan"),
+            ({"decode": 7}, "decode is 7; it must have graphs, level and costs"),
+            ({"prefill": {"graphs": [], "level": [1.0], "costs": []}}, "level is"),
+            ({"decode": {"graphs": [-1], "level": [], "costs": []}}, r"graphs\[0\] is -1"),
         ],
     )
     def test_a_file_of_ours_that_is_broken(self, change, message):

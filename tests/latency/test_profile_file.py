@@ -55,6 +55,20 @@ def test_a_file_gives_everything_back(profile, tmp_path):
         assert loaded.predictor.predict_s(totals) == profile.predictor.predict_s(totals)
 
 
+def test_a_predictor_of_an_earlier_form_is_fitted_again(profile, tmp_path):
+    path = tmp_path / "p.json"
+    profile.save(path)
+    data = json.loads(path.read_text())
+    curve = {"sizes": [8, 16, 8192], "seconds": [1.0, 1.0, 1.0], "num_graphs": 2}
+    data["predictor"] = {"predictor": "cosched", "prefill": curve, "decode": curve, "surface": []}
+    path.write_text(json.dumps(data))
+    predictor = Profile.load(path).predictor
+    assert predictor.prefill.graphs == predictor.decode.graphs == (8, 16)
+    for point in profile.points:
+        totals = BatchTotals.of(point.batch)
+        assert predictor.predict_s(totals) == pytest.approx(point.seconds, rel=0.5)
+
+
 def test_the_predictor_of_the_same_engine_is_given_wherever_its_model_lies(profile, tmp_path):
     profile.save(tmp_path / "p.json")
     here = replace(ENGINE, model="/models/llama")

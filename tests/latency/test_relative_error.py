@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cosched.latency.relative_error import summarise
+from cosched.latency.predictor_base import summarise
 
 
 def test_a_summary():

@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cosched.core.batch import BatchTotals
-from cosched.latency.calibration import Calibrator, ColdStart
+from cosched.latency.calibration import Calibrator
+from cosched.latency.predictor_papers import HygenPredictor
 from cosched.policy.forward_size import LEAST, TILE, target_forward_size
 from tests.factories import Linear
 
@@ -30,7 +31,7 @@ def test_without_a_fixed_cost_the_least_will_do_and_with_one_alone_only_the_larg
 
 
 def test_attention_makes_long_prompts_slower_and_the_best_is_before_that():
-    slow = ColdStart(fixed_s=0.1, token_s=1e-4, double_pair_s=1e-7)
+    slow = HygenPredictor(coefficients=(0.1, 1e-4, 0.0, 1e-7, 0.0, 0.0, 0.0, 0.0))
     assert LEAST < target_forward_size(slow) < 1024
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-import numpy.typing as npt
+
+from cosched.latency.features import FloatArray
 
 __all__ = ["FloatArray", "blend", "isotonic", "neighbours", "non_decreasing"]
-
-FloatArray = npt.NDArray[np.float64]
 
 _SPIKE = 1.5
 

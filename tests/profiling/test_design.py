@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cosched.errors import ConfigError
-from cosched.latency.design import MOST_PREFILLS, Limits, design_rounds
+from cosched.profiling.design import MOST_PREFILLS, Limits, design_rounds
 
 GPU = Limits(max_tokens=8192, max_running=256, kv_tokens=400_000, max_context=131_072, mixed=True)
 
