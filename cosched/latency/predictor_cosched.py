@@ -3,7 +3,7 @@
 GEMMs depend on the number of tokens, padded to the next CUDA graph; up to some hundred tokens they
 read the weights whatever they compute. Prefill attention grows with (query, key) pairs once a chunk
 fills a tile of queries, and with keys below that. Decode attention reads its KV, at a lower rate
-where few decodes share the GPU.
+where few decodes share the GPU or contexts are short.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ KNOTS = (0, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192
 """Where the cost of one more token may change when there are no CUDA graphs; beyond the last, time
 grows in proportion."""
 
-_FEW_DECODES = 8
-"""Decodes that read their KV at half the rate of many."""
+_FULL_DECODES, _FULL_CONTEXT = 16, 1024
+"""With fewer decodes, or shorter contexts, decode attention does not fill the GPU (A100)."""
 _RIDGE = 0.01
 """Weight of equal shares of the time against the data, in batches: costs that no batch tells apart
 are taken to be alike."""
@@ -45,7 +45,8 @@ def _amounts(totals: TotalsTable, *, has_prefills: bool) -> tuple[FloatArray, ..
     decodes = (
         num,
         context,
-        context / (num + _FEW_DECODES),
+        context * np.minimum(_FULL_DECODES / np.maximum(num, 1), 1.0),
+        np.minimum(context, num * _FULL_CONTEXT),
         num * totals.max_decode_context,
     )
     if not has_prefills:
@@ -60,7 +61,7 @@ def _amounts(totals: TotalsTable, *, has_prefills: bool) -> tuple[FloatArray, ..
     )
 
 
-_NUM_AMOUNTS = {False: 4, True: 9}
+_NUM_AMOUNTS = {False: 5, True: 10}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,17 +111,24 @@ class PhaseCosts:
         num, context, costs = totals.num_decodes, totals.decode_context, self.costs
         tokens, last = totals.num_new + num, len(self._levels) - 1
         seconds = self._levels[tokens] if tokens <= last else self._levels[last] * tokens / last
-        seconds += costs[0] * num + costs[1] * context + costs[2] * (context / (num + _FEW_DECODES))
-        seconds += costs[3] * (num * totals.max_decode_context)
+        if num:
+            full = num * _FULL_CONTEXT
+            seconds += (
+                costs[0] * num
+                + costs[1] * context
+                + costs[2] * (context if num <= _FULL_DECODES else context * _FULL_DECODES / num)
+                + costs[3] * (context if context < full else full)
+                + costs[4] * (num * totals.max_decode_context)
+            )
         if not totals.num_new:
             return seconds
         return (
             seconds
-            + costs[4] * totals.num_prefills
-            + costs[5] * totals.double_pairs
-            + costs[6] * totals.double_tail_pairs
-            + costs[7] * (totals.num_new + totals.num_cached)
-            + costs[8] * totals.max_prefill_context
+            + costs[5] * totals.num_prefills
+            + costs[6] * totals.double_pairs
+            + costs[7] * totals.double_tail_pairs
+            + costs[8] * (totals.num_new + totals.num_cached)
+            + costs[9] * totals.max_prefill_context
         )
 
     def describe(self) -> dict[str, object]:
