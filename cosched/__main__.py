@@ -26,21 +26,21 @@ COMMANDS: Mapping[str, _Command] = {
         "cosched.ray_data", "run a data set of requests on many replicas, with Ray Data"
     ),
     "demo": _Command(
-        "cosched.demo",
+        "cosched.lab.demo",
         "measure and draw, on a small model, what offline work costs online requests",
     ),
     "simulate": _Command("cosched.simulate", "run the scheduler on a simulated GPU"),
     "bench": _Command("cosched.bench", "compare policies and stock scheduling"),
-    "tune": _Command("cosched.tune", "choose budgets and sizes for a workload, by simulation"),
+    "tune": _Command("cosched.lab.tune", "choose budgets and sizes for a workload, by simulation"),
     "estimate": _Command(
-        "cosched.estimate", "estimate when a file of requests would finish beside a day of chat"
+        "cosched.lab.estimate", "estimate when a file of requests would finish beside a day of chat"
     ),
     "profile": _Command(
         "cosched.profile", "measure what iterations take; find the budget that meets targets"
     ),
     "explain": _Command("cosched.explain", "read a decision log: why did a request wait?"),
     "config": _Command("cosched.check_config", "validate or print the configuration"),
-    "demo-model": _Command("cosched.demo_model", "make a small model with random weights"),
+    "demo-model": _Command("cosched.lab.demo_model", "make a small model with random weights"),
 }
 
 

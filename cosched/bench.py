@@ -30,9 +30,6 @@ from typing import Annotated, Any
 
 from rich.progress import Progress
 
-from cosched.benchmark.compare import compare_files
-from cosched.benchmark.live import VOCAB_SIZE, LiveTarget, measure_live, print_live
-from cosched.benchmark.progress import progress_of_runs
 from cosched.command_line import (
     JsonOption,
     Kind,
@@ -49,8 +46,18 @@ from cosched.command_line import (
 )
 from cosched.errors import ConfigError, CoschedError
 from cosched.files import write_whole
-from cosched.kv.config import EVICTION_ORDERS
+from cosched.lab.benchmark.compare import compare_files
+from cosched.lab.benchmark.live import VOCAB_SIZE, LiveTarget, measure_live, print_live
+from cosched.lab.benchmark.progress import progress_of_runs
+from cosched.lab.metrics.figure import check_can_draw
+from cosched.lab.metrics.interval import MOST_VALUES
+from cosched.lab.metrics.plots import write_run_plots
+from cosched.lab.metrics.records import write_records
 from cosched.lab.page import Key, Page, cells_of, plot_results, read_page, stale_cells
+from cosched.lab.simulation.options import add_run_options, data_dir_of, run_spec_of
+from cosched.lab.simulation.run import RunResult, load_requests
+from cosched.lab.simulation.scenario import SCENARIOS, OfflineClient, scenario
+from cosched.lab.simulation.store import ResultStore
 from cosched.lab.suite import (
     Outcome,
     Row,
@@ -62,14 +69,7 @@ from cosched.lab.suite import (
     run_rows,
     suite_names,
 )
-from cosched.metrics.figure import check_can_draw
-from cosched.metrics.interval import MOST_VALUES
-from cosched.metrics.plots import write_run_plots
-from cosched.metrics.records import write_records
-from cosched.simulation.options import add_run_options, data_dir_of, run_spec_of
-from cosched.simulation.run import RunResult, load_requests
-from cosched.simulation.scenario import SCENARIOS, OfflineClient, scenario
-from cosched.simulation.store import ResultStore
+from cosched.memory.config import EVICTION_ORDERS
 from cosched.versions import versions
 from cosched_traces.resize import rescale_lengths
 from cosched_traces.transform import rescale_think_times

@@ -17,8 +17,8 @@ from msgspec import inspect as types
 from rich import print as print_rich
 from rich.table import Table
 
-from cosched.batches.database import url_without_password
-from cosched.batches.storage import without_secrets
+from cosched.batch.database import url_without_password
+from cosched.batch.storage import without_secrets
 from cosched.command_line import (
     Parser,
     add_json_option,

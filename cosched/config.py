@@ -13,18 +13,18 @@ from pathlib import Path
 
 import msgspec
 
-from cosched.batches.config import BatchesConfig
-from cosched.claims import Claims
+from cosched.batch.config import BatchesConfig
 from cosched.core.request import Slo
 from cosched.core.wire import Bounds
 from cosched.errors import ConfigError, choices
-from cosched.kv.config import KvConfig
-from cosched.latency.predictor import PREDICTORS
-from cosched.length.config import LengthConfig
-from cosched.offline.prefix_pool import PoolConfig
-from cosched.policy.base import Budgets, EcoConfig
-from cosched.policy.registry import policy_entry, without_tolerance
-from cosched.tolerance.config import ToleranceConfig
+from cosched.limits.claims import Claims
+from cosched.memory.config import KvConfig
+from cosched.policies import policy_entry, without_tolerance
+from cosched.pool.prefix_pool import PoolConfig
+from cosched.predict.length_config import LengthConfig
+from cosched.predict.registry import PREDICTORS
+from cosched.predict.tolerance_config import ToleranceConfig
+from cosched.schedule.base import Budgets, EcoConfig
 
 __all__ = [
     "ENV_VAR",
@@ -123,8 +123,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     tolerance          by how much online requests may be slower than alone, for cosched and its
                        ablations (docs/policies/cosched.md); absent: the targets alone count
     kv                 what is evicted first, and what offline work may take (docs/kv_memory.md)
-    length             what is believed of the length of responses (`cosched.length.config`);
-                       absent: the policy's own
+    length             how reply lengths are predicted (`cosched.predict.length_config`); absent:
+                       the policy's own
     ecoserve           what EcoServe leaves to the operator, for the policies of that name
     offline_rate       most offline requests admitted per second, for hygen-throttled; absent: any
                        number

@@ -21,9 +21,9 @@ from typing import Any
 import msgspec
 
 from cosched.command_line import Parser, add_json_option, existing_file, run_command, whole
-from cosched.decision_log.read import Entry, read_log
-from cosched.decision_log.story import Story
-from cosched.decision_log.summary import LogSummary, table
+from cosched.engine.decision_log.read import Entry, read_log
+from cosched.engine.decision_log.story import Story
+from cosched.engine.decision_log.summary import LogSummary, table
 from cosched.engine.decisions import Decision, Header, RequestFacts
 from cosched.errors import ConfigError
 

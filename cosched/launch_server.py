@@ -23,9 +23,8 @@ from typing import Any
 
 import msgspec
 
-from cosched.batches.config import OFF, BatchesConfig
-from cosched.batches.opening import check_store, default_folder
-from cosched.claims import read_claims
+from cosched.batch.config import OFF, BatchesConfig
+from cosched.batch.opening import check_store, default_folder
 from cosched.command_line import Parser, add_field_option
 from cosched.config import ENV_VAR, Config, SloConfig, load_config
 from cosched.engine.arguments import (
@@ -40,10 +39,11 @@ from cosched.engine.arguments import (
     resolve,
 )
 from cosched.errors import ConfigError, CoschedError
-from cosched.kv.config import EVICTION_ORDERS, KvConfig
-from cosched.latency.profile_file import Profile
-from cosched.policy.registry import policy_entry, policy_names
-from cosched.tolerance.config import TOLERANCE_HELP, TOLERANCE_METAVAR, parse_tolerance
+from cosched.limits.claims import read_claims
+from cosched.memory.config import EVICTION_ORDERS, KvConfig
+from cosched.policies import policy_entry, policy_names
+from cosched.predict.profile_file import Profile
+from cosched.predict.tolerance_config import TOLERANCE_HELP, TOLERANCE_METAVAR, parse_tolerance
 
 __all__ = ["main"]
 

@@ -37,8 +37,6 @@ import numpy as np
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from cosched.benchmark.live import VOCAB_SIZE, LiveResult
-from cosched.benchmark.own_server import OwnServers, leave_a_core_free
 from cosched.command_line import (
     Count,
     JsonOption,
@@ -55,18 +53,16 @@ from cosched.command_line import (
 )
 from cosched.config import Config, configured
 from cosched.core.batch import BatchShape, BatchTotals
-from cosched.cost_models.base import PrefixReads
-from cosched.cost_models.specs import GPUS
 from cosched.engine.arguments import bind_cpu_threads, check_arguments, engine_arguments
 from cosched.errors import ConfigError, choices
 from cosched.files import write_whole
-from cosched.latency.features import GraphSizes
-from cosched.latency.predictor import FittedPredictor, fit_predictor
-from cosched.latency.predictor_base import summarise
-from cosched.latency.profile_file import EngineIdentity, MeasuredPoint, Profile
-from cosched.metrics.goals import Goal, parse_goal
-from cosched.profiling.design import design_rounds
-from cosched.simulation.options import (
+from cosched.lab.benchmark.live import VOCAB_SIZE, LiveResult
+from cosched.lab.benchmark.own_server import OwnServers, leave_a_core_free
+from cosched.lab.cost_models.base import PrefixReads
+from cosched.lab.cost_models.specs import GPUS
+from cosched.lab.metrics.goals import Goal, parse_goal
+from cosched.lab.profiling.design import design_rounds
+from cosched.lab.simulation.options import (
     SEED,
     add_machine_options,
     add_run_options,
@@ -75,9 +71,13 @@ from cosched.simulation.options import (
     machine_of,
     run_spec_of,
 )
-from cosched.simulation.run import RunSpec, config_of, cost_model_of, engine_flags, identity_of
-from cosched.simulation.scenario import OfflineClient, scenario
-from cosched.simulation.slo_search import SEARCHES, Ran, SloAnswer, find_largest, search_largest
+from cosched.lab.simulation.run import RunSpec, config_of, cost_model_of, engine_flags, identity_of
+from cosched.lab.simulation.scenario import OfflineClient, scenario
+from cosched.lab.simulation.slo_search import SEARCHES, Ran, SloAnswer, find_largest, search_largest
+from cosched.predict.features import GraphSizes
+from cosched.predict.fitted import summarise
+from cosched.predict.profile_file import EngineIdentity, MeasuredPoint, Profile
+from cosched.predict.registry import FittedPredictor, fit_predictor
 from cosched.versions import versions
 
 __all__ = ["main"]
@@ -231,7 +231,7 @@ _Engine = tuple[Any, EngineIdentity, GraphSizes | None]
 def _virtual_engine(arguments: argparse.Namespace) -> Iterator[_Engine]:
     machine = _machine_parser().parse_args(arguments.rest)
     data_dir = data_dir_of(machine)
-    from cosched.simulation.virtual import VirtualEngine
+    from cosched.lab.simulation.virtual import VirtualEngine
 
     spec = RunSpec(
         scenario=scenario(_POLICY),
@@ -292,7 +292,7 @@ def _live_engine(arguments: argparse.Namespace) -> Iterator[_Engine]:
 def _measured_points(
     arguments: argparse.Namespace, local: Any
 ) -> tuple[tuple[MeasuredPoint, ...], dict[str, Any]]:
-    from cosched.profiling.measure import limits_of, measure_rounds
+    from cosched.lab.profiling.measure import limits_of, measure_rounds
 
     limits = limits_of(local.scheduler, max_context=arguments.max_context)
     rounds = design_rounds(limits, num_batches=arguments.batches, seed=arguments.seed)

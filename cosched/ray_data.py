@@ -23,16 +23,16 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from cosched.batches.prefix import prefix_key
+from cosched.batch.jsonl.client import Client, RetryRules
+from cosched.batch.jsonl.config import normal_base_url
+from cosched.batch.jsonl.errors import JobFileError, ServerGoneError
+from cosched.batch.jsonl.lines import BadLine, RequestLine, parse_line
+from cosched.batch.jsonl.parquet import COLUMNS, line_of
+from cosched.batch.jsonl.records import Answer, Outcome, Record, RecordWriter
+from cosched.batch.jsonl.source import RawLine
+from cosched.batch.prefix import prefix_key
 from cosched.command_line import Parser, add_json_option, run_command, whole
 from cosched.errors import ConfigError
-from cosched.jobs.client import Client, RetryRules
-from cosched.jobs.config import normal_base_url
-from cosched.jobs.errors import JobFileError, ServerGoneError
-from cosched.jobs.lines import BadLine, RequestLine, parse_line
-from cosched.jobs.parquet import COLUMNS, line_of
-from cosched.jobs.records import Answer, Outcome, Record, RecordWriter
-from cosched.jobs.source import RawLine
 
 __all__ = ["answer", "build_parser", "finished_keys", "main", "read"]
 

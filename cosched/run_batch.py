@@ -13,12 +13,12 @@ import traceback
 from collections.abc import Sequence
 from functools import partial
 
+from cosched.batch.jsonl.call import ExitCode, fetch, run_job, show_batches, validate
+from cosched.batch.jsonl.config import DEFAULT_BASE_URL, VIAS, JobConfig, normal_base_url
+from cosched.batch.jsonl.lines import URLS
+from cosched.batch.jsonl.server import check_flags
 from cosched.command_line import Parser, add_field_option
 from cosched.errors import CoschedError
-from cosched.jobs.call import ExitCode, fetch, run_job, show_batches, validate
-from cosched.jobs.config import DEFAULT_BASE_URL, VIAS, JobConfig, normal_base_url
-from cosched.jobs.lines import URLS
-from cosched.jobs.server import check_flags
 
 __all__ = ["main"]
 
@@ -121,8 +121,8 @@ def _config(options: argparse.Namespace, server_flags: list[str]) -> JobConfig:
 
 def _window(text: str) -> str:
     """A type of an option: a completion window of the Batch API."""
-    from cosched.batches.api import window_seconds
-    from cosched.batches.errors import ApiError
+    from cosched.batch.api import window_seconds
+    from cosched.batch.errors import ApiError
 
     try:
         window_seconds(text)

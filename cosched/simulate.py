@@ -37,20 +37,20 @@ from cosched.command_line import (
 )
 from cosched.config import Config
 from cosched.errors import ConfigError
-from cosched.kv.config import ENGINE_ORDERS, EVICTION_ORDERS
-from cosched.metrics.figure import check_can_draw
-from cosched.metrics.plots import write_run_plots
-from cosched.metrics.records import write_records, write_rows
-from cosched.metrics.table import print_table
-from cosched.metrics.window import Window
-from cosched.policy.registry import known_policy, policy_entry, policy_names, without_tolerance
-from cosched.simulation.find import QUESTIONS, find
-from cosched.simulation.options import (
+from cosched.lab.metrics.figure import check_can_draw
+from cosched.lab.metrics.plots import write_run_plots
+from cosched.lab.metrics.records import write_records, write_rows
+from cosched.lab.metrics.table import print_table
+from cosched.lab.metrics.window import Window
+from cosched.lab.simulation.find import QUESTIONS, find
+from cosched.lab.simulation.options import (
     add_run_options,
     run_spec_of,
 )
-from cosched.simulation.run import RunResult, RunSpec, execute
-from cosched.simulation.scenario import Scenario, with_eviction
+from cosched.lab.simulation.run import RunResult, RunSpec, execute
+from cosched.lab.simulation.scenario import Scenario, with_eviction
+from cosched.memory.config import ENGINE_ORDERS, EVICTION_ORDERS
+from cosched.policies import known_policy, policy_entry, policy_names, without_tolerance
 
 __all__ = ["main"]
 

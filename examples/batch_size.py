@@ -8,8 +8,8 @@ import msgspec
 from cosched.core.plan import Plan, SkipReason
 from cosched.core.request import Request, RequestClass
 from cosched.core.view import View
-from cosched.planning.builder import PlanBuilder
-from cosched.policy.base import PolicySettings
+from cosched.schedule.base import PolicySettings
+from cosched.schedule.builder import PlanBuilder
 
 
 class Active(msgspec.Struct, frozen=True):

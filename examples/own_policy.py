@@ -11,8 +11,8 @@ from itertools import chain
 from cosched.core.plan import Plan
 from cosched.core.request import RequestClass
 from cosched.core.view import View
-from cosched.planning.builder import PlanBuilder
-from cosched.policy.base import PolicySettings
+from cosched.schedule.base import PolicySettings
+from cosched.schedule.builder import PlanBuilder
 
 
 class IdleOnly:

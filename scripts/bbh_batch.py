@@ -32,18 +32,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from cosched.benchmark.live import LiveTarget, run_live
-from cosched.benchmark.own_server import leave_a_core_free
+from cosched.batch.jsonl.server import serving
 from cosched.command_line import run_async
-from cosched.demo_model import SIZES, ensure_demo_model
 from cosched.errors import ConfigError, CoschedError
-from cosched.jobs.server import serving
-from cosched.metrics.records import RequestRecord
-from cosched.metrics.stats import to_dict
-from cosched.metrics.summary import Summary, summarize
-from cosched.policy.registry import POLICIES
-from cosched.simulation.arrivals import Arrival, Source
-from cosched.simulation.clients import online_client
+from cosched.lab.benchmark.live import LiveTarget, run_live
+from cosched.lab.benchmark.own_server import leave_a_core_free
+from cosched.lab.demo_model import SIZES, ensure_demo_model
+from cosched.lab.metrics.records import RequestRecord
+from cosched.lab.metrics.stats import to_dict
+from cosched.lab.metrics.summary import Summary, summarize
+from cosched.lab.simulation.arrivals import Arrival, Source
+from cosched.lab.simulation.clients import online_client
+from cosched.policies import POLICIES
 from cosched.versions import versions
 from cosched_traces.builders import DEMO_MEAN_RATE
 from cosched_traces.catalogue import load_workload

@@ -47,10 +47,10 @@ from bench_pool import prompts, sglang_array
 
 from cosched.config import ENV_VAR
 from cosched.core.request import RequestClass, Slo
-from cosched.policy.registry import POLICIES
-from cosched.simulation.machine import Machine
-from cosched.simulation.run import CostSpec, RunSpec, config_of, cost_model_of, engine_flags
-from cosched.simulation.scenario import Scenario
+from cosched.lab.simulation.machine import Machine
+from cosched.lab.simulation.run import CostSpec, RunSpec, config_of, cost_model_of, engine_flags
+from cosched.lab.simulation.scenario import Scenario
+from cosched.policies import POLICIES
 from cosched.versions import versions
 
 GOAL_PLAN_P99_MS = 1.0
@@ -66,7 +66,7 @@ class Traffic:
     """A source for `VirtualEngine`: everything offline at the start, online all the time."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        from cosched.simulation.arrivals import Arrival
+        from cosched.lab.simulation.arrivals import Arrival
 
         self._make = Arrival
         self._options = options
@@ -190,8 +190,8 @@ def measure(scenario: Scenario, num_iterations: int, options: argparse.Namespace
         config=(("latency_model", options.latency_model),) if options.latency_model else (),
     )
     os.environ[ENV_VAR] = config_of(spec).to_json()
-    from cosched.simulation.run import identity_of
-    from cosched.simulation.virtual import VirtualEngine
+    from cosched.lab.simulation.run import identity_of
+    from cosched.lab.simulation.virtual import VirtualEngine
 
     watch = Stopwatch(CLOCKS[options.clock])
     with VirtualEngine(

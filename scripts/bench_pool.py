@@ -38,8 +38,8 @@ import msgspec
 import numpy as np
 
 from cosched.core.request import RequestClass, Slo
-from cosched.offline.prefix_pool import PoolConfig, PrefixPool
-from cosched.simulation.arrivals import VOCAB_SIZE
+from cosched.lab.simulation.arrivals import VOCAB_SIZE
+from cosched.pool.prefix_pool import PoolConfig, PrefixPool
 from cosched.versions import versions
 
 VOCABULARY = VOCAB_SIZE

@@ -59,8 +59,8 @@ def in_scheduler(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
     from cosched.config import Config, SharedPrefixConfig, configured
-    from cosched.demo_model import ensure_demo_model
     from cosched.engine.port.local import LocalEngine
+    from cosched.lab.demo_model import ensure_demo_model
 
     rng = np.random.default_rng(args.seed)
     documents = rng.integers(10, 1900, (args.documents, args.prefix)).tolist()

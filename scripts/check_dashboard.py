@@ -27,10 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import httpx
 
-from cosched.demo_model import ensure_demo_model
-from cosched.jobs.server import free_port
-from tests.batches.api import Api
-from tests.batches.replicas import Chats
+from cosched.batch.jsonl.server import free_port
+from cosched.lab.demo_model import ensure_demo_model
+from tests.batch.api import Api
+from tests.batch.replicas import Chats
 from tests.request_lines import completion
 from tests.serving import ROOT, start_server
 

@@ -5,7 +5,7 @@
 SGLang's scheduler in one process on a virtual H100, with 50, 200 and 500 request slots and few or
 many waiting offline requests (`bench_planning.Traffic`). What is measured is the time of the
 scheduler's thread. Other processes can only make it longer, so a low quantile is fitted to the
-`Terms` of `cosched.simulation.host_time`. The last line is one JSON object.
+`Terms` of `cosched.lab.simulation.host_time`. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -24,12 +24,10 @@ import numpy as np
 from bench_planning import Traffic
 
 from cosched.config import ENV_VAR
-from cosched.latency.predictor_base import nnls
-from cosched.policy.registry import policy_entry
-from cosched.simulation.host_time import Load, Measured, Terms, kind_of
-from cosched.simulation.machine import Machine
-from cosched.simulation.parallel import call_all
-from cosched.simulation.run import (
+from cosched.lab.simulation.host_time import Load, Measured, Terms, kind_of
+from cosched.lab.simulation.machine import Machine
+from cosched.lab.simulation.parallel import call_all
+from cosched.lab.simulation.run import (
     CostSpec,
     RunSpec,
     config_of,
@@ -37,7 +35,9 @@ from cosched.simulation.run import (
     engine_flags,
     identity_of,
 )
-from cosched.simulation.scenario import scenario
+from cosched.lab.simulation.scenario import scenario
+from cosched.policies import policy_entry
+from cosched.predict.fitted import nnls
 from cosched.versions import versions
 
 Rows = list[tuple[Load, float]]
@@ -70,7 +70,7 @@ def record(name: str, running: int, waiting: int, options: argparse.Namespace) -
         data_dir=options.data_dir,
     )
     os.environ[ENV_VAR] = config_of(spec).to_json()
-    from cosched.simulation.virtual import VirtualEngine
+    from cosched.lab.simulation.virtual import VirtualEngine
 
     traffic = Traffic(
         SimpleNamespace(  # type: ignore[arg-type]

@@ -39,15 +39,15 @@ import msgspec
 import numpy as np
 import torch
 
-from cosched.benchmark.own_server import OwnServers, leave_a_core_free
+from cosched.batch.jsonl.server import serving
 from cosched.config import Config, SharedPrefixConfig, configured
 from cosched.core.wire import OFFLINE_PRIORITY
-from cosched.cost_models.specs import MODELS
-from cosched.demo_model import ensure_demo_model
 from cosched.errors import CoschedError
-from cosched.jobs.server import serving
-from cosched.simulation.run import RunSpec, WorkloadSpec
-from cosched.simulation.scenario import scenario
+from cosched.lab.benchmark.own_server import OwnServers, leave_a_core_free
+from cosched.lab.cost_models.specs import MODELS
+from cosched.lab.demo_model import ensure_demo_model
+from cosched.lab.simulation.run import RunSpec, WorkloadSpec
+from cosched.lab.simulation.scenario import scenario
 from cosched.versions import versions
 
 OURS = "cosched_shared_prefix"

@@ -41,9 +41,9 @@ import torch
 from gpu_kernels import LLAMA_8B, SMALL, Card, Shape, Work, copy_bandwidth, seconds, stock_module
 
 from cosched.core.batch import BatchShape
-from cosched.cost_models.base import L2_SPEEDUP, ONCE_OVERHEAD, PrefixReads
-from cosched.cost_models.roofline import RooflineModel
-from cosched.cost_models.specs import GPUS, MODELS
+from cosched.lab.cost_models.base import L2_SPEEDUP, ONCE_OVERHEAD, PrefixReads
+from cosched.lab.cost_models.roofline import RooflineModel
+from cosched.lab.cost_models.specs import GPUS, MODELS
 from cosched.versions import versions
 from cosched_kernels.groups import Groups, Shared, groups_of
 from cosched_kernels.interpret import is_interpreting

@@ -35,10 +35,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import openai
 
-from cosched.demo_model import ensure_demo_model
-from cosched.metrics.stats import Distribution, to_dict
+from cosched.lab.demo_model import ensure_demo_model
+from cosched.lab.metrics.stats import Distribution, to_dict
 from cosched.versions import versions
-from tests.batches.replicas import Chats
+from tests.batch.replicas import Chats
 from tests.serving import start_server
 
 EXAMPLES = 5

@@ -1,6 +1,6 @@
 """LoRA adapters with random weights for the demo models, and what the CPU needs to run them.
 
-For tests, the soak and the fuzz; as `cosched.demo_model`, for trying out and not for answers.
+For tests, the soak and the fuzz; as `cosched.lab.demo_model`, for trying out and not for answers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 
-from cosched.demo_model import SIZES
+from cosched.lab.demo_model import SIZES
 
 __all__ = ["FLAGS", "make_adapters", "unpin_memory", "without_pinned_memory"]
 

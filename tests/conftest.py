@@ -20,9 +20,9 @@ _data_home = tempfile.TemporaryDirectory(prefix="cosched-data-")
 os.environ["XDG_DATA_HOME"] = _data_home.name
 gc.disable()  # until all is imported: a fifth of the time would go into looking for garbage there
 
+from cosched.batch.jsonl.server import OwnServer  # noqa: E402
 from cosched.config import ENV_VAR  # noqa: E402
-from cosched.demo_model import ensure_demo_model  # noqa: E402
-from cosched.jobs.server import OwnServer  # noqa: E402
+from cosched.lab.demo_model import ensure_demo_model  # noqa: E402
 from tests.forks import Forks  # noqa: E402
 from tests.serving import SHARED_FLAGS, Server, Servers  # noqa: E402
 
@@ -34,10 +34,10 @@ settings.load_profile("cosched")
 # The files of tests with servers or forks. One worker runs them all, so that they can share these.
 WITH_SERVERS = (
     "tests/server/",
-    "tests/benchmark/test_fidelity.py",
-    "tests/benchmark/test_live_client.py",
-    "tests/test_demo.py",
-    "tests/test_demo_model.py",
+    "tests/lab/benchmark/test_fidelity.py",
+    "tests/lab/benchmark/test_live_client.py",
+    "tests/lab/test_demo.py",
+    "tests/lab/test_demo_model.py",
     "tests/commands/test_launch_server.py",
     "tests/patches/test_seam.py",
 )

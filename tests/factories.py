@@ -21,8 +21,8 @@ from cosched.core.view import (
     Progress,
     Room,
 )
-from cosched.offline.pool import ArrivalOrder
-from cosched.planning.ledger import promised_tokens
+from cosched.pool.pool import ArrivalOrder
+from cosched.schedule.ledger import promised_tokens
 
 _seq = itertools.count()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cosched.config import ENV_VAR
-from cosched.simulation import parallel
+from cosched.lab.simulation import parallel
 
 
 def stay_in_process(monkeypatch):

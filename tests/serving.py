@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import httpx
 
-from cosched.jobs.server import free_port
+from cosched.batch.jsonl.server import free_port
 
 if TYPE_CHECKING:
     from tests.forks import Fork, Forks

@@ -11,9 +11,9 @@ from cosched.core.plan import Plan
 from cosched.core.request import Slo
 from cosched.core.view import View
 from cosched.engine.guard import Guard
-from cosched.simulation.machine import Machine
-from cosched.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
-from cosched.simulation.scenario import Scenario
+from cosched.lab.simulation.machine import Machine
+from cosched.lab.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
+from cosched.lab.simulation.scenario import Scenario
 
 SMALL = Machine(kv_tokens=12_000, chunk_tokens=512, max_running_requests=24)
 

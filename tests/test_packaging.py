@@ -18,43 +18,21 @@ SOURCE_ROOTS = ("kernels", "patches", "traces")
 # A unit may import from itself and from units in lower rows, never sideways or up. What stands in
 # no row is a command: a module of the cosched package, above the packages that only commands use.
 LAYERS = (
-    ("cosched", "errors", "files", "bootstrap", "demo_corpus", "versions", "cosched_kernels"),
-    ("core", "demo_model"),
-    (
-        "offline",
-        "latency",
-        "length",
-        "tolerance",
-        "metrics",
-        "limits",
-        "command_line",
-        "cosched_traces",
-    ),
-    ("kv", "planning", "cost_models", "jobs"),
-    ("policy",),
-    ("claims",),
-    ("batches",),
+    ("cosched", "errors", "files", "bootstrap", "versions", "cosched_kernels"),
+    ("core",),
+    ("pool", "predict", "limits", "command_line", "cosched_traces"),
+    ("memory", "schedule"),
+    ("papers",),
+    ("policies", "batch"),
     ("config",),
     ("engine",),
     ("cosched_patches",),
-    ("simulation",),
-    ("benchmark",),
+    ("lab",),
 )
 RANKS = {unit: rank for rank, row in enumerate(LAYERS) for unit in row}
 COMMAND_PACKAGE, COMMAND = len(LAYERS), len(LAYERS) + 1
 
-PURE = (
-    "core",
-    "offline",
-    "latency",
-    "cost_models",
-    "kv",
-    "length",
-    "limits",
-    "planning",
-    "policy",
-    "tolerance",
-)
+PURE = ("core", "limits", "memory", "papers", "policies", "pool", "predict", "schedule")
 
 
 def source_files() -> list[Path]:

@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from cosched.errors import CoschedError
-from tests.batches.api import line, serving
+from tests.batch.api import line, serving
 
 ray = pytest.importorskip("ray", reason="the stage needs Ray Data (cosched[ray])")
 pytest.importorskip("pyarrow")

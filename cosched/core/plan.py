@@ -76,7 +76,7 @@ class Hosting:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """One iteration. All that the engine is to do stands here; what it cannot do is refused whole
-    (`cosched.planning.validate`), never dropped or half done.
+    (`cosched.schedule.validate`), never dropped or half done.
 
     prefill     rid -> new prompt tokens to compute, in the order they are admitted. Requests that
                 wait and the unfinished prefill may stand here; where others do, the unfinished one

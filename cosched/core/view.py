@@ -123,7 +123,7 @@ class OfflineLimits:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
     """By how much offline work may lengthen the iterations of online requests, where the operator
-    promises what these would have alone, and a share more (`cosched.tolerance`).
+    promises what these would have alone, and a share more (`cosched.predict`).
 
     wait_s  of those that online requests wait for or compute their prompts in [s]; None: nothing is
             promised of TTFT

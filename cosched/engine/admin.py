@@ -15,15 +15,15 @@ from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.io_struct import SetInternalStateReq
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
-from cosched.batches.rate import Progress
-from cosched.batches.replies import Running
+from cosched.batch.rate import Progress
+from cosched.batch.replies import Running
 from cosched.config import Config
 from cosched.core.view import OfflineLimits
 from cosched.engine.checks import scope_of
 from cosched.engine.front import own_request
 from cosched.engine.middleware import App, Message, Receive, Scope, Send, add_page
 from cosched.engine.offline_gate import limits_to_message
-from cosched.policy.registry import policy_entry
+from cosched.policies import policy_entry
 
 __all__ = ["RETRY_AFTER_S", "OfflineOrder", "add_batches", "add_routes", "limits_of"]
 
@@ -88,8 +88,8 @@ def add_routes(app: Any, config: Config) -> None:
 def add_batches(app: Any, config: Config, api_key: str | None) -> None:
     """The routes of Files and Batches, and the feeder, which lives as long as the application;
     before it starts."""
-    from cosched.batches import routes
-    from cosched.batches.service import BatchService
+    from cosched.batch import routes
+    from cosched.batch.service import BatchService
 
     if config.policy == "sglang":
         logger.warning("batches: under policy 'sglang' their requests queue with chats")

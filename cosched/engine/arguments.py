@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import cosched.bootstrap
-from cosched.batches.opening import check_store
+from cosched.batch.opening import check_store
 from cosched.config import Config
 from cosched.errors import ConfigError, choices
-from cosched.kv.config import ENGINE_ORDERS
-from cosched.policy.registry import policy_entry
+from cosched.memory.config import ENGINE_ORDERS
+from cosched.policies import policy_entry
 
 __all__ = [
     "EVICTION_FLAG",

@@ -21,8 +21,8 @@ from cosched.engine.offline_gate import OfflineGate
 from cosched.engine.port import bidirectional
 from cosched.engine.startup import describe
 from cosched.errors import ConfigError
-from cosched.latency.features import GraphSizes
-from cosched.policy.registry import policy_entry
+from cosched.policies import policy_entry
+from cosched.predict.features import GraphSizes
 
 __all__ = ["attach", "use_virtual_device"]
 

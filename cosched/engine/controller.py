@@ -20,12 +20,12 @@ from cosched.core.request import LateReason, Request, RequestClass
 from cosched.core.view import Ended
 from cosched.core.wire import LATE_KEY
 from cosched.engine import port
-from cosched.engine.alone import AloneWatch
 from cosched.engine.clock import EngineClock
 from cosched.engine.decisions import DecisionLog
 from cosched.engine.exporter import MetricsExporter
 from cosched.engine.guard import Guard
 from cosched.engine.identity import identity_of
+from cosched.engine.isolated import AloneWatch
 from cosched.engine.kv import KvManager, transfer_s_of
 from cosched.engine.last_moment import Arrivals, LastMoment
 from cosched.engine.lengths import Lengths
@@ -41,16 +41,16 @@ from cosched.engine.tracked import TrackedRequest
 from cosched.engine.tree_core import can_watch
 from cosched.engine.view_of import SchedulerView, num_cached
 from cosched.engine.waiting import WaitingQueue, WaitingSummary
-from cosched.kv.eviction import Eviction
-from cosched.kv.recompute import RecomputeBudget
-from cosched.latency.calibration import Calibrator, error_factor
-from cosched.latency.predictor import FittedPredictor
-from cosched.latency.profile_file import Profile
-from cosched.metrics.job import prompt_cost_s, token_cost_s
-from cosched.offline.pool import ArrivalQueue, OfflinePool
-from cosched.offline.prefix_pool import PrefixPool
-from cosched.policy.base import Policy, PolicySettings
-from cosched.policy.registry import PolicyEntry
+from cosched.memory.eviction import Eviction
+from cosched.memory.recompute import RecomputeBudget
+from cosched.policies import PolicyEntry
+from cosched.pool.pool import ArrivalQueue, OfflinePool
+from cosched.pool.prefix_pool import PrefixPool
+from cosched.predict.calibration import Calibrator, error_factor
+from cosched.predict.profile_file import Profile
+from cosched.predict.registry import FittedPredictor
+from cosched.predict.work import prompt_cost_s, token_cost_s
+from cosched.schedule.base import Policy, PolicySettings
 
 __all__ = ["Controller", "Counters", "Log"]
 

@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from cosched.batch.prometheus import Kind, Metric
 from cosched.core.request import LateReason, RequestClass
-from cosched.engine.alone import AloneState, LatencyBeside
+from cosched.engine.isolated import AloneState, LatencyBeside
 from cosched.engine.observe import Iteration
 from cosched.engine.service import TARGETS
 from cosched.engine.state import ReplicaState
-from cosched.kv.occupancy import KvOccupancy
-from cosched.metrics.prometheus import Kind, Metric
+from cosched.memory.occupancy import KvOccupancy
 
 if TYPE_CHECKING:
     from cosched.engine.controller import Controller

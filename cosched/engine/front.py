@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from cosched.claims import Grant, KeyGate
 from cosched.config import Config
 from cosched.core.request import RequestClass, Slo
 from cosched.core.wire import (
@@ -36,6 +35,7 @@ from cosched.core.wire import (
     with_slo,
 )
 from cosched.errors import LimitError
+from cosched.limits.claims import Grant, KeyGate
 
 __all__ = ["CLASS_HEADER", "TARGETS_HEADER", "Front", "ReplyMiddleware", "own_request"]
 

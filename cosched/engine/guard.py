@@ -1,7 +1,7 @@
 """What happens when something of cosched's own fails in a server: the iteration goes on.
 
 A policy that raises, or a plan that the engine cannot run, costs one iteration's quality, not the
-server: that iteration is planned by the safe rule (`cosched.policy.safe`). After several failures
+server: that iteration is planned by the safe rule (`cosched.schedule.safe`). After several failures
 in a row, or one plan that had to be interrupted, the safe rule stays until the server is restarted.
 A plan that was slow is used, and counts as a failure. What only watches (timing, metrics, the
 decision log) is left out where it fails.
@@ -22,9 +22,9 @@ from typing import Any, NoReturn
 
 from cosched.core.plan import EMPTY_PLAN, Plan
 from cosched.core.view import View
-from cosched.planning.validate import validate
-from cosched.policy.base import Policy
-from cosched.policy.safe import SafePolicy
+from cosched.schedule.base import Policy
+from cosched.schedule.safe import SafePolicy
+from cosched.schedule.validate import validate
 
 __all__ = ["MOST_FAILURES", "PLAN_LIMIT_S", "SLOW_PLAN_S", "Guard", "PlanTimeout", "note_or_raise"]
 

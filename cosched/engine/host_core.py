@@ -34,8 +34,8 @@ from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import (
 
 from cosched.engine import port
 from cosched.engine.tree_core import WatchedTreeCore
-from cosched.kv.eviction import Leaves
-from cosched.kv.tree import KvNode, KvTree
+from cosched.memory.eviction import Leaves
+from cosched.memory.tree import KvNode, KvTree
 
 __all__ = ["HostedTreeCore"]
 

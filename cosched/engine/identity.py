@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from cosched.latency.profile_file import EngineIdentity
+from cosched.predict.profile_file import EngineIdentity
 
 __all__ = ["STANDS_FOR", "identity_of"]
 

@@ -1,7 +1,7 @@
 """KV memory of a scheduler: what is evicted first, what its loss costs, what online requests need.
 
-Ties the parts of `cosched.kv` to an engine: the tree that follows SGLang's, the pool that knows who
-waits, the returns that are learned from requests that come and go, the prices of the predictor.
+Ties the parts of `cosched.memory` to an engine: the tree that follows SGLang's, the pool that knows
+the waiting requests, the reuse that is learned from requests, the costs of the predictor.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from cosched.engine.ranked_core import RankedTreeCore
 from cosched.engine.running import own_tokens
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.tree_core import WatchedTreeCore
-from cosched.kv.config import KvConfig
-from cosched.kv.demand import OnlineDemand
-from cosched.kv.eviction import ORDERS, CopyOrder, Eviction, Leaves, Prices, Worth
-from cosched.kv.occupancy import (
+from cosched.memory.config import KvConfig
+from cosched.memory.demand import OnlineDemand
+from cosched.memory.eviction import ORDERS, CopyOrder, Eviction, Leaves, Prices, Worth
+from cosched.memory.occupancy import (
     HostOccupancy,
     KvOccupancy,
     host_occupancy_of,
     occupancy_of,
 )
-from cosched.kv.returns import ReturnModel, block_hashes
-from cosched.kv.tree import KvTree, Visit
-from cosched.offline.pool import OfflinePool
-from cosched.offline.prefix_pool import PrefixPool
-from cosched.offline.radix import Shared, pack
+from cosched.memory.returns import ReturnModel, block_hashes
+from cosched.memory.tree import KvTree, Visit
+from cosched.pool.pool import OfflinePool
+from cosched.pool.prefix_pool import PrefixPool
+from cosched.pool.radix import Shared, pack
 
 __all__ = ["KvManager", "transfer_s_of"]
 

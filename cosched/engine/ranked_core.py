@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import (
 )
 
 from cosched.engine.tree_core import WatchedTreeCore
-from cosched.kv.eviction import Eviction
+from cosched.memory.eviction import Eviction
 
 __all__ = ["RankedTreeCore"]
 

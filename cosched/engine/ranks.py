@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from cosched.core.plan import Hosting, Plan, Preemption, PreemptMode
-from cosched.kv.eviction import Eviction
+from cosched.memory.eviction import Eviction
 
 __all__ = ["Ranks", "Shared"]
 

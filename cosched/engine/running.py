@@ -19,9 +19,9 @@ from cosched.core.view import Decodes, Outlook, Progress
 from cosched.engine import port
 from cosched.engine.lengths import Lengths
 from cosched.engine.tracked import TrackedRequest
-from cosched.kv.tree import KvTree
-from cosched.length.beliefs import NUM_ENDS
-from cosched.planning.ledger import promised_tokens
+from cosched.memory.tree import KvTree
+from cosched.predict.lengths import NUM_ENDS
+from cosched.schedule.ledger import promised_tokens
 
 __all__ = ["Running", "RunningTable", "own_tokens", "taken_by_guests"]
 

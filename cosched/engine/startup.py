@@ -14,8 +14,8 @@ import psutil
 from sglang.srt.arg_groups.overrides import resolving_view
 
 from cosched.config import Config
-from cosched.offline.prefix_pool import PoolConfig
-from cosched.policy.registry import policy_entry
+from cosched.policies import policy_entry
+from cosched.pool.prefix_pool import PoolConfig
 
 __all__ = ["describe", "log_ready", "wait_until_listening"]
 

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 
 from cosched.core.view import OfflineLimits
-from cosched.engine.alone import AloneState
-from cosched.kv.occupancy import KvOccupancy
-from cosched.offline.prefix_pool import PoolStats
+from cosched.engine.isolated import AloneState
+from cosched.memory.occupancy import KvOccupancy
+from cosched.pool.prefix_pool import PoolStats
 
 __all__ = ["OfflineProgress", "PlanningTimes", "ReplicaState"]
 

@@ -10,7 +10,7 @@ from cosched.core.view import Ended
 from cosched.engine.clock import Clock
 from cosched.engine.observe import Iteration, IterationObserver
 from cosched.engine.tracked import TrackedRequest
-from cosched.latency.calibration import Calibrator
+from cosched.predict.calibration import Calibrator
 
 __all__ = ["Moment", "Timekeeper"]
 

@@ -8,7 +8,7 @@ from typing import Any
 from cosched.core.request import PLAIN, LateReason, RequestClass, Slo, Traits
 from cosched.core.wire import Bounds, class_of_priority, slo_of_params
 from cosched.engine import port
-from cosched.length import Belief
+from cosched.predict.lengths import Belief
 
 __all__ = ["TrackedRequest"]
 

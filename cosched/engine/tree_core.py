@@ -32,10 +32,10 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from cosched.core.request import RequestClass
 from cosched.core.wire import class_of_priority
 from cosched.engine import port
-from cosched.kv.eviction import Leaves
-from cosched.kv.occupancy import LIKELY
-from cosched.kv.tree import KvNode, KvTree
-from cosched.offline.radix import pack
+from cosched.memory.eviction import Leaves
+from cosched.memory.occupancy import LIKELY
+from cosched.memory.tree import KvNode, KvTree
+from cosched.pool.radix import pack
 
 __all__ = ["WatchedTreeCore", "can_watch"]
 

@@ -32,7 +32,7 @@ from cosched.engine.running import Running, RunningTable, own_tokens
 from cosched.engine.timekeeper import Moment
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.waiting import WaitingQueue
-from cosched.planning.ledger import promised_tokens
+from cosched.schedule.ledger import promised_tokens
 
 __all__ = ["SchedulerView", "num_cached"]
 

@@ -19,13 +19,13 @@ from cosched.core.request import RequestClass, num_tokens_of
 from cosched.core.view import OfflineLimits
 from cosched.core.wire import Bounds, class_of_priority
 from cosched.engine import port
-from cosched.engine.alone import AloneWatch
 from cosched.engine.clock import Clock
 from cosched.engine.decisions import DecisionLog
 from cosched.engine.guard import Guard
+from cosched.engine.isolated import AloneWatch
 from cosched.engine.kv import KvManager
 from cosched.engine.tracked import TrackedRequest
-from cosched.offline.pool import ArrivalQueue, OfflinePool
+from cosched.pool.pool import ArrivalQueue, OfflinePool
 
 __all__ = ["WaitingQueue", "WaitingSummary", "online_requests"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from cosched.metrics.summary import Summary
+from cosched.lab.metrics.summary import Summary
 
 __all__ = ["COLUMNS", "Column"]
 

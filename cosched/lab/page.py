@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 from cosched.errors import ConfigError
 from cosched.lab.columns import COLUMNS
+from cosched.lab.metrics.interval import interval_of
+from cosched.lab.metrics.plots_compare import Run, write_comparison_plots
+from cosched.lab.metrics.plots_sweep import Panel, plot_panels
+from cosched.lab.metrics.table import markdown_rows
+from cosched.lab.simulation.run import RunResult
 from cosched.lab.suite import Option, Outcome, Row, SuiteFile, SuiteTarget, as_arguments
-from cosched.metrics.interval import interval_of
-from cosched.metrics.plots_compare import Run, write_comparison_plots
-from cosched.metrics.plots_sweep import Panel, plot_panels
-from cosched.metrics.table import markdown_rows
-from cosched.simulation.run import RunResult
 
 __all__ = [
     "Key",

@@ -41,13 +41,13 @@ import msgspec
 from cosched.command_line import Parser
 from cosched.errors import ConfigError, choices
 from cosched.lab.columns import COLUMNS
-from cosched.metrics.slo import JctTarget
-from cosched.metrics.summary import Summary
-from cosched.simulation.options import add_run_options, run_spec_of
-from cosched.simulation.parallel import execute_all
-from cosched.simulation.run import RunResult, RunSpec
-from cosched.simulation.scenario import scenario
-from cosched.simulation.store import ResultStore
+from cosched.lab.metrics.slo import JctTarget
+from cosched.lab.metrics.summary import Summary
+from cosched.lab.simulation.options import add_run_options, run_spec_of
+from cosched.lab.simulation.parallel import execute_all
+from cosched.lab.simulation.run import RunResult, RunSpec
+from cosched.lab.simulation.scenario import scenario
+from cosched.lab.simulation.store import ResultStore
 
 __all__ = [
     "Option",
@@ -105,7 +105,7 @@ class SuiteScenario(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 class SuiteSetting(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """Who schedules, and how.
 
-    policy   a policy or a scenario of `cosched.simulation.scenario`; default: the setting's name
+    policy   a policy or a name of `cosched.lab.simulation.scenario`; default: the setting's name
     options  of `cosched.simulate`, over those of the scenario
     config   keys of COSCHED_CONFIG
     only     scenarios in which it is run; default: all

@@ -19,12 +19,12 @@ import msgspec
 import openai
 import pytest
 
-from cosched.batches.config import BatchesConfig
+from cosched.batch.config import BatchesConfig
 from cosched.errors import ConfigError
 from tests.attack.items import Setting, attack
-from tests.batches import kills
-from tests.batches.api import Api, line, serving, until
-from tests.batches.stand_in import StandIn
+from tests.batch import kills
+from tests.batch.api import Api, line, serving, until
+from tests.batch.stand_in import StandIn
 
 
 def lines_of(count: int, name: str = "c") -> list[dict[str, object]]:

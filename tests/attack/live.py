@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 from rich.console import Console
 
-from cosched.demo_model import ensure_demo_model
+from cosched.lab.demo_model import ensure_demo_model
 from tests.attack.items import Setting, attack
 from tests.attack.policies import TRIGGER
-from tests.batches.api import Api
+from tests.batch.api import Api
 from tests.fuzz import run as fuzz
 from tests.fuzz.cases import World, make_case
 from tests.request_lines import chat as chat_line

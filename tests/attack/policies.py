@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from itertools import chain
 
-from cosched.policy.registry import policy_entry
+from cosched.policies import policy_entry
 
 TRIGGER = 77
 

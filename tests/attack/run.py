@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, item in ITEMS.items():
             print(f"{name:14} {item.what} ({item.full})")
         return 0
-    for name in ("uvicorn.error", "cosched.batches"):
+    for name in ("uvicorn.error", "cosched.batch"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # what they tell is provoked
     rows: dict[str, dict[str, object]] = {}
     with contextlib.ExitStack() as stack:

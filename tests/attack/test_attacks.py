@@ -6,10 +6,10 @@ import httpx
 import pytest
 
 import tests.attack.batches  # noqa: F401  # its items
-from cosched.batches.config import BatchesConfig
+from cosched.batch.config import BatchesConfig
 from tests.attack.items import ITEMS, Setting
-from tests.batches.api import serving
-from tests.batches.stand_in import StandIn
+from tests.batch.api import serving
+from tests.batch.stand_in import StandIn
 
 QUICK = [name for name, item in ITEMS.items() if not item.needs_server and name != "kill"]
 

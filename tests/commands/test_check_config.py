@@ -10,7 +10,7 @@ import pytest
 
 from cosched.check_config import PAGE, groups, main, page
 from cosched.config import ENV_VAR, Config
-from cosched.kv.config import KvConfig
+from cosched.memory.config import KvConfig
 
 ROOT = Path(__file__).parents[2]
 

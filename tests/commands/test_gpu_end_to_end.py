@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from cosched.cost_models.specs import MODELS
+from cosched.lab.cost_models.specs import MODELS
 from tests.scripts import script
 
 OURS = "cosched_shared_prefix"

@@ -10,14 +10,14 @@ from types import SimpleNamespace
 import pytest
 
 from cosched import bootstrap, launch_server
-from cosched.batches.lock import lock_file
+from cosched.batch.lock import lock_file
 from cosched.config import ENV_VAR, Config
 from cosched.engine import arguments as engine_side
 from cosched.errors import ConfigError
-from cosched.kv.config import ENGINE_ORDERS, KvConfig
-from cosched.kv.eviction import ORDERS
-from cosched.policy.registry import POLICIES
-from cosched.tolerance.config import ToleranceConfig
+from cosched.memory.config import ENGINE_ORDERS, KvConfig
+from cosched.memory.eviction import ORDERS
+from cosched.policies import POLICIES
+from cosched.predict.tolerance_config import ToleranceConfig
 from tests.serving import TEST_FLAGS
 
 

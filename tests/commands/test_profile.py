@@ -13,15 +13,15 @@ import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched import launch_server, profile
 from cosched.config import ENV_VAR, Config
 from cosched.core.batch import BatchShape, BatchTotals, Prefill
-from cosched.cost_models.registry import make_cost_model
 from cosched.errors import ConfigError
-from cosched.latency.predictor import PREDICTORS, fit_predictor
-from cosched.latency.profile_file import Profile
-from cosched.simulation.machine import Machine
-from cosched.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
-from cosched.simulation.scenario import scenario
+from cosched.lab.cost_models.registry import make_cost_model
+from cosched.lab.simulation.machine import Machine
+from cosched.lab.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
+from cosched.lab.simulation.scenario import scenario
+from cosched.predict.profile_file import Profile
+from cosched.predict.registry import PREDICTORS, fit_predictor
 from tests.in_process import stay_in_process
-from tests.latency.batches import scheduler_batches
+from tests.predict.batches import scheduler_batches
 
 MACHINE = ("--cost-model", "roofline", "--gpu", "H100")
 

@@ -9,8 +9,8 @@ import pytest
 
 from cosched.config import ENV_VAR, Config, load_config, parse_config
 from cosched.errors import ConfigError
-from cosched.kv.config import EVICTION_ORDERS
-from cosched.policy.registry import POLICIES
+from cosched.memory.config import EVICTION_ORDERS
+from cosched.policies import POLICIES
 
 
 def test_absent_or_empty_means_off():

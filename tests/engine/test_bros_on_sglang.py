@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from cosched.policy.bros import BrosOptions, BrosPolicy
+from cosched.papers.bros.policy import BrosOptions, BrosPolicy
 from tests.engine.conftest import assert_drained
 from tests.engine.test_policies_on_sglang import ask_all
 

@@ -8,13 +8,13 @@ from sglang.srt.managers.io_struct import AbortReq
 
 from cosched.config import Config, parse_config
 from cosched.core.plan import Plan, Preemption, SkipReason
-from cosched.decision_log.read import read_log
+from cosched.engine.decision_log.read import read_log
 from cosched.engine.observe import Iteration
 from cosched.engine.parts import NUM_PARTS, parts_of
 from cosched.errors import ConfigError
-from cosched.metrics.records import record_line
+from cosched.lab.metrics.records import record_line
+from cosched.lab.simulation.run import execute
 from cosched.simulate import main as simulate
-from cosched.simulation.run import execute
 from tests.engine.conftest import prompt
 from tests.factories import FakeView, decoding, offline, online
 from tests.recorded import Recorder, batch_of
@@ -275,7 +275,7 @@ def test_the_log_needs_a_policy_that_decides():
     ],
 )
 def test_simulations_that_cannot_be_recorded_are_refused(arguments, message, tmp_path, capsys):
-    from cosched.simulation.find import QUESTIONS
+    from cosched.lab.simulation.find import QUESTIONS
 
     if "--find" in arguments:
         arguments = [*arguments[:-1], sorted(QUESTIONS)[0]]

@@ -8,7 +8,7 @@ import pytest
 
 from cosched.core.view import Progress
 from cosched.engine.running import taken_by_guests
-from cosched.policy.registry import POLICIES
+from cosched.policies import POLICIES
 from tests.engine.conftest import assert_drained, prompt, view_now
 from tests.small_runs import plans_asked_twice, spec_of
 

@@ -35,7 +35,7 @@ def test_the_log_is_switched_off_with_one_warning(make_engine, log):
 
 
 def test_a_log_that_fails_halfway_keeps_what_it_has(make_engine, tmp_path):
-    from cosched.decision_log.read import read_log
+    from cosched.engine.decision_log.read import read_log
 
     path = tmp_path / "log"
     engine = make_engine(policy="hygen", overlap=True, config={"decision_log": str(path)})

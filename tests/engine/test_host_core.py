@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 import cosched.bootstrap  # noqa: F401  # before SGLang
 from cosched.engine.host_core import HostedTreeCore
-from cosched.kv.eviction import CopyOrder, Leaves
+from cosched.memory.eviction import CopyOrder, Leaves
 from tests.engine.test_tree_core import CORES, OPERATIONS, Machine, run
 
 FULL = ComponentType.FULL
@@ -217,7 +217,7 @@ class HostMachine(Machine):
 
 
 def port_pack(key):
-    from cosched.offline.radix import pack
+    from cosched.pool.radix import pack
 
     return pack(key.raw_token_ids())
 

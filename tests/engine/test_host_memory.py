@@ -9,7 +9,7 @@ from sglang.srt.mem_cache.l2_transfer import TransferCompletion
 
 from cosched.core.plan import PreemptMode, SkipReason
 from cosched.engine import port
-from cosched.kv.occupancy import HostOccupancy
+from cosched.memory.occupancy import HostOccupancy
 from tests.engine.conftest import assert_drained, prompt, view_now
 
 HOST = {"switches": ["--enable-hierarchical-cache"], "hicache_size": 0}

@@ -13,7 +13,7 @@ from cosched.engine import kv
 from cosched.engine.kv import KvManager
 from cosched.engine.timekeeper import Moment
 from cosched.engine.view_of import num_cached
-from cosched.kv.config import KvConfig
+from cosched.memory.config import KvConfig
 from tests.engine.conftest import prompt
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
-from cosched.simulation.machine import Machine
-from cosched.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
-from cosched.simulation.scenario import scenario
+from cosched.lab.simulation.machine import Machine
+from cosched.lab.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
+from cosched.lab.simulation.scenario import scenario
 from tests.engine.conftest import prompt
 
 

@@ -4,10 +4,10 @@ import pytest
 
 from cosched.config import ENV_VAR
 from cosched.core.request import RequestClass
-from cosched.simulation.machine import Machine
-from cosched.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
-from cosched.simulation.scenario import scenario
-from cosched.simulation.store import ResultStore
+from cosched.lab.simulation.machine import Machine
+from cosched.lab.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
+from cosched.lab.simulation.scenario import scenario
+from cosched.lab.simulation.store import ResultStore
 from tests.engine.conftest import assert_drained, prompt
 from tests.engine.test_policies_on_sglang import EXAMPLES, OFFLINE
 

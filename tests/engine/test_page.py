@@ -11,11 +11,11 @@ from importlib.resources import files
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
+from cosched.batch.jsonl.lines import URLS
 from cosched.core.plan import SkipReason
 from cosched.engine.state import ReplicaState
-from cosched.jobs.lines import URLS
-from cosched.kv.occupancy import KvOccupancy
-from cosched.offline.prefix_pool import PoolStats
+from cosched.memory.occupancy import KvOccupancy
+from cosched.pool.prefix_pool import PoolStats
 
 PAGE = files("cosched.engine").joinpath("page.html").read_text()
 SCRIPT = re.search(r"<script>(.*)</script>", PAGE, re.DOTALL)[1]

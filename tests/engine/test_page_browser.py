@@ -8,10 +8,10 @@ import pytest
 from fastapi import Request
 from fastapi.responses import JSONResponse
 
-from cosched.batches.config import BatchesConfig
+from cosched.batch.config import BatchesConfig
 from cosched.engine.middleware import add_page
-from tests.batches.api import Api, line, serving, until
-from tests.batches.stand_in import StandIn
+from tests.batch.api import Api, line, serving, until
+from tests.batch.stand_in import StandIn
 from tests.browser import browsing, find_browser
 from tests.engine.test_page import state
 

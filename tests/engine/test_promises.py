@@ -9,7 +9,7 @@ import zlib
 import pytest
 
 from cosched.config import ENV_VAR
-from cosched.planning.builder import PlanBuilder
+from cosched.schedule.builder import PlanBuilder
 from tests.engine.conftest import assert_drained, prompt, without_model
 from tests.small_runs import plans_asked_twice, spec_of
 

@@ -3,14 +3,14 @@
 import subprocess
 import sys
 
-from cosched.jobs.server import free_port
+from cosched.batch.jsonl.server import free_port
 
 PROGRAM = """
 import sys
 import torch.distributed as dist
 from cosched.core.plan import EMPTY_PLAN, Plan, PreemptMode, Preemption
 from cosched.engine.ranks import Ranks, Shared
-from cosched.kv.eviction import Eviction
+from cosched.memory.eviction import Eviction
 
 rank, port = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cosched.decision_log.read import read_log
+from cosched.engine.decision_log.read import read_log
 from cosched.engine.faults import Isolation
 from tests.engine.conftest import assert_drained, prompt
 

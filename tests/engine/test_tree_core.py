@@ -18,11 +18,11 @@ from sglang.srt.mem_cache.unified_cache.tree_core_registry import create_tree_co
 import cosched.bootstrap  # noqa: F401  # before SGLang
 from cosched.engine import port
 from cosched.engine.tree_core import WatchedTreeCore
-from cosched.kv.eviction import ORDERS, Leaves, Prices, Worth
-from cosched.kv.returns import ReturnModel
-from cosched.kv.tree import KvTree, Visit
-from cosched.offline.prefix_pool import PoolConfig, PrefixPool
-from cosched.offline.radix import pack
+from cosched.memory.eviction import ORDERS, Leaves, Prices, Worth
+from cosched.memory.returns import ReturnModel
+from cosched.memory.tree import KvTree, Visit
+from cosched.pool.prefix_pool import PoolConfig, PrefixPool
+from cosched.pool.radix import pack
 from tests.factories import Linear, offline
 
 NUM_OPERATIONS = int(os.environ.get("COSCHED_TREE_OPERATIONS", "2500"))

@@ -8,7 +8,7 @@ import pytest
 
 from cosched.core.request import RequestClass
 from cosched.engine.waiting import WaitingQueue, WaitingSummary, online_requests
-from cosched.offline.pool import ArrivalQueue
+from cosched.pool.pool import ArrivalQueue
 
 
 class Ticks:

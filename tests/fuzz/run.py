@@ -35,7 +35,7 @@ from pathlib import Path
 import httpx
 from rich.console import Console
 
-from cosched.demo_model import SIZES, ensure_demo_model
+from cosched.lab.demo_model import SIZES, ensure_demo_model
 from tests.adapters import make_adapters
 from tests.forks import Forks
 from tests.fuzz.cases import FEATURES, Case, World, make_case

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from cosched.cost_models.base import PrefixReads
+from cosched.lab.cost_models.base import PrefixReads
 from cosched_kernels.picker import read_model
 from tests.scripts import script
 

@@ -13,10 +13,10 @@ from cosched import bench
 from cosched.config import ENV_VAR
 from cosched.errors import ConfigError
 from cosched.lab.page import Key, Page, read_page
+from cosched.lab.simulation.machine import Machine
+from cosched.lab.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
+from cosched.lab.simulation.scenario import scenario
 from cosched.lab.suite import read_suite, rows_of, suite_names
-from cosched.simulation.machine import Machine
-from cosched.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
-from cosched.simulation.scenario import scenario
 from tests.in_process import stay_in_process
 
 QUICK = Path(__file__).parents[2] / "docs" / "results" / "quick.md"

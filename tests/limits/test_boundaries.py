@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from cosched.jobs.lines import URLS as LINE_URLS
-from cosched.jobs.lines import BadLine, RequestLine, parse_line
-from cosched.jobs.source import RawLine
+from cosched.batch.jsonl.lines import URLS as LINE_URLS
+from cosched.batch.jsonl.lines import BadLine, RequestLine, parse_line
+from cosched.batch.jsonl.source import RawLine
 from cosched.limits.table import INTERNAL, TABLE, Free, Scope
 from tests.fuzz.boundaries import OPENAI, URLS, boundary_body, values_of
 

@@ -6,7 +6,7 @@ import sys
 
 from sglang.srt.managers.schedule_batch import Req
 
-from cosched.policy.registry import policy_entry
+from cosched.policies import policy_entry
 
 FAILS, LEAKS = "fails-", "leaks-"
 

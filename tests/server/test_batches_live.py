@@ -11,8 +11,8 @@ import openai
 import pytest
 
 from cosched.run_batch import main as run_batch
-from tests.batches.api import Api
-from tests.batches.kills import RealServer, run
+from tests.batch.api import Api
+from tests.batch.kills import RealServer, run
 from tests.request_lines import chat, completion, line
 from tests.serving import start_server
 

@@ -10,10 +10,10 @@ import sys
 import httpx
 import pytest
 
-from cosched.jobs.server import free_port
+from cosched.batch.jsonl.server import free_port
 from tests.adapters import FLAGS as LORA_FLAGS
 from tests.adapters import make_adapters
-from tests.batches.api import Api, until
+from tests.batch.api import Api, until
 from tests.request_lines import chat
 from tests.serving import ROOT, start_server
 

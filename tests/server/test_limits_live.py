@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from tests.batches.api import Api
+from tests.batch.api import Api
 from tests.serving import start_server
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"

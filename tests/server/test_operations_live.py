@@ -16,8 +16,8 @@ import openai
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
+from cosched.batch.prometheus import Kind
 from cosched.engine.exporter import METRICS
-from cosched.metrics.prometheus import Kind
 from tests.serving import (
     GUARDED_ADMIN_KEY,
     GUARDED_FLAGS,

@@ -13,7 +13,7 @@ import subprocess
 
 import pytest
 
-from cosched.jobs.server import free_port
+from cosched.batch.jsonl.server import free_port
 from tests.serving import ROOT, SEARCH_PATH, start_server
 
 pytestmark = pytest.mark.server
@@ -80,7 +80,7 @@ RUN = [command for command in WRITTEN if not is_excepted(command)]
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """`scripts/serve`, or in a checkout with another's environment what that runs in the end."""
-    from cosched.demo_model import ensure_demo_model
+    from cosched.lab.demo_model import ensure_demo_model
 
     model = ensure_demo_model(size="demo")
     command = ["scripts/serve"]

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.batches.api import Api
+from tests.batch.api import Api
 from tests.request_lines import line
 from tests.serving import start_server
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.batches import postgres, replicas
+from tests.batch import postgres, replicas
 
 
 @pytest.mark.skipif(postgres.programs() is None, reason=postgres.MISSING)

@@ -10,7 +10,7 @@ import time
 import httpx
 import pytest
 
-from cosched.jobs.server import free_port
+from cosched.batch.jsonl.server import free_port
 from cosched.run_batch import main as run_batch
 from tests.request_lines import chat, completion, line
 from tests.server.conftest import is_idle, prefilled

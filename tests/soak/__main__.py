@@ -21,7 +21,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from cosched.command_line import run_command, virtual_time_bar
-from cosched.policy.registry import POLICIES
+from cosched.policies import POLICIES
 from tests.soak.narrow import in_child, narrow
 from tests.soak.run import Outcome
 from tests.soak.spec import FEATURES, MATRIX, SoakSpec

@@ -9,7 +9,7 @@ from typing import Any
 from cosched.core.wire import class_of_priority
 from cosched.engine.port.local import Reply
 from cosched.engine.waiting import WaitingQueue
-from cosched.offline.prefix_pool import PrefixPool
+from cosched.pool.prefix_pool import PrefixPool
 from tests.soak.engine import SoakEngine
 from tests.soak.traffic import Ask
 

@@ -29,12 +29,12 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from cosched.config import ENV_VAR
 from cosched.core.batch import BatchShape
-from cosched.demo_model import ensure_demo_model
 from cosched.engine import port
 from cosched.engine.attach import use_virtual_device
 from cosched.engine.port.local import LocalEngine, Reply, lengths_of, load_adapters, made_up
-from cosched.policy.registry import policy_entry
-from cosched.simulation.virtual import VirtualClock
+from cosched.lab.demo_model import ensure_demo_model
+from cosched.lab.simulation.virtual import VirtualClock
+from cosched.policies import policy_entry
 from tests import adapters
 from tests.soak.spec import SoakSpec
 from tests.soak.traffic import Ask, Command

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
-from cosched.simulation.virtual import _quiet_host
+from cosched.lab.simulation.virtual import _quiet_host
 from tests.adapters import make_adapters, without_pinned_memory
 from tests.soak.checks import Checks, SoakFailure
 from tests.soak.engine import SoakEngine

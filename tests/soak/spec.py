@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from cosched.errors import ConfigError, choices
-from cosched.policy.registry import POLICIES, policy_entry
+from cosched.policies import POLICIES, policy_entry
 
 __all__ = ["EPISODES_PER_HOUR", "FEATURES", "MATRIX", "SoakSpec"]
 

@@ -1,9 +1,9 @@
 """SGLang's allocator of KV pages, with pages that an online and an offline request share.
 
-Who shares what is decided by `cosched.kv.pages`; here are the slots. An offline request takes the
-slots of all its pages from the right, so that none has to be turned round when it is shared. The
-page numbers stay on the device, as SGLang's do: what is decided needs only how far each request has
-come.
+`cosched.papers.bros.pages` decides which requests share a page; here are the slots. An offline
+request takes the slots of all its pages from the right, so that none has to be turned round when it
+is shared. The page numbers stay on the device, as SGLang's do: what is decided needs only how far
+each request has come.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from cosched.core.request import RequestClass
 from cosched.core.wire import class_of_priority
-from cosched.kv.pages import PreemptionTable, Tail
+from cosched.papers.bros.pages import PreemptionTable, Tail
 
 __all__ = [
     "BidirectionalAllocator",

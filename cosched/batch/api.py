@@ -1,0 +1,225 @@
+"""What clients send and get, in OpenAI's words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from cosched.batch.data import Batch, File, NewBatch, Status
+from cosched.batch.errors import ApiError
+from cosched.batch.forecast import Outlook
+from cosched.batch.jsonl.lines import URLS
+
+__all__ = [
+    "batch_json",
+    "error_json",
+    "expiry_seconds",
+    "file_json",
+    "limit_of",
+    "new_batch",
+    "page_json",
+    "window_seconds",
+]
+
+TENANT_KEY = "tenant"
+"""In a batch's metadata: who shares the server with whom."""
+
+_MAX_PAIRS, _MAX_KEY_CHARS, _MAX_VALUE_CHARS = 16, 64, 512
+_EXPIRY_S = (3600, 2_592_000)
+_UNITS_S = {"m": 60, "h": 3600, "d": 86400}
+_MAX_WINDOW_S = 30 * 86400
+_ERROR_TYPES = {429: "insufficient_quota", 503: "server_error"}
+_WINDOW = re.compile(r"([0-9]{1,6})([mhd])")
+
+
+class _ExpiresAfter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    anchor: Literal["created_at"]
+    seconds: int
+
+
+class _Create(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of ``POST /v1/batches``."""
+
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    metadata: dict[str, str] | None = None
+    output_expires_after: _ExpiresAfter | None = None
+
+
+def new_batch(body: bytes, *, owner: str) -> NewBatch:
+    """ApiError 400 names what is wrong."""
+    try:
+        asked = msgspec.json.decode(body, type=_Create)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(str(error)) from None
+    if asked.endpoint not in URLS:
+        raise ApiError(
+            f"endpoint must be one of {', '.join(URLS)}, not {asked.endpoint!r}", param="endpoint"
+        )
+    _check_metadata(asked.metadata or {})
+    expires = asked.output_expires_after
+    return NewBatch(
+        owner=owner,
+        tenant=(asked.metadata or {}).get(TENANT_KEY, ""),
+        endpoint=asked.endpoint,
+        input_file_id=asked.input_file_id,
+        window=asked.completion_window,
+        window_s=window_seconds(asked.completion_window),
+        metadata=asked.metadata,
+        output_expires_after_s=None
+        if expires is None
+        else _in_range(expires.seconds, "output_expires_after.seconds"),
+    )
+
+
+def window_seconds(text: str) -> int:
+    """``30m``, ``24h``, ``2d``, in seconds. ApiError 400."""
+    found = _WINDOW.fullmatch(text)
+    seconds = int(found[1]) * _UNITS_S[found[2]] if found else 0
+    if not 0 < seconds <= _MAX_WINDOW_S:
+        raise ApiError(
+            "completion_window must be a number and m, h or d (30m, 1h, 24h, 2d), at most 30d, "
+            f"not {text!r}",
+            param="completion_window",
+        )
+    return seconds
+
+
+def expiry_seconds(form: Mapping[str, Any]) -> int | None:
+    """Of an uploaded file, from the fields of its form. ApiError 400."""
+    anchor, seconds = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
+    if anchor is None and seconds is None:
+        return None
+    if anchor != "created_at":
+        raise ApiError(
+            f"expires_after[anchor] must be 'created_at', not {anchor!r}", param="expires_after"
+        )
+    if not isinstance(seconds, str) or not re.fullmatch(r"[0-9]{1,9}", seconds):
+        raise ApiError(
+            f"expires_after[seconds] must be an integer, not {seconds!r}", param="expires_after"
+        )
+    return _in_range(int(seconds), "expires_after[seconds]")
+
+
+def _in_range(seconds: int, param: str) -> int:
+    least, most = _EXPIRY_S
+    if not least <= seconds <= most:
+        raise ApiError(f"{param} must be from {least} to {most}, not {seconds}", param=param)
+    return seconds
+
+
+def _check_metadata(metadata: Mapping[str, str]) -> None:
+    if len(metadata) > _MAX_PAIRS:
+        message = f"metadata may have {_MAX_PAIRS} pairs, not {len(metadata)}"
+        raise ApiError(message, param="metadata")
+    for key, value in metadata.items():
+        if len(key) > _MAX_KEY_CHARS:
+            message = f"a key of metadata may have {_MAX_KEY_CHARS} characters, not {len(key)}"
+            raise ApiError(message, param="metadata")
+        if len(value) > _MAX_VALUE_CHARS:
+            message = f"metadata.{key} may have {_MAX_VALUE_CHARS} characters, not {len(value)}"
+            raise ApiError(message, param="metadata")
+
+
+def limit_of(text: str | None, *, default: int, most: int) -> int:
+    """How many a list shall have. ApiError 400."""
+    if text is None:
+        return default
+    if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= most:
+        raise ApiError(f"limit must be an integer from 1 to {most}, not {text!r}", param="limit")
+    return int(text)
+
+
+def error_json(error: ApiError) -> dict[str, Any]:
+    return {
+        "error": {
+            "message": str(error),
+            "type": _ERROR_TYPES.get(error.status, "invalid_request_error"),
+            "param": error.param,
+            "code": error.code,
+        }
+    }
+
+
+def page_json(page: list[dict[str, Any]], has_more: bool) -> dict[str, Any]:
+    """A list object."""
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": has_more,
+    }
+
+
+def file_json(file: File) -> dict[str, Any]:
+    return {
+        "id": file.id,
+        "object": "file",
+        "bytes": file.num_bytes,
+        "created_at": file.created_at,
+        "expires_at": file.expires_at,
+        "filename": file.filename,
+        "purpose": file.purpose,
+        "status": "processed",
+        "status_details": None,
+    }
+
+
+def batch_json(batch: Batch, outlook: Outlook | None = None) -> dict[str, Any]:
+    """outlook: None where nothing is known, and of a batch that has ended."""
+    request = batch.request
+    moments = [status for status in Status if status is not Status.VALIDATING]
+    return {
+        "id": batch.id,
+        "object": "batch",
+        "endpoint": request.endpoint,
+        "errors": None
+        if not batch.faults
+        else {
+            "object": "list",
+            "data": [
+                {"code": one.code, "message": one.message, "param": one.param, "line": one.line}
+                for one in batch.faults
+            ],
+        },
+        "input_file_id": request.input_file_id,
+        "completion_window": request.window,
+        "status": batch.status,
+        "output_file_id": batch.output_file_id,
+        "error_file_id": batch.error_file_id,
+        "created_at": batch.created_at,
+        "expires_at": batch.expires_at,
+        **{f"{status}_at": batch.times.get(status.value) for status in moments},
+        "request_counts": {
+            "total": batch.total,
+            "completed": batch.completed,
+            "failed": batch.failed,
+        },
+        "usage": {
+            "input_tokens": batch.input_tokens,
+            "input_tokens_details": {"cached_tokens": batch.cached_tokens},
+            "output_tokens": batch.output_tokens,
+            "output_tokens_details": {"reasoning_tokens": batch.reasoning_tokens},
+            "total_tokens": batch.input_tokens + batch.output_tokens,
+        },
+        "metadata": request.metadata,
+        "cosched": None if outlook is None else _outlook_json(outlook),
+    }
+
+
+def _outlook_json(outlook: Outlook) -> dict[str, Any]:
+    """Our own, beside OpenAI's fields. Times from now on [s]."""
+    forecast = outlook.forecast
+    return {
+        "state": outlook.state,
+        "running": outlook.num_running,
+        "finish_s": None if forecast is None else round(forecast.finish_s),
+        "slack_s": None if forecast is None else round(forecast.slack_s),
+        "is_late": forecast is not None and forecast.is_late,
+        "miss_chance": None if forecast is None else round(forecast.miss_chance, 3),
+    }

@@ -1,0 +1,329 @@
+"""The tables of the store, and transactions on them: SQLite, or PostgreSQL by its URL."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import sqlalchemy as sa
+
+from cosched.batch.errors import StoreAwayError
+from cosched.errors import ConfigError
+
+__all__ = [
+    "Database",
+    "LineState",
+    "batches",
+    "database_url",
+    "files",
+    "lines",
+    "results",
+    "servers",
+    "store_row",
+    "url_without_password",
+]
+
+VERSION = 4
+"""Of the tables below. A change of them needs a new one, and an entry in `_UPGRADES`."""
+
+_UPGRADES: dict[int, tuple[str, ...]] = {
+    1: tuple(
+        f"ALTER TABLE batches ADD COLUMN {name} BIGINT NOT NULL DEFAULT 0"
+        for name in ("num_bytes", "cached_tokens", "reasoning_tokens")
+    ),
+    2: (
+        "ALTER TABLE schema_version ADD COLUMN folder_id VARCHAR(64)",
+        "ALTER TABLE batches ADD COLUMN validated_by VARCHAR(64)",
+        "ALTER TABLE lines DROP COLUMN lease_until",
+        "UPDATE lines SET state = 0, lease_owner = NULL WHERE state = 1",
+        "DROP INDEX lines_in_order",
+        "CREATE INDEX lines_in_order ON lines (batch, state, lease_owner, prefix_key, number)",
+    ),
+    3: ("ALTER TABLE batches ADD COLUMN num_lines BIGINT NOT NULL DEFAULT 0",),
+}
+"""Version -> the SQL statements that make its tables those of the next."""
+
+_BUSY_TIMEOUT_MS = 30_000
+_CONNECT_TIMEOUT_S = 10
+_TABLES_LOCK, _QUOTAS_LOCK = 0x636F7363686564, 0x636F7363686565
+"""Of PostgreSQL's advisory locks: who makes or changes tables has the one, who counts what a tenant
+has the other."""
+
+
+class _Text(sa.types.TypeDecorator[str]):
+    """Text in which U+0000 may stand: JSON allows it, PostgreSQL does not."""
+
+    impl = sa.Text
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: sa.Dialect) -> str | None:
+        if value is None or dialect.name != "postgresql":
+            return value
+        return value.replace("\\", "\\\\").replace("\0", "\\0")
+
+    def process_result_value(self, value: str | None, dialect: sa.Dialect) -> str | None:
+        if value is None or dialect.name != "postgresql" or "\\" not in value:
+            return value
+        return "\\".join(part.replace("\\0", "\0") for part in value.split("\\\\"))
+
+
+_metadata = sa.MetaData()
+
+store_row = sa.Table(
+    "schema_version",
+    _metadata,
+    sa.Column("version", sa.Integer, nullable=False),
+    # Which folder has the files of this store: the same as in the folder itself.
+    sa.Column("folder_id", sa.String(64)),
+)
+"""One row: what is true of the whole store."""
+
+servers = sa.Table(
+    "servers",
+    _metadata,
+    sa.Column("name", sa.String(64), primary_key=True),
+    # A server that has not said by then that it lives is dead.
+    sa.Column("until", sa.Float(53), nullable=False),
+)
+
+files = sa.Table(
+    "files",
+    _metadata,
+    # Counts up: the order in which files are listed, which ids of chance do not have.
+    sa.Column("seq", sa.Integer, primary_key=True, autoincrement=True),
+    sa.Column("id", _Text, nullable=False, unique=True),
+    sa.Column("owner", sa.String(80), nullable=False),
+    sa.Column("purpose", _Text, nullable=False),
+    sa.Column("filename", _Text, nullable=False),
+    sa.Column("num_bytes", sa.BigInteger, nullable=False),
+    sa.Column("created_at", sa.BigInteger, nullable=False),
+    sa.Column("expires_at", sa.BigInteger),
+    sa.Column("batch_id", sa.String(64)),
+    sa.Column("is_errors", sa.Boolean, nullable=False, default=False),
+    sa.Index("files_by_owner", "owner", "seq"),
+    sqlite_autoincrement=True,
+)
+
+batches = sa.Table(
+    "batches",
+    _metadata,
+    sa.Column("seq", sa.Integer, primary_key=True, autoincrement=True),
+    sa.Column("id", _Text, nullable=False, unique=True),
+    sa.Column("owner", sa.String(80), nullable=False),
+    sa.Column("tenant", _Text, nullable=False),
+    sa.Column("endpoint", sa.String(64), nullable=False),
+    sa.Column("input_file_id", sa.String(64), nullable=False),
+    sa.Column("completion_window", sa.String(16), nullable=False),
+    sa.Column("window_s", sa.BigInteger, nullable=False),
+    sa.Column("num_bytes", sa.BigInteger, nullable=False, default=0),
+    # Of the input file, until `total` is known; 0 where nobody has asked.
+    sa.Column("num_lines", sa.BigInteger, nullable=False, default=0),
+    sa.Column("metadata", sa.JSON),
+    sa.Column("output_expires_after_s", sa.BigInteger),
+    sa.Column("status", sa.String(16), nullable=False),
+    sa.Column("ending", sa.String(16)),
+    sa.Column("created_at", sa.BigInteger, nullable=False),
+    sa.Column("expires_at", sa.BigInteger, nullable=False),
+    sa.Column("times", sa.JSON, nullable=False),
+    sa.Column("faults", sa.JSON, nullable=False),
+    sa.Column("total", sa.Integer, nullable=False, default=0),
+    sa.Column("completed", sa.Integer, nullable=False, default=0),
+    sa.Column("failed", sa.Integer, nullable=False, default=0),
+    sa.Column("input_tokens", sa.BigInteger, nullable=False, default=0),
+    sa.Column("output_tokens", sa.BigInteger, nullable=False, default=0),
+    sa.Column("cached_tokens", sa.BigInteger, nullable=False, default=0),
+    sa.Column("reasoning_tokens", sa.BigInteger, nullable=False, default=0),
+    sa.Column("output_file_id", sa.String(64)),
+    sa.Column("error_file_id", sa.String(64)),
+    # The server that reads its lines: two that did would add them twice.
+    sa.Column("validated_by", sa.String(64)),
+    sa.Index("batches_by_owner", "owner", "seq"),
+    sa.Index("batches_by_status", "status"),
+    sqlite_autoincrement=True,
+)
+
+
+class LineState:
+    """Of a line that has to be answered; it is gone once its batch has ended."""
+
+    WAITING = 0
+    TAKEN = 1
+    DONE = 2
+
+
+lines = sa.Table(
+    "lines",
+    _metadata,
+    sa.Column("batch", sa.Integer, primary_key=True),
+    sa.Column("number", sa.Integer, primary_key=True),
+    sa.Column("custom_id", _Text, nullable=False),
+    sa.Column("start", sa.BigInteger, nullable=False),
+    sa.Column("num_bytes", sa.BigInteger, nullable=False),
+    sa.Column("prefix_key", sa.LargeBinary, nullable=False),
+    sa.Column("state", sa.SmallInteger, nullable=False),
+    # The server that has taken it, or that will take it next. The lines of a server that died are
+    # anybody's again.
+    sa.Column("lease_owner", sa.String(64)),
+    sa.Index("lines_in_order", "batch", "state", "lease_owner", "prefix_key", "number"),
+    sqlite_with_rowid=False,
+)
+
+results = sa.Table(
+    "results",
+    _metadata,
+    sa.Column("batch", sa.Integer, primary_key=True),
+    sa.Column("number", sa.Integer, primary_key=True),
+    sa.Column("is_errors", sa.Boolean, nullable=False),
+    sa.Column("data", sa.LargeBinary, nullable=False),
+)
+
+
+def database_url(url: str) -> sa.URL:
+    """The URL with the driver that is used. ConfigError: it is none, or of another database."""
+    try:
+        made = sa.make_url(url)
+    except sa.exc.ArgumentError:
+        # Not the URL itself: it may have a password.
+        raise ConfigError(f"batches.url {_WANTED_URL}: this is no URL") from None
+    if made.drivername in ("postgres", "postgresql", "postgresql+psycopg"):
+        return made.set(drivername="postgresql+psycopg")
+    if made.get_backend_name() != "sqlite":
+        raise ConfigError(f"batches.url {_WANTED_URL}, not {made.drivername}://")
+    return made
+
+
+_WANTED_URL = "must be postgresql://USER@HOST/DATABASE or sqlite:///FILE"
+
+
+def url_without_password(url: str) -> str:
+    """For people to read. ConfigError as `database_url`."""
+    made = database_url(url)
+    hidden = {name: "hidden" for name in made.query if name in _SECRETS}
+    given = made.set(drivername=sa.make_url(url).drivername)
+    return given.update_query_dict(hidden).render_as_string(hide_password=True)
+
+
+_SECRETS = ("password", "sslpassword")
+"""Parameters of a URL that libpq takes."""
+
+
+class Database:
+    """Transactions; for any number of threads. Each may raise StoreAwayError.
+
+    is_shared  several servers may have it at a time
+    """
+
+    def __init__(self, url: str) -> None:
+        """Make the tables, or check that they are of this version. ConfigError."""
+        made = database_url(url)
+        self.is_shared = made.get_backend_name() == "postgresql"
+        # SQLite has one writer at a time; waiting here is fairer than in its busy handler, and no
+        # transaction that has read can find that it may not write.
+        self._writer: AbstractContextManager[Any] = (
+            nullcontext() if self.is_shared else threading.Lock()
+        )
+        if self.is_shared:
+            if "connect_timeout" not in made.query:
+                made = made.update_query_dict({"connect_timeout": str(_CONNECT_TIMEOUT_S)})
+            try:
+                # A connection that the server has closed meanwhile is replaced in silence. Errors
+                # tell no parameters: those of a statement are clients' data.
+                self._engine = sa.create_engine(made, pool_pre_ping=True, hide_parameters=True)
+            except ImportError as error:
+                raise ConfigError(
+                    f"batches.url is of PostgreSQL, which needs psycopg ({error}): "
+                    "pip install 'cosched[postgres]'"
+                ) from None
+        else:
+            self._engine = sa.create_engine(made, hide_parameters=True)
+            sa.event.listen(self._engine, "connect", _prepare_sqlite)
+            sa.event.listen(self._engine, "begin", lambda it: it.exec_driver_sql("BEGIN"))
+        try:
+            self._make_tables()
+        except (StoreAwayError, sa.exc.DBAPIError) as error:
+            self.close()
+            reason = error.reason if isinstance(error, StoreAwayError) else _reason(error)
+            raise ConfigError(f"the store of batches cannot be opened: {reason}") from None
+        except ConfigError:
+            self.close()
+            raise
+
+    @contextmanager
+    def read(self) -> Iterator[sa.Connection]:
+        """A look at the store, of which each statement is consistent in itself."""
+        with _telling(), self._engine.connect() as connection:
+            yield connection
+
+    @contextmanager
+    def write(self) -> Iterator[sa.Connection]:
+        """All or nothing of what is done in the block. Where servers share the store, others write
+        at the same time: who changes what it has read reads it ``FOR UPDATE``, batches first (in
+        the order of their ids), then their lines."""
+        with _telling(), self._writer, self._engine.begin() as connection:
+            yield connection
+
+    def keep_others_from_adding_files(self, connection: sa.Connection) -> None:
+        """Until the end of this transaction."""
+        if self.is_shared:
+            connection.exec_driver_sql("LOCK TABLE files IN SHARE ROW EXCLUSIVE MODE")
+
+    def keep_others_from_quotas(self, connection: sa.Connection) -> None:
+        """Until the end of this transaction."""
+        if self.is_shared:
+            connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_QUOTAS_LOCK)))
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    def _make_tables(self) -> None:
+        with self.write() as connection:
+            if self.is_shared:
+                connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_TABLES_LOCK)))
+            _metadata.create_all(connection)
+            found = connection.execute(sa.select(store_row.c.version)).scalar()
+            if found is None:
+                connection.execute(store_row.insert().values(version=VERSION))
+                return
+            if found > VERSION:
+                raise ConfigError(
+                    f"the store of batches has tables of version {found}, this cosched knows "
+                    f"{VERSION}: run the cosched that wrote it, or a newer one"
+                )
+            for version in range(found, VERSION):
+                for statement in _UPGRADES[version]:
+                    connection.exec_driver_sql(statement)
+            if found < VERSION:
+                connection.execute(store_row.update().values(version=VERSION))
+
+
+@contextmanager
+def _telling() -> Iterator[None]:
+    """What is no fault of a statement: the server is away, the disk full or damaged, others hold it
+    for too long."""
+    try:
+        yield
+    except (sa.exc.OperationalError, sa.exc.InterfaceError) as error:
+        raise StoreAwayError(_reason(error)) from error
+    except sa.exc.TimeoutError as error:
+        raise StoreAwayError(str(error)) from error
+    except sa.exc.DatabaseError as error:
+        if type(error) is not sa.exc.DatabaseError:  # of a kind that is a fault of a statement
+            raise
+        # Of SQLite: its file is damaged.
+        raise StoreAwayError(_reason(error)) from error
+
+
+def _reason(error: sa.exc.DBAPIError) -> str:
+    return str(error.orig).strip()
+
+
+def _prepare_sqlite(connection: Any, record: Any) -> None:
+    # Python's own transactions begin only at the first write; `begin` above begins them.
+    connection.isolation_level = None
+    connection.execute("PRAGMA journal_mode=WAL")
+    # A killed process loses nothing; a crash of the machine may lose the last transactions, whose
+    # lines are then sent again.
+    connection.execute("PRAGMA synchronous=NORMAL")
+    connection.execute(f"PRAGMA busy_timeout={_BUSY_TIMEOUT_MS}")

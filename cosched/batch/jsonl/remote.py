@@ -1,0 +1,330 @@
+"""A job as batches of the server: its lines are uploaded, and fetched when they are answered.
+
+The outputs of the job are what they are when lines are sent one by one, and they alone say what is
+done (`cosched.batch.jsonl.journal`). `<out>.batches.json` lists the batches that are still to be
+fetched. It is written before a batch is made, and the batches bear its name, so none is forgotten.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import tempfile
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+import httpx
+import msgspec
+
+from cosched.batch.jsonl.batch_api import ENDED, BatchApi, RemoteBatch
+from cosched.batch.jsonl.errors import JobFileError, QuotaError, ServerRefusedError
+from cosched.batch.jsonl.journal import Journal
+from cosched.batch.jsonl.lines import BadLine, RequestLine
+from cosched.batch.jsonl.progress import Snapshot
+from cosched.batch.jsonl.records import RecordWriter
+from cosched.batch.jsonl.runner import JobCounts, checked_lines
+from cosched.batch.jsonl.sidecar import save_json
+from cosched.batch.jsonl.source import Source
+
+__all__ = ["Manifest", "RemoteJob", "batches_of", "load_manifest", "new_manifest"]
+
+_NAME = "run_batch"
+"""In a batch's metadata: the name of its job."""
+_FORMAT = 1
+_MAX_LINES, _MAX_BYTES = 50_000, 100_000_000
+"""Of one upload. OpenAI allows 50,000 and 200 MB; so does the server, unless told otherwise."""
+_POLL_S = 2.0
+
+
+class Manifest(msgspec.Struct):
+    """`<out>.batches.json`.
+
+    job      names the job in the metadata of its batches
+    window   of the batches that the latest call made
+    open     ids of batches that are not fetched yet
+    done     ids of those that are
+    input, errors, max_line_bytes  as the job was started with, for whoever only names the output
+    """
+
+    job: str
+    base_url: str
+    window: str
+    input: str
+    errors: str | None
+    max_line_bytes: int
+    open: list[str] = msgspec.field(default_factory=list)
+    done: list[str] = msgspec.field(default_factory=list)
+    format: int = _FORMAT
+
+
+def load_manifest(path: str) -> Manifest | None:
+    """None: there is none. JobFileError."""
+    try:
+        found = msgspec.json.decode(Path(path).read_bytes(), type=Manifest)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise JobFileError(f"cannot read {path}: {error}") from None
+    if found.format != _FORMAT:
+        raise JobFileError(f"{path} is of another version of run_batch")
+    return found
+
+
+def new_manifest(
+    *, base_url: str, window: str, source: Source, errors: str | None, max_line_bytes: int
+) -> Manifest:
+    return Manifest(
+        job=secrets.token_hex(16),
+        base_url=base_url,
+        window=window,
+        input=str(Path(source.path).absolute()),
+        errors=errors,
+        max_line_bytes=max_line_bytes,
+    )
+
+
+async def batches_of(manifest: Manifest, api: BatchApi) -> list[RemoteBatch]:
+    """Those of a job that the server has, oldest first."""
+    return await api.of_metadata(_NAME, manifest.job)
+
+
+class RemoteJob:
+    """One call on one input."""
+
+    def __init__(
+        self,
+        *,
+        source: Source,
+        journal: Journal,
+        api: BatchApi,
+        manifest: Manifest,
+        show: Callable[[Snapshot], None],
+        say: Callable[[str], None],
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self.counts = JobCounts()
+        self._source = source
+        self._journal = journal
+        self._api = api
+        self._manifest = manifest
+        self._show = show
+        self._say = say
+        self._sleep = sleep
+        self._num_lines = source.num_lines
+
+    @property
+    def is_open(self) -> bool:
+        """Some batches are not fetched yet."""
+        return bool(self._manifest.open)
+
+    async def run(self) -> None:
+        """Until each line has its record. Raises CoschedError; may be cancelled: the server goes
+        on."""
+        await self.submit()
+        while True:
+            await self._fetch_all(is_waiting=True)
+            # What an earlier call had no time to upload, or a server has forgotten.
+            if not await self._upload_open():
+                break
+        self._source.check_unchanged()
+
+    async def submit(self) -> None:
+        """Upload what nobody has uploaded yet."""
+        await self._recall()
+        if not self._manifest.open:
+            await self._upload_open()
+
+    async def fetch(self) -> None:
+        """Write the results of those batches that have ended."""
+        await self._recall()
+        await self._fetch_all(is_waiting=False)
+
+    async def _recall(self) -> None:
+        """Find batches that were made just before an earlier call was killed."""
+        save_json(self._journal.paths.batches, self._manifest)
+        known = {*self._manifest.open, *self._manifest.done}
+        for one in await batches_of(self._manifest, self._api):
+            if one.id not in known:
+                self._manifest.open.append(one.id)
+
+    async def _upload_open(self) -> int:
+        """Upload lines that have no record; how many."""
+        num_uploaded = 0
+        parts: dict[str, _Part] = {}
+        self.counts.num_empty = 0
+        lines = checked_lines(
+            self._source, max_line_bytes=self._manifest.max_line_bytes, counts=self.counts
+        )
+        try:
+            async with aclosing(lines):
+                async for line in lines:
+                    if line.number in self._journal.done:
+                        continue
+                    if isinstance(line, BadLine):
+                        self._note_failure(line.code, line.message)
+                        self._journal.write(self._journal.records.bad_line(line))
+                        continue
+                    part = parts.setdefault(line.url, _Part())
+                    if part.num_lines and not part.has_room_for(line):
+                        await self._upload(line.url, part)
+                        part = parts[line.url] = _Part()
+                    part.add(line)
+                    num_uploaded += 1
+            for url, part in parts.items():
+                await self._upload(url, part)
+        except QuotaError as error:
+            if not self._manifest.open:
+                raise
+            self._say(f"the rest is uploaded when what is there is fetched: {error}")
+        finally:
+            for part in parts.values():
+                part.close()
+        self._num_lines = self._source.num_lines - self.counts.num_empty
+        return num_uploaded
+
+    async def _upload(self, url: str, part: _Part) -> None:
+        manifest = self._manifest
+        file_id = await self._api.upload(part.file, filename=Path(self._source.path).name)
+        number = len(manifest.open) + len(manifest.done)
+        try:
+            batch = await self._api.create(
+                file_id=file_id,
+                endpoint=url,
+                window=manifest.window,
+                metadata={_NAME: manifest.job, "part": f"{number}"},
+            )
+        except ServerRefusedError:
+            await self._api.delete(file_id)
+            raise
+        manifest.open.append(batch.id)
+        save_json(self._journal.paths.batches, manifest)
+        self._say(f"{part.num_lines} lines for {url} are batch {batch.id}")
+        part.close()
+
+    async def _fetch_all(self, *, is_waiting: bool) -> None:
+        while self._manifest.open:
+            everyone = await batches_of(self._manifest, self._api)
+            found = {one.id: one for one in everyone if one.id in self._manifest.open}
+            for name in [name for name in self._manifest.open if name not in found]:
+                self._say(f"the server has no batch {name} any more; its lines are sent again")
+                self._fetched(name)
+            for one in found.values():
+                if one.status in ENDED:
+                    await self._fetch(one)
+            self._show_now([one for one in found.values() if one.status not in ENDED])
+            if not is_waiting or not self._manifest.open:
+                return
+            await self._sleep(_POLL_S)
+
+    def _show_now(self, running: list[RemoteBatch]) -> None:
+        counts = [one.request_counts for one in running]
+        num_failed = sum(one.failed for one in counts)
+        self._show(
+            Snapshot(
+                num_lines=self._num_lines,
+                num_done=self._journal.num_done + num_failed + sum(one.completed for one in counts),
+                num_failed=self._journal.num_failed + num_failed,
+                num_tokens=self.counts.prompt_tokens
+                + self.counts.completion_tokens
+                + sum(one.usage.input_tokens + one.usage.output_tokens for one in running),
+            )
+        )
+
+    async def _fetch(self, batch: RemoteBatch) -> None:
+        """Write its results, and forget it."""
+        if batch.status == "failed":
+            self._fetched(batch.id)
+            await self._api.delete(batch.input_file_id)
+            faults = batch.errors.data if batch.errors else []
+            said = "; ".join(
+                fault.message if fault.line is None else f"line {fault.line}: {fault.message}"
+                for fault in faults[:5]
+            )
+            raise ServerRefusedError(f"the server refuses batch {batch.id}: {said}")
+        for file_id, is_answer in ((batch.output_file_id, True), (batch.error_file_id, False)):
+            if file_id is not None:
+                await self._write_results(batch, file_id, is_answer=is_answer)
+        self.counts.prompt_tokens += batch.usage.input_tokens
+        self.counts.completion_tokens += batch.usage.output_tokens
+        await asyncio.to_thread(self._journal.sync)
+        self._fetched(batch.id)
+        # They are here now.
+        for name in (batch.input_file_id, batch.output_file_id, batch.error_file_id):
+            if name:
+                await self._api.delete(name)
+
+    async def _write_results(self, batch: RemoteBatch, file_id: str, *, is_answer: bool) -> None:
+        writer = RecordWriter(digest=batch.id.removeprefix("batch_"))
+        while True:
+            with suppress(httpx.RequestError):  # then from the beginning; what is done is passed
+                async with aclosing(self._api.lines(file_id)) as lines:  # type: ignore[type-var]
+                    async for data in lines:
+                        self._write(batch, writer.line_answered_by(data), data, is_answer=is_answer)
+                return
+            await self._sleep(_POLL_S)
+
+    def _write(
+        self, batch: RemoteBatch, number: int | None, data: bytes, *, is_answer: bool
+    ) -> None:
+        if number is None or not 1 <= number <= self._source.num_lines:
+            raise ServerRefusedError(
+                f"the results of {batch.id} do not name the lines that they answer: this is no "
+                "server of cosched's; use --via lines"
+            )
+        if number in self._journal.done:
+            return
+        if is_answer:
+            self.counts.num_answered += 1
+        else:
+            failed = msgspec.json.decode(data, type=_Failed).error
+            self._note_failure(failed.code, failed.message)
+        record = self._journal.records.adopt(data, number=number, is_answer=is_answer)
+        self._journal.write(record)
+
+    def _note_failure(self, code: str, message: str) -> None:
+        self.counts.num_failed += 1
+        self.counts.failed_by_code[code] += 1
+        self.counts.last_failure = message
+
+    def _fetched(self, name: str) -> None:
+        self._manifest.open.remove(name)
+        self._manifest.done.append(name)
+        save_json(self._journal.paths.batches, self._manifest)
+
+
+class _Fault(msgspec.Struct):
+    code: str
+    message: str
+
+
+class _Failed(msgspec.Struct):
+    error: _Fault
+
+
+class _Part:
+    """A file to be uploaded. Lines keep their numbers: what is left out is an empty line."""
+
+    def __init__(self) -> None:
+        self.file: BinaryIO = tempfile.TemporaryFile()
+        self.num_lines = 0
+        self._last_number = 0
+
+    def has_room_for(self, line: RequestLine) -> bool:
+        return self.num_lines < _MAX_LINES and self.file.tell() + len(line.body) <= _MAX_BYTES
+
+    def add(self, line: RequestLine) -> None:
+        entry = {
+            "custom_id": line.custom_id,
+            "method": "POST",
+            "url": line.url,
+            "body": msgspec.Raw(line.body),
+        }
+        self.file.write(b"\n" * (line.number - self._last_number - 1))
+        self.file.write(msgspec.json.encode(entry) + b"\n")
+        self.num_lines += 1
+        self._last_number = line.number
+
+    def close(self) -> None:
+        self.file.close()

@@ -1,0 +1,120 @@
+"""The store of a server: its database, and the place that has its files."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from contextlib import ExitStack
+from dataclasses import dataclass
+from io import TextIOWrapper
+from pathlib import Path
+
+import platformdirs
+import sqlalchemy as sa
+
+from cosched.batch.config import BatchesConfig
+from cosched.batch.database import Database, database_url, store_row
+from cosched.batch.lock import lock_file
+from cosched.batch.storage import (
+    FilesAwayError,
+    FolderStorage,
+    Storage,
+    UrlStorage,
+    folder_of,
+    without_secrets,
+)
+from cosched.errors import ConfigError
+
+__all__ = ["OpenStore", "check_store", "default_folder", "open_store"]
+
+_MAX_NAME = 100
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStore:
+    """lock: keeps others out, where the store is for one server."""
+
+    database: Database
+    storage: Storage
+    lock: TextIOWrapper | None
+
+    def close(self) -> None:
+        self.database.close()
+        if self.lock is not None:
+            self.lock.close()
+
+
+def default_folder(*, model: str, port: int) -> Path:
+    """In the user's data directory, of the server with this served model name and port: two servers
+    on one machine differ in their ports, and a restart with the same command finds its batches.
+    ConfigError: the user has no data directory."""
+    name = re.sub(r"[^\w.-]+", "_", model).strip("._")[-_MAX_NAME:]
+    data = platformdirs.user_data_path("cosched")
+    if not data.is_absolute():
+        raise ConfigError("the user has no home directory")
+    return data / "batches" / f"{name}-{port}"
+
+
+def open_store(config: BatchesConfig) -> OpenStore:
+    """ConfigError: the database or the place of the files cannot be had, or the two do not belong
+    together."""
+    assert config.folder is not None
+    folder = folder_of(config.folder)
+    with ExitStack() as on_error:
+        lock = _lock(config, folder)
+        if lock is not None:
+            on_error.callback(lock.close)
+        try:
+            storage = UrlStorage(config.folder) if folder is None else FolderStorage(folder)
+        except OSError as error:
+            raise ConfigError(f"batches.folder {str(folder)!r}: {error.strerror}") from None
+        sqlite = f"sqlite:///{Path(config.folder if folder is None else folder) / 'batches.sqlite'}"
+        database = Database(config.url or sqlite)
+        on_error.callback(database.close)
+        _check_storage(database, storage, f"batches.folder {without_secrets(config.folder)!r}")
+        on_error.pop_all()
+    return OpenStore(database, storage, lock)
+
+
+def check_store(config: BatchesConfig) -> None:
+    """ConfigError as `open_store`."""
+    open_store(config).close()
+
+
+def _lock(config: BatchesConfig, folder: Path | None) -> TextIOWrapper | None:
+    """None: nothing here is to be kept from others."""
+    if folder is not None:
+        what = f"batches.folder {str(folder)!r}"
+        return lock_file(folder / "lock", what=what, is_shared=config.is_shared)
+    if config.is_shared:
+        return None
+    database = database_url(config.url or "").database
+    if not database or database == ":memory:":
+        raise ConfigError(f"batches.url {config.url!r} names no file: sqlite:///FILE")
+    return lock_file(Path(f"{database}.lock"), what=f"batches.url {config.url!r}")
+
+
+def _check_storage(database: Database, storage: Storage, what: str) -> None:
+    """Files that the database does not list are removed, and of those that it lists the batches
+    fail which do not find them: both have the same id, which the first server gives them."""
+    with database.write() as connection:
+        known = connection.execute(sa.select(store_row.c.folder_id).with_for_update()).scalar_one()
+        try:
+            found = storage.get_id()
+            if known is None and found is None:
+                known = found = secrets.token_hex(16)
+                storage.set_id(known)
+                connection.execute(store_row.update().values(folder_id=known))
+        except OSError as error:
+            raise ConfigError(f"{what}: {error.strerror or error}") from None
+        except FilesAwayError as error:
+            raise ConfigError(f"{what}: {error.reason}") from None
+    if found == known:
+        return
+    reason = (
+        "it is not where the store that batches.url names has its files; all its servers must have "
+        "the same one"
+        if found is None
+        else "it has the files of another store, which this one would remove"
+    )
+    raise ConfigError(f"{what}: {reason} (store-id)")

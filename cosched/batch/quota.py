@@ -1,0 +1,80 @@
+"""What one tenant may have in the store. What is new is refused; what is there stays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sqlalchemy as sa
+
+from cosched.batch.config import QuotaConfig
+from cosched.batch.data import OPEN, File, NewBatch, Status
+from cosched.batch.database import Database, batches, files
+from cosched.batch.errors import ApiError
+from cosched.batch.jsonl.batch_api import QUOTA_CODE
+
+__all__ = ["check_new_batch", "check_new_file"]
+
+_RETRY_S = 30
+_MB = 1_000_000
+
+
+def check_new_batch(
+    database: Database, connection: sa.Connection, request: NewBatch, quota: QuotaConfig
+) -> None:
+    """ApiError 429. Until the end of this transaction nobody else is checked."""
+    if quota.max_open_batches is None and quota.max_waiting_lines is None:
+        return
+    database.keep_others_from_quotas(connection)
+    left = sa.case(
+        (batches.c.status == Status.VALIDATING, batches.c.num_lines),
+        else_=batches.c.total - batches.c.completed - batches.c.failed,
+    )
+    num_open, num_waiting = connection.execute(
+        sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(left), 0)).where(
+            batches.c.owner == request.owner,
+            batches.c.tenant == request.tenant,
+            batches.c.status.in_(OPEN),
+        )
+    ).one()
+    who = f"tenant {request.tenant!r}" if request.tenant else "this API key"
+    most = quota.max_open_batches
+    if most is not None and num_open >= most:
+        raise _refused(
+            f"{who} has {num_open} batches that have not ended, and may have {most} "
+            "(batches.quota.max_open_batches)",
+            param=None,
+            retry_after_s=_RETRY_S,
+        )
+    most = quota.max_waiting_lines
+    if most is not None and num_waiting + request.num_lines > most:
+        raise _refused(
+            f"{who} has {num_waiting} lines without a result, and may have {most} "
+            f"(batches.quota.max_waiting_lines): {request.num_lines} more are too many",
+            param="input_file_id",
+            retry_after_s=_RETRY_S,
+        )
+
+
+def check_new_file(
+    database: Database, connection: sa.Connection, file: File, quota: QuotaConfig, *, now: int
+) -> None:
+    """ApiError 429. Until the end of this transaction nobody else is checked."""
+    if quota.max_stored_mb is None:
+        return
+    database.keep_others_from_quotas(connection)
+    query = sa.select(sa.func.coalesce(sa.func.sum(files.c.num_bytes), 0)).where(
+        files.c.owner == file.owner,
+        sa.or_(files.c.expires_at.is_(None), files.c.expires_at > now),
+    )
+    num_stored = connection.execute(query).scalar_one()
+    most = int(quota.max_stored_mb * _MB)
+    if num_stored + file.num_bytes > most:
+        raise _refused(
+            f"the files of this API key have {num_stored} bytes, and may have {most} "
+            f"(batches.quota.max_stored_mb): {file.num_bytes} more are too many. Delete some",
+            param="file",
+        )
+
+
+def _refused(message: str, **more: Any) -> ApiError:
+    return ApiError(message, status=429, code=QUOTA_CODE, **more)

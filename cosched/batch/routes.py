@@ -1,0 +1,244 @@
+"""The HTTP routes of the Batch API, on an application that has others too."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.responses import Response, StreamingResponse
+from starlette.datastructures import UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+
+from cosched.batch.api import (
+    batch_json,
+    error_json,
+    expiry_seconds,
+    file_json,
+    limit_of,
+    new_batch,
+    page_json,
+)
+from cosched.batch.data import Batch
+from cosched.batch.errors import ApiError, StoreAwayError
+from cosched.batch.exposition import exposition
+from cosched.batch.service import BatchService
+from cosched.batch.storage import FilesAwayError
+from cosched.batch.uploads import blocks_of, too_large
+from cosched.limits.claims import presented_key
+
+__all__ = ["add_routes"]
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+_FORM_BYTES = 1 << 20
+"""What a form may have besides its file."""
+_MAX_FIELDS = 20
+
+
+def add_routes(
+    app: FastAPI,
+    service: BatchService,
+    *,
+    isolate_keys: bool = True,
+    protect: Callable[[Handler], Handler] = lambda it: it,
+) -> None:
+    """Before the application starts.
+
+    isolate_keys  files and batches are hidden from requests with another API key
+    protect       marks what is for operators: it shows all owners'
+    """
+    routes = _Routes(service, isolate_keys=isolate_keys)
+    for method, path, handler in (
+        ("POST", "/v1/files", routes.upload),
+        ("GET", "/v1/files", routes.list_files),
+        ("GET", "/v1/files/{id}", routes.show_file),
+        ("DELETE", "/v1/files/{id}", routes.delete_file),
+        ("GET", "/v1/files/{id}/content", routes.content),
+        ("POST", "/v1/batches", routes.create),
+        ("GET", "/v1/batches", routes.list_batches),
+        ("GET", "/v1/batches/{id}", routes.show),
+        ("POST", "/v1/batches/{id}/cancel", routes.cancel),
+    ):
+        answer = _with_errors(handler, service.tell)
+        app.add_api_route(path, answer, methods=[method], name=handler.__name__)
+    metrics = protect(_with_errors(routes.metrics, service.tell))
+    app.add_api_route("/cosched/metrics", metrics, methods=["GET"])
+
+
+def _with_errors(handler: Handler, tell: Callable[[StoreAwayError], None]) -> Handler:
+    async def answer(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except ApiError as error:
+            if isinstance(error, StoreAwayError):
+                tell(error)
+            reply = _json(error_json(error), status=error.status)
+            if error.retry_after_s is not None:
+                reply.headers["retry-after"] = str(error.retry_after_s)
+            return reply
+
+    return answer
+
+
+class _Routes:
+    def __init__(self, service: BatchService, *, isolate_keys: bool) -> None:
+        self._service = service
+        self._isolate_keys = isolate_keys
+        self._files = service.files
+        self._store = service.store
+
+    def _owner(self, request: Request) -> str | None:
+        """Whose files and batches a request may see; None: all."""
+        if not self._isolate_keys:
+            return None
+        return self._service.config.owner_of(presented_key(request.headers))
+
+    def _maker(self, request: Request) -> str:
+        """Whom those belong to that a request makes."""
+        return self._owner(request) or ""
+
+    async def metrics(self, request: Request) -> Response:
+        read = self._service.snapshot()
+        text = await asyncio.to_thread(lambda: exposition(read()))
+        return Response(text, media_type="text/plain; version=0.0.4")
+
+    async def upload(self, request: Request) -> Response:
+        form = await self._form(request)
+        try:
+            content, purpose = form.get("file"), form.get("purpose")
+            if not isinstance(content, UploadFile):
+                raise ApiError("file: the form has no file of that name", param="file")
+            if purpose != "batch":
+                raise ApiError(f"purpose must be 'batch', not {purpose!r}", param="purpose")
+            if (content.size or 0) > self._service.config.max_file_bytes:
+                raise too_large(self._service.config)
+            file = await asyncio.to_thread(
+                self._files.add,
+                blocks_of(content.file, config=self._service.config),
+                owner=self._maker(request),
+                filename=content.filename or "",
+                purpose="batch",
+                expires_s=expiry_seconds(form),
+            )
+        finally:
+            await form.close()
+        return _json(file_json(file))
+
+    async def _form(self, request: Request) -> Any:
+        """The form of an upload, its file on the disk while it comes in. ApiError 400, 413."""
+        if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+            raise ApiError("a file is uploaded as multipart/form-data")
+        parser = MultiPartParser(
+            request.headers, self._limited(request), max_files=1, max_fields=_MAX_FIELDS
+        )
+        try:
+            return await parser.parse()
+        except (MultiPartException, KeyError) as error:
+            raise ApiError(f"the form cannot be read: {error}") from None
+        except OSError as error:  # of the disk that has the temporary files
+            raise FilesAwayError(f"an upload cannot be kept: {error.strerror or error}") from error
+
+    async def _limited(self, request: Request) -> AsyncGenerator[bytes, None]:
+        most = self._service.config.max_file_bytes + _FORM_BYTES
+        announced = request.headers.get("content-length", "")
+        if announced.isdecimal() and int(announced) > most:
+            raise too_large(self._service.config)
+        num_bytes = 0
+        async for chunk in request.stream():
+            num_bytes += len(chunk)
+            if num_bytes > most:
+                raise too_large(self._service.config)
+            yield chunk
+
+    async def list_files(self, request: Request) -> Response:
+        query = request.query_params
+        order = query.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise ApiError(f"order must be asc or desc, not {order!r}", param="order")
+        found, has_more = await asyncio.to_thread(
+            self._files.page,
+            owner=self._owner(request),
+            purpose=query.get("purpose"),
+            after=query.get("after"),
+            limit=limit_of(query.get("limit"), default=10_000, most=10_000),
+            newest_first=order == "desc",
+        )
+        return _json(page_json([file_json(file) for file in found], has_more))
+
+    async def show_file(self, request: Request) -> Response:
+        return _json(file_json(await self._file(request)))
+
+    async def delete_file(self, request: Request) -> Response:
+        name = request.path_params["id"]
+        await asyncio.to_thread(self._files.delete, name, owner=self._owner(request))
+        return _json({"id": name, "object": "file", "deleted": True})
+
+    async def content(self, request: Request) -> Response:
+        file = await self._file(request)
+        blocks = self._files.content(file)
+        first = await asyncio.to_thread(next, blocks, b"")  # or an error, before a status is sent
+        return StreamingResponse(
+            chain([first], blocks),  # Starlette takes its blocks in a thread
+            media_type="application/jsonl",
+            headers={"content-length": str(file.num_bytes)},
+        )
+
+    async def _file(self, request: Request) -> Any:
+        return await asyncio.to_thread(
+            self._files.get, request.path_params["id"], owner=self._owner(request)
+        )
+
+    async def create(self, request: Request) -> Response:
+        owner = self._owner(request)
+        asked = new_batch(await request.body(), owner=self._maker(request))
+        file = await asyncio.to_thread(self._files.get, asked.input_file_id, owner=owner)
+        if file.purpose != "batch":
+            raise ApiError(
+                f"input_file_id must be of a file with purpose 'batch', not {file.purpose!r}",
+                param="input_file_id",
+            )
+        asked = replace(asked, num_bytes=file.num_bytes)
+        if self._service.config.quota.max_waiting_lines is not None:
+            most = self._service.config.max_line_bytes
+            num_lines = await asyncio.to_thread(self._files.num_lines, file.id, max_line_bytes=most)
+            asked = replace(asked, num_lines=num_lines)
+        batch = await asyncio.to_thread(self._store.create, asked)
+        self._service.wake()
+        return await self._shown(batch)
+
+    async def _shown(self, batch: Batch) -> Response:
+        outlooks = await asyncio.to_thread(self._service.outlooks)
+        return _json(batch_json(batch, outlooks.get(batch.id)))
+
+    async def list_batches(self, request: Request) -> Response:
+        query = request.query_params
+        found, has_more = await asyncio.to_thread(
+            self._store.page,
+            owner=self._owner(request),
+            after=query.get("after"),
+            limit=limit_of(query.get("limit"), default=20, most=100),
+        )
+        outlooks = await asyncio.to_thread(self._service.outlooks)
+        shown = [batch_json(batch, outlooks.get(batch.id)) for batch in found]
+        about = {"cosched": {"servers": self._service.num_servers}}
+        return _json(page_json(shown, has_more) | about)
+
+    async def show(self, request: Request) -> Response:
+        name = request.path_params["id"]
+        batch = await asyncio.to_thread(self._store.get, name, owner=self._owner(request))
+        return await self._shown(batch)
+
+    async def cancel(self, request: Request) -> Response:
+        name = request.path_params["id"]
+        batch = await asyncio.to_thread(self._store.cancel, name, owner=self._owner(request))
+        self._service.wake()
+        return await self._shown(batch)
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status_code=status, media_type="application/json")

@@ -1,0 +1,337 @@
+"""Where the bytes of files are: a folder, or any place that fsspec reaches by a URL.
+
+A file is written whole before the store lists it, and read only by those who found it listed.
+What is left of others (an upload that was cut short, a file that was deleted) is found by `sweep`.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol, cast
+
+from cosched.batch.errors import ApiError, StoreAwayError
+from cosched.errors import ConfigError
+
+__all__ = [
+    "FilesAwayError",
+    "FolderStorage",
+    "Storage",
+    "UrlStorage",
+    "folder_of",
+    "without_secrets",
+]
+
+_BLOCK_BYTES = 1 << 20
+_PART = ".part"
+_LEFT_S = 3600.0
+"""What nobody has listed for so long was cut short: its server ended, or could not remove it."""
+_LIST_S = 600.0
+"""Between two looks at everything that is at a URL: object stores take money for them."""
+_LOCAL = re.compile(r"(?:file|local)://(/.*)")
+_ID_NAME = "store-id"
+
+
+class FilesAwayError(StoreAwayError):
+    """The place of the files cannot be used now."""
+
+
+class Storage(Protocol):
+    """For any number of threads. Names are those that the store gives.
+
+    is_far  nobody holds the database while it is asked; results of batches become files here when a
+            batch ends, where they are rows of the database for good otherwise
+    """
+
+    is_far: bool
+
+    def get_id(self) -> str | None:
+        """Of the store whose files these are; None: of none yet. OSError, FilesAwayError."""
+
+    def set_id(self, store_id: str) -> None:
+        """OSError, FilesAwayError."""
+
+    def write(self, name: str, blocks: Iterable[bytes]) -> int:
+        """Keep these bytes, which are there for good on return; how many. FilesAwayError. What it
+        has begun when it raises is the caller's to discard."""
+
+    def publish(self, name: str) -> None:
+        """It is about to be listed."""
+
+    def discard(self, name: str) -> None:
+        """It was written, perhaps in part, and not published. Raises nothing of its own."""
+
+    def read(self, name: str) -> Iterator[bytes]:
+        """A block at a time. FileNotFoundError, FilesAwayError."""
+
+    def open(self, name: str) -> BinaryIO:
+        """To be read here and there. FileNotFoundError, FilesAwayError."""
+
+    def forget(self, name: str) -> None:
+        """It is no longer listed: the next `sweep` may remove it."""
+
+    def sweep(self, listed: set[str], *, in_use: set[str]) -> None:
+        """Remove what is not listed. in_use: those of `listed` that open batches read.
+        FilesAwayError."""
+
+
+def folder_of(place: str) -> Path | None:
+    """The folder that `batches.folder` names; None: it is a URL of somewhere else."""
+    if found := _LOCAL.fullmatch(place):
+        return Path(found[1])
+    return None if "://" in place or "::" in place else Path(place)
+
+
+def without_secrets(place: str) -> str:
+    """A URL for people to read: without a user and a password."""
+    return re.sub(r"://[^/@]*@", "://***@", place)
+
+
+class FolderStorage:
+    """A folder of this machine, or one that several see."""
+
+    is_far = False
+
+    def __init__(self, folder: Path) -> None:
+        self._id_file = folder / _ID_NAME
+        self._folder = folder / "files"
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def get_id(self) -> str | None:
+        return self._id_file.read_text().strip() if self._id_file.exists() else None
+
+    def set_id(self, store_id: str) -> None:
+        self._id_file.write_text(f"{store_id}\n")
+
+    def write(self, name: str, blocks: Iterable[bytes]) -> int:
+        with _telling_of_disk(), self._part(name).open("xb") as copy:
+            copy.writelines(blocks)
+            copy.flush()
+            os.fsync(copy.fileno())
+            return copy.tell()
+
+    def publish(self, name: str) -> None:
+        with _telling_of_disk():
+            self._part(name).rename(self._folder / name)
+            # A name in a folder is on the disk only then.
+            handle = os.open(self._folder, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+
+    def discard(self, name: str) -> None:
+        self._part(name).unlink(missing_ok=True)
+
+    def read(self, name: str) -> Iterator[bytes]:
+        with self.open(name) as content:
+            while block := content.read(_BLOCK_BYTES):
+                yield block
+
+    def open(self, name: str) -> BinaryIO:
+        return (self._folder / name).open("rb")
+
+    def forget(self, name: str) -> None:
+        pass
+
+    def sweep(self, listed: set[str], *, in_use: set[str]) -> None:
+        for path in self._folder.iterdir():
+            if path.suffix == _PART:
+                is_left = time.time() - _last_write_s(path) > _LEFT_S
+            else:
+                is_left = path.name not in listed
+            if is_left:
+                path.unlink(missing_ok=True)
+
+    def _part(self, name: str) -> Path:
+        return self._folder / (name + _PART)
+
+
+@contextmanager
+def _telling_of_disk() -> Iterator[None]:
+    """A disk that is full or broken is no fault of what is written."""
+    try:
+        yield
+    except OSError as error:
+        raise FilesAwayError(f"its files cannot be written: {error.strerror or error}") from error
+
+
+class UrlStorage:
+    """Objects below a URL. Each process keeps copies of what open batches read in files without a
+    name on its own disk (TMPDIR): lines are read in an order of their own, and again and again."""
+
+    is_far = True
+
+    def __init__(self, url: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """clock: seconds since any moment. ConfigError: nothing reaches such a URL."""
+        self._shown = without_secrets(url)
+        try:
+            from fsspec.core import url_to_fs
+        except ImportError:
+            raise ConfigError(
+                f"batches.folder {self._shown!r} is a URL, which needs fsspec: "
+                "pip install 'cosched[fsspec]'"
+            ) from None
+        try:
+            self._fs, self._root = url_to_fs(url)
+        except Exception as error:  # each file system has errors of its own
+            raise ConfigError(f"batches.folder {self._shown!r}: {_told(error)}") from None
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._copies: dict[str, Any] = {}
+        self._unlisted: dict[str, float] = {}
+        """Name -> since when this process knows that nobody lists it."""
+        self._next_list_s = float("-inf")
+
+    def get_id(self) -> str | None:
+        with self._telling():
+            self._fs.makedirs(self._path("files"), exist_ok=True)
+            if not self._fs.exists(self._path(_ID_NAME)):
+                return None
+            return cast(bytes, self._fs.cat_file(self._path(_ID_NAME))).decode().strip()
+
+    def set_id(self, store_id: str) -> None:
+        with self._telling():
+            self._fs.pipe_file(self._path(_ID_NAME), f"{store_id}\n".encode())
+
+    def write(self, name: str, blocks: Iterable[bytes]) -> int:
+        num_bytes = 0
+        with self._telling(), self._fs.open(self._path("files", name), "wb") as copy:
+            for block in blocks:
+                copy.write(block)
+                num_bytes += len(block)
+        return num_bytes
+
+    def publish(self, name: str) -> None:
+        pass
+
+    def discard(self, name: str) -> None:
+        with suppress(StoreAwayError, FileNotFoundError), self._telling():
+            self._fs.rm_file(self._path("files", name))
+
+    def read(self, name: str) -> Iterator[bytes]:
+        with self._telling():
+            content = self._fs.open(self._path("files", name), "rb")
+        with content:
+            while True:
+                with self._telling():
+                    block = content.read(_BLOCK_BYTES)
+                if not block:
+                    return
+                yield block
+
+    def open(self, name: str) -> BinaryIO:
+        with self._lock:
+            if name not in self._copies:
+                copy = tempfile.TemporaryFile(prefix="cosched-batches-")
+                try:
+                    with self._telling():
+                        copy.writelines(self.read(name))
+                        copy.flush()
+                except BaseException:
+                    copy.close()
+                    raise
+                self._copies[name] = copy
+            return cast(BinaryIO, io.BufferedReader(_Reader(os.dup(self._copies[name].fileno()))))
+
+    def forget(self, name: str) -> None:
+        with self._lock:
+            self._unlisted[name] = float("-inf")
+
+    def sweep(self, listed: set[str], *, in_use: set[str]) -> None:
+        now_s = self._clock()
+        with self._lock:
+            for name in set(self._copies) - in_use:
+                self._copies.pop(name).close()
+            is_due = now_s >= self._next_list_s
+        if is_due:
+            with self._telling():
+                self._fs.invalidate_cache()
+                try:
+                    found = self._fs.ls(self._path("files"), detail=False)
+                except FileNotFoundError:  # in an object store a folder is what is in it
+                    found = []
+                self._fs.invalidate_cache()  # what others add is not in it
+            there = {str(path).rsplit("/", 1)[-1] for path in found}
+            with self._lock:
+                self._next_list_s = now_s + _LIST_S
+                for name in there:
+                    self._unlisted.setdefault(name, now_s)
+        with self._lock:
+            for name in listed - in_use:
+                self._unlisted.pop(name, None)
+            gone = [
+                name
+                for name, since_s in self._unlisted.items()
+                if name not in listed and now_s - since_s > _LEFT_S
+            ]
+        for name in gone:
+            with suppress(FileNotFoundError), self._telling():
+                self._fs.rm_file(self._path("files", name))
+            with self._lock:
+                self._unlisted.pop(name, None)
+
+    def _path(self, *names: str) -> str:
+        return "/".join((self._root.rstrip("/"), *names))
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """What is no fault of what is asked for."""
+        try:
+            yield
+        except (ApiError, FileNotFoundError):
+            raise
+        except Exception as error:  # each file system has errors of its own
+            raise FilesAwayError(f"its files cannot be reached: {_told(error)}") from error
+
+
+class _Reader(io.RawIOBase):
+    """Reads a file from the beginning, whoever else reads it. Closes its handle."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at}.get(whence)
+        self._at = offset + (os.fstat(self._handle).st_size if start is None else start)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        found = os.pread(self._handle, len(buffer), self._at)
+        buffer[: len(found)] = found
+        self._at += len(found)
+        return len(found)
+
+    def close(self) -> None:
+        if not self.closed:
+            os.close(self._handle)
+        super().close()
+
+
+def _told(error: Exception) -> str:
+    return str(error).strip() or type(error).__name__
+
+
+def _last_write_s(path: Path) -> float:
+    """Seconds of the epoch; now where it is gone."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return time.time()

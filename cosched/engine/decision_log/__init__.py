@@ -1,0 +1,1 @@
+"""What was decided in each iteration, and the story of one request."""

@@ -1,0 +1,228 @@
+"""Cost model from measured kernel times: what SGLang's own kernels take on a real GPU."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from cosched.core.batch import BatchShape
+from cosched.errors import ConfigError
+from cosched.lab.cost_models.attention import ContextTable, GenerationTable
+from cosched.lab.cost_models.base import OVERLAPPED, CpuOverhead, PrefixReads
+from cosched.lab.cost_models.gemm import AllReduceTable, GemmTable
+from cosched.lab.cost_models.graph_sizes import (
+    decode_graph_sizes,
+    default_chunk_tokens,
+    default_max_batch,
+    padded_sizes,
+    prefill_graph_sizes,
+)
+from cosched.lab.cost_models.specs import Gemm, GpuSpec, ModelSpec
+from cosched.lab.cost_models.tables import (
+    find_tables,
+    read_allreduce,
+    read_context_attention,
+    read_gemm,
+    read_generation_attention,
+)
+from cosched.predict.features import FloatArray, GraphSizes
+
+__all__ = ["KernelTableModel"]
+
+MAX_TOKENS = 16384
+"""Iterations up to this size are looked up; larger ones grow in proportion."""
+
+KERNEL_FLOOR_S = 2.5e-6
+"""Least time of an elementwise kernel inside a CUDA graph (LLMServingSim `dense` tables: norms,
+rotary embedding and activation of one token take 2.4 to 2.7 us)."""
+
+BANDWIDTH_RATIO = 0.8
+"""Share of the peak memory bandwidth that elementwise kernels reach (aiconfigurator's
+`mem_bw_empirical_scaling_factor`)."""
+
+ELEMENTWISE_KERNELS = 4  # per layer: two norms, rotary embedding with the KV write, activation
+
+SAMPLER_FLOOR_S = 25e-6
+SAMPLER_BYTES = 6
+"""Sampler: LLMServingSim `per_sequence` tables, 25 us for one sequence, then logits read as
+bfloat16 and written as float32 once."""
+
+
+class KernelTableModel:
+    """Iteration time = layers * (GEMMs + all-reduces + elementwise + attention) + lm_head +
+    sampler + CPU overhead, every term from tables except elementwise and sampler (bandwidth).
+
+    Everything that depends on the number of tokens only is one lookup, made at construction. SGLang
+    runs an iteration in the next larger CUDA graph, so its GEMMs see the padded number of tokens
+    (`graphs`); attention does not. A batch of prefills costs at least the reading of its longest
+    context. A mixed batch costs its prefills' attention plus its decodes', less one launch: SGLang
+    runs both in one call of the prefill kernel, for which there is no table.
+    """
+
+    name = "kernel-table"
+
+    def __init__(
+        self,
+        *,
+        model: ModelSpec,
+        gpu: GpuSpec,
+        data_dir: Path,
+        tp: int = 1,
+        overhead: CpuOverhead = OVERLAPPED,
+        graphs: bool = True,
+        max_prefill_graph: int | None = None,
+        max_decode_graph: int | None = None,
+        mixed_decode_factor: float = 1.0,
+        prefix_reads: PrefixReads = PrefixReads.EACH,
+    ) -> None:
+        """ConfigError when the tables are missing, broken, or lack the model's shapes.
+
+        graphs               pad to CUDA graph sizes, as SGLang does unless told not to
+        max_prefill_graph    largest prefill graph [tokens]; None: SGLang's choice for the GPU
+        max_decode_graph     largest decode graph [requests]; None: SGLang's choice for the GPU
+        mixed_decode_factor  how many times longer the attention of a decode takes in a mixed batch
+                             than among decodes; unknown for SGLang's kernels, 1.6 to 2 in the
+                             median for vLLM's FlashAttention-2 (docs/cost_models.md)
+        prefix_reads      how decodes read what they have in common; tables hold EACH
+        """
+        if mixed_decode_factor < 1:
+            raise ConfigError(
+                f"mixed_decode_factor is {mixed_decode_factor}; it must be at least 1"
+            )
+        model.check_tp(tp)
+        self.model = model
+        self.gpu = gpu
+        self.tp = tp
+        self.overhead = overhead
+        self.graph_sizes: GraphSizes | None = None
+        self._mixed_decode_factor = mixed_decode_factor
+        self._prefix_reads = prefix_reads
+        paths = find_tables(data_dir, gpu.tables)
+        self._paths = paths
+        gemms = GemmTable(read_gemm(paths.gemm))
+        heads = (*model.heads_per_gpu(tp), model.head_dim)
+        self.context = ContextTable(read_context_attention(paths.context_attention)).attention(
+            *heads
+        )
+        self.generation = GenerationTable(
+            read_generation_attention(paths.generation_attention)
+        ).attention(*heads)
+        allreduces = None
+        if tp > 1:
+            if paths.allreduce is None:
+                raise ConfigError(
+                    f"tp is {tp}, but there is no all-reduce table beside {paths.gemm}"
+                )
+            allreduces = AllReduceTable(read_allreduce(paths.allreduce))
+
+        tokens = np.arange(MAX_TOKENS + 1, dtype=np.float64)
+        body = self._body(tokens, gemms, allreduces)
+        head = self._head(tokens, gemms)
+        prefill = decode = np.arange(MAX_TOKENS + 1)
+        if graphs:
+            prefill_sizes = prefill_graph_sizes(
+                max_prefill_graph or default_chunk_tokens(gpu.memory_bytes)
+            )
+            decode_sizes = decode_graph_sizes(max_decode_graph or default_max_batch(gpu, tp))
+            self.graph_sizes = GraphSizes(prefill=tuple(prefill_sizes), decode=tuple(decode_sizes))
+            prefill = np.array(padded_sizes(prefill_sizes, MAX_TOKENS))
+            decode = np.array(padded_sizes(decode_sizes, MAX_TOKENS))
+        self._prefill_s: list[float] = body[prefill].tolist()
+        self._decode_s: list[float] = (body + head)[decode].tolist()
+        self._head_s: list[float] = head.tolist()
+
+    def _body(
+        self, tokens: FloatArray, gemms: GemmTable, allreduces: AllReduceTable | None
+    ) -> FloatArray:
+        """All layers without attention, by number of tokens [s]."""
+        model, gpu, tp = self.model, self.gpu, self.tp
+        layer = np.zeros_like(tokens)
+        for gemm in model.layer_gemms(tp):
+            layer += self._gemm(gemm, tokens, gemms)
+        traffic_s = model.elementwise_bytes_per_token(tp) / (
+            gpu.bandwidth_bytes_per_s * BANDWIDTH_RATIO
+        )
+        layer += np.maximum(ELEMENTWISE_KERNELS * KERNEL_FLOOR_S, tokens * traffic_s)
+        if allreduces is not None:
+            layer += 2 * allreduces.seconds(tp, tokens * model.hidden)
+        return layer * model.num_layers
+
+    def _head(self, sequences: FloatArray, gemms: GemmTable) -> FloatArray:
+        """lm_head and sampler, by number of sequences [s]."""
+        traffic_s = SAMPLER_BYTES * self.model.vocab / self.gpu.bandwidth_bytes_per_s
+        sampler = np.maximum(SAMPLER_FLOOR_S, sequences * traffic_s)
+        return sampler + self._gemm(self.model.lm_head(self.tp), sequences, gemms)
+
+    def _gemm(self, gemm: Gemm, ms: FloatArray, gemms: GemmTable) -> FloatArray:
+        seconds = gemms.seconds(gemm.n, gemm.k, np.maximum(ms, 1.0))
+        if self.gpu.slower_memory == 1:
+            return seconds
+        # The tables' GPU has faster memory: what is bound by memory there takes longer here.
+        flops_s = 2 * ms * gemm.n * gemm.k / self.gpu.flops_per_s
+        bytes_ = self.model.dtype_bytes * (ms * gemm.n + gemm.n * gemm.k + ms * gemm.k)
+        here_s = np.maximum(flops_s, bytes_ / self.gpu.bandwidth_bytes_per_s)
+        there_s = np.maximum(flops_s, bytes_ / self.gpu.tables_bandwidth)
+        return seconds * here_s / there_s
+
+    def iteration_s(self, batch: BatchShape) -> float:
+        prefills, decodes = batch.prefills, batch.decodes
+        num_sequences = len(decodes) + len(prefills)
+        if not num_sequences:
+            return 0.0
+        attention = self._decode_attention(batch) * self.gpu.slower_memory if decodes else 0.0
+        if prefills:
+            num_new = longest = 0
+            for new, cached in prefills:
+                num_new += new
+                if new + cached > longest:
+                    longest = new + cached
+            if decodes:
+                attention = attention * self._mixed_decode_factor - self.generation.floor_s
+            reading = self.generation.equal_s(1, longest) * self.gpu.slower_memory
+            attention += max(self.context.seconds(prefills, num_new), reading)
+            total = _lookup(self._prefill_s, num_new + len(decodes))
+            total += _lookup(self._head_s, num_sequences)
+        else:
+            total = _lookup(self._decode_s, len(decodes))
+        overhead = self.overhead.fixed_s + self.overhead.per_sequence_s * num_sequences
+        return total + attention * self.model.num_layers + overhead
+
+    def _decode_attention(self, batch: BatchShape) -> float:
+        """Of one layer, as the tables' GPU takes for it [s]."""
+        decodes = batch.decodes
+        seconds = self.generation.seconds(decodes)
+        if not batch.num_repeated:
+            return seconds
+        distinct = (sum(decodes) - batch.num_repeated) / len(decodes)
+        return self._prefix_reads.attention_s(
+            seconds, self.generation.equal_s(len(decodes), distinct)
+        )
+
+    def describe(self) -> dict[str, object]:
+        return {
+            "cost_model": self.name,
+            "model": self.model.name,
+            "gpu": self.gpu.name,
+            "tp": self.tp,
+            "tables": [
+                path.name
+                for path in (
+                    self._paths.gemm,
+                    self._paths.context_attention,
+                    self._paths.generation_attention,
+                    self._paths.allreduce,
+                )
+                if path is not None
+            ],
+            "cuda_graphs": self.graph_sizes is not None,
+            "mixed_decode_factor": self._mixed_decode_factor,
+            "prefix_reads": self._prefix_reads.value,
+            "cpu_overhead": asdict(self.overhead),
+        }
+
+
+def _lookup(seconds: list[float], size: int) -> float:
+    last = len(seconds) - 1
+    return seconds[size] if size <= last else seconds[last] * size / last

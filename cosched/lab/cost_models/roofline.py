@@ -1,0 +1,121 @@
+"""Cost model from data sheets alone: FLOPs, bytes, and the share of the peaks kernels reach."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from cosched.core.batch import BatchShape
+from cosched.lab.cost_models.base import OVERLAPPED, CpuOverhead, PrefixReads
+from cosched.lab.cost_models.specs import GpuSpec, ModelSpec
+
+__all__ = ["Efficiency", "RooflineModel"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency:
+    """Shares of the peaks (0-1) and the least time of a kernel [s].
+
+    The defaults are round numbers from the aiconfigurator tables of the A100 and the H100: large
+    GEMMs reach 0.68 to 0.82 of the FLOPS, small ones 0.62 to 0.84 of the bandwidth; attention of
+    4096 tokens 0.65 and 0.55 of the FLOPS, decodes with much KV 0.6 and 0.9 of the bandwidth.
+    """
+
+    gemm_flops: float = 0.72
+    gemm_bandwidth: float = 0.72
+    attention_flops: float = 0.55
+    attention_bandwidth: float = 0.72
+    elementwise_bandwidth: float = 0.8
+    link: float = 0.75
+    gemm_floor_s: float = 3e-6
+    attention_floor_s: float = 10e-6
+    elementwise_floor_s: float = 10e-6
+    allreduce_floor_s: float = 5e-6
+    sampler_floor_s: float = 25e-6
+
+
+class RooflineModel:
+    """Each GEMM takes the longer of its FLOPs and its bytes; prefill attention the longer of its
+    pairs' FLOPs (4 * heads * head_dim each) and reading its keys and values; decode attention reads
+    its KV. Needs no files. Right within a factor of 2 of the tables, mostly within 20 %
+    (docs/cost_models.md); it knows no tiles, CUDA graph sizes or half-filled GPUs.
+    """
+
+    name = "roofline"
+    graph_sizes = None
+
+    def __init__(
+        self,
+        *,
+        model: ModelSpec,
+        gpu: GpuSpec,
+        tp: int = 1,
+        overhead: CpuOverhead = OVERLAPPED,
+        efficiency: Efficiency | None = None,
+        prefix_reads: PrefixReads = PrefixReads.EACH,
+    ) -> None:
+        model.check_tp(tp)
+        self.model = model
+        self.gpu = gpu
+        self.tp = tp
+        self.overhead = overhead
+        self._prefix_reads = prefix_reads
+        self.efficiency = e = efficiency or Efficiency()
+        bandwidth, flops = gpu.bandwidth_bytes_per_s, gpu.flops_per_s
+
+        def gemm_terms(n: int, k: int) -> tuple[float, float, float]:
+            """(compute per token, memory, memory per token) [s]."""
+            per_byte = model.dtype_bytes / (bandwidth * e.gemm_bandwidth)
+            return 2 * n * k / (flops * e.gemm_flops), n * k * per_byte, (n + k) * per_byte
+
+        self._layer = [gemm_terms(gemm.n, gemm.k) for gemm in model.layer_gemms(tp)]
+        head = model.lm_head(tp)
+        self._head = gemm_terms(head.n, head.k)
+        self._elementwise = model.elementwise_bytes_per_token(tp) / (
+            bandwidth * e.elementwise_bandwidth
+        )
+        heads, _ = model.heads_per_gpu(tp)
+        self._pair = 4 * heads * model.head_dim / (flops * e.attention_flops)
+        # One layer's share of the KV of a token.
+        kv_bytes = model.kv_bytes_per_token(tp) / model.num_layers
+        self._kv = kv_bytes / (bandwidth * e.attention_bandwidth)
+        ring = 2 * (tp - 1) / tp * model.hidden * model.dtype_bytes
+        self._allreduce = ring / (gpu.link_bytes_per_s * e.link)
+
+    def iteration_s(self, batch: BatchShape) -> float:
+        prefills, decodes = batch.prefills, batch.decodes
+        if not prefills and not decodes:
+            return 0.0
+        e = self.efficiency
+        pairs = 0.0
+        num_new = num_keys = 0
+        for new, cached in prefills:
+            num_new += new
+            num_keys += new + cached
+            pairs += new * (cached + new / 2)
+        tokens = num_new + len(decodes)
+        sequences = len(prefills) + len(decodes)
+        layer = max(self._elementwise * tokens, e.elementwise_floor_s)
+        for compute, memory, memory_per_token in self._layer:
+            layer += max(compute * tokens, memory + memory_per_token * tokens, e.gemm_floor_s)
+        num_read = sum(decodes)
+        layer += max(pairs * self._pair, num_keys * self._kv) + self._prefix_reads.attention_s(
+            num_read * self._kv, (num_read - batch.num_repeated) * self._kv
+        )
+        layer += e.attention_floor_s
+        if self.tp > 1:
+            layer += 2 * (e.allreduce_floor_s + self._allreduce * tokens)
+        compute, memory, memory_per_token = self._head
+        head = max(compute * sequences, memory + memory_per_token * sequences)
+        overhead = self.overhead.fixed_s + self.overhead.per_sequence_s * sequences
+        return layer * self.model.num_layers + head + e.sampler_floor_s + overhead
+
+    def describe(self) -> dict[str, object]:
+        return {
+            "cost_model": self.name,
+            "model": self.model.name,
+            "gpu": self.gpu.name,
+            "tp": self.tp,
+            "efficiency": asdict(self.efficiency),
+            "prefix_reads": self._prefix_reads.value,
+            "cpu_overhead": asdict(self.overhead),
+        }

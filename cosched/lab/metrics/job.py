@@ -1,0 +1,107 @@
+"""When is a batch job done, and how much work was done per second.
+
+Tokens per second can be won by an order that takes the cheap tokens first. Work cannot: each line
+counts the device seconds that it costs in the best batch of its job alone, whatever is done first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cosched.lab.metrics.records import RequestRecord
+from cosched.lab.metrics.window import Window
+from cosched.predict.work import LineCost
+
+__all__ = [
+    "EDGE_SHARE",
+    "JobSummary",
+    "steady_window",
+    "summarize_job",
+]
+
+EDGE_SHARE = 0.1
+"""Of a run, left out at its start and at its end for the steady state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSummary:
+    """A job: all offline requests of a run.
+
+    makespan_s         first arrival to the end of the last line [s]; None: a line did not end
+    completion_mean_s  first arrival to the end of a line, mean over those that ended [s]
+    completion_p95_s   95th percentile of the same [s]
+    work_s             device seconds of work that the job is; None: costs are not known
+    work_per_s         device seconds of work done per second, without the first and the last tenth
+                       of the run; 1 is the best batch alone on the whole device. None: costs are
+                       not known
+    bound_per_s        the most work per second in the same time, beside the online requests of the
+                       run; None: not known
+    least_makespan_s   no schedule is done earlier beside them [s]; None: not known, or the job was
+                       not done
+    """
+
+    num_lines: int = 0
+    num_finished: int = 0
+    makespan_s: float | None = None
+    completion_mean_s: float | None = None
+    completion_p95_s: float | None = None
+    work_s: float | None = None
+    work_per_s: float | None = None
+    bound_per_s: float | None = None
+    least_makespan_s: float | None = None
+
+    @property
+    def bound_ratio(self) -> float | None:
+        """What was done of the most that can be done."""
+        return self.work_per_s / self.bound_per_s if self.work_per_s and self.bound_per_s else None
+
+
+def steady_window(*, start_s: float, end_s: float) -> Window | None:
+    """A run without its first and last tenth; None where nothing is left."""
+    edge_s = EDGE_SHARE * (end_s - start_s)
+    return Window(start_s=start_s + edge_s, end_s=end_s - edge_s) if edge_s > 0 else None
+
+
+def summarize_job(
+    records: Sequence[RequestRecord],
+    *,
+    end_s: float,
+    costs: Mapping[str, LineCost] | None = None,
+) -> JobSummary:
+    """Sum up the offline records of a run that ended at `end_s` [s]. Lines without an end count for
+    the part that was done; failed lines do not count."""
+    if not records:
+        return JobSummary()
+    start_s = min(record.arrival_s for record in records)
+    ends = np.array([r.finish_s - start_s for r in records if r.is_finished and r.finish_s])
+    is_done = len(ends) == len(records)
+    return JobSummary(
+        num_lines=len(records),
+        num_finished=len(ends),
+        makespan_s=float(ends.max()) if is_done else None,
+        completion_mean_s=float(ends.mean()) if len(ends) else None,
+        completion_p95_s=float(np.percentile(ends, 95)) if len(ends) else None,
+        work_per_s=_work_per_s(records, start_s, end_s, costs) if costs else None,
+    )
+
+
+def _work_per_s(
+    records: Sequence[RequestRecord], start_s: float, end_s: float, costs: Mapping[str, LineCost]
+) -> float | None:
+    window = steady_window(start_s=start_s, end_s=end_s)
+    if window is None:
+        return None
+    work_s = 0.0
+    for record in records:
+        cost = costs.get(record.rid)
+        if cost is None or not record.ok or record.first_s is None:
+            continue
+        if record.first_s in window:
+            work_s += cost.prompt_s
+        times, weight = record.emissions(until_s=end_s)
+        if len(times) > 1:
+            work_s += cost.token_s * weight * int(window.holds(times[1:]).sum())
+    return window.per_s(work_s)

@@ -1,0 +1,540 @@
+"""The numbers of a run. Every definition, with its source: docs/metrics.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cosched.core.request import RequestClass, Slo
+from cosched.lab.metrics.job import JobSummary, summarize_job
+from cosched.lab.metrics.records import Floats, IterationLog, RequestRecord
+from cosched.lab.metrics.slo import (
+    ROUNDING_S,
+    Attainment,
+    JctTarget,
+    Judgement,
+    Verdict,
+    judge,
+    with_defaults,
+)
+from cosched.lab.metrics.stats import EMPTY, Distribution, to_dict
+from cosched.lab.metrics.window import Window, last_event_s
+from cosched.predict.work import LineCost
+
+__all__ = [
+    "AttainmentSummary",
+    "ClassSummary",
+    "Comparison",
+    "Emissions",
+    "HostSummary",
+    "IterationSummary",
+    "KvShare",
+    "KvSummary",
+    "Summary",
+    "compare",
+    "served_tokens",
+    "summarize",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttainmentSummary:
+    """Per target: who met it. tbt: of the gaps between tokens, how many are no longer than the TPOT
+    target. joint: all that a request has. jct: EcoServe's satisfaction ratio."""
+
+    ttft: Attainment
+    tpot: Attainment
+    tbt: Attainment
+    deadline: Attainment
+    joint: Attainment
+    jct: Attainment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassSummary:
+    """One class of requests in the window.
+
+    The rates are of work done in the window, whoever it was done for; the rest is about the
+    requests of the window: online those that arrived in it, offline those that were there.
+    """
+
+    num_requests: int
+    num_finished: int
+    num_failed: int
+    num_unfinished: int
+    ttft_s: Distribution
+    missed_ttft_s: Distribution
+    tpot_s: Distribution
+    tbt_s: Distribution
+    worst_tbt_s: Distribution
+    e2e_s: Distribution
+    normalized_latency_s: Distribution
+    attainment: AttainmentSummary
+    goodput_requests_per_s: float | None
+    requests_per_s: float | None
+    tokens_per_s: float | None
+    output_tokens_per_s: float | None
+    cached_tokens_per_s: float | None
+    finished_tokens_per_s: float | None
+    finished_output_tokens_per_s: float | None
+    computed_tokens_per_s: float | None
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    hit_ratio: float | None
+    num_lost_tokens: int | None
+    num_preemptions: int
+    num_preempted_requests: int
+    num_recomputed_tokens: int
+    recomputed_ratio: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IterationSummary:
+    """The iterations that ended in the window.
+
+    prediction_error_ratio  |predicted - measured| / measured; its mean is HyGen's MAPE
+    """
+
+    num_iterations: int
+    busy_ratio: float | None
+    duration_s: Distribution
+    num_tokens: Distribution
+    prediction_error_ratio: Distribution
+    underpredicted_ratio: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvShare:
+    """Of the KV capacity: mean over busy time, and the most."""
+
+    mean_ratio: float | None = None
+    max_ratio: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvSummary:
+    capacity_tokens: int | None = None
+    online: KvShare = KvShare()
+    offline: KvShare = KvShare()
+    cached: KvShare = KvShare()
+    free: KvShare = KvShare()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSummary:
+    """Host time: differs between two runs of the same simulation."""
+
+    planning_s: Distribution
+    planning_total_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """A run, summed up over `window`; it was watched until `observed_until_s`. `job` is the whole
+    run, whatever the window."""
+
+    window: Window
+    observed_until_s: float
+    online: ClassSummary
+    offline: ClassSummary
+    job: JobSummary
+    iterations: IterationSummary
+    kv: KvSummary
+    host: HostSummary
+
+    def to_dict(self, *, with_host: bool = True) -> dict[str, Any]:
+        """Plain data for JSON: always the same keys, no NaN. Without ``host`` it is the same, byte
+        for byte, whenever the run is the same."""
+        summary: dict[str, Any] = to_dict(self)
+        if not with_host:
+            del summary["host"]
+        return summary
+
+
+def summarize(
+    records: Iterable[RequestRecord],
+    iterations: IterationLog | None = None,
+    *,
+    window: Window | None = None,
+    observed_until_s: float | None = None,
+    default_slos: Mapping[RequestClass, Slo] | None = None,
+    jct_target: JctTarget | None = None,
+    line_costs: Mapping[str, LineCost] | None = None,
+) -> Summary:
+    """Sum up a run. Reads only; the order of the records does not matter.
+
+    iterations        None: not known, as of a server elsewhere; what needs them is then None
+    window            what is measured; None: the whole run
+    observed_until_s  when watching ended [s], which decides what became of requests still open;
+                      None: with the window, or with the last event where that is later
+    default_slos      targets of requests that bring none of their own
+    line_costs        rid of an offline request -> its cost in the best batch of its job alone
+    """
+    records = list(records)
+    log = IterationLog() if iterations is None else iterations
+    window = Window.covering(records, log) if window is None else window
+    if observed_until_s is None:
+        observed_until_s = max(window.end_s, last_event_s(records, log))
+    rows = _Rows(log, window)
+    slos = default_slos or {}
+
+    def of_class(request_class: RequestClass) -> ClassSummary:
+        mine = _ClassRecords(
+            request_class=request_class,
+            records=[r for r in records if r.request_class is request_class],
+            window=window,
+            now_s=observed_until_s,
+        )
+        default = slos.get(request_class, Slo())
+        judgements = mine.judge(default, jct_target)
+        return _class_summary(mine, judgements, default, rows.computed_tokens(request_class))
+
+    return Summary(
+        window=window,
+        observed_until_s=observed_until_s,
+        online=of_class(RequestClass.ONLINE),
+        offline=of_class(RequestClass.OFFLINE),
+        job=summarize_job(
+            [r for r in records if r.request_class is RequestClass.OFFLINE],
+            end_s=observed_until_s,
+            costs=line_costs,
+        ),
+        iterations=rows.summary(),
+        kv=rows.kv(),
+        host=rows.host(),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Emissions:
+    """Tokens of useful work, each at the time it counts as done.
+
+    A prompt counts whole when its first token comes out: not before, for until then preemption can
+    undo it, and whatever part of it the cache saved. Nothing counts of a request that failed.
+    """
+
+    prompt_times: Floats
+    prompt_tokens: Floats
+    output_times: Floats
+    output_tokens: Floats
+
+
+def served_tokens(records: Iterable[RequestRecord], *, until_s: float) -> Emissions:
+    prompts: list[tuple[float, int]] = []
+    times: list[Floats] = [np.empty(0)]
+    weights: list[Floats] = [np.empty(0)]
+    for r in records:
+        if r.first_s is None or not r.ok:
+            continue
+        prompts.append((r.first_s, r.num_prompt_tokens))
+        emitted, weight = r.emissions(until_s=until_s)
+        times.append(emitted)
+        weights.append(np.full(len(emitted), weight))
+    pairs = np.array(prompts, dtype=np.float64).reshape(-1, 2)
+    return Emissions(
+        prompt_times=pairs[:, 0],
+        prompt_tokens=pairs[:, 1],
+        output_times=np.concatenate(times),
+        output_tokens=np.concatenate(weights),
+    )
+
+
+class _ClassRecords:
+    """The records of one class, and which of them a metric is about."""
+
+    def __init__(
+        self,
+        *,
+        request_class: RequestClass,
+        records: Sequence[RequestRecord],
+        window: Window,
+        now_s: float,
+    ) -> None:
+        self.records = records
+        self.window = window
+        self.now_s = now_s
+        self._is_online = request_class is RequestClass.ONLINE
+        self.population = [r for r in records if self._belongs(r)]
+        self.unfailed = [r for r in self.population if r.ok]
+        self.finished = [r for r in self.unfailed if self.counts(r.finish_s)]
+
+    def _belongs(self, record: RequestRecord) -> bool:
+        if self._is_online:
+            return record.arrival_s in self.window
+        gone = record.finish_s is not None and record.finish_s < self.window.start_s
+        return record.arrival_s < self.window.end_s and not gone
+
+    def counts(self, time_s: float | None) -> bool:
+        """Whether what happened then to a request of the population is measured: online follows
+        the request to its end, offline stops at the window's."""
+        return time_s is not None and (self._is_online or time_s in self.window)
+
+    def gaps(self) -> Floats:
+        """All gaps between consecutive tokens [s]."""
+        parts = [np.empty(0)]
+        for r in self.unfailed:
+            if r.token_times is not None and len(r.token_times) > 1:
+                times = np.array(r.token_times)
+                gaps = np.diff(times)
+                parts.append(gaps if self._is_online else gaps[self.window.holds(times[1:])])
+        return np.concatenate(parts)
+
+    def gap_attainment(self, default: Slo) -> Attainment:
+        """Of the gaps between tokens, against the TPOT target: those that are known, and the one
+        that is open where it is too long already. A reply that broke off misses one more."""
+        num_met = num_missed = num_undecided = 0
+        for r in self.population:
+            limit_s = with_defaults(r.slo, default).tpot_s
+            if limit_s is None or r.token_times is None or not len(r.token_times):
+                continue
+            gaps = np.diff(np.array(r.token_times))
+            num_in_time = int((gaps <= limit_s + ROUNDING_S).sum())
+            num_met += num_in_time
+            num_missed += len(gaps) - num_in_time + (not r.ok)
+            if r.is_open:
+                is_late = self.now_s - r.token_times[-1] > limit_s + ROUNDING_S
+                num_missed += is_late
+                num_undecided += not is_late
+        return Attainment.counted(num_met, num_missed, num_undecided)
+
+    def admitted(self) -> list[RequestRecord]:
+        """Those whose share of cached prompt tokens is known."""
+        return [
+            r
+            for r in self.population
+            if r.num_cached_tokens is not None
+            and self.counts(r.first_s if r.admitted_s is None else r.admitted_s)
+        ]
+
+    def judge(
+        self, default: Slo, jct_target: JctTarget | None
+    ) -> list[tuple[RequestRecord, Judgement]]:
+        return [
+            (
+                r,
+                judge(r, with_defaults(r.slo, default), now_s=self.now_s, jct_target=jct_target),
+            )
+            for r in self.population
+        ]
+
+
+def _class_summary(
+    mine: _ClassRecords,
+    judgements: Sequence[tuple[RequestRecord, Judgement]],
+    default: Slo,
+    num_computed_tokens: int | None,
+) -> ClassSummary:
+    window, finished, unfailed = mine.window, mine.finished, mine.unfailed
+    num_failed = len(mine.population) - len(unfailed)
+    done = [r for r in mine.records if r.finish_s is not None and r.ok and r.finish_s in window]
+    served = served_tokens(mine.records, until_s=mine.now_s)
+    num_served_prompt = _sum_in(window, served.prompt_times, served.prompt_tokens)
+    num_served_output = _sum_in(window, served.output_times, served.output_tokens)
+    admitted = mine.admitted()
+    num_prompt = sum(r.num_prompt_tokens for r in admitted)
+    num_cached = sum(r.num_cached_tokens or 0 for r in admitted)
+    num_recomputed = sum(r.num_recomputed_tokens for r in mine.population)
+
+    return ClassSummary(
+        num_requests=len(mine.population),
+        num_finished=len(finished),
+        num_failed=num_failed,
+        num_unfinished=len(unfailed) - len(finished),
+        ttft_s=_distribution(r.ttft_s for r in unfailed if mine.counts(r.first_s)),
+        missed_ttft_s=_distribution(
+            r.ttft_s
+            for r, judgement in judgements
+            if judgement.ttft is Verdict.MISSED and r.ok and mine.counts(r.first_s)
+        ),
+        tpot_s=_distribution(r.tpot_s for r in finished),
+        tbt_s=Distribution.of(mine.gaps()),
+        worst_tbt_s=_distribution(r.worst_tbt_s for r in finished),
+        e2e_s=_distribution(r.e2e_s for r in finished),
+        normalized_latency_s=_distribution(_ratio(r.e2e_s, r.num_output_tokens) for r in finished),
+        attainment=_attainment(
+            [judgement for _, judgement in judgements], tbt=mine.gap_attainment(default)
+        ),
+        goodput_requests_per_s=_goodput(mine, judgements),
+        requests_per_s=window.per_s(len(done)),
+        tokens_per_s=window.per_s(num_served_prompt + num_served_output),
+        output_tokens_per_s=window.per_s(num_served_output),
+        cached_tokens_per_s=window.per_s(
+            sum(
+                r.num_cached_tokens or 0
+                for r in mine.records
+                if r.ok and r.first_s is not None and r.first_s in window
+            )
+        ),
+        finished_tokens_per_s=window.per_s(
+            sum(r.num_prompt_tokens + r.num_output_tokens for r in done)
+        ),
+        finished_output_tokens_per_s=window.per_s(sum(r.num_output_tokens for r in done)),
+        computed_tokens_per_s=window.per_s(num_computed_tokens),
+        num_prompt_tokens=num_prompt,
+        num_cached_tokens=num_cached,
+        hit_ratio=_ratio(num_cached, num_prompt),
+        num_lost_tokens=_num_lost(admitted),
+        num_preemptions=sum(r.num_preemptions for r in mine.population),
+        num_preempted_requests=sum(r.num_preemptions > 0 for r in mine.population),
+        num_recomputed_tokens=num_recomputed,
+        recomputed_ratio=_recomputed_ratio(finished),
+    )
+
+
+def _attainment(judgements: Sequence[Judgement], *, tbt: Attainment) -> AttainmentSummary:
+    return AttainmentSummary(
+        ttft=Attainment.of(j.ttft for j in judgements),
+        tpot=Attainment.of(j.tpot for j in judgements),
+        tbt=tbt,
+        deadline=Attainment.of(j.deadline for j in judgements),
+        joint=Attainment.of(j.joint for j in judgements),
+        jct=Attainment.of(j.jct for j in judgements),
+    )
+
+
+def _goodput(
+    mine: _ClassRecords, judgements: Sequence[tuple[RequestRecord, Judgement]]
+) -> float | None:
+    if all(judgement.joint is None for _, judgement in judgements):
+        return None
+    num_good = sum(
+        judgement.joint is Verdict.MET and mine.counts(record.finish_s)
+        for record, judgement in judgements
+    )
+    return mine.window.per_s(num_good)
+
+
+def _recomputed_ratio(finished: Iterable[RequestRecord]) -> float | None:
+    """Share of their prefill that preemption made them do again."""
+    known = [r for r in finished if r.num_cached_tokens is not None]
+    again = sum(r.num_recomputed_tokens for r in known)
+    once = sum(r.num_prompt_tokens - (r.num_cached_tokens or 0) for r in known)
+    return _ratio(again, once + again)
+
+
+def _num_lost(admitted: Iterable[RequestRecord]) -> int | None:
+    """None: of none of them it is known."""
+    known = [r.num_lost_tokens for r in admitted if r.num_lost_tokens is not None]
+    return sum(known) if known else None
+
+
+class _Rows:
+    """The iterations of a run, as far as they lie in the window."""
+
+    def __init__(self, log: IterationLog, window: Window) -> None:
+        self._log = log
+        self._window = window
+        self._starts, self._ends = log.column("start_s"), log.end_s
+        self._ended = window.holds(self._ends)
+        self._overlap = window.overlap(self._starts, self._ends)
+
+    def _ended_column(self, name: str) -> Floats:
+        return self._log.column(name)[self._ended]
+
+    def computed_tokens(self, request_class: RequestClass) -> int | None:
+        """Tokens the iterations of the window computed for a class; None: not known."""
+        if not len(self._log):
+            return None
+        name = request_class.value
+        prefill = self._ended_column(f"num_{name}_prefill_tokens")
+        decodes = self._ended_column(f"num_{name}_decodes")
+        return int(prefill.sum() + decodes.sum())
+
+    def summary(self) -> IterationSummary:
+        durations = self._ended_column("duration_s")
+        predicted = self._ended_column("predicted_s")
+        asked = ~np.isnan(predicted) & (durations > 0)
+        errors = predicted[asked] / durations[asked] - 1
+        num_tokens = sum(
+            self._ended_column(f"num_{name}")
+            for name in (
+                "online_prefill_tokens",
+                "offline_prefill_tokens",
+                "online_decodes",
+                "offline_decodes",
+            )
+        )
+        busy_s = float(self._overlap.sum()) if len(self._log) else None
+        return IterationSummary(
+            num_iterations=len(durations),
+            busy_ratio=self._window.per_s(busy_s),
+            duration_s=Distribution.of(durations),
+            num_tokens=Distribution.of(np.asarray(num_tokens)),
+            prediction_error_ratio=Distribution.of(np.abs(errors)),
+            underpredicted_ratio=_ratio(int((errors < 0).sum()), len(errors)),
+        )
+
+    def kv(self) -> KvSummary:
+        names = ("online", "offline", "cached", "free")
+        inside = self._overlap > 0
+        weights = self._overlap[inside]
+        tokens = {name: self._log.column(f"kv_{name}_tokens")[inside] for name in names}
+        totals = np.sum(list(tokens.values()), axis=0)
+        if not (len(weights) and totals.all()):
+            return KvSummary()
+        shares = {name: tokens[name] / totals for name in names}
+        return KvSummary(
+            capacity_tokens=int(totals.max()),
+            **{
+                name: KvShare(
+                    mean_ratio=float(np.average(share, weights=weights)),
+                    max_ratio=float(share.max()),
+                )
+                for name, share in shares.items()
+            },
+        )
+
+    def host(self) -> HostSummary:
+        planning = self._ended_column("planning_s")
+        planning = planning[~np.isnan(planning)]
+        return HostSummary(
+            planning_s=Distribution.of(planning),
+            planning_total_s=float(planning.sum()) if len(planning) else None,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """A run against another of the same online requests, usually without offline ones.
+
+    The ratios are of online latencies; HyGen's tolerance r asks for at most 1 + r. Above 1 is
+    slower. joint_difference is in attainment, below 0 is worse.
+    """
+
+    ttft_mean_ratio: float | None
+    ttft_p99_ratio: float | None
+    tpot_mean_ratio: float | None
+    tpot_p99_ratio: float | None
+    tbt_mean_ratio: float | None
+    tbt_p99_ratio: float | None
+    joint_difference: float | None
+
+
+def compare(summary: Summary, baseline: Summary) -> Comparison:
+    ours, theirs = summary.online, baseline.online
+    joint, base_joint = ours.attainment.joint.ratio, theirs.attainment.joint.ratio
+    return Comparison(
+        ttft_mean_ratio=_ratio(ours.ttft_s.mean, theirs.ttft_s.mean),
+        ttft_p99_ratio=_ratio(ours.ttft_s.p99, theirs.ttft_s.p99),
+        tpot_mean_ratio=_ratio(ours.tpot_s.mean, theirs.tpot_s.mean),
+        tpot_p99_ratio=_ratio(ours.tpot_s.p99, theirs.tpot_s.p99),
+        tbt_mean_ratio=_ratio(ours.tbt_s.mean, theirs.tbt_s.mean),
+        tbt_p99_ratio=_ratio(ours.tbt_s.p99, theirs.tbt_s.p99),
+        joint_difference=None if joint is None or base_joint is None else joint - base_joint,
+    )
+
+
+def _distribution(values: Iterable[float | None]) -> Distribution:
+    known = [value for value in values if value is not None]
+    return Distribution.of(known) if known else EMPTY
+
+
+def _sum_in(window: Window, times: Floats, amounts: Floats) -> float:
+    return float(np.sort(amounts[window.holds(times)]).sum())
+
+
+def _ratio(amount: float | None, of: float | None) -> float | None:
+    return None if amount is None or not of else amount / of

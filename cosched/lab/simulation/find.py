@@ -1,0 +1,190 @@
+"""Capacity questions (Echo §5.4): the least resources, or the most load, that meet the SLO.
+
+Each question is a search over one number for the point where the online attainment falls below the
+share asked for. Attainment is taken to be monotone in that number; near the boundary it is not
+quite (one burst more or less), which the tolerance covers.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rich.progress import Progress
+
+from cosched.errors import ConfigError, choices
+from cosched.lab.simulation.parallel import execute_all
+from cosched.lab.simulation.run import RunSpec, WorkloadSpec
+from cosched.lab.simulation.scenario import OfflineClient
+from cosched.lab.simulation.search import last_good, values_between
+
+__all__ = ["QUESTIONS", "Answer", "Question", "find"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """One search.
+
+    at          the run's specification at a value of the number
+    least       True: the least value that is enough; False: the most that is still good
+    is_integer  the number counts things
+    bounds      where to search, from the specification
+    """
+
+    summary: str
+    unit: str
+    at: Callable[[RunSpec, float], RunSpec]
+    least: bool
+    is_integer: bool
+    bounds: Callable[[RunSpec], tuple[float, float]]
+
+
+def _online(spec: RunSpec) -> WorkloadSpec:
+    if spec.online is None:
+        raise ConfigError("this question is about online requests: name --online")
+    return spec.online
+
+
+def _rate(spec: RunSpec) -> float:
+    rate = _online(spec).rate
+    if rate is None:
+        raise ConfigError("this question starts from a rate: name --online-rate")
+    return rate
+
+
+def _with_kv(spec: RunSpec, num_tokens: float) -> RunSpec:
+    return replace(spec, machine=replace(spec.machine, kv_tokens=int(num_tokens)))
+
+
+def _with_rate(spec: RunSpec, rate: float) -> RunSpec:
+    return replace(spec, online=replace(_online(spec), rate=rate))
+
+
+def _with_cap(spec: RunSpec, cap: float) -> RunSpec:
+    scenario = replace(spec.scenario, client=OfflineClient.CAP)
+    return replace(spec, scenario=scenario, cap=int(cap))
+
+
+QUESTIONS: Mapping[str, Question] = {
+    "min-kv": Question(
+        summary="least KV capacity",
+        unit="tokens",
+        at=_with_kv,
+        least=True,
+        is_integer=True,
+        bounds=lambda spec: (4096.0, float(spec.machine.capacity())),
+    ),
+    "min-gpus": Question(
+        summary="least replicas, each serving an equal sample of the online requests",
+        unit="replicas",
+        at=lambda spec, num: _with_rate(spec, _rate(spec) / num),
+        least=True,
+        is_integer=True,
+        bounds=lambda spec: (1.0, 64.0),
+    ),
+    "max-offline": Question(
+        summary="most offline requests in flight",
+        unit="requests",
+        at=_with_cap,
+        least=False,
+        is_integer=True,
+        bounds=lambda spec: (1.0, float(spec.max_concurrency)),
+    ),
+    "max-online-rate": Question(
+        summary="highest rate of online requests",
+        unit="req/s",
+        at=_with_rate,
+        least=False,
+        is_integer=False,
+        bounds=lambda spec: (_rate(spec) / 16, _rate(spec) * 16),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What was found.
+
+    value   None: no value in the bounds meets the SLO
+    probes  every value tried and what it gave, in ascending order
+    """
+
+    question: str
+    value: float | None
+    unit: str
+    attainment: float
+    bounds: tuple[float, float]
+    probes: tuple[Mapping[str, Any], ...]
+
+    def sentence(self) -> str:
+        low, high = self.bounds
+        if self.value is None:
+            return (
+                f"{self.question}: nothing between {low:g} and {high:g} {self.unit} gives "
+                f"an attainment of {self.attainment:.0%}"
+            )
+        return (
+            f"{self.question}: {self.value:g} {self.unit} "
+            f"(attainment of at least {self.attainment:.0%})"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def find(
+    name: str,
+    spec: RunSpec,
+    *,
+    attainment: float = 0.9,
+    tolerance: float = 0.05,
+    num_jobs: int = 2,
+    quiet: bool = False,
+) -> Answer:
+    """Search. `tolerance` is relative; `num_jobs` values are tried at a time."""
+    if name not in QUESTIONS:
+        raise ConfigError(f"unknown question {name!r}; choose from {choices(QUESTIONS)}")
+    if not 0 < attainment <= 1:
+        raise ConfigError(f"attainment is {attainment}; it must be in (0, 1]")
+    if not 0 < tolerance < 1:
+        raise ConfigError(f"tolerance is {tolerance}; it must be in (0, 1)")
+    question = QUESTIONS[name]
+    probes: dict[float, dict[str, Any]] = {}
+
+    def probe(values: Sequence[float]) -> list[bool]:
+        specs = [question.at(spec, value) for value in values]
+        good: dict[int, bool] = {}
+        for index, result in execute_all(specs, num_jobs=num_jobs):
+            summary = result.summary
+            ratio = summary.online.attainment.joint.ratio
+            # A run that refuses its whole offline set is over before anybody is online.
+            refuses = 0 < summary.offline.num_failed == summary.offline.num_requests
+            good[index] = ratio is not None and ratio >= attainment and not refuses
+            probes[values[index]] = {
+                "value": values[index],
+                "attainment": ratio,
+                "offline_tokens_per_s": summary.offline.tokens_per_s,
+            }
+        return [good[index] for index in range(len(values))]
+
+    low, high = question.bounds(spec)
+    bar = Progress(disable=quiet or not sys.stderr.isatty())
+    with bar:
+        task = bar.add_task(name, total=None)
+        values = values_between(low, high, tolerance=tolerance, is_integer=question.is_integer)
+        value = last_good(
+            values[::-1] if question.least else values,
+            probe,
+            num_at_once=num_jobs,
+            on_round=lambda: bar.update(task, advance=1),
+        )
+    return Answer(
+        question=name,
+        value=value,
+        unit=question.unit,
+        attainment=attainment,
+        bounds=(low, high),
+        probes=tuple(probes[value] for value in sorted(probes)),
+    )

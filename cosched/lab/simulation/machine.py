@@ -1,0 +1,109 @@
+"""The simulated machine: a model on a GPU, and SGLang's settings on it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cosched.errors import ConfigError
+from cosched.lab.cost_models.capacity import kv_capacity_tokens
+from cosched.lab.cost_models.graph_sizes import default_chunk_tokens
+from cosched.lab.cost_models.specs import gpu_spec, model_spec
+
+__all__ = ["Machine"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Where the engine is simulated to run. The texts are those of the command line; what stands
+    after "default:" is what None means.
+
+    model                 the modelled one
+    gpu                   the modelled one
+    tp                    GPUs
+    kv_tokens             KV capacity; default: what the GPU has left
+    page_size             tokens of a KV page
+    chunk_tokens          token budget of an iteration; -1: prompts are never split; default:
+                          SGLang's for the GPU
+    max_prefill_tokens    SGLang's ``--max-prefill-tokens``
+    max_running_requests  most requests that run at once
+    mixed_chunk           prefill and decode in one iteration; default: as the policy wants it
+    schedule_policy       of stock scheduling
+    overlap               SGLang's overlap scheduler
+    radix_cache           KV of prefixes is kept for later requests; only stock scheduling can go
+                          without
+    host_kv_tokens        KV that host memory holds beside the GPU's (HiCache); 0: none
+    host_bandwidth_gb_s   of copies to host memory and back, of each GPU
+    host_write_policy     what is copied to host memory; default: what cosched finds worth it, and
+                          where SGLang decides, its own default
+    """
+
+    model: str = "Llama-3.1-8B"
+    gpu: str = "A100-80"
+    tp: int = 1
+    kv_tokens: int | None = None
+    page_size: int = 1
+    chunk_tokens: int | None = None
+    max_prefill_tokens: int = 16384
+    max_running_requests: int = 256
+    context_length: int = 131_072
+    mixed_chunk: bool | None = None
+    schedule_policy: str = "fcfs"
+    schedule_conservativeness: float = 1.0
+    overlap: bool = True
+    radix_cache: bool = True
+    host_kv_tokens: int = 0
+    host_bandwidth_gb_s: float = 20.0
+    host_write_policy: str | None = None
+
+    def capacity(self) -> int:
+        """KV tokens, whole pages."""
+        if self.kv_tokens is not None:
+            if self.kv_tokens < self.page_size:
+                raise ConfigError(f"kv_tokens is {self.kv_tokens}, less than one page")
+            return self.kv_tokens // self.page_size * self.page_size
+        model, gpu = model_spec(self.model), gpu_spec(self.gpu)
+        return kv_capacity_tokens(model, gpu, self.tp, page_size=self.page_size)
+
+    def chunk(self) -> int:
+        if self.chunk_tokens is not None:
+            return self.chunk_tokens
+        return default_chunk_tokens(gpu_spec(self.gpu).memory_bytes)
+
+    def flags(self) -> list[str]:
+        """SGLang's command line flags."""
+        capacity = self.capacity()
+        values: dict[str, Any] = {
+            "max-total-tokens": capacity,
+            "page-size": self.page_size,
+            "chunked-prefill-size": self.chunk(),
+            "max-prefill-tokens": self.max_prefill_tokens,
+            "max-running-requests": self.max_running_requests,
+            "context-length": self.context_length,
+            "schedule-policy": self.schedule_policy,
+            "schedule-conservativeness": self.schedule_conservativeness,
+        }
+        flags = [text for name, value in values.items() for text in (f"--{name}", str(value))]
+        if self.mixed_chunk:
+            flags.append("--enable-mixed-chunk")
+        if not self.overlap:
+            flags.append("--disable-overlap-schedule")
+        if not self.radix_cache:
+            flags.append("--disable-radix-cache")
+        if self.host_kv_tokens:
+            # SGLang's own size is in bytes, which the modelled machine has none of.
+            ratio = self.host_kv_tokens / capacity
+            flags += ["--enable-hierarchical-cache", "--hicache-ratio", str(ratio)]
+            flags += ["--hicache-size", "0"]
+            if self.host_write_policy is not None:
+                flags += ["--hicache-write-policy", self.host_write_policy]
+        return flags
+
+    @property
+    def host_s_per_token(self) -> float:
+        """To copy a token's KV to host memory or back [s]."""
+        num_bytes = model_spec(self.model).kv_bytes_per_token(self.tp)
+        return num_bytes / (self.host_bandwidth_gb_s * 1e9)
+
+    def describe(self) -> dict[str, Any]:
+        return asdict(self) | {"kv_tokens": self.capacity(), "chunk_tokens": self.chunk()}

@@ -1,0 +1,579 @@
+"""One run in virtual time: its specification and its result."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence, Set
+from dataclasses import asdict, dataclass, field, replace
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from cosched.config import Config, SloConfig, configured, parse_config
+from cosched.core.request import RequestClass, Slo
+from cosched.engine.arguments import EVICTION_FLAG, eviction_arguments, host_arguments
+from cosched.errors import ConfigError, CoschedError
+from cosched.lab.cost_models.base import OVERLAPPED, SYNCHRONOUS, CostModel, PrefixReads
+from cosched.lab.cost_models.registry import make_cost_model
+from cosched.lab.cost_models.specs import model_spec
+from cosched.lab.metrics.job import steady_window
+from cosched.lab.metrics.records import ColumnLog, IterationLog, RequestRecord
+from cosched.lab.metrics.slo import JctTarget, Verdict, judge, with_defaults
+from cosched.lab.metrics.summary import Summary, summarize
+from cosched.lab.metrics.window import Window
+from cosched.lab.simulation.arrivals import VOCAB_SIZE, Source
+from cosched.lab.simulation.clients import (
+    AimdClient,
+    ClosedLoopClient,
+    OpenLoopClient,
+    WaveClient,
+    online_client,
+)
+from cosched.lab.simulation.host_time import host_time
+from cosched.lab.simulation.machine import Machine
+from cosched.lab.simulation.scenario import OfflineClient, Scenario
+from cosched.lab.simulation.work import JobWork, job_work
+from cosched.policies import policy_entry
+from cosched.predict.profile_file import EngineIdentity, Profile
+from cosched_traces.catalogue import load_workload
+from cosched_traces.transform import busiest_window, replay_faster
+from cosched_traces.workload import TraceRequest
+
+if TYPE_CHECKING:
+    from cosched.lab.simulation.virtual import VirtualEngine
+
+__all__ = [
+    "DEFAULT_SLO",
+    "CostSpec",
+    "RunResult",
+    "RunSpec",
+    "WorkloadSpec",
+    "config_of",
+    "cost_model_of",
+    "engine_flags",
+    "execute",
+    "execute_requests",
+    "identity_of",
+    "load_requests",
+    "offline_client",
+    "summarize_run",
+]
+
+
+DEFAULT_SLO = Slo(ttft_s=1.0, tpot_s=0.05)
+
+_ASKED_EVERY = 200
+"""Iterations between two looks at the requests that are not done."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadSpec:
+    """A workload of the catalogue and its parameters (`cosched_traces.catalogue.load_workload`).
+
+    name           of the catalogue, or a file; none without
+    rate           mean rate of the online requests; of a workload in sessions: of their starts
+    num_sessions   sessions under way at a time, of an online workload in sessions; a new one begins
+                   when one ends
+    num_requests   size of the offline set
+    peak_window_s  run only the busiest stretch of this length of the online workload
+    wave           offline requests sent at once, the next N when all of them have ended; default:
+                   the whole set at the start
+    refill         offline requests at the server at a time: when one ends, the next is sent, as of
+                   a job that never ends
+    faster         the online workload is replayed so many times as fast as it came, bursts kept;
+                   its rate is meant after that
+    """
+
+    name: str
+    rate: float | None = None
+    num_sessions: int | None = None
+    num_requests: int | None = None
+    peak_window_s: float | None = None
+    wave: int | None = None
+    refill: int | None = None
+    faster: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostSpec:
+    """The truth of the simulated GPU: a cost model by name.
+
+    name         the GPU's truth; default: kernel-table with a data folder, else roofline
+    noise_sigma  standard deviation of the log of a random factor on each iteration's time
+    profile      measured profile, for the one called ``profile``
+    mixed_decode_factor  how many times longer the attention of a decode takes beside a prefill, of
+                 a ``kernel-table`` model (docs/cost_models.md)
+    prefix_reads how decodes read what they have in common: each its whole context (each), the same
+                 from the L2 cache (cached), or once by cosched_shared_prefix (once)
+    slower       the GPU takes so many times as long once it has worked for --slower-after
+    slower_after_s  working time after which the GPU is slower [s]
+    """
+
+    name: str = "kernel-table"
+    noise_sigma: float = 0.0
+    profile: str | None = None
+    mixed_decode_factor: float = 1.0
+    prefix_reads: str = PrefixReads.EACH.value
+    slower: float = 1.0
+    slower_after_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSpec:
+    """Everything that decides a run's result. Equal specifications give equal results, unless host
+    time is measured.
+
+    duration_s      length of the run [s]; it also ends when the offline set is done
+    seed            of everything that is random
+    data_dir        folder with traces and kernel tables (default: $COSCHED_DATA)
+    cap             offline requests in flight where the scenario has a static cap
+    max_concurrency most offline requests in flight where it has an AIMD gateway
+    clairvoyant     clients ask for as many tokens as the reply will have, so that every policy
+                    knows all lengths; else for the most that the data set has (docs/workloads.md)
+    most_misses     the run gives up once more online requests than this have missed a target; None:
+                    never
+    jct             online requests have a deadline: the time that this allows for their whole
+                    length (EcoServe §4), which so shows in it
+    host_time       host time in virtual time: none, measured (the wall time of this run, without
+                    the simulation's own work), or a model of it times this number
+                    (docs/simulation.md)
+    config          keys of `Config` and their values beside policy and slo, sorted
+    """
+
+    scenario: Scenario
+    machine: Machine = field(default_factory=Machine)
+    online: WorkloadSpec | None = None
+    offline: WorkloadSpec | None = None
+    cost: CostSpec = field(default_factory=CostSpec)
+    slo: Slo = DEFAULT_SLO
+    duration_s: float = 3600.0
+    seed: int = 0
+    data_dir: str | None = None
+    cap: int = 16
+    max_concurrency: int = 256
+    clairvoyant: bool = False
+    most_misses: int | None = None
+    jct: JctTarget | None = None
+    host_time: str = "none"
+    config: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def end_s(self) -> float:
+        """When the run ends at the latest [s]."""
+        peak_s = self.online.peak_window_s if self.online is not None else None
+        return self.duration_s if peak_s is None else min(peak_s, self.duration_s)
+
+    def configured(self, **keys: Any) -> RunSpec:
+        """The same with these keys of `config` set."""
+        return replace(self, config=tuple(sorted((dict(self.config) | keys).items())))
+
+    def describe(self) -> dict[str, Any]:
+        """For the result's JSON: no paths, so that it is the same on every machine."""
+        described = asdict(self)
+        del described["data_dir"]
+        described["scenario"] = self.scenario.name
+        described["machine"] = self.machine.describe()
+        described["cost"]["profile"] = self.cost.profile and Path(self.cost.profile).name
+        described["config"] = {
+            key: Path(value).name if key == "latency_model" else value for key, value in self.config
+        }
+        return described
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """What a run left behind.
+
+    end_s       virtual time at which it ended: the duration, when the offline set was done, or when
+                it gave up [s]
+    wall_s      host time of the run without building the engine [s]
+    cosched     the controller's counters, None where stock schedules
+    kv          who has the KV memory, a row a second (`KvOccupancy`); empty where SGLang's own
+                order of eviction holds
+    """
+
+    spec: RunSpec
+    summary: Summary
+    records: Sequence[RequestRecord]
+    iterations: IterationLog
+    kv: ColumnLog
+    end_s: float
+    wall_s: float
+    cost_model: dict[str, object]
+    cosched: dict[str, Any] | None
+    gave_up: bool = False
+
+    def to_dict(self, *, with_host: bool = False) -> dict[str, Any]:
+        """Plain data for JSON; without host times equal runs give equal bytes."""
+        cosched = dict(self.cosched) if self.cosched else None
+        if cosched and not with_host:
+            cosched.pop("planning_us", None)
+        result = {
+            "spec": self.spec.describe(),
+            "cost_model": self.cost_model,
+            "end_s": self.end_s,
+            "cosched": cosched,
+            "summary": self.summary.to_dict(with_host=with_host),
+        }
+        if with_host:
+            result["wall_s"] = self.wall_s
+        return result
+
+
+def execute(
+    spec: RunSpec,
+    *,
+    on_progress: Callable[[float], None] | None = None,
+    decision_log: Path | None = None,
+) -> RunResult:
+    """Run it in this process. SGLang keeps process-wide state: one run at a time per process.
+
+    `on_progress` gets the virtual time now and then [s]; `decision_log` is a file to write every
+    decision to. ConfigError when the scenario leaves its decisions to SGLang.
+    """
+    online, offline = load_requests(spec)
+    return execute_requests(
+        spec, online, offline, on_progress=on_progress, decision_log=decision_log
+    )
+
+
+def execute_requests(
+    spec: RunSpec,
+    online: Sequence[TraceRequest],
+    offline: Sequence[TraceRequest],
+    *,
+    on_progress: Callable[[float], None] | None = None,
+    decision_log: Path | None = None,
+) -> RunResult:
+    """The same with requests of one's own in place of the specification's workloads."""
+    import cosched.bootstrap  # noqa: F401  # before anything of SGLang's
+
+    config = config_of(spec, decision_log)
+    identity = identity_of(spec)
+    if config.latency_model is not None and policy_entry(config.policy).timed:
+        Profile.predictor_for(Path(config.latency_model), identity, name=config.predictor)
+    cost_model = cost_model_of(spec)
+    from cosched.lab.simulation.virtual import HostLink, VirtualEngine
+
+    machine = spec.machine
+    host_link = None
+    if machine.host_kv_tokens:
+        host_link = HostLink(
+            s_per_token=machine.host_s_per_token,
+            num_layers=model_spec(machine.model).num_layers,
+        )
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(configured(config))
+        flags = engine_flags(spec)
+        try:
+            engine = VirtualEngine(
+                flags=flags,
+                cost_model=cost_model,
+                identity=identity,
+                host_link=host_link,
+                prefix_reads=PrefixReads(spec.cost.prefix_reads),
+                host=host_time(spec.host_time, policy_entry(spec.scenario.policy)),
+            )
+        except CoschedError:
+            raise
+        except Exception as error:  # SGLang's own checks are assertions and errors of all kinds
+            raise ConfigError(f"SGLang refuses to run with {' '.join(flags)}: {error}") from error
+        stack.enter_context(engine)
+        sources: list[Source] = [online_client(online)]
+        if offline:
+            sources.append(offline_client(spec, offline))
+        num_offline = len(offline)
+        has_given_up = _giving_up(spec, engine)
+        gave_up = False
+
+        def is_over() -> bool:
+            nonlocal gave_up
+            if on_progress is not None and len(engine.iterations) % _ASKED_EVERY == 0:
+                on_progress(min(engine.clock.now_s(), spec.end_s))
+            if engine.clock.now_s() >= spec.end_s:
+                return True
+            gave_up = has_given_up()
+            return gave_up or (bool(num_offline) and engine.num_finished_offline == num_offline)
+
+        started_s = time.perf_counter()
+        engine.run(sources, until=is_over)
+        wall_s = time.perf_counter() - started_s
+        end_s = min(engine.clock.now_s(), spec.end_s)
+        if not num_offline and not gave_up:
+            end_s = spec.end_s
+        records = [*engine.records, *engine.open_records()]
+        controller = getattr(engine.scheduler, "cosched", None)
+        return RunResult(
+            spec=spec,
+            summary=summarize_run(
+                spec, records, engine.iterations, end_s=end_s, work=_work_of(spec, offline)
+            ),
+            records=records,
+            iterations=engine.iterations,
+            kv=engine.kv,
+            end_s=end_s,
+            wall_s=wall_s,
+            cost_model=cost_model.describe(),
+            cosched=controller.state().to_dict() if controller is not None else None,
+            gave_up=gave_up,
+        )
+
+
+def _giving_up(spec: RunSpec, engine: VirtualEngine) -> Callable[[], bool]:
+    """Whether more online requests than the run may have missed a target by now. Those that are not
+    done are asked in one of some iterations only."""
+    if spec.most_misses is None:
+        return lambda: False
+    most = spec.most_misses
+    num_seen = num_missed = 0
+
+    def count(records: Sequence[RequestRecord]) -> int:
+        return sum(
+            record.request_class is RequestClass.ONLINE
+            and _is_missed(record, spec, now_s=engine.clock.now_s())
+            for record in records
+        )
+
+    def has_given_up() -> bool:
+        nonlocal num_seen, num_missed
+        num_missed += count(engine.records[num_seen:])
+        num_seen = len(engine.records)
+        if len(engine.iterations) % _ASKED_EVERY == 0:
+            return num_missed + count(engine.open_records()) > most
+        return num_missed > most
+
+    return has_given_up
+
+
+def _is_missed(record: RequestRecord, spec: RunSpec, *, now_s: float) -> bool:
+    slo = with_defaults(record.slo, spec.slo)
+    return judge(record, slo, now_s=now_s).joint is Verdict.MISSED
+
+
+def summarize_run(
+    spec: RunSpec,
+    records: Sequence[RequestRecord],
+    iterations: IterationLog | None,
+    *,
+    end_s: float,
+    work: JobWork | None = None,
+) -> Summary:
+    """Sum up what happened in ``[0, end_s)``. work: of the offline requests, where it is known."""
+    summary = summarize(
+        records,
+        iterations,
+        window=Window(start_s=0.0, end_s=end_s),
+        default_slos={RequestClass.ONLINE: spec.slo},
+        jct_target=spec.jct,
+        line_costs=None if work is None else work.costs,
+    )
+    window = steady_window(start_s=0.0, end_s=end_s)
+    if work is None or window is None:
+        return summary
+    online = [record for record in records if record.request_class is RequestClass.ONLINE]
+    job = replace(
+        summary.job,
+        work_s=work.total_s,
+        bound_per_s=work.bound_per_s(online, window, tpot_s=spec.slo.tpot_s),
+    )
+    if job.makespan_s is not None:
+        whole = Window(start_s=0.0, end_s=job.makespan_s)
+        most_per_s = work.bound_per_s(online, whole, tpot_s=spec.slo.tpot_s)
+        job = replace(job, least_makespan_s=work.total_s / most_per_s if most_per_s else None)
+    return replace(summary, job=job)
+
+
+def _work_of(spec: RunSpec, offline: Sequence[TraceRequest]) -> JobWork | None:
+    """By the cost model without its noise, and at its full speed."""
+    if not offline:
+        return None
+    exact = replace(spec, cost=replace(spec.cost, noise_sigma=0.0, slower=1.0))
+    return job_work(
+        offline,
+        cost_model_of(exact),
+        kv_tokens=spec.machine.capacity(),
+        max_running=spec.machine.max_running_requests,
+    )
+
+
+def load_requests(spec: RunSpec) -> tuple[list[TraceRequest], list[TraceRequest]]:
+    """(online, offline) requests of a run; a class that the scenario leaves out is empty."""
+    data_dir = Path(spec.data_dir) if spec.data_dir else None
+    online: list[TraceRequest] = []
+    offline: list[TraceRequest] = []
+    if spec.scenario.has_online and spec.online is not None:
+        faster, rate = spec.online.faster, spec.online.rate
+        workload = load_workload(
+            spec.online.name,
+            seed=spec.seed,
+            request_class=RequestClass.ONLINE,
+            data_dir=data_dir,
+            rate=rate and rate / faster,
+            num_sessions=spec.online.num_sessions,
+            duration_s=spec.duration_s * faster,
+            num_requests=spec.online.num_requests,
+        )
+        workload = replay_faster(workload, faster)
+        if spec.online.peak_window_s is not None:
+            workload = busiest_window(workload, spec.online.peak_window_s)
+        online.extend(_with_deadlines(workload.requests, spec.jct))
+    if spec.scenario.has_offline and spec.offline is not None:
+        workload = load_workload(
+            spec.offline.name,
+            seed=spec.seed,
+            request_class=RequestClass.OFFLINE,
+            data_dir=data_dir,
+            num_requests=spec.offline.num_requests,
+        )
+        offline.extend(workload.requests)
+    offline = _apart(offline, {request.rid for request in online})
+    if spec.clairvoyant:
+        return _told(online), _told(offline)
+    return online, offline
+
+
+def _apart(offline: list[TraceRequest], taken: Set[str]) -> list[TraceRequest]:
+    """The same under ids of their own, where one workload is both online and offline."""
+    if all(request.rid not in taken for request in offline):
+        return offline
+
+    def own(rid: str | None) -> str | None:
+        return rid and f"offline-{rid}"
+
+    return [replace(r, rid=f"offline-{r.rid}", after=own(r.after)) for r in offline]
+
+
+def _with_deadlines(
+    requests: Sequence[TraceRequest], jct: JctTarget | None
+) -> Sequence[TraceRequest]:
+    """The same, each with a deadline that allows for its length; its own where it has one."""
+    if jct is None:
+        return requests
+
+    def deadline(request: TraceRequest) -> Slo:
+        return Slo(deadline_s=jct.limit_s(request.num_output_tokens))
+
+    return [replace(r, slo=with_defaults(r.slo, deadline(r))) for r in requests]
+
+
+def _told(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
+    """The same whose clients know how long each reply will be."""
+    return [replace(request, max_new_tokens=request.num_output_tokens) for request in requests]
+
+
+def engine_flags(spec: RunSpec) -> list[str]:
+    """SGLang's flags: the machine's, the scenario's, and those the policy needs."""
+    flags = spec.machine.flags()
+    flags += spec.scenario.flags
+    if spec.scenario.schedule_policy is not None:
+        flags += ["--schedule-policy", spec.scenario.schedule_policy]
+    for flag, argument in policy_entry(spec.scenario.policy).arguments().items():
+        if flag != "--enable-mixed-chunk" or spec.machine.mixed_chunk is None:
+            flags += argument
+    config = config_of(spec)
+    if spec.scenario.eviction is not None and policy_entry(spec.scenario.policy).make is None:
+        flags += [EVICTION_FLAG, spec.scenario.eviction]
+    else:
+        flags += eviction_arguments(config)
+    return flags + host_arguments(flags, config)
+
+
+def offline_client(
+    spec: RunSpec, offline: Sequence[TraceRequest], *, vocab_size: int = VOCAB_SIZE
+) -> Source:
+    """Who sends them, in virtual time or live."""
+    match spec.scenario.client:
+        case OfflineClient.ALL:
+            asked = spec.offline or WorkloadSpec(name="none")
+            if asked.wave:
+                return WaveClient(offline, size=asked.wave, vocab_size=vocab_size)
+            if asked.refill:
+                return ClosedLoopClient(offline, concurrency=asked.refill, vocab_size=vocab_size)
+            return OpenLoopClient(offline, vocab_size=vocab_size)
+        case OfflineClient.CAP:
+            return ClosedLoopClient(offline, concurrency=spec.cap, vocab_size=vocab_size)
+        case OfflineClient.AIMD:
+            return AimdClient(
+                offline,
+                is_missed=lambda record: _is_missed(record, spec, now_s=record.finish_s or 0.0),
+                max_concurrency=spec.max_concurrency,
+                vocab_size=vocab_size,
+            )
+
+
+def config_of(spec: RunSpec, decision_log: Path | None = None) -> Config:
+    """The configuration that the simulated server runs with. ConfigError when it is wrong."""
+    given = dict(spec.config)
+    if not policy_entry(spec.scenario.policy).tolerates:
+        given.pop("tolerance", None)  # it is held against runs that know of none
+    keys = {
+        "decision_log": decision_log and str(decision_log),
+        "policy": spec.scenario.policy,
+        "strict": True,
+        "slo": msgspec.to_builtins(_slo_config(spec.slo)),
+        **given,
+    }
+    if spec.scenario.predictor is not None:
+        keys["predictor"] = spec.scenario.predictor
+    config = parse_config(msgspec.json.encode(keys).decode(), source="the run's configuration")
+    if spec.scenario.eviction is not None:
+        kv = msgspec.structs.replace(config.kv, eviction=spec.scenario.eviction)
+        config = msgspec.structs.replace(config, kv=kv)
+    return config
+
+
+def identity_of(spec: RunSpec) -> EngineIdentity:
+    """Of the simulated engine: that of the profile, where a profile is its truth."""
+    machine, cost = spec.machine, spec.cost
+    if cost.name == "profile" and cost.profile is not None:
+        engine = Profile.load(Path(cost.profile)).engine
+        if engine is not None:
+            return engine
+    model = model_spec(machine.model)
+    return EngineIdentity(
+        device=f"virtual {machine.gpu} ({cost.name})",
+        num_cores=None,
+        model=model.name,
+        num_layers=model.num_layers,
+        hidden_size=model.hidden,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        vocab_size=model.vocab,
+        dtype="bfloat16",
+        quantization=None,
+        tp=machine.tp,
+        sglang=metadata.version("sglang"),
+    )
+
+
+def cost_model_of(spec: RunSpec) -> CostModel:
+    """The truth of the simulated GPU. Host time that an overlap scheduler would hide is part of it
+    where the virtual clock leaves it out."""
+    is_synchronous = not spec.machine.overlap and spec.host_time == "none"
+    return make_cost_model(
+        spec.cost.name,
+        model=spec.machine.model,
+        gpu=spec.machine.gpu,
+        tp=spec.machine.tp,
+        data_dir=Path(spec.data_dir) if spec.data_dir else None,
+        profile=Path(spec.cost.profile) if spec.cost.profile else None,
+        overhead=SYNCHRONOUS if is_synchronous else OVERLAPPED,
+        mixed_decode_factor=spec.cost.mixed_decode_factor,
+        prefix_reads=spec.cost.prefix_reads,
+        noise_sigma=spec.cost.noise_sigma,
+        slower=spec.cost.slower,
+        slower_after_s=spec.cost.slower_after_s,
+        seed=spec.seed,
+    )
+
+
+def _slo_config(slo: Slo) -> SloConfig:
+    defaults = SloConfig()
+    return SloConfig(
+        ttft_ms=slo.ttft_s * 1e3 if slo.ttft_s else defaults.ttft_ms,
+        tpot_ms=slo.tpot_s * 1e3 if slo.tpot_s else defaults.tpot_ms,
+    )

@@ -1,0 +1,172 @@
+"""Scenarios: who sends what to which scheduling. The same names in virtual time and live."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from cosched.errors import ConfigError, choices
+from cosched.memory.config import ENGINE_ORDERS, EVICTION_ORDERS
+from cosched.policies import POLICIES, PolicyEntry, policy_entry, policy_names
+from cosched.predict.registry import PREDICTORS
+
+__all__ = [
+    "SCENARIOS",
+    "OfflineClient",
+    "Scenario",
+    "scenario",
+    "with_eviction",
+    "with_predictor",
+]
+
+
+class OfflineClient(Enum):
+    """How the offline requests reach the server.
+
+    ALL   all at once: the server has the whole set from the start
+    CAP   a gateway that keeps a fixed number in flight
+    AIMD  a gateway that moves that number by the online requests' misses
+    """
+
+    ALL = "all"
+    CAP = "cap"
+    AIMD = "aimd"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """One column of the comparison.
+
+    policy           cosched policy that schedules; ``sglang`` is stock
+    eviction         which KV goes first (`KvConfig`); where stock schedules SGLang's
+                     ``--radix-eviction-policy``; None: as the configuration has it, and SGLang's
+                     default
+    predictor        that the policy plans with (`Config.predictor`); None: as the configuration
+                     has it
+    schedule_policy  ``--schedule-policy`` where stock schedules; None: the machine's
+    flags            of SGLang, in place of the machine's
+    """
+
+    name: str
+    summary: str
+    policy: str
+    has_online: bool = True
+    has_offline: bool = True
+    client: OfflineClient = OfflineClient.ALL
+    eviction: str | None = None
+    predictor: str | None = None
+    schedule_policy: str | None = None
+    flags: tuple[str, ...] = ()
+
+
+def _offline_only(schedule_policy: str) -> Scenario:
+    return Scenario(
+        name=f"offline-{schedule_policy}",
+        summary=f"offline requests alone, stock --schedule-policy {schedule_policy}",
+        policy="sglang",
+        has_online=False,
+        schedule_policy=schedule_policy,
+    )
+
+
+_BASELINES = (
+    Scenario(name="s0", summary="online requests alone, stock", policy="sglang", has_offline=False),
+    _offline_only("fcfs"),
+    _offline_only("lpm"),
+    _offline_only("dfs-weight"),
+    Scenario(name="s1", summary="both, uncontrolled: stock, classes ignored", policy="sglang"),
+    Scenario(
+        name="cap",
+        summary="stock behind a gateway with a fixed number of offline requests in flight",
+        policy="sglang",
+        client=OfflineClient.CAP,
+    ),
+    Scenario(
+        name="aimd",
+        summary="stock behind a gateway that halves or raises that number by online misses",
+        policy="sglang",
+        client=OfflineClient.AIMD,
+    ),
+    Scenario(name="priority", summary="stock priority scheduling, its defaults", policy="priority"),
+    Scenario(
+        name="vllm-like",
+        summary="stock, classes ignored, as BROS ran vLLM: pages of 16, whole prompts, no tree",
+        policy="sglang",
+        schedule_policy="fcfs",
+        flags=("--page-size", "16", "--chunked-prefill-size", "-1", "--disable-radix-cache"),
+    ),
+)
+
+
+def _of_policy(policy: PolicyEntry) -> Scenario:
+    return Scenario(name=policy.name, summary=policy.summary, policy=policy.name)
+
+
+def _all() -> Mapping[str, Scenario]:
+    index = {entry.name: entry for entry in _BASELINES}
+    for policy in POLICIES.values():
+        if policy.name not in index and policy.name != "sglang":
+            index[policy.name] = _of_policy(policy)
+        if policy.pool is not None and policy.pool.utility_ratio > 0:
+            alone = f"offline-{policy.name}"
+            index[alone] = Scenario(
+                name=alone,
+                summary=f"offline requests alone, {policy.name}",
+                policy=policy.name,
+                has_online=False,
+            )
+    return index
+
+
+SCENARIOS: Mapping[str, Scenario] = _all()
+
+
+def scenario(name: str) -> Scenario:
+    """Of that name, or of a policy of another package. ``NAME/ORDER`` is the same with another
+    order of eviction (`with_eviction`), ``NAME@PREDICTOR`` with a paper's predictor
+    (`with_predictor`). ConfigError naming the choices when there is no such scenario."""
+    name, is_ordered, order = name.partition("/")
+    if is_ordered:
+        return with_eviction(scenario(name), order)
+    name, is_told, predictor = name.partition("@")
+    if is_told:
+        return with_predictor(scenario(name), predictor)
+    if name in SCENARIOS:
+        return SCENARIOS[name]
+    if ":" in name or (name in policy_names() and name not in POLICIES):
+        return _of_policy(policy_entry(name))
+    known = {*SCENARIOS, *policy_names()} - {"sglang"}
+    raise ConfigError(
+        f"unknown scenario {name!r}; choose from {choices(known)}, or name a policy of yours as "
+        "module:Class"
+    )
+
+
+def with_eviction(entry: Scenario, order: str) -> Scenario:
+    """The scenario with another order of eviction, named ``NAME/ORDER``. ConfigError where its
+    scheduler has no such order: stock has SGLang's alone."""
+    known = ENGINE_ORDERS if policy_entry(entry.policy).make is None else EVICTION_ORDERS
+    if order not in known:
+        raise ConfigError(f"{entry.name} cannot evict by {order!r}; choose from {choices(known)}")
+    return replace(
+        entry,
+        name=f"{entry.name}/{order}",
+        summary=f"{entry.summary}; evicts by {order}" if entry.summary else "",
+        eviction=order,
+    )
+
+
+def with_predictor(entry: Scenario, predictor: str) -> Scenario:
+    """The scenario with a paper's predictor, named ``NAME@PREDICTOR``. ConfigError where there is
+    none of that name, or the policy predicts nothing."""
+    if predictor not in PREDICTORS:
+        raise ConfigError(f"unknown predictor {predictor!r}; choose from {choices(PREDICTORS)}")
+    if not policy_entry(entry.policy).timed:
+        raise ConfigError(f"{entry.name} predicts nothing")
+    return replace(
+        entry,
+        name=f"{entry.name}@{predictor}",
+        summary=f"{entry.summary}; predicts as {predictor}" if entry.summary else "",
+        predictor=predictor,
+    )

@@ -1,0 +1,226 @@
+"""The SLO-aware profiler (HyGen §4.2): the most interference that online requests bear.
+
+It searches the largest value of one parameter of a policy (the time budget of an iteration, or the
+rate at which offline requests are admitted) with which a workload meets all goals. The larger the
+value, the more offline work is served and the longer online requests wait, down to where the budget
+is too small to serve the online requests themselves. So the range is first scanned from its upper
+end, and then the interval between the first value that meets the goals and the one above it that
+does not is halved (on a logarithmic scale) until it is known to the tolerance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+from cosched.errors import ConfigError
+from cosched.lab.metrics.goals import Goal
+from cosched.lab.metrics.records import RequestRecord
+from cosched.lab.metrics.summary import Summary
+from cosched.lab.simulation.parallel import execute_all
+from cosched.lab.simulation.run import RunResult, RunSpec, config_of
+from cosched.lab.simulation.scenario import scenario
+from cosched.lab.simulation.search import largest_good, values_between
+from cosched.lab.simulation.store import ResultStore
+
+__all__ = ["SEARCHES", "Probe", "Search", "SloAnswer", "find_largest", "search_largest"]
+
+_DIGITS = 4
+"""Significant ones of a value, in a configuration too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """What is searched.
+
+    key     of `Config`
+    policy  that reads it
+    low     where to search unless told otherwise
+    """
+
+    summary: str
+    key: str
+    unit: str
+    policy: str
+    low: float
+    high: float
+
+    def say(self, value: float) -> str:
+        return f"{value:g} {self.unit}"
+
+
+SEARCHES: Mapping[str, Search] = {
+    "budget": Search(
+        summary="predicted time of an iteration",
+        key="latency_budget_ms",
+        unit="ms",
+        policy="hygen",
+        low=2.0,
+        high=1000.0,
+    ),
+    "offline-rate": Search(
+        summary="rate at which offline requests are admitted",
+        key="offline_rate",
+        unit="req/s",
+        policy="hygen-throttled",
+        low=0.01,
+        high=100.0,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """One run: what it reached of each goal, in their order, and of offline work."""
+
+    value: float
+    reached: tuple[float | None, ...]
+    is_good: bool
+    offline_tokens_per_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SloAnswer:
+    """What was found.
+
+    value     None: no value in the range meets all goals
+    bounds    of each goal, in seconds or as a share; None: there is nothing to compare with
+    baseline  what online requests alone reached of each goal; None: no goal asked
+    probes    every value tried, in ascending order
+    """
+
+    search: str
+    key: str
+    unit: str
+    value: float | None
+    goals: tuple[str, ...]
+    bounds: tuple[float | None, ...]
+    baseline: tuple[float | None, ...] | None
+    probes: tuple[Probe, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Ran(Protocol):
+    """The result of a run, in virtual time or live."""
+
+    @property
+    def summary(self) -> Summary: ...
+
+    @property
+    def records(self) -> Sequence[RequestRecord]: ...
+
+
+R = TypeVar("R", bound=Ran)
+
+RunAll = Callable[[Sequence[RunSpec]], Iterable[tuple[int, R]]]
+"""Runs all of them; yields (index, result) as they end."""
+
+
+def find_largest(
+    name: str,
+    spec: RunSpec,
+    goals: Sequence[Goal],
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    tolerance: float = 0.05,
+    num_jobs: int = 1,
+    store: ResultStore | None = None,
+    on_run: Callable[[str, RunResult], None] = lambda what, result: None,
+) -> SloAnswer:
+    """Search in virtual time. `spec` names the policy; `tolerance` is relative; `num_jobs` values
+    are tried at a time; `on_run` gets each run that is done, and what it is. What `store` has is
+    not run again."""
+    return search_largest(
+        name,
+        spec,
+        goals,
+        run_all=lambda specs: execute_all(specs, num_jobs=num_jobs, store=store),
+        low=low,
+        high=high,
+        tolerance=tolerance,
+        num_at_once=num_jobs,
+        on_run=on_run,
+    )
+
+
+def search_largest(
+    name: str,
+    spec: RunSpec,
+    goals: Sequence[Goal],
+    *,
+    run_all: RunAll[R],
+    low: float | None = None,
+    high: float | None = None,
+    tolerance: float = 0.05,
+    num_at_once: int = 1,
+    on_run: Callable[[str, R], None] = lambda what, result: None,
+) -> SloAnswer:
+    """The same with runs of whatever kind: `run_all` gets `num_at_once` specifications at a time,
+    each as `spec` with another value."""
+    wanted = SEARCHES[name]
+    low, high = wanted.low if low is None else low, wanted.high if high is None else high
+    _check(spec, goals, low=low, high=high, tolerance=tolerance)
+    config_of(_at(spec, wanted.key, high))  # a wrong key shows before anything runs
+    baseline = None
+    if any(goal.is_relative for goal in goals):
+        alone = replace(spec, scenario=scenario("s0"), config=())
+        [(_, result)] = run_all([alone])
+        on_run("online requests alone", result)
+        baseline = _reached(goals, result)
+    bounds = tuple(
+        goal.bound(None if baseline is None else baseline[i]) for i, goal in enumerate(goals)
+    )
+    probes: dict[float, Probe] = {}
+
+    def probe(values: Sequence[float]) -> list[bool]:
+        specs = [_at(spec, wanted.key, value) for value in values]
+        for index, result in run_all(specs):
+            value = values[index]
+            reached = _reached(goals, result)
+            met = [g.is_met(r, b) for g, r, b in zip(goals, reached, bounds, strict=True)]
+            probes[value] = Probe(
+                value=value,
+                reached=reached,
+                is_good=all(met),
+                offline_tokens_per_s=result.summary.offline.tokens_per_s,
+            )
+            on_run(wanted.say(probes[value].value), result)
+        return [probes[value].is_good for value in values]
+
+    values = values_between(low, high, tolerance=tolerance, digits=_DIGITS)
+    value = largest_good(values, probe, num_at_once=num_at_once)
+    return SloAnswer(
+        search=name,
+        key=wanted.key,
+        unit=wanted.unit,
+        value=value,
+        goals=tuple(goal.text for goal in goals),
+        bounds=bounds,
+        baseline=baseline,
+        probes=tuple(probes[value] for value in sorted(probes)),
+    )
+
+
+def _check(
+    spec: RunSpec, goals: Sequence[Goal], *, low: float, high: float, tolerance: float
+) -> None:
+    if not goals:
+        raise ConfigError("no goal: name at least one --slo")
+    if spec.online is None or spec.offline is None:
+        raise ConfigError("the search needs both classes: name --online and --offline")
+    if not 0 < low < high:
+        raise ConfigError(f"the range is {low:g} to {high:g}; it must be above 0 and ascend")
+    if not 0 < tolerance < 1:
+        raise ConfigError(f"tolerance is {tolerance}; it must be in (0, 1)")
+
+
+def _at(spec: RunSpec, key: str, value: float) -> RunSpec:
+    return spec.configured(**{key: value})
+
+
+def _reached(goals: Sequence[Goal], result: Ran) -> tuple[float | None, ...]:
+    return tuple(goal.measure(result.summary, result.records) for goal in goals)

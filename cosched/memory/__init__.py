@@ -1,0 +1,1 @@
+"""Which KV is kept: order of eviction, reuse, reservation, recompute budget."""

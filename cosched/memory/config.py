@@ -1,0 +1,85 @@
+"""How KV memory is managed: the key ``kv`` of the configuration."""
+
+from __future__ import annotations
+
+import msgspec
+
+from cosched.errors import ConfigError, choices
+from cosched.memory.eviction import ORDERS
+
+__all__ = ["ENGINE_ORDERS", "EVICTION_ORDERS", "KvConfig"]
+
+ENGINE_ORDERS = ("lru", "slru", "priority")
+"""SGLang's own, by its names (``--radix-eviction-policy``)."""
+
+EVICTION_ORDERS = (*ORDERS, *ENGINE_ORDERS)
+"""All."""
+
+
+RESERVATIONS = ("cosched", "echo")
+
+
+class KvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is evicted first, and what offline work may take.
+
+    eviction        value: what is worth least per token, by future references and learned returns;
+                    echo: the order of Echo §4.2; lru, slru, priority: SGLang's; None: the policy's
+                    own (`cosched.policies.PolicyEntry.eviction`)
+    reserve         keep what online requests are expected to need from offline ones (Echo §5.3)
+    reservation     cosched: the demand counts contexts that are expected back, and at least the
+                    demand of now is kept; echo: mean plus deviations of what online requests hold,
+                    as published
+    deviations      of their demand above its mean that are kept
+    window_s        over which the demand is looked at [s]
+    admission       an offline request is not admitted while what it would evict is worth more than
+                    it computes
+    recompute_share share of the device's time that may go into computing anew what stops have
+                    lost; beyond it no offline request is admitted beside one that runs
+    late_weight     how much more a second weighs that makes an online request miss its target
+    horizon_s       within which a context is expected back that is counted as demand [s]
+    half_life_s     after which an observed return counts half [s]
+    host_bandwidth_gb_s  of copies to host memory and back [GB/s of each GPU]
+    bidirectional_pages  the last pages of an online and an offline request may be one (BROS §5.1),
+                    with page sizes above 1
+    """
+
+    eviction: str | None = None
+    reserve: bool = True
+    reservation: str = "cosched"
+    deviations: float = 2.0
+    window_s: float = 300.0
+    admission: bool = True
+    recompute_share: float = 0.25
+    late_weight: float = 4.0
+    horizon_s: float = 120.0
+    half_life_s: float = 3600.0
+    host_bandwidth_gb_s: float = 20.0
+    bidirectional_pages: bool = False
+
+    def __post_init__(self) -> None:
+        if self.eviction is not None and self.eviction not in EVICTION_ORDERS:
+            names = choices(EVICTION_ORDERS)
+            raise ConfigError(f"kv.eviction {self.eviction!r} is unknown: {names}")
+        if self.reservation not in RESERVATIONS:
+            names = choices(RESERVATIONS)
+            raise ConfigError(f"kv.reservation {self.reservation!r} is unknown: {names}")
+        for name in ("deviations", "late_weight"):
+            value = getattr(self, name)
+            if not 0 <= value < float("inf"):
+                raise ConfigError(f"kv.{name} must be 0 or more, not {value}")
+        if not 0 < self.recompute_share <= 1:
+            raise ConfigError(
+                f"kv.recompute_share must be above 0 and at most 1, not {self.recompute_share}"
+            )
+        for name in ("window_s", "horizon_s", "half_life_s", "host_bandwidth_gb_s"):
+            value = getattr(self, name)
+            if not 0 < value < float("inf"):
+                unit = "GB/s" if name.endswith("_gb_s") else "seconds"
+                raise ConfigError(f"kv.{name} must be a positive number of {unit}, not {value}")
+
+    @property
+    def is_ours(self) -> bool:
+        """The order is cosched's, and not the engine's. Of a configuration that names one
+        (`cosched.config.Config.named_kv`)."""
+        assert self.eviction is not None, "no order is named"
+        return self.eviction in ORDERS

@@ -1,1 +1,0 @@
-"""The offline pool: which waiting offline request is taken next."""

@@ -1,0 +1,1 @@
+"""BROS and its baseline."""

@@ -1,0 +1,108 @@
+"""Round robin: iterations of online and of offline requests in turn (BROS §2.2, §7).
+
+Idea         two queues, each first come, first served. An iteration has requests of one class:
+             those that run decode, and of those that wait as many are admitted as there is room
+             for. The next iteration is the other class's.
+Assumptions  a running request can sit out an iteration with its KV kept.
+Good         neither class starves.
+Bad          knows no target: an offline iteration takes as long as it takes, and every online token
+             waits for one.
+Parameters   none; the engine's token budget bounds an iteration.
+
+Where one class has nothing to do the other one has the turn. Memory is given to whoever comes
+first; only where the decodes themselves do not fit a request is stopped, the youngest offline one.
+Where the engine cannot let running requests sit out, they decode in every iteration, and the turn
+is of the prefills.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+import msgspec
+
+from cosched.core.plan import Plan, SkipReason
+from cosched.core.request import Request, RequestClass
+from cosched.core.view import View
+from cosched.schedule.builder import PlanBuilder
+from cosched.schedule.phases import (
+    Steps,
+    is_turn_of_decodes,
+    make_room_for_decodes,
+    must_wait,
+    offline_room,
+    owes_recomputing,
+    stop_beyond_limit,
+)
+
+__all__ = ["RoundRobinPolicy", "Turn"]
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """offline: the next iteration is the offline requests'."""
+
+    offline: bool = False
+
+
+class RoundRobinPolicy:
+    """See the module's docstring."""
+
+    initial = Turn()
+
+    def plan(self, view: View, carry: Turn) -> tuple[Plan, Turn]:
+        builder = PlanBuilder(view)
+        stop_beyond_limit(builder, _STEPS)
+        make_room_for_decodes(builder, _STEPS)
+        of_turn = RequestClass.OFFLINE if carry.offline else RequestClass.ONLINE
+        other = RequestClass.ONLINE if carry.offline else RequestClass.OFFLINE
+        trial = builder.fork()
+        if not _serve(trial, of_turn, other):
+            _serve(builder, other, of_turn)
+            return builder.build(), carry
+        return trial.build(), Turn(offline=not carry.offline)
+
+
+_STEPS = Steps()
+
+
+def _serve(builder: PlanBuilder, of_turn: RequestClass, other: RequestClass) -> bool:
+    """An iteration of one class. False: it has nothing to do."""
+    view = builder.view
+    running = builder.running_of(of_turn).requests
+    held = builder.running_of(other).requests
+    if view.rules.partial:
+        builder.hold_all(held)
+    if not is_turn_of_decodes(builder):
+        for request in builder.unfinished():
+            if _goes_on(request, of_turn):
+                builder.go_on(request, sys.maxsize, unreserved=True)
+        if not (
+            builder.stops_online_prefill()
+            or (of_turn is RequestClass.OFFLINE and owes_recomputing(builder))
+        ):
+            _admit(builder, of_turn)
+    return bool(running) or bool(builder.prefill)
+
+
+def _goes_on(request: Request, of_turn: RequestClass) -> bool:
+    """An unfinished online prefill goes on in each turn: stopped, it would lose what it has
+    computed in every other iteration."""
+    return request.request_class in (of_turn, RequestClass.ONLINE) or not request.traits.can_stop
+
+
+def _admit(builder: PlanBuilder, of_turn: RequestClass) -> None:
+    view = builder.view
+    waiting: Iterable[Request] = view.online
+    room = None
+    if of_turn is RequestClass.OFFLINE:
+        waiting, room = view.offline_order(), offline_room(builder)
+    for request in waiting:
+        if must_wait(builder, request):
+            continue
+        if room == 0:
+            builder.skip(request, SkipReason.OPERATOR_LIMIT)
+            return
+        if not builder.admit(request, view.match(request), sys.maxsize):
+            return
+        room = None if room is None else room - 1

@@ -1,0 +1,1 @@
+"""EcoServe and its baselines."""

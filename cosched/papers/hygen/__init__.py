@@ -1,0 +1,1 @@
+"""HyGen and its baselines."""

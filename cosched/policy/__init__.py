@@ -1,1 +1,0 @@
-"""Policies: pure functions from a view to a plan."""

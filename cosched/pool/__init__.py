@@ -1,0 +1,1 @@
+"""The offline requests that wait, in prefix order."""

@@ -1,0 +1,1 @@
+"""How long iterations take and how long replies get; both learn while the server runs."""

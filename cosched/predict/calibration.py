@@ -1,0 +1,324 @@
+"""Learning how long iterations take while the server runs."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from hashlib import blake2b
+from statistics import NormalDist
+
+import numpy as np
+
+from cosched.core.batch import BatchShape, BatchTotals
+from cosched.core.estimates import Predictor
+from cosched.errors import ConfigError
+from cosched.predict.features import GraphSizes, TotalsTable
+from cosched.predict.linear import PhaseCosts
+
+__all__ = ["Calibrator", "cold_start_s", "error_factor"]
+
+SCALE_WINDOW = 33
+"""Iterations whose median ratio of measured to predicted time is the scale."""
+MARGIN_WINDOW = 16
+MOST_MARGIN = 2.0
+"""Two disturbed iterations that come close together do not stop everything."""
+
+CELL_SIZE = 24
+"""Newest iterations of a kind (`_cell`) that are kept for fitting."""
+LEAST_OBSERVATIONS = 32
+"""Iterations of a phase before its first fit."""
+LEAST_NEW, REFIT_GROWTH, MOST_NEW = 8, 0.25, 256
+"""New iterations of a phase before the next fit: this share of all it has seen, between two
+bounds."""
+MOST_GROWTH = 1.1
+"""Iterations that are larger than what is known by more say nothing about the scale."""
+REFIT_ERROR = 0.15
+"""A scale that is off by more asks for a fit."""
+
+
+def cold_start_s(totals: BatchTotals) -> float:
+    """What is assumed of a machine that has not been measured: some eight times what an A100 takes
+    for an 8B model, and its 12 ms that an iteration takes at least, rounded up."""
+    return (
+        15e-3
+        + 0.5e-3 * (totals.num_new + totals.num_decodes)
+        + 1e-6 * totals.decode_context
+        + 1e-8 * totals.double_pairs
+    )
+
+
+class Calibrator(Predictor):
+    """A predictor that learns from the iterations it is shown.
+
+        estimate = shape * scale * growth
+        prediction = estimate * (1 + margin)
+
+    There are two phases: iterations with a prefill, and decode-only ones.
+
+    shape   The predictor it was given, or one fitted to the newest iterations of each kind
+            (`_cell`) of the phase. Until `LEAST_OBSERVATIONS` of them the phase is cold:
+            `cold_start_s`, slower by the second largest ratio of the last cold iterations, never
+            faster.
+    scale   Median ratio of measured time to shape over the last `SCALE_WINDOW` iterations. If it is
+            off by more than `REFIT_ERROR`, the machine has changed, and the shape is fitted again.
+    growth  Beyond the largest iteration known (`_known`) time is assumed to grow in proportion to
+            whatever is exceeded most. Time per token falls with the size of a batch, so that is too
+            long rather than too short; and as it is finite, a limit above the time of the largest
+            iteration always admits a larger one. A given predictor is trusted at every size.
+    margin  The second largest excess over the estimate of the last `MARGIN_WINDOW` iterations: a
+            quantile of the errors that one disturbed iteration does not move.
+
+    Deterministic; all state is numbers. Nothing is learned until `observe` is called.
+    """
+
+    margin: float = 0.0
+    """Share by which predictions are longer than the estimate."""
+
+    def __init__(self, shape: Predictor | None = None, *, graphs: GraphSizes | None = None) -> None:
+        """shape   predictor of this machine and model, which keeps its form; None: start cold
+        graphs     sizes with CUDA graphs, for fitting; None: there are none
+        """
+        self._phases = {has_prefills: _Phase(shape) for has_prefills in (False, True)}
+        self._graphs = graphs
+        self._known: _Sizes | None = None if shape else _Sizes()
+        self._recent: deque[_Observation] = deque(maxlen=SCALE_WINDOW)
+        self.num_observed = 0
+        self.num_fits = 0
+        self.scale = 1.0
+        """How many times longer iterations take now than the shapes say."""
+        self.error = 1.0
+        """Factor by which predictions are wrong on purpose (`error_factor`); not learned from."""
+        self.load_s_per_token = 0.0
+        """A token of KV from host memory [s]."""
+
+    @property
+    def name(self) -> str:
+        return "calibrated"
+
+    def use_graphs(self, graphs: GraphSizes | None) -> None:
+        """The sizes with CUDA graphs turned out to be others; before the first observation."""
+        assert not self.num_observed, f"{self.num_observed=}"
+        self._graphs = graphs
+
+    @property
+    def is_known(self) -> bool:
+        """Neither phase is cold."""
+        return all(phase.shape is not None for phase in self._phases.values())
+
+    def knows(self, totals: BatchTotals) -> bool:
+        """Iterations of such sizes have been seen, or a predictor was given."""
+        phase = self._phases[totals.num_new > 0]
+        return phase.shape is not None and self._growth(totals) < MOST_GROWTH
+
+    def predict_s(self, totals: BatchTotals) -> float:
+        seconds = self.estimate_s(totals) * (1 + self.margin)
+        # Loading goes on beside the computation, layer by layer (max, as in BROS §4.1).
+        return max(seconds, totals.num_loaded * self.load_s_per_token) * self.error
+
+    def estimate_s(self, totals: BatchTotals) -> float:
+        """The prediction without the margin [s]."""
+        if not totals.num_new and not totals.num_decodes:
+            return 0.0
+        shape = self._phases[totals.num_new > 0].shape
+        if shape is None:
+            return self._cold_s(totals)
+        return shape.predict_s(totals) * self.scale * self._growth(totals)
+
+    def _cold_s(self, totals: BatchTotals) -> float:
+        """Of an iteration whose phase is cold, by what is known of the other phase: decodes take no
+        longer than with a token of prefill beside them; beside known decodes, only what the prefill
+        adds is guessed. Else a cold phase might never fit into a budget, and stay cold."""
+        decode, prefill = self._phases[False], self._phases[True]
+        seconds = cold_start_s(totals)
+        if not totals.num_new and prefill.shape is not None:
+            beside = totals.copy()
+            beside.add_prefill(1, 0)
+            return min(seconds * decode.cold_scale, prefill.shape.predict_s(beside) * self.scale)
+        if totals.num_new and totals.num_decodes and decode.shape is not None:
+            decodes = totals.decodes_only()
+            added = seconds - cold_start_s(decodes)
+            return decode.shape.predict_s(decodes) * self.scale + added * prefill.cold_scale
+        return seconds * self._phases[totals.num_new > 0].cold_scale
+
+    def observe(self, batch: BatchShape, seconds: float) -> None:
+        """Learn from an iteration that is done. ConfigError when it has no work or no time."""
+        totals = BatchTotals.of(batch)
+        if not (totals.num_new or totals.num_decodes) or not 0 < seconds < math.inf:
+            raise ConfigError(f"cannot learn from an iteration of {seconds} s with {totals}")
+        if totals.num_loaded:
+            return  # it may have waited for that
+        self.num_observed += 1
+        phase = self._phases[totals.num_new > 0]
+        observed = _Observation(self.num_observed, totals, seconds)
+        if phase.shape is not None and self.knows(totals):
+            observed.ratio = seconds / (phase.shape.predict_s(totals) * self._growth(totals))
+            self._recent.append(observed)
+            self._update_scale()
+        if self._known is not None:
+            phase.keep(observed)
+            self._known.add(totals)
+            is_off = abs(self.scale - 1) > REFIT_ERROR
+            if phase.is_due(is_off=is_off):
+                self._fit(rescale=is_off)
+
+    def _growth(self, totals: BatchTotals) -> float:
+        return 1.0 if self._known is None else self._known.growth(totals)
+
+    def _update_scale(self) -> None:
+        ratios = [o.ratio for o in self._recent]
+        is_enough = len(ratios) > SCALE_WINDOW // 2
+        self.scale = sorted(ratios)[len(ratios) // 2] if is_enough else 1.0
+        newest = sorted(ratios[-MARGIN_WINDOW:])
+        second = newest[-2] if len(newest) > 1 else 1.0
+        self.margin = min(max(0.0, second / self.scale - 1), MOST_MARGIN)
+
+    def _fit(self, *, rescale: bool) -> None:
+        """Fit the phases that have enough observations. rescale: what was observed before the scale
+        was, is as much longer or shorter now."""
+        if rescale:
+            before = self._recent[0].number
+            for phase in self._phases.values():
+                phase.rescale(self.scale, before=before)
+        graphs = self._graphs
+        for has_prefills, phase in self._phases.items():
+            sizes = () if graphs is None else graphs.prefill if has_prefills else graphs.decode
+            if phase.num_kept >= LEAST_OBSERVATIONS:
+                phase.fit(sizes, has_prefills=has_prefills)
+        self.num_fits += 1
+        assert self._known is not None, "a given predictor keeps its form"
+        self._known.fitted_new = self._known.new
+        for observed in self._recent:
+            shape = self._phases[observed.totals.num_new > 0].shape
+            assert shape is not None, "it was not cold"
+            observed.ratio = observed.seconds / shape.predict_s(observed.totals)
+        self._update_scale()
+
+    def describe(self) -> dict[str, object]:
+        decode, prefill = (phase.describe() for phase in self._phases.values())
+        return {
+            "predictor": self.name,
+            "num_observed": self.num_observed,
+            "num_fits": self.num_fits,
+            "scale": self.scale,
+            "margin": self.margin,
+            "known": None if self._known is None else self._known.describe(),
+            "phases": {"decode": decode, "prefill": prefill},
+        }
+
+
+@dataclass(slots=True)
+class _Observation:
+    """ratio: measured time over shape and growth."""
+
+    number: int
+    totals: BatchTotals
+    seconds: float
+    ratio: float = 1.0
+
+
+class _Phase:
+    """What is learned of one phase. shape is None while it is cold."""
+
+    def __init__(self, shape: Predictor | None) -> None:
+        self.shape: Predictor | PhaseCosts | None = shape
+        self.cold_scale = 1.0
+        self.num_kept = 0
+        self._num_fitted = 0
+        self._kept: dict[tuple[int, ...], deque[_Observation]] = {}
+        self._cold_ratios: deque[float] = deque(maxlen=LEAST_OBSERVATIONS)
+
+    def keep(self, observed: _Observation) -> None:
+        kind = _cell(observed.totals)
+        self._kept.setdefault(kind, deque(maxlen=CELL_SIZE)).append(observed)
+        self.num_kept += 1
+        if self.shape is None:
+            self._cold_ratios.append(observed.seconds / cold_start_s(observed.totals))
+            ratios = sorted(self._cold_ratios)
+            # Two of them cannot tell which one was disturbed: the slower.
+            self.cold_scale = max(1.0, ratios[-2] if len(ratios) > 2 else ratios[-1])
+
+    def is_due(self, *, is_off: bool) -> bool:
+        """Whether to fit. is_off: the scale is."""
+        num_new = self.num_kept - self._num_fitted
+        if self.num_kept < LEAST_OBSERVATIONS or num_new < LEAST_NEW:
+            return False
+        return is_off or num_new >= min(self._num_fitted * REFIT_GROWTH, MOST_NEW)
+
+    def rescale(self, factor: float, *, before: int) -> None:
+        for observed in self._all():
+            if observed.number < before:
+                observed.seconds *= factor
+
+    def _all(self) -> list[_Observation]:
+        return [observed for cell in self._kept.values() for observed in cell]
+
+    def fit(self, graphs: tuple[int, ...], *, has_prefills: bool) -> None:
+        self._num_fitted = self.num_kept
+        kept = self._all()
+        table = TotalsTable.of([observed.totals for observed in kept])
+        seconds = np.array([observed.seconds for observed in kept])
+        self.shape = PhaseCosts.fit(table, seconds, graphs, has_prefills=has_prefills)
+
+    def describe(self) -> dict[str, object]:
+        shape = None if self.shape is None else self.shape.describe()
+        return {"num_observed": self.num_kept, "shape": shape}
+
+
+class _Sizes:
+    """The largest iteration known, along each axis that a limit on extrapolation needs.
+
+    fitted_new  new tokens when the shape was fitted, and not those seen since: some hundred tokens
+                more take no time, as the weights are read anyway, and some thousand more do
+    """
+
+    __slots__ = ("context", "decodes", "fitted_new", "new", "pairs")
+
+    def __init__(self) -> None:
+        # What the first iteration may be, before any was seen.
+        self.new = self.fitted_new = 16
+        self.pairs = 2 * 16 * 1024
+        self.decodes = 1
+        self.context = 1024
+
+    def add(self, totals: BatchTotals) -> None:
+        self.new = max(self.new, totals.num_new)
+        self.pairs = max(self.pairs, totals.double_pairs)
+        self.decodes = max(self.decodes, totals.num_decodes)
+        self.context = max(self.context, totals.decode_context)
+
+    def growth(self, totals: BatchTotals) -> float:
+        """How many times larger than what is known; at least 1."""
+        return max(
+            1.0,
+            totals.num_new / self.fitted_new,
+            totals.double_pairs / self.pairs,
+            totals.num_decodes / self.decodes,
+            totals.decode_context / self.context,
+        )
+
+    def describe(self) -> dict[str, object]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def _cell(totals: BatchTotals) -> tuple[int, ...]:
+    """Iterations of one kind: sizes equal to a factor of two."""
+    return (
+        totals.num_new.bit_length(),
+        totals.max_prefill_context.bit_length(),
+        totals.num_decodes.bit_length(),
+        totals.decode_context.bit_length(),
+    )
+
+
+def error_factor(error: float, number: int) -> float:
+    """What the predictions of one plan are multiplied by in experiments on how much a policy
+    depends on its predictor (HyGen §5.4): lognormal, exp(s * z - s**2 / 2), with mean 1 and
+    standard deviation `error`. A hash of the plan's number takes the place of chance, so it is the
+    same on every rank and in every run; 1.0 where `error` is 0."""
+    if not error:
+        return 1.0
+    drawn = int.from_bytes(blake2b(b"%d" % number, digest_size=6).digest())
+    z = NormalDist().inv_cdf((drawn + 0.5) / 2**48)
+    variance = math.log1p(error**2)
+    return math.exp(math.sqrt(variance) * z - variance / 2)

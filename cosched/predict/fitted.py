@@ -1,0 +1,141 @@
+"""What all predictors share: how they are fitted, read, and judged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+import msgspec
+import numpy as np
+
+from cosched.core.estimates import Predictor
+from cosched.errors import ConfigError
+from cosched.predict.features import FloatArray, GraphSizes, TotalsTable
+
+__all__ = [
+    "ErrorSummary",
+    "FittedPredictor",
+    "check_points",
+    "nnls",
+    "number",
+    "numbers",
+    "relative_fit",
+    "summarise",
+]
+
+
+class FittedPredictor(Predictor, Protocol):
+    """A predictor whose coefficients do not change, so that a file can hold them."""
+
+    @classmethod
+    def fit(cls, table: TotalsTable, seconds: FloatArray, graphs: GraphSizes | None) -> Self:
+        """By least squares of the relative errors. ConfigError when there are too few batches of a
+        kind."""
+        ...
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """The predictor whose `to_dict` gave `data`. ConfigError naming the wrong entry."""
+        ...
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain JSON values: its name and, of a data class, its fields."""
+        return {"predictor": self.name, **msgspec.json.decode(msgspec.json.encode(self))}
+
+    def describe(self) -> dict[str, object]:
+        return self.to_dict()
+
+
+def nnls(gram: FloatArray, moments: FloatArray) -> FloatArray:
+    """Non-negative least squares from the normal equations: the x >= 0 that minimises
+    x' gram x - 2 moments' x (Lawson and Hanson 1974, algorithm 23.10)."""
+    scale = np.sqrt(np.diag(gram))
+    used = scale > 0
+    scale = np.where(used, scale, 1.0)
+    # Columns that say the same would make the equations singular: 1e-12 decides between them.
+    a = gram / np.outer(scale, scale) + 1e-12 * np.eye(len(scale))
+    b = moments / scale
+    x = np.zeros(len(b))
+    passive = used.copy()  # most stay (Bro and de Jong 1997)
+    tolerance = 1e-9 * float(np.abs(b).max(initial=0.0))
+    for _ in range(10 * len(b)):
+        while passive.any():
+            trial = np.zeros(len(b))
+            trial[passive] = np.linalg.solve(a[np.ix_(passive, passive)], b[passive])
+            negative = passive & (trial <= 0)
+            if not negative.any():
+                x = trial
+                break
+            # From a feasible x towards the solution until the first coefficients are zero. From
+            # the start, where x is zero, this drops all negative ones at once.
+            steps = x[negative] / np.maximum(x[negative] - trial[negative], 1e-300)
+            x = np.maximum(x + steps.min() * (trial - x), 0.0)
+            passive[np.flatnonzero(negative)[steps == steps.min()]] = False
+            x[~passive] = 0.0
+        gradient = np.where(used & ~passive, b - a @ x, -np.inf)
+        best = int(np.argmax(gradient))
+        if gradient[best] <= tolerance:
+            break
+        passive[best] = True
+    return x / scale
+
+
+def relative_fit(features: FloatArray, seconds: FloatArray) -> tuple[float, ...]:
+    """Coefficients >= 0 that minimise the squares of the relative errors; features are rows."""
+    matrix = features.T / seconds[:, None]
+    return tuple(nnls(matrix.T @ matrix, matrix.sum(axis=0)).tolist())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorSummary:
+    """Relative errors, predicted / measured - 1 (0-1). bias: their mean; the rest: absolute."""
+
+    num_points: int
+    bias: float
+    mean: float
+    p50: float
+    p99: float
+
+
+def summarise(predicted: Sequence[float], measured: Sequence[float]) -> ErrorSummary:
+    """There must be some."""
+    relative = np.asarray(predicted) / np.asarray(measured) - 1
+    size = np.abs(relative)
+    return ErrorSummary(
+        num_points=len(relative),
+        bias=float(relative.mean()),
+        mean=float(size.mean()),
+        p50=float(np.median(size)),
+        p99=float(np.quantile(size, 0.99)),
+    )
+
+
+def check_points(kind: str, num: int, *, least: int, predictor: str) -> None:
+    """ConfigError when there are too few batches of a kind to fit a predictor."""
+    if num < least:
+        raise ConfigError(
+            f"the {predictor!r} predictor needs at least {least} {kind} batches to fit; "
+            f"there are {num}"
+        )
+
+
+def number(data: Mapping[str, Any], key: str) -> float:
+    """The number >= 0 at `key`; ConfigError naming it when it is none."""
+    return _checked(data.get(key), key)
+
+
+def numbers(data: Mapping[str, Any], key: str, length: int) -> tuple[float, ...]:
+    """The `length` numbers >= 0 at `key`; ConfigError naming them when they are none."""
+    values = data.get(key)
+    if not isinstance(values, list | tuple) or len(values) != length:
+        raise ConfigError(f"{key} is {values!r}; it must be a list of {length} numbers")
+    return tuple(_checked(value, f"{key}[{i}]") for i, value in enumerate(values))
+
+
+def _checked(value: Any, name: str) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not (value >= 0 and math.isfinite(value)):
+        raise ConfigError(f"{name} is {value!r}; it must be a number, at least 0")
+    return float(value)

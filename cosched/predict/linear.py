@@ -1,0 +1,228 @@
+"""cosched's own predictor: linear in what drives the time of an iteration.
+
+GEMMs depend on the number of tokens, padded to the next CUDA graph; up to some hundred tokens they
+read the weights whatever they compute. Prefill attention grows with (query, key) pairs once a chunk
+fills a tile of queries, and with keys below that. Decode attention reads its KV, at a lower rate
+where few decodes share the GPU or contexts are short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from cosched.core.batch import BatchTotals
+from cosched.errors import ConfigError
+from cosched.predict.features import FloatArray, GraphSizes, TotalsTable
+from cosched.predict.fitted import FittedPredictor, check_points, nnls, numbers
+
+__all__ = ["CoschedPredictor", "PhaseCosts"]
+
+KNOTS = (0, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
+"""Where the cost of one more token may change when there are no CUDA graphs; beyond the last, time
+grows in proportion."""
+
+_FULL_DECODES, _FULL_CONTEXT = 16, 1024
+"""With fewer decodes, or shorter contexts, decode attention does not fill the GPU (A100)."""
+_RIDGE = 0.01
+"""Weight of equal shares of the time against the data, in batches: costs that no batch tells apart
+are taken to be alike."""
+_OUTLIER_DEVIATIONS, _OUTLIER_LEAST = 6.0, 0.25
+"""A batch is left out when a first fit misses it by more than so many deviations of all errors and
+more than this share of its prediction."""
+_LEAST_LEVEL = 1e-3
+"""Least time of an iteration, as a share of the shortest one measured."""
+_LEAST_POINTS = 16
+
+
+def _amounts(totals: TotalsTable, *, has_prefills: bool) -> tuple[FloatArray, ...]:
+    """What an iteration takes time for beyond the level of its tokens."""
+    num, context = totals.num_decodes, totals.decode_context
+    decodes = (
+        num,
+        context,
+        context * np.minimum(_FULL_DECODES / np.maximum(num, 1), 1.0),
+        np.minimum(context, num * _FULL_CONTEXT),
+        num * totals.max_decode_context,
+    )
+    if not has_prefills:
+        return decodes
+    return (
+        *decodes,
+        totals.num_prefills,
+        totals.double_pairs,
+        totals.double_tail_pairs,
+        totals.num_new + totals.num_cached,
+        totals.max_prefill_context,
+    )
+
+
+_NUM_AMOUNTS = {False: 5, True: 10}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseCosts:
+    """Seconds of iterations with a prefill, or of those without.
+
+    graphs  sizes with a CUDA graph, ascending [tokens]
+    level   of an iteration, then of each token between two sizes of `_knots` [s]
+    costs   of each of `_amounts` [s]
+    """
+
+    graphs: tuple[int, ...]
+    level: tuple[float, ...]
+    costs: tuple[float, ...]
+    _levels: list[float] = field(init=False, repr=False, compare=False)
+    """By number of tokens, up to the last of `_knots`."""
+
+    def __post_init__(self) -> None:
+        knots = _knots(self.graphs)
+        tokens = _padded(np.arange(knots[-1] + 1.0), self.graphs)
+        at_knots = self.level[0] + np.cumsum([0.0, *np.diff(knots) * self.level[1:]])
+        levels = np.maximum.accumulate(np.interp(tokens, knots, at_knots))
+        object.__setattr__(self, "_levels", levels.tolist())
+
+    @classmethod
+    def fit(
+        cls, table: TotalsTable, seconds: FloatArray, graphs: Sequence[int], *, has_prefills: bool
+    ) -> PhaseCosts:
+        """From batches of this phase, one at least."""
+        tokens = _padded(table.num_new + table.num_decodes, graphs)
+        segments = _segments(tokens, _knots(graphs))
+        features = np.array([*segments, *_amounts(table, has_prefills=has_prefills)])
+        found = _ridge_fit(features, seconds, 1 / seconds)
+        # Relative to a prediction and not to the measured time: dividing by a noisy time would
+        # weigh times that came out short more, and predict too little.
+        predicted = np.maximum(found @ features, seconds.min() / 2)
+        errors = np.abs(seconds / predicted - 1)
+        spread = 1.4826 * float(np.median(errors))
+        kept = errors <= max(_OUTLIER_LEAST, _OUTLIER_DEVIATIONS * spread)
+        found = _ridge_fit(features, seconds, kept / predicted)
+        found[0] = max(found[0], _LEAST_LEVEL * seconds.min())
+        level, costs = found[: len(segments)], found[len(segments) :]
+        return cls(graphs=tuple(graphs), level=tuple(level.tolist()), costs=tuple(costs.tolist()))
+
+    def predict_s(self, totals: BatchTotals) -> float:
+        """`_amounts` times `costs`, written out: a plan asks a hundred times."""
+        num, context, costs = totals.num_decodes, totals.decode_context, self.costs
+        tokens, last = totals.num_new + num, len(self._levels) - 1
+        seconds = self._levels[tokens] if tokens <= last else self._levels[last] * tokens / last
+        if num:
+            full = num * _FULL_CONTEXT
+            seconds += (
+                costs[0] * num
+                + costs[1] * context
+                + costs[2] * (context if num <= _FULL_DECODES else context * _FULL_DECODES / num)
+                + costs[3] * (context if context < full else full)
+                + costs[4] * (num * totals.max_decode_context)
+            )
+        if not totals.num_new:
+            return seconds
+        return (
+            seconds
+            + costs[5] * totals.num_prefills
+            + costs[6] * totals.double_pairs
+            + costs[7] * totals.double_tail_pairs
+            + costs[8] * (totals.num_new + totals.num_cached)
+            + costs[9] * totals.max_prefill_context
+        )
+
+    def describe(self) -> dict[str, object]:
+        return {"graphs": [*self.graphs], "level": [*self.level], "costs": [*self.costs]}
+
+    @classmethod
+    def from_dict(cls, data: Any, key: str, *, has_prefills: bool) -> PhaseCosts:
+        entry = data.get(key)
+        if not isinstance(entry, dict) or not isinstance(entry.get("graphs"), list):
+            raise ConfigError(f"{key} is {entry!r}; it must have graphs, level and costs")
+        graphs = tuple(map(int, numbers(entry, "graphs", len(entry["graphs"]))))
+        return cls(
+            graphs=graphs,
+            level=numbers(entry, "level", len(_knots(graphs))),
+            costs=numbers(entry, "costs", _NUM_AMOUNTS[has_prefills]),
+        )
+
+
+class CoschedPredictor(FittedPredictor):
+    """Linear in `_amounts`, with a level by number of tokens, for decode-only iterations and for
+    those with a prefill. All costs are non-negative, so more prompt tokens are never predicted to
+    be cheaper."""
+
+    def __init__(self, *, decode: PhaseCosts, prefill: PhaseCosts) -> None:
+        self.decode = decode
+        self.prefill = prefill
+
+    @property
+    def name(self) -> str:
+        return "cosched"
+
+    @classmethod
+    def fit(
+        cls, table: TotalsTable, seconds: FloatArray, graphs: GraphSizes | None
+    ) -> CoschedPredictor:
+        with_prefill = table.num_new > 0
+        num_prefills = int(np.count_nonzero(with_prefill))
+        for kind, num in (("decode-only", len(table) - num_prefills), ("prefill", num_prefills)):
+            check_points(kind, num, least=_LEAST_POINTS, predictor="cosched")
+        decode, prefill = (
+            PhaseCosts.fit(table.rows(which), seconds[which], sizes, has_prefills=has_prefills)
+            for which, sizes, has_prefills in (
+                (~with_prefill, graphs.decode if graphs else (), False),
+                (with_prefill, graphs.prefill if graphs else (), True),
+            )
+        )
+        return cls(decode=decode, prefill=prefill)
+
+    def predict_s(self, totals: BatchTotals) -> float:
+        if totals.num_new:
+            return self.prefill.predict_s(totals)
+        return self.decode.predict_s(totals) if totals.num_decodes else 0.0
+
+    def to_dict(self) -> dict[str, object]:
+        decode, prefill = self.decode.describe(), self.prefill.describe()
+        return {"predictor": self.name, "decode": decode, "prefill": prefill}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> CoschedPredictor:
+        return cls(
+            decode=PhaseCosts.from_dict(data, "decode", has_prefills=False),
+            prefill=PhaseCosts.from_dict(data, "prefill", has_prefills=True),
+        )
+
+
+def _padded(tokens: FloatArray, graphs: Sequence[int]) -> FloatArray:
+    """Tokens of the graph that the batch runs in; what exceeds the largest runs in none."""
+    if not graphs:
+        return tokens
+    sizes = np.array(graphs, dtype=float)
+    place = np.minimum(np.searchsorted(sizes, tokens), len(sizes) - 1)
+    padded: FloatArray = np.maximum(tokens, sizes[place])
+    return padded
+
+
+def _knots(graphs: Sequence[int]) -> tuple[int, ...]:
+    """Sizes between which the cost of one more token is the same."""
+    largest = graphs[-1] if graphs else 0
+    return (0, *graphs, *(size for size in KNOTS if size > largest))
+
+
+def _segments(tokens: FloatArray, knots: Sequence[int]) -> FloatArray:
+    """A constant, and the tokens between two knots; rows."""
+    parts = [np.clip(tokens - low, 0, high - low) for low, high in pairwise(knots)]
+    return np.array([np.ones(len(tokens)), *parts])
+
+
+def _ridge_fit(features: FloatArray, seconds: FloatArray, weights: FloatArray) -> FloatArray:
+    used = features.any(axis=1)
+    shares = features[used] * weights
+    size = shares.mean(axis=1)
+    shares /= size[:, None]
+    # Not by BLAS, whose threads wait for each other for a tenth of a second on busy cores.
+    gram = np.einsum("ik,jk->ij", shares, shares) + _RIDGE * np.eye(len(size))
+    found = np.zeros(len(features))
+    found[used] = nnls(gram, np.einsum("ik,k->i", shares, seconds * weights)) / size
+    return found

@@ -1,0 +1,308 @@
+"""A plan under construction: what policies are composed of.
+
+Every step keeps the ledger and the plan together, so what is built fits; `build` adds what the
+engine does not do without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from itertools import compress
+
+from cosched.core.plan import Hosting, Plan, Preemption, PreemptMode, SkipReason
+from cosched.core.request import LateReason, Request, RequestClass, num_tokens_of
+from cosched.core.view import Decodes, Match, View
+from cosched.schedule.forecast import KvForecast
+from cosched.schedule.ledger import Ledger
+from cosched.schedule.preemption import stop_mode
+
+__all__ = ["PlanBuilder", "mixes"]
+
+
+class PlanBuilder:
+    """Admit, continue, hold, preempt and exchange requests; then `build`.
+
+    Running requests decode unless they are held or preempted. Their time counts once `decode` or
+    `ledger.add_decodes` names them, so a policy decides in which order time is given out.
+    """
+
+    def __init__(
+        self,
+        view: View,
+        *,
+        stop: PreemptMode | None = None,
+        forecast: KvForecast | None = None,
+    ) -> None:
+        """stop: how requests are stopped where `preempt` is not told; None: the mode that costs
+        least (`stop_mode`). forecast: memory is given out by it, and none is set aside; None: the
+        engine's rule, or what is promised."""
+        self.view = view
+        self._stop = stop
+        self.ledger = Ledger(view, forecast=forecast)
+        self.prefill: dict[str, int] = {}
+        """rid -> prompt tokens to compute."""
+        self.held: set[str] = set()
+        self.skipped: dict[str, SkipReason] = {}
+        self.hosts: dict[str, Hosting] = {}
+        self._preempted: dict[str, Preemption] = {}
+
+    def fork(self) -> PlanBuilder:
+        """A copy to try things on. O(requests named so far)."""
+        other = object.__new__(PlanBuilder)
+        other.view = self.view
+        other._stop = self._stop
+        other.ledger = self.ledger.fork()
+        other.prefill = self.prefill.copy()
+        other.held = self.held.copy()
+        other.skipped = self.skipped.copy()
+        other.hosts = self.hosts.copy()
+        other._preempted = self._preempted.copy()
+        return other
+
+    def running_of(self, request_class: RequestClass) -> Decodes:
+        """Running requests of one class that are not preempted, those that are held among them."""
+        decodes = self.view.running_of(request_class)
+        if not self._preempted:
+            return decodes
+        requests, contexts = decodes
+        stays = [request.rid not in self._preempted for request in requests]
+        return Decodes([*compress(requests, stays)], [*compress(contexts, stays)])
+
+    def reads_of(self, decodes: Decodes) -> Sequence[int]:
+        """For each of these running requests the KV tokens that are read for its next decode, those
+        that are read for another anyway not among them. They add up to what is read where all of
+        them decode."""
+        if not self.view.caps.shared_prefix:
+            return decodes.contexts
+        num_shared = self.view.num_shared
+        return [n - num_shared(r) for r, n in zip(*decodes, strict=True)]
+
+    def unfinished(self) -> Iterator[Request]:
+        """Unfinished prefills that are not preempted."""
+        for request in self.view.unfinished:
+            if request.rid not in self._preempted:
+                yield request
+
+    def stops_online_prefill(self) -> bool:
+        """Admitting a request now would stop an unfinished online prefill (`stop_unfinished`): it
+        is neither continued nor preempted, and nothing else is prefilled yet."""
+        return not self.prefill and any(
+            request.request_class is RequestClass.ONLINE for request in self.unfinished()
+        )
+
+    @property
+    def num_preempted(self) -> int:
+        return len(self._preempted)
+
+    def is_preempted(self, request: Request) -> bool:
+        return request.rid in self._preempted
+
+    def decodes_any(self) -> bool:
+        """Some running request is neither held nor preempted."""
+        held, preempted = self.held, self._preempted
+        if len(held) + len(preempted) < len(self.view.running):
+            return True
+        return any(r.rid not in held and r.rid not in preempted for r in self.view.running)
+
+    def runs_anything(self) -> bool:
+        return bool(self.prefill) or self.decodes_any()
+
+    def skip(self, request: Request, reason: SkipReason) -> None:
+        """Note why a request that was looked at does not run."""
+        self.skipped[request.rid] = reason
+
+    def admit(self, request: Request, match: Match, at_most: int) -> bool:
+        """Admit a waiting request with up to `at_most` prompt tokens. False: it does not fit, and
+        the reason is noted: `SkipReason.LATENCY_BUDGET` where `at_most` alone is in the way.
+        match: `View.match` of it."""
+        if at_most <= 0:
+            self.skip(request, SkipReason.LATENCY_BUDGET)
+            return False
+        ledger = self.ledger
+        reason = ledger.refusal(request, match, at_most=at_most)
+        if reason is not None:
+            if reason is SkipReason.TOKEN_BUDGET and ledger.refusal(request, match) is None:
+                reason = SkipReason.LATENCY_BUDGET  # fewer than a page, or than one in a piece
+            self.skip(request, reason)
+            return False
+        num_tokens = ledger.chunk(request, match.cached, at_most=at_most, num_loaded=match.host)
+        ledger.charge_admission(request, match, num_tokens)
+        self.prefill[request.rid] = num_tokens
+        self.skipped.pop(request.rid, None)
+        return True
+
+    def go_on(self, request: Request, at_most: int, *, unreserved: bool = False) -> bool:
+        """Compute up to `at_most` more prompt tokens of an unfinished prefill. False: it must stop,
+        and the reason is noted: `SkipReason.LATENCY_BUDGET` where `at_most` alone is in the way.
+
+        unreserved: there need not be room for the output it may generate, only for the chunk
+        """
+        num_tokens = self.ledger.continuation(request, at_most=at_most, unreserved=unreserved)
+        if num_tokens <= 0:
+            reason = self.ledger.why_it_stops(request) if at_most > 0 else None
+            self.skip(request, reason or SkipReason.LATENCY_BUDGET)
+            return False
+        self.ledger.charge_continuation(request, num_tokens)
+        self.prefill[request.rid] = num_tokens
+        self.skipped.pop(request.rid, None)
+        return True
+
+    def take(self, request: Request, limit_s: float) -> bool:
+        """Let a request take part as far as the predicted iteration then takes at most `limit_s`:
+        one that waits is admitted, an unfinished prefill goes on, both with as much of the prompt
+        as fits; the decode of a running one is counted. False: it does not fit, and the reason is
+        noted. A running one decodes all the same unless it is held."""
+        view, ledger = self.view, self.ledger
+        match = None if view.waiting(request.rid) is None else view.match(request)
+        if match is None and request not in view.unfinished:
+            contexts = (request.num_computed_tokens + 1,)
+            if ledger.seconds_with_decodes(contexts) > limit_s:
+                self.skip(request, SkipReason.LATENCY_BUDGET)
+                return False
+            ledger.add_decodes(contexts)
+            return True
+        num_cached = request.num_computed_tokens if match is None else match.cached
+        num_tokens = num_tokens_of(request) - num_cached
+        at_most = view.predictor.max_prefill(ledger.totals, num_cached, limit_s, num_tokens)
+        if match is None:
+            return self.go_on(request, at_most)
+        return self.admit(request, match, at_most)
+
+    def gap_s(self, request: Request) -> float | None:
+        """Time from its latest token to when the planned iteration begins [s]; a token that is on
+        its way comes out just then. None: it has none yet."""
+        if request.num_computed_tokens == num_tokens_of(request):
+            return 0.0
+        latest_s = request.last_token_s
+        return None if latest_s is None else self.view.start_s - latest_s
+
+    def hold(self, request: Request, reason: SkipReason = SkipReason.LATENCY_BUDGET) -> bool:
+        """A running request sits this iteration out, its KV kept. False: it cannot."""
+        return not self.hold_all((request,), reason)
+
+    def hold_all(
+        self, requests: Iterable[Request], reason: SkipReason = SkipReason.LATENCY_BUDGET
+    ) -> list[Request]:
+        """Running requests sit this iteration out, their KV kept. Returns those that cannot."""
+        can_hold, held = self.view.can_hold, self.held
+        going: list[Request] = []
+        staying: list[Request] = []
+        for request in requests:
+            is_free = request.rid not in held and can_hold(request)
+            (going if is_free else staying).append(request)
+        self.ledger.refund_holds(going)
+        rids = [request.rid for request in going]
+        held.update(rids)
+        self.skipped.update(dict.fromkeys(rids, reason))
+        return staying
+
+    def release(self, request: Request) -> bool:
+        """Take a hold back. False: what is prefilled has taken its place, and it stays held."""
+        if self.prefill and not self.ledger.has_room_to_decode(request):
+            return False
+        self._release(request)
+        return True
+
+    def _release(self, request: Request) -> None:
+        self.held.remove(request.rid)
+        self.ledger.charge_hold(request)
+        del self.skipped[request.rid]
+
+    def preempt(self, request: Request, mode: PreemptMode | None = None) -> None:
+        """Stop a running request or an unfinished prefill; it waits again. mode: None, the
+        builder's."""
+        if mode is None:
+            mode = self._stop or stop_mode(self.view, request)
+        if request.rid in self.held:
+            self._release(request)
+        self.hosts.pop(request.rid, None)
+        for guest in [rid for rid, h in self.hosts.items() if h.host == request.rid]:
+            del self.hosts[guest]
+        self._preempted[request.rid] = Preemption(rid=request.rid, mode=mode)
+        self.ledger.refund_preemption(request)
+
+    def exchange(self, out: Request, into: Request, at_most: int | None = None) -> bool:
+        """Hold a running request so that another one runs: one that is held decodes, one that waits
+        is admitted with up to `at_most` prompt tokens (None: all of them). False: that does not
+        work, and nothing has changed."""
+        is_held = into.rid in self.held
+        match = None if is_held else self.view.match(into)
+        if match is not None:
+            if at_most is None:
+                at_most = num_tokens_of(into) - match.cached
+            trial = self.ledger.fork()
+            trial.refund_holds((out,))
+            if trial.refusal(into, match, at_most=at_most) is not None:
+                return False
+        if not self.hold(out):
+            return False
+        if match is None:
+            if not self.release(into):
+                self._release(out)
+                return False
+            return True
+        assert at_most is not None
+        return self.admit(into, match, at_most)
+
+    def promise(self, request: Request, num_tokens: int) -> None:
+        """Set KV aside for `num_tokens` output tokens of a request, generated ones included: from
+        now on in place of the engine's rule, and of what was promised before. One that waits is
+        then admitted with that room, or with more or less if it is promised again. A guest is one
+        no more."""
+        self.hosts.pop(request.rid, None)
+        self.ledger.promise(request, num_tokens)
+
+    def host(self, guest: Request, host: Request, offset: int) -> None:
+        """From now on a running request grows into the KV that is set aside for another one, which
+        lends it until it has `offset` output tokens (`Plan.hosts`). Its own promise ends."""
+        self.promise(guest, guest.num_output_tokens)
+        self.hosts[guest.rid] = Hosting(host=host.rid, offset=offset)
+
+    def stop_unfinished(self) -> None:
+        """Preempt the unfinished prefills that do not go on; where one cannot be stopped nothing is
+        prefilled."""
+        for request in self.unfinished():
+            if request.rid not in self.prefill:
+                if request.traits.can_stop:
+                    self.preempt(request)
+                else:
+                    self.prefill.clear()
+
+    def build(
+        self,
+        *,
+        limits: Mapping[str, float] | None = None,
+        late: Mapping[str, LateReason] | None = None,
+    ) -> Plan:
+        """The plan, with what the engine does not do without: an unfinished prefill goes on or is
+        stopped wherever anything is prefilled, and an iteration has some work."""
+        if self.prefill:
+            self.stop_unfinished()
+        self._keep_one_running()
+        preempted = self._preempted
+        return Plan(
+            prefill=self.prefill,
+            decodes=not self.prefill or mixes(self.view, self.ledger, self.held | preempted.keys()),
+            preempt=tuple(preempted.values()),
+            hold=frozenset(self.held),
+            promise={r: n for r, n in self.ledger.promises.items() if r not in self.hosts},
+            hosts=self.hosts,
+            late={} if late is None else late,
+            skipped=self.skipped,
+            limits={} if limits is None else limits,
+        )
+
+    def _keep_one_running(self) -> None:
+        """An iteration without any work would be taken for idleness: the oldest decodes."""
+        if self.held and not self.prefill and not self.decodes_any():
+            running = [r for r in self.view.running if not self.is_preempted(r)]
+            oldest = min(running, key=lambda r: r.arrival_seq)
+            self._release(oldest)
+
+
+def mixes(view: View, ledger: Ledger, idle: Set[str]) -> bool:
+    """Whether what a ledger prefills shares the iteration with the running requests that are not
+    idle. O(1), and O(running) where some of what runs cannot share one."""
+    if not (view.caps.mixed_batches and ledger.prefills_mix):
+        return False
+    return view.rules.mixed or all(r.traits.can_mix for r in view.running if r.rid not in idle)

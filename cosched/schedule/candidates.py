@@ -1,0 +1,162 @@
+"""Offline admissions one by one: each the best of a few candidates of the pool (Echo §4.1).
+
+Candidates are the first few of each length bucket of the pool, so that a plan costs what it looks
+at. What is best is the policy's to say (`Choose`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cosched.core.plan import SkipReason
+from cosched.core.request import Request
+from cosched.core.view import Match, OfflineOrder
+from cosched.schedule.builder import PlanBuilder
+from cosched.schedule.phases import (
+    Pace,
+    admission_tokens,
+    follow,
+    has_time,
+    is_worth_its_place,
+    must_wait,
+    offline_room,
+)
+
+__all__ = ["CANDIDATES_PER_BUCKET", "Candidate", "Choose", "admit_best", "punishments"]
+
+CANDIDATES_PER_BUCKET = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A waiting request and what admitting it would do.
+
+    bucket    of the pool, by its place
+    num_new   prompt tokens it would compute
+    seconds   by which the iteration would take longer [s]
+    """
+
+    request: Request
+    bucket: int
+    match: Match
+    num_new: int
+    seconds: float
+
+    @property
+    def benefit(self) -> int:
+        return self.num_new + self.match.cached
+
+
+Choose = Callable[[PlanBuilder, OfflineOrder, Sequence[Candidate], int, float], Candidate]
+"""Which of the candidates that fit is admitted next; beside them benefit and predicted seconds of
+what is in the batch."""
+
+
+def admit_best(
+    builder: PlanBuilder,
+    pace: Pace,
+    order: OfflineOrder,
+    *,
+    choose: Choose,
+) -> None:
+    """Admit offline requests one by one, each time the best of the candidates that fit."""
+    search = _Search(builder, pace, order)
+    benefit = _benefit(builder)
+    room = offline_room(builder)
+    while room != 0 and builder.ledger.slots > 0 and has_time(builder, pace):
+        seconds = builder.ledger.seconds()
+        fitting = search.fitting(seconds)
+        if not fitting:
+            return
+        best = choose(builder, order, fitting, benefit, seconds)
+        request, match = best.request, best.match
+        # What was admitted since it was looked at may leave it less.
+        if not builder.admit(request, match, admission_tokens(builder, pace, request, match)):
+            search.refuse(request)
+            continue
+        benefit += builder.prefill[request.rid] + match.cached
+        order.take(request)
+        follow(order, request, match.cached)
+        room = None if room is None else room - 1
+
+
+def _benefit(builder: PlanBuilder) -> int:
+    """Of what is in already: running requests that decode, and prefills."""
+    num_idle = len(builder.held) + builder.num_preempted
+    return len(builder.view.running) - num_idle + sum(builder.prefill.values())
+
+
+class _Search:
+    """The candidates of one plan. Each is looked at once."""
+
+    def __init__(self, builder: PlanBuilder, pace: Pace, order: OfflineOrder) -> None:
+        self._builder = builder
+        self._pace = pace
+        self._order = order
+        self._known: dict[str, Candidate | None] = {}  # None: refused
+
+    def refuse(self, request: Request) -> None:
+        self._known[request.rid] = None
+
+    def fitting(self, seconds: float) -> list[Candidate]:
+        """Those that may be admitted; seconds: of the iteration without them."""
+        fitting: list[Candidate] = []
+        known = self._known
+        goes_on = True
+        while goes_on and not fitting:
+            goes_on = False
+            for bucket, requests in enumerate(self._order.candidates(CANDIDATES_PER_BUCKET)):
+                for request in requests:
+                    if request.rid not in known:
+                        if must_wait(self._builder, request):
+                            self._order.take(request)  # those behind it have the turn
+                            goes_on = True
+                            continue
+                        known[request.rid] = self._look_at(request, bucket, seconds)
+                    candidate = known[request.rid]
+                    if candidate is not None:
+                        fitting.append(candidate)
+        return fitting
+
+    def _look_at(self, request: Request, bucket: int, seconds: float) -> Candidate | None:
+        builder, ledger = self._builder, self._builder.ledger
+        match = builder.view.match(request)
+        at_most = admission_tokens(builder, self._pace, request, match)
+        reason = (
+            SkipReason.LATENCY_BUDGET
+            if at_most <= 0
+            else ledger.refusal(request, match, at_most=at_most)
+        )
+        if reason is None and not is_worth_its_place(builder, request, match):
+            reason = SkipReason.EVICTION_LOSS
+        if reason is not None:
+            builder.skip(request, reason)
+            return None
+        num_new = ledger.chunk(request, match.cached, at_most=at_most, num_loaded=match.host)
+        return Candidate(
+            request=request,
+            bucket=bucket,
+            match=match,
+            num_new=num_new,
+            seconds=ledger.seconds_with(num_new, match.cached) - seconds,
+        )
+
+
+def punishments(builder: PlanBuilder, fitting: Sequence[Candidate]) -> list[int]:
+    """For each of the candidates: cached tokens that are evicted for it although another one would
+    reuse them."""
+    reusable_of: dict[int, int] = {}
+    for candidate in fitting:
+        bucket = candidate.bucket
+        reusable_of[bucket] = max(reusable_of.get(bucket, 0), candidate.match.evictable)
+    reusable = sum(reusable_of.values())
+    lost = []
+    for candidate in fitting:
+        request, match, ledger = candidate.request, candidate.match, builder.ledger
+        num_lost = 0
+        of_others = reusable - reusable_of[candidate.bucket]
+        if of_others and not ledger.fits(request, match, spare=of_others):
+            num_lost = min(of_others + ledger.shortfall(request, match), of_others)
+        lost.append(num_lost)
+    return lost

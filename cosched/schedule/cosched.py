@@ -1,0 +1,190 @@
+"""cosched: online requests that can still meet their targets first; offline requests with the
+longest replies first (own).
+
+Idea         in a burst, first come first served makes every request late. Here the requests that
+             can still meet their targets are served first, as many as possible, and the late ones
+             behind them; decodes keep their pace, so that no request is in time at another's
+             expense. What the targets leave is filled with offline requests in the order that ends
+             a job soonest.
+Assumptions  the predictor knows how long a batch takes before it runs; waiting offline requests
+             that share a prefix stand beside each other in the pool.
+Good         bursts beyond what the device can do; else it plans as `hygen` and `echo-bs+e+s` do.
+Bad          a long prompt makes way for several short ones, and once late it waits for its turn:
+             where there is too much for long, the late ones wait longer than they would in the
+             order of arrival.
+Parameters   TTFT and TPOT targets [s], per request or the server's; `Budgets` in `base`.
+
+Of an iteration
+
+1. `Deadlines`: what the next tokens of the running online requests leave. Who cannot meet its TPOT
+   target any more, however fast it goes on, holds nobody up.
+2. `by_feasibility`: the online requests without a first token, the due and the late. A late one's
+   unfinished prefill is stopped for a due one, its KV kept.
+3. Online prefills take what the decodes leave (`Deadlines.pace`): a burst of prefills that slows
+   down all decodes beyond their targets wins first tokens and loses as many requests. Decodes that
+   can win it back wait for first tokens (`OnlineOrder.lends`). While one of the decodes can keep
+   its TPOT target, no iteration beside them lasts longer than `GAPS` targets: a mean gap may be
+   kept and a reader see a stall all the same. With offline work in it none lasts longer than
+   `Budgets.idle_share` of the TTFT target, beside decodes with a loose TPOT target too: who comes
+   meanwhile waits for it, and for the next one where that is planned already (as in `bros`).
+4. Offline requests: of the pool's candidates (Echo §6) the one with the most expected output tokens
+   per prompt token that the device must compute for it, after those that continue a shared prefix.
+   A job ends when its last reply ends. Prompts are computed one after the other and replies beside
+   each other: a machine with delivery times, where the longest delivery goes first (Jackson 1955),
+   and of equal deliveries the shortest work (Smith 1956).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+
+from cosched.core.estimates import LengthEstimate
+from cosched.core.plan import Plan
+from cosched.core.request import Request, num_tokens_of
+from cosched.core.view import OfflineOrder, View
+from cosched.schedule.base import PolicySettings
+from cosched.schedule.builder import PlanBuilder
+from cosched.schedule.candidates import Candidate, admit_best, punishments
+from cosched.schedule.deadlines import Deadlines, online_prefills
+from cosched.schedule.forecast import KvForecast
+from cosched.schedule.online_order import LATE_TURN, OnlineOrder, by_feasibility
+from cosched.schedule.phases import LEAST_SHARED, Steps, shortest_first, two_phases
+
+__all__ = ["GAPS", "CoschedOptions", "CoschedPolicy", "Past"]
+
+GAPS = 3.0
+"""Most time between two tokens of an online request [TPOT targets]."""
+
+
+class Past(msgspec.Struct, frozen=True, kw_only=True):
+    """What is remembered from one plan to the next.
+
+    num_due  online requests admitted in time since the last late one
+    rid      the late request whose turn it is until it has its first token; "": nobody's
+    """
+
+    num_due: int = 0
+    rid: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoschedOptions:
+    """In what the ablations differ.
+
+    feasible  those first who can be in time; False: by arrival, decodes late for first tokens too
+    gap_cap   no iteration beside online decodes is longer than `GAPS` allow
+    longest_first  offline requests by their expected replies; False: in the pool's order
+    timeline  memory by the expected lengths of outputs, in place of the engine's ratio
+    """
+
+    feasible: bool = True
+    gap_cap: bool = True
+    longest_first: bool = True
+    timeline: bool = True
+
+
+_ALL = CoschedOptions()
+
+
+class CoschedPolicy:
+    """See the module's docstring."""
+
+    initial = Past()
+
+    def __init__(self, settings: PolicySettings, options: CoschedOptions = _ALL) -> None:
+        self._settings = settings
+        self._options = options
+        self._steps = _LONGEST_FIRST if options.longest_first else Steps()
+
+    def plan(self, view: View, carry: Past) -> tuple[Plan, Past]:
+        options = self._options
+        by_length = options.timeline and view.caps.promises
+        builder = PlanBuilder(view, forecast=KvForecast(view) if by_length else None)
+        deadlines = Deadlines(builder, self._settings, give_up=options.feasible)
+        if options.feasible:
+            order = by_feasibility(view, deadlines)
+        else:
+            order = OnlineOrder([*online_prefills(view)], [], {})
+        turn = self._turn(order, carry, view, deadlines)
+        ahead = [r for r in order.late if r.rid == turn]
+        behind = [r for r in order.late if r.rid != turn]
+        if ahead or order.due:
+            _stop_unfinished(builder, behind)
+        room = view.room
+        is_whole = room is not None and room.wait_s is not None and not order.late
+        is_gap_capped = options.gap_cap and not is_whole and deadlines.slacks.least_s < math.inf
+        pace = deadlines.pace(
+            order.due,
+            decodes_first=options.feasible and not order.lends,
+            most_s=GAPS * deadlines.slacks.tpot_s if is_gap_capped else math.inf,
+            is_whole=is_whole,
+            room=room,
+            spares_arrivals=True,
+        )
+        unfinished = {request.rid for request in view.unfinished}
+        waiting = [r for r in (*ahead, *order.due, *behind) if r.rid not in unfinished]
+        two_phases(builder, pace, self._steps, waiting=waiting, before_offline=pace.begin_offline)
+        plan = builder.build(limits=pace.limits(), late=order.newly_late)
+        begun = plan.prefill.keys() - unfinished
+        num_due = carry.num_due + sum(request.rid in begun for request in order.due)
+        if not order.late or any(request.rid in plan.prefill for request in order.late):
+            num_due = 0
+        return plan, Past(num_due=min(num_due, LATE_TURN), rid=turn)
+
+    def _turn(self, order: OnlineOrder, carry: Past, view: View, deadlines: Deadlines) -> str:
+        """The late request that comes before the due ones, "" for none."""
+        if any(request.rid == carry.rid for request in order.late):
+            return carry.rid
+        if not order.late:
+            return ""
+        oldest = order.late[0]
+        bound_s = self._settings.budgets.late_bound * deadlines.ttft_s(oldest)
+        left = max(1 - (view.start_s - oldest.arrival_s) / bound_s, 0.0)
+        return oldest.rid if carry.num_due >= (LATE_TURN - 1) * left else ""
+
+
+def _stop_unfinished(builder: PlanBuilder, behind: Sequence[Request]) -> None:
+    """Prefills of those that come behind: a place is for those before them."""
+    rids = {request.rid for request in behind}
+    for request in [*builder.unfinished()]:
+        if request.rid in rids and request.traits.can_stop:
+            builder.preempt(request)
+
+
+def _longest_reply_first(
+    builder: PlanBuilder,
+    order: OfflineOrder,
+    fitting: Sequence[Candidate],
+    benefit: int,
+    seconds: float,
+) -> Candidate:
+    """The most expected output tokens per prompt token that it makes the device compute, evicted
+    prefixes that others would have reused among these. Of equals the first, in prefix order."""
+    view = builder.view
+    first = fitting[0]
+    if max(first.match.cached, order.num_shared(first.request)) >= LEAST_SHARED:
+        return first
+    lost = punishments(builder, fitting)
+
+    def output_per_token(place: int) -> float:
+        request, match = fitting[place].request, fitting[place].match
+        num_computed = num_tokens_of(request) - match.cached + lost[place]
+        return _expected_output(view.length(request)) / max(num_computed, 1)
+
+    return fitting[max(range(len(fitting)), key=output_per_token)]
+
+
+def _expected_output(length: LengthEstimate) -> float:
+    """Mean of the output tokens to come: replies far above the median end a job."""
+    return sum(length.ends) / len(length.ends) if length.ends else float(length.median)
+
+
+_LONGEST_FIRST = Steps(
+    admit=partial(admit_best, choose=_longest_reply_first),
+    decode_order=shortest_first,
+)

@@ -1,0 +1,456 @@
+"""The ledger of one iteration: every second, token, page and slot a plan spends goes through it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from cosched.core.batch import BatchTotals
+from cosched.core.plan import SkipReason
+from cosched.core.request import Request, RequestClass, num_tokens_left, num_tokens_of
+from cosched.core.view import Match, View
+from cosched.schedule.forecast import KvForecast
+
+__all__ = ["Ledger", "promised_tokens"]
+
+
+class Ledger:
+    """What is left of the token, memory, slot, adapter and chunk limits while a plan grows, and how
+    long its iteration takes.
+
+    Two memory rules hold at once. One is the engine's own (SGLang's `PrefillAdder`): a request is
+    admitted when its uncached prompt, the output it may still generate (at most
+    `EngineCaps.max_reserved_tokens`) and one page of rounding are below the headroom. It then holds
+    its chunk; the output stays reserved once its prefill is complete. The other is what the
+    iteration takes at once: its chunks in whole pages beside the next step of all that decodes,
+    which the engine does not check where both share a batch.
+
+    Limits count the decodes of all that runs from the beginning, for they happen unless they are
+    refunded (`refund_holds`, `refund_preemption`). Time counts those that `add_decodes` names.
+    """
+
+    __slots__ = (
+        "_adapters",
+        "_caps",
+        "_forecast",
+        "_free_slots",
+        "_most_tokens",
+        "_num_admitted",
+        "_num_prefills",
+        "_running",
+        "_spare",
+        "_stopped",
+        "_view",
+        "available",
+        "headroom",
+        "offline_room",
+        "prefills_mix",
+        "promises",
+        "slots",
+        "tokens",
+        "totals",
+        "unfinished",
+    )
+
+    def __init__(self, view: View, *, forecast: KvForecast | None = None) -> None:
+        """forecast: what is admitted is set no KV aside for; it must fit there instead."""
+        caps = view.caps
+        kv = view.kv
+        num_running = len(view.running)
+        num_mixed = num_running if caps.mixed_batches else 0
+        limit = caps.max_prefill_tokens
+        if caps.max_chunk_tokens is not None:
+            limit = min(limit, caps.max_chunk_tokens)
+        self._caps = caps
+        self._forecast = forecast
+        self._view = view
+        self._num_admitted = 0
+        self._num_prefills = 0
+        self._running: frozenset[str] | None = None
+        self._stopped: frozenset[str] = frozenset()
+        self._most_tokens = limit
+        self.tokens = limit - num_mixed
+        """Prefill tokens left."""
+        self.headroom = kv.headroom - num_mixed
+        """KV tokens left for new work and for what it will generate; may be negative."""
+        self.available = kv.free + kv.evictable - kv.next_step
+        """KV tokens that chunks of this iteration may take beside the decodes; may be negative."""
+        self.offline_room: int | None = None
+        """KV tokens that offline requests may still take beside what online ones need
+        (`KvState.kept`); None: any number, also for the first, or a large one would never run."""
+        if kv.kept and kv.offline_held and _runs_offline(view):
+            self.offline_room = kv.total - kv.kept - kv.offline_held
+        self._spare = kv.free - kv.reserved - sum(map(num_tokens_left, view.unfinished))
+        self.slots = view.free_slots
+        """Requests that may still be admitted."""
+        self._free_slots = self.slots
+        self.unfinished = caps.max_unfinished_prefills
+        """Requests whose prefill may still end unfinished."""
+        self.prefills_mix = True
+        """All that is prefilled may share an iteration with decodes."""
+        self.promises: dict[str, int] = {}
+        """rid -> output tokens, generated ones included, that this plan sets KV aside for."""
+        self.totals = BatchTotals()
+        """Prefills and decodes that are in."""
+        self._adapters: Counter[str | None] | None = None
+        if caps.max_adapters is not None:
+            self._adapters = Counter(r.traits.adapter for r in (*view.running, *view.unfinished))
+
+    def fork(self) -> Ledger:
+        """A copy to try things on."""
+        other = object.__new__(Ledger)
+        for name in self.__slots__:
+            setattr(other, name, getattr(self, name))
+        other.totals = self.totals.copy()
+        other.promises = self.promises.copy()
+        if self._adapters is not None:
+            other._adapters = self._adapters.copy()
+        if self._forecast is not None:
+            other._forecast = self._forecast.fork()
+        return other
+
+    @property
+    def spare(self) -> int:
+        """KV tokens that nobody uses or will use, as far as is known: what new work takes beyond
+        them is evicted for it; negative where something must be evicted already."""
+        return self._spare if self._forecast is None else self._forecast.spare
+
+    def seconds(self) -> float:
+        """Predicted time of what is in [s]."""
+        return self._view.predictor.predict_s(self.totals)
+
+    def seconds_with(self, num_tokens: int, num_cached: int) -> float:
+        """The same with one more prefill [s]."""
+        trial = self.totals.copy()
+        trial.add_prefill(num_tokens, num_cached)
+        return self._view.predictor.predict_s(trial)
+
+    def seconds_with_decodes(self, contexts: Sequence[int]) -> float:
+        """The same with more decodes [s]."""
+        trial = self.totals.copy()
+        trial.add_decodes(contexts)
+        return self._view.predictor.predict_s(trial)
+
+    def add_decodes(self, contexts: Sequence[int]) -> None:
+        """Count the time of decodes; contexts: tokens that each attends to."""
+        self.totals.add_decodes(contexts)
+
+    def drop_decode(self, context: int) -> None:
+        """Take back the time of a decode that was counted. The longest context stays the longest:
+        the time is rather too long than too short."""
+        self.totals.num_decodes -= 1
+        self.totals.decode_context -= context
+
+    def refusal(
+        self, request: Request, match: Match, *, at_most: int | None = None
+    ) -> SkipReason | None:
+        """Why a waiting request cannot be admitted now with up to `at_most` prompt tokens (None:
+        any number), or None. Hard limits only."""
+        if not self._has_slots(request):
+            return SkipReason.REQUEST_SLOTS
+        if not self._has_adapter(request):
+            return SkipReason.ADAPTERS
+        if not self.fits(request, match):
+            return SkipReason.MEMORY_BUDGET
+        if (
+            self.offline_room is not None
+            and request.request_class is RequestClass.OFFLINE
+            and self._new_tokens(request, match) > self.offline_room
+        ):
+            return SkipReason.ONLINE_RESERVE
+        if self.tokens <= 0 and request.traits.can_cut:
+            return SkipReason.TOKEN_BUDGET
+        if self.chunk(request, match.cached, at_most=at_most, num_loaded=match.host) <= 0:
+            if self._room(match.host) <= 0:
+                return SkipReason.MEMORY_BUDGET
+            return (
+                SkipReason.UNFINISHED_PREFILL if self.unfinished <= 0 else SkipReason.TOKEN_BUDGET
+            )
+        return None
+
+    def _has_slots(self, request: Request) -> bool:
+        num_rows = request.traits.num_rows
+        most = self._caps.max_prefills
+        if self.slots < num_rows or (most is not None and self._num_prefills >= most):
+            return False
+        # For beams the engine counts every request before them as if it were as many.
+        return num_rows == 1 or self._num_prefills < self._free_slots // num_rows
+
+    def _has_adapter(self, request: Request) -> bool:
+        adapters = self._adapters
+        if adapters is None or adapters[request.traits.adapter] > 0:
+            return True
+        assert self._caps.max_adapters is not None
+        return sum(1 for count in adapters.values() if count > 0) < self._caps.max_adapters
+
+    def _room(self, num_loaded: int = 0) -> int:
+        """KV tokens that one more chunk may take now: the engine may need a page more for it."""
+        return self.available - self._caps.page_size - num_loaded
+
+    def fits(self, request: Request, match: Match, *, spare: int = 0) -> bool:
+        """Whether there is memory for a waiting request, and `spare` KV tokens more than it needs:
+        `shortfall` says how much, which is more to ask."""
+        missing = self._missing(request, match)
+        if self._forecast is not None and missing <= 0:
+            return self._forecast.fits(request, match, spare=spare)
+        return missing <= -spare
+
+    def shortfall(self, request: Request, match: Match) -> int:
+        """KV tokens missing to admit a waiting request; <= 0 when it fits."""
+        missing = self._missing(request, match)
+        if self._forecast is not None and missing <= 0:
+            missing = self._forecast.shortfall(request, match)
+        return missing
+
+    def _missing(self, request: Request, match: Match) -> int:
+        """KV tokens by which the engine's headroom is too small for it; it asks for strictly less
+        than there is."""
+        need = self._new_tokens(request, match) + self._reserve(request) + self._caps.page_size
+        return need + 1 - self.headroom
+
+    def chunk(
+        self,
+        request: Request,
+        num_cached: int,
+        *,
+        at_most: int | None = None,
+        num_loaded: int = 0,
+    ) -> int:
+        """Prompt tokens of this request that fit the token budget and the memory that is available
+        at once, no more than `at_most`: all that remain, or a chunk of whole units
+        (`EngineCaps.chunk_unit`) when a prefill may stay unfinished, or 0.
+
+        num_loaded: tokens of its cached prefix that must be loaded from the host
+        """
+        remaining = num_tokens_of(request) - num_cached
+        room = self._room(num_loaded)
+        if not request.traits.can_cut:
+            # The first one may take what decodes beside it are counted for: they find their place.
+            limit = self.tokens if self._num_prefills else self._most_tokens
+            if at_most is not None and remaining > at_most:
+                return 0
+            return remaining if self._caps.ceil_to_page(remaining) <= min(limit, room) else 0
+        tokens = min(self.tokens, room)
+        if self._caps.max_chunk_tokens is None and self._num_prefills:
+            tokens = min(self.tokens - 1, room)  # the engine asks for strictly less
+        if self._caps.ceil_to_page(remaining) <= tokens and (
+            at_most is None or remaining <= at_most
+        ):
+            return remaining
+        if self._caps.max_chunk_tokens is None:
+            if (at_most is not None and remaining > at_most) or remaining > room:
+                return 0
+            # Without chunked prefill the engine runs the first prompt whole, whatever its length.
+            limit = self._caps.max_prefill_tokens
+            return remaining if self.tokens >= limit - len(self._view.running) else 0
+        if self.unfinished <= 0:
+            return 0
+        if at_most is not None:
+            tokens = min(tokens, at_most)
+        page, unit = self._caps.page_size, self._caps.chunk_unit
+        if unit == page:
+            return max((num_cached + tokens) // page * page - num_cached, 0)
+        return max(tokens // unit * unit, 0)
+
+    def charge_admission(self, request: Request, match: Match, num_tokens: int) -> None:
+        """Spend what admitting `num_tokens` of a waiting request takes."""
+        self._num_admitted += 1
+        self.slots -= request.traits.num_rows
+        self.headroom -= match.evictable + match.host
+        self.available -= match.evictable + match.host
+        self._spare -= self.need(request, match)
+        if self._forecast is not None:
+            self._forecast.add(request, match)
+            self.promises[request.rid] = request.num_output_tokens
+        if request.request_class is RequestClass.OFFLINE:
+            self._charge_offline(self._new_tokens(request, match))
+        if self._adapters is not None:
+            self._adapters[request.traits.adapter] += 1
+        if match.host:
+            self.totals.add_load(match.host)
+        self._charge_prefill(request, match.cached, num_tokens)
+
+    @property
+    def may_continue(self) -> bool:
+        """An unfinished prefill finds its place: none that was admitted has taken it."""
+        return self.slots > 0 or not self._num_admitted
+
+    def continuation(
+        self, request: Request, *, at_most: int | None = None, unreserved: bool = False
+    ) -> int:
+        """Prompt tokens that an unfinished prefill may compute now, no more than `at_most`; 0 when
+        it must stop.
+
+        It holds its request slot already; but the engine counts it among those it admits, so it
+        must not take the slot of one that this plan admitted before it.
+
+        unreserved: there need not be room for the output it may generate, only for the chunk
+        """
+        num_tokens = self.chunk(request, request.num_computed_tokens, at_most=at_most)
+        if num_tokens <= 0 or not self.may_continue:
+            return 0
+        if unreserved:
+            return num_tokens
+        need = self._caps.ceil_to_page(num_tokens) + self._caps.page_size
+        if request.num_computed_tokens + num_tokens == num_tokens_of(request):
+            need += self._reserve(request)
+        return num_tokens if need <= self.headroom else 0
+
+    def why_it_stops(self, request: Request) -> SkipReason | None:
+        """Why an unfinished prefill cannot go on by one token, or None: only a limit that the
+        caller set is in its way."""
+        if not self.may_continue:
+            return SkipReason.REQUEST_SLOTS
+        if self.continuation(request) > 0:
+            return None
+        return SkipReason.TOKEN_BUDGET if self.tokens <= 0 else SkipReason.MEMORY_BUDGET
+
+    def charge_continuation(self, request: Request, num_tokens: int) -> None:
+        """Spend what `num_tokens` more of an unfinished prefill take."""
+        self.slots -= 1
+        self._charge_prefill(request, request.num_computed_tokens, num_tokens)
+
+    def promise(self, request: Request, num_tokens: int) -> None:
+        """Set KV aside for `num_tokens` output tokens of a request, generated ones included, from
+        now on, in place of the engine's rule or an earlier promise. `headroom` may become
+        negative."""
+        price = self.price(request, num_tokens)
+        self.headroom -= price
+        self._spare -= price
+        self.promises[request.rid] = num_tokens
+
+    def price(self, request: Request, num_tokens: int) -> int:
+        """KV tokens of the headroom that such a promise takes beyond what stands for the request
+        already; with the tokens that it has of another's promise, if it is a guest. 0 for one that
+        waits: it is charged when it is admitted."""
+        if not self._runs(request):
+            return 0
+        return self._promised(request, num_tokens) - self._kept_for(request)
+
+    def _kept_for(self, request: Request) -> int:
+        """Tokens of the headroom that stand for the output of a running request."""
+        promise = self.promises.get(request.rid)
+        if promise is None or not self._runs(request):
+            return self._view.reserve_of(request)
+        return self._promised(request, promise)
+
+    def _runs(self, request: Request) -> bool:
+        if self._running is None:
+            self._running = frozenset(running.rid for running in self._view.running)
+        return request.rid in self._running and request.rid not in self._stopped
+
+    def _promised(self, request: Request, num_tokens: int) -> int:
+        num_left = max(num_tokens - request.num_output_tokens, 0)
+        return promised_tokens(num_left * request.traits.num_rows)
+
+    def refund_preemption(self, request: Request) -> None:
+        """Give back what stopping a running request or an unfinished prefill frees."""
+        gain = self._view.preemption_gain(request)
+        self.slots += request.traits.num_rows
+        self._free_slots += request.traits.num_rows
+        reserve = self._kept_for(request)
+        self._stopped |= {request.rid}
+        self.headroom += gain + reserve
+        self.available += gain
+        is_unfinished = any(r.rid == request.rid for r in self._view.unfinished)
+        num_left = num_tokens_left(request) if is_unfinished else 0
+        self._spare += reserve + num_left
+        if self._forecast is not None:
+            self._forecast.drop(request, num_left)
+        if request.request_class is RequestClass.OFFLINE:
+            self._charge_offline(-gain)
+        if self._adapters is not None:
+            self._adapters[request.traits.adapter] -= 1
+        if not is_unfinished:
+            self.refund_holds((request,))
+
+    def refund_holds(self, requests: Sequence[Request]) -> None:
+        """Give back what the decodes of running requests that sit out would have taken."""
+        self.available += sum(map(self.step_of, requests))
+        if self._caps.mixed_batches:
+            self.tokens += len(requests)
+            self.headroom += len(requests)
+
+    def charge_hold(self, request: Request) -> None:
+        """The inverse of `refund_holds`."""
+        self.available -= self.step_of(request)
+        if self._caps.mixed_batches:
+            self.tokens -= 1
+            self.headroom -= 1
+
+    def has_room_to_decode(self, request: Request) -> bool:
+        """Whether one that was held finds room again beside what is prefilled."""
+        if self._caps.mixed_batches and min(self.tokens, self.headroom) < 1:
+            return False
+        return self.available >= self.step_of(request)
+
+    def step_of(self, request: Request) -> int:
+        """KV tokens that the next decode of a running request takes."""
+        page = self._caps.page_size
+        if page > 1 and request.num_computed_tokens % page:
+            return 0
+        return page * request.traits.num_rows
+
+    def _charge_prefill(self, request: Request, num_cached: int, num_tokens: int) -> None:
+        assert num_tokens > 0, f"{num_tokens=} {request.rid=}"
+        caps = self._caps
+        self._num_prefills += 1
+        self.prefills_mix = self.prefills_mix and request.traits.can_mix
+        self.totals.add_prefill(num_tokens, num_cached)
+        self.tokens -= caps.ceil_to_page(num_tokens)
+        self.headroom -= caps.ceil_to_page(num_tokens) + caps.page_size
+        self.available -= caps.ceil_to_page(num_tokens) + caps.page_size
+        if num_cached + num_tokens < num_tokens_of(request):
+            assert self.unfinished > 0, f"second unfinished prefill {request.rid=}"
+            self.unfinished -= 1
+        else:
+            # All that it may generate, also where it was stopped halfway: the engine takes what is
+            # generated off where it asks for room, not where it takes it.
+            self.headroom -= min(self._most_output(request), caps.max_reserved_tokens)
+
+    def need(self, request: Request, match: Match) -> int:
+        """KV tokens that a waiting request takes in all which nobody has: its uncached prompt and
+        what it may generate."""
+        output = self._reserve(request)
+        if self._forecast is not None:
+            output = self._forecast.output(request)
+        return num_tokens_of(request) - match.cached + match.host + output
+
+    def _new_tokens(self, request: Request, match: Match) -> int:
+        """Those of its prompt that nobody holds now."""
+        return num_tokens_of(request) - match.cached + match.host + match.evictable
+
+    def _charge_offline(self, num_tokens: int) -> None:
+        kv = self._view.kv
+        if self.offline_room is not None:
+            self.offline_room -= num_tokens
+        elif kv.kept:
+            self.offline_room = kv.total - kv.kept - kv.offline_held - num_tokens
+
+    def _reserve(self, request: Request) -> int:
+        remaining = self._most_output(request) - request.num_output_tokens
+        return min(max(remaining, 0), self._caps.max_reserved_tokens)
+
+    def _most_output(self, request: Request) -> int:
+        """Output tokens, generated ones included, that there must be room for when a request is
+        admitted."""
+        promise = self.promises.get(request.rid)
+        if promise is None and self._forecast is not None:
+            promise = request.num_output_tokens
+        elif promise is None:
+            promise = self._view.promised(request)
+        return request.max_new_tokens if promise is None else promise
+
+
+def promised_tokens(num_left: int, num_requests: int = 1) -> int:
+    """KV tokens kept for running requests that were promised `num_left` more output tokens in all
+    their rows: SGLang counts one more for each that runs."""
+    return num_left + num_requests
+
+
+def _runs_offline(view: View) -> bool:
+    """What offline requests hold may be a session's, of which none runs."""
+    offline = RequestClass.OFFLINE
+    return bool(view.running_of(offline).requests) or any(
+        request.request_class is offline for request in view.unfinished
+    )

@@ -1,0 +1,175 @@
+"""How much KV memory requests will hold together, where nobody knows when each of them ends.
+
+Of one request nobody knows it; of many together one does, for what one takes longer another gives
+back sooner. A request holds u tokens of KV, takes one more each iteration, and is still there after
+t of them with the chance S(t). So all of them hold ``sum (u + t) S(t)`` in the mean, with the
+variance ``sum (u + t)² S(t) (1 - S(t))`` where they end independently of each other: the deviation
+grows with the root of how many they are, the mean with how many. Memory that is enough for the mean
+and some deviations at the worst of all t is enough for nearly all that comes (own; cf. the
+Past-Future scheduler of LightLLM, which samples the ends, and Echo's reservation §5.3). Where the
+ends are certain it is the peak of `cosched.papers.ecoserve.timeline`.
+
+The sum of upper quantiles takes all to be late at once, and keeps memory for it that is never used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+__all__ = ["LoadAhead", "MostHeld"]
+
+_HELD, _NUM, _VARIANCE = 0, 1, slice(2, 5)
+"""Rows of what is known of each time: what those that are there hold now and their number, in the
+mean; the variance of their number, and of it what goes with `held` and its square."""
+
+
+class LoadAhead:
+    """Requests by what they hold and when they may end, to be asked for the most that they will
+    hold at once. Read-only.
+
+    Times are iterations from now. Between two possible ends everything grows: only just before one
+    may be the worst.
+    """
+
+    __slots__ = ("_at", "_deviation", "_mean", "_of", "_slack")
+
+    def __init__(self, held: Sequence[int], ends: Sequence[Sequence[int]], *, page: int) -> None:
+        """held: KV tokens that each holds now and gives back when it ends.
+        ends: (ends, requests); of each request, rising: iterations after which it may end, each as
+        likely as another. Those not above 0 are over, or none; one that has no other ends with the
+        next iteration.
+        page: KV tokens in which memory is taken. O(ends in all)."""
+        self._slack = _page_slack(page)
+        table = np.array(ends, dtype=np.float64) if len(held) else np.empty((1, 0))
+        self._sort(np.array(held, dtype=np.float64), table)
+
+    def _sort(self, held: Any, ends: Any) -> None:
+        """ends: (ends, requests)."""
+        is_open = ends > 0
+        num_open = is_open.sum(axis=0)
+        if not num_open.all():
+            ends = ends.copy()
+            ends[-1, num_open == 0] = 1
+            is_open = ends > 0
+            num_open = np.maximum(num_open, 1)
+        passed = is_open.cumsum(axis=0) / num_open
+        variance = passed * (1 - passed)
+        variance[1:] -= variance[:-1].copy()
+        times = _times(ends, is_open)
+        places = times.searchsorted(ends)
+        places[~is_open] = len(times)
+        places = places.ravel()
+        of = np.empty((5, len(times) + 1))
+        of[:, 0] = held.sum(), len(held), 0, 0, 0
+        share = -1 / num_open * is_open
+        with_held = variance * held
+        steps = share * held, share, variance, with_held, with_held * held
+        for row, step in zip(of, steps, strict=True):
+            row[1:] = np.bincount(places, step.ravel(), len(times) + 1)[:-1]
+        # Of those that are there until a time: all, less those that may end before.
+        of[:, 1:].cumsum(axis=1, out=of[:, 1:])
+        of[:2, 1:] += of[:2, :1]
+        self._arrange(np.append(times, np.inf), of)
+
+    def _arrange(self, at: Any, of: Any) -> None:
+        """at: times, rising, the last without end; of: what is known until each of them."""
+        self._at, self._of = at, of
+        times, until = at[:-1], of[:, :-1]
+        variance = until[4] + times * (2 * until[3] + times * until[2])
+        variance += self._slack * until[_NUM]
+        self._mean = until[_HELD] + times * until[_NUM]
+        self._deviation = np.sqrt(np.maximum(variance, 0))
+
+    def peak(self, deviations: float) -> float:
+        """The most KV tokens that are held at once from now on, with so many standard deviations
+        above the mean; 0.0 without anybody. O(n)."""
+        return float((self._mean + deviations * self._deviation).max(initial=0.0))
+
+    def with_one(self, held: int, ends: Sequence[int]) -> LoadAhead:
+        """The same with one more, which may end after each of these iterations, rising. O(n)."""
+        return self._changed(held, ends, 1)
+
+    def without(self, held: int, ends: Sequence[int]) -> LoadAhead:
+        """The same without one of them that holds so much and may end then. O(n)."""
+        return self._changed(held, ends, -1)
+
+    def _changed(self, held: int, ends: Sequence[int], num: int) -> LoadAhead:
+        own = np.maximum(np.array(ends, dtype=np.float64), 1)
+        before = self._at
+        # Its ends among the times: until each of them holds what holds until the next one there is.
+        at = np.append(before, own)
+        order = at.argsort(kind="stable")
+        source = np.append(np.arange(len(before)), before.searchsorted(own))[order]
+        at, of = at[order], self._of.take(source, axis=1)
+        there = 1 - own.searchsorted(at) / len(own)
+        variance = there * (1 - there)
+        of[_HELD] += num * held * there
+        of[_NUM] += num * there
+        variance *= num
+        for row in of[_VARIANCE]:
+            row += variance
+            variance *= held
+        other = object.__new__(LoadAhead)
+        other._slack = self._slack
+        other._arrange(at, of)
+        return other
+
+
+class MostHeld(NamedTuple):
+    """No less than the peak of a `LoadAhead`, without looking at when each ends: O(1) for each
+    that comes. None of them ever holds more than M, what it holds now and takes until its last
+    end; so all hold at most sum M in the mean, with a variance of at most sum M² / 4.
+
+    held      KV tokens held now
+    most      sum M
+    variance  [tokens²]
+    slack     the variance of what one takes of its last page
+    """
+
+    held: int = 0
+    most: float = 0.0
+    variance: float = 0.0
+    slack: float = 0.0
+
+    @classmethod
+    def of(cls, held: Sequence[int], ends: Sequence[Sequence[int]], *, page: int) -> MostHeld:
+        """As `LoadAhead`."""
+        slack = _page_slack(page)
+        if not len(held):
+            return cls(slack=slack)
+        holds = np.asarray(held)
+        most = holds + np.maximum(np.asarray(ends[-1]), 1)
+        variance = float(most @ most) / 4 + slack * len(holds)
+        return cls(int(np.add.reduce(holds)), float(np.add.reduce(most)), variance, slack)
+
+    def with_one(self, held: int, ends: Sequence[int]) -> MostHeld:
+        """As `LoadAhead.with_one`."""
+        most = held + max(ends[-1], 1)
+        variance = self.variance + most * most / 4 + self.slack
+        return MostHeld(self.held + held, self.most + most, variance, self.slack)
+
+    def peak(self, deviations: float) -> float:
+        """As `LoadAhead.peak`, or more."""
+        return self.most + deviations * math.sqrt(self.variance)
+
+
+def _page_slack(page: int) -> float:
+    """Variance of what is taken of the last page."""
+    return (page * page - 1) / 12
+
+
+def _times(ends: Any, is_open: Any) -> Any:
+    """Those of the ends, rising, each once; where they are many, those of some requests and the
+    last of all: the others count as there until the next of these."""
+    step = ends.size // _MOST_TIMES + 1
+    some = ends[:, ::step][is_open[:, ::step]]
+    return np.unique(np.append(some, ends[-1].max())) if len(some) else some
+
+
+_MOST_TIMES = 256
+"""At which the load is looked at: with all ends of 500 requests a plan would take a millisecond
+longer."""

@@ -1,0 +1,128 @@
+"""In which order online requests without a first token are served, where not all can be in time.
+
+First come, first served makes everybody late once there is more than the device can do: each waits
+for those before it, all of whom are late already. Here those are served first who can still be in
+time, as many of them as possible, and the late ones behind them.
+
+    due   earliest deadline first; where one would be late by those before it, the longest of them
+          is left out (Moore, 1968: the fewest late jobs on one machine)
+    late  whose deadline is over or who was left out, oldest first
+
+The time that prefills have until a deadline is what the decodes leave that are to be in time
+themselves (`Deadlines.prefill_time_s`). Where that is not surely enough for all of them decodes
+wait, if more first tokens are in time by it than decodes are expected to be late, and nobody waits
+whose deadline is over: then there is time in which decodes win it back. While late requests wait,
+one of `LATE_TURN` prefills is the oldest of them, more of them the longer it waits, and all where
+it has waited for `Budgets.late_bound`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from heapq import heappush, heappushpop
+from typing import NamedTuple
+
+from cosched.core.request import LateReason, Request
+from cosched.core.view import View
+from cosched.schedule.base import PolicySettings
+from cosched.schedule.builder import PlanBuilder
+from cosched.schedule.deadlines import DeadlinePace, Deadlines, online_prefills
+
+__all__ = ["LATE_TURN", "OnlineOrder", "by_feasibility", "deadline_pace"]
+
+LATE_TURN = 16
+"""Of so many online prefills one is late, while no late one has waited for long."""
+
+_MOST_LOOKED_AT = 64
+"""Requests of which is worked out whether they can be in time; those with later deadlines come
+behind them."""
+
+
+class OnlineOrder(NamedTuple):
+    """Unfinished prefills among them.
+
+    newly_late  of the late those of which no plan before this one said so, and why they are
+    lends       decodes wait for the due, who would not all be in time else, and win it back
+    """
+
+    due: list[Request]
+    late: list[Request]
+    newly_late: Mapping[str, LateReason]
+    lends: bool = False
+
+
+def by_feasibility(view: View, deadlines: Deadlines) -> OnlineOrder:
+    """O(n) for n online requests without a first token, O(m log m) for those whose deadline is
+    still to come."""
+    start_s = view.start_s
+    due_s: dict[str, float] = {}
+    coming: list[Request] = []
+    late: list[Request] = []
+    newly_late: dict[str, LateReason] = {}
+    for request in online_prefills(view):
+        due_s[request.rid] = deadline_s = request.arrival_s + deadlines.ttft_s(request)
+        if deadline_s > start_s:
+            coming.append(request)
+            continue
+        late.append(request)
+        if request.late is None:
+            newly_late[request.rid] = LateReason.OVERDUE
+    coming.sort(key=lambda r: due_s[r.rid])
+    looked_at = [
+        _Prefill(request, deadlines.prefill_s(request), due_s[request.rid] - start_s)
+        for request in coming[:_MOST_LOOKED_AT]
+    ]
+    chosen = _most_in_time(looked_at, deadlines.prefill_time_s)
+    lends = False
+    if not late:
+        # Where some wait whose deadline is over, there is no time in which decodes win it back.
+        num_sure = len(_most_in_time(looked_at, deadlines.sure_prefill_time_s))
+        if num_sure < len(looked_at):
+            more = _most_in_time(looked_at, deadlines.most_prefill_time_s)
+            if len(more) >= len(chosen):
+                num_lost = deadlines.num_lost([(p.seconds, p.within_s) for p in more])
+                if len(more) - num_sure > num_lost:
+                    chosen, lends = more, True
+    due = [prefill.request for prefill in chosen]
+    if len(due) < len(coming):
+        rids = {request.rid for request in due}
+        behind = coming[_MOST_LOOKED_AT:]
+        left_out = [prefill for prefill in looked_at if prefill.request.rid not in rids]
+        for request, seconds, within_s in left_out:
+            if request.late is None:
+                is_alone_late = seconds > deadlines.prefill_time_s(within_s)
+                why = LateReason.TOO_LONG if is_alone_late else LateReason.CROWDED
+                newly_late[request.rid] = why
+        late += [prefill.request for prefill in left_out]
+        late.sort(key=lambda r: r.arrival_seq)
+        due += behind
+    return OnlineOrder(due, late, newly_late, lends)
+
+
+def deadline_pace(builder: PlanBuilder, settings: PolicySettings) -> DeadlinePace:
+    """Of the next iteration, where online requests are served in the order of arrival. Counts the
+    time of the running online requests' decodes."""
+    deadlines = Deadlines(builder, settings)
+    lends = by_feasibility(builder.view, deadlines).lends
+    return deadlines.pace(online_prefills(builder.view), lends=lends)
+
+
+class _Prefill(NamedTuple):
+    """seconds: that it takes. within_s: until its deadline [s]."""
+
+    request: Request
+    seconds: float
+    within_s: float
+
+
+def _most_in_time(coming: Sequence[_Prefill], time_s: Callable[[float], float]) -> list[_Prefill]:
+    """Moore's algorithm. coming: by deadline. time_s: how much of a time prefills have."""
+    total_s = 0.0
+    chosen: list[tuple[float, int]] = []  # as a heap: the longest first, of equals the latest
+    for place, (_, seconds, within_s) in enumerate(coming):
+        total_s += seconds
+        if total_s <= time_s(within_s):
+            heappush(chosen, (-seconds, -place))
+        else:
+            total_s += heappushpop(chosen, (-seconds, -place))[0]
+    return [coming[place] for place in sorted(-place for _, place in chosen)]

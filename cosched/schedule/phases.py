@@ -1,0 +1,543 @@
+"""Two phases over one ledger: online requests first, offline ones into what they leave (HyGen §4.1,
+Algorithm 1). The steps from which such policies are composed.
+
+Running requests decode. Online prefill takes what it needs, oldest first, and short prompts go
+along with a long one; where request slots or KV memory are missing, running offline requests are
+stopped, youngest first, with their KV kept in the radix tree, and an unfinished offline prefill is
+stopped when an online one needs its place. Offline work is taken in the pool's order, running
+before waiting; where the pool knows which requests begin alike, a prefix that none has computed yet
+is computed by one of them and the others follow.
+
+A policy makes a `PlanBuilder`, a `Pace` that says how much of the iteration's time each phase may
+take, and calls `two_phases` with the steps in which it differs, or the steps themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from operator import attrgetter
+from typing import Any, Protocol
+
+from cosched.core.batch import BatchTotals
+from cosched.core.plan import SkipReason
+from cosched.core.request import Request, RequestClass, num_tokens_of
+from cosched.core.view import Decodes, Match, OfflineOrder, View
+from cosched.schedule.builder import PlanBuilder
+
+__all__ = [
+    "LEAST_SHARED",
+    "UNLIMITED",
+    "Pace",
+    "Steps",
+    "admission_tokens",
+    "admit_in_order",
+    "admit_online",
+    "continue_online",
+    "follow",
+    "has_time",
+    "is_turn_of_decodes",
+    "is_worth_its_place",
+    "largest_first",
+    "make_room_for_decodes",
+    "must_wait",
+    "num_offline_running",
+    "offline_room",
+    "offline_tokens",
+    "oldest_first",
+    "output_token_s",
+    "owes_recomputing",
+    "shortest_first",
+    "stop_beyond_limit",
+    "two_phases",
+    "youngest_first",
+]
+
+
+class Pace(Protocol):
+    """How much of the time of an iteration each phase may take. It asks the builder's ledger what
+    is in already, and changes nothing."""
+
+    def online_tokens(self, num_cached: int, limit: int) -> int:
+        """Most prompt tokens, up to `limit`, of an online prefill that fit beside what is in."""
+        ...
+
+    def offline_tokens(self, num_cached: int, limit: int, *, is_last: bool = False) -> int:
+        """The same for an offline prefill; maybe fewer where that serves the iterations to come.
+        is_last: none joins the batch after it."""
+        ...
+
+    def has_offline_time(self) -> bool:
+        """False: not one token of any offline prefill fits."""
+        ...
+
+    def offline_decodes(self, contexts: Sequence[int]) -> int:
+        """How many of the first offline decodes fit beside what is in; context: tokens attended
+        to."""
+        ...
+
+
+class Unlimited:
+    """Time does not matter."""
+
+    def online_tokens(self, num_cached: int, limit: int) -> int:
+        return limit
+
+    def offline_tokens(self, num_cached: int, limit: int, *, is_last: bool = False) -> int:
+        return limit
+
+    def has_offline_time(self) -> bool:
+        return True
+
+    def offline_decodes(self, contexts: Sequence[int]) -> int:
+        return len(contexts)
+
+
+UNLIMITED: Pace = Unlimited()
+
+
+def youngest_first(builder: PlanBuilder) -> list[Request]:
+    """Offline requests that may be stopped: an unfinished prefill, then the youngest."""
+    unfinished = [
+        r
+        for r in builder.unfinished()
+        if r.request_class is RequestClass.OFFLINE and r.traits.can_stop
+    ]
+    running = builder.running_of(RequestClass.OFFLINE).requests
+    victims = [r for r in running if r.traits.can_stop]
+    victims.sort(key=_arrival_seq, reverse=True)
+    return unfinished + victims
+
+
+def largest_first(builder: PlanBuilder) -> list[Request]:
+    """The same, but of those that run the one that holds the most KV tokens first (HyGen §4.1:
+    priority and memory consumption decide; HyGen states no rule that joins them)."""
+    unfinished = [*builder.unfinished()]
+    return sorted(
+        youngest_first(builder),
+        key=lambda r: (r not in unfinished, -r.num_computed_tokens),
+    )
+
+
+def admit_in_order(
+    builder: PlanBuilder, pace: Pace, order: OfflineOrder, *, most: int | None = None
+) -> None:
+    """Offline requests in the pool's order, until one does not fit. most: that may be admitted;
+    None: any number."""
+    num_admitted = 0
+    room = offline_room(builder)
+    for request in order:
+        if must_wait(builder, request):
+            continue
+        if num_admitted == room:
+            builder.skip(request, SkipReason.OPERATOR_LIMIT)
+            break
+        if num_admitted == most:
+            builder.skip(request, SkipReason.RATE_LIMIT)
+            break
+        if builder.ledger.slots <= 0:
+            builder.skip(request, SkipReason.REQUEST_SLOTS)
+            break
+        if not has_time(builder, pace):
+            builder.skip(request, SkipReason.LATENCY_BUDGET)
+            break
+        match = builder.view.match(request)
+        if not is_worth_its_place(builder, request, match):
+            builder.skip(request, SkipReason.EVICTION_LOSS)
+            break
+        if not builder.admit(request, match, admission_tokens(builder, pace, request, match)):
+            break
+        num_admitted += 1
+        follow(order, request, match.cached)
+
+
+_arrival_seq = attrgetter("arrival_seq")
+
+
+def oldest_first(decodes: Decodes) -> Sequence[Any]:
+    return [*map(_arrival_seq, decodes.requests)]
+
+
+def shortest_first(decodes: Decodes) -> Sequence[Any]:
+    """A token is a token: those with the shortest contexts give most of them per second."""
+    return [*zip(decodes.contexts, map(_arrival_seq, decodes.requests), strict=True)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """In what policies of two phases differ.
+
+    admit         admits waiting offline requests
+    victims       whom to stop for an online request, in this order
+    decode_order  sort keys: which offline requests decode where not all fit
+    """
+
+    admit: Callable[[PlanBuilder, Pace, OfflineOrder], None] = admit_in_order
+    victims: Callable[[PlanBuilder], list[Request]] = youngest_first
+    decode_order: Callable[[Decodes], Sequence[Any]] = oldest_first
+
+
+_DEFAULT = Steps()
+
+
+def two_phases(
+    builder: PlanBuilder,
+    pace: Pace,
+    steps: Steps = _DEFAULT,
+    *,
+    waiting: Iterable[Request] | None = None,
+    before_offline: Callable[[], None] = lambda: None,
+) -> None:
+    """Fill a plan. The builder's ledger has the time of the running online requests' decodes
+    already. waiting: online requests in the order in which they are admitted; None: oldest
+    first. before_offline: called once all online work is in."""
+    stop_beyond_limit(builder, steps)
+    make_room_for_decodes(builder, steps)
+    if is_turn_of_decodes(builder):
+        before_offline()
+        _decode_offline(builder, pace, steps)
+        return
+    online = builder.view.online if waiting is None else waiting
+    is_online_served = _serve_online(builder, pace, steps, online)
+    before_offline()
+    _decode_offline(builder, pace, steps)
+    if is_online_served:
+        _prefill_offline(builder, pace, steps)
+    _stop_offline_left_out(builder)
+
+
+def stop_beyond_limit(builder: PlanBuilder, steps: Steps) -> None:
+    """Stop what runs offline beyond the operator's limit, where that is wanted."""
+    limits = builder.view.offline_limits
+    if limits.stop_running and limits.most_running is not None:
+        num_beyond = num_offline_running(builder) - limits.most_running
+        for victim in steps.victims(builder)[: max(num_beyond, 0)]:
+            builder.preempt(victim)
+
+
+def make_room_for_decodes(builder: PlanBuilder, steps: Steps) -> None:
+    """Stop offline requests until every remaining one can write its next token; then an unfinished
+    online prefill, which holds memory and generates nothing."""
+    if builder.ledger.available >= 0:
+        return
+    victims = steps.victims(builder)
+    unfinished = [r for r in builder.unfinished() if r.traits.can_stop and r not in victims]
+    for victim in (*victims, *unfinished):
+        builder.preempt(victim)
+        if builder.ledger.available >= 0:
+            break
+
+
+def is_turn_of_decodes(builder: PlanBuilder) -> bool:
+    """Where prefill and decode cannot share a batch they take turns. An unfinished prefill then
+    stays as it is."""
+    rules = builder.view.rules
+    return rules.decodes_due and not rules.mixed and builder.decodes_any()
+
+
+def _stop_offline_left_out(builder: PlanBuilder) -> None:
+    """An unfinished offline prefill that does not go on gives its memory back. An online one keeps
+    what it has computed."""
+    for request in [*builder.unfinished()]:
+        if (
+            request.request_class is RequestClass.OFFLINE
+            and request.rid not in builder.prefill
+            and request.traits.can_stop
+        ):
+            builder.preempt(request)
+
+
+def _serve_online(
+    builder: PlanBuilder, pace: Pace, steps: Steps, waiting: Iterable[Request]
+) -> bool:
+    """Online prefills. False: one still waits, so no offline prefill may start. An unfinished one
+    is not stopped for those that wait: it has its place before them."""
+    for request in builder.unfinished():
+        if request.request_class is RequestClass.ONLINE or not request.traits.can_stop:
+            _admit_beside(builder, pace, request, waiting)
+            continue_online(builder, pace, steps, request)
+    if builder.stops_online_prefill():
+        return False
+    return all(
+        admit_online(builder, pace, steps, r) for r in waiting if r.rid not in builder.prefill
+    )
+
+
+def _admit_beside(
+    builder: PlanBuilder, pace: Pace, unfinished: Request, waiting: Iterable[Request]
+) -> None:
+    """Short prompts that wait behind a long one go along with it, whole, and leave it most of the
+    tokens: it takes little longer, and they would wait for all of it."""
+    view, ledger = builder.view, builder.ledger
+    most = _online_tokens(builder, pace, unfinished, unfinished.num_computed_tokens)
+    if num_tokens_of(unfinished) - unfinished.num_computed_tokens <= most:
+        return
+    chunk = ledger.continuation(unfinished, at_most=most, unreserved=True)
+    left = chunk // _BESIDE_PART
+    for request in islice(waiting, _MOST_BESIDE):
+        if left <= 0 or ledger.slots <= 1:
+            return
+        if must_wait(builder, request):
+            continue
+        match = view.match(request)
+        num_new = num_tokens_of(request) - match.cached
+        num_kv = view.caps.ceil_to_page(num_new) + match.evictable + match.host
+        if (
+            num_new <= left
+            and num_kv + chunk + 2 * view.caps.page_size <= ledger.available
+            and pace.online_tokens(match.cached, num_new) >= num_new
+            and ledger.chunk(request, match.cached, num_loaded=match.host) == num_new
+            and builder.admit(request, match, num_new)
+        ):
+            left -= num_new
+
+
+def continue_online(builder: PlanBuilder, pace: Pace, steps: Steps, request: Request) -> None:
+    """An unfinished online prefill goes on, stopping offline work where that makes it fit."""
+    at_most = _online_tokens(builder, pace, request, request.num_computed_tokens)
+    if builder.ledger.continuation(request, at_most=at_most) <= 0:
+        for victim in steps.victims(builder):
+            builder.preempt(victim)
+            if builder.ledger.continuation(request, at_most=at_most) > 0:
+                break
+    # An online prefill is not dropped halfway for what may be generated one day: it goes on as
+    # long as there is memory for the chunk itself.
+    builder.go_on(request, at_most, unreserved=True)
+
+
+def admit_online(builder: PlanBuilder, pace: Pace, steps: Steps, request: Request) -> bool:
+    """Admit it, stopping offline work when that makes it fit. False: it keeps its place, and none
+    is admitted before it."""
+    if must_wait(builder, request):
+        return True
+    match = builder.view.match(request)
+    at_most = _online_tokens(builder, pace, request, match.cached)
+    if builder.admit(request, match, at_most):
+        return True
+    if at_most > 0:
+        for victim in _victims_for(builder, steps, request, match, at_most):
+            builder.preempt(victim)
+    return builder.admit(request, match, at_most)
+
+
+def _victims_for(
+    builder: PlanBuilder, steps: Steps, request: Request, match: Match, at_most: int
+) -> list[Request]:
+    """The fewest offline requests, in the order of victims, whose stop admits an online one; none
+    when stopping all of them would not do."""
+    trial = builder.ledger.fork()
+    chosen: list[Request] = []
+    for victim in steps.victims(builder):
+        reason = trial.refusal(request, match, at_most=at_most)
+        if reason is None:
+            return chosen
+        if reason is SkipReason.UNFINISHED_PREFILL or (
+            reason is SkipReason.TOKEN_BUDGET and builder.prefill
+        ):
+            return []  # what is in the way is online
+        trial.refund_preemption(victim)
+        chosen.append(victim)
+    return chosen if trial.refusal(request, match, at_most=at_most) is None else []
+
+
+def _decode_offline(builder: PlanBuilder, pace: Pace, steps: Steps) -> None:
+    """Running offline requests decode while they fit; the others sit out."""
+    decodes = builder.running_of(RequestClass.OFFLINE)
+    running, reads = decodes.requests, builder.reads_of(decodes)
+    if builder.view.rules.partial:
+        num_fitting = pace.offline_decodes(reads)
+        if num_fitting < len(running):
+            keys = steps.decode_order(decodes)
+            places = sorted(range(len(keys)), key=keys.__getitem__)
+            running, reads = [running[i] for i in places], [reads[i] for i in places]
+            num_fitting = pace.offline_decodes(reads)
+        decoding, reads = running[:num_fitting], reads[:num_fitting]
+        unheld = builder.hold_all(running[num_fitting:])
+        if unheld:
+            reads = builder.reads_of(Decodes.of([*decoding, *unheld]))
+    builder.ledger.add_decodes(reads)
+
+
+def _prefill_offline(builder: PlanBuilder, pace: Pace, steps: Steps) -> None:
+    for request in builder.unfinished():
+        if request.request_class is RequestClass.OFFLINE and request.traits.can_stop:
+            builder.go_on(
+                request, offline_tokens(builder, pace, request, request.num_computed_tokens)
+            )
+    order = builder.view.offline_order()
+    # What runs comes before what waits, and room for it before what would push it out again.
+    reason = SkipReason.LATENCY_BUDGET if builder.held else None
+    if owes_recomputing(builder):
+        reason = SkipReason.RECOMPUTE_DEBT
+    if reason is not None:
+        front = next(order, None)
+        if front is not None:
+            builder.skip(front, reason)
+        return
+    if order.knows_prefixes:
+        for request in _without_output(builder.view):
+            follow(order, request, request.num_prefix_tokens)
+    steps.admit(builder, pace, order)
+
+
+def _without_output(view: View) -> list[Request]:
+    """Those under way of which nothing has come out yet."""
+    found: list[Request] = []
+    num_output = view.progress().num_output
+    if 0 in num_output:
+        found += [r for r, num in zip(view.running, num_output, strict=True) if not num]
+    return found + [r for r in view.unfinished if not r.num_output_tokens]
+
+
+def owes_recomputing(builder: PlanBuilder) -> bool:
+    """Stops have made the device compute too much anew: no offline request is admitted beside one
+    that runs."""
+    return builder.view.recompute_debt_s > 0 and num_offline_running(builder) > 0
+
+
+def follow(order: OfflineOrder, request: Request, num_cached: int) -> None:
+    """Who shares what this request computes now waits until it is in the tree, unless it is next to
+    nothing."""
+    num_shared = num_cached + LEAST_SHARED
+    if order.knows_prefixes and num_shared <= num_tokens_of(request):
+        order.skip_sharing(request, num_shared)
+
+
+def must_wait(builder: PlanBuilder, request: Request) -> bool:
+    """Whether a waiting request cannot be admitted whatever room there is; others can."""
+    view = builder.view
+    if (reason := view.why_barred(request)) is not None:
+        builder.skip(request, reason)
+        return True
+    if (
+        view.rules.decodes_due
+        and not request.traits.can_mix
+        and view.caps.mixed_batches
+        and builder.decodes_any()
+    ):
+        builder.skip(request, SkipReason.DECODES_DUE)
+        return True
+    return False
+
+
+def offline_room(builder: PlanBuilder) -> int | None:
+    """Offline requests that may be admitted by the operator's limit; None: any number."""
+    most = builder.view.offline_limits.most_running
+    return None if most is None else max(most - num_offline_running(builder), 0)
+
+
+def num_offline_running(builder: PlanBuilder) -> int:
+    """Offline requests under way that are not stopped."""
+    num_unfinished = sum(r.request_class is RequestClass.OFFLINE for r in builder.unfinished())
+    return len(builder.running_of(RequestClass.OFFLINE).requests) + num_unfinished
+
+
+def is_worth_its_place(builder: PlanBuilder, request: Request, match: Match) -> bool:
+    """Whether an offline request computes more than what is evicted for it is worth (Echo §4.1:
+    benefit and punishment, both in seconds of the device).
+
+    Its own part is the prefill of what is not cached and its share of the decodes to come. Where
+    nothing else runs it is always admitted: an idle device computes nothing for those whose KV it
+    keeps, and the request would wait until nobody is expected for it any more.
+    """
+    if not builder.runs_anything():
+        return True
+    view, missing = builder.view, -builder.ledger.spare
+    after = missing + builder.ledger.need(request, match)
+    if after <= 0:
+        return True
+    # What it finds cached goes no more, and others go for it.
+    loss_s = view.eviction_loss_s(after + match.evictable)
+    for num_tokens in (missing, match.evictable):
+        loss_s -= view.eviction_loss_s(num_tokens) if num_tokens > 0 else 0.0
+    if loss_s <= 0:
+        return True
+    totals = BatchTotals()
+    totals.add_prefill(max(num_tokens_of(request) - match.cached, 1), match.cached)
+    gain_s = view.predictor.predict_s(totals)
+    gain_s += output_token_s(view, request, match) * view.length(request).median
+    return loss_s <= gain_s
+
+
+def output_token_s(view: View, request: Request, match: Match) -> float:
+    """What one token of a waiting request's output takes, by its share of the decodes that run at
+    once [s]. Of a cached prefix where such are read once only a share: others read it too."""
+    context = num_tokens_of(request)
+    if view.caps.shared_prefix:
+        context -= match.cached - match.cached // _DECODES_AT_ONCE
+    decodes = BatchTotals()
+    decodes.add_decodes([context] * _DECODES_AT_ONCE)
+    return view.predictor.predict_s(decodes) / _DECODES_AT_ONCE
+
+
+def has_time(builder: PlanBuilder, pace: Pace) -> bool:
+    """Looking into the cache is the dearest part of a plan: only where it could matter."""
+    return pace.has_offline_time() or not builder.runs_anything()
+
+
+def _online_tokens(builder: PlanBuilder, pace: Pace, request: Request, num_cached: int) -> int:
+    """Prompt tokens of an online prefill that the time allows; some in any case where nothing else
+    runs, or a fixed budget below the shortest iteration would stop everything."""
+    remaining = num_tokens_of(request) - num_cached
+    num_tokens = pace.online_tokens(num_cached, remaining)
+    if num_tokens and not request.traits.can_cut:
+        return remaining
+    if num_tokens:
+        # Where chunks come in large units only, one too long is better than none.
+        return max(num_tokens, min(remaining, builder.view.caps.chunk_unit))
+    return 0 if builder.runs_anything() else _least(builder, request, remaining)
+
+
+def offline_tokens(
+    builder: PlanBuilder,
+    pace: Pace,
+    request: Request,
+    num_cached: int,
+    *,
+    is_last: bool = False,
+) -> int:
+    """Prompt tokens of an offline prefill that the time allows; no crumbs: a chunk costs a forward
+    of its own, however short it is."""
+    remaining = num_tokens_of(request) - num_cached
+    num_tokens = pace.offline_tokens(num_cached, remaining, is_last=is_last)
+    least = max(_LEAST_CHUNK, builder.view.caps.chunk_unit)
+    if num_tokens >= (min(remaining, least) if request.traits.can_cut else remaining):
+        return num_tokens
+    # Work that waits for an idle engine: were it left out, nothing would ever correct an estimate
+    # that is too slow.
+    return 0 if builder.runs_anything() else _least(builder, request, remaining)
+
+
+def admission_tokens(builder: PlanBuilder, pace: Pace, request: Request, match: Match) -> int:
+    """Prompt tokens with which an offline request may be admitted; the last that finds a slot may
+    stay unfinished."""
+    ledger = builder.ledger
+    is_last = ledger.slots == 1 and ledger.unfinished > 0
+    return offline_tokens(builder, pace, request, match.cached, is_last=is_last)
+
+
+def _least(builder: PlanBuilder, request: Request, remaining: int) -> int:
+    """What an idle engine computes of a prompt whatever time says."""
+    if not request.traits.can_cut:
+        return remaining
+    return min(remaining, max(_LEAST_PROGRESS, builder.view.caps.chunk_unit))
+
+
+_DECODES_AT_ONCE = 32
+"""Requests that usually decode together, and share the time of it."""
+
+_BESIDE_PART = 4
+"""Of the tokens of an unfinished online prefill one in so many may go to those that wait."""
+
+_MOST_BESIDE = 16
+"""Waiting online requests that are looked at for it."""
+
+_LEAST_CHUNK = 16
+"""Prompt tokens that are worth a forward of their own, where a prompt does not end in fewer."""
+
+_LEAST_PROGRESS = 64
+"""Prompt tokens that an iteration without any other work computes, however long that may take."""
+
+LEAST_SHARED = 64
+"""Tokens that are worth waiting for another request to compute them."""

@@ -1,0 +1,46 @@
+"""The rule that plans where a policy cannot: nothing in it depends on time, order or estimates.
+
+Idea         what runs decodes; an unfinished prefill goes on, or is stopped where there is no room;
+             waiting online requests are admitted in the order in which they came, as far as the
+             engine's limits allow. Offline requests are admitted only while no online request is
+             there, so that a job ends even where the rule stays.
+Bad          keeps no target, and nothing is stopped for an online request.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+from cosched.core.plan import EMPTY_PLAN, Plan
+from cosched.core.request import Request, RequestClass
+from cosched.core.view import View
+from cosched.schedule.builder import PlanBuilder
+
+__all__ = ["SafePolicy"]
+
+
+class SafePolicy:
+    """See the module's docstring."""
+
+    initial = None
+
+    def plan(self, view: View, carry: None) -> tuple[Plan, None]:
+        rules = view.rules
+        if rules.decodes_due and not rules.mixed and view.running:
+            return EMPTY_PLAN, None
+        builder = PlanBuilder(view)
+        for request in view.unfinished:
+            if not builder.go_on(request, sys.maxsize):
+                if not request.traits.can_stop:
+                    return EMPTY_PLAN, None
+                builder.preempt(request)
+        waiting: Iterable[Request] = view.online
+        if not view.running_of(RequestClass.ONLINE).requests and not any(True for _ in waiting):
+            waiting = view.offline_order()
+        for request in waiting:
+            if (reason := view.why_barred(request)) is not None:
+                builder.skip(request, reason)
+            elif not builder.admit(request, view.match(request), sys.maxsize):
+                break
+        return builder.build(), None

@@ -1,0 +1,189 @@
+"""A plan is checked against the engine's limits before anything is done."""
+
+from __future__ import annotations
+
+from cosched.core.plan import Plan, PreemptMode
+from cosched.core.request import Request, RequestClass
+from cosched.core.view import View
+from cosched.errors import PlanError
+from cosched.schedule.builder import mixes
+from cosched.schedule.ledger import Ledger
+
+__all__ = ["validate"]
+
+
+def validate(plan: Plan, view: View) -> None:
+    """PlanError names the limit that a plan breaks; one that passes is applied whole. O(requests
+    named in the plan), and O(running) where it names running ones.
+
+    Everything the plan spends is spent again on a ledger of its own.
+    """
+    _check_late(plan, view)
+    if plan.decodes and not (
+        plan.prefill or plan.preempt or plan.hold or plan.promise or plan.hosts
+    ):
+        return
+    _check_caps(plan, view)
+    unfinished = {request.rid: request for request in view.unfinished}
+    running: dict[str, Request] = {}
+    waits = {rid: view.waiting(rid) for rid in plan.promise}
+    if (
+        plan.hold
+        or plan.hosts
+        or None in waits.values()
+        or any(preemption.rid not in unfinished for preemption in plan.preempt)
+    ):
+        running = {request.rid: request for request in view.running}
+    ledger = Ledger(view)
+    preempted = _replay_preemptions(plan, ledger, running, unfinished)
+    _replay_promises(plan, view, ledger, waits, running, unfinished, preempted)
+    _replay_holds(plan, view, ledger, running, preempted)
+    for rid in unfinished if plan.prefill else ():
+        if rid not in plan.prefill and rid not in preempted:
+            raise PlanError(
+                f"unfinished prefill {rid} is neither continued nor preempted while others are "
+                "prefilled"
+            )
+    for rid, num_tokens in plan.prefill.items():
+        if num_tokens <= 0:
+            raise PlanError(f"prefill of {rid} is {num_tokens} tokens; it must be at least 1")
+        if rid in preempted:
+            raise PlanError(f"preempted and prefilled at once: {rid}")
+        if rid in unfinished:
+            _replay_continuation(unfinished[rid], num_tokens, ledger)
+        else:
+            _replay_admission(rid, num_tokens, view, ledger)
+    _check_decodes(plan, view, ledger, preempted)
+
+
+def _check_late(plan: Plan, view: View) -> None:
+    for rid in plan.late:
+        request = view.waiting(rid) or next((r for r in view.unfinished if r.rid == rid), None)
+        if request is None or request.request_class is not RequestClass.ONLINE:
+            raise PlanError(f"late, but no online request that waits for its first token: {rid}")
+
+
+def _check_caps(plan: Plan, view: View) -> None:
+    caps = view.caps
+    if plan.promise and not caps.promises:
+        raise PlanError(f"promises KV, but the engine keeps its own reserve: {dict(plan.promise)}")
+    if plan.hosts and not caps.hosts:
+        raise PlanError(f"hosts requests, but the engine has no account of that: {[*plan.hosts]}")
+    if not caps.host_tokens:
+        copied = [p.rid for p in plan.preempt if p.mode is PreemptMode.CHECKPOINT]
+        if copied:
+            raise PlanError(f"there is no host memory for the KV of {sorted(copied)}")
+
+
+def _replay_preemptions(
+    plan: Plan, ledger: Ledger, running: dict[str, Request], unfinished: dict[str, Request]
+) -> set[str]:
+    preempted: set[str] = set()
+    for preemption in plan.preempt:
+        rid = preemption.rid
+        if rid in preempted:
+            raise PlanError(f"a request is preempted twice: {rid}")
+        request = unfinished.get(rid) or running.get(rid)
+        if request is None:
+            raise PlanError(f"preempted but not running: {rid}")
+        if not request.traits.can_stop:
+            raise PlanError(f"preempted, but it cannot be: {rid}")
+        preempted.add(rid)
+        ledger.refund_preemption(request)
+    return preempted
+
+
+def _replay_promises(
+    plan: Plan,
+    view: View,
+    ledger: Ledger,
+    waits: dict[str, Request | None],
+    running: dict[str, Request],
+    unfinished: dict[str, Request],
+    preempted: set[str],
+) -> None:
+    """All before anything is admitted: a promise that is taken back makes room for another."""
+    before = ledger.headroom
+    for rid, num_tokens in plan.promise.items():
+        request = waits[rid] or running.get(rid) or unfinished.get(rid)
+        if request is None:
+            raise PlanError(f"promised KV, but it neither runs nor waits: {rid}")
+        if not 0 <= num_tokens <= request.max_new_tokens:
+            raise PlanError(
+                f"{rid} is promised {num_tokens} output tokens; it may generate "
+                f"{request.max_new_tokens}"
+            )
+        if waits[rid] is not None:
+            ledger.promises[rid] = num_tokens  # and charged when it is admitted
+        else:
+            ledger.promise(request, num_tokens)
+    for rid, hosting in plan.hosts.items():
+        guest, host = (
+            None if name in preempted else running.get(name) for name in (rid, hosting.host)
+        )
+        if guest is None or host is None:
+            raise PlanError(f"hosted by {hosting.host}, but not both are running: {rid}")
+        if rid in plan.promise or hosting.host in plan.hosts:
+            raise PlanError(f"hosted by {hosting.host}, and promised KV or a host itself: {rid}")
+        ends_at = plan.promise.get(hosting.host, view.promised(host)) or 0
+        if not host.num_output_tokens < hosting.offset <= ends_at:
+            raise PlanError(
+                f"hosted by {hosting.host} up to its output token {hosting.offset}; that one has "
+                f"{host.num_output_tokens} of {ends_at} promised: {rid}"
+            )
+        ledger.promise(guest, guest.num_output_tokens)
+    if ledger.headroom < min(before, 0):
+        raise PlanError(f"promises {-ledger.headroom} KV tokens more than there are")
+
+
+def _replay_holds(
+    plan: Plan, view: View, ledger: Ledger, running: dict[str, Request], preempted: set[str]
+) -> None:
+    held: list[Request] = []
+    for rid in plan.hold:
+        request = running.get(rid)
+        if request is None or rid in preempted:
+            raise PlanError(f"held but not running: {rid}")
+        if not view.can_hold(request):
+            raise PlanError(f"held, but it cannot sit out now: {rid}")
+        held.append(request)
+    ledger.refund_holds(held)
+    num_running = len(running) - len(preempted & running.keys())
+    if plan.hold and not plan.prefill and len(plan.hold) == num_running:
+        raise PlanError("all running requests are held and nothing is prefilled")
+
+
+def _replay_continuation(request: Request, num_tokens: int, ledger: Ledger) -> None:
+    fitting = ledger.chunk(request, request.num_computed_tokens, at_most=num_tokens)
+    if fitting != num_tokens or not ledger.may_continue:
+        raise PlanError(f"prefill of {request.rid} is {num_tokens} tokens; {fitting} fit")
+    ledger.charge_continuation(request, num_tokens)
+
+
+def _replay_admission(rid: str, num_tokens: int, view: View, ledger: Ledger) -> None:
+    request = view.waiting(rid)
+    if request is None:
+        raise PlanError(f"prefilled, but it neither waits nor is unfinished: {rid}")
+    match = view.match(request)
+    reason = ledger.refusal(request, match, at_most=num_tokens)
+    if reason is not None:
+        raise PlanError(
+            f"admitted with {num_tokens} tokens, but there is no room: {rid} ({reason.value})"
+        )
+    fitting = ledger.chunk(request, match.cached, at_most=num_tokens, num_loaded=match.host)
+    if fitting != num_tokens:
+        raise PlanError(f"prefill of {rid} is {num_tokens} tokens; {fitting} fit")
+    ledger.charge_admission(request, match, num_tokens)
+
+
+def _check_decodes(plan: Plan, view: View, ledger: Ledger, preempted: set[str]) -> None:
+    if not plan.prefill:
+        if not plan.decodes:
+            raise PlanError("nothing decodes and nothing is prefilled")
+        return
+    if plan.decodes != mixes(view, ledger, preempted | plan.hold):
+        raise PlanError(
+            "prefill and decodes cannot share the iteration"
+            if plan.decodes
+            else "what runs decodes beside this prefill; who shall not is held"
+        )

@@ -1,0 +1,240 @@
+"""Sending one line: what is tried again, what fails, and when the client gives up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import threading
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cosched.batch.jsonl.client import Client, RetryRules
+from cosched.batch.jsonl.errors import ServerGoneError
+from cosched.batch.jsonl.lines import RequestLine
+from cosched.batch.jsonl.records import Answer, Failure
+from cosched.errors import ConfigError
+
+FAST = RetryRules(max_wait_s=5.0, max_retries=3, base_s=0.01, cap_s=0.05)
+PATIENT = RetryRules(max_wait_s=30.0, base_s=0.01, cap_s=0.2)
+
+
+def line(number=1, url="/v1/completions"):
+    body = json.dumps({"prompt": number}).encode()
+    return RequestLine(number=number, custom_id=str(number), url=url, body=body)
+
+
+def send(fake, *lines, rules=FAST, **settings):
+    """Send all at once; their outcomes, in order."""
+
+    async def run():
+        client = Client(
+            base_url=fake.base_url,
+            concurrency=8,
+            rules=rules,
+            rng=random.Random(0),
+            clock=time.monotonic,
+            **settings,
+        )
+        async with client:
+            return await asyncio.gather(*[client.send(one) for one in lines or (line(),)])
+
+    return asyncio.run(run())
+
+
+def failing_first(tools, num_times, reply):
+    return lambda asked: reply if asked.nth <= num_times else tools.answer(asked)
+
+
+def test_an_answer_is_handed_on_as_the_server_wrote_it(fake, tools):
+    body = b'{"id": "r9", "x": 1.10, "choices": [{"finish_reason": "stop"}]}'
+    fake.behave = lambda asked: tools.Reply(body=body)
+    [answer] = send(fake)
+    assert isinstance(answer, Answer)
+    assert (answer.status, answer.request_id, answer.body) == (200, "r9", body)
+
+
+def test_an_answer_over_several_lines_becomes_one(fake, tools):
+    fake.behave = lambda asked: tools.Reply(body=b'{\r\n  "a": "x\\ny",\n  "b": [1.10]\n}\n')
+    assert send(fake)[0].body == b'{"a":"x\\ny","b":[1.10]}'
+
+
+def test_every_request_says_that_it_is_offline(fake):
+    send(fake, line(1), line(2, url="/v1/embeddings"))
+    assert {asked.url for asked in fake.asked} == {"/v1/completions", "/v1/embeddings"}
+    assert all(asked.headers["x-smg-priority"] == "bulk" for asked in fake.asked)
+    assert all("authorization" not in asked.headers for asked in fake.asked)
+
+
+def test_a_key_is_sent_as_a_bearer_token(fake):
+    send(fake, api_key="secret")
+    assert fake.asked[0].headers["authorization"] == "Bearer secret"
+
+
+@pytest.mark.parametrize("status", [429, 502, 503, 504])
+def test_a_server_that_is_full_costs_no_retries(fake, tools, status):
+    fake.behave = failing_first(tools, 9, tools.Reply(status=status))
+    assert isinstance(send(fake)[0], Answer)
+    assert len(fake.asked) == 10
+
+
+@pytest.mark.parametrize("cut_at", [0, 10, 60, 100])
+def test_a_cut_connection_is_tried_again(fake, tools, cut_at):
+    fake.behave = failing_first(tools, 3, tools.Reply(body=b"{}" * 100, cut_at=cut_at))
+    assert isinstance(send(fake)[0], Answer)
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 413, 422, 501, 302])
+def test_what_the_server_refuses_is_final(fake, tools, status):
+    fake.behave = lambda asked: tools.Reply(
+        status=status, body=b'{"object": "error", "message": "too long"}'
+    )
+    [failure] = send(fake)
+    assert (failure.code, failure.message) == (f"http_{status}", "too long")
+    assert (failure.status, failure.body) == (status, b'{"object": "error", "message": "too long"}')
+    assert len(fake.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "message", "kept"),
+    [
+        (b'{"error": {"message": "a"}}', "a", b'{"error": {"message": "a"}}'),
+        (b'{"error": "b"}', "b", b'{"error": "b"}'),
+        (b'{"detail": "c"}', "c", b'{"detail": "c"}'),
+        (b"<html>", "HTTP 400", b'"<html>"'),
+        (b"", "HTTP 400", b'""'),
+        (b"[1]", "HTTP 400", b"[1]"),
+    ],
+)
+def test_the_reason_is_found_wherever_servers_put_it(fake, tools, body, message, kept):
+    fake.behave = lambda asked: tools.Reply(status=400, body=body)
+    [failure] = send(fake)
+    assert (failure.message, failure.body) == (message, kept)
+
+
+def test_an_accident_in_the_server_is_retried_a_few_times(fake, tools):
+    accident = tools.Reply(status=500, body=b'{"message": "oops"}')
+    fake.behave = failing_first(tools, FAST.max_retries, accident)
+    assert isinstance(send(fake)[0], Answer)
+    fake.behave = lambda asked: accident
+    [failure] = send(fake, line(2))
+    assert (failure.code, failure.message, failure.status) == ("http_500", "oops", 500)
+    assert fake.prompts().count(2) == 1 + FAST.max_retries
+
+
+def test_an_aborted_answer_is_retried_a_few_times(fake, tools):
+    fake.behave = lambda asked: tools.answer(
+        asked, finish_reason="abort" if asked.nth < 3 else "stop"
+    )
+    assert isinstance(send(fake)[0], Answer)
+    fake.behave = lambda asked: tools.answer(asked, finish_reason="abort")
+    [failure] = send(fake, line(2))
+    assert (failure.code, failure.status) == ("aborted", 200)
+
+
+def test_an_answer_that_is_no_json_is_no_answer(fake, tools):
+    fake.behave = lambda asked: tools.Reply(body=b"<html>hello</html>")
+    [failure] = send(fake)
+    assert (failure.code, failure.status) == ("bad_response", 200)
+
+
+def test_a_line_fails_when_it_takes_longer_than_allowed(fake, tools):
+    fake.behave = lambda asked: tools.answer(asked, delay_s=5)
+    [failure] = send(fake, timeout_s=0.2)
+    assert isinstance(failure, Failure)
+    assert failure.code == "timeout" and "0.2 s" in failure.message
+
+
+def test_lines_survive_a_restart_of_the_server(fake, tools):
+    fake.behave = lambda asked: tools.answer(asked, delay_s=0.3)
+
+    def restart():
+        while not fake.num_waiting:
+            time.sleep(0.01)
+        fake.stop()
+        time.sleep(0.4)
+        fake.start()
+
+    thread = threading.Thread(target=restart)
+    thread.start()
+    outcomes = send(fake, *[line(number) for number in range(20)], rules=PATIENT)
+    thread.join()
+    assert all(isinstance(outcome, Answer) for outcome in outcomes)
+    assert len(fake.asked) > 20
+
+
+def test_it_gives_up_when_the_server_stays_away(fake):
+    fake.stop()
+    began_s = time.monotonic()
+    with pytest.raises(
+        ServerGoneError, match=r"answered nothing for \d+ s \(--max-wait\); .*Connect"
+    ):
+        send(fake, rules=RetryRules(max_wait_s=0.4, base_s=0.01, cap_s=0.05))
+    assert 0.4 <= time.monotonic() - began_s < 2
+
+
+def test_it_does_not_give_up_on_a_full_server_that_works_on_something(fake, tools):
+    """One request is taken and takes long; the other is refused for longer than --max-wait."""
+    taken_s = []
+
+    def behave(asked):
+        if asked.body["prompt"] == 1:
+            taken_s.append(time.monotonic())
+            return tools.answer(asked, delay_s=1.0)
+        is_full = not taken_s or time.monotonic() < taken_s[0] + 0.8
+        return tools.Reply(status=503) if is_full else tools.answer(asked)
+
+    fake.behave = behave
+    rules = RetryRules(max_wait_s=0.2, base_s=0.01, cap_s=0.01)
+    outcomes = send(fake, line(1), line(2), rules=rules)
+    assert all(isinstance(outcome, Answer) for outcome in outcomes)
+
+
+def test_it_waits_as_long_as_the_server_asks_for(fake, tools):
+    busy = tools.Reply(status=429, headers={"retry-after": "1"})
+    fake.behave = failing_first(tools, 1, busy)
+    began_s = time.monotonic()
+    send(fake, rules=RetryRules(base_s=0.01, cap_s=0.5))
+    assert time.monotonic() - began_s >= 1.0
+
+
+def wait_ready(fake, max_wait_s):
+    async def run():
+        client = Client(
+            base_url=fake.base_url,
+            concurrency=1,
+            rules=FAST,
+            rng=random.Random(0),
+            clock=time.monotonic,
+        )
+        async with client:
+            await client.wait_ready(max_wait_s=max_wait_s, check=lambda: None)
+
+    asyncio.run(run())
+
+
+def test_it_waits_until_the_server_is_ready(fake):
+    fake.health_status = 503
+    threading.Timer(0.3, lambda: setattr(fake, "health_status", 200)).start()
+    wait_ready(fake, 5)
+    assert fake.health_status == 200
+    fake.health_status = 503
+    with pytest.raises(ServerGoneError, match=r"not ready after 0.1 s: GET /health: HTTP 503"):
+        wait_ready(fake, 0.1)
+
+
+def test_a_wrong_key_is_an_error_before_any_line_fails(fake):
+    fake.models_status = 401
+    with pytest.raises(ConfigError, match="--api-key"):
+        wait_ready(fake, 5)
+
+
+@given(st.integers(0, 10_000), st.integers())
+def test_waits_grow_and_stay_bounded(num_tries, seed):
+    rules = RetryRules()
+    wait_s = rules.wait_s(num_tries, random.Random(seed))
+    longest = min(rules.cap_s, rules.base_s * 2 ** min(num_tries, 30))
+    assert longest / 2 <= wait_s <= longest

@@ -1,0 +1,216 @@
+"""Reading one line: what is accepted, what each mistake is called, what is sent."""
+
+from __future__ import annotations
+
+import io
+import json
+import tracemalloc
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cosched.batch.jsonl.lines import URLS, BadLine, RequestLine, duplicate_of, parse_line
+from cosched.batch.jsonl.source import RawLine, raw_lines
+
+LIMIT = 1 << 20
+
+
+def parse(entry, number=7):
+    data = entry if isinstance(entry, bytes) else json.dumps(entry).encode()
+    return parse_line(RawLine(number=number, data=data), max_line_bytes=LIMIT)
+
+
+def entry(**changes):
+    good = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
+    return {key: value for key, value in (good | changes).items() if value is not ...}
+
+
+BOM = b"\xef\xbb\xbf"
+
+
+def numbered(data, limit=LIMIT):
+    return [(line.number, line.data) for line in raw_lines(io.BytesIO(data), max_line_bytes=limit)]
+
+
+MISTAKES = {
+    "not_json": (b"hello", "invalid_json", None),
+    "cut_json": (b'{"custom_id": "a", "method"', "invalid_json", None),
+    "two_objects": (b'{"custom_id": "a"} {"custom_id": "b"}', "invalid_json", None),
+    "not_a_number": (b'{"custom_id": "a", "body": NaN}', "invalid_json", None),
+    "lone_surrogate": (b'{"custom_id": "\\ud800"}', "invalid_json", None),
+    "nested_deeply": (b"[" * 100_000, "invalid_json", None),
+    "latin_1": ('{"custom_id": "ä"}'.encode("latin-1"), "invalid_encoding", None),
+    "utf_16": ('{"custom_id": "a"}'.encode("utf-16-le"), "invalid_json", None),
+    "zero_bytes": (bytes(100), "invalid_json", None),
+    "array": ([1], "invalid_line", None),
+    "string": ("a", "invalid_line", None),
+    "null": (b"null", "invalid_line", None),
+    "no_id": (entry(custom_id=...), "missing_custom_id", "custom_id"),
+    "null_id": (entry(custom_id=None), "missing_custom_id", "custom_id"),
+    "number_as_id": (entry(custom_id=3), "invalid_custom_id", "custom_id"),
+    "empty_id": (entry(custom_id=""), "invalid_custom_id", "custom_id"),
+    "no_method": (entry(method=...), "invalid_method", "method"),
+    "get": (entry(method="GET"), "invalid_method", "method"),
+    "lower_case_post": (entry(method="post"), "invalid_method", "method"),
+    "no_url": (entry(url=...), "invalid_url", "url"),
+    "other_url": (entry(url="/v1/models"), "invalid_url", "url"),
+    "whole_url": (entry(url="http://x/v1/completions"), "invalid_url", "url"),
+    "list_as_url": (entry(url=["/v1/completions"]), "invalid_url", "url"),
+    "no_body": (entry(body=...), "invalid_body", "body"),
+    "string_as_body": (entry(body="{}"), "invalid_body", "body"),
+    "stream": (entry(body={"stream": True}), "stream_unsupported", "body.stream"),
+    "stream_as_string": (entry(body={"stream": "true"}), "stream_unsupported", "body.stream"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_each_mistake_has_its_code_and_names_the_part(name):
+    data, code, param = MISTAKES[name]
+    bad = parse(data)
+    assert isinstance(bad, BadLine)
+    assert (bad.number, bad.code, bad.param) == (7, code, param)
+    assert bad.message
+
+
+def test_the_message_names_the_value_and_the_choices():
+    message = parse(entry(url="/v1/models")).message
+    assert "/v1/models" in message
+    assert all(url in message for url in URLS)
+    assert len(parse(entry(url="x" * 10_000)).message) < 300
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_what_is_sent_is_offline(url):
+    line = parse(entry(url=url, body={"prompt": "ü", "stream": False, "service_tier": "default"}))
+    assert isinstance(line, RequestLine)
+    body = json.loads(line.body)
+    tier = "default" if url == "/v1/embeddings" else "flex"
+    assert body == {"prompt": "ü", "stream": False, "service_tier": tier}
+
+
+@pytest.mark.parametrize(
+    ("given_priority", "sent"), [(-5, -5), (-1, -1), (0, ...), (3, ...), (None, None), ("2", "2")]
+)
+def test_only_an_offline_priority_is_sent(given_priority, sent):
+    body = json.loads(parse(entry(body={"priority": given_priority})).body)
+    assert body.get("priority", ...) == sent
+
+
+def test_numbers_of_the_body_are_kept():
+    raw = b'{"custom_id":"a","method":"POST","url":"/v1/completions","body":{"big":' + b"9" * 40
+    body = json.loads(parse(raw + b',"t":0.1,"zero":-0.0}}').body)
+    assert body["big"] == int("9" * 40)
+    assert (body["t"], str(body["zero"])) == (0.1, "-0.0")
+
+
+def test_a_duplicate_keeps_its_own_number():
+    bad = duplicate_of(parse(entry(), number=9))
+    assert (bad.number, bad.custom_id, bad.code) == (9, "a", "duplicate_custom_id")
+
+
+def test_lines_are_numbered_as_in_an_editor():
+    data = b"\xef\xbb\xbfone\r\n\n  \nfour\nno line break"
+    assert numbered(data) == [
+        (1, b"one\r\n"),
+        (2, b"\n"),
+        (3, b"  \n"),
+        (4, b"four\n"),
+        (5, b"no line break"),
+    ]
+    empty = [line.is_empty for line in raw_lines(io.BytesIO(data), max_line_bytes=LIMIT)]
+    assert empty == [False, True, True, False, False]
+
+
+def test_a_line_of_exactly_the_limit_is_read():
+    assert numbered(b"12345\n123456\nabc\n", limit=5) == [(1, b"12345\n"), (2, None), (3, b"abc\n")]
+    assert numbered(b"12345", limit=5) == [(1, b"12345")]
+    assert numbered(b"123456", limit=5) == [(1, None)]
+
+
+def test_a_byte_order_mark_does_not_count():
+    assert numbered(BOM + b"12345\nabc\n", limit=5) == [(1, b"12345\n"), (2, b"abc\n")]
+    assert numbered(BOM + b"123456789\nabc\n", limit=5) == [(1, None), (2, b"abc\n")]
+    assert numbered(b"12345678\nabc\n", limit=5) == [(1, None), (2, b"abc\n")]
+    assert numbered(BOM, limit=1) == [(1, b"")]
+
+
+def test_a_long_line_is_passed_over_without_being_held():
+    class Endless(io.RawIOBase):
+        left = 200 << 20
+
+        def readable(self):
+            return True
+
+        def readinto(self, target):
+            count = min(len(target), self.left)
+            self.left -= count
+            target[:count] = b"x" * count
+            return count
+
+    tracemalloc.start()
+    lines = [line.data for line in raw_lines(io.BufferedReader(Endless()), max_line_bytes=1000)]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert lines == [None]
+    assert peak < 8 << 20
+
+
+@given(
+    st.lists(st.binary(max_size=12) | st.binary(max_size=12).map(lambda b: BOM + b)),
+    st.integers(1, 8),
+)
+def test_no_limit_changes_the_numbering(parts, limit):
+    data = b"\n".join(parts)
+    whole, limited = numbered(data), numbered(data, limit=limit)
+    assert [number for number, _ in limited] == [number for number, _ in whole]
+    for (_, line), (_, cut) in zip(whole, limited, strict=True):
+        assert cut == (line if len(line.removesuffix(b"\n")) <= limit else None)
+
+
+@given(st.binary())
+def test_no_bytes_make_it_raise(data):
+    parse(data)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
+parts = {"custom_id": st.just("a") | json_values, "method": st.just("POST") | json_values}
+parts |= {"url": st.sampled_from(URLS) | json_values, "body": json_values}
+
+
+@given(st.fixed_dictionaries({}, optional=parts))
+def test_any_object_is_either_sent_whole_or_refused_with_a_reason(line):
+    raw = json.dumps(line)
+    parsed = parse(raw.encode())
+    if isinstance(parsed, BadLine):
+        assert parsed.code and parsed.message
+        return
+    sent = json.loads(parsed.body)
+    for key, value in line["body"].items():
+        if key not in ("service_tier", "priority"):
+            assert sent[key] == value
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "param"),
+    [
+        ("/v1/chat/completions", {"top_k": 2**32}, "body.top_k"),
+        ("/v1/chat/completions", {"stop_regex": "(?=a)"}, "body.stop_regex"),
+        ("/v1/completions", {"logit_bias": {"-1": 1}}, "body.logit_bias"),
+        ("/v1/completions", {"seed": 2**64}, "body.seed"),
+        ("/v1/embeddings", {"priority": -(2**64)}, "body.priority"),
+        ("/v1/responses", {"max_output_tokens": 2**40}, "body.max_output_tokens"),
+    ],
+)
+def test_a_field_beyond_every_model_s_bound_is_named(url, body, param):
+    bad = parse(entry(url=url, body=body))
+    assert isinstance(bad, BadLine)
+    assert (bad.code, bad.param, bad.custom_id) == ("invalid_value", param, "a")
+
+
+def test_a_field_within_its_bound_for_some_model_is_left_to_the_server():
+    assert isinstance(parse(entry(body={"prompt": "x" * 10**5, "top_k": 10**5})), RequestLine)

@@ -1,0 +1,226 @@
+"""Two real servers with one store; one is killed while a batch runs, and chats go on.
+
+    scripts/kill_replica [--lines 600] [--max-tokens 60] [--users 2] [--router PYTHON]
+
+Both have the tiny model and one PostgreSQL store of the test's own. A batch is uploaded to the
+second; when a third of its lines is answered, the first is killed (``kill -9``). Every line must
+have one result. Chat users ask the second server, or with ``--router`` SGLang's own router before
+both: PYTHON is one that has ``sglang-router``, in an environment without SGLang. Prints one JSON
+object, and ends with 1 when something was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from cosched.config import ENV_VAR
+from cosched.lab.demo_model import ensure_demo_model
+from tests.batch import postgres
+from tests.batch.api import Api
+from tests.forks import Forks
+from tests.request_lines import completion
+from tests.serving import ServerError, free_port, start_server
+
+LEASE_S = 3.0
+CHATS_BESIDE_S = 5.0
+"""Chats go on so long before the batch, and after it."""
+
+
+class Chats:
+    """Users who ask one after the other. `seen`: (when it ended [s], how long it took [s], what was
+    wrong or None)."""
+
+    pause_s = 0.2
+
+    def __init__(self, url, num_users, *, key="none"):
+        self.url, self.seen = url, []
+        self._headers = {"authorization": f"Bearer {key}"}
+        self._ended = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._ask, args=(number,)) for number in range(num_users)
+        ]
+
+    def __enter__(self):
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *error):
+        self._ended.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _ask(self, user):
+        number = 0
+        while not self._ended.wait(self.pause_s):
+            number += 1
+            self.seen.append(self.chat(user, number))
+
+    def chat(self, user, number):
+        messages = [{"role": "user", "content": f"hello {user} {number}"}]
+        body = {"model": "default", "messages": messages, "max_tokens": 4}
+        began_s, wrong = time.monotonic(), None
+        try:
+            url = f"{self.url}/v1/chat/completions"
+            reply = httpx.post(url, json=body, headers=self._headers, timeout=60)
+            if not (reply.is_success and reply.json()["usage"]["completion_tokens"]):
+                wrong = f"HTTP {reply.status_code}"
+        except httpx.HTTPError as error:
+            wrong = type(error).__name__
+        now_s = time.monotonic()
+        return now_s, now_s - began_s, wrong
+
+
+@contextlib.contextmanager
+def router(python, urls):
+    """The URL of SGLang's router before these servers."""
+    port = free_port()
+    command = [python, "-m", "sglang_router.launch_router", "--worker-urls", *urls]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
+    command += ["--policy", "round_robin", "--health-check-interval-secs", "2"]
+    with tempfile.TemporaryFile() as log:
+        # None of our paths: it would find an SGLang that it cannot import.
+        environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environ, cwd="/")
+        url = f"http://127.0.0.1:{port}"
+        try:
+            deadline_s = time.monotonic() + 60
+            while True:
+                with contextlib.suppress(httpx.TransportError):
+                    if httpx.get(f"{url}/readiness", timeout=5).is_success:
+                        break
+                if process.poll() is not None or time.monotonic() > deadline_s:
+                    log.seek(0)
+                    raise ServerError(f"no router:\n{log.read().decode()[-2000:]}")
+                time.sleep(0.1)
+            yield url
+        finally:
+            process.kill()
+            process.wait()
+
+
+def answered_lines(url):
+    """By this server, as it tells Prometheus."""
+    text = httpx.get(f"{url}/cosched/metrics", timeout=30).text
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name == "cosched:batches_finished_lines_total":
+                if sample.labels["result"] == "answered":
+                    return int(sample.value)
+    raise AssertionError(text)
+
+
+def run(root, forks, *, num_lines, max_tokens, num_users, router_python=None):
+    """What was seen; AssertionError when something is wrong."""
+    model = ensure_demo_model(size="tiny", dtype="float32")
+    with contextlib.ExitStack() as stack:
+        cluster = stack.enter_context(postgres.cluster())
+        config = {"batches": {"folder": str(root), "url": cluster.url, "lease_s": LEASE_S}}
+        servers = [
+            stack.enter_context(
+                start_server(
+                    model,
+                    "--cosched-policy",
+                    "cosched",
+                    env={ENV_VAR: json.dumps(config)},
+                    forks=forks,
+                )
+            )
+            for _ in range(2)
+        ]
+        urls = [server.url for server in servers]
+        front = (
+            urls[1] if router_python is None else stack.enter_context(router(router_python, urls))
+        )
+        api = Api(urls[1])
+        chats = stack.enter_context(Chats(front, num_users))
+        time.sleep(CHATS_BESIDE_S)
+        lines = [
+            completion(f"c{n}", max_tokens=max_tokens, ignore_eos=True, temperature=0)
+            for n in range(num_lines)
+        ]
+        began_s = time.monotonic()
+        batch = api.create(lines, window="1h")
+        while (now := api.batches.retrieve(batch.id)).request_counts.completed < num_lines // 3:
+            assert now.status in ("validating", "in_progress"), now
+            time.sleep(0.05)
+        answered = [answered_lines(url) for url in urls]
+        os.killpg(servers[0].process.pid, signal.SIGKILL)
+        killed_s = time.monotonic()
+        ended = api.wait(batch, timeout_s=300)
+        ended_s = time.monotonic()
+        records = api.records(ended.output_file_id)
+        time.sleep(CHATS_BESIDE_S)
+        seen = sorted(chats.seen)
+    assert ended.status == "completed", ended
+    counts = ended.request_counts
+    assert (counts.total, counts.completed, counts.failed) == (num_lines, num_lines, 0), ended
+    assert [one["custom_id"] for one in records] == [one["custom_id"] for one in lines]
+    assert ended.usage.output_tokens == num_lines * max_tokens, "tokens are counted once"
+    return {
+        "lines": num_lines,
+        "answered_before_the_kill": {"killed": answered[0], "other": answered[1]},
+        "batch_s": round(ended_s - began_s, 1),
+        "after_the_kill_s": round(ended_s - killed_s, 1),
+        "chats": {
+            "through": "router" if router_python else "the other server",
+            "before_the_kill": told([one for one in seen if one[0] < killed_s]),
+            "after_the_kill": told([one for one in seen if one[0] >= killed_s]),
+            "last_failure_after_the_kill_s": max(
+                (round(at_s - killed_s, 1) for at_s, _, wrong in seen if wrong), default=None
+            ),
+        },
+    }
+
+
+def told(seen):
+    good = [took_s for _, took_s, wrong in seen if wrong is None]
+    return {
+        "answered": len(good),
+        "failed": sorted(wrong for *_, wrong in seen if wrong),
+        "longest_s": round(max(good, default=0.0), 2),
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--lines", type=int, default=600)
+    parser.add_argument("--max-tokens", type=int, default=60)
+    parser.add_argument("--users", type=int, default=2)
+    parser.add_argument("--router", metavar="PYTHON", help="one that has sglang-router")
+    arguments = parser.parse_args()
+    with contextlib.ExitStack() as stack:
+        root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cosched-replicas-")))
+        forks = Forks(root, cleared=(ENV_VAR, "SGLANG_PLUGINS"))
+        stack.callback(forks.close)
+        try:
+            seen = run(
+                root / "batches",
+                forks,
+                num_lines=arguments.lines,
+                max_tokens=arguments.max_tokens,
+                num_users=arguments.users,
+                router_python=arguments.router,
+            )
+        except (AssertionError, ServerError) as error:
+            print(json.dumps({"wrong": str(error)}))
+            return 1
+    print(json.dumps(seen))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,720 @@
+"""OpenAI's contract, as the `openai` client sees it; what runs lines is a stand-in."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sqlite3
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from cosched.batch.config import BatchesConfig
+from cosched.batch.exposition import METRICS, Snapshot, exposition
+from cosched.batch.rate import Rate
+from tests.batch.api import ENDED, Api, line, serving, until
+from tests.batch.stand_in import StandIn
+from tests.batch.test_store import batch_of
+
+
+def lines(num, prefix="c"):
+    return [line(f"{prefix}{n}") for n in range(num)]
+
+
+def test_a_batch_from_the_upload_to_its_results(api):
+    batch = api.create([*lines(20), line("bad", "refuse")], metadata={"project": "p"})
+    assert batch.object == "batch" and batch.status == "validating"
+    assert batch.expires_at - batch.created_at == 86400 and batch.completion_window == "24h"
+    done = api.wait(batch)
+    assert done.status == "completed" and done.metadata == {"project": "p"}
+    counts = done.request_counts
+    assert (counts.total, counts.completed, counts.failed) == (21, 20, 1)
+    times = [done.created_at, done.in_progress_at, done.finalizing_at, done.completed_at]
+    assert times == sorted(times)
+    others = ("failed_at", "expired_at", "cancelling_at", "cancelled_at", "errors")
+    assert [getattr(done, name) for name in others] == [None] * 5
+    assert (done.usage.input_tokens, done.usage.output_tokens) == (60, 40)
+    assert done.usage.total_tokens == 100
+
+    output = api.records(done.output_file_id)
+    assert [record["custom_id"] for record in output] == [f"c{n}" for n in range(20)]
+    for record in output:
+        assert record["id"].startswith("batch_req_") and record["error"] is None
+        assert record["response"]["status_code"] == 200 and record["response"]["request_id"]
+    [failed] = api.records(done.error_file_id)
+    assert failed["custom_id"] == "bad" and failed["response"]["status_code"] == 400
+    assert failed["error"]["message"] == "not this one" and failed["line"] == 21
+
+    file = api.files.retrieve(done.output_file_id)
+    assert file.purpose == "batch_output" and file.expires_at is None
+    assert file.filename == f"{done.id}_output.jsonl"
+    assert file.bytes == len(api.files.content(file.id).content)
+
+
+def test_each_line_is_sent_once(api, stand_in):
+    api.wait(api.create(lines(600)))
+    assert set(stand_in.asked.values()) == {1} and len(stand_in.asked) == 600
+
+
+def test_wrong_lines_fail_the_batch_with_their_numbers(api, stand_in):
+    wrong = [
+        line("a"),
+        "{broken",
+        line("a"),
+        line("b", url="/v1/chat/completions"),
+        "",
+        line("c", method="GET"),
+        line("", method="GET"),
+    ]
+    failed = api.wait(api.create(wrong))
+    assert failed.status == "failed" and failed.failed_at
+    assert [(fault.line, fault.code, fault.param) for fault in failed.errors.data] == [
+        (2, "invalid_json", None),
+        (3, "duplicate_custom_id", "custom_id"),
+        (4, "mismatched_endpoint", "url"),
+        (6, "invalid_method", "method"),
+        (7, "invalid_custom_id", "custom_id"),
+    ]
+    assert failed.request_counts.total == 0 and not stand_in.asked
+    assert failed.output_file_id is None and failed.error_file_id is None
+
+
+@pytest.mark.parametrize(
+    ("content", "code"), [([], "empty_file"), (["", " "], "empty_file")], ids=["no", "blank"]
+)
+def test_a_file_without_lines_fails(api, content, code):
+    failed = api.wait(api.create(content))
+    assert [(fault.code, fault.line) for fault in failed.errors.data] == [(code, None)]
+
+
+@pytest.mark.parametrize("stand_in", [{"max_lines": 5, "max_line_bytes": 200}], indirect=True)
+def test_limits_of_lines(api):
+    assert api.wait(api.create(lines(5))).status == "completed"
+    [fault] = api.wait(api.create(lines(9))).errors.data
+    assert (fault.code, fault.line) == ("too_many_lines", 6) and "5 lines" in fault.message
+    [fault] = api.wait(api.create([line("a", "x" * 300)])).errors.data
+    assert fault.code == "line_too_long" and "200 bytes (batches.max_line_bytes)" in fault.message
+
+
+@pytest.mark.parametrize("stand_in", [{"max_file_mb": 0.001}], indirect=True)
+def test_limit_of_a_file(api, folder):
+    api.upload(["x" * 999])
+    with pytest.raises(openai.APIStatusError, match="1000 bytes") as error:
+        api.upload(["x" * 1000])
+    assert error.value.status_code == 413
+    with pytest.raises(openai.APIStatusError, match="1000 bytes"):
+        api.upload(["x" * 3_000_000])
+    # Nothing says before how much this is.
+    head = b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n'
+    chunks = itertools.chain([head], itertools.repeat(b"x" * 65536, 100))
+    headers = {"content-type": "multipart/form-data; boundary=b"}
+    reply = httpx.post(f"{api.url}/v1/files", content=chunks, headers=headers)
+    assert reply.status_code == 413
+    assert len(list((folder / "files").iterdir())) == 1
+
+
+def test_cancel_keeps_what_is_finished(api, stand_in):
+    stand_in.delay_s = 0.3
+    batch = api.create(lines(400))
+    api.wait(batch, "in_progress")
+    until(lambda: api.batches.retrieve(batch.id).request_counts.completed)
+    stand_in.is_held = True
+    until(lambda: stand_in.num_under_way)
+    cancelling = api.batches.cancel(batch.id)
+    assert cancelling.status in ("cancelling", "cancelled") and cancelling.cancelling_at
+    ended = api.wait(batch)
+    assert ended.status == "cancelled" and ended.cancelled_at >= ended.cancelling_at
+    counts = ended.request_counts
+    assert 0 < counts.completed < 400 and counts.completed + counts.failed == 400
+    codes = [code for code in api.outcome(ended).values() if not code.startswith("to ")]
+    assert codes == ["batch_cancelled"] * counts.failed
+    # The engine is told, and works on nothing more.
+    until(lambda: not stand_in.num_under_way)
+    assert stand_in.hung_up
+    with pytest.raises(openai.ConflictError, match="cancelled cannot be cancelled"):
+        api.batches.cancel(batch.id)
+
+
+def test_expiry_returns_what_is_finished(api, stand_in, folder):
+    stand_in.delay_s = 0.3  # so that not all are finished before the rest is held
+    batch = api.create(lines(600))
+    until(lambda: api.batches.retrieve(batch.id).request_counts.completed)
+    stand_in.is_held = True
+    until(lambda: stand_in.num_under_way)
+    with sqlite3.connect(folder / "batches.sqlite", timeout=30) as store:
+        store.execute("UPDATE batches SET expires_at = ?", (int(time.time()),))
+    store.close()
+    ended = api.wait(batch)
+    assert ended.status == "expired" and ended.expired_at and ended.completed_at is None
+    outcome = api.outcome(ended)
+    assert len(outcome) == 600
+    codes = [code for code in outcome.values() if not code.startswith("to ")]
+    assert set(codes) == {"batch_expired"} and len(codes) == ended.request_counts.failed
+
+
+def test_results_expire_where_that_is_asked_for(api):
+    expires = {"anchor": "created_at", "seconds": 3600}
+    done = api.wait(api.create(lines(1), output_expires_after=expires))
+    file = api.files.retrieve(done.output_file_id)
+    assert file.expires_at - file.created_at == 3600
+    file = api.upload(["x"], expires_after=expires)
+    assert file.expires_at - file.created_at == 3600
+
+
+@pytest.mark.parametrize(
+    ("window", "seconds"),
+    [("30m", 1800), ("1h", 3600), ("6h", 21600), ("48h", 172800), ("2d", 172800)],
+)
+def test_windows(api, window, seconds):
+    batch = api.create(lines(1), window=window)
+    assert batch.expires_at - batch.created_at == seconds and batch.completion_window == window
+    api.wait(batch)
+
+
+WRONG = [
+    ({"completion_window": "1 day"}, "completion_window must be a number and m, h or d"),
+    ({"completion_window": "0h"}, "not '0h'"),
+    ({"completion_window": "31d"}, "at most 30d"),
+    ({"completion_window": 24}, "completion_window"),
+    ({"endpoint": "/v1/images"}, "endpoint must be one of /v1/chat/completions"),
+    ({"metadata": {str(n): "" for n in range(17)}}, "16 pairs, not 17"),
+    ({"metadata": {"k" * 65: ""}}, "64 characters, not 65"),
+    ({"metadata": {"k": "v" * 513}}, "metadata.k may have 512 characters, not 513"),
+    ({"metadata": {"k": 1}}, "metadata"),
+    ({"output_expires_after": {"anchor": "created_at", "seconds": 60}}, "from 3600 to 2592000"),
+    ({"output_expires_after": {"anchor": "now", "seconds": 3600}}, "anchor"),
+    ({"input_file_id": "file-0"}, "no file 'file-0'"),
+    ({"unheard": 1}, "unheard"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG)
+def test_wrong_batches_are_refused(api, changes, message):
+    file = api.upload(lines(1))
+    good = {
+        "input_file_id": file.id,
+        "endpoint": "/v1/completions",
+        "completion_window": "24h",
+    }
+    with pytest.raises(openai.APIStatusError, match=message) as error:
+        api.client.post("/batches", body=good | changes, cast_to=object)
+    assert error.value.status_code in (400, 404)
+    assert set(error.value.body) == {"message", "type", "param", "code"}
+    assert not api.batches.list().data
+
+
+def test_results_are_no_input(api):
+    done = api.wait(api.create(lines(1)))
+    with pytest.raises(openai.BadRequestError, match="purpose 'batch', not 'batch_output'"):
+        api.batches.create(
+            input_file_id=done.output_file_id,
+            endpoint="/v1/completions",
+            completion_window="1h",
+        )
+
+
+def test_wrong_uploads_are_refused(api):
+    with pytest.raises(openai.BadRequestError, match="purpose must be 'batch', not 'fine-tune'"):
+        api.files.create(file=("f", b"x"), purpose="fine-tune")
+    url = f"{api.url}/v1/files"
+    replies = [
+        httpx.post(url, json={}),
+        httpx.post(url, data={"purpose": "batch"}, files={"other": b"x"}),
+        httpx.post(url, content=b"x", headers={"content-type": "multipart/form-data"}),
+        httpx.post(url, content=b"x", headers={"content-type": "multipart/form-data; boundary=b"}),
+    ]
+    for reply in replies:
+        assert reply.status_code == 400 and reply.json()["error"]["message"], reply.text
+
+
+def test_lists_are_paged(api):
+    batches = [api.create(lines(1)) for _ in range(5)]
+    page = api.batches.list(limit=2)
+    assert [batch.id for batch in page.data] == [batches[4].id, batches[3].id] and page.has_more
+    assert [batch.id for batch in api.batches.list(limit=2)] == [b.id for b in batches[::-1]]
+    assert api.batches.list(after=batches[1].id).data[0].id == batches[0].id
+    for batch in batches:
+        api.wait(batch)
+    inputs = [batch.input_file_id for batch in batches]
+    listed = [file.id for file in api.files.list(purpose="batch", order="asc", limit=2)]
+    assert listed == inputs
+    assert len(list(api.files.list())) == 10
+    for query in ("limit=0", "limit=x", "limit=101", "after=nothing"):
+        assert httpx.get(f"{api.url}/v1/batches?{query}").status_code in (400, 404)
+    assert httpx.get(f"{api.url}/v1/files?order=up").status_code == 400
+
+
+def test_a_deleted_file_is_gone(api):
+    done = api.wait(api.create(lines(3)))
+    for name in (done.input_file_id, done.output_file_id):
+        assert api.files.delete(name).deleted
+        for call in (api.files.retrieve, api.files.content, api.files.delete):
+            with pytest.raises(openai.NotFoundError):
+                call(name)
+    assert api.batches.retrieve(done.id).status == "completed"
+
+
+def test_an_input_file_may_be_deleted_while_its_batch_runs(api, stand_in, folder):
+    stand_in.is_held = True
+    batch = api.create(lines(600))
+    until(lambda: stand_in.num_under_way)
+    api.files.delete(batch.input_file_id)
+    stand_in.is_held = False
+    assert len(api.outcome(api.wait(batch))) == 600
+    until(lambda: not list((folder / "files").iterdir()))
+
+
+def test_a_key_sees_its_own_only(api):
+    done = api.wait(api.create(lines(1)))
+    other = Api(api.url, key="another")
+    assert not other.batches.list().data and not other.files.list().data
+    calls = [
+        (other.batches.retrieve, done.id),
+        (other.batches.cancel, done.id),
+        (other.files.retrieve, done.input_file_id),
+        (other.files.content, done.output_file_id),
+        (other.files.delete, done.output_file_id),
+    ]
+    for call, name in calls:
+        with pytest.raises(openai.NotFoundError):
+            call(name)
+    with pytest.raises(openai.NotFoundError):
+        other.batches.create(
+            input_file_id=done.input_file_id,
+            endpoint="/v1/completions",
+            completion_window="1h",
+        )
+
+
+@pytest.mark.parametrize(
+    "name", ["../../etc/passwd", "..%2F..%2Fetc%2Fpasswd", "%00", "' OR 1=1 --", "file-"]
+)
+def test_names_are_only_names(api, name):
+    api.upload(lines(1))
+    for path in (f"/v1/files/{name}/content", f"/v1/files/{name}", f"/v1/batches/{name}"):
+        assert httpx.get(api.url + path).status_code in (404, 405)
+
+
+@pytest.mark.parametrize("stand_in", [{"high_watermark": 20, "low_watermark": 10}], indirect=True)
+def test_lines_under_way_stay_between_the_watermarks(api, stand_in):
+    api.wait(api.create(lines(200)))
+    assert 10 <= stand_in.most_under_way <= 20
+
+
+@pytest.mark.parametrize("stand_in", [{"high_watermark": 8, "low_watermark": 4}], indirect=True)
+def test_batches_and_tenants_share(api, stand_in):
+    stand_in.is_held = True
+    first = api.create(lines(100, "first"), metadata={"tenant": "big"})
+    until(lambda: stand_in.num_under_way == 8)
+    second = api.create(lines(100, "second"), metadata={"tenant": "big"})
+    third = api.create(lines(20, "third"), metadata={"tenant": "small"})
+    for batch in (second, third):
+        api.wait(batch, "in_progress")
+    stand_in.is_held = False
+    for batch in (first, second, third):
+        api.wait(batch)
+    # While all three wait, each tenant has half.
+    begins = [name.rstrip("0123456789") for name in stand_in.order[8:48]]
+    assert 15 <= begins.count("third") <= 20
+    assert abs(begins.count("first") - begins.count("second")) <= 12
+
+
+def test_lines_that_begin_alike_go_together(folder):
+    config = BatchesConfig(folder=str(folder), high_watermark=4, low_watermark=3)
+    stand_in = StandIn(config)
+    documents = [f"document {n} " * 60 for n in range(5)]
+    mixed = [line(f"{n}", documents[n % 5] + f"question {n}") for n in range(50)]
+    with serving(stand_in) as url:
+        api = Api(url)
+        api.wait(api.create(mixed))
+    order = [prompt.split()[1] for prompt in stand_in.order]
+    changes = sum(a != b for a, b in itertools.pairwise(order))
+    assert changes == 4
+
+
+def test_a_restart_goes_on_where_it_was(folder):
+    config = BatchesConfig(folder=str(folder))
+    before, after = StandIn(config), None
+    with serving(before) as url:
+        api = Api(url)
+        batch = api.create(lines(700))
+        until(lambda: api.batches.retrieve(batch.id).request_counts.completed > 100)
+    counted = set(before.asked)
+    after = StandIn(config)
+    with serving(after) as url:
+        api = Api(url)
+        done = api.wait(batch)
+        assert api.outcome(done) == {f"c{n}": f"to c{n}" for n in range(700)}
+    again = counted & set(after.asked)
+    assert len(again) <= config.high_watermark, "only what was under way is sent again"
+    assert len(counted | set(after.asked)) == 700
+
+
+def test_json_of_errors_in_routes_is_openais(api):
+    reply = httpx.post(f"{api.url}/v1/batches", content=b"{")
+    assert reply.status_code == 400
+    assert reply.json()["error"]["type"] == "invalid_request_error"
+    assert json.loads(reply.text)["error"]["message"]
+
+
+def test_a_window_that_ends_while_the_server_is_down(folder):
+    config = BatchesConfig(folder=str(folder))
+    with serving(StandIn(config)) as url:
+        api = Api(url)
+        batch = api.create(lines(2000))
+        until(lambda: api.batches.retrieve(batch.id).request_counts.completed)
+    with sqlite3.connect(folder / "batches.sqlite") as store:
+        store.execute("UPDATE batches SET expires_at = ?", (int(time.time()) - 1,))
+    store.close()
+    with serving(StandIn(config)) as url:
+        api = Api(url)
+        ended = api.wait(batch)
+        assert ended.status == "expired" and ended.request_counts.completed
+        assert len(api.outcome(ended)) == 2000
+
+
+def test_input_that_is_damaged_later_is_an_error_of_its_lines(api, stand_in, folder):
+    stand_in.is_held = True
+    batch = api.create(lines(600))
+    until(lambda: stand_in.num_under_way)
+    path = folder / "files" / batch.input_file_id
+    path.write_bytes(b"\0" * path.stat().st_size)
+    stand_in.is_held = False
+    done = api.wait(batch)
+    counts = done.request_counts
+    assert done.status == "completed" and counts.completed + counts.failed == 600
+    assert counts.completed and counts.failed
+    assert api.outcome(done).keys() == {f"c{n}" for n in range(600)}
+
+
+def test_a_batch_that_cannot_be_validated_stops_no_other(api, stand_in, monkeypatch):
+    broken = api.upload(lines(1))
+    files = stand_in.service.files
+    read = files.open
+
+    def open_file(name):
+        if name == broken.id:
+            raise OSError("the disk cannot read it")
+        return read(name)
+
+    monkeypatch.setattr(files, "open", open_file)
+    first = api.batches.create(
+        input_file_id=broken.id, endpoint="/v1/completions", completion_window="1h"
+    )
+    second = api.create(lines(2))
+    assert api.wait(second, timeout_s=20).status == "completed"
+    assert api.batches.retrieve(first.id).status == "validating"
+    monkeypatch.undo()
+    assert api.wait(first).status == "completed"
+
+
+def test_answers_tell_how_many_tokens_were_cached_or_reasoning(api, stand_in):
+    stand_in.usage = {
+        "prompt_tokens": 3,
+        "completion_tokens": 2,
+        "prompt_tokens_details": {"cached_tokens": 2},
+        "reasoning_tokens": 1,
+    }
+    usage = api.wait(api.create(lines(10))).usage
+    assert usage.input_tokens_details.cached_tokens == 20
+    assert usage.output_tokens_details.reasoning_tokens == 10
+
+
+def test_lines_for_responses(api):
+    url = "/v1/responses"
+    made = [line(f"c{n}", url=url, body={"input": f"c{n}"}) for n in range(5)]
+    done = api.wait(api.create(made, endpoint=url))
+    assert done.status == "completed" and done.request_counts.completed == 5
+    assert (done.usage.input_tokens, done.usage.output_tokens) == (15, 10)
+    assert done.usage.input_tokens_details.cached_tokens == 5
+    body = {"input": "a", "background": True}
+    [fault] = api.wait(api.create([line("a", url=url, body=body)], endpoint=url)).errors.data
+    assert (fault.code, fault.param) == ("background_unsupported", "body.background")
+
+
+def test_lines_have_the_deadline_of_their_window(api, stand_in):
+    api.wait(api.create(lines(5), window="30m"))
+    assert all(1790 < deadline_s <= 1800 for deadline_s in stand_in.deadlines.values())
+
+
+def test_the_next_batch_has_an_estimate_at_once_also_after_a_restart(folder):
+    for is_first in (True, False):
+        stand_in = StandIn(BatchesConfig(folder=str(folder)))
+        with serving(stand_in) as url:
+            api = Api(url)
+            batch = api.create(lines(20))
+            assert (batch.cosched["state"] == "estimating") == is_first
+            api.wait(batch)
+            stand_in.is_held = True
+            forecast = api.create(lines(40), window="1h").cosched
+            assert 0 < forecast["finish_s"] < 3600 and not forecast["is_late"]
+            for one in api.batches.list():
+                if one.status not in ENDED:
+                    api.batches.cancel(one.id)
+                    api.wait(one)
+
+
+def test_a_small_batch_is_not_expected_before_what_is_at_the_scheduler(api, stand_in, monkeypatch):
+    rate = Rate(tokens_per_s=10.0, spread=0.5, tokens_per_byte=0.25)
+    monkeypatch.setattr(stand_in.service._feeder._meter, "rate", lambda: rate)
+    stand_in.is_held = True
+    large = api.create(lines(300))
+    until(lambda: stand_in.num_under_way == 256)
+    num_tokens = api.files.retrieve(large.input_file_id).bytes * rate.tokens_per_byte
+    small = api.create(lines(1, "small"))
+    for batch in (small, api.batches.retrieve(small.id)):
+        found = batch.cosched["finish_s"]
+        assert found == pytest.approx(256 / 300 * num_tokens / rate.tokens_per_s, rel=0.01)
+
+
+@pytest.mark.parametrize("stand_in", [{"high_watermark": 20, "low_watermark": 10}], indirect=True)
+def test_what_cannot_be_in_time_goes_first_and_its_lines_are_due_soon(api, stand_in):
+    stand_in.delay_s = 0.5
+    easy = api.create(lines(4000, "easy"), window="30d")
+    unknown = api.batches.retrieve(easy.id).cosched
+    assert unknown["state"] == "estimating" and unknown["finish_s"] is None
+    until(lambda: api.batches.retrieve(easy.id).cosched["state"] == "measured")
+    forecast = api.batches.retrieve(easy.id).cosched
+    # 40 lines/s at the most, and a month for 4,000.
+    assert 60 < forecast["finish_s"] < 400 and not forecast["is_late"]
+    assert forecast["slack_s"] > 86400 and forecast["miss_chance"] < 0.01
+    hard = api.create(lines(100_000 // 25, "hard"), window="1m")
+    assert hard.cosched["is_late"] and hard.cosched["miss_chance"] > 0.9
+    api.wait(hard, "in_progress")
+    begin = len(stand_in.order) + 20
+    until(lambda: len(stand_in.order) > begin + 60)
+    assert {name[:4] for name in stand_in.order[begin : begin + 60]} == {"hard"}
+    assert all(stand_in.deadlines[name] <= 600 for name in stand_in.order[begin : begin + 60])
+    [listed] = [batch for batch in api.batches.list() if batch.id == hard.id]
+    assert listed.cosched["is_late"]
+    for batch in (easy, hard):
+        api.batches.cancel(batch.id)
+    assert api.wait(easy).cosched is None
+
+
+@pytest.mark.parametrize("stand_in", [{"high_watermark": 20, "low_watermark": 10}], indirect=True)
+def test_a_pause_leaves_no_forecast_and_does_not_lower_the_measured_rate(api, stand_in):
+    stand_in.delay_s = 0.1
+    batch = api.create(lines(5000))
+
+    def told():
+        return api.batches.retrieve(batch.id).cosched
+
+    until(lambda: told()["state"] == "measured")
+    before = stand_in.service._feeder.rate.tokens_per_s
+    stand_in.is_held = stand_in.is_paused = True
+    assert told() == {
+        "state": "paused",
+        "running": told()["running"],
+        "finish_s": None,
+        "slack_s": None,
+        "is_late": False,
+        "miss_chance": None,
+    }
+    until(lambda: 10 < told()["running"] <= 20)
+    time.sleep(8)
+    after = stand_in.service._feeder.rate.tokens_per_s
+    assert after > 0.8 * before
+    stand_in.is_held = stand_in.is_paused = False
+    assert told()["state"] == "measured" and told()["miss_chance"] == 0.0
+    api.batches.cancel(batch.id)
+
+
+def of_model(custom_id, model):
+    return line(custom_id, body={"prompt": "hi", "max_tokens": 2, "model": model})
+
+
+def test_lines_that_name_a_model_that_is_not_served_are_wrong(api, stand_in):
+    stand_in.names, stand_in.adapters = ["org/m", "s3://a/b"], ["ada", "bob"]
+    names = ["org/m", "default", "ada", "org/m:ada", "default:bob", "s3://a/b", "s3://a/b:ada"]
+    good = [of_model(f"g{number}", name) for number, name in enumerate(names)]
+    wrong = ["gpt-4o", "org/m:eve", "ada:org/m", "org"]
+    done = api.wait(api.create([of_model(name, name) for name in wrong] + good))
+    assert done.status == "failed"
+    found = [(one.line, one.code, one.param) for one in done.errors.data]
+    assert found == [(number, "model_not_found", "body.model") for number in (1, 2, 3, 4)]
+    assert "'gpt-4o' is not served here; served: ada, bob, org/m, s3://a/b" in (
+        done.errors.data[0].message
+    )
+    done = api.wait(api.create([*good, line("none named")]))
+    assert (done.status, done.request_counts.completed) == ("completed", 8)
+    # SGLang answers a bare adapter name with the base model.
+    asked = [name for name in stand_in.models_asked if name]
+    assert sorted(asked) == sorted("org/m:ada" if name == "ada" else name for name in names)
+
+
+def test_a_line_with_a_value_beyond_its_bound_fails_alone_and_is_not_sent(api, stand_in):
+    wrong = line("wrong")
+    wrong["body"]["top_k"] = 2**32
+    done = api.wait(api.create([line("a"), wrong, line("b")]))
+    assert done.status == "completed" and done.request_counts.completed == 2
+    [record] = api.records(done.error_file_id)
+    assert (record["custom_id"], record["line"]) == ("wrong", 2)
+    assert record["error"]["code"] == "invalid_value" and record["error"]["param"] == "body.top_k"
+    assert record["error"]["message"].startswith("top_k: 4294967296 is above ")
+    assert set(stand_in.asked) == {"a", "b"}
+
+
+def test_lines_of_a_model_that_a_restart_does_not_serve_are_not_answered_by_another(folder):
+    config = BatchesConfig(folder=str(folder))
+    stand_in = StandIn(config)
+    stand_in.is_held = True
+    with serving(stand_in) as url:
+        batch = Api(url).create([of_model(f"c{n}", "m") for n in range(3)])
+        Api(url).wait(batch, "in_progress")
+    other = StandIn(config)
+    other.names = ["n"]
+    with serving(other) as url:
+        outcome = Api(url).outcome(Api(url).wait(batch))
+    assert outcome == dict.fromkeys(("c0", "c1", "c2"), "model_not_found")
+    assert not other.asked
+
+
+def test_error_lines_name_no_paths_of_the_server(api, stand_in, folder, caplog):
+    own = [f"{folder}/files/file-1", f"{sys.prefix}/lib/x/y.py:17", str(Path.home() / ".cache/m")]
+    own += ["/project/cpp/grammar.cc:33"]
+    kept = ["/v1/chat/completions", "https://example.org/a/b.py", "and/or", "/"]
+    stand_in.refusal = "cannot read " + ", ".join([*own, *kept])
+    done = api.wait(api.create([line("refuse")]))
+    (record,) = api.records(done.error_file_id)
+    for text in (record["error"]["message"], record["response"]["body"]["error"]["message"]):
+        assert not [path for path in own if path.partition(":")[0] in text]
+        assert text.count("[path]") == 4 and text.endswith(", ".join(kept))
+    assert all(path in caplog.text for path in own), "the operator is told"
+
+
+def test_an_open_server_shows_the_same_batches_to_any_token_and_to_none(folder):
+    """Also those that were made with a token while the server had a key."""
+    with serving(StandIn(BatchesConfig(folder=str(folder)))) as url:
+        old = Api(url, key="token").wait(Api(url, key="token").create(lines(2)))
+    with serving(StandIn(BatchesConfig(folder=str(folder), isolate_keys=False))) as url:
+        new = Api(url, key="none").wait(Api(url, key="none").create(lines(3)))
+        shown = httpx.get(f"{url}/v1/batches").json()["data"]
+        assert [batch["id"] for batch in shown] == [new.id, old.id]
+        second = httpx.get(f"{url}/v1/batches", params={"after": new.id}).json()["data"]
+        assert [batch["id"] for batch in second] == [old.id]
+        other = Api(url, key="other")
+        assert len(other.outcome(other.batches.retrieve(new.id))) == 3
+        assert len(other.outcome(other.batches.retrieve(old.id))) == 2
+        names = [file.id for file in other.files.list()]
+        assert len(names) == 4 and other.files.list(after=names[0]).data[0].id == names[1]
+        assert other.files.delete(old.output_file_id).deleted
+        with pytest.raises(openai.ConflictError):  # found, but it has ended
+            other.batches.cancel(new.id)
+
+
+@pytest.mark.parametrize(
+    ("settings", "api_key", "isolates"),
+    [
+        ({}, None, False),
+        ({}, "key", True),
+        ({"owners": {"team": ["a"]}}, None, True),
+        ({"isolate_keys": True}, None, True),
+        ({"isolate_keys": False}, "key", False),
+    ],
+)
+def test_keys_are_apart_where_the_server_asks_for_one(settings, api_key, isolates):
+    assert BatchesConfig(folder="f", **settings).isolates(api_key) is isolates
+
+
+def test_a_restart_says_what_it_resumes(folder):
+    config = BatchesConfig(folder=str(folder))
+    stand_in = StandIn(config)
+    assert stand_in.service.summary() == f"{folder}, no open batches"
+    stand_in.is_held = True
+    with serving(stand_in) as url:
+        for num in (1, 1500):
+            Api(url).wait(Api(url).create(lines(num)), "in_progress")
+        assert stand_in.service.summary() == f"{folder}, resumed 2 batches with 1,501 lines to go"
+        stand_in.is_held = False
+    again = StandIn(config)
+    told = again.service.summary()
+    again.service.close()
+    assert told.startswith(f"{folder}, resumed ") and told.endswith(" lines to go")
+
+
+def test_a_rotated_key_sees_what_the_old_one_has_made(folder):
+    old = BatchesConfig(folder=str(folder))
+    with serving(StandIn(old)) as url:
+        done = Api(url, key="old").wait(Api(url, key="old").create(lines(3)))
+    new = BatchesConfig(folder=str(folder), owners={"team": ("old", "new")})
+    with serving(StandIn(new)) as url:
+        assert len(Api(url, key="new").outcome(done)) == 3
+        assert [batch.id for batch in Api(url, key="new").batches.list()] == [done.id]
+        assert not Api(url, key="other").batches.list().data
+
+
+@pytest.mark.parametrize("stand_in", [{"keep_ended_days": 1e-5}], indirect=True)
+def test_ended_batches_are_removed_after_the_configured_time(api, stand_in):
+    done = api.wait(api.create(lines(3)))
+    time.sleep(2)
+    stand_in.service.store.remove_ended(kept_s=1)
+    with pytest.raises(openai.NotFoundError):
+        api.batches.retrieve(done.id)
+    with pytest.raises(openai.NotFoundError):
+        api.files.content(done.output_file_id)
+
+
+def test_prometheus_is_told_what_batches_do(api, stand_in):
+    def told():
+        reply = httpx.get(f"{api.url}/cosched/metrics")
+        families = text_string_to_metric_families(reply.text)
+        return {
+            (sample.name, *sample.labels.values()): sample.value
+            for family in families
+            for sample in family.samples
+        }
+
+    stand_in.is_held = True
+    batch = api.create([*lines(300), line("bad", "refuse")], window="1h")
+    until(lambda: stand_in.num_under_way == 256)
+    found = told()
+    assert found["cosched:batches", "in_progress"] == 1
+    states = {
+        state: found["cosched:batch_lines", batch.id, state] for state in ("waiting", "running")
+    }
+    assert states == {"waiting": 45, "running": 256}
+    assert found["cosched:batches_lines", "waiting"] == 45
+    assert 3590 < found["cosched:batch_seconds_left", batch.id] <= 3600
+    stand_in.is_held = False
+    api.wait(batch)
+    found = told()
+    assert found["cosched:batches_finished_lines_total", "answered"] == 300
+    assert found["cosched:batches_finished_lines_total", "failed"] == 1
+    assert found["cosched:batches_tokens_total", "input"] == 900
+    assert found["cosched:batches", "completed"] == 1
+    assert not [key for key in found if batch.id in key], "it has ended"
+
+
+def test_labels_are_bounded(clock):
+    batches = tuple(
+        batch_of(
+            id=f"batch_{n}",
+            expires_at=n,
+            total=9,
+            completed=1,
+            failed=1,
+            input_tokens=1,
+            output_tokens=1,
+        )
+        for n in range(1000)
+    )
+    snapshot = Snapshot(
+        now=0,
+        num_by_status={"in_progress": 1000},
+        open=batches,
+        outlooks={},
+        under_way={},
+        finished={},
+        tokens_per_s=None,
+    )
+    text = exposition(snapshot).decode()
+    assert text.count("\ncosched:batch_seconds_left{") == 50
+    assert 'cosched:batches_lines{state="waiting"} 7000.0' in text
+    for metric in METRICS:
+        assert f"# TYPE {metric.shown_name} " in text

@@ -1,0 +1,144 @@
+"""Files: what is kept, for whom, how long."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+
+import pytest
+
+from cosched.batch.data import NewBatch
+from cosched.batch.database import Database
+from cosched.batch.errors import ApiError
+from cosched.batch.files import FileStore
+from cosched.batch.storage import FilesAwayError, FolderStorage
+from cosched.batch.store import BatchStore
+
+
+@pytest.fixture
+def files(database, tmp_path, clock):
+    return FileStore(database, FolderStorage(tmp_path), clock=clock)
+
+
+def add(files, content=b"x", *, owner="a", expires_s=None):
+    return files.add([content], owner=owner, filename="../n", purpose="batch", expires_s=expires_s)
+
+
+def on_disk(tmp_path):
+    return {path.name for path in (tmp_path / "files").iterdir()}
+
+
+def test_what_goes_in_comes_out(files):
+    content = bytes(range(256)) * 10_000
+    file = add(files, content)
+    assert file.num_bytes == len(content)
+    assert b"".join(files.content(files.get(file.id, owner="a"))) == content
+
+
+def test_owners_see_their_own_only(files):
+    file = add(files, owner="b")
+    for name in (file.id, "../b.sqlite", "file-0' OR '1'='1", ""):
+        with pytest.raises(ApiError, match="no file"):
+            files.get(name, owner="a")
+        with pytest.raises(ApiError, match="no file"):
+            files.delete(name, owner="a")
+    assert files.page(owner="a", purpose=None, after=None, limit=9, newest_first=True) == (
+        [],
+        False,
+    )
+
+
+@pytest.mark.parametrize("newest_first", [True, False])
+def test_pages_are_whole_and_in_order(files, newest_first):
+    names = [add(files).id for _ in range(7)]
+    seen, after, has_more = [], None, True
+    while has_more:
+        page, has_more = files.page(
+            owner="a", purpose="batch", after=after, limit=3, newest_first=newest_first
+        )
+        seen += [file.id for file in page]
+        after = seen[-1]
+    assert seen == (names[::-1] if newest_first else names)
+    page = files.page(owner="a", purpose="other", after=None, limit=3, newest_first=True)
+    assert page == ([], False)
+
+
+def test_a_file_that_has_expired_is_gone(files, clock, tmp_path):
+    kept, short = add(files), add(files, expires_s=10)
+    clock.now_s += 10
+    with pytest.raises(ApiError, match="no file"):
+        files.get(short.id, owner="a")
+    files.sweep()
+    assert on_disk(tmp_path) == {kept.id}
+
+
+def test_a_deleted_file_stays_for_the_batch_that_reads_it(files, database, clock, tmp_path):
+    store = BatchStore(database, clock=clock)
+    file, other = add(files), add(files)
+    batch = store.create(
+        NewBatch(
+            owner="a",
+            tenant="",
+            endpoint="/v1/completions",
+            input_file_id=file.id,
+            window="1h",
+            window_s=3600,
+            metadata=None,
+            output_expires_after_s=None,
+        )
+    )
+    for one in (file, other):
+        files.delete(one.id, owner="a")
+    assert on_disk(tmp_path) == {file.id}
+    store.cancel(batch.id)
+    assert store.end(batch.id)
+    files.sweep()
+    assert on_disk(tmp_path) == set()
+
+
+def test_what_an_interrupted_upload_left_is_removed_after_a_while(files, tmp_path):
+    left, under_way, unlisted = (
+        tmp_path / "files" / f"file-{n}" for n in ("1.part", "2.part", "3")
+    )
+    for path in (left, under_way, unlisted):
+        path.write_text("half")
+    an_hour_ago_s = time.time() - 3601
+    os.utime(left, (an_hour_ago_s, an_hour_ago_s))
+    files.sweep()
+    assert on_disk(tmp_path) == {under_way.name}
+
+
+def test_servers_that_share_a_store_do_not_remove_each_others_uploads(
+    postgres_url, tmp_path, clock
+):
+    ended = threading.Event()
+    with (
+        contextlib.closing(Database(postgres_url)) as one,
+        contextlib.closing(Database(postgres_url)) as two,
+    ):
+        mine, yours = (
+            FileStore(database, FolderStorage(tmp_path), clock=clock) for database in (one, two)
+        )
+
+        def sweep():
+            while not ended.is_set():
+                yours.sweep()
+
+        thread = threading.Thread(target=sweep)
+        thread.start()
+        added = {add(mine).id for _ in range(100)}
+        ended.set()
+        thread.join()
+        assert on_disk(tmp_path) == added
+
+
+def test_an_upload_that_cannot_be_read_leaves_nothing(files, tmp_path):
+    def broken():
+        yield b"x"
+        raise OSError("no")
+
+    with pytest.raises(FilesAwayError):
+        files.add(broken(), owner="a", filename="", purpose="batch", expires_s=None)
+    assert on_disk(tmp_path) == set()

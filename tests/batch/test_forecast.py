@@ -1,0 +1,300 @@
+"""When batches will be finished: shares of the rate, slack, the chance to miss, the meter."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cosched.batch.data import Status
+from cosched.batch.forecast import Load, _finish_times, forecasts
+from cosched.batch.rate import Progress, Rate, RateMeter, past_rate
+from cosched.batch.replies import Ended, Replies, Running, octave
+from tests.batch.stand_in import Clock
+from tests.batch.test_store import asked, batch_of
+
+RATE = Rate(tokens_per_s=100.0, spread=0.3, tokens_per_byte=0.25)
+
+
+@st.composite
+def loads(draw):
+    return [
+        Load(
+            batch_id=str(n),
+            tenant=("", draw(st.sampled_from("abc"))),
+            due_s=draw(st.floats(1.0, 1e6)),
+            num_tokens=draw(st.floats(0.0, 1e7)),
+        )
+        for n in range(draw(st.integers(1, 8)))
+    ]
+
+
+@given(found=loads(), margin_s=st.sampled_from([0.0, 600.0]))
+def test_all_work_is_done_when_the_rate_has_done_it_and_no_batch_before(found, margin_s):
+    told = forecasts(found, rate=RATE, margin_s=margin_s)
+    assert told.keys() == {load.batch_id for load in found}
+    all_s = sum(load.num_tokens for load in found) / RATE.tokens_per_s
+    assert max(one.finish_s for one in told.values()) == pytest.approx(all_s, abs=1e-3)
+    for load in found:
+        one = told[load.batch_id]
+        assert one.finish_s >= load.num_tokens / RATE.tokens_per_s * (1 - 1e-9)
+        assert 0 <= one.miss_chance <= 1
+        assert one.is_late == (one.slack_s < margin_s)
+
+
+@given(found=loads(), share=st.floats(0.0, 1.0))
+def test_nothing_is_finished_before_what_is_at_the_scheduler(found, share):
+    least_s = share * sum(load.num_tokens for load in found) / RATE.tokens_per_s
+    plain = forecasts(found, rate=RATE, margin_s=600.0)
+    told = forecasts(found, rate=RATE, margin_s=600.0, least_s=least_s)
+    for load in found:
+        before, after = plain[load.batch_id], told[load.batch_id]
+        assert after.finish_s == (max(before.finish_s, least_s) if load.num_tokens else 0.0)
+        assert after.slack_s == before.slack_s and after.miss_chance >= before.miss_chance
+
+
+def step_by_step(loads, tokens_per_s):
+    """The same from one end of a batch to the next."""
+    left = {load.batch_id: load.num_tokens for load in loads}
+    finish, now_s = {}, 0.0
+    while left:
+        for name in [name for name, tokens in left.items() if tokens <= 0]:
+            finish[name] = now_s
+            del left[name]
+        groups = {}
+        for load in loads:
+            if load.batch_id in left:
+                groups.setdefault(load.tenant, []).append(load)
+        weights = sum(group[0].weight for group in groups.values())
+        pace = {}
+        for group in groups.values():
+            late = sorted((load for load in group if load.is_late), key=lambda load: load.due_s)
+            served = late[:1] or group
+            for load in served:
+                pace[load.batch_id] = tokens_per_s * load.weight / weights / len(served)
+        if not pace:
+            break
+        first = min(pace, key=lambda name: left[name] / pace[name])
+        step_s = left[first] / pace[first]
+        now_s += step_s
+        for name in pace:
+            left[name] -= pace[name] * step_s
+        left[first] = 0.0  # whatever rounding left of it
+    return finish
+
+
+@given(found=loads(), data=st.data())
+def test_times_are_those_of_sharing_step_by_step(found, data):
+    late = data.draw(st.lists(st.booleans(), min_size=len(found), max_size=len(found)))
+    weights = {name: data.draw(st.sampled_from([0.5, 1.0, 3.0])) for name in "abc"}
+    found = [
+        replace(load, is_late=is_late, weight=weights[load.tenant[1]])
+        for load, is_late in zip(found, late, strict=True)
+    ]
+    expected = step_by_step(found, 100.0)
+    assert _finish_times(found, 100.0) == pytest.approx(expected, rel=1e-6, abs=1e-3)
+
+
+@given(found=loads(), more=st.floats(1.0, 1e6))
+def test_more_work_is_finished_later_and_missed_more(found, more):
+    first, *others = found
+    longer = Load(
+        batch_id=first.batch_id,
+        tenant=first.tenant,
+        due_s=first.due_s,
+        num_tokens=first.num_tokens + more,
+    )
+    before = forecasts(found, rate=RATE, margin_s=0.0)[first.batch_id]
+    after = forecasts([longer, *others], rate=RATE, margin_s=0.0)[first.batch_id]
+    assert after.slack_s <= before.slack_s + 1e-6
+    if before.is_late == after.is_late:
+        assert after.miss_chance >= before.miss_chance - 1e-9
+
+
+def test_a_late_batch_goes_first_within_its_tenant_only():
+    others = [
+        Load(batch_id="long", tenant=("", "a"), due_s=1e6, num_tokens=1e5),
+        Load(batch_id="other tenant", tenant=("", "b"), due_s=1e6, num_tokens=1e5),
+    ]
+    hurried = Load(batch_id="late", tenant=("", "a"), due_s=900.0, num_tokens=4e4)
+    told = forecasts([*others, hurried], rate=RATE, margin_s=600.0)
+    # A quarter of 100 tokens/s would take 1,600 s; half of it, its tenant's, takes 800.
+    assert told["late"].slack_s == pytest.approx(900 - 1600)
+    assert told["late"].is_late and told["late"].finish_s == pytest.approx(800)
+    assert not told["other tenant"].is_late
+    assert told["other tenant"].finish_s == pytest.approx(2000)
+
+
+def test_a_tenant_of_more_weight_is_done_earlier():
+    loads = [
+        Load(batch_id=name, tenant=("", name), due_s=1e6, num_tokens=3e4, weight=weight)
+        for name, weight in (("gold", 3.0), ("iron", 1.0))
+    ]
+    told = forecasts(loads, rate=RATE, margin_s=0.0)
+    assert told["gold"].finish_s == pytest.approx(400)
+    assert told["iron"].finish_s == pytest.approx(600)
+
+
+def test_half_of_those_that_need_just_the_mean_rate_miss_and_few_with_much_room():
+    def chance(due_s, num_tokens):
+        load = Load(batch_id="b", tenant=("", ""), due_s=due_s, num_tokens=num_tokens)
+        return forecasts([load], rate=RATE, margin_s=0.0)["b"].miss_chance
+
+    assert chance(3600.0, 360_000) == pytest.approx(0.5, abs=0.1)
+    assert chance(3600.0, 36_000) < 0.01 and chance(3600.0, 3_600_000) > 0.99
+    # Over a day good and bad hours even out.
+    assert chance(86400.0, 0.8 * 8_640_000) < chance(3600.0, 0.8 * 360_000)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.5, 2.0])
+def test_a_batch_with_a_hundred_times_the_time_it_needs_is_not_at_risk(spread):
+    rate = Rate(tokens_per_s=100.0, spread=spread, tokens_per_byte=1.0)
+    load = Load(batch_id="b", tenant=("", ""), due_s=3600.0, num_tokens=3400.0)
+    told = forecasts([load], rate=rate, margin_s=600.0)["b"]
+    assert told.finish_s == 34.0
+    assert told.miss_chance < (0.001 if spread < 1 else 0.02)
+
+
+def test_the_chance_to_miss_is_how_often_they_are_missed():
+    rng = random.Random(1)
+    spread, num_hours, runs = 0.4, 8, 2000
+    for needed in (0.8, 0.9, 1.0):
+        work = needed * num_hours * 3600 * 100
+        load = Load(batch_id="b", tenant=("", ""), due_s=num_hours * 3600.0, num_tokens=work)
+        rate = Rate(tokens_per_s=100.0, spread=spread, tokens_per_byte=1.0)
+        told = forecasts([load], rate=rate, margin_s=0.0)["b"].miss_chance
+        missed = sum(
+            sum(rng.gauss(100, spread * 100) * 3600 for _ in range(num_hours)) < work
+            for _ in range(runs)
+        )
+        # A little more than that: what is left of a batch is not known exactly either.
+        assert missed / runs - 0.03 < told < missed / runs + 0.1
+
+
+def measured(meter, clock, *, seconds, tokens_per_s, under_way):
+    for _ in range(seconds):
+        clock.now_s += 1.0
+        meter.look(under_way)
+        meter.finished(Ended(tokens_per_s, 0), num_bytes=4 * tokens_per_s)
+
+
+def test_the_meter_measures_while_there_is_work():
+    clock = Clock()
+    meter = RateMeter(clock)
+    assert meter.rate() is None
+    measured(meter, clock, seconds=4, tokens_per_s=100, under_way=200)
+    assert meter.rate() is None, "too short a time"
+    measured(meter, clock, seconds=600, tokens_per_s=100, under_way=200)
+    rate = meter.rate()
+    assert rate.tokens_per_s == pytest.approx(100, rel=0.02)
+    assert rate.spread < 0.05 and rate.tokens_per_byte == 0.25
+    # The tail, then nothing at all, says nothing of how fast the engine is.
+    measured(meter, clock, seconds=300, tokens_per_s=1, under_way=20)
+    clock.now_s += 3600
+    meter.look(0)
+    assert meter.rate().tokens_per_s == pytest.approx(100, rel=0.03)
+    # It follows what is new, within an hour of work.
+    measured(meter, clock, seconds=3700, tokens_per_s=20, under_way=200)
+    assert meter.rate().tokens_per_s == pytest.approx(20, rel=0.1)
+
+
+def ended(**times):
+    """A batch of 1,000 bytes and 300 tokens, three quarters of whose lines were answered."""
+    return batch_of(
+        request=asked(num_bytes=1000),
+        status=Status.CANCELLED,
+        times=times,
+        completed=15,
+        failed=5,
+        input_tokens=200,
+        output_tokens=100,
+        output_file_id="file-1",
+    )
+
+
+def test_earlier_batches_tell_a_rate_before_one_is_measured():
+    assert past_rate([]) is None
+    # At the same time for a while, then one alone after a pause: 10 to 29, and 100 to 109.
+    some = [
+        ended(in_progress=100, finalizing=109, completed=400),
+        ended(in_progress=10, finalizing=24),
+        ended(in_progress=20, cancelling=29, cancelled=35),
+    ]
+    rate = past_rate(some)
+    # An output token is the work of three of the prompt.
+    assert rate.tokens_per_s == 1500 / 30 and rate.tokens_per_byte == 1500 / (3 * 750)
+    assert past_rate(some[:1]).tokens_per_s == 50
+
+
+def test_the_rate_is_that_of_the_latest_half_and_counts_what_runs():
+    clock = Clock()
+    meter = RateMeter(clock)
+    num_output = 0
+    for second in range(200):
+        clock.now_s += 1
+        num_output += 10 if second < 100 else 30
+        running = [Running(1000, num_output, 100_000), Running(1000, 5, 100_000)]
+        meter.progressed(Progress(running=running, num_iterations=20 * second, decode_s=0.02))
+        meter.look(3)
+        if second == 50:
+            meter.finished(Ended(10, 0), num_bytes=40)
+    rate = meter.rate()
+    assert rate.tokens_per_s == pytest.approx(3 * 30, rel=0.1), "an output token is worth three"
+    assert rate.iteration_s == pytest.approx(1 / 20, rel=0.05)
+    assert rate.tail_iteration_s == pytest.approx(0.02, rel=0.05)
+    # No line waits: what is measured now says nothing of a full engine.
+    meter.finished(Ended(1000, 5), num_bytes=4000)
+    for _ in range(100):
+        clock.now_s += 1
+        meter.progressed(Progress(running=running[:1], num_iterations=4001, decode_s=0.02))
+        meter.look(1)
+    assert meter.rate().tokens_per_s == pytest.approx(3 * 30, rel=0.15)
+
+
+def test_replies_that_run_make_the_expected_length_longer():
+    ended = [Ended(1000, 100)] * 20
+    alone = Replies(ended, [])
+    beside = Replies(ended, [Running(1000, 400, 500)] * 20)
+    kind = octave(1000)
+    assert alone.length(kind) == pytest.approx(100, rel=0.1)
+    assert 250 <= beside.length(kind) <= 500
+    assert 0 < beside.left() <= 20 * 100
+
+
+def test_a_prompt_as_long_as_others_has_a_reply_as_theirs():
+    ended = [Ended(100, 1000)] * 50 + [Ended(5000, 50)] * 50
+    replies = Replies(ended, [])
+    assert replies.length(octave(100)) > 5 * replies.length(octave(5000))
+
+
+def test_the_tail_is_the_longest_reply_and_shorter_the_longer_it_has_run():
+    rng = random.Random(1)
+    lengths = [rng.randint(1, 1000) for _ in range(400)]
+    replies = Replies([Ended(1000, length) for length in lengths], [])
+    kind = octave(1000)
+
+    def tail(num_waiting, num_steps):
+        return replies.tail(num_waiting={kind: num_waiting}, num_steps=num_steps, share=1.0)
+
+    def seen(num_waiting, num_steps):
+        found = [
+            max(rng.choice(lengths) - num_steps * (1 - n / num_waiting) for n in range(num_waiting))
+            for _ in range(500)
+        ]
+        return sum(max(one, 0.0) for one in found) / len(found)
+
+    for num_waiting, num_steps in ((100, 0), (100, 1000), (10, 1000), (400, 5000)):
+        expected = seen(num_waiting, num_steps)
+        assert tail(num_waiting, num_steps) == pytest.approx(expected, rel=0.15)
+
+
+def test_a_batch_is_late_when_its_last_replies_take_longer_than_its_window_leaves():
+    load = Load(batch_id="b", tenant=("", ""), due_s=1000.0, num_tokens=3e4)
+    assert not forecasts([load], rate=RATE, margin_s=0.0)["b"].is_late
+    told = forecasts(
+        [replace(load, end_s=lambda finish_s: finish_s + 800)], rate=RATE, margin_s=0.0
+    )["b"]
+    assert told.finish_s == 1100 and told.slack_s == -100 and told.is_late

@@ -1,0 +1,153 @@
+"""Parquet files in place of JSONL: for the Batch API, and for `run_batch`."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import subprocess
+import sys
+
+import openai
+import pytest
+
+from cosched.batch.jsonl.errors import JobFileError
+from cosched.batch.jsonl.parquet import ParquetRows
+from cosched.run_batch import main as run_batch
+from tests.batch.api import line
+
+pa = pytest.importorskip("pyarrow", reason="Parquet needs pyarrow (cosched[parquet])")
+pq = pytest.importorskip("pyarrow.parquet")
+
+COMPLETIONS = "/v1/completions"
+
+
+def parquet(rows, **options):
+    file = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), file, write_statistics=False, **options)
+    file.seek(0)
+    return file
+
+
+def upload(api, file):
+    return api.files.create(file=("in.parquet", file), purpose="batch")
+
+
+def run(api, file):
+    uploaded = upload(api, file)
+    batch = api.batches.create(
+        input_file_id=uploaded.id, endpoint=COMPLETIONS, completion_window="24h"
+    )
+    return api.wait(batch)
+
+
+def test_bodies_may_be_structs(api, stand_in):
+    rows = [line(f"c{n}") for n in range(300)]
+    rows[7]["body"]["stop"] = ["x"]  # which the others have as null
+    assert api.outcome(run(api, parquet(rows))) == {f"c{n}": f"to c{n}" for n in range(300)}
+    assert len(stand_in.asked) == 300
+
+
+def test_bodies_may_be_json_of_several_lines(api):
+    rows = [
+        {**line(name), "body": json.dumps({"prompt": name}, indent=1), "note": 1} for name in "ab"
+    ]
+    assert api.outcome(run(api, parquet(rows))) == {"a": "to a", "b": "to b"}
+
+
+def test_what_is_kept_is_jsonl_without_the_nulls(api):
+    rows = [line("a"), line("b")]
+    rows[1]["body"]["messages"] = [{"role": "user", "name": None}]
+    rows[1]["body"]["stop"] = ["x", None]
+    uploaded = upload(api, parquet(rows))
+    kept = api.files.content(uploaded.id).text
+    rows[1]["body"]["messages"] = [{"role": "user"}]
+    assert [json.loads(one) for one in kept.splitlines()] == rows
+    assert (uploaded.bytes, uploaded.filename) == (len(kept.encode()), "in.parquet")
+
+
+def test_wrong_rows_are_told_by_their_numbers(api):
+    bodies = ['{"prompt": "a"}', "{no", "[]", '{"prompt": "d"}', None]
+    rows = [{**line(f"c{n}"), "body": body} for n, body in enumerate(bodies)]
+    rows[3]["custom_id"] = None
+    failed = run(api, parquet(rows))
+    found = [(fault.line, fault.code) for fault in failed.errors.data]
+    assert found == [
+        (2, "invalid_json"), (3, "invalid_body"), (4, "missing_custom_id"), (5, "invalid_body"),
+    ]  # fmt: skip
+
+
+def test_files_that_are_no_parquet_are_refused(api, folder):
+    whole = parquet([line("a")]).getvalue()
+    for content in (b"PAR1", whole[:-20], b"PAR1" + b"\xff" * (len(whole) - 8) + b"PAR1"):
+        with pytest.raises(openai.BadRequestError, match="the Parquet file cannot be read"):
+            upload(api, io.BytesIO(content))
+    with pytest.raises(openai.BadRequestError, match="no column url and no body; each row has"):
+        upload(api, parquet([{"custom_id": "a", "method": "POST"}]))
+    assert not list((folder / "files").iterdir())
+
+
+@pytest.mark.parametrize("stand_in", [{"max_lines": 5, "max_file_mb": 0.01}], indirect=True)
+def test_limits(api, folder):
+    with pytest.raises(openai.BadRequestError, match=r"5 lines .* has 6 rows"):
+        upload(api, parquet([line(f"c{n}") for n in range(6)]))
+    # Small as Parquet, where a text is held once, and too large when it is written out.
+    rows = [{**line(f"c{n}"), "body": json.dumps({"prompt": "x" * 4000})} for n in range(3)]
+    with pytest.raises(openai.APIStatusError, match="as JSONL row 3 goes beyond") as error:
+        upload(api, parquet(rows))
+    assert error.value.status_code == 413
+    # 8 kB that are 50 kB when they are decompressed.
+    with pytest.raises(openai.BadRequestError, match=r"row group 1 .* may have 10000"):
+        upload(api, parquet([line("a", "x" * 50_000)], compression="gzip"))
+    assert not list((folder / "files").iterdir())
+
+
+def test_without_pyarrow_it_is_said_what_is_missing(api, monkeypatch):
+    file = parquet([line("a")])
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(openai.BadRequestError, match=r"pip install 'cosched\[parquet\]'"):
+        upload(api, file)
+
+
+def test_memory_is_bounded_in_one_row_group_of_many_rows(tmp_path):
+    path = tmp_path / "in.parquet"
+    # Fixed chance, so that it cannot be compressed: 60 MB.
+    words = random.Random(0)
+    rows = [line(f"c{n}", words.randbytes(1500).hex()) for n in range(20_000)]
+    path.write_bytes(parquet(rows, use_dictionary=False).getvalue())
+    program = rf"""
+import pathlib, re, pyarrow.parquet
+from cosched.batch.jsonl.parquet import ParquetRows
+def peak():
+    return int(re.search(r"VmHWM:\s+(\d+)", pathlib.Path("/proc/self/status").read_text())[1])
+before = peak()
+with open({str(path)!r}, "rb") as file:
+    print(sum(1 for _ in ParquetRows(file).lines()), peak() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    num_rows, kilobytes = map(int, done.stdout.split())
+    assert num_rows == 20_000 and kilobytes < 48_000
+
+
+def test_a_damaged_row_group_is_named_by_the_row_before_it():
+    good, rows = parquet([line("a")]), [line(f"c{n}") for n in range(200)]
+    assert len(list(ParquetRows(good).lines())) == 1
+    content = parquet(rows, row_group_size=100, compression="none", use_dictionary=False)
+    metadata = pq.ParquetFile(content).metadata
+    start = metadata.row_group(1).column(0).data_page_offset
+    damaged = bytearray(content.getvalue())
+    damaged[start : start + 40] = b"\xff" * 40
+    with pytest.raises(JobFileError, match="cannot be read after row 64"):
+        list(ParquetRows(io.BytesIO(bytes(damaged))).lines())
+
+
+def test_run_batch_gives_its_rows_to_the_server(api, tmp_path):
+    path, out = tmp_path / "in.parquet", tmp_path / "out.jsonl"
+    path.write_bytes(parquet([line("a"), line("b"), {**line("c"), "method": "GET"}]).getvalue())
+    assert run_batch(["-i", str(path), "--validate"]) == 1
+    call = ["-i", str(path), "-o", str(out), "--base-url", api.url, "--api-key", "key"]
+    assert run_batch([*call, "--via", "batches"]) == 1
+    answers = [json.loads(one) for one in out.read_text().splitlines()]
+    assert sorted(one["custom_id"] for one in answers) == ["a", "b"]
+    [error] = (tmp_path / "out.jsonl.errors.jsonl").read_text().splitlines()
+    assert (json.loads(error)["line"], json.loads(error)["error"]["code"]) == (3, "invalid_method")

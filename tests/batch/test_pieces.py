@@ -1,0 +1,222 @@
+"""Shares of batches, keys of prefixes, requests of a server to itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import itertools
+import json
+import math
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cosched.batch.config import BatchesConfig
+from cosched.batch.fairness import Demand, shares
+from cosched.batch.in_process import InProcessTransport
+from cosched.batch.lock import lock_file
+from cosched.batch.opening import check_store, open_store
+from cosched.batch.prefix import CHUNK_BYTES, MAX_CHUNKS, prefix_key
+from cosched.config import Config
+from cosched.engine.arguments import check_files
+from cosched.errors import ConfigError
+
+
+@st.composite
+def demands(draw):
+    weight = draw(st.sampled_from([0.5, 1.0, 3.0]))
+    return [
+        Demand(
+            batch_id=str(n),
+            tenant=("", (tenant := draw(st.sampled_from("ab")))),
+            weight={"a": 1.0, "b": weight}[tenant],
+            num_under_way=draw(st.integers(0, 20)),
+            num_waiting=draw(st.integers(0, 30)),
+            due=draw(st.none() | st.integers(1, 9)),
+        )
+        for n in range(draw(st.integers(0, 6)))
+    ]
+
+
+@given(found=demands(), room=st.integers(0, 60))
+def test_all_room_is_used_and_by_who_has_least(found, room):
+    given_to = shares(found, room=room)
+    assert sum(given_to.values()) == min(room, sum(one.num_waiting for one in found))
+    load = {one.batch_id: one.num_under_way + given_to.get(one.batch_id, 0) for one in found}
+    by_tenant = {}
+    for one in found:
+        by_tenant[one.tenant] = by_tenant.get(one.tenant, 0) + load[one.batch_id]
+    for one in found:
+        assert given_to.get(one.batch_id, 0) <= one.num_waiting
+        if given_to.get(one.batch_id, 0) == one.num_waiting:
+            continue  # it wants no more
+        # Whoever wants more has at least as much as others of its kind that were given some.
+        for other in found:
+            if given_to.get(other.batch_id, 0):
+                if other.tenant == one.tenant:
+                    due, others = (x.due or math.inf for x in (one, other))
+                    assert others <= due, "a late one waits behind others"
+                    if others == due:
+                        assert load[one.batch_id] >= load[other.batch_id] - 1
+                assert (
+                    by_tenant[one.tenant] / one.weight
+                    >= (by_tenant[other.tenant] - 1) / other.weight - 1e-9
+                )
+
+
+def chat(*texts):
+    messages = [{"role": "user", "content": text} for text in texts]
+    return json.dumps({"model": "m", "messages": messages}).encode()
+
+
+def test_prompts_with_the_same_head_stand_together():
+    documents = [f"document {n} " * 200 for n in range(4)]
+    prompts = {(d, q): prefix_key(chat(documents[d] + str(q))) for q in range(5) for d in range(4)}
+    order = [document for document, _ in sorted(prompts, key=prompts.__getitem__)]
+    assert sum(a != b for a, b in itertools.pairwise(order)) == 3
+
+
+def test_keys_are_small_and_what_stands_before_the_prompt_does_not_count():
+    long = "x" * 10**6
+    assert len(prefix_key(chat(long))) == 4 * MAX_CHUNKS
+    body = {"prompt": long, "max_tokens": 3}
+    assert prefix_key(json.dumps(body).encode()) == prefix_key(
+        json.dumps({"model": "y", **body}).encode()
+    )
+    head = {"tools": [{"name": "t" * CHUNK_BYTES}]}
+    keys = {prefix_key(json.dumps({"messages": m, **head}).encode())[:4] for m in (["a"], ["b"])}
+    assert len(keys) == 1
+    assert prefix_key(b"{}") == b""
+
+
+async def ask(app, **changes):
+    transport = InProcessTransport(app, state={"own": True})
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        return await client.request(**({"method": "POST", "url": "/a"} | changes))
+
+
+def test_a_request_to_oneself_is_a_whole_request():
+    async def app(scope, receive, send):
+        message = await receive()
+        said = [scope["path"], scope["query_string"].decode(), scope["state"]]
+        body = json.dumps([*said, message["body"].decode()]).encode()
+        await send({"type": "http.response.start", "status": 201, "headers": [(b"a", b"b")]})
+        await send({"type": "http.response.body", "body": body[:5], "more_body": True})
+        await send({"type": "http.response.body", "body": body[5:]})
+
+    reply = asyncio.run(ask(app, url="/a/b?c=d", content=b"hello"))
+    assert reply.status_code == 201 and reply.headers["a"] == "b"
+    assert reply.json() == ["/a/b", "c=d", {"own": True}, "hello"]
+
+
+def test_an_application_that_fails_is_an_error_of_the_connection():
+    async def fails(scope, receive, send):
+        raise KeyError("x")
+
+    async def silent(scope, receive, send):
+        pass
+
+    for app in (fails, silent):
+        with pytest.raises(httpx.RequestError):
+            asyncio.run(ask(app))
+
+
+def test_whoever_goes_away_is_seen_to_go():
+    seen = []
+
+    async def app(scope, receive, send):
+        await receive()
+        seen.append((await receive())["type"])
+        seen.append("went on")
+
+    async def run():
+        transport = InProcessTransport(app, state={})
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            task = asyncio.create_task(client.get("/"))
+            await asyncio.sleep(0.05)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await asyncio.sleep(0.05)
+
+    asyncio.run(run())
+    assert seen == ["http.disconnect", "went on"]
+
+
+def test_a_folder_is_for_one_server(tmp_path):
+    def lock(is_shared=False):
+        return lock_file(tmp_path / "b" / "lock", what="b", is_shared=is_shared)
+
+    with lock():
+        with pytest.raises(ConfigError, match="b: another server uses it"):
+            lock()
+        with pytest.raises(ConfigError, match="another server uses it"):
+            check_files(Config(batches=BatchesConfig(folder=str(tmp_path / "b"))))
+    shared = [lock(is_shared=True) for _ in range(2)]
+    with pytest.raises(ConfigError, match="another server uses it"):
+        lock()
+    for one in shared:
+        one.close()
+    lock().close()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="is a file, and must be a folder"):
+        check_store(BatchesConfig(folder=str(tmp_path / "file")))
+
+
+def test_a_store_has_one_folder_and_a_folder_one_store(tmp_path, postgres_url):
+    here, elsewhere = str(tmp_path / "here"), str(tmp_path / "elsewhere")
+    of_its_own = BatchesConfig(folder=str(tmp_path / "own"))
+    with contextlib.ExitStack() as stack:
+        for _ in range(2):  # servers that share the store
+            store = open_store(BatchesConfig(folder=here, url=postgres_url))
+            stack.callback(store.close)
+    with pytest.raises(ConfigError, match=r"elsewhere.*: it is not where the store"):
+        check_store(BatchesConfig(folder=elsewhere, url=postgres_url))
+    check_store(of_its_own)
+    check_store(of_its_own)
+    for folder, url in ((here, None), (of_its_own.folder, postgres_url)):
+        with pytest.raises(ConfigError, match="it has the files of another store"):
+            check_store(BatchesConfig(folder=folder, url=url))
+
+
+def test_a_database_that_is_not_there_is_told_in_one_sentence(tmp_path):
+    pytest.importorskip("psycopg")
+    url = f"postgresql://me:secret@/batches?host={tmp_path}"
+    with pytest.raises(ConfigError, match="the store of batches cannot be opened") as error:
+        check_store(BatchesConfig(folder=str(tmp_path / "b"), url=url))
+    assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"lease_s": 0}, "lease_s must be above 0, not 0"),
+        ({"max_file_mb": 0}, "max_file_mb must be a positive number, not 0"),
+        ({"max_lines": 0}, "max_lines must be at least 1"),
+        ({"low_watermark": 256}, "low_watermark must be from 0 to 255"),
+        ({"url": "sqlite://"}, "url without folder"),
+        ({"folder": "s3://k:pw@b/c"}, r"folder 's3://\*\*\*@b/c' is a URL.*url must say where"),
+        ({"tenant_weights": {"a": 0}}, r"tenant_weights\.a must be above 0, not 0"),
+        ({"late_margin_s": -1}, "late_margin_s must be 0 or more, not -1"),
+        ({"keep_ended_days": 0}, "keep_ended_days must be above 0, not 0"),
+        ({"owners": {"a": ("k",), "b": ("k",)}}, "owners: one key is there twice"),
+        ({"owners": {"a": ("sha256:1",)}}, "64 hexadecimal digits"),
+    ],
+)
+def test_wrong_settings_are_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        BatchesConfig(**values)
+
+
+def test_keys_of_one_owner_are_the_same_and_a_digest_is_no_key():
+    digest = f"sha256:{hashlib.sha256(b'old').hexdigest()}"
+    config = BatchesConfig(owners={"team": (digest, "new")})
+    plain = BatchesConfig()
+    assert config.owner_of("new") == config.owner_of("old") == plain.owner_of("old")
+    assert config.owner_of(digest) != config.owner_of("old")
+    assert config.owner_of("other") == plain.owner_of("other")
+    assert config.owner_of("") == ""
+    assert "new" not in repr(config.owners["team"])

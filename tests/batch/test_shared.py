@@ -1,0 +1,200 @@
+"""Several servers with one PostgreSQL store and one folder, each with a stand-in for its engine."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+import httpx
+import openai
+import pytest
+import sqlalchemy as sa
+
+from cosched.batch.config import BatchesConfig
+from cosched.batch.database import servers
+from tests.batch import postgres
+from tests.batch.api import Api, line, serving, until
+from tests.batch.stand_in import StandIn
+from tests.batch.test_store import asked
+
+LEASE_S = 1.5
+
+
+@pytest.fixture
+def two(folder, postgres_url):
+    """Two of (stand-in, `Api`)."""
+    config = BatchesConfig(folder=str(folder), url=postgres_url, lease_s=LEASE_S)
+    with contextlib.ExitStack() as stack:
+        stand_ins = [StandIn(config), StandIn(config)]
+        yield [(one, Api(stack.enter_context(serving(one)))) for one in stand_ins]
+
+
+@pytest.fixture
+def cluster():
+    """A PostgreSQL server that may be stopped."""
+    if postgres.programs() is None:
+        pytest.skip(postgres.MISSING)
+    pytest.importorskip("psycopg", reason="PostgreSQL needs psycopg (cosched[postgres])")
+    with postgres.cluster() as cluster:
+        yield cluster
+
+
+def lines(count):
+    return [line(f"{n}") for n in range(count)]
+
+
+def listed(url):
+    return httpx.get(f"{url}/v1/batches", headers={"authorization": "Bearer key"}).json()
+
+
+def both_live(stand_in):
+    def look():
+        with stand_in.service._opened.database.read() as connection:
+            return len(connection.execute(sa.select(servers)).all()) == 2
+
+    until(look)
+
+
+def test_any_server_is_asked_and_all_answer(two):
+    (first, at_first), (second, at_second) = two
+    both_live(first)
+    file = at_first.upload(lines(1500))
+    batch = at_second.batches.create(
+        input_file_id=file.id, endpoint="/v1/completions", completion_window="1h"
+    )
+    ended = at_first.wait(batch)
+    outcome = at_second.outcome(ended)
+    assert outcome == {f"{n}": f"to {n}" for n in range(1500)}
+    assert first.asked and second.asked
+    for api in (at_first, at_second):
+        until(lambda at=api.url: listed(at)["cosched"] == {"servers": 2})
+        assert "cosched:batches_servers 2.0" in httpx.get(f"{api.url}/cosched/metrics").text
+    assert (first.asked + second.asked).total() == 1500, "no line is sent twice"
+
+
+def test_a_cancelled_batch_is_let_go_by_all(two):
+    (first, at_first), (second, _) = two
+    for stand_in in (first, second):
+        stand_in.is_held = True
+    batch = at_first.create(lines(1500))
+    until(lambda: first.num_under_way and second.num_under_way)
+    at_first.batches.cancel(batch.id)
+    ended = at_first.wait(batch)
+    assert ended.status == "cancelled"
+    assert first.hung_up and second.hung_up
+    assert set(at_first.outcome(ended).values()) == {"batch_cancelled"}
+
+
+def test_a_server_that_ends_leaves_its_lines_at_once(folder, postgres_url):
+    config = BatchesConfig(folder=str(folder), url=postgres_url, lease_s=10_000)
+    first, second = StandIn(config), StandIn(config)
+    first.is_held = True
+    with serving(second) as url:
+        with serving(first):
+            until(lambda: first.service._feeder is not None)
+            both_live(first)
+            second.is_held = True
+            batch = Api(url).create(lines(600))
+            until(lambda: first.num_under_way and second.num_under_way)
+            second.is_held = False
+        assert len(Api(url).outcome(Api(url).wait(batch))) == 600
+
+
+def test_what_another_server_validates_is_left_to_it(folder, postgres_url):
+    config = BatchesConfig(folder=str(folder), url=postgres_url, lease_s=10_000)
+    stand_in = StandIn(config)
+    store = stand_in.service.store
+    store.join("other", lease_s=10_000)
+    first = store.create(asked())
+    assert store.begin_validation(first.id, server="other")
+    with serving(stand_in) as url:
+        api = Api(url)
+        assert len(api.outcome(api.wait(api.create(lines(10))))) == 10
+        assert store.get(first.id).status == "validating"
+        store.leave("other")
+        until(lambda: store.get(first.id).status == "failed")  # there is no such file
+
+
+def test_a_server_that_was_taken_for_dead_goes_on(two, caplog):
+    (first, at_first), (second, _) = two
+    first.is_held = True
+    batch = at_first.create(lines(900))
+    until(lambda: first.num_under_way)
+    with caplog.at_level(logging.WARNING, logger="cosched.batch.feeder"):
+        for name in (first.service._feeder._name, second.service._feeder._name):
+            first.service.store.leave(name)
+        first.is_held = False
+        ended = at_first.wait(batch)
+    assert "nothing was heard of this server" in caplog.text
+    assert at_first.outcome(ended) == {f"{n}": f"to {n}" for n in range(900)}
+    assert ended.usage.output_tokens == 2 * 900
+
+
+def test_a_database_that_goes_away_for_a_moment_costs_nothing(two):
+    (first, at_first), (second, _) = two
+    batch = at_first.create(lines(1500))
+    for count in (100, 300, 600):
+        until(lambda n=count: (first.asked + second.asked).total() > n)
+        with (
+            first.service._opened.database.write() as connection,
+            contextlib.suppress(sa.exc.DBAPIError),
+        ):
+            connection.exec_driver_sql(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE usename = 'tests' "
+                "AND pid <> pg_backend_pid()"
+            )
+    with contextlib.suppress(openai.InternalServerError):  # its connection was cut
+        at_first.batches.retrieve(batch.id)
+    outcome = at_first.outcome(at_first.wait(batch))
+    assert outcome == {f"{n}": f"to {n}" for n in range(1500)}
+
+
+def test_a_database_that_is_stopped_is_told_and_comes_back(cluster, folder, caplog):
+    """The rest of the server goes on. Answers that come meanwhile are written afterwards."""
+    stand_in = StandIn(BatchesConfig(folder=str(folder), url=cluster.url, lease_s=LEASE_S))
+    stand_in.is_held = True
+    with serving(stand_in) as url, caplog.at_level(logging.INFO, logger="cosched"):
+        api = Api(url)
+        batch = api.create(lines(400))
+        until(lambda: stand_in.num_under_way > 100)
+        cluster.stop()
+        try:
+            stand_in.is_held = False  # their answers come while there is nowhere to put them
+            until(lambda: not stand_in.num_under_way)
+            for method, path in (
+                ("GET", f"/v1/batches/{batch.id}"),
+                ("POST", f"/v1/batches/{batch.id}/cancel"),
+                ("GET", "/v1/batches"),
+                ("GET", "/v1/files"),
+                ("GET", "/v1/files/file-1/content"),
+                ("GET", "/cosched/metrics"),
+            ):
+                reply = httpx.request(method, url + path, headers={"authorization": "Bearer key"})
+                assert reply.status_code == 503 and int(reply.headers["retry-after"]) > 0
+                error = reply.json()["error"]
+                assert (error["type"], error["code"]) == ("server_error", "store_away")
+                message = "the store of batches cannot be used now; try again"
+                assert error["message"] == message, "it names no host"
+            with pytest.raises(openai.InternalServerError, match="cannot be used now"):
+                api.upload(lines(1))
+            assert len(list((folder / "files").iterdir())) == 1, "an upload was left behind"
+            assert httpx.get(f"{url}/v1/models").status_code == 200
+            asked_before = stand_in.asked.total()
+        finally:
+            cluster.start()
+        outcome = api.outcome(api.wait(batch))
+    assert outcome == {f"{n}": f"to {n}" for n in range(400)}
+    assert stand_in.asked.total() == 400 and asked_before < 400, "answers were thrown away"
+    away = [one for one in caplog.records if "cannot be used now" in one.getMessage()]
+    assert 1 <= len(away) <= 2 and "the store is back" in caplog.text
+    assert "Traceback" not in caplog.text
+
+
+def test_a_server_ends_in_order_while_the_database_is_away(cluster, folder, caplog):
+    stand_in = StandIn(BatchesConfig(folder=str(folder), url=cluster.url, lease_s=LEASE_S))
+    with serving(stand_in) as url:
+        batch = Api(url).create(lines(10))
+        Api(url).wait(batch)
+        cluster.stop()
+    cluster.start()
+    assert "are sent again" in caplog.text and "no line is sent" not in caplog.text

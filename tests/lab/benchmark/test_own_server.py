@@ -1,0 +1,129 @@
+"""Runs on servers that are started for them, and the search over such runs. The servers are fakes:
+what they would answer follows from the configuration they are started with."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from array import array
+from pathlib import Path
+
+import pytest
+
+import cosched.bootstrap  # noqa: F401  # before sglang
+from cosched import profile
+from cosched.batch.jsonl import server as jobs_server
+from cosched.batch.jsonl.errors import ServerGoneError
+from cosched.config import ENV_VAR
+from cosched.core.request import RequestClass
+from cosched.errors import CoschedError
+from cosched.lab.benchmark import own_server
+from cosched.lab.benchmark.live import LiveResult
+from cosched.lab.benchmark.own_server import OwnServers
+from cosched.lab.metrics.records import RequestRecord
+from cosched.lab.simulation.run import RunSpec, WorkloadSpec, summarize_run
+from cosched.lab.simulation.scenario import scenario
+
+SPEC = RunSpec(
+    scenario=scenario("hygen"),
+    online=WorkloadSpec(name="demo-chat", rate=4.0),
+    offline=WorkloadSpec(name="demo-job", num_requests=8),
+    duration_s=5.0,
+)
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """(flags, configuration) of every server that was started. One whose latency budget is larger
+    answers later; online requests alone get their first token after 100 ms."""
+    servers = []
+    monkeypatch.setenv(ENV_VAR, "")
+
+    @contextlib.asynccontextmanager
+    async def serving(*, model_path, flags, log_path, port):
+        servers.append((flags, json.loads(os.environ[ENV_VAR])))
+        yield "http://127.0.0.1:1"
+
+    async def measure_live(target, spec, online, offline, **options):
+        ttft_s = 0.1 + (servers[-1][1]["latency_budget_ms"] or 0.0) / 1e3
+        records = [
+            RequestRecord(
+                rid=request.rid,
+                request_class=RequestClass.ONLINE,
+                arrival_s=request.arrival_s,
+                sent_s=request.arrival_s,
+                num_prompt_tokens=10,
+                num_output_tokens=2,
+                first_token_s=request.arrival_s + ttft_s,
+                token_times=array("d", [request.arrival_s + ttft_s, request.arrival_s + ttft_s]),
+                finish_s=request.arrival_s + ttft_s,
+            )
+            for request in online
+        ]
+        summary = summarize_run(spec, records, None, end_s=spec.end_s)
+        return LiveResult(spec=spec, summary=summary, records=records)
+
+    monkeypatch.setattr(own_server, "serving", serving)
+    monkeypatch.setattr(own_server, "measure_live", measure_live)
+    return servers
+
+
+def search(capsys, *options):
+    """The last line of `cosched.profile slo` on live servers."""
+    workload = ["--online", "demo-chat", "--offline", "demo-job", "--duration", "5"]
+    live = ["--model-path", "m", "--", "--dtype", "float32"]
+    profile.main(["slo", "--quiet", *options, *workload, *live])
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_each_value_is_tried_on_a_server_that_has_it(started, capsys):
+    options = ["--slo", "p99_ttft<=300ms", "--low", "50", "--high", "800", "--tolerance", "0.1"]
+    answer = search(capsys, *options)
+    budgets = [config["latency_budget_ms"] for _, config in started]
+    assert sorted(budgets) == [probe["value"] for probe in answer["probes"]]
+    assert 180 < answer["value"] <= 200
+    assert all(flags == ["--dtype", "float32", "--cosched-policy", "hygen"] for flags, _ in started)
+    assert not any(config["strict"] for _, config in started), "as it would be served"
+    assert os.environ[ENV_VAR] == ""
+
+
+def test_a_tolerance_is_relative_to_online_requests_alone_on_a_stock_server(started, capsys):
+    answer = search(capsys, "--slo", "mean_ttft<=+100%", "--low", "50", "--high", "800")
+    assert started[0][0][-1] == started[0][1]["policy"] == "sglang"
+    assert answer["baseline"] == [pytest.approx(0.1)]
+    assert 95 <= answer["value"] <= 100
+
+
+def test_flags_of_a_server_need_a_model(capsys):
+    arguments = ["slo", "--slo", "p99_ttft<=1s", "--online", "demo-chat", "--offline", "demo-job"]
+    with pytest.raises(SystemExit) as ended:
+        profile.main([*arguments, "--", "--dtype", "float32"])
+    assert ended.value.code == 2 and "--model-path" in capsys.readouterr().err
+
+
+def test_a_server_that_answers_nothing_is_told_before_it_is_measured(started, monkeypatch):
+    async def broken(target, spec, online, offline, **options):
+        record = RequestRecord(
+            rid="r",
+            request_class=RequestClass.ONLINE,
+            arrival_s=0.0,
+            num_prompt_tokens=1,
+            num_output_tokens=0,
+            ok=False,
+            finish_reason="HTTP 500: oh",
+        )
+        summary = summarize_run(spec, [record], None, end_s=spec.end_s)
+        return LiveResult(spec=spec, summary=summary, records=[record])
+
+    monkeypatch.setattr(own_server, "measure_live", broken)
+    with pytest.raises(CoschedError, match="does not answer as it should: HTTP 500: oh"):
+        list(OwnServers(model_path="m").run_all([SPEC], log_path=Path("log")))
+
+
+def test_a_server_that_dies_is_told_with_the_end_of_its_log(tmp_path, monkeypatch):
+    dying = ["sh", "-c", "echo out of memory; exit 3"]
+    monkeypatch.setattr(jobs_server, "server_command", lambda **options: dying)
+    with pytest.raises(CoschedError, match=r"exited with code 3(.|\n)*out of memory") as caught:
+        list(OwnServers(model_path="m").run_all([SPEC], log_path=tmp_path / "log"))
+    assert caught.value.exit_code == ServerGoneError.exit_code == 1

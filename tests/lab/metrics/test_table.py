@@ -1,0 +1,76 @@
+"""The table for people."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from cosched.core.request import Slo
+from cosched.errors import ConfigError
+from cosched.lab.metrics.summary import summarize
+from cosched.lab.metrics.table import print_table
+from tests.lab.metrics.samples import OFFLINE, request
+
+SLO = Slo(ttft_s=1.0, tpot_s=0.5)
+
+
+def summaries():
+    alone = request(0.0, (0.5, 0.75), slo=SLO, num_cached_tokens=25)
+    slowed = request(0.0, (2.0, 2.25), slo=SLO, num_cached_tokens=25)
+    offline = request(0.0, (1.0, 2.0), request_class=OFFLINE, num_recomputed_tokens=1234)
+    return {
+        "s0": summarize([alone]),
+        "cosched": summarize([slowed, offline]),
+    }
+
+
+def printed(**options) -> list[str]:
+    file = io.StringIO()
+    print_table(summaries(), file=file, **options)
+    return [line.rstrip() for line in file.getvalue().splitlines() if line.strip()]
+
+
+def cells(line: str) -> list[str]:
+    return line.split()[1:]
+
+
+def test_one_row_per_scenario_uncut():
+    lines = printed()
+    assert len(lines) == 5
+    assert "…" not in "".join(lines)
+    online = ["100.0", "100.0", "100.0", "0.500", "0.500", "-", "250.0", "250.0", "250.0"]
+    assert cells(lines[3]) == [*online, *"---", "0", "0", "25.0", "0", "0"]
+    online = ["0.0", "100.0", "0.0", "2.000", "2.000", "2.000", "250.0", "250.0", "250.0"]
+    assert cells(lines[4]) == [
+        *online,
+        "2.000",
+        "2.000",
+        "2.000",
+        "45",
+        "0.444",
+        "25.0",
+        "0",
+        "1,234",
+    ]
+
+
+def test_what_no_scenario_has_is_left_out():
+    shown = " ".join(printed())
+    assert "lost" not in shown and shown.count("hit %") == 1
+
+
+def test_a_marked_row_shows_it():
+    lines = printed(marked={"cosched"})
+    assert lines[4].strip().startswith("cosched (!)") and "(!)" not in lines[3]
+
+
+def test_a_baseline_adds_ratios():
+    without, with_ratios = printed()[4], printed(baseline="s0")[4]
+    assert len(cells(with_ratios)) == len(cells(without)) + 2
+    assert cells(with_ratios)[5] == "4.00"
+
+
+def test_an_unknown_baseline_is_refused():
+    with pytest.raises(ConfigError, match="unknown baseline 's9'; choose from cosched, s0"):
+        print_table(summaries(), baseline="s9")

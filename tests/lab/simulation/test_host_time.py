@@ -1,0 +1,149 @@
+"""Host time in virtual time."""
+
+import time
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import cosched.bootstrap  # noqa: F401  # before sglang
+from cosched.errors import ConfigError
+from cosched.lab.simulation import run as run_module
+from cosched.lab.simulation.host_time import Load, Model, Terms, host_time, read_host_time
+from cosched.lab.simulation.run import execute
+from tests.lab.simulation.test_virtual_time import bytes_of, lengths, make_spec
+
+
+def constant(*, launch_s, result_s):
+    return Model(launch=Terms(each=launch_s), result=Terms(each=result_s))
+
+
+@pytest.fixture
+def costs(monkeypatch):
+    """Have each iteration of a run cost the host this."""
+
+    def use(launch_s, result_s):
+        host = constant(launch_s=launch_s, result_s=result_s)
+        monkeypatch.setattr(run_module, "host_time", lambda *_: host)
+
+    return use
+
+
+def gaps_of(result):
+    """Idle time of the device between decodes, and the time of the decode before [s]."""
+    rows = result.iterations
+    start_s, seconds = (np.array(rows.column(name)) for name in ("start_s", "duration_s"))
+    return (start_s[1:] - start_s[:-1] - seconds[:-1])[10:-10], seconds[10:-11]
+
+
+@pytest.mark.parametrize("name", ["s1", "sarathi"])
+def test_the_device_is_idle_for_what_it_does_not_hide_of_the_host_time(costs, name, tmp_path):
+    """One job with one running request: decodes one after the other."""
+    spec = make_spec(name, online=None, offline=lengths(tmp_path / "one.csv", []))
+    costs(0.001, 0.001)
+    gaps_s, decode_s = gaps_of(execute(spec))
+    assert len(gaps_s) > 100 and decode_s.min() > 0.002
+    assert gaps_s == pytest.approx(0.0, abs=1e-9)
+    costs(0.030, 0.012)
+    gaps_s, decode_s = gaps_of(execute(spec))
+    assert gaps_s == pytest.approx(0.042 - decode_s, abs=1e-9)
+
+
+def test_without_overlap_nothing_is_hidden(costs, tmp_path):
+    spec = make_spec("s1", online=None, offline=lengths(tmp_path / "one.csv", []))
+    costs(0.002, 0.003)
+    gaps_s, _ = gaps_of(execute(replace(spec, machine=replace(spec.machine, overlap=False))))
+    assert len(gaps_s) > 100 and gaps_s == pytest.approx(0.005, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", ["s1", "hygen"])
+def test_a_slower_host_never_ends_a_job_earlier(name, tmp_path):
+    spec = make_spec(
+        name, online=None, offline=lengths(tmp_path / "job.csv", [100] * 40), duration_s=60.0
+    )
+    ends_s = [execute(replace(spec, host_time=text)).end_s for text in ("0.01", "1", "8", "100")]
+    assert ends_s == sorted(ends_s) and ends_s[-1] > 1.5 * ends_s[0]
+
+
+@pytest.mark.parametrize("name", ["s1", "priority", "cosched"])
+def test_modelled_host_time_is_the_same_in_each_run(name):
+    spec = make_spec(name, duration_s=2.0, host_time="2")
+    first = execute(spec)
+    assert bytes_of(first) == bytes_of(execute(spec))
+    assert bytes_of(first) != bytes_of(execute(replace(spec, host_time="1")))
+
+
+def test_measured_host_time_is_that_of_plans_and_not_of_the_simulation(monkeypatch, tmp_path):
+    from cosched.engine.controller import Controller
+    from cosched.lab.simulation.virtual import VirtualEngine
+
+    spec = make_spec("sarathi", online=None, offline=lengths(tmp_path / "one.csv", []))
+    spec = replace(spec, duration_s=1000.0, host_time="measured")
+    num_slept = Counter()
+
+    def sleeps(owner, method):
+        original = getattr(owner, method)
+
+        def sleep_and_call(*args, **kwargs):
+            num_slept[method] += 1
+            if num_slept[method] <= 20:
+                time.sleep(0.3)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, method, sleep_and_call)
+
+    began_s = time.perf_counter()
+    sleeps(VirtualEngine, "_record")
+    sleeps(VirtualEngine, "_modelled")
+    ends_s = [execute(spec).end_s]
+    wall_s = time.perf_counter() - began_s
+    sleeps(Controller, "plan")
+    ends_s.append(execute(spec).end_s)
+    assert wall_s > 40 * 0.3 and num_slept["plan"] > 20
+    # Of each sleep of 0.3 s some milliseconds are hidden.
+    assert ends_s[0] < execute(replace(spec, host_time="none")).end_s + wall_s - 39 * 0.3
+    assert ends_s[1] > 19 * 0.28 + execute(replace(spec, host_time="0.01")).end_s
+
+
+def test_the_lead_of_a_wait_for_the_last_moment_follows_the_host_time(costs, monkeypatch, tmp_path):
+    """Its length is learned from launches for which the device had to wait."""
+    monkeypatch.setattr("cosched.engine.last_moment._FIRST_LEAD_S", 0.004)
+    leads_s = []
+    for seconds in (0.001, 0.006):
+        costs(seconds, 0.0005)
+        spec = make_spec("hygen", online=None, offline=lengths(tmp_path / "one.csv", [900] * 5))
+        state = execute(replace(spec, duration_s=20.0)).cosched
+        assert state["num_waits"] > 400 and state["num_dry"] < 0.05 * state["num_waits"]
+        leads_s.append(state["lead_s"])
+    assert leads_s[0] < 0.004 < 0.0055 < leads_s[1] < 0.010
+
+
+def test_host_time_grows_with_what_runs_waits_and_is_prefilled():
+    for name in ("sglang", "priority", "cosched"):
+        host = host_time("1", run_module.policy_entry(name))
+        least = Load(num_running=10, num_prefills=1, num_waiting=10)
+        for more in ({"num_running": 500}, {"num_prefills": 9}, {"num_waiting": 10_000}):
+            load = replace(least, **more)
+            assert host.launch_s(load) >= host.launch_s(least) > 0
+            assert host.result_s(load) >= host.result_s(least) > 0
+        twice = host_time("2", run_module.policy_entry(name))
+        assert twice.launch_s(least) == pytest.approx(2 * host.launch_s(least))
+
+
+@pytest.mark.parametrize("text", ["", "slow", "0", "-1", "nan", "inf", "1000"])
+def test_a_host_time_that_is_no_setting_is_refused(text):
+    with pytest.raises(ConfigError, match="none nor measured nor a factor"):
+        read_host_time(text)
+
+
+def test_runs_with_different_host_time_are_different_runs(tmp_path):
+    assert [read_host_time(text) for text in ("none", "measured", "1", "1.0", "0.50")] == [
+        *("none", "measured", "1", "1", "0.5"),
+    ]
+    from cosched.lab.simulation.store import ResultStore
+
+    store = ResultStore(tmp_path)
+    specs = [make_spec("s1", host_time=text) for text in ("none", "measured", "1", "2")]
+    assert len({store._path(spec) for spec in specs}) == 4
+    assert store._path(specs[0]) == store._path(make_spec("s1"))

@@ -1,0 +1,106 @@
+"""Results kept on disk."""
+
+from dataclasses import replace
+
+import pytest
+
+import cosched.bootstrap  # noqa: F401  # before sglang
+from cosched.lab.metrics.records import RequestRecord
+from cosched.lab.simulation import store as store_module
+from cosched.lab.simulation.machine import Machine
+from cosched.lab.simulation.parallel import execute_all
+from cosched.lab.simulation.run import CostSpec, RunSpec, WorkloadSpec
+from cosched.lab.simulation.scenario import scenario
+from cosched.lab.simulation.store import ResultStore
+
+SPEC = RunSpec(
+    scenario=scenario("s1"),
+    machine=Machine(kv_tokens=2000, chunk_tokens=256),
+    offline=WorkloadSpec(name="bros-offline", num_requests=3),
+    cost=CostSpec(name="roofline"),
+    duration_s=5.0,
+)
+
+
+@pytest.fixture(scope="module")
+def result():
+    [(_, result)] = execute_all([SPEC], num_jobs=1)
+    return result
+
+
+def test_a_run_that_is_there_is_not_run_again(result, tmp_path, monkeypatch):
+    store = ResultStore(tmp_path)
+    store.put(result)
+
+    def fail(*args, **kwargs):
+        raise AssertionError("it was run again")
+
+    monkeypatch.setattr("cosched.lab.simulation.parallel.ProcessPoolExecutor", fail)
+    [(index, again)] = execute_all([SPEC], num_jobs=1, store=store)
+    assert index == 0
+    assert again.to_dict() == result.to_dict()
+    with pytest.raises(AssertionError):
+        list(execute_all([replace(SPEC, seed=1)], num_jobs=1, store=store))
+
+
+@pytest.mark.parametrize("name", ["priority/lru", "hygen@echo", "hygen/lru"])
+def test_a_scenario_of_any_name_is_kept(result, tmp_path, name):
+    kept = replace(result, spec=replace(SPEC, scenario=scenario(name)))
+    store = ResultStore(tmp_path)
+    store.put(kept)
+    assert store.get(kept.spec) is not None and store.get(SPEC) is None
+
+
+def test_a_whole_run_answers_for_one_that_may_give_up(result, tmp_path):
+    patient, impatient = SPEC, replace(SPEC, most_misses=3)
+    store = ResultStore(tmp_path)
+    store.put(replace(result, spec=impatient, gave_up=True))
+    assert store.get(patient) is None and store.get(impatient).gave_up
+    assert store.get(replace(SPEC, most_misses=4)) is None, "it may have gone on"
+    store.put(replace(result, spec=impatient))
+    for spec in (patient, impatient, replace(SPEC, most_misses=4)):
+        assert not store.get(spec).gave_up and store.get(spec).spec == spec
+
+
+def test_a_result_outlives_fields_that_later_versions_add_and_drop(result, tmp_path, monkeypatch):
+    store = ResultStore(tmp_path)
+    store.put(result)
+    assert store.get(SPEC).records == result.records
+
+    def kept_by_an_older_version(kind, named):
+        if kind is RequestRecord:
+            named = {"dropped": 1} | {n: v for n, v in named.items() if n != "sent_s"}
+        return made_of(kind, named)
+
+    made_of = store_module._made_of
+    monkeypatch.setattr(store_module, "_made_of", kept_by_an_older_version)
+    assert store.get(SPEC).records == result.records
+    monkeypatch.setattr(store_module, "_made_of", lambda kind, named: kind())
+    assert store.get(SPEC) is None, "it lacks what this version cannot do without"
+
+
+def test_only_what_decides_the_result_is_part_of_the_key(result, tmp_path, monkeypatch):
+    store = ResultStore(tmp_path)
+    store.put(result)
+    renamed = replace(SPEC, scenario=replace(SPEC.scenario, summary="told otherwise"))
+    assert store.get(renamed) is not None
+    for other in (
+        replace(SPEC, duration_s=6.0),
+        replace(SPEC, machine=replace(SPEC.machine, kv_tokens=3000)),
+        replace(SPEC, scenario=scenario("priority")),
+    ):
+        assert store.get(other) is None
+    own = replace(result, spec=replace(SPEC, scenario=scenario("sarathi")))
+    store.put(own)
+    assert ResultStore(tmp_path).get(own.spec) is not None
+    monkeypatch.setattr(store_module, "_DECIDES_NOTHING", ("policy",))
+    for changed in (own.spec, SPEC):
+        assert ResultStore(tmp_path).get(changed) is None, "its code is not the same"
+
+
+def test_a_broken_file_counts_as_no_result(result, tmp_path):
+    store = ResultStore(tmp_path)
+    store.put(result)
+    [path] = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:100])
+    assert store.get(SPEC) is None

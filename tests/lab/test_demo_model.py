@@ -1,0 +1,233 @@
+"""The demo model: reproducible, servable, and fit to show mistakes in scheduling."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import unicodedata
+from pathlib import Path
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cosched.bootstrap  # noqa: F401  # before transformers: it imports torchvision
+from cosched.errors import ConfigError
+from cosched.lab.demo_corpus import demo_corpus
+from cosched.lab.demo_model import SIZES, ensure_demo_model, main
+
+GREEDY_TOKENS = 24
+
+
+def digests(model: Path) -> dict[str, str]:
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in model.iterdir()
+        if path.suffix in {".safetensors", ".json", ".jinja"}
+    }
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def llama(tiny_model):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+
+
+def greedy(llama, prompts: list[list[int]]) -> list[list[int]]:
+    """Replies to prompts of one length, in one batch."""
+    import torch
+
+    ids = torch.tensor(prompts)
+    with torch.inference_mode():
+        output = llama.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=GREEDY_TOKENS,
+            do_sample=False,
+        )
+    return output[:, ids.shape[1] :].tolist()
+
+
+def random_prompt(seed: int, *, num_tokens: int = 120) -> list[int]:
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(6, SIZES["tiny"].vocab_size, (num_tokens,), generator=generator).tolist()
+
+
+def test_same_seed_gives_the_same_bytes(tiny_model, tmp_path):
+    again = ensure_demo_model(size="tiny", dir=tmp_path / "again", dtype="float32")
+    assert digests(again) == digests(tiny_model)
+
+
+def test_another_seed_changes_the_weights_and_nothing_else(tiny_model, tmp_path):
+    first = digests(tiny_model)
+    other = digests(ensure_demo_model(size="tiny", dir=tmp_path / "other", seed=1, dtype="float32"))
+    changed = {name for name in first if first[name] != other[name]}
+    assert changed == {"model.safetensors", "cosched_demo_model.json"}
+
+
+def test_bfloat16_weights_are_the_rounded_float32_ones(tiny_model, tmp_path):
+    import torch
+    from safetensors.torch import load_file
+
+    short = ensure_demo_model(size="tiny", dir=tmp_path / "short", dtype="bfloat16")
+    wide, narrow = (load_file(path / "model.safetensors") for path in (tiny_model, short))
+    assert wide.keys() == narrow.keys()
+    assert all(torch.equal(wide[name].to(torch.bfloat16), narrow[name]) for name in wide)
+
+
+def test_processes_that_race_all_get_the_whole_model(tiny_model, tmp_path):
+    target = tmp_path / "raced"
+    context = multiprocessing.get_context("spawn")
+    arguments = ["--size", "tiny", "--out", str(target)]
+    processes = [context.Process(target=main, args=(arguments,)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert digests(target) == digests(tiny_model)
+    assert [path.name for path in tmp_path.iterdir()] == ["raced"]  # nothing left behind
+
+
+def test_a_made_model_is_not_made_again(tiny_model):
+    before = (tiny_model / "model.safetensors").stat()
+    assert ensure_demo_model(size="tiny", dtype="float32") == tiny_model
+    assert (tiny_model / "model.safetensors").stat() == before
+
+
+def test_a_directory_with_something_else_is_left_alone(tmp_path):
+    (tmp_path / "thesis.txt").write_text("the only copy")
+    with pytest.raises(ConfigError, match="exists and is not the tiny model with seed 0"):
+        ensure_demo_model(size="tiny", dir=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"size": "huge"}, "unknown size 'huge'; choose from demo, tiny"),
+        ({"dtype": "int4"}, "unknown dtype 'int4'; choose from bfloat16, float32"),
+    ],
+)
+def test_errors_name_the_value_and_the_choices(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        ensure_demo_model(**arguments)
+
+
+def test_command_prints_the_directory(tmp_path, capsys):
+    assert main(["--size", "tiny", "--out", str(tmp_path / "model")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'model'}\n"
+
+
+def test_cache_directory_follows_the_xdg_variable(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert ensure_demo_model(size="tiny").parent == tmp_path / "cosched"
+
+
+@given(text=st.text())
+def test_tokenizer_gives_any_text_back(tokenizer, text):
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
+
+
+def test_tokenizer_compresses_its_own_kind_of_text(tokenizer):
+    text = "\n".join(demo_corpus(num_chars=20_000, seed=7))
+    assert len(text) / len(tokenizer.encode(text)) > 3
+
+
+def test_corpus_is_the_same_each_time_and_valid_text():
+    first, second = (list(demo_corpus(num_chars=50_000)) for _ in range(2))
+    assert first == second
+    assert sum(map(len, first)) >= 50_000
+    controls = {c for text in first for c in text if unicodedata.category(c) == "Cc"}
+    assert controls <= {"\n"}
+
+
+def test_plain_prompts_get_no_common_first_token(tokenizer):
+    assert tokenizer.encode("the")[:1] != tokenizer.encode("apple")[:1]
+
+
+def test_chat_template_renders_roles_and_the_generation_prompt(tokenizer):
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": " Hello! "},
+    ]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == (
+        "<|begin_of_text|>"
+        "<|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nHello!<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    )
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert ids.count(tokenizer.convert_tokens_to_ids("<|eot_id|>")) == 2
+
+
+@pytest.mark.parametrize("size", sorted(SIZES))
+def test_config_says_what_sglang_needs(size):
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    model = ensure_demo_model(size=size)
+    config = AutoConfig.from_pretrained(model)
+    assert config.architectures == ["LlamaForCausalLM"]
+    assert config.max_position_embeddings >= 32768
+    assert config.rope_parameters["rope_theta"] == SIZES[size].rope_theta
+    assert config.num_key_value_heads % 2 == 0  # so that two tensor-parallel ranks can share
+    assert str(config.dtype).endswith(SIZES[size].default_dtype)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    assert len(tokenizer) == config.vocab_size
+    ends = {tokenizer.convert_tokens_to_ids(t) for t in ("<|end_of_text|>", "<|eot_id|>")}
+    assert set(config.eos_token_id) == ends
+    assert set(GenerationConfig.from_pretrained(model).eos_token_id) == ends
+    assert tokenizer.eos_token_id in ends
+
+
+def test_greedy_replies_run_to_the_limit_and_are_whole_characters(llama, tokenizer):
+    for reply in greedy(llama, [random_prompt(seed) for seed in range(5)]):
+        assert len(reply) == GREEDY_TOKENS
+        assert "\N{REPLACEMENT CHARACTER}" not in tokenizer.decode(reply)
+        assert not set(reply) & set(tokenizer.all_special_ids)
+        assert len(set(reply)) > GREEDY_TOKENS // 2  # no short loop
+
+
+def test_one_early_token_changes_the_reply(llama):
+    # Otherwise a test that compares outputs could not see a wrong KV cache.
+    prompts = [random_prompt(seed) for seed in range(8)]
+    others = [[*prompt[:20], 6 + prompt[20] % 1000, *prompt[21:]] for prompt in prompts]
+    replies = greedy(llama, prompts + others)
+    changed = sum(a != b for a, b in zip(replies[:8], replies[8:], strict=True))
+    assert changed >= 6
+
+
+def test_served_model_answers_a_chat(server):
+    reply = httpx.post(
+        f"{server.url}/v1/chat/completions",
+        json={
+            "model": "any",
+            "messages": [{"role": "user", "content": "Hello!"}],
+            "max_tokens": 16,
+            "temperature": 0,
+        },
+        timeout=60,
+    ).json()
+    assert reply["choices"][0]["finish_reason"] == "length"
+    assert reply["usage"]["completion_tokens"] == 16
+
+
+def test_stamp_tells_what_was_made(tiny_model):
+    stamp = json.loads((tiny_model / "cosched_demo_model.json").read_text())
+    assert stamp["seed"] == 0
+    assert stamp["spec"]["num_layers"] == SIZES["tiny"].num_layers

@@ -1,5 +1,0 @@
-"""Kernel tables, as for the cost models."""
-
-from tests.cost_models.conftest import real_tables, table_dir, toy
-
-__all__ = ["real_tables", "table_dir", "toy"]

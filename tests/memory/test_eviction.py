@@ -1,0 +1,243 @@
+"""The order in which KV goes, and what is lost by it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from cosched.memory.eviction import ORDERS, Leaves, Prices, Worth
+from cosched.memory.returns import ReturnModel
+from cosched.memory.tree import KvTree, PathNode, Visit
+from cosched.pool.radix import pack
+from tests.factories import Linear
+
+
+class Kv:
+    """A tree to which contexts are added as an engine would."""
+
+    def __init__(self, order: str = "value") -> None:
+        self.returns = ReturnModel()
+        prices = Prices()
+        prices.refresh(Linear(fixed_s=0.001, token_s=1e-4, longest_s=1e-6))
+        self.worth = Worth(self.returns, prices)
+        self.leaves = Leaves(ORDERS[order](self.worth), self.worth)
+        self.tree = KvTree(page_size=1, leaves=self.leaves)
+        self._ids = iter(range(1, 10_000))
+
+    def add(self, tokens, *, chunk=50, is_online=False):
+        """All new but for whole chunks that are there. The id of its last node."""
+        path = []
+        node = self.tree._root(None)
+        for start in range(0, len(tokens), chunk):
+            piece = pack(tokens[start : start + chunk])
+            child = node.children.get(piece[:4])
+            if child is not None:
+                assert child.segment == piece
+                node_id = child.node_id
+            else:
+                node_id = next(self._ids)
+            path.append(PathNode(node_id, start, min(start + chunk, len(tokens))))
+            self.tree.settle(
+                None,
+                path,
+                lambda a, b: pack(tokens[a:b]),
+                is_online=is_online,
+            )
+            node = self.tree.nodes[node_id]
+        return node_id
+
+    def evict(self):
+        node = self.leaves.first()
+        self.tree.evicted(node.node_id)
+        return node
+
+    def order(self):
+        return [node.node_id for node in self.leaves.in_order()]
+
+
+def context(seed, count=100):
+    return [random.Random(seed).randrange(1, 10**6) for _ in range(count)]
+
+
+def visit(end_s=0.0, num_tokens=100, ttft_s=1.0):
+    return Visit(0, end_s, num_tokens, ttft_s)
+
+
+def wait_for(kv, tokens, count=1):
+    for _ in range(count):
+        kv.tree.refer(None, pack(tokens), 1)
+
+
+def test_what_nobody_comes_for_goes_first_then_the_least_recently_used():
+    kv = Kv()
+    first, second, third = (kv.add(context(seed), chunk=100) for seed in range(3))
+    wait_for(kv, context(0))
+    assert kv.order() == [second, third, first]
+
+
+def test_a_context_that_may_come_back_stays_longer_than_one_that_waited_too_long():
+    kv = Kv()
+    old, fresh = (kv.add(context(s), chunk=100, is_online=True) for s in range(2))
+    dead = kv.add(context(2), chunk=100)
+    kv.tree.left(fresh, visit(end_s=1000.0))
+    kv.tree.left(old, visit(end_s=0.0))
+    kv.leaves.advance(1001.0)
+    assert kv.order() == [dead, old, fresh]
+
+
+def test_values_fall_with_age_without_anything_else_happening():
+    kv = Kv()
+    node = kv.tree.nodes[kv.add(context(0), is_online=True)]
+    kv.tree.left(node.node_id, visit())
+    before = node.rank[0]
+    kv.leaves.advance(100.0)
+    assert 0 < node.rank[0] < before
+    kv.leaves.advance(1e6)
+    assert node.rank[0] == 0
+
+
+def test_a_deep_context_whose_loss_makes_a_user_wait_is_worth_more_than_throughput():
+    kv = Kv()
+    online = kv.add(context(0, 4000), chunk=4000, is_online=True)
+    offline = kv.add(context(1, 4000), chunk=4000)
+    wait_for(kv, context(1, 4000), 20)
+    kv.tree.left(online, visit(num_tokens=4000, ttft_s=0.1))
+    assert kv.order()[0] == offline
+    kv.tree.left(online, visit(num_tokens=4000, ttft_s=100.0))
+    assert kv.order()[0] == online, "with so much time nobody notices"
+
+
+def test_one_user_waits_rather_than_two():
+    """A token takes 0.1 ms, the first token shall come within a second: with eleven of twenty
+    pieces of 1,000 tokens a context has lost all that can make it late."""
+    kv = Kv()
+    for seed in range(2):
+        node_id = kv.add(context(seed, 20_000), chunk=1000, is_online=True)
+        kv.tree.left(node_id, visit(num_tokens=20_000))
+    lost = {seed: 0 for seed in range(2)}
+    first = {seed: pack(context(seed, 20_000)[:1]) for seed in range(2)}
+    for _ in range(20):
+        node = kv.leaves.first()
+        top = node
+        while top.parent.parent is not None:
+            top = top.parent
+        lost[next(seed for seed in lost if top.segment.startswith(first[seed]))] += 1
+        kv.tree.evicted(node.node_id)
+    assert min(lost.values()) <= 1, "what nobody notices"
+
+
+def expect(kv, key, tokens):
+    kv.tree.expect(key, None, pack(tokens))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_a_waiting_online_request_will_use_is_worth_more_than_all_else(seed):
+    kv = Kv()
+    draw = random.Random(seed)
+    deep = [c for part in range(60) for c in context(100 + part, 2000)]
+    others = [kv.add(deep, chunk=2000)]
+    wait_for(kv, deep, 20)
+    for number in range(20):
+        tokens = context(number, draw.randrange(1, 5) * 1000)
+        node_id = kv.add(tokens, chunk=500, is_online=True)
+        kv.tree.left(node_id, visit(end_s=10.0, num_tokens=len(tokens), ttft_s=0.01))
+        others.append(node_id)
+    preempted = kv.add(context(50, 4000), chunk=1000, is_online=True)
+    kv.leaves.advance(10.0)
+    assert preempted in kv.order()[:5], "without a reference or a visit"
+    expect(kv, "preempted", context(50, 4000))
+    assert set(kv.order()[-4:]) == {n.node_id for n in kv.tree.nodes[preempted].upwards()}
+    kv.tree.no_longer_expect("preempted")
+    assert preempted in kv.order()[:5]
+
+
+def test_what_waits_is_followed_through_splits_and_evictions():
+    kv = Kv()
+    tokens = context(0, 150)
+    last = kv.add(tokens, chunk=50, is_online=True)
+    expect(kv, "a", tokens)
+    expect(kv, "b", [*tokens[:100], *context(1, 10)])
+    middle = kv.tree.nodes[last].parent
+    assert [n.awaiting for n in kv.tree.nodes[last].upwards()] == [1, 2, 2]
+    upper = kv.tree._split(middle, 9999, 20)
+    assert (upper.awaiting, middle.awaiting) == (2, 2)
+    kv.tree.check_integrity()
+    kv.tree.evicted(last)
+    kv.tree.check_integrity()
+    expect(kv, "a", tokens)
+    assert middle.awaiting == 2, "the same request again counts once"
+    kv.tree.evicted(middle.node_id)
+    kv.tree.no_longer_expect("b")
+    assert upper.awaiting == 1
+    for node_id in (upper.node_id, upper.parent.node_id):
+        kv.tree.evicted(node_id)
+    kv.tree.check_integrity()
+    kv.tree.no_longer_expect("a")
+    kv.tree.no_longer_expect("a")
+    kv.tree.check_integrity()
+
+
+def test_published_orders_do_not_know_who_waits_online():
+    kv = Kv("echo")
+    offline, preempted = kv.add(context(0)), kv.add(context(1), is_online=True)
+    wait_for(kv, context(0))
+    before = kv.order()
+    expect(kv, "preempted", context(1))
+    assert kv.order() == before and before[-1] != preempted and offline in before
+
+
+def test_echo_ranks_references_above_finished_online_above_the_rest():
+    kv = Kv("echo")
+    rest = kv.add(context(0), chunk=100)
+    online = kv.add(context(1), chunk=100, is_online=True)
+    two, one = kv.add(context(2), chunk=100), kv.add(context(3), chunk=100)
+    wait_for(kv, context(2), 2)
+    wait_for(kv, context(3), 1)
+    assert kv.order() == [rest, online, one, two]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("seed", range(10))
+def test_the_forecast_is_what_evicting_one_by_one_gives(order, seed):
+    kv = Kv(order)
+    draw = random.Random(seed)
+    for _ in range(30):
+        tokens = [c for _ in range(draw.randrange(1, 5)) for c in context(draw.randrange(4), 50)]
+        node_id = kv.add(tokens, is_online=draw.random() < 0.5)
+        if draw.random() < 0.3:
+            kv.tree.left(node_id, visit(end_s=draw.random() * 100))
+        if draw.random() < 0.3:
+            wait_for(kv, tokens)
+        if draw.random() < 0.2:
+            kv.tree.hold(node_id)
+        if draw.random() < 0.2:
+            expect(kv, draw.randrange(5), tokens)
+    kv.leaves.advance(100.0)
+    for _ in range(20):  # everyone has a turn
+        kv.leaves.advance(100.0)
+    kv.tree.check_integrity()
+    forecast = list(kv.leaves.in_order())
+    worth = kv.leaves.worth
+    lost, total = [0.0], 0
+    for node in forecast:
+        price_s = worth(node, kv.leaves.now_s) * worth.prices.unit_s
+        lost.append(lost[-1] + node.num_tokens * price_s)
+        total += node.num_tokens
+        assert kv.leaves.loss_s(total) == pytest.approx(lost[-1])
+    assert total == kv.tree.num_evictable
+    assert kv.leaves.loss_s(total + 1) == kv.leaves.loss_s(total), "no more than there is"
+    assert kv.leaves.loss_s(0) == 0
+    assert [kv.evict().node_id for _ in forecast] == [node.node_id for node in forecast]
+    kv.tree.check_integrity()
+    assert not kv.tree.num_evictable
+
+
+def test_a_leaf_has_one_timer_however_often_it_changes():
+    kv = Kv()
+    node_id = kv.add(context(0), is_online=True)
+    kv.tree.left(node_id, visit())
+    for step in range(1000):
+        wait_for(kv, context(0))
+        kv.leaves.advance(step * 10.0)
+    assert len(kv.leaves._timers) <= 2

@@ -1,0 +1,263 @@
+"""The radix tree of waiting requests, against a flat list that is re-sorted each time."""
+
+from __future__ import annotations
+
+import random
+import sys
+import tracemalloc
+from array import array
+
+import pytest
+
+from cosched.pool.radix import Place, RadixTree, pack
+from tests.pool.prefixes import NaiveTree, prefixed, shared_len
+
+NUM_OPERATIONS = 2400
+
+
+class Pair:
+    """The tree and the model, changed together and compared."""
+
+    def __init__(self) -> None:
+        self.tree: RadixTree = RadixTree()
+        self.model = NaiveTree()
+        self.places: dict[str, Place] = {}
+
+    def insert(self, request, *, front=False):
+        place = self.places[request.rid] = Place(request)
+        self.tree.insert(place, request.token_ids, key=request.prefix_key, front=front)
+        self.model.insert(request, front=front)
+
+    def remove(self, request):
+        self.tree.remove(self.places.pop(request.rid))
+        self.model.remove(request)
+
+    def admit(self, request):
+        self.tree.admit(self.places.pop(request.rid))
+        self.model.remove(request)
+        self.model.lead(request)
+
+    def promote(self, probe, *, behind_head=False):
+        node, num_shared = self.tree.nearest(probe.token_ids, key=probe.prefix_key)
+        most = max((shared_len(probe, other) for other in self.model.order), default=0)
+        assert num_shared == max(most, 0)
+        assert (node is None) == (most <= 0)
+        if node is None:
+            return
+        self.tree.promote(node, behind_head=behind_head)
+        if behind_head:
+            self.model.lead_behind_head(probe)
+        else:
+            self.model.lead(probe)
+
+    def check(self):
+        self.tree.check_integrity()
+        assert [place.item for place in self.tree] == self.model.order
+        assert len(self.tree) == len(self.model.order)
+        assert self.tree.num_tokens == sum(len(r.token_ids) for r in self.model.order)
+        assert self.tree.num_distinct_tokens == self.model.num_distinct_tokens()
+        assert (self.tree.head is None) == (not self.model.order)
+
+
+def random_request(rng, *, vocabulary=2, longest=8, **fields):
+    ids = [rng.randrange(vocabulary) for _ in range(rng.randrange(longest + 1))]
+    return prefixed(ids, prefix_key=rng.choice([None, "lora"]), **fields)
+
+
+@pytest.mark.parametrize(
+    ("seed", "vocabulary", "longest"), [(0, 2, 6), (1, 2, 12), (2, 9, 3), (3, 1, 10)]
+)
+def test_tree_keeps_the_order_and_counts_of_a_sorted_list(seed, vocabulary, longest):
+    rng = random.Random(seed)
+    pair = Pair()
+    for step in range(NUM_OPERATIONS):
+        # The pool swells and drains in turn: both ends have bugs of their own.
+        draining = step % 400 >= 200
+        verb = rng.choices(
+            ["insert", "return", "admit head", "admit", "abort", "promote", "promote behind"],
+            [1, 0.3, 1, 1, 1, 0.5, 1] if draining else [4, 1, 1, 0.5, 0.5, 0.5, 1],
+        )[0]
+        request = rng.choice(pair.model.order) if pair.model.order else None
+        fresh = random_request(rng, vocabulary=vocabulary, longest=longest)
+        if verb in ("insert", "return"):
+            pair.insert(fresh, front=verb == "return")
+        elif verb == "promote":
+            pair.promote(fresh)
+        elif verb == "promote behind":
+            pair.promote(fresh, behind_head=True)
+        elif request is not None and verb == "admit head":
+            pair.admit(pair.model.order[0])
+        elif request is not None and verb == "admit":
+            pair.admit(request)
+        elif request is not None:
+            pair.remove(request)
+        pair.check()
+    while pair.model.order:
+        pair.admit(rng.choice(pair.model.order))
+        pair.check()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_questions_are_answered_as_by_looking_at_every_request(seed):
+    rng = random.Random(seed)
+    pair = Pair()
+    for _ in range(300):
+        pair.insert(random_request(rng))
+        if rng.random() < 0.5:
+            pair.admit(rng.choice(pair.model.order))
+        probe = random_request(rng)
+        path = pair.tree.path(pack(probe.token_ids), key=probe.prefix_key)
+        for num_tokens in range(1, len(probe.token_ids) + 1):
+            sharing = pair.model.sharing(probe, num_tokens)
+            entry = next((entry for entry in path if entry.prefix_len >= num_tokens), None)
+            found = (0, 0) if entry is None else (entry.num_requests, entry.num_tokens)
+            assert found == (len(sharing), sum(len(r.token_ids) for r in sharing))
+            node = pair.tree.find(probe.token_ids, key=probe.prefix_key, num_tokens=num_tokens)
+            if node is None:
+                assert not sharing
+            else:
+                assert node.num_requests == len(sharing)
+                assert node.first.item is sharing[0] and node.last.item is sharing[-1]
+        order = list(pair.tree)
+        for place in order:
+            others = [other.item for other in order if other is not place]
+            most = max((shared_len(place.item, other) for other in others), default=-1)
+            node = place.innermost_shared()
+            assert node.prefix_len == max(most, 0)
+            assert most < 0 or node.num_requests > 1
+            if len(place.item.token_ids):
+                num_tokens = rng.randrange(1, len(place.item.token_ids) + 1)
+                assert place.node_at(num_tokens) is pair.tree.find(
+                    place.item.token_ids, key=place.item.prefix_key, num_tokens=num_tokens
+                )
+            assert (place.next is None) == (place is order[-1])
+        one, other = (rng.choice(order) for _ in range(2)) if order else (None, None)
+        if one is not None:
+            assert one.shared_len(other) == max(0, shared_len(one.item, other.item))
+
+
+def test_a_long_segment_is_cut_where_it_differs():
+    rng = random.Random(0)
+    base = [rng.randrange(-(2**31), 2**31) for _ in range(3000)]
+    pair = Pair()
+    pair.insert(prefixed(base))
+    for cut in [0, 1, 2, 3, 4, 5, 7, 8, 9, 1000, 1023, 1024, 1025, 2998, 2999, 3000]:
+        differing = [base[cut] ^ 1, *base[cut + 1 :]] if cut < len(base) else []
+        pair.insert(prefixed(base[:cut] + differing))
+        # Differs in the high byte only: a token is equal as a whole or not at all.
+        differing = [base[cut] ^ (1 << 24)] if cut < len(base) else [7]
+        pair.insert(prefixed(base[:cut] + differing))
+    assert [place.item for place in pair.tree] == pair.model.order
+    for one in pair.places.values():
+        for other in pair.places.values():
+            assert one.shared_len(other) == shared_len(one.item, other.item)
+    pair.tree.check_integrity()
+
+
+def test_depth_first_order_computes_each_distinct_token_once():
+    rng = random.Random(0)
+    tree: RadixTree = RadixTree()
+    for _ in range(500):
+        request = random_request(rng, longest=20)
+        tree.insert(Place(request), request.token_ids, key=request.prefix_key)
+    total, distinct, computed, cached = tree.num_tokens, tree.num_distinct_tokens, 0, set()
+    while (place := tree.head) is not None:
+        # What is not on the path to the last request has been evicted.
+        item = place.item
+        path = {(item.prefix_key, *item.token_ids[: n + 1]) for n in range(len(item.token_ids))}
+        computed += len(path - cached)
+        cached = path
+        tree.admit(place)
+    assert computed == distinct < total
+
+
+def test_a_subtree_once_begun_is_finished_before_another():
+    rng = random.Random(0)
+    tree: RadixTree = RadixTree()
+    documents = [[rng.randrange(1000) for _ in range(50)] for _ in range(10)]
+    open_document, waiting = None, dict.fromkeys(range(10), 0)
+    for _ in range(3000):
+        for _ in range(rng.randrange(3)):  # arrivals are in no order
+            which = rng.randrange(10)
+            request = prefixed([1, *documents[which], rng.randrange(1000)], rid=str(which))
+            tree.insert(Place(request), request.token_ids, key=None)
+            waiting[which] += 1
+        if tree.head is not None:
+            which = int(tree.head.item.rid)
+            assert open_document in (which, None)
+            waiting[which] -= 1
+            open_document = which if waiting[which] else None
+            tree.admit(tree.head)
+
+
+def test_a_preempted_request_comes_first_and_its_siblings_next():
+    tree: RadixTree = RadixTree()
+    for ids in ([1, 2, 3], [1, 5, 6], [9, 9], [1, 2, 4]):
+        request = prefixed(ids)
+        tree.insert(Place(request), request.token_ids, key=None)
+    back = prefixed([9, 9, 7])
+    tree.insert(Place(back), back.token_ids, key=None, front=True)
+    assert [list(place.item.token_ids) for place in tree] == [
+        [9, 9, 7],
+        [9, 9],
+        [1, 2, 3],
+        [1, 2, 4],
+        [1, 5, 6],
+    ]
+
+
+def shapes():
+    """(name, requests): what is shared differs, so does what the tree is made of."""
+    rng = random.Random(0)
+
+    def tokens(count):
+        return [rng.randrange(150_000) for _ in range(count)]
+
+    heads = [tokens(900) for _ in range(57)]
+    yield "shared prefixes", [heads[rng.randrange(57)] + tokens(100) for _ in range(5000)]
+    documents = [tokens(2000) for _ in range(100)]
+    yield "documents", [documents[i % 100] + tokens(30) for i in range(2000)]
+    yield "unique", [tokens(500) for _ in range(2000)]
+    yield "short", [tokens(32) for _ in range(10_000)]
+
+
+@pytest.mark.parametrize("name", ["shared prefixes", "documents", "unique", "short"])
+def test_memory_is_the_distinct_tokens_and_little_more(name):
+    requests = [array("q", ids) for ids in dict(shapes())[name]]
+    tracemalloc.start()
+    try:
+        tree: RadixTree = RadixTree()
+        for request in requests:
+            tree.insert(Place(request), request, key=None)
+        size, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    distinct = tree.num_distinct_tokens
+    assert 4 * distinct < size <= 1.3 * 4 * distinct + 500 * len(tree), f"{name}: {size=}"
+
+
+def test_an_emptied_tree_keeps_nothing():
+    tree: RadixTree = RadixTree()
+    rng = random.Random(0)
+    places = []
+    for _ in range(200):
+        request = random_request(rng)
+        places.append(Place(request))
+        tree.insert(places[-1], request.token_ids, key=request.prefix_key)
+    for place in places:
+        tree.remove(place)
+    tree.check_integrity()
+    assert (len(tree), tree.num_tokens, tree.num_distinct_tokens, tree.head) == (0, 0, 0, None)
+
+
+def test_depth_is_not_limited_by_the_interpreters_stack():
+    tree: RadixTree = RadixTree()
+    depth = sys.getrecursionlimit() + 200
+    places = [Place(prefixed([7] * n)) for n in range(1, depth)]
+    for place in places:
+        tree.insert(place, place.item.token_ids, key=None)
+    assert tree.num_distinct_tokens == depth - 1
+    assert places[-1].shared_len(places[0]) == 1
+    while tree.head is not None:
+        tree.admit(tree.head)
+    assert tree.num_distinct_tokens == 0

@@ -1,0 +1,301 @@
+"""Every predictor: monotone, inverted exactly, fitted to what it was told; and how well they do."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cosched.core.batch import BatchShape, BatchTotals, Prefill
+from cosched.errors import ConfigError
+from cosched.lab.cost_models.graph_sizes import default_graph_sizes
+from cosched.lab.cost_models.noise import NoisyModel
+from cosched.lab.cost_models.registry import make_cost_model
+from cosched.lab.cost_models.specs import GPUS
+from cosched.papers.predictors import BrosPredictor, EchoPredictor, HygenPredictor
+from cosched.predict.features import GraphSizes
+from cosched.predict.registry import PREDICTORS, fit_predictor, predictor_from_dict
+from tests.predict.batches import scheduler_batches
+from tests.predict.test_features import DECODES, PREFILLS
+
+NAMES = sorted(PREDICTORS)
+GRAPHS = default_graph_sizes(GPUS["A100-80"], 1)
+TRAINING = scheduler_batches(seed=1, num=1200, max_kv_tokens=400_000)
+HELD_OUT = scheduler_batches(seed=2, num=400, max_kv_tokens=400_000)
+
+
+def roofline(gpu="A100-80"):
+    return make_cost_model("roofline", model="Llama-3.1-8B", gpu=gpu)
+
+
+def fit(name, model, batches=TRAINING, **options):
+    return fit_predictor(name, batches, [model.iteration_s(batch) for batch in batches], **options)
+
+
+FITTED = {name: fit(name, roofline()) for name in NAMES}
+# Padded to graph sizes, the prediction goes in steps.
+FITTED["cosched, graphs"] = fit("cosched", roofline(), graphs=GRAPHS)
+
+
+@pytest.fixture(scope="module", params=sorted(FITTED))
+def predictor(request):
+    return FITTED[request.param]
+
+
+def totals_of(prefills, decodes):
+    return BatchTotals.of(BatchShape(prefills=prefills, decodes=decodes))
+
+
+def with_prefill(totals, new, cached):
+    more = totals.copy()
+    more.add_prefill(new, cached)
+    return more
+
+
+def errors(predictor, model, batches=HELD_OUT):
+    return np.array(
+        [predictor.predict_s(BatchTotals.of(b)) / model.iteration_s(b) - 1 for b in batches]
+    )
+
+
+class TestEveryPredictor:
+    def test_nothing_takes_no_time(self, predictor):
+        assert predictor.predict_s(BatchTotals()) == 0.0
+
+    @given(PREFILLS, DECODES, st.integers(1, 20_000), st.integers(1, 20_000), st.integers(0, 40000))
+    def test_more_prompt_tokens_are_never_cheaper(self, predictor, prefills, decodes, a, b, cached):
+        totals = totals_of(prefills, decodes)
+        fewer, more = (with_prefill(totals, n, cached) for n in sorted((a, b)))
+        assert 0 < predictor.predict_s(fewer) <= predictor.predict_s(more)
+
+    @given(
+        PREFILLS,
+        DECODES,
+        st.integers(0, 40000),
+        st.integers(0, 300),
+        st.integers(1, 400),
+        st.sampled_from([0.0, 0.5, 1 - 1e-12, 1.0, 1 + 1e-12, 1.03]),
+    )
+    def test_the_inverse_is_that_of_brute_force(
+        self, predictor, prefills, decodes, cached, limit_tokens, near, factor
+    ):
+        totals = totals_of(prefills, decodes)
+        before = totals.copy()
+        limit_s = factor * predictor.predict_s(with_prefill(totals, near, cached))
+        fits = [
+            n
+            for n in range(1, limit_tokens + 1)
+            if predictor.predict_s(with_prefill(totals, n, cached)) <= limit_s
+        ]
+        assert predictor.max_prefill(totals, cached, limit_s, limit_tokens) == max(fits, default=0)
+        assert totals == before
+
+    @given(st.integers(1, 16_000), st.integers(0, 40000))
+    def test_the_inverse_of_a_prediction_is_the_last_chunk_that_takes_as_long(
+        self, predictor, new, cached
+    ):
+        totals = totals_of([Prefill(77, 5)], [700] * 30)
+        limit_s = predictor.predict_s(with_prefill(totals, new, cached))
+        found = predictor.max_prefill(totals, cached, limit_s, 20_000)
+        assert found >= new
+        assert predictor.predict_s(with_prefill(totals, found, cached)) == limit_s
+        if found < 20_000:
+            assert predictor.predict_s(with_prefill(totals, found + 1, cached)) > limit_s
+
+    def test_no_limit_admits_all_tokens(self, predictor):
+        assert predictor.max_prefill(BatchTotals(), 0, float("inf"), 5000) == 5000
+
+    def test_json_gives_the_same_predictor_back(self, predictor):
+        again = predictor_from_dict(json.loads(json.dumps(predictor.to_dict())))
+        assert again.to_dict() == predictor.to_dict() == predictor.describe()
+        for batch in HELD_OUT[:50]:
+            totals = BatchTotals.of(batch)
+            assert again.predict_s(totals) == predictor.predict_s(totals)
+
+    def test_the_same_batches_fit_the_same_predictor(self, predictor):
+        graphs = GRAPHS if predictor is FITTED["cosched, graphs"] else None
+        assert fit(predictor.name, roofline(), graphs=graphs).to_dict() == predictor.to_dict()
+
+
+class TestItsOwnData:
+    """A predictor finds the coefficients of data that it generated."""
+
+    def generated(self, predictor):
+        return fit_predictor(
+            predictor.name,
+            TRAINING,
+            [predictor.predict_s(BatchTotals.of(batch)) for batch in TRAINING],
+        )
+
+    def test_hygen(self):
+        own = HygenPredictor(coefficients=(5e-3, 3e-5, 2e-8, 1e-9, 1e-14, 4e-5, 1e-5, 2e-9))
+        assert self.generated(own).coefficients == pytest.approx(own.coefficients, rel=1e-3)
+
+    def test_echo(self):
+        own = EchoPredictor(prefill=(1e-9, 6e-5, 12e-3), decode=(2e-7, 3e-7, 9e-3), overlap=0.3)
+        found = self.generated(own)
+        # Of the lengths between which the floor may end, none need be its very end.
+        assert found.prefill == pytest.approx(own.prefill, rel=0.02)
+        assert found.decode == pytest.approx(own.decode, rel=1e-3)
+        assert found.overlap == pytest.approx(own.overlap, abs=0.02)
+
+    def test_bros(self):
+        own = BrosPredictor(prefill=(6e-5, 1e-9, 9e-3), decode=(2e-5, 2e-10, 8e-3))
+        found = self.generated(own)
+        assert found.prefill == pytest.approx(own.prefill, rel=1e-3)
+        assert found.decode == pytest.approx(own.decode, rel=1e-3)
+
+    @pytest.mark.parametrize("graphs", [None, GRAPHS])
+    def test_cosched(self, graphs):
+        # Levels and corners trade off against each other where few batches tell them apart, so
+        # the times are compared.
+        own = FITTED["cosched, graphs" if graphs else "cosched"]
+        seconds = [own.predict_s(BatchTotals.of(batch)) for batch in TRAINING]
+        found = fit_predictor("cosched", TRAINING, seconds, graphs=graphs)
+        totals = [BatchTotals.of(batch) for batch in HELD_OUT]
+        relative = [found.predict_s(t) / own.predict_s(t) - 1 for t in totals]
+        assert np.abs(relative).mean() < 0.005
+
+
+class TestBros:
+    def test_the_iteration_takes_at_least_the_loading(self):
+        predictor = BrosPredictor(
+            prefill=(6e-5, 1e-9, 9e-3), decode=(2e-5, 2e-10, 8e-3), load_s_per_token=1e-5
+        )
+        totals = totals_of([Prefill(10, 0)], [])
+        alone_s = predictor.predict_s(totals)
+        totals.add_load(100)
+        assert predictor.predict_s(totals) == alone_s
+        totals.add_load(9900)
+        assert predictor.predict_s(totals) == pytest.approx(0.1)
+
+
+class TestAccuracy:
+    """Relative errors on batches that were not fitted to."""
+
+    @pytest.mark.parametrize("gpu", ["A100-80", "H100", "H200"])
+    def test_ours_is_the_best_on_the_roofline(self, gpu):
+        means = {
+            name: np.abs(errors(fit(name, roofline(gpu)), roofline(gpu))).mean() for name in NAMES
+        }
+        assert means.pop("cosched") < min(0.01, 0.3 * min(means.values()))
+
+    def test_noise_and_outliers_average_out(self):
+        noisy = NoisyModel(roofline(), seed=0, sigma=0.1, outlier_ratio=0.02, outlier_factor=10.0)
+        relative = errors(fit("cosched", noisy), roofline())
+        assert np.abs(relative).mean() < 0.03
+        assert abs(relative.mean()) < 0.01
+
+    def test_a_few_dozen_batches_do(self):
+        relative = errors(fit("cosched", roofline(), TRAINING[:120]), roofline())
+        assert np.abs(relative).mean() < 0.08
+
+    @pytest.mark.parametrize("graphs", [None, GRAPHS])
+    def test_batches_that_are_all_alike_do(self, graphs):
+        mixed = BatchShape(prefills=[Prefill(300, 50)], decodes=[700] * 20)
+        decode = BatchShape(decodes=[700] * 20)
+        predictor = fit("cosched", roofline(), [mixed, decode] * 40, graphs=graphs)
+        assert np.abs(errors(predictor, roofline(), [mixed, decode])).max() < 0.02
+        assert all(predictor.predict_s(BatchTotals.of(batch)) > 0 for batch in HELD_OUT)
+
+    @pytest.mark.parametrize(
+        ("model", "gpu", "tp"),
+        [
+            ("Llama-3.1-8B", "A100-80", 1),
+            ("Llama-3.1-8B", "H100", 1),
+            ("Qwen2.5-14B", "H200", 1),
+            ("Llama-3-70B", "H100", 8),
+        ],
+    )
+    def test_one_percent_on_the_kernel_tables(self, real_tables, model, gpu, tp):
+        truth = make_cost_model("kernel-table", model=model, gpu=gpu, tp=tp, data_dir=real_tables)
+        batches = scheduler_batches(seed=3, num=4000, max_kv_tokens=400_000)
+        graphs = default_graph_sizes(GPUS[gpu], tp)
+        relative = errors(fit("cosched", truth, batches, graphs=graphs), truth)
+        assert np.abs(relative).mean() < 0.01
+
+    def test_graph_sizes_help_where_batches_are_padded(self, toy):
+        graphs = default_graph_sizes(toy.gpu, 1)
+        padded = errors(fit("cosched", toy, graphs=graphs), toy)
+        straight = errors(fit("cosched", toy), toy)
+        assert np.abs(padded).mean() < np.abs(straight).mean()
+
+
+class TestPhases:
+    def test_a_batch_in_the_same_graph_costs_the_same_but_for_its_attention(self):
+        predictor = FITTED["cosched, graphs"]
+        low, high, above = (predictor.predict_s(totals_of([], [1] * n)) for n in (97, 104, 105))
+        assert low == pytest.approx(high, rel=0.01)
+        assert above >= high
+
+    def test_beyond_the_last_graph_nothing_is_padded(self):
+        truth = make_cost_model("roofline", model="Llama-3.1-8B", gpu="A100-40")
+        graphs = GraphSizes(prefill=(64, 1024, 4096), decode=(8, 32))
+        relative = errors(fit("cosched", truth, graphs=graphs), truth)
+        decodes = [i for i, b in enumerate(HELD_OUT) if not b.prefills and len(b.decodes) > 32]
+        assert np.abs(relative[decodes]).mean() < 0.02
+
+    def test_beyond_the_last_size_time_grows_in_proportion(self):
+        predictor = FITTED["cosched, graphs"]
+        last, twice = (predictor.predict_s(totals_of([Prefill(n, 0)], [])) for n in (8192, 16384))
+        assert twice > 1.9 * last
+
+
+class TestRefusals:
+    ONE = BatchShape(decodes=[5])
+
+    def test_an_unknown_name(self):
+        with pytest.raises(ConfigError, match=r"unknown predictor 'hygn'; choose from bros, cosch"):
+            fit_predictor("hygn", [], [])
+
+    def test_as_many_times_as_batches(self):
+        with pytest.raises(ConfigError, match="1 batches, but 2 times"):
+            fit_predictor("hygen", [self.ONE], [1.0, 2.0])
+
+    @pytest.mark.parametrize("wrong", [0.0, -1.0, float("nan"), float("inf")])
+    def test_a_time_that_is_none(self, wrong):
+        with pytest.raises(ConfigError, match=rf"seconds\[1\] is {wrong}; it must be above 0"):
+            fit_predictor("hygen", [self.ONE, self.ONE], [1.0, wrong])
+
+    def test_a_batch_without_work(self):
+        with pytest.raises(ConfigError, match=r"batches\[1\] has neither prefills nor decodes"):
+            fit_predictor("hygen", [self.ONE, BatchShape()], [1.0, 1.0])
+
+    @pytest.mark.parametrize("name", ["echo", "bros"])
+    def test_a_phase_that_is_missing(self, name):
+        with pytest.raises(ConfigError, match=rf"'{name}' .* 8 prefill-only batches .* are 0"):
+            fit_predictor(name, [self.ONE] * 50, [1.0] * 50)
+
+    def test_too_few_of_a_phase(self):
+        prefills = [BatchShape(prefills=[Prefill(9, 0)])] * 50
+        with pytest.raises(ConfigError, match=r"16 decode-only batches to fit; there are 1"):
+            fit_predictor("cosched", [*prefills, self.ONE], [1.0] * 51)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"predictor": "oracle"}, "unknown predictor 'oracle'; choose from bros"),
+            ({"predictor": None}, "unknown predictor None"),
+            ({"coefficients": [1.0]}, r"coefficients is \[1\.0\]; it must be a list of 8 numbers"),
+            ({"coefficients": [1, 2, 3, -4, 5, 6, 7, 8]}, r"coefficients\[3\] is -4"),
+            ({"coefficients": [1, "2", 3, 4, 5, 6, 7, 8]}, r"coefficients\[1\] is '2'"),
+        ],
+    )
+    def test_a_file_that_holds_something_else(self, change, message):
+        with pytest.raises(ConfigError, match=message):
+            predictor_from_dict({**FITTED["hygen"].to_dict(), **change})
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"decode": 7}, "decode is 7; it must have graphs, level and costs"),
+            ({"prefill": {"graphs": [], "level": [1.0], "costs": []}}, "level is"),
+            ({"decode": {"graphs": [-1], "level": [], "costs": []}}, r"graphs\[0\] is -1"),
+        ],
+    )
+    def test_a_file_of_ours_that_is_broken(self, change, message):
+        with pytest.raises(ConfigError, match=message):
+            predictor_from_dict({**FITTED["cosched"].to_dict(), **change})

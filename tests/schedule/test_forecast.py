@@ -1,0 +1,141 @@
+"""Memory given out by expected lengths, against following everybody to the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cosched.core.estimates import LengthEstimate
+from cosched.schedule.builder import PlanBuilder
+from cosched.schedule.forecast import KvForecast
+from cosched.schedule.validate import validate
+from tests.factories import FakeView, decoding, make_caps, offline, online, prefilled
+
+CAPS = make_caps(promises=True, max_chunk_tokens=None)
+
+
+@dataclass(kw_only=True)
+class KnownLengths(FakeView):
+    """lengths: rid -> tokens still to come."""
+
+    caps: object = CAPS
+    lengths: dict[str, int] = field(default_factory=dict)
+
+    def length(self, request):
+        return LengthEstimate(self.lengths[request.rid], self.lengths[request.rid])
+
+
+def view_of(running, waiting, total_kv):
+    """Of each its prompt and the tokens still to come."""
+    here = [decoding(offline(f"r{i}", p, max_new_tokens=900)) for i, (p, _) in enumerate(running)]
+    there = [offline(f"w{i}", p, max_new_tokens=900) for i, (p, _) in enumerate(waiting)]
+    lengths = {f"r{i}": n for i, (_, n) in enumerate(running)}
+    lengths |= {f"w{i}": n for i, (_, n) in enumerate(waiting)}
+    return KnownLengths(
+        running=tuple(here),
+        offline=there,
+        total_kv=total_kv,
+        lengths=lengths,
+        promises={request.rid: 1 for request in here},
+    )
+
+
+def most_held(view, admitted):
+    """Tokens held at the worst of all iterations, each taking one more until it ends."""
+    held = {r.rid: r.num_computed_tokens for r in view.running}
+    held |= {r.rid: r.num_prompt_tokens for r in admitted}
+    left = {rid: view.lengths[rid] for rid in held}
+    worst = sum(held.values())
+    while held:
+        held = {rid: n + 1 for rid, n in held.items()}
+        left = {rid: n - 1 for rid, n in left.items()}
+        worst = max(worst, sum(held.values()))
+        held = {rid: n for rid, n in held.items() if left[rid] > 0}
+    return worst
+
+
+pairs = st.tuples(st.integers(1, 60), st.integers(1, 60))
+
+
+@given(st.lists(pairs, max_size=6), st.lists(pairs, min_size=1, max_size=8), st.integers(0, 500))
+def test_what_is_admitted_fits_until_everybody_has_ended(running, waiting, more):
+    view = view_of(running, waiting, sum(p + n for p, n in running) + 20 + more)
+    builder = PlanBuilder(view, forecast=KvForecast(view))
+    admitted = [r for r in view.offline if builder.admit(r, view.match(r), r.num_prompt_tokens)]
+    plan = builder.build()
+    validate(plan, view)
+    assert plan.promise == {r.rid: 0 for r in admitted}
+    assert most_held(view, admitted) <= view.total_kv
+    # A page of each that was admitted stays free, as SGLang counts.
+    for request in view.offline:
+        if request not in admitted:
+            assert most_held(view, [*admitted, request]) + len(admitted) + 1 > view.total_kv - 20
+
+
+@pytest.mark.parametrize("num_computed", [None, 1, 60])
+def test_a_request_that_is_stopped_leaves_its_room_to_another(num_computed):
+    """num_computed: it is in the middle of its prefill."""
+    view = view_of([(100, 300)], [(100, 300)], 600)
+    waiting, victim = view.offline[0], view.running[0]
+    if num_computed is not None:
+        victim = prefilled(replace(victim, num_output_tokens=0), num_computed)
+        view = replace(view, running=(), unfinished=(victim,))
+    builder = PlanBuilder(view, forecast=KvForecast(view))
+    assert not builder.admit(waiting, view.match(waiting), 100)
+    trial = builder.fork()
+    trial.preempt(victim)
+    assert trial.admit(waiting, view.match(waiting), 100)
+    assert not builder.admit(waiting, view.match(waiting), 100), "the copy has changed nothing"
+
+
+def test_a_share_can_be_kept_for_outputs_that_get_longer():
+    view = view_of([(100, 300)], [(50, 40)], 500)
+    waiting = view.offline[0]
+
+    def admits(reserve_share):
+        builder = PlanBuilder(view, forecast=KvForecast(view, reserve_share=reserve_share))
+        return builder.admit(waiting, view.match(waiting), 50)
+
+    assert admits(0.0) and not admits(0.3)
+
+
+@dataclass(kw_only=True)
+class Uncertain(KnownLengths):
+    """Each may end with any 50th token of its output, up to the limit."""
+
+    def length(self, request):
+        left = request.max_new_tokens - request.num_output_tokens
+        ends = tuple(range(50, request.max_new_tokens + 1, 50))
+        return LengthEstimate(left // 2, left * 3 // 4, ends)
+
+
+def fits_beside_many(waiting, total_kv):
+    """Beside 30 that hold 110 tokens and have 10 of at most 800 tokens of output."""
+    running = [decoding(offline(f"r{i}", 100, max_new_tokens=800), 10) for i in range(30)]
+    view = Uncertain(
+        running=tuple(running),
+        **{waiting.request_class.value: [waiting]},
+        total_kv=total_kv,
+        promises={request.rid: 1 for request in running},
+    )
+    builder = PlanBuilder(view, forecast=KvForecast(view))
+    return builder.admit(waiting, view.match(waiting), 100)
+
+
+def test_many_outputs_of_unknown_length_need_less_than_all_of_them_at_their_upper_end():
+    waiting = offline("w", 100, max_new_tokens=800)
+    at_their_upper_ends = 31 * (100 + 600)
+    assert fits_beside_many(waiting, at_their_upper_ends * 2 // 3)
+    assert not fits_beside_many(waiting, at_their_upper_ends // 3)
+
+
+def test_an_online_request_that_would_be_late_is_admitted_where_offline_work_leaves_room():
+    rooms = range(6000, 14000, 100)
+    least = [
+        next(room for room in rooms if fits_beside_many(make("w", 100, max_new_tokens=800), room))
+        for make in (online, offline)
+    ]
+    assert least[0] < least[1]
