@@ -8,8 +8,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-__all__ = ["COMMANDS", "main"]
-
 
 class _Command(NamedTuple):
     module: str

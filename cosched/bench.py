@@ -75,8 +75,6 @@ from cosched_traces.resize import rescale_lengths
 from cosched_traces.transform import rescale_think_times
 from cosched_traces.workload import TraceRequest, Workload
 
-__all__ = ["main"]
-
 RUN_COLUMNS = (
     *("both met %", "TTFT p50 s", "TTFT p99 s", "TPOT p50 ms", "TPOT p99 ms", "job done s"),
     *("mean completion s", "work/s", "of bound %", "offline tokens/s", "offline hit %"),

@@ -34,8 +34,6 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-__all__ = ["has_cuda", "prepare", "without_collections"]
-
 _STAND_IN = "sgl_kernel"
 
 

@@ -28,8 +28,6 @@ from cosched.command_line import (
 from cosched.config import ENV_VAR, Config, load_config, parse_config
 from cosched.errors import ConfigError
 
-__all__ = ["PAGE", "Group", "Key", "build_parser", "groups", "main", "page"]
-
 PAGE = Path("docs/configuration.md")
 
 _INTRO = f"""\

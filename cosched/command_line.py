@@ -37,37 +37,6 @@ from cosched.errors import CoschedError
 from cosched.files import write_whole
 from cosched.versions import version_line, versions
 
-__all__ = [
-    "PORT",
-    "Count",
-    "JsonOption",
-    "Kind",
-    "NewFile",
-    "NewFolder",
-    "OldFile",
-    "Parser",
-    "Part",
-    "Seconds",
-    "Share",
-    "add_command",
-    "add_field_option",
-    "add_json_option",
-    "add_options",
-    "checked",
-    "existing_file",
-    "field_texts",
-    "fields_given",
-    "introduction",
-    "number",
-    "output_file",
-    "output_folder",
-    "run_async",
-    "run_command",
-    "save_output",
-    "virtual_time_bar",
-    "whole",
-]
-
 T = TypeVar("T")
 
 _ENTRY = "cosched "

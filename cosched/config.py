@@ -26,17 +26,6 @@ from cosched.predict.registry import PREDICTORS
 from cosched.predict.tolerance_config import ToleranceConfig
 from cosched.schedule.base import Budgets, EcoConfig
 
-__all__ = [
-    "ENV_VAR",
-    "Config",
-    "LimitsConfig",
-    "SharedPrefixConfig",
-    "SloConfig",
-    "configured",
-    "load_config",
-    "parse_config",
-]
-
 ENV_VAR = "COSCHED_CONFIG"
 
 

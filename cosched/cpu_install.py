@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-__all__ = ["install"]
-
 
 class _BeforeSglang:
     """A finder on ``sys.meta_path``: finds nothing, and removes itself when ``sglang`` is asked

@@ -27,8 +27,6 @@ from cosched.engine.decision_log.summary import LogSummary, table
 from cosched.engine.decisions import Decision, Header, RequestFacts
 from cosched.errors import ConfigError
 
-__all__ = ["main"]
-
 _MOST_IDS = 10
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["write_whole"]
-
 
 def write_whole(path: Path, text: str) -> None:
     """Replace a file's content in one step: whoever is interrupted leaves the old file."""

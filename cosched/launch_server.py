@@ -45,9 +45,6 @@ from cosched.policies import policy_entry, policy_names
 from cosched.predict.profile_file import Profile
 from cosched.predict.tolerance_config import TOLERANCE_HELP, TOLERANCE_METAVAR, parse_tolerance
 
-__all__ = ["main"]
-
-
 _COMMON_POLICIES = ("cosched", "hygen", "sarathi", "priority", "sglang")
 """Those that `--help` describes; `--help-all` describes all."""
 

@@ -30,16 +30,6 @@ from cosched.predict.length_config import LengthConfig
 from cosched.schedule.base import Policy, PolicySettings
 from cosched.schedule.cosched import CoschedOptions, CoschedPolicy
 
-__all__ = [
-    "GROUP",
-    "POLICIES",
-    "PolicyEntry",
-    "known_policy",
-    "policy_entry",
-    "policy_names",
-    "without_tolerance",
-]
-
 GROUP = "cosched.policies"
 """Entry points of other packages: name = ``module:attribute``."""
 

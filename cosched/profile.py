@@ -75,12 +75,10 @@ from cosched.lab.simulation.run import RunSpec, config_of, cost_model_of, engine
 from cosched.lab.simulation.scenario import OfflineClient, scenario
 from cosched.lab.simulation.slo_search import SEARCHES, Ran, SloAnswer, find_largest, search_largest
 from cosched.predict.features import GraphSizes
-from cosched.predict.fitted import summarise
+from cosched.predict.fitted import FittedPredictor, summarise
 from cosched.predict.profile_file import EngineIdentity, MeasuredPoint, Profile
-from cosched.predict.registry import FittedPredictor, fit_predictor
+from cosched.predict.registry import fit_predictor
 from cosched.versions import versions
-
-__all__ = ["main"]
 
 PREDICTOR = "cosched"
 """The predictor that a profile holds."""

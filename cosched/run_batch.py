@@ -20,8 +20,6 @@ from cosched.batch.jsonl.server import check_flags
 from cosched.command_line import Parser, add_field_option
 from cosched.errors import CoschedError
 
-__all__ = ["main"]
-
 _API_KEY_VARIABLE = "COSCHED_API_KEY"
 
 _COMMANDS = {

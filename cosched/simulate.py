@@ -52,8 +52,6 @@ from cosched.lab.simulation.scenario import Scenario, with_eviction
 from cosched.memory.config import ENGINE_ORDERS, EVICTION_ORDERS
 from cosched.policies import known_policy, policy_entry, policy_names, without_tolerance
 
-__all__ = ["main"]
-
 _POLICIES = (
     f"who schedules: {', '.join(policy_names())}, or one of yours as module:Class; sglang and "
     "priority are stock (default: %(default)s)"

@@ -7,8 +7,6 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 
-__all__ = ["SGLANG_VERSION", "version_line", "versions"]
-
 SGLANG_VERSION = "0.5.23"
 """The version of SGLang that this release is written for and tested with."""
 

@@ -17,8 +17,6 @@ import torch
 
 from cosched.lab.demo_model import SIZES
 
-__all__ = ["FLAGS", "make_adapters", "unpin_memory", "without_pinned_memory"]
-
 _RANK = 4
 _MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MAKERS = ("arange", "empty", "full", "ones", "tensor", "zeros")

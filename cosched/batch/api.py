@@ -13,17 +13,6 @@ from cosched.batch.errors import ApiError
 from cosched.batch.forecast import Outlook
 from cosched.batch.jsonl.lines import URLS
 
-__all__ = [
-    "batch_json",
-    "error_json",
-    "expiry_seconds",
-    "file_json",
-    "limit_of",
-    "new_batch",
-    "page_json",
-    "window_seconds",
-]
-
 TENANT_KEY = "tenant"
 """In a batch's metadata: who shares the server with whom."""
 

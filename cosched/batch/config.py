@@ -9,8 +9,6 @@ import msgspec
 from cosched.batch.storage import folder_of, without_secrets
 from cosched.limits.claims import digest_of
 
-__all__ = ["OFF", "BatchesConfig", "QuotaConfig"]
-
 OFF = "off"
 """As `BatchesConfig.folder`: no Batch API, also where a program has a default folder."""
 

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["OPEN", "Batch", "Fault", "File", "Finished", "Line", "NewBatch", "NewLine", "Status"]
-
 
 class Status(StrEnum):
     """Of a batch, in OpenAI's words.

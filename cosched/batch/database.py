@@ -12,19 +12,6 @@ import sqlalchemy as sa
 from cosched.batch.errors import StoreAwayError
 from cosched.errors import ConfigError
 
-__all__ = [
-    "Database",
-    "LineState",
-    "batches",
-    "database_url",
-    "files",
-    "lines",
-    "results",
-    "servers",
-    "store_row",
-    "url_without_password",
-]
-
 VERSION = 4
 """Of the tables below. A change of them needs a new one, and an entry in `_UPGRADES`."""
 

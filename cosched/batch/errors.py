@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from cosched.errors import CoschedError
 
-__all__ = ["ApiError", "StoreAwayError", "not_found"]
-
-
 _STORE_RETRY_S = 5
 
 

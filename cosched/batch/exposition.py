@@ -14,8 +14,6 @@ from cosched.batch.data import Batch, Status
 from cosched.batch.forecast import Outlook
 from cosched.batch.prometheus import Kind, Metric
 
-__all__ = ["METRICS", "Snapshot", "exposition"]
-
 _MAX_BATCHES = 50
 
 _BATCH = ("batch",)

@@ -7,8 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Demand", "shares"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:

@@ -35,8 +35,6 @@ from cosched.batch.storage import FilesAwayError
 from cosched.batch.store import BatchStore, records_of
 from cosched.limits.table import Scope
 
-__all__ = ["Feeder"]
-
 logger = logging.getLogger(__name__)
 
 _INTERNAL = "the server failed on this line; its log says why"

@@ -19,8 +19,6 @@ from cosched.batch.jsonl.source import raw_lines
 from cosched.batch.quota import check_new_file
 from cosched.batch.storage import FilesAwayError, Storage
 
-__all__ = ["FileStore", "file_of", "new_id"]
-
 _RESULTS_PER_PAGE = 200
 _NO_QUOTA = QuotaConfig()
 

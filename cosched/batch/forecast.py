@@ -22,18 +22,6 @@ from cosched.batch.data import Batch
 from cosched.batch.rate import OUTPUT_TOKEN, Rate, RateMeter, work_of
 from cosched.batch.replies import Replies, Running, octave
 
-__all__ = [
-    "Forecast",
-    "Left",
-    "Load",
-    "Outlook",
-    "OutlookState",
-    "forecasts",
-    "forecasts_of",
-    "lefts",
-    "tenant_of",
-]
-
 _LEAST_SPREAD = 0.1
 """Of any rate over any time: what is left of a batch is itself an estimate."""
 _CORRELATED_S = 3600.0

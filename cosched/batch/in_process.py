@@ -8,8 +8,6 @@ from typing import Any
 
 import httpx
 
-__all__ = ["InProcessTransport"]
-
 Message = MutableMapping[str, Any]
 App = Callable[
     [Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]],

@@ -18,8 +18,6 @@ from cosched.batch.prefix import prefix_key
 from cosched.batch.store import BatchStore
 from cosched.limits.table import ANY_MODEL, Scope
 
-__all__ = ["MAX_FAULTS", "LineRules", "validate"]
-
 MAX_FAULTS = 1000
 """Most that are told of one file; the first ones."""
 

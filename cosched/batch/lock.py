@@ -8,8 +8,6 @@ from pathlib import Path
 
 from cosched.errors import ConfigError
 
-__all__ = ["lock_file"]
-
 
 def lock_file(path: Path, *, what: str, is_shared: bool = False) -> TextIOWrapper:
     """An open file that keeps other servers out of `what`, until it is closed or the process ends;

@@ -7,8 +7,6 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["ServedModels"]
-
 _ANY = "default"
 """SGLang's name for the model that is served, whatever its name."""
 

@@ -25,8 +25,6 @@ from cosched.batch.storage import (
 )
 from cosched.errors import ConfigError
 
-__all__ = ["OpenStore", "check_store", "default_folder", "open_store"]
-
 _MAX_NAME = 100
 
 

@@ -6,8 +6,6 @@ from hashlib import blake2b
 
 import msgspec
 
-__all__ = ["prefix_key"]
-
 CHUNK_BYTES = 256
 MAX_CHUNKS = 64
 _DIGEST_BYTES = 4

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from cosched.batch.jsonl.records import Failure
 
-__all__ = ["Redaction"]
-
 _HIDDEN = "[path]"
 _SOURCE = r"(?:/[\w.+@-]+)+\.(?:py|pyc|so|c|cc|cpp|cu|h|hpp|rs|jinja)\b(?::\d+)?"
 """Files of programs, wherever they were built."""

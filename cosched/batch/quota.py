@@ -12,8 +12,6 @@ from cosched.batch.database import Database, batches, files
 from cosched.batch.errors import ApiError
 from cosched.batch.jsonl.batch_api import QUOTA_CODE
 
-__all__ = ["check_new_batch", "check_new_file"]
-
 _RETRY_S = 30
 _MB = 1_000_000
 

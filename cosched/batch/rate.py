@@ -14,8 +14,6 @@ from statistics import fmean, pstdev
 from cosched.batch.data import Batch, Status
 from cosched.batch.replies import Ended, Running
 
-__all__ = ["OUTPUT_TOKEN", "Progress", "Rate", "RateMeter", "past_rate", "work_of"]
-
 OUTPUT_TOKEN = 3.0
 """Work of an output token, where that of a prompt token is 1: from 2 to 4 on modelled GPUs, in
 iterations that mix both."""

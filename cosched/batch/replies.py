@@ -14,8 +14,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Ended", "Replies", "Running", "octave"]
-
 _Array = NDArray[np.float64]
 
 _GRID: _Array = np.unique(

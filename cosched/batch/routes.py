@@ -31,8 +31,6 @@ from cosched.batch.storage import FilesAwayError
 from cosched.batch.uploads import blocks_of, too_large
 from cosched.limits.claims import presented_key
 
-__all__ = ["add_routes"]
-
 Handler = Callable[[Request], Awaitable[Response]]
 
 _FORM_BYTES = 1 << 20

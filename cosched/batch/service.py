@@ -24,8 +24,6 @@ from cosched.batch.storage import without_secrets
 from cosched.batch.store import BatchStore
 from cosched.limits.table import ANY_MODEL, Scope
 
-__all__ = ["BatchService"]
-
 logger = logging.getLogger(__name__)
 
 _SELF = "http://cosched"

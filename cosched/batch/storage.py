@@ -20,15 +20,6 @@ from typing import Any, BinaryIO, Protocol, cast
 from cosched.batch.errors import ApiError, StoreAwayError
 from cosched.errors import ConfigError
 
-__all__ = [
-    "FilesAwayError",
-    "FolderStorage",
-    "Storage",
-    "UrlStorage",
-    "folder_of",
-    "without_secrets",
-]
-
 _BLOCK_BYTES = 1 << 20
 _PART = ".part"
 _LEFT_S = 3600.0

@@ -44,8 +44,6 @@ from cosched.batch.jsonl.lines import RequestLine
 from cosched.batch.jsonl.records import Failure, RecordWriter
 from cosched.batch.quota import check_new_batch
 
-__all__ = ["BatchStore", "records_of"]
-
 _NO_QUOTA = QuotaConfig()
 _NOTHING: Mapping[bool, tuple[str, int]] = {}
 _OUTPUT_PURPOSE = "batch_output"

@@ -10,8 +10,6 @@ from cosched.batch.errors import ApiError
 from cosched.batch.jsonl.parquet import ParquetRows, is_parquet
 from cosched.errors import CoschedError
 
-__all__ = ["blocks_of", "too_large"]
-
 _BLOCK_BYTES = 1 << 20
 
 

@@ -25,8 +25,6 @@ from cosched.engine.middleware import App, Message, Receive, Scope, Send, add_pa
 from cosched.engine.offline_gate import limits_to_message
 from cosched.policies import policy_entry
 
-__all__ = ["RETRY_AFTER_S", "OfflineOrder", "add_batches", "add_routes", "limits_of"]
-
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 5

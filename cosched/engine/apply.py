@@ -13,8 +13,6 @@ from cosched.engine.port.building import PrefillPlan, build_prefill
 from cosched.engine.port.partial import split
 from cosched.engine.port.penalties import count_resumed
 
-__all__ = ["held_adapters", "rejoin_held", "schedule_prefill"]
-
 
 def schedule_prefill(
     original: Callable[..., tuple[Any, Any]],

@@ -19,22 +19,6 @@ from cosched.errors import ConfigError, choices
 from cosched.memory.config import ENGINE_ORDERS
 from cosched.policies import policy_entry
 
-__all__ = [
-    "EVICTION_FLAG",
-    "REFUSED_ARGUMENTS",
-    "bind_cpu_threads",
-    "check_arguments",
-    "check_files",
-    "check_flags",
-    "check_model",
-    "check_ports",
-    "engine_arguments",
-    "engine_parser",
-    "eviction_arguments",
-    "host_arguments",
-    "resolve",
-]
-
 EVICTION_FLAG = "--radix-eviction-policy"
 HOST_WRITE_FLAG = "--hicache-write-policy"
 

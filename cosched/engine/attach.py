@@ -24,8 +24,6 @@ from cosched.errors import ConfigError
 from cosched.policies import policy_entry
 from cosched.predict.features import GraphSizes
 
-__all__ = ["attach", "use_virtual_device"]
-
 logger = logging.getLogger(__name__)
 
 

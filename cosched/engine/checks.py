@@ -24,9 +24,6 @@ from cosched.limits.table import (
     check_text,
 )
 
-__all__ = ["check_input", "check_params", "check_received", "check_tokenized", "scope_of"]
-
-
 OFFLINE_SHARE = 7 / 8
 """Of the KV memory that one offline prompt may take. With more it could run only while no online
 request holds any, and each new one would preempt it."""

@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-__all__ = ["Clock", "EngineClock"]
-
 
 class Clock(Protocol):
     def now_s(self) -> float:

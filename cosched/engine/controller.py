@@ -47,12 +47,10 @@ from cosched.policies import PolicyEntry
 from cosched.pool.pool import ArrivalQueue, OfflinePool
 from cosched.pool.prefix_pool import PrefixPool
 from cosched.predict.calibration import Calibrator, error_factor
+from cosched.predict.fitted import FittedPredictor
 from cosched.predict.profile_file import Profile
-from cosched.predict.registry import FittedPredictor
 from cosched.predict.work import prompt_cost_s, token_cost_s
 from cosched.schedule.base import Policy, PolicySettings
-
-__all__ = ["Controller", "Counters", "Log"]
 
 MOST_BARRED_PLANS = 64
 """Plans for which a request stands back that the engine refuses again and again."""

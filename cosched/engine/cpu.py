@@ -23,8 +23,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from cosched.bootstrap import has_cuda
 
-__all__ = ["attend", "install", "run_uncompiled"]
-
 
 def install() -> None:
     """Replace the prefill attention of SGLang's `torch_native` backend, and what allocates and

@@ -22,8 +22,6 @@ from cosched.errors import ConfigError
 if TYPE_CHECKING:
     from cosched.engine.observe import Iteration
 
-__all__ = ["FORMAT", "Decision", "DecisionLog", "Header", "RequestFacts"]
-
 logger = logging.getLogger(__name__)
 
 FORMAT = 4

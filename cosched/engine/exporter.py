@@ -24,8 +24,6 @@ from cosched.memory.occupancy import KvOccupancy
 if TYPE_CHECKING:
     from cosched.engine.controller import Controller
 
-__all__ = ["LOGS", "METRICS", "MetricsExporter"]
-
 REFRESH_S = 1.0
 """Host time between two updates of what is a level and not a count."""
 

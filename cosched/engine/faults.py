@@ -30,8 +30,6 @@ from cosched.engine.port.request import answer_with_error, refuse
 from cosched.engine.shutdown import DRAIN_SIGNAL
 from cosched.engine.tracked import TrackedRequest
 
-__all__ = ["Isolation", "RequestFaults"]
-
 _log = logging.getLogger("cosched")
 
 _SPARE_FAILURES = 16

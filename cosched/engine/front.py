@@ -37,8 +37,6 @@ from cosched.core.wire import (
 from cosched.errors import LimitError
 from cosched.limits.claims import Grant, KeyGate
 
-__all__ = ["CLASS_HEADER", "TARGETS_HEADER", "Front", "ReplyMiddleware", "own_request"]
-
 CLASS_HEADER = "x-cosched-class"
 TARGETS_HEADER = "x-cosched-targets"
 

@@ -26,8 +26,6 @@ from cosched.schedule.base import Policy
 from cosched.schedule.safe import SafePolicy
 from cosched.schedule.validate import validate
 
-__all__ = ["MOST_FAILURES", "PLAN_LIMIT_S", "SLOW_PLAN_S", "Guard", "PlanTimeout", "note_or_raise"]
-
 MOST_FAILURES = 5
 """Failed plans in a row after which the policy is not asked again."""
 

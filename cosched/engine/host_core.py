@@ -37,8 +37,6 @@ from cosched.engine.tree_core import WatchedTreeCore
 from cosched.memory.eviction import Leaves
 from cosched.memory.tree import KvNode, KvTree
 
-__all__ = ["HostedTreeCore"]
-
 logger = logging.getLogger(__name__)
 
 _MOST_TRIES = 16

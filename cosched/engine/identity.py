@@ -12,8 +12,6 @@ import torch
 
 from cosched.predict.profile_file import EngineIdentity
 
-__all__ = ["STANDS_FOR", "identity_of"]
-
 STANDS_FOR = "cosched_stands_for"
 """Key in the ``config.json`` of a stand-in model: the identity of the engine that it plays."""
 

@@ -18,8 +18,6 @@ from cosched.predict.isolated import MOST_FOLLOWED, Alone
 from cosched.predict.promise import Promise
 from cosched.predict.tolerance_config import ToleranceConfig
 
-__all__ = ["AloneState", "AloneWatch", "LatencyBeside"]
-
 _WAITS = 1.5
 """By how many times what offline work adds to an iteration a first token comes later, in the mean:
 half of the iteration that is under way, and its own. Once more where another is planned already."""

@@ -36,8 +36,6 @@ from cosched.pool.pool import OfflinePool
 from cosched.pool.prefix_pool import PrefixPool
 from cosched.pool.radix import Shared, pack
 
-__all__ = ["KvManager", "transfer_s_of"]
-
 _LEARN_PERIOD_S = 1.0
 """Between two samples of the demand and of the turnover."""
 _PRICED_AT_ONCE = 8

@@ -18,8 +18,6 @@ from cosched.engine import port
 from cosched.engine.clock import EngineClock
 from cosched.engine.observe import IterationObserver
 
-__all__ = ["Arrivals", "LastMoment"]
-
 _FIRST_LEAD_S = 0.02
 """Before anything was measured."""
 

@@ -11,8 +11,6 @@ from cosched.predict.length_config import LengthConfig
 from cosched.predict.length_histogram import Facts
 from cosched.predict.lengths import Belief, LengthModel
 
-__all__ = ["Lengths"]
-
 
 class Lengths:
     """One per scheduler that plans. What follows from it for other ranks is in the plan.

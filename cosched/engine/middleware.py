@@ -8,8 +8,6 @@ from typing import Any
 
 from fastapi.responses import Response
 
-__all__ = ["App", "BodyLimit", "Message", "Receive", "Scope", "Send", "add_page"]
-
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

@@ -28,8 +28,6 @@ from cosched.engine.port.attention import reads_once
 from cosched.engine.port.prefixes import RunningPrefixes, with_repeated
 from cosched.errors import ConfigError
 
-__all__ = ["Iteration", "IterationLogFile", "IterationObserver"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -18,15 +18,6 @@ from cosched.engine.port.request import answer_with_error
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.waiting import WaitingQueue
 
-__all__ = [
-    "LET_GO",
-    "LET_GO_MESSAGE",
-    "OfflineGate",
-    "is_for_gate",
-    "limits_from_message",
-    "limits_to_message",
-]
-
 _PAUSED = "cosched_offline_paused"
 _MAX_RUNNING = "cosched_offline_max_running"
 _STOP_RUNNING = "cosched_offline_stop_running"

@@ -13,8 +13,6 @@ import msgspec
 
 from cosched.errors import ConfigError
 
-__all__ = ["NUM_PARTS", "LineFile", "PartWriter", "parts_of", "switched_off"]
-
 NUM_PARTS = 4
 """Full parts kept. FILE is the one being written; the others are FILE-000000, FILE-000001, ..."""
 

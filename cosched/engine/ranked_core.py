@@ -21,8 +21,6 @@ from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import (
 from cosched.engine.tree_core import WatchedTreeCore
 from cosched.memory.eviction import Eviction
 
-__all__ = ["RankedTreeCore"]
-
 
 class RankedTreeCore(WatchedTreeCore):
     """See the module's docstring."""

@@ -17,8 +17,6 @@ import torch
 from cosched.core.plan import Hosting, Plan, Preemption, PreemptMode
 from cosched.memory.eviction import Eviction
 
-__all__ = ["Ranks", "Shared"]
-
 _BUFFER_BYTES = 8192
 _HEADER_BYTES = 8
 

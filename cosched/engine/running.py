@@ -23,8 +23,6 @@ from cosched.memory.tree import KvTree
 from cosched.predict.lengths import NUM_ENDS
 from cosched.schedule.ledger import promised_tokens
 
-__all__ = ["Running", "RunningTable", "own_tokens", "taken_by_guests"]
-
 _OUTPUT, _SHARED, _ROWS, _LIMIT, _PROMISED, _OFFLINE, _RARE, _GAIN, _UNTIL, _ENDS = range(10)
 _NUM_COLUMNS = _ENDS + NUM_ENDS
 

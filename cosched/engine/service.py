@@ -14,8 +14,6 @@ from cosched.core.request import LateReason, RequestClass, Slo
 from cosched.engine import port
 from cosched.engine.tracked import TrackedRequest
 
-__all__ = ["ALL_TARGETS", "TARGETS", "ServiceListener", "ServiceRecord"]
-
 ALL_TARGETS = "all"
 TARGETS: Mapping[RequestClass, tuple[str, ...]] = {
     RequestClass.ONLINE: ("ttft", "tpot", ALL_TARGETS),

@@ -26,15 +26,6 @@ from sglang.srt.utils import kill_process_tree
 
 from cosched.engine.offline_gate import LET_GO
 
-__all__ = [
-    "DRAIN_SIGNAL",
-    "END_S",
-    "EXIT_CODE",
-    "drain",
-    "end_on_sigterm",
-    "signals_left_to_parent",
-]
-
 logger = logging.getLogger(__name__)
 
 END_S = 20.0

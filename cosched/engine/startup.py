@@ -17,8 +17,6 @@ from cosched.config import Config
 from cosched.policies import policy_entry
 from cosched.pool.prefix_pool import PoolConfig
 
-__all__ = ["describe", "log_ready", "wait_until_listening"]
-
 logger = logging.getLogger(__name__)
 
 _LISTEN_S = 30.0

@@ -11,8 +11,6 @@ from cosched.engine.isolated import AloneState
 from cosched.memory.occupancy import KvOccupancy
 from cosched.pool.prefix_pool import PoolStats
 
-__all__ = ["OfflineProgress", "PlanningTimes", "ReplicaState"]
-
 
 class PlanningTimes(msgspec.Struct, kw_only=True, frozen=True):
     """Host time of views, plans and checks [µs]; the percentiles are of the latest plans."""

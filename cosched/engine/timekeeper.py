@@ -12,8 +12,6 @@ from cosched.engine.observe import Iteration, IterationObserver
 from cosched.engine.tracked import TrackedRequest
 from cosched.predict.calibration import Calibrator
 
-__all__ = ["Moment", "Timekeeper"]
-
 _MEAN_SHARE = 0.1
 """Of the newest iteration in the moving average of their times."""
 

@@ -10,8 +10,6 @@ from cosched.core.wire import Bounds, class_of_priority, slo_of_params
 from cosched.engine import port
 from cosched.predict.lengths import Belief
 
-__all__ = ["TrackedRequest"]
-
 _UNBOUNDED = Bounds()
 
 

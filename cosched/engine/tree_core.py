@@ -37,8 +37,6 @@ from cosched.memory.occupancy import LIKELY
 from cosched.memory.tree import KvNode, KvTree
 from cosched.pool.radix import pack
 
-__all__ = ["WatchedTreeCore", "can_watch"]
-
 logger = logging.getLogger(__name__)
 
 _LEAST_TAIL = 256

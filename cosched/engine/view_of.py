@@ -34,9 +34,6 @@ from cosched.engine.tracked import TrackedRequest
 from cosched.engine.waiting import WaitingQueue
 from cosched.schedule.ledger import promised_tokens
 
-__all__ = ["SchedulerView", "num_cached"]
-
-
 _NOTHING = Match(cached=0, evictable=0)
 
 

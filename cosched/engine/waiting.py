@@ -27,8 +27,6 @@ from cosched.engine.kv import KvManager
 from cosched.engine.tracked import TrackedRequest
 from cosched.pool.pool import ArrivalQueue, OfflinePool
 
-__all__ = ["WaitingQueue", "WaitingSummary", "online_requests"]
-
 
 class WaitingQueue:
     """A list of `Req` in the order of arrival, as far as SGLang uses one.

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from cosched.lab.metrics.summary import Summary
 
-__all__ = ["COLUMNS", "Column"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:

@@ -58,8 +58,6 @@ from cosched.lab.simulation.scenario import OfflineClient, Scenario
 from cosched.policies import known_policy, policy_names
 from cosched_traces.builders import DEMO_BURSTS, DEMO_MEAN_RATE
 
-__all__ = ["ONLINE_ONLY", "Measured", "draw", "main", "progress_of", "targets_from"]
-
 ONLINE_ONLY = "online-only"
 
 _SCENARIOS = (ONLINE_ONLY, "sglang", "priority", "sarathi", "hygen", "cosched")

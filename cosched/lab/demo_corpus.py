@@ -9,8 +9,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["demo_corpus"]
-
 _ADJECTIVES = """
 able ancient autumn blue brave bright broken calm careful cheap clean clear clever cold common
 complete curious dark deep different distant early eastern easy empty exact fair famous fast final

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     import torch
     from tokenizers import Tokenizer
 
-__all__ = ["DTYPES", "SIZES", "DemoModelSpec", "ensure_demo_model"]
-
 DTYPES = ("bfloat16", "float32")
 
 _BOS, _END_OF_TEXT = "<|begin_of_text|>", "<|end_of_text|>"

@@ -61,8 +61,6 @@ from cosched_traces.openai_batch import read_openai_batch
 from cosched_traces.transform import slice_time
 from cosched_traces.workload import TraceRequest
 
-__all__ = ["main"]
-
 _POLICIES = f"who schedules: {', '.join(policy_names())}, or one of yours (default: %(default)s)"
 
 _FIRST_ID = 10

@@ -21,16 +21,6 @@ from cosched.lab.metrics.table import markdown_rows
 from cosched.lab.simulation.run import RunResult
 from cosched.lab.suite import Option, Outcome, Row, SuiteFile, SuiteTarget, as_arguments
 
-__all__ = [
-    "Key",
-    "Page",
-    "StaleCell",
-    "cells_of",
-    "plot_results",
-    "read_page",
-    "stale_cells",
-]
-
 TOLERANCE = 0.01
 """A number holds within 1 %, or within one unit of the last digit shown."""
 

@@ -49,21 +49,6 @@ from cosched.lab.simulation.run import RunResult, RunSpec
 from cosched.lab.simulation.scenario import scenario
 from cosched.lab.simulation.store import ResultStore
 
-__all__ = [
-    "Option",
-    "Outcome",
-    "Row",
-    "SuiteFile",
-    "SuiteScenario",
-    "SuiteSetting",
-    "SuiteTarget",
-    "as_arguments",
-    "read_suite",
-    "rows_of",
-    "run_rows",
-    "suite_names",
-]
-
 SUITES = Path(__file__).parent / "suites"
 
 Option = str | int | float | bool

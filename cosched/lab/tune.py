@@ -47,8 +47,6 @@ from cosched.lab.simulation.scenario import Scenario, scenario
 from cosched.lab.simulation.store import ResultStore
 from cosched.policies import known_policy, policy_entry, policy_names
 
-__all__ = ["build_parser", "main"]
-
 _ALONE = "s0"
 
 

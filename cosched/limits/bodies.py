@@ -23,8 +23,6 @@ from cosched.limits.table import (
     check_text,
 )
 
-__all__ = ["NATIVE", "check_body"]
-
 NATIVE: Mapping[str, str] = {
     "/classify": "EmbeddingReqInput",
     "/encode": "EmbeddingReqInput",

@@ -20,18 +20,6 @@ from cosched.core.request import RequestClass, Slo
 from cosched.core.wire import SIGNS, SLO_FIELDS, Bounds, Wish, parse_slo
 from cosched.errors import ConfigError, LimitError, choices
 
-__all__ = [
-    "ANY_KEY",
-    "Claims",
-    "Grant",
-    "KeyClaims",
-    "KeyGate",
-    "TargetLimits",
-    "digest_of",
-    "presented_key",
-    "read_claims",
-]
-
 ANY_KEY = "*"
 """In ``keys``: every key without an entry of its own, and requests without one."""
 

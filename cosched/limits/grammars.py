@@ -13,16 +13,6 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = [
-    "MOST_DEPTH",
-    "MOST_DOCUMENT_BYTES",
-    "MOST_ENTRIES",
-    "MOST_PROPERTIES_OF_OBJECT",
-    "MOST_REPEATS",
-    "MOST_RULE_BYTES",
-    "grammar_fault",
-]
-
 MOST_DOCUMENT_BYTES = 256 * 1024
 """Of a JSON schema or a structural tag."""
 

@@ -23,14 +23,6 @@ from pydantic_core import SchemaError, SchemaValidator, core_schema
 from re import _constants as ops  # type: ignore[attr-defined]  # isort: skip
 from re import _parser as parser  # type: ignore[attr-defined]  # isort: skip
 
-__all__ = [
-    "MOST_PATTERN_BYTES",
-    "MOST_PATTERN_ITEMS",
-    "MOST_TEXT_CHARS",
-    "matches",
-    "pattern_fault",
-]
-
 MOST_PATTERN_BYTES = 256
 """Of one pattern (SGLang's own limit)."""
 

@@ -28,25 +28,6 @@ from cosched.limits.grammars import (
 )
 from cosched.limits.patterns import MOST_PATTERN_BYTES, MOST_PATTERN_ITEMS, pattern_fault
 
-__all__ = [
-    "ANY_MODEL",
-    "INTERNAL",
-    "MOST_LOGPROBS",
-    "MOST_SAMPLES",
-    "TABLE",
-    "WHOLE_VOCABULARY",
-    "Bound",
-    "Free",
-    "Number",
-    "Scope",
-    "Texts",
-    "check_field",
-    "check_fields",
-    "check_text",
-    "shown",
-    "table_rows",
-]
-
 INT64 = 2**63 - 1
 INT32 = 2**31 - 1
 WHOLE_VOCABULARY = 1 << 30

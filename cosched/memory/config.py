@@ -7,8 +7,6 @@ import msgspec
 from cosched.errors import ConfigError, choices
 from cosched.memory.eviction import ORDERS
 
-__all__ = ["ENGINE_ORDERS", "EVICTION_ORDERS", "KvConfig"]
-
 ENGINE_ORDERS = ("lru", "slru", "priority")
 """SGLang's own, by its names (``--radix-eviction-policy``)."""
 

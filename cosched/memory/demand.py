@@ -11,8 +11,6 @@ from __future__ import annotations
 import math
 from collections import deque
 
-__all__ = ["OnlineDemand"]
-
 
 class OnlineDemand:
     """Samples of a number of tokens, taken at even times."""

@@ -26,19 +26,6 @@ from cosched.core.estimates import Predictor
 from cosched.memory.returns import ReturnModel
 from cosched.memory.tree import KvNode, Rank
 
-__all__ = [
-    "ORDERS",
-    "CopyOrder",
-    "EchoOrder",
-    "Eviction",
-    "EvictionOrder",
-    "Leaves",
-    "LossCurve",
-    "Prices",
-    "Worth",
-]
-
-
 _CERTAIN = 1000.0
 """More than what any node's loss makes late and computes again costs, by the price of a token with
 none before it."""

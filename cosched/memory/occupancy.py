@@ -10,8 +10,6 @@ import msgspec
 from cosched.memory.eviction import Worth
 from cosched.memory.tree import KvTree
 
-__all__ = ["LIKELY", "HostOccupancy", "KvOccupancy", "host_occupancy_of", "occupancy_of"]
-
 LIKELY = 0.1
 """Chance from which on a context counts as one that will return."""
 

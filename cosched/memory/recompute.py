@@ -8,8 +8,6 @@ stops would not tell such a collapse from stops that cost nothing, so what they 
 
 from __future__ import annotations
 
-__all__ = ["RecomputeBudget"]
-
 
 class RecomputeBudget:
     """A bucket of seconds that fills at `share` seconds per second up to `most_s`; what is computed

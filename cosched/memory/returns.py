@@ -21,8 +21,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["BIN_EDGES_S", "ReturnModel", "block_hashes"]
-
 BIN_EDGES_S: tuple[float, ...] = (0.0, *[0.5 * 2.0**i for i in range(14)])
 """Ages at which bins begin [s]: 0, 0.5, 1, 2, ... 4096. After the end of the last, 8192 s, nobody
 is expected."""

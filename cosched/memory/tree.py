@@ -18,8 +18,6 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from cosched.pool.radix import TOKEN_BYTES, Shared, common_bytes
 
-__all__ = ["KvNode", "KvTree", "LeafListener", "PathNode", "Rank", "Visit"]
-
 
 class PathNode(NamedTuple):
     """A node of the engine's tree on the way from the root. start, end: tokens from the root."""

@@ -20,8 +20,6 @@ from cosched.predict.fitted import (
     relative_fit,
 )
 
-__all__ = ["BrosPredictor", "EchoPredictor", "HygenPredictor"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HygenPredictor(FittedPredictor):

@@ -15,8 +15,6 @@ from typing import Generic, TypeVar
 from cosched.pool.pool import PrefixRequest
 from cosched.pool.radix import Place, RadixTree
 
-__all__ = ["SAMPLE_SIZE", "LengthBuckets", "quantile_boundaries"]
-
 P = TypeVar("P", bound=PrefixRequest)
 
 SAMPLE_SIZE = 256

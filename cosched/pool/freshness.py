@@ -15,8 +15,6 @@ from sortedcontainers import SortedDict, SortedList
 
 from cosched.core.request import Request
 
-__all__ = ["Deadlines", "ServedRate", "UtilityMix", "due_time_s"]
-
 R = TypeVar("R", bound=Request)
 
 _PICK = 1_000_000

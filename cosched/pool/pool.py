@@ -11,8 +11,6 @@ from sortedcontainers import SortedDict
 from cosched.core.request import Request
 from cosched.core.view import OfflineOrder
 
-__all__ = ["ArrivalOrder", "ArrivalQueue", "OfflinePool", "PrefixRequest"]
-
 R = TypeVar("R", bound=Request)
 
 

@@ -36,8 +36,6 @@ from cosched.pool.freshness import Deadlines, ServedRate, UtilityMix, due_time_s
 from cosched.pool.pool import PrefixRequest
 from cosched.pool.radix import Node, Place, RadixTree, Shared
 
-__all__ = ["BucketStats", "PoolConfig", "PoolOrder", "PoolStats", "PrefixPool"]
-
 P = TypeVar("P", bound=PrefixRequest)
 
 _LOOK_S = 1.0

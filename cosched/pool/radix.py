@@ -19,8 +19,6 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-__all__ = ["TOKEN_BYTES", "Node", "Place", "RadixTree", "Shared", "common_bytes", "pack"]
-
 T = TypeVar("T")
 
 TOKEN_BYTES = 4

@@ -16,8 +16,6 @@ from cosched.errors import ConfigError
 from cosched.predict.features import GraphSizes, TotalsTable
 from cosched.predict.linear import PhaseCosts
 
-__all__ = ["Calibrator", "cold_start_s", "error_factor"]
-
 SCALE_WINDOW = 33
 """Iterations whose median ratio of measured to predicted time is the scale."""
 MARGIN_WINDOW = 16

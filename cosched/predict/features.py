@@ -10,8 +10,6 @@ import numpy.typing as npt
 
 from cosched.core.batch import BatchTotals
 
-__all__ = ["FloatArray", "GraphSizes", "TotalsTable"]
-
 FloatArray = npt.NDArray[np.float64]
 
 

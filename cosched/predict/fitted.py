@@ -14,17 +14,6 @@ from cosched.core.estimates import Predictor
 from cosched.errors import ConfigError
 from cosched.predict.features import FloatArray, GraphSizes, TotalsTable
 
-__all__ = [
-    "ErrorSummary",
-    "FittedPredictor",
-    "check_points",
-    "nnls",
-    "number",
-    "numbers",
-    "relative_fit",
-    "summarise",
-]
-
 
 class FittedPredictor(Predictor, Protocol):
     """A predictor whose coefficients do not change, so that a file can hold them."""

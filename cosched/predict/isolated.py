@@ -25,8 +25,6 @@ from typing import NamedTuple
 
 from cosched.core.batch import BatchTotals
 
-__all__ = ["Alone", "ServedAlone"]
-
 MOST_FOLLOWED = 8192
 """Requests that are followed at a time. Beyond them all are forgotten: either they would never get
 through alone, or the predictions are far off."""

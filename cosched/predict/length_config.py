@@ -6,8 +6,6 @@ import msgspec
 
 from cosched.errors import ConfigError, choices
 
-__all__ = ["MODES", "LengthConfig"]
-
 MODES = ("histogram", "limit", "oracle", "oracle-noise")
 
 

@@ -13,8 +13,6 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple, TypeAlias
 
-__all__ = ["Cells", "Facts", "Hints", "Histogram", "Pair", "Window", "cells_of"]
-
 _ROOT = 0
 """Key of the widest group: all requests."""
 _PRIOR, _PRIOR_OF_PROMPT = 5.0, 1.0

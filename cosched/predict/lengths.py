@@ -10,8 +10,6 @@ from cosched.core.estimates import LengthEstimate
 from cosched.predict.length_config import LengthConfig
 from cosched.predict.length_histogram import Cells, Facts, Hints, Histogram, Pair, Window, cells_of
 
-__all__ = ["NUM_ENDS", "Belief", "LengthModel"]
-
 NUM_ENDS = 8
 """Possible ends that describe an uncertain length (`LengthEstimate.ends`)."""
 

@@ -19,16 +19,8 @@ from cosched.core.batch import BatchShape, Prefill
 from cosched.errors import ConfigError
 from cosched.files import write_whole
 from cosched.predict.features import GraphSizes
-from cosched.predict.registry import FittedPredictor, fit_predictor, predictor_from_dict
-
-__all__ = [
-    "FILE_FORMAT",
-    "FILE_VERSION",
-    "EngineIdentity",
-    "MeasuredPoint",
-    "Profile",
-    "read_iteration_log",
-]
+from cosched.predict.fitted import FittedPredictor
+from cosched.predict.registry import fit_predictor, predictor_from_dict
 
 FILE_FORMAT = "cosched-profile"
 FILE_VERSION = 2

@@ -7,8 +7,6 @@ import math
 
 from cosched.predict.tail import Tail
 
-__all__ = ["Promise"]
-
 _WINDOW = 1000
 """Requests over which the mean is kept: what is older fades, so that a quiet night does not pay for
 a slow day."""

@@ -13,8 +13,6 @@ from cosched.errors import ConfigError, choices
 from cosched.predict.features import GraphSizes, TotalsTable
 from cosched.predict.fitted import FittedPredictor
 
-__all__ = ["PREDICTORS", "FittedPredictor", "fit_predictor", "predictor_from_dict"]
-
 PREDICTORS: Mapping[str, str] = {
     "hygen": "cosched.papers.predictors:HygenPredictor",
     "echo": "cosched.papers.predictors:EchoPredictor",

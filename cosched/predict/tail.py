@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-__all__ = ["Tail"]
-
 _STEP = math.log1p(0.0025)
 """Values are told apart to a quarter of a percent."""
 

@@ -8,8 +8,6 @@ import msgspec
 
 from cosched.errors import ConfigError, choices
 
-__all__ = ["MOST", "TOLERANCE_HELP", "TOLERANCE_METAVAR", "ToleranceConfig", "parse_tolerance"]
-
 TOLERANCE_METAVAR = "ttft=5%,tpot=5%"
 TOLERANCE_HELP = (
     "mean and p99 of online requests stay so close to what these would have alone, for cosched and "

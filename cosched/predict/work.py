@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from cosched.core.batch import BatchShape, Prefill
 
-__all__ = ["CHUNK_TOKENS", "LineCost", "prompt_cost_s", "token_cost_s"]
-
 CHUNK_TOKENS = 8192
 """Prompt tokens of the largest iteration: more gain nothing."""
 

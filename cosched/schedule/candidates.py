@@ -23,8 +23,6 @@ from cosched.schedule.phases import (
     offline_room,
 )
 
-__all__ = ["CANDIDATES_PER_BUCKET", "Candidate", "Choose", "admit_best", "punishments"]
-
 CANDIDATES_PER_BUCKET = 2
 
 

@@ -55,8 +55,6 @@ from cosched.schedule.forecast import KvForecast
 from cosched.schedule.online_order import LATE_TURN, OnlineOrder, by_feasibility
 from cosched.schedule.phases import LEAST_SHARED, Steps, shortest_first, two_phases
 
-__all__ = ["GAPS", "CoschedOptions", "CoschedPolicy", "Past"]
-
 GAPS = 3.0
 """Most time between two tokens of an online request [TPOT targets]."""
 

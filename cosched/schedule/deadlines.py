@@ -47,8 +47,6 @@ from cosched.schedule.base import PolicySettings
 from cosched.schedule.builder import PlanBuilder
 from cosched.schedule.ledger import Ledger
 
-__all__ = ["DeadlinePace", "Deadlines", "online_prefills"]
-
 
 class DeadlinePace:
     """Implements `cosched.schedule.phases.Pace`: the predicted time of what is in a ledger, held

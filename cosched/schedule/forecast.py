@@ -15,8 +15,6 @@ from cosched.core.request import Request, RequestClass, num_tokens_left, num_tok
 from cosched.core.view import Match, Outlook, View
 from cosched.schedule.load import LoadAhead, MostHeld
 
-__all__ = ["KvForecast"]
-
 _DEVIATIONS = {RequestClass.ONLINE: 1.0, RequestClass.OFFLINE: 2.0}
 """Standard deviations of what all hold together, for which there must be memory beside a request of
 that class. An online request that waits is late, and where memory is short one day it is offline

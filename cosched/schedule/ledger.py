@@ -11,8 +11,6 @@ from cosched.core.request import Request, RequestClass, num_tokens_left, num_tok
 from cosched.core.view import Match, View
 from cosched.schedule.forecast import KvForecast
 
-__all__ = ["Ledger", "promised_tokens"]
-
 
 class Ledger:
     """What is left of the token, memory, slot, adapter and chunk limits while a plan grows, and how

@@ -20,8 +20,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["LoadAhead", "MostHeld"]
-
 _HELD, _NUM, _VARIANCE = 0, 1, slice(2, 5)
 """Rows of what is known of each time: what those that are there hold now and their number, in the
 mean; the variance of their number, and of it what goes with `held` and its square."""

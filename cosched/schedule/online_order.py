@@ -28,8 +28,6 @@ from cosched.schedule.base import PolicySettings
 from cosched.schedule.builder import PlanBuilder
 from cosched.schedule.deadlines import DeadlinePace, Deadlines, online_prefills
 
-__all__ = ["LATE_TURN", "OnlineOrder", "by_feasibility", "deadline_pace"]
-
 LATE_TURN = 16
 """Of so many online prefills one is late, while no late one has waited for long."""
 

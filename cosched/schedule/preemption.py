@@ -7,8 +7,6 @@ from cosched.core.plan import PreemptMode
 from cosched.core.request import Request
 from cosched.core.view import View
 
-__all__ = ["num_lost", "recompute_s", "stop_mode"]
-
 
 def num_lost(view: View, request: Request) -> int:
     """KV tokens of a running request, or of an unfinished prefill, that are expected to be evicted

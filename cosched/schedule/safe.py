@@ -17,8 +17,6 @@ from cosched.core.request import Request, RequestClass
 from cosched.core.view import View
 from cosched.schedule.builder import PlanBuilder
 
-__all__ = ["SafePolicy"]
-
 
 class SafePolicy:
     """See the module's docstring."""

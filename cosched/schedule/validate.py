@@ -9,8 +9,6 @@ from cosched.errors import PlanError
 from cosched.schedule.builder import mixes
 from cosched.schedule.ledger import Ledger
 
-__all__ = ["validate"]
-
 
 def validate(plan: Plan, view: View) -> None:
     """PlanError names the limit that a plan breaks; one that passes is applied whole. O(requests

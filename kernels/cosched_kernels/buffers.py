@@ -10,8 +10,6 @@ import torch
 
 from cosched_kernels.plan import ITEM_FIELDS, HeadShape, Plan
 
-__all__ = ["FixedBuffers", "PlanTensors", "upload"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanTensors:

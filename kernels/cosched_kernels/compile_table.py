@@ -44,15 +44,6 @@ from cosched_kernels.plan import (
 from cosched_kernels.shared_prefix import attend_constants, reduce_constants, tiles_for
 from cosched_kernels.triton_kernels import attend_items_kernel, reduce_pieces_kernel
 
-__all__ = [
-    "SHARED_MEMORY",
-    "Compiled",
-    "compile_apart",
-    "compile_attend",
-    "compile_reduce",
-    "document_bytes",
-]
-
 SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Compute capability -> most shared memory of one program [bytes] (CUDA C++ Programming Guide)."""
 

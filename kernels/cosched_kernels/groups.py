@@ -23,8 +23,6 @@ import numpy.typing as npt
 
 from cosched_kernels.host import compiled_host
 
-__all__ = ["Groups", "IntArray", "PrefixForest", "Shared", "groups_of", "of_all_around"]
-
 IntArray = npt.NDArray[np.int64]
 _Ints = npt.NDArray[np.integer[Any]]
 

@@ -13,8 +13,6 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-__all__ = ["compiled_host"]
-
 logger = logging.getLogger(__name__)
 
 

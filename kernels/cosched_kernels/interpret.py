@@ -17,8 +17,6 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-__all__ = ["compiled", "is_interpreting", "launch", "repair_interpreter"]
-
 
 def launch(
     kernel: Callable[..., None], grid: tuple[int, ...], /, *args: Any, **kwargs: Any

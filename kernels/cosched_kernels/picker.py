@@ -19,16 +19,6 @@ import numpy as np
 from cosched_kernels.groups import Groups, IntArray
 from cosched_kernels.plan import HeadShape, Plan
 
-__all__ = [
-    "DeviceModel",
-    "Measured",
-    "fitted",
-    "gain_s",
-    "mixed_times_s",
-    "read_model",
-    "write_model",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceModel:

@@ -23,18 +23,6 @@ import numpy.typing as npt
 from cosched_kernels.groups import Groups, IntArray, of_all_around
 from cosched_kernels.host import compiled_host
 
-__all__ = [
-    "ITEM_FIELDS",
-    "Bytes",
-    "HeadShape",
-    "Plan",
-    "Tiling",
-    "bytes_moved",
-    "make_plan",
-    "plan_by_arrays",
-    "scores_computed",
-]
-
 ITEM_FIELDS = (
     "first_token",  # rank of its first query token
     "num_tokens",  # query tokens

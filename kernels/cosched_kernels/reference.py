@@ -10,8 +10,6 @@ import torch
 
 from cosched_kernels.buffers import PlanTensors
 
-__all__ = ["attend_items", "reduce_pieces"]
-
 _LOG2_E = 1.4426950408889634
 
 

@@ -19,15 +19,6 @@ from cosched_kernels.buffers import PlanTensors
 from cosched_kernels.interpret import launch
 from cosched_kernels.triton_kernels import attend_items_kernel, reduce_pieces_kernel
 
-__all__ = [
-    "Tile",
-    "attend_constants",
-    "attend_items",
-    "reduce_constants",
-    "reduce_pieces",
-    "tiles_for",
-]
-
 _LOG2_E = 1.4426950408889634
 
 

@@ -9,8 +9,6 @@ import triton.language as tl
 # Triton is imported. They reduce with these two.
 from triton.language.standard import _elementwise_max, _sum_combine
 
-__all__ = ["attend_items_kernel", "reduce_pieces_kernel"]
-
 
 def attend_items_kernel(
     q,  # [tokens, q heads, head dim]

@@ -19,8 +19,6 @@ from cosched_patches import http, memory, scheduler
 from cosched_patches.internals import INTERNALS
 from cosched_patches.seam import ALLOW_VARIABLE, Seam
 
-__all__ = ["PATH", "render"]
-
 PATH = Path("docs/sglang_seams.md")
 
 _INTRO = f"""\

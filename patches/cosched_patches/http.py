@@ -29,8 +29,6 @@ from cosched.errors import ConfigError, LimitError, RequestError
 from cosched.limits.bodies import check_body
 from cosched_patches.seam import Seam, after, around, before
 
-__all__ = ["SEAMS", "front"]
-
 logger = logging.getLogger(__name__)
 
 _WRONG_VALUES = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, re.error)

@@ -16,8 +16,6 @@ from itertools import chain
 from cosched.errors import SeamError
 from cosched_patches.seam import running_on
 
-__all__ = ["INTERNALS", "check_internals"]
-
 INTERNALS: Mapping[str, tuple[str, ...]] = {
     f"sglang.srt.{target}": tuple(names.split())
     for target, names in {

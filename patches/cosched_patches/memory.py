@@ -16,8 +16,6 @@ from cosched.engine.port.bidirectional import (
 )
 from cosched_patches.seam import Seam, after, around
 
-__all__ = ["SEAMS"]
-
 
 def retract_offline_first(order: list[int], reqs: list[Any]) -> list[int]:
     """A safety net for when decoding itself runs out of KV memory: policies preempt offline

@@ -8,8 +8,6 @@ from __future__ import annotations
 from cosched.config import load_config
 from cosched.errors import CoschedError
 
-__all__ = ["register"]
-
 
 def register() -> None:
     """Install every seam, or stop the process.

@@ -35,8 +35,6 @@ from cosched.engine.waiting import WaitingQueue, online_requests
 from cosched.errors import ConfigError, RequestError
 from cosched_patches.seam import Seam, after, around, before
 
-__all__ = ["SEAMS"]
-
 logger = logging.getLogger(__name__)
 
 

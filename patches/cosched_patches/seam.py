@@ -14,8 +14,6 @@ from typing import Any
 from cosched.errors import SeamError
 from cosched.versions import SGLANG_VERSION
 
-__all__ = ["ALLOW_VARIABLE", "Seam", "after", "around", "before", "install"]
-
 ALLOW_VARIABLE = "COSCHED_ALLOW_SGLANG"
 """Environment variable: another version of SGLang that is let through at the operator's risk."""
 

@@ -4,6 +4,4 @@ from __future__ import annotations
 
 from cosched_patches import http, memory, scheduler
 
-__all__ = ["SEAMS"]
-
 SEAMS = (*http.SEAMS, *scheduler.SEAMS, *memory.SEAMS)

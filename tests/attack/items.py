@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tests.forks import Forks
 
-__all__ = ["ITEMS", "Item", "Setting", "attack"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:

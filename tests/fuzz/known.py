@@ -8,8 +8,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ["KNOWN", "Known", "known_reason"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:

@@ -13,8 +13,6 @@ from cosched.pool.prefix_pool import PrefixPool
 from tests.soak.engine import SoakEngine
 from tests.soak.traffic import Ask
 
-__all__ = ["Checks", "SoakFailure"]
-
 DEEP_EVERY = 50
 """Iterations between two checks that walk everything."""
 PATIENCE = 200

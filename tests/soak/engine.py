@@ -39,8 +39,6 @@ from tests import adapters
 from tests.soak.spec import SoakSpec
 from tests.soak.traffic import Ask, Command
 
-__all__ = ["Ears", "SoakEngine"]
-
 _THROTTLED_RATE = 20.0
 
 MAX_ADAPTERS = 2

@@ -12,8 +12,6 @@ from typing import Any
 from tests.soak.run import Outcome, run
 from tests.soak.spec import FEATURES, SoakSpec
 
-__all__ = ["in_child", "narrow"]
-
 _FORK = multiprocessing.get_context("fork")
 """What this process has imported need not be imported again; it must not have built an engine."""
 

@@ -20,8 +20,6 @@ from tests.soak.engine import SoakEngine
 from tests.soak.spec import EPISODES_PER_HOUR, SoakSpec
 from tests.soak.traffic import ADAPTERS, Action, Ask, Client, Command, Post, Send, Sleep, Traffic
 
-__all__ = ["Outcome", "run"]
-
 _IDLE_ITERATIONS = 3
 _TICK_S = 0.005
 _MAX_IDLE_TICKS = 1_000

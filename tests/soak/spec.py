@@ -9,8 +9,6 @@ from typing import Any
 from cosched.errors import ConfigError, choices
 from cosched.policies import POLICIES, policy_entry
 
-__all__ = ["EPISODES_PER_HOUR", "FEATURES", "MATRIX", "SoakSpec"]
-
 EPISODES_PER_HOUR = 6
 """Stretches of traffic; the rest of the hour is idle."""
 

@@ -16,19 +16,6 @@ from typing import Any
 from cosched.core.wire import OFFLINE_PRIORITY, PARAMS_KEY
 from tests.soak.spec import SoakSpec
 
-__all__ = [
-    "ADAPTERS",
-    "MOMENTS",
-    "Action",
-    "Ask",
-    "Client",
-    "Command",
-    "Post",
-    "Send",
-    "Sleep",
-    "Traffic",
-]
-
 ADAPTERS = ("A", "B", "C")
 MOMENTS = ("sent", "waiting", "prefilling", "decoding", "held", "preempted")
 """When a request may be aborted."""

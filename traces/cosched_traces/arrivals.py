@@ -16,15 +16,6 @@ import numpy.typing as npt
 from cosched_traces.errors import WorkloadError
 from cosched_traces.seeds import rng_of
 
-__all__ = [
-    "RateCurve",
-    "arrival_times",
-    "constant_rate",
-    "correlated_rate",
-    "diurnal_rate",
-    "with_bursts",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateCurve:

@@ -14,8 +14,6 @@ from cosched_traces.rows import DEFAULTS, ReadOptions, Row, make_workload
 from cosched_traces.seeds import key_base, rng_of
 from cosched_traces.workload import Segment, Workload
 
-__all__ = ["read_mooncake_jsonl", "read_servegen_batch_jsonl"]
-
 MOONCAKE_BLOCK_TOKENS = 512
 SERVEGEN_BLOCK_TOKENS = 16
 

@@ -38,28 +38,6 @@ from cosched_traces.transform import (
 )
 from cosched_traces.workload import Workload
 
-__all__ = [
-    "DEMO_BURSTS",
-    "DEMO_MEAN_RATE",
-    "Asked",
-    "Build",
-    "arxiv",
-    "azure_like",
-    "batch",
-    "chat",
-    "demo_chat",
-    "demo_job",
-    "diurnal",
-    "documents",
-    "generated",
-    "loogle",
-    "mmlu",
-    "recorded",
-    "servegen",
-    "sessions",
-    "trace",
-]
-
 DURATION_S = 3600.0
 NUM_SESSIONS = 8
 CHAT_RATE = 1.0

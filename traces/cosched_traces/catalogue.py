@@ -20,8 +20,6 @@ from cosched_traces.session_sets import AGENTS, CHATS
 from cosched_traces.transform import first_requests
 from cosched_traces.workload import Workload
 
-__all__ = ["WORKLOADS", "NamedWorkload", "load_workload", "workload_table"]
-
 ONLINE, OFFLINE = RequestClass.ONLINE, RequestClass.OFFLINE
 
 

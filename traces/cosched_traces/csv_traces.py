@@ -15,14 +15,6 @@ from cosched_traces.rows import DEFAULTS, ReadOptions, Row, make_workload, numbe
 from cosched_traces.transform import with_arrivals
 from cosched_traces.workload import Workload
 
-__all__ = [
-    "csv_header",
-    "read_arrivals_csv",
-    "read_azure_csv",
-    "read_burstgpt_csv",
-    "read_lengths_csv",
-]
-
 AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 BURSTGPT = ("Timestamp", "Request tokens", "Response tokens", "Model", "Log Type")
 VIDUR = ("arrived_at", "num_prefill_tokens", "num_decode_tokens")

@@ -13,15 +13,6 @@ from dataclasses import dataclass
 
 from cosched_traces.lengths import Lengths, LogNormal, Quantiles, Uniform, fit_lognormal
 
-__all__ = [
-    "DATASETS",
-    "EDGES",
-    "DatasetLengths",
-    "Published",
-    "dataset_table",
-    "quantile_table",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:

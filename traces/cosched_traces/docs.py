@@ -12,8 +12,6 @@ from cosched_traces.catalogue import workload_table
 from cosched_traces.datasets import dataset_table
 from cosched_traces.formats import format_table
 
-__all__ = ["PATH", "with_tables"]
-
 PATH = Path("docs/workloads.md")
 
 TABLES = {"workloads": workload_table, "formats": format_table, "datasets": dataset_table}

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from cosched.errors import CoschedError
 
-__all__ = ["RowError", "WorkloadError"]
-
 
 class WorkloadError(CoschedError):
     """A workload cannot be read or made as asked."""

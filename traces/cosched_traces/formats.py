@@ -18,8 +18,6 @@ from cosched_traces.errors import WorkloadError
 from cosched_traces.rows import DEFAULTS, ReadOptions, numbered_lines
 from cosched_traces.workload import Workload
 
-__all__ = ["FORMATS", "Format", "format_table", "read_trace"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:

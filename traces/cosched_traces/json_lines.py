@@ -11,8 +11,6 @@ import msgspec
 from cosched_traces.errors import RowError
 from cosched_traces.rows import numbered_lines
 
-__all__ = ["Ids", "Positive", "Text", "convert", "json_lines"]
-
 T = TypeVar("T")
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]

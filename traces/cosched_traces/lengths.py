@@ -10,8 +10,6 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Fixed", "Lengths", "LogNormal", "Quantiles", "Tokens", "Uniform", "fit_lognormal"]
-
 Tokens = npt.NDArray[np.int64]
 
 

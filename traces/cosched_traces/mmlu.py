@@ -18,8 +18,6 @@ from cosched_traces.seeds import key_base, rng_of
 from cosched_traces.transform import first_requests, shuffle
 from cosched_traces.workload import Segment, TraceRequest, Workload
 
-__all__ = ["BYTES_PER_TOKEN", "OUTPUT_TOKENS", "Tokenize", "generate_mmlu", "read_mmlu"]
-
 Tokenize = Callable[[str], Sequence[int]]
 
 BYTES_PER_TOKEN = 4  # English text under a byte-pair encoding, where no tokenizer is given

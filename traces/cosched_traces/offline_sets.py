@@ -14,8 +14,6 @@ from cosched_traces.lengths import Lengths, Tokens
 from cosched_traces.seeds import key_base, rng_of
 from cosched_traces.workload import Segment, TraceRequest, Workload
 
-__all__ = ["Order", "PrefixGroups", "independent_requests", "length_pairs"]
-
 
 class Order(Enum):
     """In which order the requests of the groups stand: GROUPED leaves nothing for a scheduler to

@@ -11,8 +11,6 @@ from cosched_traces.errors import RowError
 from cosched_traces.json_lines import json_lines
 from cosched_traces.workload import TraceRequest, Workload
 
-__all__ = ["plain_chat", "read_openai_batch"]
-
 Tokenize = Callable[[str], Sequence[int]]
 Messages = Sequence[dict[str, Any]]
 

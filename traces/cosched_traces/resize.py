@@ -8,8 +8,6 @@ from cosched_traces.errors import WorkloadError
 from cosched_traces.transform import check_positive
 from cosched_traces.workload import Segment, TraceRequest, Workload
 
-__all__ = ["rescale_lengths"]
-
 
 def rescale_lengths(workload: Workload, *, prompt: float = 1.0, output: float = 1.0) -> Workload:
     """Lengths times a factor, at least 1 token.

@@ -17,8 +17,6 @@ from cosched_traces.errors import RowError, WorkloadError
 from cosched_traces.seeds import key_base
 from cosched_traces.workload import Segment, TraceRequest, Workload
 
-__all__ = ["DEFAULTS", "OnEmpty", "ReadOptions", "Row", "make_workload", "numbered_lines"]
-
 GZIP_MAGIC = b"\x1f\x8b"
 
 

@@ -6,8 +6,6 @@ import hashlib
 
 import numpy as np
 
-__all__ = ["KEYS", "key_base", "rng_of", "seed_for"]
-
 KEYS = 2**62  # keys are below; they fit a signed 64-bit integer
 
 

@@ -32,8 +32,6 @@ from cosched_traces.rows import numbered_lines
 from cosched_traces.seeds import key_base, rng_of
 from cosched_traces.workload import Segment, TraceRequest, Workload
 
-__all__ = ["read_servegen"]
-
 LAST_WINDOW_S = 600.0
 FIELDS = ("input_tokens", "output_tokens")
 

@@ -13,8 +13,6 @@ from cosched_traces.seeds import key_base, rng_of
 from cosched_traces.sessions import Session, Turn
 from cosched_traces.workload import Segment
 
-__all__ = ["AGENTS", "CHATS", "SessionSet", "ThinkTimes"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkTimes:

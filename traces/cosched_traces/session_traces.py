@@ -16,8 +16,6 @@ from cosched_traces.seeds import KEYS, key_base
 from cosched_traces.sessions import RecordedSessions, Session, Turn
 from cosched_traces.workload import Segment
 
-__all__ = ["Heads", "read_sessions_jsonl"]
-
 MAX_THINK_S = 60.0
 
 

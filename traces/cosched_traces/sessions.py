@@ -9,8 +9,6 @@ from cosched.core.request import RequestClass
 from cosched_traces.seeds import KEYS, key_base, rng_of
 from cosched_traces.workload import Segment, TraceRequest, Workload
 
-__all__ = ["RecordedSessions", "Session", "Sessions", "Turn", "keep_under_way", "start_at"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:

@@ -10,8 +10,6 @@ import numpy as np
 from cosched.core.request import RequestClass
 from cosched_traces.workload import TraceRequest, Workload
 
-__all__ = ["Summary", "prefix_parts", "shared_ratio", "summarize"]
-
 STEP_TOKENS = 16
 
 

@@ -17,26 +17,6 @@ from cosched_traces.errors import WorkloadError
 from cosched_traces.seeds import KEYS, key_base, rng_of
 from cosched_traces.workload import Segment, Workload
 
-__all__ = [
-    "at_once",
-    "busiest_window",
-    "check_no_sessions",
-    "check_positive",
-    "first_requests",
-    "mean_rate",
-    "merge",
-    "period_s",
-    "repeat",
-    "replay_faster",
-    "rescale_rate",
-    "rescale_think_times",
-    "sample_to_rate",
-    "shuffle",
-    "slice_time",
-    "with_arrivals",
-    "with_rids",
-]
-
 
 def period_s(workload: Workload) -> float:
     """How long the workload lasts: from the first arrival to one mean gap after the last."""

@@ -11,8 +11,6 @@ import numpy as np
 
 from cosched.core.request import RequestClass, Slo
 
-__all__ = ["Segment", "TraceRequest", "Workload"]
-
 
 class Segment(NamedTuple):
     """A stretch of a prompt. Equal `key` means equal tokens: two prompts whose segments begin alike

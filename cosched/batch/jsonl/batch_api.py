@@ -14,8 +14,6 @@ import msgspec
 from cosched.batch.jsonl.client import HttpClients, RetryRules
 from cosched.batch.jsonl.errors import QuotaError, ServerGoneError, ServerRefusedError
 
-__all__ = ["ENDED", "QUOTA_CODE", "BatchApi", "RemoteBatch"]
-
 T = TypeVar("T")
 
 ENDED = ("completed", "failed", "expired", "cancelled")

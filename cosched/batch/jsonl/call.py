@@ -36,8 +36,6 @@ from cosched.batch.jsonl.sidecar import JobState
 from cosched.batch.jsonl.source import Source, read_source
 from cosched.errors import ConfigError, CoschedError
 
-__all__ = ["ExitCode", "fetch", "run_job", "show_batches", "validate"]
-
 _FILES_BESIDE_CONNECTIONS = 64
 _MAX_SHOWN_FAULTS = 20
 _WINDOW = "24h"

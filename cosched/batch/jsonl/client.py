@@ -21,8 +21,6 @@ from cosched.batch.jsonl.records import Failure, Outcome
 from cosched.batch.jsonl.responses import TryAgain, judge
 from cosched.errors import ConfigError
 
-__all__ = ["Client", "HttpClients", "RetryRules", "Trouble"]
-
 # httpx looks at every connection of a pool for every request: with 256 in one pool that costs
 # 13 ms a line, with pools of 16 under 1 ms (2 cores, local server).
 _CONNECTIONS_PER_POOL = 16

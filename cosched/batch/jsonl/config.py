@@ -9,8 +9,6 @@ from urllib.parse import urlsplit
 from cosched.batch.jsonl.client import RetryRules
 from cosched.errors import ConfigError
 
-__all__ = ["JobConfig", "normal_base_url"]
-
 DEFAULT_BASE_URL = "http://127.0.0.1:30000"
 ABSENT_WAIT_S = 5.0
 VIAS = ("auto", "batches", "lines")

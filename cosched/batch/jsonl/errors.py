@@ -4,15 +4,6 @@ from __future__ import annotations
 
 from cosched.errors import CoschedError
 
-__all__ = [
-    "DiskError",
-    "JobError",
-    "JobFileError",
-    "QuotaError",
-    "ServerGoneError",
-    "ServerRefusedError",
-]
-
 
 class JobError(CoschedError):
     """A job cannot start or go on."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
-__all__ = ["IdSet", "LineSet"]
-
 _ID_BYTES = 16
 _FREE = bytes(_ID_BYTES)
 

@@ -27,8 +27,6 @@ from cosched.batch.jsonl.records import Record, RecordWriter
 from cosched.batch.jsonl.sidecar import JobState, load_state, remove_state, save_state
 from cosched.batch.jsonl.source import Source
 
-__all__ = ["Journal", "JournalPaths"]
-
 
 class JournalPaths:
     """Where a job keeps its files: all named after the output."""

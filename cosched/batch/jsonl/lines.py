@@ -12,8 +12,6 @@ from cosched.errors import RequestError
 from cosched.limits.bodies import check_body
 from cosched.limits.table import ANY_MODEL, Scope
 
-__all__ = ["URLS", "BadLine", "RequestLine", "duplicate_of", "parse_line"]
-
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 EMBEDDINGS = "/v1/embeddings"

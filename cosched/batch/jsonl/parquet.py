@@ -10,8 +10,6 @@ import msgspec
 from cosched.batch.jsonl.errors import JobFileError
 from cosched.errors import ConfigError
 
-__all__ = ["COLUMNS", "ParquetRows", "is_parquet", "line_of"]
-
 COLUMNS = ("custom_id", "method", "url", "body")
 _MAGIC = b"PAR1"
 _ROWS_PER_BLOCK = 64

@@ -14,8 +14,6 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from cosched.batch.jsonl.client import Trouble
 
-__all__ = ["Meter", "Rates", "Reporter", "Snapshot", "make_reporter"]
-
 _WINDOW_S = 60.0
 
 

@@ -10,8 +10,6 @@ import msgspec
 
 from cosched.batch.jsonl.lines import BadLine, RequestLine
 
-__all__ = ["Answer", "Failure", "Outcome", "Record", "RecordWriter"]
-
 _ID = re.compile(r"batch_req_([0-9a-f]{16})([0-9a-f]{8})")
 
 

@@ -28,8 +28,6 @@ from cosched.batch.jsonl.runner import JobCounts, checked_lines
 from cosched.batch.jsonl.sidecar import save_json
 from cosched.batch.jsonl.source import Source
 
-__all__ = ["Manifest", "RemoteJob", "batches_of", "load_manifest", "new_manifest"]
-
 _NAME = "run_batch"
 """In a batch's metadata: the name of its job."""
 _FORMAT = 1

@@ -14,8 +14,6 @@ from rich.table import Column, Table
 from cosched.batch.jsonl.batch_api import RemoteBatch
 from cosched.versions import versions
 
-__all__ = ["job_results", "print_batches", "print_report"]
-
 
 def job_results(
     *,

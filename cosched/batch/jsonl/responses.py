@@ -11,8 +11,6 @@ import msgspec
 
 from cosched.batch.jsonl.records import Answer, Failure
 
-__all__ = ["TryAgain", "judge"]
-
 # The server, or a proxy before it, cannot take the request now. Nothing is wrong with the line.
 _BUSY_OR_DOWN = frozenset({429, 502, 503, 504})
 _MAX_TEXT = 4096  # characters kept of an error response that is not JSON

@@ -20,8 +20,6 @@ from cosched.batch.jsonl.source import Source, input_lines
 from cosched.batch.jsonl.window import OrderedSink, Window
 from cosched.errors import CoschedError
 
-__all__ = ["Job", "JobCounts", "Server", "checked_lines"]
-
 _READ_BUFFER_BYTES = 1 << 20
 _MAX_SENDING_BYTES = 256 << 20  # 256 requests of 16 MiB would be 4 GiB
 _ORDERED_WINDOW = 4  # times the concurrency: how far an ordered job may run ahead of its output

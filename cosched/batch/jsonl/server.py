@@ -19,16 +19,6 @@ from cosched.batch.jsonl.client import Client, RetryRules
 from cosched.batch.jsonl.errors import JobFileError, ServerGoneError, ServerRefusedError
 from cosched.errors import ConfigError, CoschedError
 
-__all__ = [
-    "OwnServer",
-    "RunningServer",
-    "check_flags",
-    "free_port",
-    "own_base_url",
-    "server_command",
-    "serving",
-]
-
 _HOST = "127.0.0.1"
 _POLL_S = 0.2
 _STOP_S = 30.0

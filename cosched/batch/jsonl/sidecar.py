@@ -12,8 +12,6 @@ import msgspec
 from cosched.batch.jsonl.errors import JobFileError
 from cosched.batch.jsonl.source import Source
 
-__all__ = ["JobState", "load_state", "remove_state", "save_json", "save_state"]
-
 _FORMAT = 1
 
 

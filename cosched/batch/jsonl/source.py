@@ -12,8 +12,6 @@ from typing import BinaryIO
 from cosched.batch.jsonl.errors import JobFileError
 from cosched.batch.jsonl.parquet import ParquetRows, is_parquet
 
-__all__ = ["RawLine", "Source", "input_lines", "raw_lines", "read_source"]
-
 _BLOCK_BYTES = 1 << 20
 _BOM = b"\xef\xbb\xbf"  # some editors on Windows start a file with it
 

@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 from cosched.batch.jsonl.records import Record
 
-__all__ = ["OrderedSink", "Window"]
-
 
 class Window:
     """Makes the reader wait: for lines being sent, for lines not yet written, for their bytes."""

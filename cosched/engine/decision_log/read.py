@@ -13,8 +13,6 @@ from cosched.engine.decisions import FORMAT, Decision, Header, RequestFacts
 from cosched.engine.parts import parts_of
 from cosched.errors import ConfigError
 
-__all__ = ["Entry", "read_log"]
-
 
 @dataclass(frozen=True, slots=True)
 class Entry:

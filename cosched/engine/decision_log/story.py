@@ -12,8 +12,6 @@ from cosched.core.request import LateReason, RequestClass
 from cosched.engine.decision_log.read import Entry
 from cosched.engine.decisions import Decision, RequestFacts
 
-__all__ = ["Story", "words"]
-
 _NOT_NAMED = "not its turn"
 """Why a request waits that the plan does not name: the policy stopped at it, or before it."""
 

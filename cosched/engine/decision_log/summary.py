@@ -12,8 +12,6 @@ from cosched.core.request import RequestClass
 from cosched.engine.decision_log.read import Entry
 from cosched.engine.decision_log.story import words
 
-__all__ = ["LogSummary", "table"]
-
 
 class LogSummary:
     """Counts over the decisions of a log. Of a plan that was replaced only the outcome counts."""

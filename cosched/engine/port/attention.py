@@ -18,18 +18,6 @@ from sglang.srt.layers.attention.attention_registry import (
     register_attention_backend,
 )
 
-__all__ = [
-    "NAME",
-    "Launch",
-    "assuming_one_reading",
-    "graph_variants",
-    "launched",
-    "launching",
-    "note_newest",
-    "reads_once",
-    "register",
-]
-
 NAME = "cosched_shared_prefix"
 
 

@@ -12,21 +12,6 @@ from cosched.core.batch import BatchShape, Prefill
 from cosched.engine.port.memory import num_committed
 from cosched.engine.port.scheduler import runs_on_cpu
 
-__all__ = [
-    "can_hold",
-    "computed_of",
-    "decodes_of",
-    "holds_ended",
-    "is_done",
-    "num_loaded",
-    "num_prefills",
-    "prefills_of",
-    "rows_of",
-    "runs_model",
-    "shape_of",
-    "wait_for",
-]
-
 
 def can_hold(running_batch: Any) -> bool:
     """Whether the requests that run now can be divided: beams have rows of their own behind those

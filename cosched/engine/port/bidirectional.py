@@ -21,16 +21,6 @@ from cosched.core.request import RequestClass
 from cosched.core.wire import class_of_priority
 from cosched.papers.bros.pages import PreemptionTable, Tail
 
-__all__ = [
-    "BidirectionalAllocator",
-    "allocate_for",
-    "free_row",
-    "num_saved",
-    "savings",
-    "share_pages",
-    "why_not",
-]
-
 
 class _Rows(NamedTuple):
     """Of each row, on the device: the page of its tail, and the step from a slot to the next."""

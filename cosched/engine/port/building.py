@@ -17,8 +17,6 @@ from typing import Any
 
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
-__all__ = ["PrefillPlan", "adder_class", "build_prefill"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillPlan:

@@ -34,8 +34,6 @@ from sglang.srt.runtime_context import SpawnRanks, publish
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, prepare_server_args
 
-__all__ = ["LocalEngine", "Reply", "lengths_of", "load_adapters", "made_up"]
-
 
 @dataclass(slots=True, kw_only=True)
 class Reply:

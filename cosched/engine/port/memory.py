@@ -12,37 +12,6 @@ from sglang.srt.mem_cache.rust_tree_core.adapter import RustUnifiedTreeCore
 from cosched.engine.port.request import token_ids
 from cosched.memory.tree import PathNode
 
-__all__ = [
-    "Found",
-    "Peek",
-    "evictable_at",
-    "find",
-    "free_slots",
-    "gain_of_stopping",
-    "holds_memory",
-    "host_free",
-    "host_total",
-    "kv_evictable",
-    "kv_free",
-    "kv_shared",
-    "kv_total",
-    "last_node",
-    "lookup_key",
-    "num_committed",
-    "num_in_session",
-    "num_own",
-    "num_prefix",
-    "num_slots_taken",
-    "path_of",
-    "peek",
-    "release",
-    "release_whatever",
-    "reserve_ratio",
-    "reserves_whole_output",
-    "row_generations",
-]
-
-
 # --- The engine's ---
 
 

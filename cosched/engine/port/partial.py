@@ -19,8 +19,6 @@ from cosched.engine.port.batch import decodes_of
 from cosched.engine.port.penalties import copy_for_part, copy_rows
 from cosched.engine.port.request import is_ending
 
-__all__ = ["SplitBatch", "split"]
-
 
 class SplitBatch:
     """A running batch of which only `active` decodes in this iteration."""

@@ -21,8 +21,6 @@ from sglang.srt.sampling.penaltylib.repetition_penalty import BatchedRepetitionP
 
 from cosched.engine.port.batch import prefills_of
 
-__all__ = ["copy_for_part", "copy_rows", "count_outputs", "count_resumed"]
-
 
 def count_outputs(batch: Any) -> bool:
     """Count what the requests of a batch have generated and is not counted yet. False: some of them

@@ -14,8 +14,6 @@ from cosched.engine.port.batch import decodes_of
 from cosched.engine.port.request import prefix_key, token_ids
 from cosched_kernels.groups import Groups, PrefixForest, Shared
 
-__all__ = ["MIN_GROUP_TOKENS", "RunningPrefixes", "with_repeated"]
-
 MIN_GROUP_TOKENS = 512
 """KV tokens that a group must save to be one: its members' pieces cost as much as some hundred."""
 

@@ -15,27 +15,6 @@ from cosched.engine import port
 from cosched.engine.port.batch import wait_for
 from cosched.engine.port.scheduler import parallel, rank_group, waits_alone
 
-__all__ = [
-    "MemoryUse",
-    "agree",
-    "being_processed",
-    "can_take_back",
-    "ends_device",
-    "forget_results",
-    "leave_grammar_queue",
-    "mark_taken_back",
-    "memory_left",
-    "named_in",
-    "queue_again",
-    "send_finished",
-    "stop_checking_memory",
-    "take_back",
-    "unfinished_prefill",
-    "was_sending",
-    "was_taken_back",
-    "why_not_requeued",
-]
-
 _AGREE_S = 15.0
 """Time in which all tensor-parallel ranks must report the same failure [s]."""
 

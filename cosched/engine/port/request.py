@@ -15,31 +15,6 @@ from sglang.srt.managers.scheduler import _make_abort_req
 from cosched.core.request import Traits
 from cosched.limits.patterns import matches
 
-__all__ = [
-    "answer_with_error",
-    "created_s",
-    "end_with_error",
-    "error_answer",
-    "finish_by_pattern",
-    "has_penalties",
-    "is_aborted",
-    "is_cancelled",
-    "is_constrained",
-    "is_ending",
-    "is_under_way",
-    "most_tail_tokens",
-    "num_cached_at_first",
-    "num_outputs",
-    "num_retractions",
-    "pace_checks",
-    "prefix_key",
-    "refuse",
-    "send_abort",
-    "tell_client",
-    "token_ids",
-    "traits_of",
-]
-
 
 def token_ids(req: Any) -> array[int]:
     """Prompt and generated tokens. Not to be written: without output it is the prompt itself."""

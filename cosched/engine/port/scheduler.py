@@ -14,36 +14,6 @@ from cosched.engine.port.attention import reads_once
 from cosched.engine.port.memory import host_total
 from cosched.predict.features import GraphSizes
 
-__all__ = [
-    "GRAMMAR_LIMIT_S",
-    "Parallel",
-    "WaitingTotal",
-    "admit_ready_grammars",
-    "can_split",
-    "caps_of",
-    "drain_results",
-    "graph_sizes_of",
-    "has_one_pool",
-    "in_flight",
-    "is_idle",
-    "is_queued",
-    "leave_a_page",
-    "longest_prompt",
-    "metric_labels",
-    "mix_only_decodes",
-    "overlaps",
-    "parallel",
-    "put_back",
-    "rank_group",
-    "report_waiting",
-    "runs_on_cpu",
-    "searches_host",
-    "take_out_unanswered",
-    "under_way",
-    "waits_alone",
-]
-
-
 # --- Limits ---
 
 

@@ -32,8 +32,6 @@ from cosched_kernels.picker import DeviceModel, gain_s, read_model
 from cosched_kernels.plan import HeadShape, Plan, Tiling, make_plan
 from cosched_kernels.shared_prefix import tiles_for
 
-__all__ = ["GraphVariants", "SharedPrefixes", "create"]
-
 logger = logging.getLogger(__name__)
 
 PLAIN, SHARED = "plain", "shared"

@@ -13,8 +13,6 @@ from rich.table import Table
 
 from cosched.errors import ConfigError
 
-__all__ = ["compare_files"]
-
 
 def compare_files(paths: Sequence[Path]) -> dict[str, Any]:
     """Print one table over the scenarios of several results; ratios to s0 of the first."""

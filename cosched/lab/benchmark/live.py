@@ -32,18 +32,6 @@ from cosched.lab.simulation.clients import online_client
 from cosched.lab.simulation.run import RunSpec, offline_client, summarize_run
 from cosched_traces.workload import TraceRequest
 
-__all__ = [
-    "VOCAB_SIZE",
-    "LiveProgress",
-    "LiveResult",
-    "LiveTarget",
-    "ServerError",
-    "measure_live",
-    "print_live",
-    "run_live",
-    "with_misses",
-]
-
 VOCAB_SIZE = 2000
 """Token ids that every model knows lie below."""
 

@@ -27,8 +27,6 @@ from cosched.lab.benchmark.live import (
 )
 from cosched.lab.simulation.run import RunSpec, WorkloadSpec, config_of, load_requests
 
-__all__ = ["OwnRun", "OwnServers", "leave_a_core_free"]
-
 _WARM_UP_REQUESTS = 8  # of each class
 _WARM_UP_SEED = 1_000_000  # no prompt of the warm-up is measured
 _WARM_UP_S = 120.0

@@ -11,9 +11,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cosched.lab.simulation.run import RunResult
 
-__all__ = ["progress_of_runs", "time_left"]
-
-
 _AT_ONCE_S = 0.1
 """A result that follows so soon was kept from an earlier call: it says nothing of the others."""
 

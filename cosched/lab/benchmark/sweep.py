@@ -17,18 +17,6 @@ import msgspec
 from cosched.lab.simulation.run import RunResult, RunSpec
 from cosched.schedule.base import Budgets
 
-__all__ = [
-    "KNOBS",
-    "LEAST_GAIN",
-    "TOLERANCE",
-    "Knob",
-    "Swept",
-    "Tried",
-    "best_of",
-    "most_misses",
-    "sweep",
-]
-
 LEAST_GAIN = 0.01
 """By how much more offline work a value must serve to be worth a change."""
 

@@ -11,10 +11,9 @@ import numpy as np
 
 from cosched.core.batch import Prefill
 from cosched.errors import ConfigError, choices
-from cosched.lab.cost_models.interp import FloatArray, isotonic, neighbours, non_decreasing
+from cosched.lab.cost_models.interp import isotonic, neighbours, non_decreasing
 from cosched.lab.cost_models.tables import AttentionRow
-
-__all__ = ["ContextAttention", "ContextTable", "GenerationAttention", "GenerationTable"]
+from cosched.predict.features import FloatArray
 
 SKEW = 0.03
 """How far uneven contexts move a decode's time from that of even ones of the same sum towards that

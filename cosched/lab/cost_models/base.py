@@ -10,8 +10,6 @@ from cosched.core.batch import BatchShape
 from cosched.errors import ConfigError
 from cosched.predict.features import GraphSizes
 
-__all__ = ["OVERLAPPED", "SYNCHRONOUS", "CostModel", "CpuOverhead", "PrefixReads"]
-
 
 class PrefixReads(StrEnum):
     """How the decodes of a batch read KV that several of them have in common.

@@ -10,8 +10,6 @@ from cosched.lab.cost_models.graph_sizes import (
 )
 from cosched.lab.cost_models.specs import GpuSpec, ModelSpec
 
-__all__ = ["RUNTIME_BYTES", "default_mem_fraction", "kv_capacity_tokens"]
-
 RUNTIME_BYTES = int(0.85 * 2**30)
 """CUDA context and libraries, taken before SGLang looks at the free memory: 79.65 GiB of an H100
 are 78.81 GiB when it starts to load weights (server log in SGLang's documentation)."""

@@ -8,10 +8,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from cosched.errors import ConfigError, choices
-from cosched.lab.cost_models.interp import FloatArray, blend, neighbours, non_decreasing
+from cosched.lab.cost_models.interp import blend, neighbours, non_decreasing
 from cosched.lab.cost_models.tables import AllReduceRow, GemmRow
-
-__all__ = ["AllReduceTable", "GemmTable"]
+from cosched.predict.features import FloatArray
 
 _Points = tuple[FloatArray, FloatArray]
 

@@ -11,15 +11,6 @@ from collections.abc import Sequence
 from cosched.lab.cost_models.specs import GpuSpec
 from cosched.predict.features import GraphSizes
 
-__all__ = [
-    "decode_graph_sizes",
-    "default_chunk_tokens",
-    "default_graph_sizes",
-    "default_max_batch",
-    "padded_sizes",
-    "prefill_graph_sizes",
-]
-
 _LARGE_GPU_BYTES = 60 << 30
 
 

@@ -8,8 +8,6 @@ import numpy as np
 
 from cosched.predict.features import FloatArray
 
-__all__ = ["FloatArray", "blend", "isotonic", "neighbours", "non_decreasing"]
-
 _SPIKE = 1.5
 
 

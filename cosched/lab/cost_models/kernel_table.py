@@ -29,8 +29,6 @@ from cosched.lab.cost_models.tables import (
 )
 from cosched.predict.features import FloatArray, GraphSizes
 
-__all__ = ["KernelTableModel"]
-
 MAX_TOKENS = 16384
 """Iterations up to this size are looked up; larger ones grow in proportion."""
 

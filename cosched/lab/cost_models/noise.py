@@ -11,8 +11,6 @@ from cosched.errors import ConfigError
 from cosched.lab.cost_models.base import CostModel
 from cosched.predict.features import GraphSizes
 
-__all__ = ["NoisyModel", "SlowingModel"]
-
 _BLOCK = 4096
 
 

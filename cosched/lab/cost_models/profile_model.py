@@ -11,13 +11,7 @@ import numpy as np
 from cosched.core.batch import BatchShape
 from cosched.errors import ConfigError
 from cosched.predict.fitted import ErrorSummary, relative_fit, summarise
-from cosched.predict.profile_file import MeasuredPoint, Profile, read_iteration_log
-
-__all__ = [
-    "MeasuredPoint",
-    "ProfileModel",
-    "read_iteration_log",
-]
+from cosched.predict.profile_file import MeasuredPoint, Profile
 
 KNOTS = (32, 64, 128, 256, 512, 1024)
 """Where the cost of one more token may rise [tokens]: up to a few hundred tokens an iteration reads

@@ -14,8 +14,6 @@ from cosched.lab.cost_models.profile_model import ProfileModel
 from cosched.lab.cost_models.roofline import RooflineModel
 from cosched.lab.cost_models.specs import GpuSpec, ModelSpec, gpu_spec, model_spec
 
-__all__ = ["COST_MODELS", "CostModelEntry", "make_cost_model"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Request:

@@ -8,8 +8,6 @@ from cosched.core.batch import BatchShape
 from cosched.lab.cost_models.base import OVERLAPPED, CpuOverhead, PrefixReads
 from cosched.lab.cost_models.specs import GpuSpec, ModelSpec
 
-__all__ = ["Efficiency", "RooflineModel"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:

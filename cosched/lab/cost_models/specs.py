@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from cosched.errors import ConfigError, choices
 
-__all__ = ["GPUS", "MODELS", "Gemm", "GpuSpec", "ModelSpec", "gpu_spec", "model_spec"]
-
 
 class Gemm(NamedTuple):
     """C[m, n] = A[m, k] B[k, n] on one GPU; m is the number of tokens of the iteration."""

@@ -17,18 +17,6 @@ from typing import NamedTuple, TextIO, TypeVar, cast
 
 from cosched.errors import ConfigError, choices
 
-__all__ = [
-    "AllReduceRow",
-    "AttentionRow",
-    "GemmRow",
-    "TablePaths",
-    "find_tables",
-    "read_allreduce",
-    "read_context_attention",
-    "read_gemm",
-    "read_generation_attention",
-]
-
 _SUBFOLDERS = ("", "aiconfigurator", "profiles/aiconfigurator")
 _MS = 1e-3
 

@@ -15,22 +15,6 @@ from cosched.errors import ConfigError
 from cosched.lab.metrics.records import Floats
 from cosched.lab.metrics.window import Window
 
-__all__ = [
-    "COLOURS",
-    "TARGET_COLOUR",
-    "Bins",
-    "TimeAxis",
-    "by_thousands",
-    "check_can_draw",
-    "label_rate",
-    "legend_above",
-    "log_if_wide",
-    "new_figure",
-    "save",
-    "stack",
-    "tidy",
-]
-
 # Okabe and Ito's colours, which stay apart for colour-blind readers and in grey print.
 COLOURS = {RequestClass.ONLINE: "#0072B2", RequestClass.OFFLINE: "#E69F00"}
 TARGET_COLOUR = "#C0392B"

@@ -20,8 +20,6 @@ from cosched.lab.metrics.records import RequestRecord
 from cosched.lab.metrics.stats import Distribution
 from cosched.lab.metrics.summary import Summary
 
-__all__ = ["METRICS", "STATISTICS", "Goal", "parse_goal"]
-
 STATISTICS = ("mean", "p50", "p90", "p95", "p99")
 METRICS = ("ttft", "tpot", "tbt", "e2e")
 

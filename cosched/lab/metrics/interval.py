@@ -7,8 +7,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["MOST_VALUES", "Interval", "interval_of"]
-
 _T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """Quantile 0.975 of Student's t with 1, 2, ... degrees of freedom."""
 

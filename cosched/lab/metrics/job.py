@@ -15,13 +15,6 @@ from cosched.lab.metrics.records import RequestRecord
 from cosched.lab.metrics.window import Window
 from cosched.predict.work import LineCost
 
-__all__ = [
-    "EDGE_SHARE",
-    "JobSummary",
-    "steady_window",
-    "summarize_job",
-]
-
 EDGE_SHARE = 0.1
 """Of a run, left out at its start and at its end for the steady state."""
 

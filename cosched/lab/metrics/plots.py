@@ -27,19 +27,6 @@ from cosched.lab.metrics.slo import common_slo
 from cosched.lab.metrics.summary import served_tokens
 from cosched.lab.metrics.window import Window, last_event_s
 
-__all__ = [
-    "HOST_USES",
-    "KV_USES",
-    "draw_occupancy",
-    "plot_active_requests",
-    "plot_hit_rate",
-    "plot_kv_memory",
-    "plot_kv_occupancy",
-    "plot_latency",
-    "plot_throughput",
-    "write_run_plots",
-]
-
 _NO_SLO = Slo()
 
 

@@ -29,19 +29,6 @@ from cosched.lab.metrics.slo import Verdict, common_slo, judge, needed_scale, wi
 from cosched.lab.metrics.summary import Summary
 from cosched.lab.metrics.window import Window, last_event_s
 
-__all__ = [
-    "STYLES",
-    "Run",
-    "attainment_curve",
-    "plot_attainment",
-    "plot_bars",
-    "plot_cdfs",
-    "plot_overview",
-    "plot_served",
-    "plot_tradeoff",
-    "write_comparison_plots",
-]
-
 _NO_SLO = Slo()
 _SCALES = (1 / 8, 8.0)
 _PALETTE = (

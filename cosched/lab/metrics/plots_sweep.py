@@ -10,8 +10,6 @@ from pathlib import Path
 from cosched.lab.metrics.figure import by_thousands, legend_above, new_figure, save, tidy
 from cosched.lab.metrics.plots_compare import STYLES
 
-__all__ = ["Panel", "plot_panels"]
-
 Points = Sequence[tuple[float, float | None]]
 """(x, y); a y of None is drawn as nothing."""
 

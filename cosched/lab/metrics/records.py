@@ -21,19 +21,6 @@ import numpy.typing as npt
 from cosched.core.request import RequestClass, Slo
 from cosched.errors import CoschedError, choices
 
-__all__ = [
-    "ColumnLog",
-    "Floats",
-    "IterationLog",
-    "IterationRecord",
-    "RecordError",
-    "RequestRecord",
-    "read_records",
-    "record_line",
-    "write_records",
-    "write_rows",
-]
-
 Floats = npt.NDArray[np.float64]
 
 

@@ -10,18 +10,6 @@ from enum import Enum
 from cosched.core.request import Slo
 from cosched.lab.metrics.records import RequestRecord
 
-__all__ = [
-    "ROUNDING_S",
-    "Attainment",
-    "JctTarget",
-    "Judgement",
-    "Verdict",
-    "common_slo",
-    "judge",
-    "needed_scale",
-    "with_defaults",
-]
-
 ROUNDING_S = 1e-9
 """A target is not missed by less: differences of sums of durations carry rounding errors."""
 

@@ -10,8 +10,6 @@ import numpy as np
 
 from cosched.lab.metrics.records import Floats
 
-__all__ = ["EMPTY", "Distribution", "to_dict"]
-
 _DIGITS = 6
 _PERCENTILES = (50, 90, 95, 99)
 

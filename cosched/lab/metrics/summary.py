@@ -24,21 +24,6 @@ from cosched.lab.metrics.stats import EMPTY, Distribution, to_dict
 from cosched.lab.metrics.window import Window, last_event_s
 from cosched.predict.work import LineCost
 
-__all__ = [
-    "AttainmentSummary",
-    "ClassSummary",
-    "Comparison",
-    "Emissions",
-    "HostSummary",
-    "IterationSummary",
-    "KvShare",
-    "KvSummary",
-    "Summary",
-    "compare",
-    "served_tokens",
-    "summarize",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttainmentSummary:

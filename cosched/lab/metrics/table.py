@@ -14,8 +14,6 @@ from cosched.errors import ConfigError, choices
 from cosched.lab.metrics.figure import label_rate
 from cosched.lab.metrics.summary import Comparison, Summary, compare
 
-__all__ = ["make_table", "markdown_rows", "print_table", "shown"]
-
 _NONE = "-"
 _UNLIMITED = 10_000
 

@@ -12,8 +12,6 @@ import numpy.typing as npt
 from cosched.errors import ConfigError
 from cosched.lab.metrics.records import Floats, IterationLog, RequestRecord
 
-__all__ = ["Window", "last_event_s"]
-
 _SHORTEST_S = 1e-6
 
 

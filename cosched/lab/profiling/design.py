@@ -14,8 +14,6 @@ import numpy as np
 
 from cosched.errors import ConfigError
 
-__all__ = ["DesignedBatch", "DesignedPrefill", "Limits", "Round", "design_rounds"]
-
 MOST_PREFILLS = 4
 """Requests with prompt tokens in one designed batch, at most."""
 

@@ -27,8 +27,6 @@ from cosched.papers.hygen.sarathi import SarathiPolicy
 from cosched.predict.profile_file import MeasuredPoint
 from cosched.schedule.ledger import Ledger
 
-__all__ = ["Measured", "limits_of", "measure_rounds"]
-
 DOUBTFUL = 0.1
 """Repeats that differ from their median by more than this share of it, in the median, are repeated
 once more; if they still do, the batch is discarded."""

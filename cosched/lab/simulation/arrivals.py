@@ -10,8 +10,6 @@ from typing import Protocol
 from cosched.core.request import RequestClass, Slo
 from cosched.lab.metrics.records import RequestRecord
 
-__all__ = ["VOCAB_SIZE", "Arrival", "Source"]
-
 VOCAB_SIZE = 32_000
 """Of the simulated models: token ids of prompts that are made from segments stay below it."""
 

@@ -15,16 +15,6 @@ from cosched.lab.metrics.records import RequestRecord
 from cosched.lab.simulation.arrivals import VOCAB_SIZE, Arrival
 from cosched_traces.workload import TraceRequest
 
-__all__ = [
-    "AimdClient",
-    "ClosedLoopClient",
-    "OpenLoopClient",
-    "SessionClient",
-    "WaveClient",
-    "arrivals_of",
-    "online_client",
-]
-
 
 def online_client(
     requests: Sequence[TraceRequest], *, vocab_size: int = VOCAB_SIZE

@@ -20,8 +20,6 @@ from cosched.lab.simulation.run import RunSpec, WorkloadSpec
 from cosched.lab.simulation.scenario import OfflineClient
 from cosched.lab.simulation.search import last_good, values_between
 
-__all__ = ["QUESTIONS", "Answer", "Question", "find"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:

@@ -22,19 +22,6 @@ from typing import Protocol
 from cosched.errors import ConfigError
 from cosched.policies import PolicyEntry
 
-__all__ = [
-    "MODELS",
-    "HostTime",
-    "Load",
-    "Measured",
-    "Model",
-    "NoHostTime",
-    "Terms",
-    "host_time",
-    "kind_of",
-    "read_host_time",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:

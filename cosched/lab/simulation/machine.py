@@ -10,8 +10,6 @@ from cosched.lab.cost_models.capacity import kv_capacity_tokens
 from cosched.lab.cost_models.graph_sizes import default_chunk_tokens
 from cosched.lab.cost_models.specs import gpu_spec, model_spec
 
-__all__ = ["Machine"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:

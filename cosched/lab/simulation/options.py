@@ -32,19 +32,6 @@ from cosched.lab.simulation.run import DEFAULT_SLO, CostSpec, RunSpec, WorkloadS
 from cosched.lab.simulation.scenario import Scenario
 from cosched.predict.tolerance_config import TOLERANCE_HELP, TOLERANCE_METAVAR, parse_tolerance
 
-__all__ = [
-    "DATA_ENV",
-    "SEED",
-    "add_config_options",
-    "add_machine_options",
-    "add_run_options",
-    "config_pairs",
-    "cost_of",
-    "data_dir_of",
-    "machine_of",
-    "run_spec_of",
-]
-
 SEED = whole(at_least=0, at_most=2**32 - 1)
 
 DATA_ENV = "COSCHED_DATA"

@@ -16,8 +16,6 @@ import cosched.bootstrap
 from cosched.lab.simulation.run import RunResult, RunSpec, execute
 from cosched.lab.simulation.store import ResultStore
 
-__all__ = ["call_all", "execute_all"]
-
 R = TypeVar("R")
 
 _PRELOADED = ["cosched_patches.prepared", "cosched.lab.simulation.virtual"]

@@ -45,24 +45,6 @@ from cosched_traces.workload import TraceRequest
 if TYPE_CHECKING:
     from cosched.lab.simulation.virtual import VirtualEngine
 
-__all__ = [
-    "DEFAULT_SLO",
-    "CostSpec",
-    "RunResult",
-    "RunSpec",
-    "WorkloadSpec",
-    "config_of",
-    "cost_model_of",
-    "engine_flags",
-    "execute",
-    "execute_requests",
-    "identity_of",
-    "load_requests",
-    "offline_client",
-    "summarize_run",
-]
-
-
 DEFAULT_SLO = Slo(ttft_s=1.0, tpot_s=0.05)
 
 _ASKED_EVERY = 200

@@ -11,15 +11,6 @@ from cosched.memory.config import ENGINE_ORDERS, EVICTION_ORDERS
 from cosched.policies import POLICIES, PolicyEntry, policy_entry, policy_names
 from cosched.predict.registry import PREDICTORS
 
-__all__ = [
-    "SCENARIOS",
-    "OfflineClient",
-    "Scenario",
-    "scenario",
-    "with_eviction",
-    "with_predictor",
-]
-
 
 class OfflineClient(Enum):
     """How the offline requests reach the server.

@@ -10,8 +10,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-__all__ = ["largest_good", "last_good", "values_between"]
-
 V = TypeVar("V")
 
 Probe = Callable[[Sequence[V]], Sequence[bool]]

@@ -24,8 +24,6 @@ from cosched.lab.simulation.scenario import scenario
 from cosched.lab.simulation.search import largest_good, values_between
 from cosched.lab.simulation.store import ResultStore
 
-__all__ = ["SEARCHES", "Probe", "Search", "SloAnswer", "find_largest", "search_largest"]
-
 _DIGITS = 4
 """Significant ones of a value, in a configuration too."""
 

@@ -16,8 +16,6 @@ import cosched_traces
 from cosched.lab.simulation.run import RunResult, RunSpec
 from cosched.policies import policy_entry
 
-__all__ = ["ResultStore"]
-
 _FORMAT = 7
 
 _DECIDES_NOTHING = ("batches", "benchmark", "decision_log", "jobs", "lab", "profiling")

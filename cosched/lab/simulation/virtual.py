@@ -55,13 +55,6 @@ from cosched.memory.returns import BLOCK, block_hashes
 from cosched.predict.features import GraphSizes
 from cosched.predict.profile_file import EngineIdentity
 
-__all__ = [
-    "EOS_ID",
-    "HostLink",
-    "VirtualClock",
-    "VirtualEngine",
-]
-
 EOS_ID = 2
 
 _BYTES_PER_PROMPT_TOKEN = 30

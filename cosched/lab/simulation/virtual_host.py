@@ -14,8 +14,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-__all__ = ["VirtualTransfers"]
-
 
 class _Clock(Protocol):
     def now_s(self) -> float: ...

@@ -23,8 +23,6 @@ from cosched.predict.work import CHUNK_TOKENS, LineCost, prompt_cost_s, token_co
 from cosched_traces.summary import prefix_parts
 from cosched_traces.workload import TraceRequest
 
-__all__ = ["JobWork", "job_work"]
-
 SIZES = (0.0, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.15, 1.25, 1.5, 2.0, 4.0)
 """Prompt tokens of an iteration, by their mean: iterations of two sizes can be faster than equal
 ones."""

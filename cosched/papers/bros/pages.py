@@ -15,8 +15,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-__all__ = ["Page", "PreemptionTable", "Tail"]
-
 
 @dataclass(slots=True, eq=False)
 class Page:

@@ -96,8 +96,6 @@ from cosched.schedule.phases import (
 )
 from cosched.schedule.preemption import recompute_s
 
-__all__ = ["BrosOptions", "BrosPolicy", "Pressure", "literal_breaks"]
-
 BASE_SIZE = 128
 """Requests in an iteration at first and after an early return (§4.2, B_base)."""
 

@@ -36,8 +36,6 @@ from cosched.schedule.phases import (
     stop_beyond_limit,
 )
 
-__all__ = ["RoundRobinPolicy", "Turn"]
-
 
 class Turn(msgspec.Struct, frozen=True):
     """offline: the next iteration is the offline requests'."""

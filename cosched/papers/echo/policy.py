@@ -48,8 +48,6 @@ from cosched.schedule.candidates import Candidate, admit_best, punishments
 from cosched.schedule.online_order import deadline_pace
 from cosched.schedule.phases import Steps, shortest_first, two_phases, youngest_first
 
-__all__ = ["EchoPolicy", "best_batch"]
-
 
 class EchoPolicy:
     """Two phases over a budget of predicted time, offline admissions by score. See the module's

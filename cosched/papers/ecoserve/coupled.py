@@ -65,17 +65,6 @@ from cosched.schedule.phases import (
     stop_beyond_limit,
 )
 
-__all__ = [
-    "BLOCK",
-    "WINDOW",
-    "Allocation",
-    "CoupledOptions",
-    "CoupledPolicy",
-    "Groups",
-    "Order",
-    "orca_of_16",
-]
-
 BLOCK = 32
 """KV tokens of a block (§2.1)."""
 

@@ -8,8 +8,6 @@ from bisect import bisect_left
 from cosched.core.batch import BatchTotals
 from cosched.core.estimates import Predictor
 
-__all__ = ["LEAST", "TILE", "target_forward_size"]
-
 TILE = 128
 """Tokens that a matrix multiplication works on at a time: fewer take as long as so many."""
 

@@ -76,8 +76,6 @@ from cosched.schedule.phases import (
     youngest_first,
 )
 
-__all__ = ["Batch", "EcoOptions", "EcoServePolicy"]
-
 WINDOW = 128
 """Waiting prompts of each class that are looked at (own)."""
 

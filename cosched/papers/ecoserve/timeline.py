@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["Need", "Timeline"]
-
 
 class Need(NamedTuple):
     """held       KV tokens that it holds now and gives back when it ends. Tokens shared through the

@@ -32,8 +32,6 @@ from cosched.schedule.forecast import KvForecast
 from cosched.schedule.online_order import deadline_pace
 from cosched.schedule.phases import Steps, largest_first, two_phases
 
-__all__ = ["HygenPolicy"]
-
 
 class HygenPolicy:
     """Two phases over a budget of predicted time. See the module's docstring and `phases`."""

@@ -26,8 +26,6 @@ from cosched.core.view import View
 from cosched.schedule.builder import PlanBuilder
 from cosched.schedule.phases import UNLIMITED, Steps, admit_in_order, two_phases
 
-__all__ = ["Backlog", "SarathiPolicy", "ThrottledPolicy"]
-
 
 class SarathiPolicy:
     """Two phases over one token budget. See the module's docstring and `phases`."""
