@@ -56,7 +56,7 @@ from cosched.lab.metrics.records import write_records
 from cosched.lab.page import Key, Page, cells_of, plot_results, read_page, stale_cells
 from cosched.lab.simulation.options import add_run_options, data_dir_of, run_spec_of
 from cosched.lab.simulation.run import RunResult, load_requests
-from cosched.lab.simulation.scenario import SCENARIOS, OfflineClient, scenario
+from cosched.lab.simulation.setting import SETTINGS, OfflineClient, setting_of
 from cosched.lab.simulation.store import ResultStore
 from cosched.lab.suite import (
     Outcome,
@@ -93,7 +93,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _settings(text: str) -> tuple[str, ...]:
-    return tuple(checked(scenario)(name).name for name in _names(text))
+    return tuple(checked(setting_of)(name).name for name in _names(text))
 
 
 Names = Annotated[tuple[str, ...], Kind(_names, "A,B,…")]
@@ -226,7 +226,7 @@ def build_parser() -> argparse.ArgumentParser:
     suite.add_argument("suite", nargs="?", metavar="NAME|FILE", help="a suite of --list, or a file")
     check = add_command(commands, Check, _check)
     check.add_argument("suite", metavar="NAME|FILE", help="a suite of `suite --list`, or a file")
-    known = "\n".join(f"  {name:<20}{SCENARIOS[name].summary}" for name in SCENARIOS)
+    known = "\n".join(f"  {name:<20}{SETTINGS[name].summary}" for name in SETTINGS)
     orders = f"Orders of eviction:\n  {', '.join(EVICTION_ORDERS)}"
     run = add_command(commands, Run, _run, description=f"Settings:\n{known}\n\n{orders}")
     live = add_command(commands, Live, _live)
@@ -344,7 +344,7 @@ class StaleResultsError(CoschedError):
 
 
 def _run(arguments: argparse.Namespace) -> dict[str, Any]:
-    base = run_spec_of(arguments, scenario("s1"))
+    base = run_spec_of(arguments, setting_of("s1"))
     if arguments.plot is not None:
         check_can_draw()
     seeds = range(base.seed, base.seed + arguments.seeds)
@@ -354,7 +354,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
             value=None,
             setting=name,
             is_cheap=False,
-            specs=tuple(replace(base, scenario=scenario(name), seed=seed) for seed in seeds),
+            specs=tuple(replace(base, setting=setting_of(name), seed=seed) for seed in seeds),
         )
         for name in arguments.settings
     ]
@@ -397,7 +397,7 @@ def _live(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.plot is not None:
         check_can_draw()
     entry = replace(
-        scenario("s1"), name=arguments.scenario, client=OfflineClient(arguments.offline_client)
+        setting_of("s1"), name=arguments.scenario, client=OfflineClient(arguments.offline_client)
     )
     spec = replace(
         run_spec_of(arguments, entry),

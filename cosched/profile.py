@@ -72,7 +72,7 @@ from cosched.lab.simulation.options import (
     run_spec_of,
 )
 from cosched.lab.simulation.run import RunSpec, config_of, cost_model_of, engine_flags, identity_of
-from cosched.lab.simulation.scenario import OfflineClient, scenario
+from cosched.lab.simulation.setting import OfflineClient, setting_of
 from cosched.lab.simulation.slo_search import SEARCHES, Ran, SloAnswer, find_largest, search_largest
 from cosched.predict.features import GraphSizes
 from cosched.predict.fitted import FittedPredictor, summarise
@@ -232,7 +232,7 @@ def _virtual_engine(arguments: argparse.Namespace) -> Iterator[_Engine]:
     from cosched.lab.simulation.virtual import VirtualEngine
 
     spec = RunSpec(
-        scenario=scenario(_POLICY),
+        setting=setting_of(_POLICY),
         machine=machine_of(machine),
         cost=cost_of(machine),
         seed=arguments.seed,
@@ -365,7 +365,7 @@ def _fitted(points: Sequence[MeasuredPoint], graphs: GraphSizes | None) -> Fitte
 def _slo(arguments: argparse.Namespace) -> dict[str, Any]:
     goals = [parse_goal(text) for text in arguments.goals]
     wanted = SEARCHES[arguments.search]
-    spec = run_spec_of(arguments, scenario(wanted.policy))
+    spec = run_spec_of(arguments, setting_of(wanted.policy))
     if arguments.server_flags and arguments.model_path is None:
         raise ConfigError("flags after -- are for live servers; name --model-path too")
     limits = {name: getattr(arguments, name) for name in ("low", "high", "tolerance")}
@@ -408,7 +408,7 @@ def _search_live(
     leave_a_core_free()
     spec = replace(
         spec,
-        scenario=replace(spec.scenario, client=OfflineClient.CAP),
+        setting=replace(spec.setting, client=OfflineClient.CAP),
         cap=arguments.concurrency,
     )
     servers = OwnServers(

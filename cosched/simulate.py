@@ -48,7 +48,7 @@ from cosched.lab.simulation.options import (
     run_spec_of,
 )
 from cosched.lab.simulation.run import RunResult, RunSpec, execute
-from cosched.lab.simulation.scenario import Scenario, with_eviction
+from cosched.lab.simulation.setting import Setting, with_eviction
 from cosched.memory.config import ENGINE_ORDERS, EVICTION_ORDERS
 from cosched.policies import known_policy, policy_entry, policy_names, without_tolerance
 
@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _execute(arguments: argparse.Namespace) -> dict[str, Any]:
-    scenario = Scenario(
+    setting = Setting(
         name=arguments.policy,
         summary="",
         policy=arguments.policy,
@@ -129,10 +129,10 @@ def _execute(arguments: argparse.Namespace) -> dict[str, Any]:
         has_offline=arguments.offline is not None,
     )
     if arguments.kv_eviction is not None:
-        scenario = with_eviction(scenario, arguments.kv_eviction)
-    spec = run_spec_of(arguments, scenario)
-    if "tolerance" in dict(spec.config) and not policy_entry(scenario.policy).tolerates:
-        raise ConfigError(without_tolerance(scenario.policy))
+        setting = with_eviction(setting, arguments.kv_eviction)
+    spec = run_spec_of(arguments, setting)
+    if "tolerance" in dict(spec.config) and not policy_entry(setting.policy).tolerates:
+        raise ConfigError(without_tolerance(setting.policy))
     for option in ("decision_log", "kv_log", "plot", "records"):
         if arguments.find and getattr(arguments, option):
             raise ConfigError(f"--{option.replace('_', '-')} is of one run; --find makes many")
@@ -143,7 +143,7 @@ def _execute(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _run(arguments: argparse.Namespace, spec: RunSpec) -> dict[str, Any]:
     result = _with_progress(spec, arguments)
-    print_table({spec.scenario.name: result.summary})
+    print_table({spec.setting.name: result.summary})
     speed = result.end_s / result.wall_s if result.wall_s else 0.0
     print(
         f"{len(result.iterations)} iterations, {result.end_s:.0f} s of virtual time in "
@@ -176,7 +176,7 @@ def _run(arguments: argparse.Namespace, spec: RunSpec) -> dict[str, Any]:
 
 def _with_progress(spec: RunSpec, arguments: argparse.Namespace) -> RunResult:
     with virtual_time_bar(is_quiet=arguments.quiet) as bar:
-        task = bar.add_task(spec.scenario.name, total=spec.duration_s)
+        task = bar.add_task(spec.setting.name, total=spec.duration_s)
         return execute(
             spec,
             on_progress=lambda now_s: bar.update(task, completed=now_s),

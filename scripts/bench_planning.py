@@ -49,7 +49,7 @@ from cosched.config import ENV_VAR
 from cosched.core.request import RequestClass, Slo
 from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.run import CostSpec, RunSpec, config_of, cost_model_of, engine_flags
-from cosched.lab.simulation.scenario import Scenario
+from cosched.lab.simulation.setting import Setting
 from cosched.policies import POLICIES
 from cosched.versions import versions
 
@@ -178,10 +178,10 @@ def plan_again(controller: Any, watch: Stopwatch) -> None:
     controller.view, policy.plan = view, plan_twice
 
 
-def measure(scenario: Scenario, num_iterations: int, options: argparse.Namespace) -> dict[str, Any]:
+def measure(setting: Setting, num_iterations: int, options: argparse.Namespace) -> dict[str, Any]:
     """Fill the scheduler, let it run, time it."""
     spec = RunSpec(
-        scenario=scenario,
+        setting=setting,
         machine=Machine(max_running_requests=options.running),
         cost=CostSpec(name=options.cost_model),
         slo=Slo(ttft_s=1.0, tpot_s=0.05),
@@ -273,16 +273,14 @@ def summary(seconds: np.ndarray, mean_iteration_s: float) -> dict[str, float]:
     }
 
 
-def scenarios(options: argparse.Namespace) -> Iterator[Scenario]:
+def settings(options: argparse.Namespace) -> Iterator[Setting]:
     for name in options.policies:
-        yield Scenario(name=name, summary="", policy=name)
+        yield Setting(name=name, summary="", policy=name)
     for order in options.stock:
         if order == "priority":
-            yield Scenario(name="stock priority", summary="", policy="priority")
+            yield Setting(name="stock priority", summary="", policy="priority")
         else:
-            yield Scenario(
-                name=f"stock {order}", summary="", policy="sglang", schedule_policy=order
-            )
+            yield Setting(name=f"stock {order}", summary="", policy="sglang", schedule_policy=order)
 
 
 def print_table(results: dict[str, Any]) -> None:
@@ -356,14 +354,14 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     options = parse()
     results: dict[str, Any] = {}
-    for scenario in scenarios(options):
-        is_stock = POLICIES[scenario.policy].make is None
+    for setting in settings(options):
+        is_stock = POLICIES[setting.policy].make is None
         count = options.stock_iterations if is_stock else options.iterations
         # SGLang keeps process-wide state, and what one policy left behind would be collected during
         # the next.
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-            results[scenario.name] = process.submit(measure, scenario, count, options).result()
-        print(f"{scenario.name}: done", flush=True)
+            results[setting.name] = process.submit(measure, setting, count, options).result()
+        print(f"{setting.name}: done", flush=True)
     print_table(results)
     p99_ms = {name: results[name]["host_ms"]["plan"]["p99"] for name in options.policies}
     met = all(value <= GOAL_PLAN_P99_MS for value in p99_ms.values())

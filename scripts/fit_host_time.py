@@ -35,7 +35,7 @@ from cosched.lab.simulation.run import (
     engine_flags,
     identity_of,
 )
-from cosched.lab.simulation.scenario import scenario
+from cosched.lab.simulation.setting import setting_of
 from cosched.policies import policy_entry
 from cosched.predict.fitted import nnls
 from cosched.versions import versions
@@ -64,7 +64,7 @@ class Recorder(Measured):
 
 def record(name: str, running: int, waiting: int, options: argparse.Namespace) -> tuple[Rows, Rows]:
     spec = RunSpec(
-        scenario=scenario(name),
+        setting=setting_of(name),
         machine=Machine(gpu="H100", max_running_requests=running),
         cost=CostSpec(name="kernel-table" if options.data_dir else "roofline"),
         data_dir=options.data_dir,
@@ -130,7 +130,7 @@ def main() -> int:
     ]
     for index, (launches, results) in call_all(record, grid, num_jobs=1):
         name, running, waiting, _ = grid[index]
-        both = found.setdefault(kind_of(policy_entry(scenario(name).policy)), ([], []))
+        both = found.setdefault(kind_of(policy_entry(setting_of(name).policy)), ([], []))
         both[0].extend(launches)
         both[1].extend(results)
         means = [1e3 * float(np.mean([s for _, s in rows])) for rows in (launches, results)]

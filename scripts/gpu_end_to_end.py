@@ -47,7 +47,7 @@ from cosched.lab.benchmark.own_server import OwnServers, leave_a_core_free
 from cosched.lab.cost_models.specs import MODELS
 from cosched.lab.demo_model import ensure_demo_model
 from cosched.lab.simulation.run import RunSpec, WorkloadSpec
-from cosched.lab.simulation.scenario import scenario
+from cosched.lab.simulation.setting import setting_of
 from cosched.versions import versions
 
 OURS = "cosched_shared_prefix"
@@ -173,7 +173,7 @@ class Servers:
     async def load(self, name: str, model: Path, flags: Sequence[str]) -> dict[str, Any]:
         args = self.args
         spec = RunSpec(
-            scenario=replace(scenario(args.policy), name=name),
+            setting=replace(setting_of(args.policy), name=name),
             online=WorkloadSpec(name=args.online, rate=args.online_rate),
             offline=WorkloadSpec(name=args.offline),
             duration_s=args.duration,

@@ -13,7 +13,7 @@ from cosched.core.view import View
 from cosched.engine.guard import Guard
 from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
-from cosched.lab.simulation.scenario import Scenario
+from cosched.lab.simulation.setting import Setting
 
 SMALL = Machine(kv_tokens=12_000, chunk_tokens=512, max_running_requests=24)
 
@@ -21,9 +21,7 @@ SMALL = Machine(kv_tokens=12_000, chunk_tokens=512, max_running_requests=24)
 def spec_of(policy: str, *, overlap: bool) -> RunSpec:
     """Chat and documents on a small machine: requests wait, are paused and preempted."""
     return RunSpec(
-        scenario=Scenario(
-            name=policy, summary="", policy=policy, has_online=True, has_offline=True
-        ),
+        setting=Setting(name=policy, summary="", policy=policy, has_online=True, has_offline=True),
         machine=replace(SMALL, overlap=overlap),
         online=WorkloadSpec(name="alpaca", rate=18.0),
         offline=WorkloadSpec(name="bros-offline", num_requests=60),

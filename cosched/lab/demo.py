@@ -54,7 +54,7 @@ from cosched.lab.metrics.summary import compare
 from cosched.lab.metrics.window import Window
 from cosched.lab.simulation.options import SEED
 from cosched.lab.simulation.run import RunSpec, WorkloadSpec, summarize_run
-from cosched.lab.simulation.scenario import OfflineClient, Scenario
+from cosched.lab.simulation.setting import OfflineClient, Setting
 from cosched.policies import known_policy, policy_names
 from cosched_traces.builders import DEMO_BURSTS, DEMO_MEAN_RATE
 
@@ -91,7 +91,7 @@ class Measured:
 
     @property
     def name(self) -> str:
-        return self.result.spec.scenario.name
+        return self.result.spec.setting.name
 
     def job(self) -> dict[str, Any] | None:
         """How far the offline job came within the window; None where there was none.
@@ -99,7 +99,7 @@ class Measured:
         ended_s  when all of it was done: from then on the online requests were alone
         """
         spec = self.result.spec
-        if not spec.scenario.has_offline or spec.offline is None:
+        if not spec.setting.has_offline or spec.offline is None:
             return None
         ended = [
             r
@@ -137,7 +137,7 @@ class Measured:
         summary = self.result.summary
         return {
             **self.result.to_row(),
-            "policy": self.result.spec.scenario.policy,
+            "policy": self.result.spec.setting.policy,
             "job": self.job(),
             "server_start_s": round(self.run.server_start_s, 1),
             "load_average": round(self.run.load_average, 2),
@@ -213,7 +213,7 @@ def _expected_min(num_scenarios: int, seconds: float) -> float:
 
 def _spec(name: str, arguments: argparse.Namespace) -> RunSpec:
     return RunSpec(
-        scenario=Scenario(
+        setting=Setting(
             name=name,
             summary="",
             policy="sarathi" if name == ONLINE_ONLY else name,
@@ -314,7 +314,7 @@ async def _measure_all(
     given = Slo(ttft_s=arguments.slo_ttft, tpot_s=arguments.slo_tpot)
     with Bars(*columns, console=console, disable=not console.is_terminal) as bars:
         for spec in specs:
-            name = spec.scenario.name
+            name = spec.setting.name
             if measured and measured[0].name == ONLINE_ONLY:
                 spec = replace(spec, slo=measured[0].result.spec.slo)
             log_path = arguments.out.with_name(f"{arguments.out.stem}-{name}.server.log")

@@ -53,7 +53,7 @@ from cosched.lab.simulation.options import (
     machine_of,
 )
 from cosched.lab.simulation.run import DEFAULT_SLO, RunResult, RunSpec, execute_requests
-from cosched.lab.simulation.scenario import OfflineClient, Scenario
+from cosched.lab.simulation.setting import OfflineClient, Setting
 from cosched.policies import known_policy, policy_names
 from cosched_traces.catalogue import load_workload
 from cosched_traces.mmlu import BYTES_PER_TOKEN
@@ -137,7 +137,7 @@ def _execute(arguments: argparse.Namespace) -> dict[str, Any]:
     offline = read_lines(arguments.file, reply_tokens=arguments.reply_tokens)
     data_dir = data_dir_of(arguments)
     spec = RunSpec(
-        scenario=Scenario(
+        setting=Setting(
             name=arguments.policy, summary="", policy=arguments.policy, client=OfflineClient.CAP
         ),
         machine=machine_of(arguments),

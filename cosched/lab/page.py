@@ -201,7 +201,7 @@ def _said(target: SuiteTarget) -> str:
 
 def plot_results(folder: Path, results: Mapping[str, RunResult]) -> None:
     """The pictures that compare runs, of those with online requests."""
-    shown = {name: run for name, run in results.items() if run.spec.scenario.has_online}
+    shown = {name: run for name, run in results.items() if run.spec.setting.has_online}
     write_comparison_plots(
         folder,
         summaries={name: run.summary for name, run in shown.items()},

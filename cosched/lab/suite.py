@@ -46,7 +46,7 @@ from cosched.lab.metrics.summary import Summary
 from cosched.lab.simulation.options import add_run_options, run_spec_of
 from cosched.lab.simulation.parallel import execute_all
 from cosched.lab.simulation.run import RunResult, RunSpec
-from cosched.lab.simulation.scenario import scenario
+from cosched.lab.simulation.setting import setting_of
 from cosched.lab.simulation.store import ResultStore
 
 SUITES = Path(__file__).parent / "suites"
@@ -90,7 +90,7 @@ class SuiteScenario(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 class SuiteSetting(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """Who schedules, and how.
 
-    policy   a policy or a name of `cosched.lab.simulation.scenario`; default: the setting's name
+    policy   a policy or a name of `cosched.lab.simulation.setting`; default: the setting's name
     options  of `cosched.simulate`, over those of the scenario
     config   keys of COSCHED_CONFIG
     only     scenarios in which it is run; default: all
@@ -276,7 +276,7 @@ def _spec(
     arguments = _options_parser().parse_args(as_arguments(options))
     arguments.cosched_config = json.dumps(setting.config)
     arguments.data_dir = data_dir
-    spec = run_spec_of(arguments, scenario(setting.policy or setting_name))
+    spec = run_spec_of(arguments, setting_of(setting.policy or setting_name))
     if given.cheap:
         spec = replace(spec, data_dir=None, cost=replace(spec.cost, name="roofline"))
     return replace(spec, jct=given.jct)

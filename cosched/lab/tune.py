@@ -43,7 +43,7 @@ from cosched.lab.metrics.summary import Summary
 from cosched.lab.simulation.options import add_run_options, run_spec_of
 from cosched.lab.simulation.parallel import execute_all
 from cosched.lab.simulation.run import RunResult, RunSpec
-from cosched.lab.simulation.scenario import Scenario, scenario
+from cosched.lab.simulation.setting import Setting, setting_of
 from cosched.lab.simulation.store import ResultStore
 from cosched.policies import known_policy, policy_entry, policy_names
 
@@ -143,7 +143,7 @@ def _execute(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.online is None or arguments.offline is None:
         raise ConfigError("a choice weighs both classes: name --online and --offline")
     spec = run_spec_of(
-        arguments, Scenario(name=arguments.policy, summary="", policy=arguments.policy)
+        arguments, Setting(name=arguments.policy, summary="", policy=arguments.policy)
     )
     knobs: tuple[Knob, ...] = arguments.knobs
     total = 5 + sum(value != knob.of(spec) for knob in knobs for value in knob.values)
@@ -159,7 +159,7 @@ def _execute(arguments: argparse.Namespace) -> dict[str, Any]:
                 on_run(names[index], result)
             return {name: results[name] for name in names}
 
-        alone = execute({_ALONE: replace(spec, scenario=scenario(_ALONE))})[_ALONE]
+        alone = execute({_ALONE: replace(spec, setting=setting_of(_ALONE))})[_ALONE]
         misses = most_misses(alone)
 
         def run(specs: Mapping[str, RunSpec]) -> dict[str, Tried]:
@@ -204,7 +204,7 @@ def _checked(spec: RunSpec, chosen: RunSpec, execute: Any) -> dict[str, _Outcome
     """Defaults and choice on requests that nothing was chosen on."""
     other = replace(spec, seed=spec.seed + 1)
     specs = {
-        _ALONE: replace(other, scenario=scenario(_ALONE)),
+        _ALONE: replace(other, setting=setting_of(_ALONE)),
         "defaults": other,
         "chosen": replace(chosen, seed=other.seed),
     }
@@ -220,7 +220,7 @@ def _config_of(spec: RunSpec) -> str:
     given = dict(spec.config)
     assert spec.slo.ttft_s is not None and spec.slo.tpot_s is not None, "of a run they are known"
     slo = {"ttft_ms": 1e3 * spec.slo.ttft_s, "tpot_ms": 1e3 * spec.slo.tpot_s}
-    text = json.dumps({"policy": spec.scenario.policy, "slo": slo, **given}, indent=1) + "\n"
+    text = json.dumps({"policy": spec.setting.policy, "slo": slo, **given}, indent=1) + "\n"
     parse_config(text, source="what was chosen")
     return text
 

@@ -17,7 +17,7 @@ from cosched.errors import ConfigError
 from cosched.lab.cost_models.registry import make_cost_model
 from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
-from cosched.lab.simulation.scenario import scenario
+from cosched.lab.simulation.setting import setting_of
 from cosched.predict.profile_file import Profile
 from cosched.predict.registry import PREDICTORS, fit_predictor
 from tests.in_process import stay_in_process
@@ -137,7 +137,7 @@ def test_a_live_engine_is_measured_and_starts_from_its_profile(tiny_model, tmp_p
 def small_run(**changes):
     return replace(
         RunSpec(
-            scenario=scenario("hygen"),
+            setting=setting_of("hygen"),
             machine=Machine(gpu="H100", kv_tokens=20_000, chunk_tokens=512),
             online=WorkloadSpec(name="alpaca", rate=8.0),
             offline=WorkloadSpec(name="bros-offline", num_requests=30),
@@ -169,7 +169,7 @@ def test_a_policy_plans_with_a_papers_predictor_fitted_to_the_profile(virtual, n
         points = loaded.points
         expected = fit_predictor(name, [p.batch for p in points], [p.seconds for p in points])
     assert found.name == name and found.predict_s(totals) == expected.predict_s(totals)
-    spec = small_run(scenario=scenario(f"hygen@{name}"), duration_s=1.0)
+    spec = small_run(setting=setting_of(f"hygen@{name}"), duration_s=1.0)
     result = execute(replace(spec, config=(("latency_model", str(path)),)))
     assert result.summary.online.num_finished > 0
     with pytest.raises(ConfigError, match="name latency_model"):
@@ -178,10 +178,10 @@ def test_a_policy_plans_with_a_papers_predictor_fitted_to_the_profile(virtual, n
 
 def test_a_predictor_is_chosen_by_name_for_a_policy_that_predicts():
     with pytest.raises(ConfigError, match="unknown predictor 'x'; choose from bros, cosched"):
-        scenario("hygen@x")
+        setting_of("hygen@x")
     with pytest.raises(ConfigError, match="sarathi predicts nothing"):
-        scenario("sarathi@echo")
-    assert scenario("echo-bs+e@echo").predictor == "echo"
+        setting_of("sarathi@echo")
+    assert setting_of("echo-bs+e@echo").predictor == "echo"
 
 
 def test_a_profile_is_the_estimate_of_the_machine_it_simulates(virtual):

@@ -9,7 +9,7 @@ import pytest
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
-from cosched.lab.simulation.scenario import scenario
+from cosched.lab.simulation.setting import setting_of
 from tests.engine.conftest import prompt
 
 
@@ -44,7 +44,7 @@ def test_a_simulation_leaves_nothing_even_where_it_is_killed(folder):
     """Nothing is there while it runs, so nothing is left when it cannot clean up."""
     seen = []
     spec = RunSpec(
-        scenario=scenario("sarathi"),
+        setting=setting_of("sarathi"),
         machine=Machine(kv_tokens=20_000, chunk_tokens=512, max_running_requests=32),
         online=WorkloadSpec(name="alpaca", rate=8.0),
         cost=CostSpec(name="roofline"),

@@ -6,7 +6,7 @@ from cosched.config import ENV_VAR
 from cosched.core.request import RequestClass
 from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
-from cosched.lab.simulation.scenario import scenario
+from cosched.lab.simulation.setting import setting_of
 from cosched.lab.simulation.store import ResultStore
 from tests.engine.conftest import assert_drained, prompt
 from tests.engine.test_policies_on_sglang import EXAMPLES, OFFLINE
@@ -37,7 +37,7 @@ def test_a_chat_stops_what_runs_offline_and_nothing_is_lost(make_engine):
 def test_offline_work_waits_for_the_end_of_chat_in_a_simulation(monkeypatch, tmp_path):
     monkeypatch.setenv(ENV_VAR, "")
     spec = RunSpec(
-        scenario=scenario(NAME),
+        setting=setting_of(NAME),
         machine=Machine(kv_tokens=20_000, chunk_tokens=512, max_running_requests=32),
         online=WorkloadSpec(name="alpaca", rate=2.0),
         offline=WorkloadSpec(name="bros-offline", num_requests=60),

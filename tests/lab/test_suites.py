@@ -15,7 +15,7 @@ from cosched.errors import ConfigError
 from cosched.lab.page import Key, Page, read_page
 from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
-from cosched.lab.simulation.scenario import scenario
+from cosched.lab.simulation.setting import setting_of
 from cosched.lab.suite import read_suite, rows_of, suite_names
 from tests.in_process import stay_in_process
 
@@ -124,7 +124,7 @@ def test_a_row_is_what_simulate_runs_with_the_same_options(small):
     row = rows[Key("few", "20", "hygen, budget")]
     assert [spec.seed for spec in row.specs] == [0, 1]
     spec = row.specs[0]
-    assert spec.scenario.policy == "hygen"
+    assert spec.setting.policy == "hygen"
     assert spec.offline.num_requests == 20 and spec.online.rate == 6.0
     assert spec.machine.chunk_tokens == 512 and spec.machine.kv_tokens == 20_000
     assert dict(spec.config) == {"latency_budget_ms": 40}
@@ -247,7 +247,7 @@ def test_unknown_settings_and_files_are_refused_by_name(tmp_path, capsys):
 
 def test_a_run_leaves_the_configuration_of_the_process_as_it_was(monkeypatch):
     spec = RunSpec(
-        scenario=scenario("hygen"),
+        setting=setting_of("hygen"),
         machine=Machine(kv_tokens=4000),
         offline=WorkloadSpec(name="bros-offline", num_requests=1),
         cost=CostSpec(name="roofline"),

@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cosched.bootstrap  # noqa: F401  # before sglang
-from cosched import tune
 from cosched.config import Config, parse_config
+from cosched.lab import tune
 from cosched.lab.benchmark.sweep import KNOBS, LEAST_GAIN, TOLERANCE, sweep
 from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.run import RunSpec, execute
-from cosched.lab.simulation.scenario import scenario
+from cosched.lab.simulation.setting import setting_of
 from cosched.schedule.base import Budgets
 
-SPEC = RunSpec(scenario=scenario("cosched"), machine=Machine(chunk_tokens=2048))
+SPEC = RunSpec(setting=setting_of("cosched"), machine=Machine(chunk_tokens=2048))
 
 
 @dataclass(frozen=True)

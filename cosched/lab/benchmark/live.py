@@ -98,7 +98,7 @@ class LiveResult:
 
     def notes(self) -> list[str]:
         """What its row of the table does not say and the reader should know."""
-        name, online, lines = self.spec.scenario.name, self.summary.online, []
+        name, online, lines = self.spec.setting.name, self.summary.online, []
         if self.is_client_late:
             lines.append(
                 f"{name}: not to be trusted: this client itself sent requests up to "
@@ -125,7 +125,7 @@ class LiveResult:
     def to_row(self) -> dict[str, Any]:
         """Its part of the last line; as those of `bench run`."""
         return {
-            "scenario": self.spec.scenario.name,
+            "scenario": self.spec.setting.name,
             "attainment": self.summary.online.attainment.joint.ratio,
             "offline_tokens_per_s": self.summary.offline.tokens_per_s,
             "max_client_delay_ms": round(1e3 * self.max_client_delay_s, 3),
@@ -137,9 +137,9 @@ class LiveResult:
 def print_live(results: Sequence[LiveResult], *, baseline: str | None = None) -> None:
     """One row for each, marked where the client was late, and what else is to be known."""
     print_table(
-        {result.spec.scenario.name: result.summary for result in results},
+        {result.spec.setting.name: result.summary for result in results},
         baseline=baseline,
-        marked={result.spec.scenario.name for result in results if result.is_client_late},
+        marked={result.spec.setting.name for result in results if result.is_client_late},
     )
     for line in (note for result in results for note in result.notes()):
         print(line)
@@ -157,7 +157,7 @@ async def measure_live(
 ) -> LiveResult:
     """Online requests open-loop at their times, or in sessions whose next turn is sent when the
     answer before it, which it holds, has come and been thought about; offline ones as the
-    specification's scenario sends them. The clients are those of the simulation."""
+    specification's setting sends them. The clients are those of the simulation."""
     sources: list[Source] = [online_client(online, vocab_size=target.vocab_size)]
     if offline:
         sources.append(offline_client(spec, offline, vocab_size=target.vocab_size))

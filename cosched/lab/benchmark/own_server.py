@@ -119,7 +119,7 @@ class OwnServers:
 async def _warm_up(target: LiveTarget, spec: RunSpec) -> None:
     """Some requests of both classes that share no prefix with those to be measured."""
     warm_up = RunSpec(
-        scenario=replace(spec.scenario, has_online=True, has_offline=True),
+        setting=replace(spec.setting, has_online=True, has_offline=True),
         online=WorkloadSpec(name="demo-chat", rate=10.0, num_requests=_WARM_UP_REQUESTS),
         offline=WorkloadSpec(name="demo-job", num_requests=_WARM_UP_REQUESTS),
         duration_s=_WARM_UP_S,

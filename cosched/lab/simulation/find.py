@@ -17,8 +17,8 @@ from rich.progress import Progress
 from cosched.errors import ConfigError, choices
 from cosched.lab.simulation.parallel import execute_all
 from cosched.lab.simulation.run import RunSpec, WorkloadSpec
-from cosched.lab.simulation.scenario import OfflineClient
 from cosched.lab.simulation.search import last_good, values_between
+from cosched.lab.simulation.setting import OfflineClient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +61,8 @@ def _with_rate(spec: RunSpec, rate: float) -> RunSpec:
 
 
 def _with_cap(spec: RunSpec, cap: float) -> RunSpec:
-    scenario = replace(spec.scenario, client=OfflineClient.CAP)
-    return replace(spec, scenario=scenario, cap=int(cap))
+    setting = replace(spec.setting, client=OfflineClient.CAP)
+    return replace(spec, setting=setting, cap=int(cap))
 
 
 QUESTIONS: Mapping[str, Question] = {

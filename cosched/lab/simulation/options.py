@@ -29,7 +29,7 @@ from cosched.lab.cost_models.specs import GPUS, MODELS
 from cosched.lab.simulation.host_time import read_host_time
 from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.run import DEFAULT_SLO, CostSpec, RunSpec, WorkloadSpec
-from cosched.lab.simulation.scenario import Scenario
+from cosched.lab.simulation.setting import Setting
 from cosched.predict.tolerance_config import TOLERANCE_HELP, TOLERANCE_METAVAR, parse_tolerance
 
 SEED = whole(at_least=0, at_most=2**32 - 1)
@@ -154,13 +154,13 @@ def data_dir_of(arguments: argparse.Namespace) -> Path | None:
     return Path(named)
 
 
-def run_spec_of(arguments: argparse.Namespace, scenario: Scenario) -> RunSpec:
+def run_spec_of(arguments: argparse.Namespace, setting: Setting) -> RunSpec:
     """The run that the options describe. ConfigError when they contradict each other."""
     if arguments.online is None and arguments.offline is None:
         raise ConfigError("nothing to run: name --online, --offline or both")
     data_dir = data_dir_of(arguments)
     return RunSpec(
-        scenario=scenario,
+        setting=setting,
         machine=machine_of(arguments),
         online=arguments.online
         and WorkloadSpec(

@@ -34,7 +34,7 @@ from cosched.lab.simulation.clients import (
 )
 from cosched.lab.simulation.host_time import host_time
 from cosched.lab.simulation.machine import Machine
-from cosched.lab.simulation.scenario import OfflineClient, Scenario
+from cosched.lab.simulation.setting import OfflineClient, Setting
 from cosched.lab.simulation.work import JobWork, job_work
 from cosched.policies import policy_entry
 from cosched.predict.profile_file import EngineIdentity, Profile
@@ -111,7 +111,7 @@ class RunSpec:
     duration_s      length of the run [s]; it also ends when the offline set is done
     seed            of everything that is random
     data_dir        folder with traces and kernel tables (default: $COSCHED_DATA)
-    cap             offline requests in flight where the scenario has a static cap
+    cap             offline requests in flight where the setting has a static cap
     max_concurrency most offline requests in flight where it has an AIMD gateway
     clairvoyant     clients ask for as many tokens as the reply will have, so that every policy
                     knows all lengths; else for the most that the data set has (docs/workloads.md)
@@ -125,7 +125,7 @@ class RunSpec:
     config          keys of `Config` and their values beside policy and slo, sorted
     """
 
-    scenario: Scenario
+    setting: Setting
     machine: Machine = field(default_factory=Machine)
     online: WorkloadSpec | None = None
     offline: WorkloadSpec | None = None
@@ -156,7 +156,8 @@ class RunSpec:
         """For the result's JSON: no paths, so that it is the same on every machine."""
         described = asdict(self)
         del described["data_dir"]
-        described["scenario"] = self.scenario.name
+        del described["setting"]
+        described["scenario"] = self.setting.name
         described["machine"] = self.machine.describe()
         described["cost"]["profile"] = self.cost.profile and Path(self.cost.profile).name
         described["config"] = {
@@ -214,7 +215,7 @@ def execute(
     """Run it in this process. SGLang keeps process-wide state: one run at a time per process.
 
     `on_progress` gets the virtual time now and then [s]; `decision_log` is a file to write every
-    decision to. ConfigError when the scenario leaves its decisions to SGLang.
+    decision to. ConfigError when the setting leaves its decisions to SGLang.
     """
     online, offline = load_requests(spec)
     return execute_requests(
@@ -258,7 +259,7 @@ def execute_requests(
                 identity=identity,
                 host_link=host_link,
                 prefix_reads=PrefixReads(spec.cost.prefix_reads),
-                host=host_time(spec.host_time, policy_entry(spec.scenario.policy)),
+                host=host_time(spec.host_time, policy_entry(spec.setting.policy)),
             )
         except CoschedError:
             raise
@@ -383,11 +384,11 @@ def _work_of(spec: RunSpec, offline: Sequence[TraceRequest]) -> JobWork | None:
 
 
 def load_requests(spec: RunSpec) -> tuple[list[TraceRequest], list[TraceRequest]]:
-    """(online, offline) requests of a run; a class that the scenario leaves out is empty."""
+    """(online, offline) requests of a run; a class that the setting leaves out is empty."""
     data_dir = Path(spec.data_dir) if spec.data_dir else None
     online: list[TraceRequest] = []
     offline: list[TraceRequest] = []
-    if spec.scenario.has_online and spec.online is not None:
+    if spec.setting.has_online and spec.online is not None:
         faster, rate = spec.online.faster, spec.online.rate
         workload = load_workload(
             spec.online.name,
@@ -403,7 +404,7 @@ def load_requests(spec: RunSpec) -> tuple[list[TraceRequest], list[TraceRequest]
         if spec.online.peak_window_s is not None:
             workload = busiest_window(workload, spec.online.peak_window_s)
         online.extend(_with_deadlines(workload.requests, spec.jct))
-    if spec.scenario.has_offline and spec.offline is not None:
+    if spec.setting.has_offline and spec.offline is not None:
         workload = load_workload(
             spec.offline.name,
             seed=spec.seed,
@@ -448,17 +449,17 @@ def _told(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
 
 
 def engine_flags(spec: RunSpec) -> list[str]:
-    """SGLang's flags: the machine's, the scenario's, and those the policy needs."""
+    """SGLang's flags: the machine's, the setting's, and those the policy needs."""
     flags = spec.machine.flags()
-    flags += spec.scenario.flags
-    if spec.scenario.schedule_policy is not None:
-        flags += ["--schedule-policy", spec.scenario.schedule_policy]
-    for flag, argument in policy_entry(spec.scenario.policy).arguments().items():
+    flags += spec.setting.flags
+    if spec.setting.schedule_policy is not None:
+        flags += ["--schedule-policy", spec.setting.schedule_policy]
+    for flag, argument in policy_entry(spec.setting.policy).arguments().items():
         if flag != "--enable-mixed-chunk" or spec.machine.mixed_chunk is None:
             flags += argument
     config = config_of(spec)
-    if spec.scenario.eviction is not None and policy_entry(spec.scenario.policy).make is None:
-        flags += [EVICTION_FLAG, spec.scenario.eviction]
+    if spec.setting.eviction is not None and policy_entry(spec.setting.policy).make is None:
+        flags += [EVICTION_FLAG, spec.setting.eviction]
     else:
         flags += eviction_arguments(config)
     return flags + host_arguments(flags, config)
@@ -468,7 +469,7 @@ def offline_client(
     spec: RunSpec, offline: Sequence[TraceRequest], *, vocab_size: int = VOCAB_SIZE
 ) -> Source:
     """Who sends them, in virtual time or live."""
-    match spec.scenario.client:
+    match spec.setting.client:
         case OfflineClient.ALL:
             asked = spec.offline or WorkloadSpec(name="none")
             if asked.wave:
@@ -490,20 +491,20 @@ def offline_client(
 def config_of(spec: RunSpec, decision_log: Path | None = None) -> Config:
     """The configuration that the simulated server runs with. ConfigError when it is wrong."""
     given = dict(spec.config)
-    if not policy_entry(spec.scenario.policy).tolerates:
+    if not policy_entry(spec.setting.policy).tolerates:
         given.pop("tolerance", None)  # it is held against runs that know of none
     keys = {
         "decision_log": decision_log and str(decision_log),
-        "policy": spec.scenario.policy,
+        "policy": spec.setting.policy,
         "strict": True,
         "slo": msgspec.to_builtins(_slo_config(spec.slo)),
         **given,
     }
-    if spec.scenario.predictor is not None:
-        keys["predictor"] = spec.scenario.predictor
+    if spec.setting.predictor is not None:
+        keys["predictor"] = spec.setting.predictor
     config = parse_config(msgspec.json.encode(keys).decode(), source="the run's configuration")
-    if spec.scenario.eviction is not None:
-        kv = msgspec.structs.replace(config.kv, eviction=spec.scenario.eviction)
+    if spec.setting.eviction is not None:
+        kv = msgspec.structs.replace(config.kv, eviction=spec.setting.eviction)
         config = msgspec.structs.replace(config, kv=kv)
     return config
 

@@ -20,8 +20,8 @@ from cosched.lab.metrics.records import RequestRecord
 from cosched.lab.metrics.summary import Summary
 from cosched.lab.simulation.parallel import execute_all
 from cosched.lab.simulation.run import RunResult, RunSpec, config_of
-from cosched.lab.simulation.scenario import scenario
 from cosched.lab.simulation.search import largest_good, values_between
+from cosched.lab.simulation.setting import setting_of
 from cosched.lab.simulation.store import ResultStore
 
 _DIGITS = 4
@@ -165,7 +165,7 @@ def search_largest(
     config_of(_at(spec, wanted.key, high))  # a wrong key shows before anything runs
     baseline = None
     if any(goal.is_relative for goal in goals):
-        alone = replace(spec, scenario=scenario("s0"), config=())
+        alone = replace(spec, setting=setting_of("s0"), config=())
         [(_, result)] = run_all([alone])
         on_run("online requests alone", result)
         baseline = _reached(goals, result)

@@ -58,19 +58,19 @@ class ResultStore:
         partial.replace(path)
 
     def _path(self, spec: RunSpec) -> Path:
-        policy = policy_entry(spec.scenario.policy)
+        policy = policy_entry(spec.setting.policy)
         is_stock = policy.make is None
         said = _said(
             replace(
                 spec,
-                scenario=replace(spec.scenario, summary=""),
+                setting=replace(spec.setting, summary=""),
                 config=() if is_stock else spec.config,
             )
         )
         versions = [metadata.version("cosched"), metadata.version("sglang")]
         key = [_FORMAT, *versions, said, self._source, _digest_of_file(policy.source_file)]
         digest = hashlib.sha256(repr(key).encode()).hexdigest()[:24]
-        return self._folder / f"{spec.scenario.name.replace('/', '-')}-{digest}.pickle"
+        return self._folder / f"{spec.setting.name.replace('/', '-')}-{digest}.pickle"
 
 
 def _source_digest() -> str:

@@ -12,7 +12,7 @@ from cosched.lab.benchmark.live import LiveTarget, ServerError, measure_live, ru
 from cosched.lab.metrics.records import RequestRecord
 from cosched.lab.simulation.clients import online_client
 from cosched.lab.simulation.run import RunSpec
-from cosched.lab.simulation.scenario import OfflineClient, Scenario
+from cosched.lab.simulation.setting import OfflineClient, Setting
 from cosched_traces.workload import Segment, TraceRequest
 
 
@@ -30,7 +30,7 @@ def request(rid, request_class, arrival_s, num_tokens=6, **fields):
 def run(server, online=(), offline=(), *, client=OfflineClient.CAP, cap=1, duration_s=60.0, **rest):
     """The records of a run against the server."""
     spec = RunSpec(
-        scenario=Scenario(name="live", summary="", policy="sglang", client=client),
+        setting=Setting(name="live", summary="", policy="sglang", client=client),
         duration_s=duration_s,
         cap=cap,
     )

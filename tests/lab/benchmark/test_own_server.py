@@ -23,10 +23,10 @@ from cosched.lab.benchmark.live import LiveResult
 from cosched.lab.benchmark.own_server import OwnServers
 from cosched.lab.metrics.records import RequestRecord
 from cosched.lab.simulation.run import RunSpec, WorkloadSpec, summarize_run
-from cosched.lab.simulation.scenario import scenario
+from cosched.lab.simulation.setting import setting_of
 
 SPEC = RunSpec(
-    scenario=scenario("hygen"),
+    setting=setting_of("hygen"),
     online=WorkloadSpec(name="demo-chat", rate=4.0),
     offline=WorkloadSpec(name="demo-job", num_requests=8),
     duration_s=5.0,

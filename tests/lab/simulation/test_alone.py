@@ -10,7 +10,7 @@ from cosched.engine import controller
 from cosched.lab.simulation import run
 from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.run import CostSpec, RunSpec, WorkloadSpec, config_of, execute
-from cosched.lab.simulation.scenario import scenario
+from cosched.lab.simulation.setting import setting_of
 from cosched.predict.isolated import Alone
 from cosched.predict.tolerance_config import ToleranceConfig
 from tests.factories import Linear
@@ -42,7 +42,7 @@ class ExactTimes:
 def test_it_is_what_they_have_alone_where_times_are_predicted_exactly(monkeypatch, machine, rate):
     monkeypatch.setattr(run, "cost_model_of", lambda spec: ExactTimes())
     spec = RunSpec(
-        scenario=scenario("s0"),
+        setting=setting_of("s0"),
         machine=replace(machine, radix_cache=False),
         online=WorkloadSpec(name="azure-like", rate=rate),
         cost=CostSpec(name="roofline"),
@@ -81,7 +81,7 @@ def test_it_is_what_they_have_alone_where_times_are_predicted_exactly(monkeypatc
 
 
 SPEC = RunSpec(
-    scenario=scenario("s0"),
+    setting=setting_of("s0"),
     machine=Machine(kv_tokens=200_000, chunk_tokens=2048),
     online=WorkloadSpec(name="azure-like", rate=3.0),
     offline=WorkloadSpec(name="bros-offline", num_requests=2000),
@@ -94,7 +94,7 @@ SHARE = 0.05
 def test_what_is_promised_is_kept_and_is_not_without_the_promise(monkeypatch):
     monkeypatch.setattr(run, "cost_model_of", lambda spec: ExactTimes())
     monkeypatch.setattr(controller, "_known_predictor", lambda *arguments: EXACT)
-    beside = replace(SPEC, scenario=scenario("cosched"))
+    beside = replace(SPEC, setting=setting_of("cosched"))
     promised = beside.configured(tolerance={"ttft": SHARE, "tpot": SHARE})
     alone, free, kept = (execute(spec) for spec in (SPEC, beside, promised))
     for name in ("ttft_s", "tpot_s"):
@@ -113,5 +113,5 @@ def test_what_is_promised_is_kept_and_is_not_without_the_promise(monkeypatch):
 def test_runs_that_it_is_held_against_know_nothing_of_a_tolerance():
     spec = SPEC.configured(tolerance={"ttft": SHARE})
     assert config_of(spec).tolerance is None
-    ours = replace(spec, scenario=scenario("cosched-nogapcap"))
+    ours = replace(spec, setting=setting_of("cosched-nogapcap"))
     assert config_of(ours).tolerance == ToleranceConfig(ttft=SHARE)

@@ -11,13 +11,13 @@ from cosched.lab.metrics.records import RequestRecord
 from cosched.lab.simulation.clients import WaveClient
 from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.run import CostSpec, RunSpec, WorkloadSpec, engine_flags, execute
-from cosched.lab.simulation.scenario import scenario
+from cosched.lab.simulation.setting import setting_of
 from cosched_traces.catalogue import load_workload
 
 
 def make_spec(name, **changes):
     return RunSpec(
-        scenario=scenario(name),
+        setting=setting_of(name),
         machine=Machine(kv_tokens=20_000, chunk_tokens=512, max_running_requests=32),
         online=WorkloadSpec(name="sharegpt-bros", rate=4.0),
         offline=WorkloadSpec(name="bros-offline", num_requests=60, wave=20),

@@ -8,7 +8,7 @@ import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.core.request import RequestClass
 from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
-from cosched.lab.simulation.scenario import scenario
+from cosched.lab.simulation.setting import setting_of
 from cosched.policies import POLICIES
 
 NAMES = [name for name in POLICIES if name.startswith("eco-")]
@@ -29,7 +29,7 @@ def job(tmp_path_factory):
 def test_all_are_served(name, mode, job):
     page_size = 32 if mode == "oracle" else 1
     spec = RunSpec(
-        scenario=scenario(name),
+        setting=setting_of(name),
         machine=Machine(kv_tokens=1_216, page_size=page_size, max_running_requests=64),
         online=WorkloadSpec(name="alpaca", rate=1.0),
         offline=job,

@@ -10,12 +10,12 @@ from cosched.errors import ConfigError
 from cosched.lab.simulation.find import QUESTIONS, find
 from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.run import CostSpec, RunSpec, WorkloadSpec
-from cosched.lab.simulation.scenario import scenario
+from cosched.lab.simulation.setting import setting_of
 from tests.in_process import stay_in_process
 
 
 def test_bad_questions_are_refused_before_anything_runs():
-    spec = RunSpec(scenario=scenario("s0"))
+    spec = RunSpec(setting=setting_of("s0"))
     with pytest.raises(ConfigError, match=r"unknown question 'x'; choose from max-offline"):
         find("x", spec)
     with pytest.raises(ConfigError, match="name --online"):
@@ -29,7 +29,7 @@ def test_a_question_is_answered_by_simulations(monkeypatch):
     """The answer was simulated and is good; just above it, within the tolerance, it is not."""
     ran = stay_in_process(monkeypatch)
     spec = RunSpec(
-        scenario=scenario("s0"),
+        setting=setting_of("s0"),
         machine=Machine(kv_tokens=20_000, chunk_tokens=512, max_running_requests=16),
         online=WorkloadSpec(name="alpaca", rate=16.0),
         cost=CostSpec(name="roofline"),
@@ -60,6 +60,6 @@ def test_a_capacity_that_refuses_the_whole_offline_set_is_not_enough(monkeypatch
             yield index, SimpleNamespace(summary=summary)
 
     monkeypatch.setattr("cosched.lab.simulation.find.execute_all", execute)
-    spec = RunSpec(scenario=scenario("s0"), machine=Machine(kv_tokens=40_000))
+    spec = RunSpec(setting=setting_of("s0"), machine=Machine(kv_tokens=40_000))
     answer = find("min-kv", spec, quiet=True)
     assert answer.value is not None and 10_000 <= answer.value <= 10_500

@@ -6,7 +6,7 @@ import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.lab.cost_models.registry import make_cost_model
 from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
-from cosched.lab.simulation.scenario import scenario
+from cosched.lab.simulation.setting import setting_of
 from tests.batch.replay import errors
 
 SHARES = (0.4, 0.6, 0.8, 0.9)
@@ -17,7 +17,7 @@ SHARES = (0.4, 0.6, 0.8, 0.9)
 )
 def test_a_job_is_done_about_when_its_forecast_says(job, limit, num_lines):
     spec = RunSpec(
-        scenario=scenario("cosched"),
+        setting=setting_of("cosched"),
         machine=Machine(kv_tokens=60_000, chunk_tokens=1024, max_running_requests=32),
         cost=CostSpec(name="roofline"),
         online=WorkloadSpec(name="azure-like", rate=1.0),

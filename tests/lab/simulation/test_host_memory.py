@@ -9,13 +9,13 @@ import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.lab.metrics.records import record_line
 from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.run import CostSpec, RunSpec, execute_requests
-from cosched.lab.simulation.scenario import scenario
+from cosched.lab.simulation.setting import setting_of
 from cosched.lab.simulation.virtual import VirtualClock
 from cosched.lab.simulation.virtual_host import VirtualTransfers
 from tests.traces.samples import request
 
 SPEC = RunSpec(
-    scenario=scenario("hygen"),
+    setting=setting_of("hygen"),
     machine=Machine(kv_tokens=5000, chunk_tokens=512, max_running_requests=32),
     cost=CostSpec(name="roofline"),
     duration_s=60.0,

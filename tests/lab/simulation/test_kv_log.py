@@ -13,7 +13,7 @@ from cosched.lab.metrics.plots import KV_USES
 from cosched.lab.metrics.records import write_rows
 from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.run import CostSpec, RunSpec, config_of, engine_flags, execute_requests
-from cosched.lab.simulation.scenario import scenario, with_eviction
+from cosched.lab.simulation.setting import setting_of, with_eviction
 from cosched.memory.config import EVICTION_ORDERS
 from cosched.simulate import main
 from cosched_traces.workload import Segment, TraceRequest
@@ -22,7 +22,7 @@ from cosched_traces.workload import Segment, TraceRequest
 def make_spec(name, *, kv_tokens, **changes):
     return replace(
         RunSpec(
-            scenario=scenario(name),
+            setting=setting_of(name),
             machine=Machine(kv_tokens=kv_tokens, chunk_tokens=512, max_running_requests=32),
             cost=CostSpec(name="roofline"),
             duration_s=10.0,
@@ -106,7 +106,7 @@ def test_an_order_of_eviction_is_a_word_behind_the_scenario():
     assert "--radix-eviction-policy" not in engine_flags(make_spec("priority", kv_tokens=6_000))
     ours = make_spec("hygen/echo", kv_tokens=6_000, config=(("kv", {"reserve": False}),))
     assert "--radix-eviction-policy" not in engine_flags(ours)
-    assert scenario("hygen/lru") == with_eviction(scenario("hygen"), "lru")
+    assert setting_of("hygen/lru") == with_eviction(setting_of("hygen"), "lru")
     echo = make_spec("echo-bs+e+s+m", kv_tokens=6_000)
     assert config_of(echo).named_kv().eviction == "echo"
     for order in EVICTION_ORDERS:
@@ -114,7 +114,7 @@ def test_an_order_of_eviction_is_a_word_behind_the_scenario():
         assert named.named_kv().eviction == order
     for name in ("priority/value", "hygen/fifo", "s0/echo"):
         with pytest.raises(ConfigError, match="cannot evict by"):
-            scenario(name)
+            setting_of(name)
 
 
 def test_the_command_takes_the_order_and_writes_the_log(tmp_path, capsys):

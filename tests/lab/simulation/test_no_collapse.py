@@ -9,7 +9,7 @@ import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.core.request import Slo
 from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
-from cosched.lab.simulation.scenario import scenario
+from cosched.lab.simulation.setting import setting_of
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def requests(tmp_path):
 
 def make_spec(kv_tokens, **changes):
     return RunSpec(
-        scenario=scenario("hygen"),
+        setting=setting_of("hygen"),
         machine=Machine(
             kv_tokens=kv_tokens,
             chunk_tokens=1024,

@@ -15,12 +15,12 @@ from cosched.lab.simulation.run import (
     execute,
     execute_requests,
 )
-from cosched.lab.simulation.scenario import scenario
+from cosched.lab.simulation.setting import setting_of
 from cosched.predict.calibration import Calibrator
 from cosched_traces.workload import Segment, TraceRequest
 
 SPEC = RunSpec(
-    scenario=scenario("cosched"),
+    setting=setting_of("cosched"),
     machine=Machine(kv_tokens=120_000, chunk_tokens=2048, max_running_requests=64),
     cost=CostSpec(name="roofline"),
     online=WorkloadSpec(name="azure-like", rate=24.0),
@@ -29,7 +29,7 @@ SPEC = RunSpec(
 
 
 def online_of(name):
-    result = execute(replace(SPEC, scenario=scenario(name)))
+    result = execute(replace(SPEC, setting=setting_of(name)))
     return result.to_dict()["summary"]["online"]
 
 
@@ -59,7 +59,7 @@ def test_a_flood_that_no_policy_can_keep_tpot_for_is_done_as_soon_as_under_stock
     ]
 
     def seconds(name):
-        spec = replace(slow, scenario=scenario(name), duration_s=500.0)
+        spec = replace(slow, setting=setting_of(name), duration_s=500.0)
         return max(record.finish_s for record in execute_requests(spec, requests, []).records)
 
     assert seconds("cosched") < 1.03 * seconds("s0")

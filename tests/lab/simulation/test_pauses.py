@@ -18,7 +18,7 @@ from cosched.lab.simulation.run import (
     execute,
     execute_requests,
 )
-from cosched.lab.simulation.scenario import scenario
+from cosched.lab.simulation.setting import setting_of
 from cosched_traces.workload import Segment, TraceRequest
 from tests.small_runs import watch_plans
 
@@ -28,7 +28,7 @@ TARGET = JctTarget(prompt_s=0.02, token_s=0.02)
 def make_spec(name, **machine):
     """Where stock admits by a tenth of what it would take requests to need."""
     return RunSpec(
-        scenario=scenario(name),
+        setting=setting_of(name),
         machine=Machine(
             kv_tokens=3_000,
             chunk_tokens=512,

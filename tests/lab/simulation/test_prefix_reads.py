@@ -7,11 +7,11 @@ import pytest
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
-from cosched.lab.simulation.scenario import scenario
+from cosched.lab.simulation.setting import setting_of
 from tests.small_runs import plans_asked_twice
 
 SPEC = RunSpec(
-    scenario=scenario("hygen"),
+    setting=setting_of("hygen"),
     machine=Machine(kv_tokens=300_000, max_running_requests=64),
     cost=CostSpec(name="roofline"),
     offline=WorkloadSpec(name="documents", num_requests=120),

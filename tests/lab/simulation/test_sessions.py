@@ -15,12 +15,12 @@ from cosched.lab.simulation.arrivals import VOCAB_SIZE
 from cosched.lab.simulation.clients import SessionClient
 from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute, execute_requests
-from cosched.lab.simulation.scenario import scenario
+from cosched.lab.simulation.setting import setting_of
 from tests.traces.samples import request
 
 SMALL = Machine(kv_tokens=20_000, chunk_tokens=512, max_running_requests=32)
 SPEC = RunSpec(
-    scenario=scenario("s0"),
+    setting=setting_of("s0"),
     machine=SMALL,
     online=WorkloadSpec(name="multi-turn", num_sessions=4),
     cost=CostSpec(name="roofline"),
@@ -151,7 +151,7 @@ def test_a_slow_server_is_asked_later():
 def test_two_runs_give_the_same_bytes():
     spec = replace(
         SPEC,
-        scenario=scenario("hygen"),
+        setting=setting_of("hygen"),
         offline=WorkloadSpec(name="bros-offline", num_requests=40),
         duration_s=20.0,
     )

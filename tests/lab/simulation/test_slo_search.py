@@ -11,12 +11,12 @@ from cosched.errors import ConfigError
 from cosched.lab.metrics.goals import parse_goal
 from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.run import CostSpec, RunSpec, WorkloadSpec
-from cosched.lab.simulation.scenario import scenario
+from cosched.lab.simulation.setting import setting_of
 from cosched.lab.simulation.slo_search import SEARCHES, find_largest
 from tests.in_process import stay_in_process
 
 SPEC = RunSpec(
-    scenario=scenario("hygen"),
+    setting=setting_of("hygen"),
     machine=Machine(kv_tokens=20_000, chunk_tokens=512, max_running_requests=32),
     online=WorkloadSpec(name="alpaca", rate=8.0),
     offline=WorkloadSpec(name="bros-offline", num_requests=60),

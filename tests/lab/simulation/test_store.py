@@ -10,11 +10,11 @@ from cosched.lab.simulation import store as store_module
 from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.parallel import execute_all
 from cosched.lab.simulation.run import CostSpec, RunSpec, WorkloadSpec
-from cosched.lab.simulation.scenario import scenario
+from cosched.lab.simulation.setting import setting_of
 from cosched.lab.simulation.store import ResultStore
 
 SPEC = RunSpec(
-    scenario=scenario("s1"),
+    setting=setting_of("s1"),
     machine=Machine(kv_tokens=2000, chunk_tokens=256),
     offline=WorkloadSpec(name="bros-offline", num_requests=3),
     cost=CostSpec(name="roofline"),
@@ -45,7 +45,7 @@ def test_a_run_that_is_there_is_not_run_again(result, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["priority/lru", "hygen@echo", "hygen/lru"])
 def test_a_scenario_of_any_name_is_kept(result, tmp_path, name):
-    kept = replace(result, spec=replace(SPEC, scenario=scenario(name)))
+    kept = replace(result, spec=replace(SPEC, setting=setting_of(name)))
     store = ResultStore(tmp_path)
     store.put(kept)
     assert store.get(kept.spec) is not None and store.get(SPEC) is None
@@ -82,15 +82,15 @@ def test_a_result_outlives_fields_that_later_versions_add_and_drop(result, tmp_p
 def test_only_what_decides_the_result_is_part_of_the_key(result, tmp_path, monkeypatch):
     store = ResultStore(tmp_path)
     store.put(result)
-    renamed = replace(SPEC, scenario=replace(SPEC.scenario, summary="told otherwise"))
+    renamed = replace(SPEC, setting=replace(SPEC.setting, summary="told otherwise"))
     assert store.get(renamed) is not None
     for other in (
         replace(SPEC, duration_s=6.0),
         replace(SPEC, machine=replace(SPEC.machine, kv_tokens=3000)),
-        replace(SPEC, scenario=scenario("priority")),
+        replace(SPEC, setting=setting_of("priority")),
     ):
         assert store.get(other) is None
-    own = replace(result, spec=replace(SPEC, scenario=scenario("sarathi")))
+    own = replace(result, spec=replace(SPEC, setting=setting_of("sarathi")))
     store.put(own)
     assert ResultStore(tmp_path).get(own.spec) is not None
     monkeypatch.setattr(store_module, "_DECIDES_NOTHING", ("policy",))

@@ -6,7 +6,7 @@ import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.core.request import Slo
 from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
-from cosched.lab.simulation.scenario import scenario
+from cosched.lab.simulation.setting import setting_of
 
 
 def write_bursts_of_long_prompts(path):
@@ -24,7 +24,7 @@ def write_bursts_of_long_prompts(path):
 @pytest.mark.parametrize(("name", "most_again"), [("bros", 0.02), ("cosched", 0.04)])
 def test_long_prompts_are_not_computed_again_where_memory_is_short(tmp_path, name, most_again):
     spec = RunSpec(
-        scenario=scenario(name),
+        setting=setting_of(name),
         machine=Machine(kv_tokens=26_000, chunk_tokens=512, max_running_requests=32),
         online=WorkloadSpec(name=write_bursts_of_long_prompts(tmp_path / "bursts.csv")),
         offline=WorkloadSpec(name="bros-offline", num_requests=60),

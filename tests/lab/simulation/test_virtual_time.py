@@ -14,7 +14,7 @@ from cosched.errors import ConfigError
 from cosched.lab.metrics.records import record_line
 from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
-from cosched.lab.simulation.scenario import SCENARIOS, scenario
+from cosched.lab.simulation.setting import SETTINGS, setting_of
 
 SMALL = Machine(kv_tokens=20_000, chunk_tokens=512, max_running_requests=32)
 
@@ -22,7 +22,7 @@ SMALL = Machine(kv_tokens=20_000, chunk_tokens=512, max_running_requests=32)
 def make_spec(name, **changes):
     return replace(
         RunSpec(
-            scenario=scenario(name),
+            setting=setting_of(name),
             machine=SMALL,
             online=WorkloadSpec(name="alpaca", rate=8.0),
             offline=WorkloadSpec(name="bros-offline", num_requests=60),
@@ -272,9 +272,9 @@ def test_machine_takes_sglangs_defaults_of_the_gpu():
 
 
 def test_unknown_scenario_names_the_choices():
-    with pytest.raises(ConfigError, match=r"unknown scenario 'ehco'; choose from .*sarathi"):
-        scenario("ehco")
-    assert {"s0", "s1", "cap", "aimd", "priority", "sarathi"} <= set(SCENARIOS)
+    with pytest.raises(ConfigError, match=r"unknown setting 'ehco'; choose from .*sarathi"):
+        setting_of("ehco")
+    assert {"s0", "s1", "cap", "aimd", "priority", "sarathi"} <= set(SETTINGS)
 
 
 @pytest.mark.parametrize(("mode", "is_told"), [("oracle", True), ("histogram", False)])
@@ -297,7 +297,7 @@ def test_only_an_oracle_is_told_how_long_responses_get(mode, is_told, monkeypatc
 @pytest.mark.parametrize("name", ["s1", "priority"])
 def test_a_run_gives_up_as_soon_as_too_many_missed(name):
     spec = RunSpec(
-        scenario=scenario(name),
+        setting=setting_of(name),
         machine=Machine(kv_tokens=20_000, chunk_tokens=512, max_running_requests=32),
         online=WorkloadSpec(name="alpaca", rate=6.0),
         offline=WorkloadSpec(name="bros-offline", num_requests=100),
@@ -323,7 +323,7 @@ def test_a_job_that_ends_is_held_against_the_bound_beside_its_chat():
     assert 0.6 < job.work_per_s / job.bound_per_s == job.bound_ratio <= 1.02
     assert job.bound_per_s < 1
     assert job.least_makespan_s < job.makespan_s < 60
-    alone = execute(replace(spec, scenario=scenario("offline-fcfs"))).summary.job
+    alone = execute(replace(spec, setting=setting_of("offline-fcfs"))).summary.job
     assert alone.work_s == pytest.approx(job.work_s)
     assert 0.6 < alone.work_per_s <= 1.02
     assert alone.bound_per_s == pytest.approx(1, rel=0.01)

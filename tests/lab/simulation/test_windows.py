@@ -12,11 +12,11 @@ from cosched.lab.simulation.run import (
     execute_requests,
     load_requests,
 )
-from cosched.lab.simulation.scenario import scenario
+from cosched.lab.simulation.setting import setting_of
 
 WINDOW_S = 30.0
 SPEC = RunSpec(
-    scenario=scenario("cosched"),
+    setting=setting_of("cosched"),
     machine=Machine(kv_tokens=60_000, chunk_tokens=1024, max_running_requests=32),
     cost=CostSpec(name="roofline"),
     online=WorkloadSpec(name="azure-like", rate=2.0),

@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 from cosched.lab.simulation.run import RunSpec, WorkloadSpec, load_requests
-from cosched.lab.simulation.scenario import scenario
+from cosched.lab.simulation.setting import setting_of
 
 
 def test_one_workload_may_be_both_online_and_offline():
     one = WorkloadSpec(name="azure-like", num_requests=20)
-    spec = RunSpec(scenario=scenario("hygen"), online=one, offline=one, duration_s=600.0)
+    spec = RunSpec(setting=setting_of("hygen"), online=one, offline=one, duration_s=600.0)
     online, offline = load_requests(spec)
     rids = [request.rid for request in (*online, *offline)]
     assert online and offline and len(set(rids)) == len(rids)
@@ -16,7 +16,7 @@ def test_one_workload_may_be_both_online_and_offline():
 
 def test_the_online_workload_is_replayed_faster_at_the_rate_that_is_asked_for():
     spec = RunSpec(
-        scenario=scenario("s0"),
+        setting=setting_of("s0"),
         online=WorkloadSpec(name="azure-like", rate=8.0, faster=4.0),
         duration_s=200.0,
     )

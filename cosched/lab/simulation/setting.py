@@ -26,7 +26,7 @@ class OfflineClient(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scenario:
+class Setting:
     """One column of the comparison.
 
     policy           cosched policy that schedules; ``sglang`` is stock
@@ -51,8 +51,8 @@ class Scenario:
     flags: tuple[str, ...] = ()
 
 
-def _offline_only(schedule_policy: str) -> Scenario:
-    return Scenario(
+def _offline_only(schedule_policy: str) -> Setting:
+    return Setting(
         name=f"offline-{schedule_policy}",
         summary=f"offline requests alone, stock --schedule-policy {schedule_policy}",
         policy="sglang",
@@ -62,25 +62,25 @@ def _offline_only(schedule_policy: str) -> Scenario:
 
 
 _BASELINES = (
-    Scenario(name="s0", summary="online requests alone, stock", policy="sglang", has_offline=False),
+    Setting(name="s0", summary="online requests alone, stock", policy="sglang", has_offline=False),
     _offline_only("fcfs"),
     _offline_only("lpm"),
     _offline_only("dfs-weight"),
-    Scenario(name="s1", summary="both, uncontrolled: stock, classes ignored", policy="sglang"),
-    Scenario(
+    Setting(name="s1", summary="both, uncontrolled: stock, classes ignored", policy="sglang"),
+    Setting(
         name="cap",
         summary="stock behind a gateway with a fixed number of offline requests in flight",
         policy="sglang",
         client=OfflineClient.CAP,
     ),
-    Scenario(
+    Setting(
         name="aimd",
         summary="stock behind a gateway that halves or raises that number by online misses",
         policy="sglang",
         client=OfflineClient.AIMD,
     ),
-    Scenario(name="priority", summary="stock priority scheduling, its defaults", policy="priority"),
-    Scenario(
+    Setting(name="priority", summary="stock priority scheduling, its defaults", policy="priority"),
+    Setting(
         name="vllm-like",
         summary="stock, classes ignored, as BROS ran vLLM: pages of 16, whole prompts, no tree",
         policy="sglang",
@@ -90,18 +90,18 @@ _BASELINES = (
 )
 
 
-def _of_policy(policy: PolicyEntry) -> Scenario:
-    return Scenario(name=policy.name, summary=policy.summary, policy=policy.name)
+def _of_policy(policy: PolicyEntry) -> Setting:
+    return Setting(name=policy.name, summary=policy.summary, policy=policy.name)
 
 
-def _all() -> Mapping[str, Scenario]:
+def _all() -> Mapping[str, Setting]:
     index = {entry.name: entry for entry in _BASELINES}
     for policy in POLICIES.values():
         if policy.name not in index and policy.name != "sglang":
             index[policy.name] = _of_policy(policy)
         if policy.pool is not None and policy.pool.utility_ratio > 0:
             alone = f"offline-{policy.name}"
-            index[alone] = Scenario(
+            index[alone] = Setting(
                 name=alone,
                 summary=f"offline requests alone, {policy.name}",
                 policy=policy.name,
@@ -110,32 +110,32 @@ def _all() -> Mapping[str, Scenario]:
     return index
 
 
-SCENARIOS: Mapping[str, Scenario] = _all()
+SETTINGS: Mapping[str, Setting] = _all()
 
 
-def scenario(name: str) -> Scenario:
+def setting_of(name: str) -> Setting:
     """Of that name, or of a policy of another package. ``NAME/ORDER`` is the same with another
     order of eviction (`with_eviction`), ``NAME@PREDICTOR`` with a paper's predictor
-    (`with_predictor`). ConfigError naming the choices when there is no such scenario."""
+    (`with_predictor`). ConfigError naming the choices when there is no such setting."""
     name, is_ordered, order = name.partition("/")
     if is_ordered:
-        return with_eviction(scenario(name), order)
+        return with_eviction(setting_of(name), order)
     name, is_told, predictor = name.partition("@")
     if is_told:
-        return with_predictor(scenario(name), predictor)
-    if name in SCENARIOS:
-        return SCENARIOS[name]
+        return with_predictor(setting_of(name), predictor)
+    if name in SETTINGS:
+        return SETTINGS[name]
     if ":" in name or (name in policy_names() and name not in POLICIES):
         return _of_policy(policy_entry(name))
-    known = {*SCENARIOS, *policy_names()} - {"sglang"}
+    known = {*SETTINGS, *policy_names()} - {"sglang"}
     raise ConfigError(
-        f"unknown scenario {name!r}; choose from {choices(known)}, or name a policy of yours as "
+        f"unknown setting {name!r}; choose from {choices(known)}, or name a policy of yours as "
         "module:Class"
     )
 
 
-def with_eviction(entry: Scenario, order: str) -> Scenario:
-    """The scenario with another order of eviction, named ``NAME/ORDER``. ConfigError where its
+def with_eviction(entry: Setting, order: str) -> Setting:
+    """The setting with another order of eviction, named ``NAME/ORDER``. ConfigError where its
     scheduler has no such order: stock has SGLang's alone."""
     known = ENGINE_ORDERS if policy_entry(entry.policy).make is None else EVICTION_ORDERS
     if order not in known:
@@ -148,8 +148,8 @@ def with_eviction(entry: Scenario, order: str) -> Scenario:
     )
 
 
-def with_predictor(entry: Scenario, predictor: str) -> Scenario:
-    """The scenario with a paper's predictor, named ``NAME@PREDICTOR``. ConfigError where there is
+def with_predictor(entry: Setting, predictor: str) -> Setting:
+    """The setting with a paper's predictor, named ``NAME@PREDICTOR``. ConfigError where there is
     none of that name, or the policy predicts nothing."""
     if predictor not in PREDICTORS:
         raise ConfigError(f"unknown predictor {predictor!r}; choose from {choices(PREDICTORS)}")
