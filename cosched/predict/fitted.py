@@ -14,6 +14,8 @@ from cosched.core.estimates import Predictor
 from cosched.errors import ConfigError
 from cosched.predict.features import FloatArray, GraphSizes, TotalsTable
 
+Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
+
 
 class FittedPredictor(Predictor, Protocol):
     """A predictor whose coefficients do not change, so that a file can hold them."""
@@ -108,6 +110,20 @@ def check_points(kind: str, num: int, *, least: int, predictor: str) -> None:
             f"the {predictor!r} predictor needs at least {least} {kind} batches to fit; "
             f"there are {num}"
         )
+
+
+LEAST_POINTS = 8
+"""Batches of a kind from which a phase with up to three coefficients is fitted."""
+
+
+def phases(table: TotalsTable, *, predictor: str) -> tuple[Mask, Mask, Mask]:
+    """Which batches are prefill-only, decode-only, mixed; ConfigError if one of the first two is
+    rare."""
+    has_prefill, has_decode = table.num_new > 0, table.num_decodes > 0
+    prefills, decodes = has_prefill & ~has_decode, has_decode & ~has_prefill
+    for kind, which in (("prefill-only", prefills), ("decode-only", decodes)):
+        check_points(kind, int(which.sum()), least=LEAST_POINTS, predictor=predictor)
+    return prefills, decodes, has_prefill & has_decode
 
 
 def number(data: Mapping[str, Any], key: str) -> float:

@@ -14,9 +14,9 @@ from cosched.predict.features import GraphSizes, TotalsTable
 from cosched.predict.fitted import FittedPredictor
 
 PREDICTORS: Mapping[str, str] = {
-    "hygen": "cosched.papers.predictors:HygenPredictor",
-    "echo": "cosched.papers.predictors:EchoPredictor",
-    "bros": "cosched.papers.predictors:BrosPredictor",
+    "hygen": "cosched.papers.hygen.predictor:HygenPredictor",
+    "echo": "cosched.papers.echo.predictor:EchoPredictor",
+    "bros": "cosched.papers.bros.predictor:BrosPredictor",
     "cosched": "cosched.predict.linear:CoschedPredictor",
 }
 """Name -> where its class is; a paper's is imported when it is asked for."""

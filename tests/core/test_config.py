@@ -59,7 +59,7 @@ def test_bad_values_are_named(text, message):
 @pytest.mark.parametrize("name", POLICIES)
 def test_an_order_of_eviction_that_is_named_wins_over_the_policys(name):
     own = Config(policy=name).named_kv().eviction
-    assert own == {"echo-bs+e+s+m": "echo", "bros-keep": "lru"}.get(name, "value")
+    assert own == {"echo-bs+e+s+m": "echo"}.get(name, "value")
     for order in EVICTION_ORDERS:
         config = parse_config(json.dumps({"policy": name, "kv": {"eviction": order}}), source="x")
         assert config.named_kv().eviction == order

@@ -12,7 +12,7 @@ from cosched.policies import POLICIES
 from tests.engine.conftest import assert_drained, prompt, view_now
 from tests.small_runs import plans_asked_twice, spec_of
 
-NAMES = [*(name for name in POLICIES if name.startswith("ecoserve")), "hygen-timeline"]
+NAMES = [name for name in POLICIES if name.startswith("ecoserve")]
 OFFLINE = -100
 
 

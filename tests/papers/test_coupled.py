@@ -13,7 +13,7 @@ from cosched.core.estimates import LengthEstimate
 from cosched.core.plan import PreemptMode, SkipReason
 from cosched.core.request import RequestClass, Slo, Traits
 from cosched.core.view import Match, OfflineLimits
-from cosched.papers.ecoserve.coupled import BLOCK, WINDOW, Groups, _Packing, orca_of_16
+from cosched.papers.ecoserve.coupled import BLOCK, WINDOW, Groups, _Packing
 from cosched.papers.ecoserve.forward_size import LEAST
 from cosched.policies import POLICIES
 from cosched.schedule.base import PolicySettings
@@ -192,15 +192,13 @@ def test_nobody_passes_the_first_that_waits(name):
     assert list(plan_of(name, view).prefill) == ["small", "job"]
 
 
-def test_orca_and_fastserve_run_8_at_once_and_orca_for_large_models_16():
+def test_orca_and_fastserve_run_8_at_once():
     some = tuple(runs(f"r{i}", 300) for i in range(6))
     waits = tuple(asks(f"w{i}", arrival_s=1.0) for i in range(20))
     view = view_of(running=some, online=waits, total_kv=10**6)
     plan = plan_of("eco-orca", view)
     assert list(plan.prefill) == ["w0", "w1"] and plan.skipped == {"w2": SkipReason.BATCH_SIZE}
     assert len(plan_of("eco-srtf", view).prefill) == 20
-    plan, _ = orca_of_16(PolicySettings(caps=view.caps, slo=Slo())).plan(view, None)
-    assert len(plan.prefill) == 10
     # Those that come are served before those that have had much, which are stopped.
     plan = plan_of("eco-fastserve", view)
     assert len(plan.prefill) == 8 and stopped(plan) == [f"r{i}" for i in reversed(range(6))]

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from cosched.core.batch import BatchTotals
 from cosched.papers.ecoserve.forward_size import LEAST, TILE, target_forward_size
-from cosched.papers.predictors import HygenPredictor
+from cosched.papers.hygen.predictor import HygenPredictor
 from cosched.predict.calibration import Calibrator
 from tests.factories import Linear
 

@@ -36,8 +36,7 @@ def plan_of(view, *, predictor=None, latency_budget_s=None, budgets=BUDGETS):
     return plan
 
 
-@pytest.mark.parametrize(("stops_largest", "victim"), [(False, "young"), (True, "large")])
-def test_which_offline_request_is_preempted_for_an_online_one(stops_largest, victim):
+def test_the_youngest_offline_request_is_preempted_for_an_online_one():
     running = (
         decoding(offline("large", 3000, max_new_tokens=50, arrival_seq=0), 2),
         decoding(offline("young", 1500, max_new_tokens=50, arrival_seq=1), 2),
@@ -47,9 +46,9 @@ def test_which_offline_request_is_preempted_for_an_online_one(stops_largest, vic
     settings = PolicySettings(
         caps=CAPS, slo=Slo(ttft_s=TTFT_S, tpot_s=TPOT_S), latency_budget_s=None, budgets=BUDGETS
     )
-    plan, _ = HygenPolicy(settings, stops_largest=stops_largest).plan(view, None)
+    plan, _ = HygenPolicy(settings).plan(view, None)
     validate(plan, view)
-    assert [p.rid for p in plan.preempt] == [victim]
+    assert [p.rid for p in plan.preempt] == ["young"]
 
 
 @pytest.mark.parametrize("rest", [[], [offline("off", 500)]])

@@ -15,7 +15,9 @@ from cosched.lab.cost_models.graph_sizes import default_graph_sizes
 from cosched.lab.cost_models.noise import NoisyModel
 from cosched.lab.cost_models.registry import make_cost_model
 from cosched.lab.cost_models.specs import GPUS
-from cosched.papers.predictors import BrosPredictor, EchoPredictor, HygenPredictor
+from cosched.papers.bros.predictor import BrosPredictor
+from cosched.papers.echo.predictor import EchoPredictor
+from cosched.papers.hygen.predictor import HygenPredictor
 from cosched.predict.features import GraphSizes
 from cosched.predict.registry import PREDICTORS, fit_predictor, predictor_from_dict
 from tests.predict.batches import scheduler_batches

@@ -139,8 +139,6 @@ def _matrix() -> tuple[SoakSpec, ...]:
         SoakSpec(policy="sarathi", page_size=1),
         SoakSpec(policy="sarathi", page_size=64, conservativeness=0.3),
         SoakSpec(policy="sarathi", page_size=16, overlap=False, mixed=False),
-        SoakSpec(policy="hygen-timeline", page_size=16, conservativeness=0.3),
-        SoakSpec(policy="hygen-largest", page_size=16, conservativeness=0.3),
         *(SoakSpec(policy=name, page_size=16, conservativeness=0.3) for name in _COSCHED),
         SoakSpec(policy="hygen-throttled", page_size=16),
         SoakSpec(policy="hygen-fcfs", page_size=16, conservativeness=0.3),

@@ -43,7 +43,7 @@ Deviations from the paper, each for a reason (docs/policies/bros.md has more of 
 * A prompt that does not fit whole is cut, beside the decodes of the online requests that run, and
   counts as an early return. The paper computes prompts whole.
 * An online request for which memory is missing is skipped, and does not end the loop: that would
-  hold the decodes that need none (`breaks_without_memory` is literal).
+  hold the decodes that need none.
 * Offline requests that wait: those that were stopped by what must be restored, then the others in
   the order of arrival; what never ran needs no restoring and would always precede the others.
   Whoever is in front of the pool has the turn after `PATIENCE` admissions of others.
@@ -127,17 +127,13 @@ class BrosOptions:
     late_last  online requests that cannot be in time come behind those that can
     replaces   offline requests may take the place of online ones (Alg. 1, lines 25 to 32)
     beside     offline requests run beside online ones (lines 15 to 33)
-    grows      B doubles; False: it stays
     stop       how requests are stopped; None: what costs least
-    breaks_without_memory  an online request without memory ends the loop (line 9)
     """
 
     late_last: bool = False
     replaces: bool = True
     beside: bool = True
-    grows: bool = True
     stop: PreemptMode | None = None
-    breaks_without_memory: bool = False
 
 
 _ALL = BrosOptions()
@@ -160,16 +156,9 @@ class BrosPolicy:
         packing.take_online()
         packing.add_offline()
         most = view.caps.max_running_requests
-        batch_size = carry.batch_size
-        if self._options.grows:
-            batch_size = BASE_SIZE if packing.is_early else min(2 * batch_size, most)
+        batch_size = BASE_SIZE if packing.is_early else min(2 * carry.batch_size, most)
         after = Pressure(batch_size=batch_size, num_passed=packing.num_passed)
         return packing.builder.build(limits=packing.limits()), after
-
-
-def literal_breaks(settings: PolicySettings) -> BrosPolicy:
-    """bros, where an online request without memory ends the loop, as printed in Alg. 1"""
-    return BrosPolicy(settings, BrosOptions(breaks_without_memory=True))
 
 
 _STEPS = Steps()
@@ -437,8 +426,6 @@ class _Packing:
                 index += 1
                 continue
             self._is_short = True
-            if self._options.breaks_without_memory:
-                break
             index += 1
         rest = [*passed, *queue[index:]]
         if passed and not self._size:

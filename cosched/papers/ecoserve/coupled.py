@@ -515,8 +515,3 @@ class _Packing:
                 if len(fitting) < len(group):
                     return chosen, False
         return chosen, True
-
-
-def orca_of_16(settings: PolicySettings) -> CoupledPolicy:
-    """eco-orca with 16 requests at once, as for models of 175B (EcoServe §4)"""
-    return CoupledPolicy(settings, CoupledOptions(allocation=Allocation.MAX, most_requests=16))

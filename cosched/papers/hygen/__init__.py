@@ -1,1 +1,11 @@
-"""HyGen and its baselines."""
+"""HyGen (docs/policies/hygen.md).
+
+policy.py     two phases over a budget of predicted time (§4.1, Algorithms 1 and 3); the phases are
+              `cosched.schedule.phases`, the offline order is the pool's (`cosched.pool`)
+sarathi.py    the baselines Sarathi++ and HyGen* (§5.1)
+predictor.py  the linear predictor of iteration times (§4.2, Eq. 1)
+names.py      the policies by name
+
+Deviations from the paper are listed at the top of each module. The SLO-aware profiler (§4.2) is
+`cosched profile slo`.
+"""

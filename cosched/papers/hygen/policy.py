@@ -18,8 +18,7 @@ Deviations from the paper
   since times of requests in one batch do not add up.
 * Offline requests are never preempted for time, only left out of an iteration (partial decode).
 * The offline order is that of the pool.
-* Preempted are the youngest offline requests ("original priority"); `hygen-largest` preempts those
-  with the most memory first, which the paper names beside it (§4.1, Algorithm 2).
+* The youngest offline requests are preempted first ("original priority").
 """
 
 from __future__ import annotations
@@ -28,9 +27,8 @@ from cosched.core.plan import Plan
 from cosched.core.view import View
 from cosched.schedule.base import PolicySettings
 from cosched.schedule.builder import PlanBuilder
-from cosched.schedule.forecast import KvForecast
 from cosched.schedule.online_order import deadline_pace
-from cosched.schedule.phases import Steps, largest_first, two_phases
+from cosched.schedule.phases import two_phases
 
 
 class HygenPolicy:
@@ -38,18 +36,11 @@ class HygenPolicy:
 
     initial = None
 
-    def __init__(
-        self, settings: PolicySettings, *, by_length: bool = False, stops_largest: bool = False
-    ) -> None:
-        """by_length: memory is given out by the expected lengths of outputs
-        (`cosched.schedule.forecast`), not by the engine's ratio. stops_largest: an online request
-        stops the offline one that holds the most memory, not the youngest."""
+    def __init__(self, settings: PolicySettings) -> None:
         self._settings = settings
-        self._steps = Steps(victims=largest_first) if stops_largest else Steps()
-        self._by_length = by_length
 
     def plan(self, view: View, carry: None) -> tuple[Plan, None]:
-        builder = PlanBuilder(view, forecast=KvForecast(view) if self._by_length else None)
+        builder = PlanBuilder(view)
         pace = deadline_pace(builder, self._settings)
-        two_phases(builder, pace, self._steps)
+        two_phases(builder, pace)
         return builder.build(limits=pace.limits()), None
