@@ -1,13 +1,17 @@
-"""A scheduler that was just built is taken over."""
+"""A scheduler that was just built is taken over: its controller is put together here."""
 
 from __future__ import annotations
 
 import logging
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from cosched.config import Config
+from cosched.core.batch import BatchTotals
 from cosched.engine import port
 from cosched.engine.clock import Clock, EngineClock
 from cosched.engine.controller import Controller, Log
@@ -16,13 +20,37 @@ from cosched.engine.decisions import DecisionLog
 from cosched.engine.exporter import MetricsExporter
 from cosched.engine.faults import RequestFaults
 from cosched.engine.guard import Guard
+from cosched.engine.identity import identity_of
+from cosched.engine.isolated import IsolatedWatch
+from cosched.engine.kv import KvManager, transfer_s_of
+from cosched.engine.last_moment import Arrivals, LastMoment
+from cosched.engine.lengths import Lengths
 from cosched.engine.observe import IterationLogFile, IterationObserver
 from cosched.engine.offline_gate import OfflineGate
 from cosched.engine.port import bidirectional
+from cosched.engine.port.prefixes import RunningPrefixes
+from cosched.engine.ranks import Ranks
+from cosched.engine.running import RunningTable
+from cosched.engine.service import ServiceRecord
 from cosched.engine.startup import describe
+from cosched.engine.timekeeper import Timekeeper
+from cosched.engine.tracked import TrackedRequest
+from cosched.engine.tree_core import can_watch
+from cosched.engine.view_of import num_cached
+from cosched.engine.waiting import WaitingQueue, WaitingSummary
 from cosched.errors import ConfigError
-from cosched.policies import policy_entry
+from cosched.memory.recompute import RecomputeBudget
+from cosched.policies import PolicyEntry, policy_entry
+from cosched.pool.pool import ArrivalQueue, OfflinePool
+from cosched.pool.prefix_pool import PrefixPool
+from cosched.predict.calibration import Calibrator
 from cosched.predict.features import GraphSizes
+from cosched.predict.fitted import FittedPredictor
+from cosched.predict.profile_file import Profile
+from cosched.schedule.base import PolicySettings
+
+RECOMPUTE_WINDOW_S = 60.0
+"""What may be recomputed at once is the share of this time (`KvConfig.recompute_share`)."""
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +63,8 @@ def attach(scheduler: Any, config: Config) -> None:
     ConfigError when the policy cannot serve its model.
     """
     run_uncompiled(scheduler.server_args)
-    clock = EngineClock()
     guard = Guard(is_strict=config.strict)
-    observer = IterationObserver(scheduler, clock=clock, guard=guard)
+    observer = IterationObserver(scheduler, clock=EngineClock(), guard=guard)
     scheduler.cosched_observer = observer
     scheduler.cosched_faults = RequestFaults(scheduler, guard)
     logs: dict[str, Log] = {}
@@ -62,9 +89,7 @@ def attach(scheduler: Any, config: Config) -> None:
     port.mix_only_decodes(scheduler)
     if port.parallel().tp_rank == 0:
         logger.info("cosched: %s", describe(config, scheduler.server_args))
-    scheduler.cosched = controller = Controller(
-        scheduler, entry=entry, config=config, clock=clock, observer=observer, guard=guard
-    )
+    scheduler.cosched = controller = _controller(scheduler, entry, config, observer, guard)
     controller.logs = logs
     labels = port.metric_labels(scheduler)
     if labels is not None:
@@ -77,6 +102,127 @@ def attach(scheduler: Any, config: Config) -> None:
             max_bytes=int(config.decision_log_mb * 1e6),
         )
         controller.log_decisions(decisions)
+
+
+def _controller(
+    scheduler: Any,
+    entry: PolicyEntry,
+    config: Config,
+    observer: IterationObserver,
+    guard: Guard,
+) -> Controller:
+    """The controller of a scheduler, in charge of its waiting queue for as long as it lives."""
+    assert entry.make is not None, f"{entry.name} plans nothing"
+    caps, clock, overlaps = port.caps_of(scheduler), observer.clock, port.overlaps(scheduler)
+    settings = PolicySettings(
+        caps=caps,
+        slo=config.slo.targets(),
+        latency_budget_s=config.latency_budget_s,
+        budgets=config.budgets,
+        offline_rate=config.offline_rate,
+        ecoserve=config.ecoserve,
+    )
+    predictor = Calibrator(
+        _given_predictor(scheduler, entry, config), graphs=port.graph_sizes_of(scheduler)
+    )
+    ranks = None
+    parallel = port.parallel()
+    if parallel.tp_size > 1:
+        ranks = Ranks(port.rank_group(scheduler), is_source=parallel.tp_rank == 0)
+    is_source = ranks is None or ranks.is_source
+    cached = partial(num_cached, scheduler.tree_cache)
+    lengths = Lengths(config.named_length(), guard)
+    pool: OfflinePool[TrackedRequest] = ArrivalQueue()
+    if entry.pool is not None and is_source:
+        pool = PrefixPool(
+            config.pool or entry.pool,
+            num_cached=cached,
+            num_left=lambda request: lengths.remaining(request).median,
+        )
+    arrivals = Arrivals(observer)
+    last_moment = None
+    is_early = config.plan_early or entry.early
+    if is_source and entry.timed and not is_early and overlaps and port.waits_alone(scheduler):
+        last_moment = LastMoment(
+            observer=observer,
+            clock=clock,
+            is_known=lambda shape: predictor.knows(BatchTotals.of(shape)),
+        )
+    waiting = WaitingQueue(
+        pool=pool,
+        clock=clock,
+        guard=guard,
+        bounds=config.target_bounds(),
+        came_s=arrivals.came_s,
+    )
+    isolated = None
+    if config.tolerance is not None and is_source:
+        isolated = waiting.isolated = IsolatedWatch(
+            config.tolerance,
+            caps=caps,
+            overlaps=overlaps,
+            plans_ahead=overlaps and last_moment is None,
+            predictor=predictor,
+            num_cached=cached,
+        )
+    kv = None
+    named_kv = config.named_kv()
+    if named_kv.is_ours and can_watch(scheduler):
+        kv = KvManager(
+            scheduler,
+            # A loss in seconds can be weighed where seconds are predicted.
+            named_kv if entry.timed else msgspec.structs.replace(named_kv, admission=False),
+            pool=lambda: waiting.offline,
+            online=waiting.online,
+            ttft_s=settings.slo.ttft_s,
+        )
+        if is_source:  # elsewhere it only follows: rank 0 says what is evicted
+            waiting.kv = kv
+    share = config.kv.recompute_share
+    controller = Controller(
+        scheduler=scheduler,
+        config=config,
+        caps=caps,
+        policy=entry.make(settings),
+        is_timed=entry.timed,
+        clock=clock,
+        guard=guard,
+        observer=observer,
+        predictor=predictor,
+        lengths=lengths,
+        waiting=waiting,
+        table=RunningTable(lengths, port.row_generations(scheduler), page_size=caps.page_size),
+        arrivals=arrivals,
+        service=ServiceRecord(slo=settings.slo),
+        recompute=RecomputeBudget(share=share, most_s=share * RECOMPUTE_WINDOW_S),
+        timekeeper=Timekeeper(
+            clock=clock, observer=observer, predictor=predictor if entry.timed else None
+        )
+        if is_source
+        else None,
+        ranks=ranks,
+        last_moment=last_moment,
+        isolated=isolated,
+        kv=kv,
+        prefixes=RunningPrefixes.of(scheduler) if caps.shared_prefix else None,
+    )
+    if port.host_total(scheduler):
+        controller.use_transfer(transfer_s_of(scheduler, config.kv.host_bandwidth_gb_s))
+    for req in scheduler.waiting_queue:
+        waiting.append(req)
+    scheduler.waiting_queue = waiting
+    port.report_waiting(scheduler, WaitingSummary(waiting))
+    return controller
+
+
+def _given_predictor(scheduler: Any, entry: PolicyEntry, config: Config) -> FittedPredictor | None:
+    """The predictor of the configuration's profile, None without one. ConfigError when the profile
+    is of another engine."""
+    if config.latency_model is None or not entry.timed:
+        return None
+    expected = identity_of(scheduler.server_args, scheduler.model_config)
+    name = config.predictor or entry.predictor
+    return Profile.predictor_for(Path(config.latency_model), expected, name=name)
 
 
 def use_virtual_device(scheduler: Any, clock: Clock, graphs: GraphSizes | None) -> None:

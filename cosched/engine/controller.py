@@ -1,21 +1,26 @@
-"""The controller: one per scheduler. Waiting requests in, plan out, results observed."""
+"""The loop: one step for each iteration of a scheduler.
+
+    step      what waits and runs → view → policy.plan → validate → apply → SGLang builds the batch
+    launched  the batch is about to run
+    finished  its tokens are known: observe, learn
+
+`cosched.engine.attach` puts a controller together and gives it to a scheduler.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import msgspec
-
 from cosched.config import Config
-from cosched.core.batch import BatchShape, BatchTotals
-from cosched.core.plan import Plan, SkipReason
+from cosched.core.batch import BatchTotals
+from cosched.core.caps import EngineCaps
+from cosched.core.plan import EMPTY_PLAN, Plan, PreemptMode, SkipReason
 from cosched.core.request import LateReason, Request, RequestClass
 from cosched.core.view import Ended
 from cosched.core.wire import LATE_KEY
@@ -24,41 +29,31 @@ from cosched.engine.clock import EngineClock
 from cosched.engine.decisions import DecisionLog
 from cosched.engine.exporter import MetricsExporter
 from cosched.engine.guard import Guard
-from cosched.engine.identity import identity_of
-from cosched.engine.isolated import AloneWatch
-from cosched.engine.kv import KvManager, transfer_s_of
+from cosched.engine.isolated import IsolatedWatch
+from cosched.engine.kv import KvManager
 from cosched.engine.last_moment import Arrivals, LastMoment
 from cosched.engine.lengths import Lengths
 from cosched.engine.observe import Iteration, IterationObserver
-from cosched.engine.port.partial import SplitBatch
+from cosched.engine.port.building import PrefillPlan, build_prefill
+from cosched.engine.port.partial import SplitBatch, split
+from cosched.engine.port.penalties import count_resumed
 from cosched.engine.port.prefixes import RunningPrefixes
 from cosched.engine.ranks import Ranks, Shared
-from cosched.engine.running import RunningTable, taken_by_guests
-from cosched.engine.service import ServiceRecord
-from cosched.engine.state import OfflineProgress, PlanningTimes, ReplicaState
+from cosched.engine.running import RunningTable
+from cosched.engine.service import ServiceRecord, offline_work_s
+from cosched.engine.state import ReplicaState, state_of
 from cosched.engine.timekeeper import Moment, Timekeeper
 from cosched.engine.tracked import TrackedRequest
-from cosched.engine.tree_core import can_watch
-from cosched.engine.view_of import SchedulerView, num_cached
-from cosched.engine.waiting import WaitingQueue, WaitingSummary
+from cosched.engine.view_of import SchedulerView
+from cosched.engine.waiting import WaitingQueue
 from cosched.memory.eviction import Eviction
 from cosched.memory.recompute import RecomputeBudget
-from cosched.policies import PolicyEntry
-from cosched.pool.pool import ArrivalQueue, OfflinePool
 from cosched.pool.prefix_pool import PrefixPool
 from cosched.predict.calibration import Calibrator, error_factor
-from cosched.predict.fitted import FittedPredictor
-from cosched.predict.profile_file import Profile
-from cosched.predict.work import prompt_cost_s, token_cost_s
-from cosched.schedule.base import Policy, PolicySettings
+from cosched.schedule.base import Policy
 
-MOST_BARRED_PLANS = 64
-"""Plans for which a request stands back that the engine refuses again and again."""
-
-_OFFLINE_IN_TAIL = 4
-"""One of so many offline requests that run still does, in the mean, when no more begin."""
-_CHUNK = 1024
-"""Prompt tokens by which the time of one is told."""
+MAX_BACKOFF_PLANS = 64
+"""Plans for which a request backs off that the engine refuses again and again."""
 
 PLANNING_WINDOW = 1000
 """Latest plans whose percentiles ``/get_server_info`` shows."""
@@ -84,14 +79,10 @@ class Counters:
     offline_work_s: float = 0.0
 
 
-RECOMPUTE_WINDOW_S = 60.0
-"""What may be computed anew at once is the share of so much time (`KvConfig.recompute_share`)."""
-
-
 class _Before(NamedTuple):
-    """carry: what the policy was given; ended: `Moment.ended`."""
+    """What the latest plan was made with. state: the policy's; ended: `Moment.ended`."""
 
-    carry: Any
+    state: Any
     ended: tuple[Ended, ...]
 
 
@@ -100,180 +91,188 @@ class Log(Protocol):
 
     @property
     def is_off(self) -> bool:
-        """It was given up, because a line could not be written."""
+        """A line could not be written; nothing is written until the next start."""
         ...
 
 
+@dataclass(kw_only=True, eq=False)
 class Controller:
-    """Owns the waiting requests of a scheduler and asks the policy what to run next.
+    """Plans the iterations of one scheduler and follows what becomes of them.
 
-    `waiting` takes the place of SGLang's own waiting queue for as long as the scheduler lives.
+    waiting      stands in for SGLang's waiting queue
+    timekeeper   None: another tensor-parallel rank plans, and this one applies its plans
+    ranks        None: there is one rank
+    last_moment  None: an iteration is planned as soon as the one before it runs, or is over
+    isolated     None: there is no tolerance beside the targets
+    kv           None: SGLang's own eviction order holds
+    prefixes     None: the engine reads the KV of a shared prefix for each request
+    is_timed     plans depend on predicted times
     """
 
-    def __init__(
-        self,
-        scheduler: Any,
-        *,
-        entry: PolicyEntry,
-        config: Config,
-        clock: EngineClock,
-        observer: IterationObserver,
-        guard: Guard,
-    ) -> None:
-        self.scheduler = scheduler
-        self.config = config
-        self.clock = clock
-        self.observer = observer
-        self.caps = port.caps_of(scheduler)
-        self._prefixes: RunningPrefixes | None = None
-        if self.caps.shared_prefix:
-            self._prefixes = RunningPrefixes.of(scheduler)
-        self.predictor = Calibrator(
-            _known_predictor(scheduler, entry, config), graphs=port.graph_sizes_of(scheduler)
-        )
-        assert entry.make is not None, f"{entry.name} plans nothing"
-        self.settings = PolicySettings(
-            caps=self.caps,
-            slo=config.slo.targets(),
-            latency_budget_s=config.latency_budget_s,
-            budgets=config.budgets,
-            offline_rate=config.offline_rate,
-            ecoserve=config.ecoserve,
-        )
-        self.policy: Policy[Any] = entry.make(self.settings)
-        self._is_timed = entry.timed
-        self._carry = self.policy.initial
-        self._before: _Before | None = None
-        """What the latest plan was made with, for it to be made again."""
-        self.iteration: Iteration | None = None
-        self._skipped: Mapping[str, SkipReason] = {}
-        """Planned, and not launched yet."""
-        self.guard = guard
-        self.ranks: Ranks | None = None
-        parallel = port.parallel()
-        if parallel.tp_size > 1:
-            self.ranks = Ranks(port.rank_group(scheduler), is_source=parallel.tp_rank == 0)
-        self.is_source = self.ranks is None or self.ranks.is_source
-        """This rank plans; the others do as it says."""
-        self.taken: Mapping[str, int] = {}
-        """Rid of a guest -> KV tokens that it has taken of what its host was promised, where the
-        plan that is applied prefills."""
-        self._has_hosted = False
-        """A plan has had guests: most policies never do, and need not look for them."""
-        self.lengths = Lengths(config.named_length(), guard)
-        self._table = RunningTable(
-            self.lengths, port.row_generations(scheduler), page_size=self.caps.page_size
-        )
-        self.timekeeper: Timekeeper | None = None
-        if self.is_source:
-            self.timekeeper = Timekeeper(
-                clock=clock, observer=observer, predictor=self.predictor if entry.timed else None
-            )
-            self.timekeeper.add_end_listener(self.lengths.ended)
-            if entry.timed:
-                self.timekeeper.add_end_listener(self._count_work)
-            self.timekeeper.add_end_listener(self._table.forget)
-            prefixes = self._prefixes
-            if prefixes is not None:
-                self.timekeeper.add_end_listener(lambda tracked: prefixes.forget(tracked.req))
-        self.decisions: DecisionLog | None = None
-        self.exporter: MetricsExporter | None = None
-        self.service = ServiceRecord(slo=self.settings.slo)
-        self.logs: dict[str, Log] = {}
-        """Those that are written, by name."""
-        self.counters = Counters()
-        self._planning_s: deque[float] = deque(maxlen=PLANNING_WINDOW)
-        self.split: SplitBatch | None = None
-        """Of the iteration that is being made ready, when some running requests sit it out."""
+    scheduler: Any
+    config: Config
+    caps: EngineCaps
+    policy: Policy[Any]
+    is_timed: bool
+    clock: EngineClock
+    guard: Guard
+    observer: IterationObserver
+    predictor: Calibrator
+    lengths: Lengths
+    waiting: WaitingQueue
+    table: RunningTable
+    arrivals: Arrivals
+    service: ServiceRecord
+    recompute: RecomputeBudget
+    timekeeper: Timekeeper | None
+    ranks: Ranks | None
+    last_moment: LastMoment | None
+    isolated: IsolatedWatch | None
+    kv: KvManager | None
+    prefixes: RunningPrefixes | None
+
+    counters: Counters = field(default_factory=Counters)
+    planning_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=PLANNING_WINDOW))
+    decisions: DecisionLog | None = None
+    exporter: MetricsExporter | None = None
+    logs: dict[str, Log] = field(default_factory=dict)
+    iteration: Iteration | None = None
+    """Planned, and not launched yet."""
+    split: SplitBatch | None = None
+    """Of the iteration that is being built, when the decode of some requests is paused."""
+    decodes_due: bool = False
+    """See `BatchRules`."""
+    latest_plan: Plan = EMPTY_PLAN
+    _before: _Before | None = None
+
+    def __post_init__(self) -> None:
+        self._state = self.policy.initial
+
+    # --- The loop ---
+
+    def wait_for_requests(self) -> None:
+        """Requests are about to be received, for the next iteration."""
+        if self.last_moment is not None:
+            with self.guard.watching("timing"):
+                self.last_moment.wait()
+
+    def step(
+        self, build: Callable[..., tuple[Any, Any]], running_batch: Any, **options: Any
+    ) -> tuple[Any, Any]:
+        """Plan one iteration and have SGLang build its prefill batch.
+
+        build    SGLang's own `Scheduler._get_new_batch_prefill_raw`
+        options  its arguments beside the running batch
+
+        Returns ``(batch or None, running_batch)`` as that does; with None the scheduler decodes the
+        running batch.
+        """
+        scheduler = self.scheduler
+        port.admit_ready_grammars(scheduler, self.clock.now_s())
+        nothing_runs = scheduler.chunked_req is None and running_batch.is_empty()
+        if nothing_runs and not self.waiting.may_admit:
+            self.idle()
+            return None, running_batch
+        if port.holds_ended(running_batch):
+            running_batch.filter_batch()
+        plan = self.plan(running_batch)
+        # A request can only be preempted at a point where all its tokens are known; the cost is
+        # that one iteration does not overlap.
+        if plan.preempt and port.drain_results(scheduler):
+            plan = self._after_draining(plan, running_batch)
+        taken = self.table.promise(plan, self.waiting, running_batch, scheduler.chunked_req)
+        self._preempt(plan, running_batch)
         self.decodes_due = False
-        """See `BatchRules`."""
-        pool: OfflinePool[TrackedRequest] = ArrivalQueue()
-        if entry.pool is not None and self.is_source:
-            pool = PrefixPool(
-                config.pool or entry.pool,
-                num_cached=partial(num_cached, scheduler.tree_cache),
-                num_left=lambda request: self.lengths.remaining(request).median,
-            )
-        self._arrivals = Arrivals(observer)
-        self.last_moment: LastMoment | None = None
-        """None: an iteration is planned as soon as the one before it runs, or is over."""
-        if (
-            self.is_source
-            and entry.timed
-            and not (config.plan_early or entry.early)
-            and port.overlaps(scheduler)
-            and port.waits_alone(scheduler)
-        ):
-            self.last_moment = LastMoment(
-                observer=observer,
-                clock=clock,
-                is_known=lambda shape: self.predictor.knows(BatchTotals.of(shape)),
-            )
-        self.waiting = WaitingQueue(
-            pool=pool,
-            clock=clock,
-            guard=guard,
-            bounds=config.target_bounds(),
-            came_s=self._arrivals.came_s,
+        self.split = split(running_batch, plan.hold) if plan.hold else None
+        if self.split is not None:
+            running_batch = self.split.active
+        if not plan.prefill:
+            return None, running_batch
+        candidates = [t.req for rid in plan.prefill if (t := self.waiting.get(rid)) is not None]
+        prefills = PrefillPlan(
+            num_tokens=plan.prefill,
+            total=sum(map(self.caps.ceil_to_page, plan.prefill.values())),
+            taken=taken,
         )
+        batch, running_batch, left = build_prefill(
+            partial(build, **options), scheduler, prefills, candidates, running_batch
+        )
+        self._admit(candidates, left)
+        if batch is not None:
+            self._count_prefills(batch)
+            self.decodes_due = not port.decodes_of(batch) and not running_batch.is_empty()
+            count_resumed(batch)
+        return batch, running_batch
+
+    def launched(self, batch: Any | None, running_batch: Any) -> Any:
+        """An iteration's batch is ready to run; None: there is nothing to run. Returns the running
+        batch, with the requests whose decode is paused in this iteration."""
+        if self.split is not None:
+            running_batch = self.split.rejoin(batch)
+            self.split = None
+        iteration, self.iteration = self.iteration, None
+        self.observer.planned = None if batch is None else iteration
+        if self.last_moment is not None and batch is not None:
+            with self.guard.watching("timing"):
+                came_late = self.last_moment.launching()
+                if iteration is not None:
+                    iteration.came_late = came_late
+        if iteration is not None:
+            with self._logging() as log:
+                if log is not None:
+                    log.launched(iteration, batch)
+        return running_batch
+
+    def finished(self, iteration: Iteration | None, batch: Any) -> None:
+        """The tokens of an iteration are known. iteration: None if its launch was not observed."""
+        if iteration is not None:
+            with self._logging() as log:
+                if log is not None:
+                    log.finished(iteration, batch)
+        self.table.came(batch)
+        requests = [t for req in batch.reqs if (t := TrackedRequest.of(req)) is not None]
         if self.timekeeper is not None:
-            self.timekeeper.add_end_listener(self.waiting.ended)
-        self.alone: AloneWatch | None = None
-        """None: nothing is promised beside the targets."""
-        if config.tolerance is not None and self.timekeeper is not None:
-            self.alone = self.waiting.alone = AloneWatch(
-                config.tolerance,
-                caps=self.caps,
-                overlaps=port.overlaps(scheduler),
-                plans_ahead=port.overlaps(scheduler) and self.last_moment is None,
-                predictor=self.predictor,
-                num_cached=partial(num_cached, scheduler.tree_cache),
-            )
-            self.timekeeper.add_end_listener(self.alone.ended)
-        self.kv: KvManager | None = None
-        """None: SGLang's own eviction order holds."""
-        kv = config.named_kv()
-        if kv.is_ours and can_watch(scheduler):
-            self.kv = KvManager(
-                scheduler,
-                # What is lost in seconds can be weighed where seconds are known.
-                kv if entry.timed else msgspec.structs.replace(kv, admission=False),
-                pool=lambda: self.waiting.offline,
-                online=self.waiting.online,
-                ttft_s=self.settings.slo.ttft_s,
-            )
-            # Elsewhere it only follows: rank 0 says what goes.
-            if self.timekeeper is not None:
-                self.waiting.kv = self.kv
-                self.timekeeper.add_end_listener(self.kv.ended)
-        if port.host_total(scheduler):
-            self.use_transfer(transfer_s_of(scheduler, config.kv.host_bandwidth_gb_s))
-        share = config.kv.recompute_share
-        self._recompute = RecomputeBudget(share=share, most_s=share * RECOMPUTE_WINDOW_S)
-        for req in scheduler.waiting_queue:
-            self.waiting.append(req)
-        scheduler.waiting_queue = self.waiting
-        port.report_waiting(scheduler, WaitingSummary(self.waiting))
+            with self.guard.watching("timekeeper"):
+                for tracked in self.timekeeper.on_result(iteration, requests):
+                    self._on_finished(tracked)
+        with self.guard.watching("metrics"):
+            self.service.on_result(requests, self.clock.now_s())
 
-    def use_transfer(self, transfer_s: float) -> None:
-        """A token of KV takes so long from host memory or to it [s]."""
-        self.predictor.load_s_per_token = transfer_s
+    def _on_finished(self, tracked: TrackedRequest) -> None:
+        """A request has its whole reply, or was aborted."""
+        self.lengths.ended(tracked)
+        if self.is_timed:
+            self.counters.offline_work_s += offline_work_s(
+                tracked,
+                self.predictor,
+                num_kv_tokens=port.kv_total(self.scheduler),
+                max_running_requests=self.caps.max_running_requests,
+            )
+        self.table.forget(tracked)
+        if self.prefixes is not None:
+            self.prefixes.forget(tracked.req)
+        self.waiting.ended(tracked)
+        if self.isolated is not None:
+            self.isolated.ended(tracked)
         if self.kv is not None:
-            self.kv.use_transfer(transfer_s)
+            self.kv.ended(tracked)
 
-    def use_policy(self, policy: Policy[Any]) -> Policy[Any]:
-        """Plan by another policy from now on; returns the one before."""
-        before, self.policy = self.policy, policy
-        self._carry = policy.initial
-        return before
+    def idle(self) -> None:
+        """The scheduler has looked for requests, and has nothing to do."""
+        self.arrivals.looked(self.clock.now_s())
+        if self.exporter is not None:
+            with self.guard.watching("metrics"):
+                self.exporter.idle()
+
+    # --- The plan ---
 
     def plan(self, running_batch: Any, *, is_again: bool = False) -> Plan:
-        """The next iteration, checked against the engine's limits; the same on every rank.
+        """The next iteration, validated; the same on every rank.
 
-        is_again: the plan before this one was discarded; the policy is asked with what it carried
-        before that.
+        is_again: the plan before this one was discarded; the policy is asked with the state that it
+        had before that.
         """
-        plan = self._plan(running_batch, is_again) if self.is_source else None
+        plan = None if self.timekeeper is None else self._plan(running_batch, is_again)
         if self.ranks is not None:
             own = None if plan is None else Shared(plan, self._evictions(plan, running_batch))
             plan, evictions = self.ranks.share(own)
@@ -282,106 +281,41 @@ class Controller:
         assert plan is not None
         return plan
 
-    def wait_for_requests(self) -> None:
-        """Requests are about to be received, for the next iteration."""
-        if self.last_moment is not None:
-            with self.guard.watching("timing"):
-                self.last_moment.wait()
-
-    def idle(self) -> None:
-        """The scheduler has looked for requests, and has nothing to do."""
-        self._arrivals.looked(self.clock.now_s())
-        if self.exporter is not None:
-            with self.guard.watching("metrics"):
-                self.exporter.idle()
-
-    def promise(self, plan: Plan, running_batch: Any) -> None:
-        """Remember what a plan sets aside, and who grows into what is set aside for another."""
-        running: dict[str, TrackedRequest] = {}
-        if plan.hosts or any(self.waiting.get(rid) is None for rid in plan.promise):
-            unfinished = self.scheduler.chunked_req
-            running = {req.rid: req.cosched for req in running_batch.reqs}
-            if unfinished is not None:
-                running[unfinished.rid] = unfinished.cosched
-        for rid, num_tokens in plan.promise.items():
-            tracked = running.get(rid) or self.waiting.get(rid)
-            if tracked is not None:  # it has ended while the plan was drained
-                tracked.promise(num_tokens)
-                self._table.forget(tracked)
-        for rid, hosting in plan.hosts.items():
-            guest, host = running.get(rid), running.get(hosting.host)
-            if guest is not None and host is not None:
-                guest.grow_into(host)
-                self._table.forget(guest)
-                self._has_hosted = True
-        self.taken = {}
-        if plan.prefill and self._has_hosted:
-            self.taken = taken_by_guests([req.cosched for req in running_batch.reqs])
-
-    def _evictions(self, plan: Plan, running_batch: Any) -> Sequence[Eviction] | None:
-        """What goes for a plan on all ranks; None: the engine's order holds."""
-        if self.kv is None or self.kv.core.is_off:
-            return None
-        page = self.caps.page_size
-        need = sum(self.caps.ceil_to_page(n) + page for n in plan.prefill.values())
-        evictions: Sequence[Eviction] | None = None
-        with self.guard.watching("kv"):
-            evictions = self.kv.next_to_go(need + page * len(running_batch.reqs))
-        return evictions
-
     def _plan(self, running_batch: Any, is_again: bool) -> Plan:
         started_s = time.perf_counter()
+        view = self.view(running_batch, self._advance(is_again))
+        made = self.guard.plan(self.policy, self.config.policy, view, self._state)
+        if made is not None:
+            plan, self._state = made
+        else:
+            if self.guard.has_given_up and isinstance(self.waiting.offline, PrefixPool):
+                self.waiting.use_arrival_order()
+            plan = self.guard.safe_plan(view)
+            self.counters.num_safe_plans += 1
+        self._record(plan, view, time.perf_counter() - started_s)
+        return plan
+
+    def _advance(self, is_again: bool) -> Moment:
+        """Say to all that depends on time what time it is."""
         now_s = self.clock.now_s()
         moment = Moment(now_s, now_s)
         with self.guard.watching("timekeeper"):
             assert self.timekeeper is not None, "this rank plans"
             moment = self.timekeeper.moment()
         if is_again and self._before is not None:
-            self._carry = self._before.carry
+            self._state = self._before.state
             moment = moment._replace(ended=self._before.ended + moment.ended)
-        self._before = _Before(self._carry, moment.ended)
-        self._arrivals.looked(moment.now_s)
+        self._before = _Before(self._state, moment.ended)
+        self.arrivals.looked(moment.now_s)
         self.waiting.advance(moment.now_s)
         if self.kv is not None:
             with self.guard.watching("kv"):
                 self.kv.advance(moment.now_s, self.predictor)
-        if self.alone is not None:
+        if self.isolated is not None:
             with self.guard.watching("tolerance"):
-                self.alone.advance(moment.now_s)
+                self.isolated.advance(moment.now_s)
         self.predictor.error = error_factor(self.config.predictor_error, self.counters.num_plans)
-        view = self.view(running_batch, moment)
-        made = self.guard.plan(self.policy, self.config.policy, view, self._carry)
-        if made is not None:
-            plan, self._carry = made
-        else:
-            if self.guard.has_given_up and isinstance(self.waiting.offline, PrefixPool):
-                self.waiting.use_arrival_order()
-            plan = self.guard.safe_plan(view)
-            self.counters.num_safe_plans += 1
-        planning_s = time.perf_counter() - started_s
-        self.iteration = Iteration(plan=plan, planning_s=planning_s)
-        self._skipped = plan.skipped
-        self.counters.num_plans += 1
-        self.counters.planning_s += planning_s
-        self._planning_s.append(planning_s)
-        if self.exporter is not None:
-            with self.guard.watching("metrics"):
-                self.exporter.planned(planning_s)
-        with self._logging() as log:
-            if log is not None:
-                log.planned(self.iteration, view)
-        for rid, reason in plan.late.items():
-            self._judged_late(rid, reason)
-        return plan
-
-    def _judged_late(self, rid: str, reason: LateReason) -> None:
-        tracked = self.waiting.get(rid)
-        unfinished = self.scheduler.chunked_req
-        if tracked is None and unfinished is not None and unfinished.rid == rid:
-            tracked = TrackedRequest.of(unfinished)
-        if tracked is not None:
-            self.service.judged_late(tracked, reason)
-            port.tell_client(tracked.req, LATE_KEY, reason.value)
+        return moment
 
     def view(self, running_batch: Any, moment: Moment) -> SchedulerView:
         """What a plan made now would see."""
@@ -395,12 +329,186 @@ class Controller:
             decodes_due=self.decodes_due,
             why_barred=self._why_barred,
             lengths=self.lengths,
-            table=self._table,
-            recompute_debt_s=self._recompute.debt_s(moment.now_s),
+            table=self.table,
+            recompute_debt_s=self.recompute.debt_s(moment.now_s),
             kv=self.kv if self.kv is not None and not self.kv.core.is_off else None,
-            prefixes=self._prefixes,
-            room=None if self.alone is None else self.alone.room,
+            prefixes=self.prefixes,
+            room=None if self.isolated is None else self.isolated.room,
         )
+
+    def _record(self, plan: Plan, view: SchedulerView, planning_s: float) -> None:
+        self.iteration = Iteration(plan=plan, planning_s=planning_s)
+        self.latest_plan = plan
+        self.counters.num_plans += 1
+        self.counters.planning_s += planning_s
+        self.planning_times_s.append(planning_s)
+        if self.exporter is not None:
+            with self.guard.watching("metrics"):
+                self.exporter.planned(planning_s)
+        with self._logging() as log:
+            if log is not None:
+                log.planned(self.iteration, view)
+        for rid, reason in plan.late.items():
+            self._judged_late(rid, reason)
+
+    def _after_draining(self, plan: Plan, running_batch: Any) -> Plan:
+        """What is left of a plan now that all results are known.
+
+        Requests that ended leave more room than the plan counted on, so it still fits; it is made
+        again only where that may spare a running request that it preempts.
+        """
+        num_running = len(running_batch.reqs)
+        running_batch.filter_batch()
+        if len(running_batch.reqs) == num_running:
+            return plan
+        unfinished = self.scheduler.chunked_req
+        stops_running = any(unfinished is None or p.rid != unfinished.rid for p in plan.preempt)
+        if stops_running or not plan.prefill:
+            self.counters.num_replans += 1
+            return self.plan(running_batch, is_again=True)
+        left = {req.rid for req in running_batch.reqs}
+        return replace(plan, hold=plan.hold & left)
+
+    def _evictions(self, plan: Plan, running_batch: Any) -> Sequence[Eviction] | None:
+        """What is evicted for a plan on all ranks; None: the engine's order holds."""
+        if self.kv is None or self.kv.core.is_off:
+            return None
+        page = self.caps.page_size
+        need = sum(self.caps.ceil_to_page(n) + page for n in plan.prefill.values())
+        evictions: Sequence[Eviction] | None = None
+        with self.guard.watching("kv"):
+            evictions = self.kv.next_to_go(need + page * len(running_batch.reqs))
+        return evictions
+
+    def _judged_late(self, rid: str, reason: LateReason) -> None:
+        tracked = self.waiting.get(rid)
+        unfinished = self.scheduler.chunked_req
+        if tracked is None and unfinished is not None and unfinished.rid == rid:
+            tracked = TrackedRequest.of(unfinished)
+        if tracked is not None:
+            self.service.judged_late(tracked, reason)
+            port.tell_client(tracked.req, LATE_KEY, reason.value)
+
+    # --- Requests ---
+
+    def _preempt(self, plan: Plan, running_batch: Any) -> None:
+        if not plan.preempt:
+            return
+        scheduler = self.scheduler
+        modes = {preemption.rid: preemption.mode for preemption in plan.preempt}
+        unfinished = scheduler.chunked_req
+        if unfinished is not None and unfinished.rid in modes:
+            scheduler.chunked_req = None
+            self._put_back(unfinished, modes[unfinished.rid])
+        keep_indices = []
+        for index, req in enumerate(running_batch.reqs):
+            if req.rid in modes:
+                self._put_back(req, modes[req.rid])
+            else:
+                keep_indices.append(index)
+        if len(keep_indices) < len(running_batch.reqs):
+            running_batch.filter_batch(keep_indices=keep_indices)
+
+    def _put_back(self, req: Any, mode: PreemptMode) -> None:
+        """Release the memory of a preempted request and queue it again."""
+        self.counters.num_preemptions += 1
+        tracked = TrackedRequest.of(req)
+        if tracked is not None:
+            tracked.num_stopped_at = tracked.num_computed_tokens
+            self.table.forget(tracked)
+        port.release(self.scheduler.tree_cache, req, keep=mode is not PreemptMode.RECOMPUTE)
+        if mode is PreemptMode.CHECKPOINT and self.kv is not None:
+            self.kv.checkpoint(req.cosched)
+        port.put_back(self.scheduler, req)
+
+    def _admit(self, candidates: Sequence[Any], left: Sequence[Any]) -> None:
+        """SGLang has built a batch of `candidates`. left: what its waiting queue holds now."""
+        refused = {req.rid for req in left}
+        for req in candidates:
+            if req.rid not in refused:
+                self.waiting.remove_rid(req.rid)
+                self.admitted(req.cosched)
+        for req in left:
+            if req in self.waiting:
+                self._back_off(req.cosched)
+            else:
+                self.waiting.append(req)
+
+    def admitted(self, tracked: TrackedRequest) -> None:
+        """A waiting request is in the batch that is being built."""
+        tracked.num_refusals = 0
+        self.table.forget(tracked)
+        num_cached = tracked.num_prefix_tokens
+        num_recomputed = tracked.num_stopped_at - num_cached
+        tracked.num_stopped_at = 0
+        if num_recomputed > 0:
+            self.counters.recomputed_tokens += num_recomputed
+            totals = BatchTotals()
+            totals.add_prefill(num_recomputed, num_cached)
+            if self.is_timed:
+                self.recompute.pay(self.predictor.predict_s(totals), self.clock.now_s())
+
+    def _back_off(self, tracked: TrackedRequest) -> None:
+        """The engine did not admit a request that the plan admits: it backs off, for twice as many
+        plans each time."""
+        self.counters.num_engine_refusals += 1
+        tracked.num_refusals += 1
+        plans = min(2**tracked.num_refusals, MAX_BACKOFF_PLANS)
+        tracked.barred_until = self.counters.num_plans + plans
+
+    def _why_barred(self, request: Request) -> SkipReason | None:
+        assert isinstance(request, TrackedRequest), f"{type(request)=}"
+        if self.kv is not None and self.kv.is_restoring(request):
+            return SkipReason.RESTORING
+        if request.barred_until > self.counters.num_plans:
+            return SkipReason.ENGINE_REFUSED
+        return None
+
+    def _count_prefills(self, batch: Any) -> None:
+        for req, num_tokens in port.prefills_of(batch):
+            tracked = TrackedRequest.of(req)
+            if tracked is not None and tracked.request_class is RequestClass.OFFLINE:
+                self.counters.offline_prefill_tokens += num_tokens
+            else:
+                self.counters.online_prefill_tokens += num_tokens
+
+    def abandon(self, requests: Sequence[TrackedRequest]) -> None:
+        """The iteration was taken back: these requests have released their memory and wait."""
+        self.iteration = self.split = None
+        self.decodes_due = False
+        for tracked in requests:
+            self.table.forget(tracked)
+        with self._logging() as log:
+            if log is not None:
+                log.abandoned()
+
+    # --- Changes while it runs ---
+
+    @property
+    def held_adapters(self) -> frozenset[str | None]:
+        """LoRA adapters of the requests whose decode is paused in the iteration being built."""
+        return frozenset() if self.split is None else frozenset(self.split.adapters)
+
+    def use_transfer(self, transfer_s: float) -> None:
+        """A token of KV takes `transfer_s` from host memory or to it [s]."""
+        self.predictor.load_s_per_token = transfer_s
+        if self.kv is not None:
+            self.kv.use_transfer(transfer_s)
+
+    def use_policy(self, policy: Policy[Any]) -> Policy[Any]:
+        """Plan by another policy from now on; returns the one before."""
+        before, self.policy = self.policy, policy
+        self._state = policy.initial
+        return before
+
+    def export_to(self, exporter: MetricsExporter) -> None:
+        """Report to Prometheus from now on."""
+        self.exporter = exporter
+        self.observer.add_listener(exporter.measured)
+
+    def log_decisions(self, log: DecisionLog | None) -> None:
+        """Write every plan to this log from now on."""
+        self.decisions = self.waiting.decisions = log
 
     @contextlib.contextmanager
     def _logging(self) -> Iterator[DecisionLog | None]:
@@ -413,228 +521,11 @@ class Controller:
             self.log_decisions(None)
             self.guard.note("decision_log", error)
 
-    def log_decisions(self, log: DecisionLog | None) -> None:
-        """Write every plan to this log from now on."""
-        self.decisions = self.waiting.decisions = log
-
-    def on_launch(self, batch: Any | None) -> None:
-        """An iteration's batch is ready to run; None: there is nothing to run."""
-        iteration, self.iteration = self.iteration, None
-        self.observer.planned = None if batch is None else iteration
-        if self.last_moment is not None and batch is not None:
-            with self.guard.watching("timing"):
-                came_late = self.last_moment.launching()
-                if iteration is not None:
-                    iteration.came_late = came_late
-        if iteration is not None:
-            with self._logging() as log:
-                if log is not None:
-                    log.launched(iteration, batch)
-
-    def on_result(self, iteration: Iteration | None, batch: Any) -> None:
-        """The tokens of an iteration have come out; None: its launch was not seen."""
-        if iteration is not None:
-            with self._logging() as log:
-                if log is not None:
-                    log.finished(iteration, batch)
-        self._table.came(batch)
-        requests = [t for req in batch.reqs if (t := TrackedRequest.of(req)) is not None]
-        if self.timekeeper is not None:
-            with self.guard.watching("timekeeper"):
-                self.timekeeper.on_result(iteration, requests)
-        with self.guard.watching("metrics"):
-            self.service.on_result(requests, self.clock.now_s())
-
-    def bar(self, tracked: TrackedRequest) -> None:
-        """The engine did not admit a request that the plan admits: it stands back for a while, for
-        twice as many plans each time."""
-        self.counters.num_engine_refusals += 1
-        tracked.num_refusals += 1
-        plans = min(2**tracked.num_refusals, MOST_BARRED_PLANS)
-        tracked.barred_until = self.counters.num_plans + plans
-
-    def _why_barred(self, request: Request) -> SkipReason | None:
-        assert isinstance(request, TrackedRequest), f"{type(request)=}"
-        if self.kv is not None and self.kv.is_restoring(request):
-            return SkipReason.RESTORING
-        if request.barred_until > self.counters.num_plans:
-            return SkipReason.ENGINE_REFUSED
-        return None
-
-    def export_to(self, exporter: MetricsExporter) -> None:
-        """Report to Prometheus from now on."""
-        self.exporter = exporter
-        self.observer.add_listener(exporter.measured)
-
-    def stopped(self, req: Any) -> None:
-        """A plan stops a request, whose memory is about to be given back."""
-        self.counters.num_preemptions += 1
-        tracked = TrackedRequest.of(req)
-        if tracked is not None:
-            tracked.num_stopped_at = tracked.num_computed_tokens
-            self._table.forget(tracked)
-
-    def abandon(self, requests: Sequence[TrackedRequest]) -> None:
-        """The iteration was taken back: these requests have released their memory and wait."""
-        self.iteration = self.split = None
-        self.decodes_due = False
-        self.taken = {}
-        for tracked in requests:
-            self._table.forget(tracked)
-        with self._logging() as log:
-            if log is not None:
-                log.abandoned()
-
-    def admitted(self, tracked: TrackedRequest) -> None:
-        """A waiting request is in the batch that is being built."""
-        tracked.num_refusals = 0
-        self._table.forget(tracked)
-        num_cached = tracked.num_prefix_tokens
-        num_lost = tracked.num_stopped_at - num_cached
-        tracked.num_stopped_at = 0
-        if num_lost > 0:
-            self.counters.recomputed_tokens += num_lost
-            totals = BatchTotals()
-            totals.add_prefill(num_lost, num_cached)
-            if self._is_timed:
-                self._recompute.pay(self.predictor.predict_s(totals), self.clock.now_s())
-
-    def count_prefill(self, req: Any, num_tokens: int) -> None:
-        """Count prompt tokens that the engine admitted."""
-        tracked = TrackedRequest.of(req)
-        if tracked is not None and tracked.request_class is RequestClass.OFFLINE:
-            self.counters.offline_prefill_tokens += num_tokens
-        else:
-            self.counters.online_prefill_tokens += num_tokens
-
-    def _count_work(self, tracked: TrackedRequest) -> None:
-        """Count what an offline request that has ended costs in the best batch alone: its prompt
-        without what was cached, and its share of decodes in a batch as large as memory allows."""
-        num_output = tracked.num_output_tokens
-        if tracked.request_class is not RequestClass.OFFLINE or not num_output:
-            return
-
-        def iteration_s(shape: BatchShape) -> float:
-            return self.predictor.estimate_s(BatchTotals.of(shape))
-
-        num_cached = min(port.num_cached_at_first(tracked.req), tracked.num_prompt_tokens)
-        work_s = prompt_cost_s(iteration_s, num_cached, tracked.num_prompt_tokens - num_cached)
-        context = tracked.num_prompt_tokens + num_output // 2
-        num_held = port.kv_total(self.scheduler) // max(context, 1)
-        num_decodes = max(1, min(self.caps.max_running_requests, num_held))
-        work_s += (num_output - 1) * token_cost_s(iteration_s, context, num_decodes=num_decodes)
-        self.counters.offline_work_s += work_s
-
     def state(self) -> ReplicaState:
         """What ``/get_server_info`` shows."""
-        running = self._running()
-        num_offline = sum(1 for r in running if r.request_class is RequestClass.OFFLINE)
-        counters = self.counters
-        planning_s = sorted(self._planning_s) or [0.0]
-        pool = self.waiting.offline
-        output_tokens = self.service.output_tokens
-        aborted = self.service.aborted + self.waiting.aborted
-        cancelled = self.service.cancelled + self.waiting.cancelled
-        return ReplicaState(
-            policy=self.config.policy,
-            num_waiting_online=len(self.waiting.online),
-            num_waiting_offline=len(pool),
-            num_waiting_tokens=self.waiting.num_tokens,
-            num_running_online=len(running) - num_offline,
-            num_running_offline=num_offline,
-            num_preemptions=counters.num_preemptions,
-            num_engine_refusals=counters.num_engine_refusals,
-            num_turned_away=self.scheduler.cosched_offline.num_turned_away,
-            num_iterations=self.observer.num_iterations,
-            busy_s=round(self.observer.busy_s, 6),
-            budget_s=round(self.observer.budget_s, 6),
-            budget_used_s=round(self.observer.budget_used_s, 6),
-            num_aborted_online=aborted[RequestClass.ONLINE],
-            num_aborted_offline=aborted[RequestClass.OFFLINE],
-            num_cancelled_online=cancelled[RequestClass.ONLINE],
-            num_cancelled_offline=cancelled[RequestClass.OFFLINE],
-            num_waits=0 if self.last_moment is None else self.last_moment.num_waits,
-            num_dry=0 if self.last_moment is None else self.last_moment.num_dry,
-            lead_s=0.0 if self.last_moment is None else round(self.last_moment.lead_s, 6),
-            num_plans=counters.num_plans,
-            num_replans=counters.num_replans,
-            num_safe_plans=counters.num_safe_plans,
-            policy_given_up=self.guard.has_given_up,
-            failures=dict(self.guard.failures),
-            planning_us=PlanningTimes(
-                mean=_us(counters.planning_s / max(counters.num_plans, 1)),
-                p50=_us(planning_s[len(planning_s) // 2]),
-                p99=_us(planning_s[len(planning_s) * 99 // 100]),
-            ),
-            online_prefill_tokens=counters.online_prefill_tokens,
-            offline_prefill_tokens=counters.offline_prefill_tokens,
-            recomputed_tokens=counters.recomputed_tokens,
-            online_output_tokens=output_tokens[RequestClass.ONLINE],
-            offline_output_tokens=output_tokens[RequestClass.OFFLINE],
-            offline_work_s=round(counters.offline_work_s, 6),
-            attainment={
-                target: (met, missed)
-                for (_, target), (met, missed) in self.service.attainment.items()
-            },
-            late={
-                reason.value: (num_judged, num_met)
-                for reason, (num_judged, num_met) in self.service.late.items()
-            },
-            times_s={
-                f"{request_class.value}_{name}": (round(total_s, 6), num)
-                for (request_class, name), (total_s, num) in self.service.times_s.items()
-            },
-            skipped=dict(Counter(reason.value for reason in self._skipped.values()))
-            if len(self.waiting.online) + len(pool)
-            else {},
-            offline_limits=self.waiting.offline_limits,
-            pool=pool.stats() if isinstance(pool, PrefixPool) else None,
-            kv=None if self.kv is None else self.kv.occupancy(),
-            alone=None if self.alone is None else self.alone.state(),
-            logs_off=tuple(name for name, log in self.logs.items() if log.is_off),
-        )
+        return state_of(self)
 
-    def offline_progress(self) -> OfflineProgress:
-        """O(running and preempted requests)."""
-        running = self._running()
-        begun = [*running, *self.waiting.preempted]
-        offline = [one for one in begun if one.request_class is RequestClass.OFFLINE]
-        progress = OfflineProgress(
-            begun=tuple(
-                (one.num_prompt_tokens, one.num_output_tokens, one.max_new_tokens)
-                for one in offline
-            )
-        )
-        if not self._is_timed or not offline:
-            return progress
-        online = [one for one in running if one.request_class is RequestClass.ONLINE]
-        contexts = [
-            one.num_prompt_tokens + one.num_output_tokens
-            for one in [*online, *offline[::_OFFLINE_IN_TAIL]]
-        ]
-        decodes = BatchTotals.of(BatchShape(decodes=contexts))
-        decode_s = self.predictor.estimate_s(decodes)
-        decodes.add_prefill(_CHUNK, 0)
-        return msgspec.structs.replace(
-            progress,
-            tail_decode_s=decode_s,
-            prefill_token_s=max(self.predictor.estimate_s(decodes) - decode_s, 0.0) / _CHUNK,
-        )
-
-    def _running(self) -> list[TrackedRequest]:
+    def running(self) -> list[TrackedRequest]:
+        """Running requests and the one whose prefill is unfinished."""
         reqs = port.under_way(self.scheduler)
         return [tracked for req in reqs if (tracked := TrackedRequest.of(req)) is not None]
-
-
-def _us(seconds: float) -> float:
-    return round(seconds * 1e6, 1)
-
-
-def _known_predictor(scheduler: Any, entry: PolicyEntry, config: Config) -> FittedPredictor | None:
-    """What the configuration says of this engine's times, None: nothing. ConfigError when it is of
-    another engine."""
-    if config.latency_model is None or not entry.timed:
-        return None
-    expected = identity_of(scheduler.server_args, scheduler.model_config)
-    name = config.predictor or entry.predictor
-    return Profile.predictor_for(Path(config.latency_model), expected, name=name)

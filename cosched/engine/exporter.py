@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from cosched.batch.prometheus import Kind, Metric
 from cosched.core.request import LateReason, RequestClass
-from cosched.engine.isolated import AloneState, LatencyBeside
+from cosched.engine.isolated import IsolatedState, LatencyBeside
 from cosched.engine.observe import Iteration
 from cosched.engine.service import TARGETS
 from cosched.engine.state import ReplicaState
@@ -335,7 +335,7 @@ class MetricsExporter:
         self._of("pool_sharing_ratio").set(pool.sharing_ratio)
         self._of("pool_expected_hit_ratio").set(pool.expected_hit_ratio)
 
-    def _refresh_alone(self, alone: AloneState, before: AloneState | None) -> None:
+    def _refresh_alone(self, alone: IsolatedState, before: IsolatedState | None) -> None:
         for latency in ("ttft", "tpot"):
             here: LatencyBeside | None = getattr(alone, latency)
             if here is None:

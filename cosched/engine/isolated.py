@@ -40,7 +40,7 @@ class LatencyBeside(msgspec.Struct, frozen=True, kw_only=True):
     room: float
 
 
-class AloneState(msgspec.Struct, frozen=True, kw_only=True):
+class IsolatedState(msgspec.Struct, frozen=True, kw_only=True):
     """ttft, tpot      None: nothing is promised of it
     num_forgotten   requests that were too many to be followed
     """
@@ -50,7 +50,7 @@ class AloneState(msgspec.Struct, frozen=True, kw_only=True):
     num_forgotten: int
 
 
-class AloneWatch:
+class IsolatedWatch:
     """Follows one scheduler. Predictions without their margin: what is careful elsewhere would be
     generous here."""
 
@@ -139,10 +139,10 @@ class AloneWatch:
             share=None if tpot is None else tpot.room,
         )
 
-    def state(self) -> AloneState:
+    def state(self) -> IsolatedState:
         """For people and metrics."""
         latencies = {name: _latency(promise) for name, promise in self._promises.items()}
-        return AloneState(
+        return IsolatedState(
             ttft=latencies.get("ttft"),
             tpot=latencies.get("tpot"),
             num_forgotten=self._alone.num_forgotten,

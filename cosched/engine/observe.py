@@ -81,7 +81,7 @@ class IterationObserver:
         """guard: what fails here is left out; the batch runs all the same."""
         self._scheduler = scheduler
         self._guard = guard
-        self._clock = clock
+        self.clock = clock
         self._is_synchronous = port.runs_on_cpu(scheduler)
         self._prefixes: RunningPrefixes | None = None
         if reads_once():
@@ -105,7 +105,7 @@ class IterationObserver:
     def use_virtual_clock(self, clock: Clock) -> None:
         """Time is virtual from now on, here and for all that hold the same clock: an iteration is
         done when the clock says so, not when the call ends."""
-        self._clock.follow(clock)
+        self.clock.follow(clock)
         self._is_synchronous = False
 
     def add_listener(self, listener: Callable[[Iteration], None]) -> None:
@@ -127,10 +127,10 @@ class IterationObserver:
                 iteration.predicted_s = self.predict_s(iteration.shape)
         is_idle = iteration.came_late or port.is_idle(self._scheduler)
         iteration.follows = not is_idle and self.num_iterations > 0
-        iteration.launched_s = self._clock.now_s()
+        iteration.launched_s = self.clock.now_s()
         result = run()
         if self._is_synchronous:  # on a GPU the forward pass has only been queued
-            self._end(iteration, self._clock.now_s())
+            self._end(iteration, self.clock.now_s())
         self._in_flight.append(iteration)
         self._latest = result
         result.cosched = iteration
@@ -163,7 +163,7 @@ class IterationObserver:
         """`has_run_dry` was found true, just now or some time ago."""
         (*before, latest) = self._in_flight
         if just_now and not before and latest.duration_s is None:
-            self._end(latest, self._clock.now_s())
+            self._end(latest, self.clock.now_s())
         latest.is_exact = latest.duration_s is not None
 
     def abandon(self) -> None:
@@ -187,7 +187,7 @@ class IterationObserver:
             self._latest = None
         if iteration.duration_s is None:
             port.wait_for(self._scheduler, result)
-            self._end(iteration, self._clock.now_s())
+            self._end(iteration, self.clock.now_s())
         self.num_iterations += 1
         if limits := iteration.plan.limits:
             self.budget_s += max(limits.values())

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cosched.core.plan import Plan
 from cosched.core.request import PLAIN, RequestClass
 from cosched.core.view import Decodes, Outlook, Progress
 from cosched.engine import port
@@ -22,6 +23,9 @@ from cosched.engine.tracked import TrackedRequest
 from cosched.memory.tree import KvTree
 from cosched.predict.lengths import NUM_ENDS
 from cosched.schedule.ledger import promised_tokens
+
+if TYPE_CHECKING:
+    from cosched.engine.waiting import WaitingQueue
 
 _OUTPUT, _SHARED, _ROWS, _LIMIT, _PROMISED, _OFFLINE, _RARE, _GAIN, _UNTIL, _ENDS = range(10)
 _NUM_COLUMNS = _ENDS + NUM_ENDS
@@ -58,6 +62,8 @@ class RunningTable:
         """Rows of those whose prompt may still come into the tree, and their output when they came:
         under overlap they run before the result of their prefill is there."""
         self._num_shifts = _NONE
+        self._has_guests = False
+        """A plan has had guests: with most policies none has, and nothing looks for them."""
 
     def forget(self, request: TrackedRequest) -> None:
         """It is over, or something was promised to it: to be read again if it runs."""
@@ -69,6 +75,32 @@ class RunningTable:
     def came(self, batch: Any) -> None:
         """The result of an iteration is known."""
         self._columns[_OUTPUT, port.rows_of(batch)] = port.num_outputs(batch.reqs)
+
+    def promise(
+        self, plan: Plan, waiting: WaitingQueue, batch: Any, unfinished: Any | None
+    ) -> Mapping[str, int]:
+        """Remember what a plan sets aside, and which requests grow into what is set aside for
+        another. Returns, where the plan prefills, the rid of each running guest -> KV tokens that
+        it has taken of what its host was promised."""
+        running: dict[str, TrackedRequest] = {}
+        if plan.hosts or any(waiting.get(rid) is None for rid in plan.promise):
+            running = {req.rid: req.cosched for req in batch.reqs}
+            if unfinished is not None:
+                running[unfinished.rid] = unfinished.cosched
+        for rid, num_tokens in plan.promise.items():
+            tracked = running.get(rid) or waiting.get(rid)
+            if tracked is not None:  # else it ended while the results were drained
+                tracked.promise(num_tokens)
+                self.forget(tracked)
+        for rid, hosting in plan.hosts.items():
+            guest, host = running.get(rid), running.get(hosting.host)
+            if guest is not None and host is not None:
+                guest.grow_into(host)
+                self.forget(guest)
+                self._has_guests = True
+        if not plan.prefill or not self._has_guests:
+            return {}
+        return taken_by_guests([req.cosched for req in batch.reqs])
 
     def follow(self, batch: Any) -> Running:
         """The requests of a running batch that are not over. O(1) for each that is new and a few

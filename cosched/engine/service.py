@@ -10,9 +10,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from cosched.core.batch import BatchShape, BatchTotals
 from cosched.core.request import LateReason, RequestClass, Slo
 from cosched.engine import port
 from cosched.engine.tracked import TrackedRequest
+from cosched.predict.calibration import Calibrator
+from cosched.predict.work import prompt_cost_s, token_cost_s
 
 ALL_TARGETS = "all"
 TARGETS: Mapping[RequestClass, tuple[str, ...]] = {
@@ -143,3 +146,26 @@ class ServiceRecord:
 
 def _target(own: float | None, servers: float | None) -> float | None:
     return servers if own is None else own
+
+
+def offline_work_s(
+    tracked: TrackedRequest,
+    predictor: Calibrator,
+    *,
+    num_kv_tokens: int,
+    max_running_requests: int,
+) -> float:
+    """What an offline request that has ended costs in the best batch: its prompt without what was
+    cached, and its share of decodes in a batch as large as memory allows [s]; 0 of others."""
+    num_output = tracked.num_output_tokens
+    if tracked.request_class is not RequestClass.OFFLINE or not num_output:
+        return 0.0
+
+    def iteration_s(shape: BatchShape) -> float:
+        return predictor.estimate_s(BatchTotals.of(shape))
+
+    num_cached = min(port.num_cached_at_first(tracked.req), tracked.num_prompt_tokens)
+    prompt_s = prompt_cost_s(iteration_s, num_cached, tracked.num_prompt_tokens - num_cached)
+    context = tracked.num_prompt_tokens + num_output // 2
+    num_decodes = max(1, min(max_running_requests, num_kv_tokens // max(context, 1)))
+    return prompt_s + (num_output - 1) * token_cost_s(iteration_s, context, num_decodes=num_decodes)

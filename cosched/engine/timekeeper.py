@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from cosched.core.batch import BatchShape, BatchTotals
@@ -43,18 +43,17 @@ class Timekeeper:
         self._done: list[Iteration] = []
         self._mean_s = 0.0
         self._ended: list[Ended] = []
-        self._end_listeners: list[Callable[[TrackedRequest], None]] = []
         observer.add_listener(self._done.append)
         if predictor is not None:
             observer.predict_s = self._predict_s
 
-    def add_end_listener(self, listener: Callable[[TrackedRequest], None]) -> None:
-        """To be called with each request that has ended."""
-        self._end_listeners.append(listener)
-
-    def on_result(self, iteration: Iteration | None, requests: Sequence[TrackedRequest]) -> None:
-        """The tokens of an iteration are known, of these requests; None: it was not observed."""
+    def on_result(
+        self, iteration: Iteration | None, requests: Sequence[TrackedRequest]
+    ) -> list[TrackedRequest]:
+        """The tokens of an iteration are known, of these requests; None: it was not observed.
+        Returns the requests that have ended."""
         end_s = self.clock.now_s() if iteration is None else iteration.end_s
+        finished = []
         for tracked in requests:
             if tracked.is_ended:
                 continue  # under overlap it is part of one more iteration
@@ -67,8 +66,8 @@ class Timekeeper:
                 tracked.is_ended = True
                 num_tokens = len(req.output_ids)
                 self._ended.append(Ended(tracked.rid, tracked.request_class, num_tokens))
-                for listener in self._end_listeners:
-                    listener(tracked)
+                finished.append(tracked)
+        return finished
 
     def moment(self) -> Moment:
         """The time for a plan; called once per plan."""

@@ -22,7 +22,7 @@ from cosched.engine import port
 from cosched.engine.clock import Clock
 from cosched.engine.decisions import DecisionLog
 from cosched.engine.guard import Guard
-from cosched.engine.isolated import AloneWatch
+from cosched.engine.isolated import IsolatedWatch
 from cosched.engine.kv import KvManager
 from cosched.engine.tracked import TrackedRequest
 from cosched.pool.pool import ArrivalQueue, OfflinePool
@@ -60,7 +60,7 @@ class WaitingQueue:
         """What the operator allows."""
         self.kv: KvManager | None = None
         """Told who comes and who waits."""
-        self.alone: AloneWatch | None = None
+        self.isolated: IsolatedWatch | None = None
         """Told who comes."""
         self.decisions: DecisionLog | None = None
         """Told which requests are aborted."""
@@ -106,9 +106,9 @@ class WaitingQueue:
             if self.kv is not None:
                 with self._guard.watching("kv"):
                     self.kv.arrived(tracked, now_s)
-            if self.alone is not None:
+            if self.isolated is not None:
                 with self._guard.watching("tolerance"):
-                    self.alone.arrived(tracked)
+                    self.isolated.arrived(tracked)
         self._all.add(tracked)
         self._rids.add(tracked.rid)
         if tracked.num_output_tokens:

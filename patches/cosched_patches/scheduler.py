@@ -20,7 +20,6 @@ from sglang.srt.managers.scheduler import NextBatchPlan
 from cosched.config import load_config
 from cosched.core.request import RequestClass
 from cosched.core.wire import class_of_priority
-from cosched.engine.apply import held_adapters, rejoin_held, schedule_prefill
 from cosched.engine.arguments import check_arguments
 from cosched.engine.attach import attach
 from cosched.engine.checks import check_received, scope_of
@@ -31,6 +30,7 @@ from cosched.engine.port import most_tail_tokens, refuse
 from cosched.engine.port.attention import launching
 from cosched.engine.port.building import adder_class
 from cosched.engine.port.penalties import count_outputs
+from cosched.engine.state import offline_progress
 from cosched.engine.waiting import WaitingQueue, online_requests
 from cosched.errors import ConfigError, RequestError
 from cosched_patches.seam import Seam, after, around, before
@@ -199,7 +199,7 @@ def plan_prefill(
         return faults.build_group(build, **arguments)
     if controller is None:
         return build(**arguments)
-    return schedule_prefill(build, controller, **arguments)
+    return controller.step(build, **arguments)
 
 
 def use_planned_adder(stock: Any, scheduler: Any) -> Any:
@@ -214,7 +214,7 @@ def count_held_adapters(
     batch that runs, and would admit one too many."""
     controller = _controller(scheduler)
     if controller is not None:
-        running_loras = running_loras | held_adapters(controller)
+        running_loras = running_loras | controller.held_adapters
     return bool(original(scheduler, req, running_loras))
 
 
@@ -234,7 +234,7 @@ def complete_batch(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> 
         plan = original(scheduler, *args, **kwargs)
         controller = _controller(scheduler)
         if controller is not None:
-            plan.running_batch = rejoin_held(controller, plan.batch_to_run, plan.running_batch)
+            plan.running_batch = controller.launched(plan.batch_to_run, plan.running_batch)
         return plan
 
     faults = _faults(scheduler)
@@ -274,7 +274,7 @@ def process_result(original: Any, scheduler: Any, batch: Any, result: Any) -> An
         iteration = None if observer is None else observer.finish(result)
         answer = original(scheduler, batch, result)
         if controller is not None:
-            controller.on_result(iteration, batch)
+            controller.finished(iteration, batch)
         return answer
 
     faults = _faults(scheduler)
@@ -314,7 +314,7 @@ def add_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
     controller = _controller(scheduler)
     if controller is not None:
         try:
-            progress = msgspec.to_builtins(controller.offline_progress())
+            progress = msgspec.to_builtins(offline_progress(controller))
             state = controller.state().to_dict() | {"offline_progress": progress}
             result.internal_state["cosched"] = state
         except Exception as error:

@@ -82,14 +82,16 @@ def test_what_has_begun_of_offline_requests_is_told_for_forecasts(make_engine):
     for i in range(3):
         engine.submit(f"off{i}", prompt(100 + i, 100 + i), max_new_tokens=40, priority=-1)
     controller = engine.scheduler.cosched
-    assert controller.offline_progress().begun == ()
-    engine.run(lambda: any(one[1] for one in controller.offline_progress().begun))
-    progress = controller.offline_progress()
+    from cosched.engine.state import offline_progress
+
+    assert offline_progress(controller).begun == ()
+    engine.run(lambda: any(one[1] for one in offline_progress(controller).begun))
+    progress = offline_progress(controller)
     for num_prompt, num_output, limit in progress.begun:
         assert num_prompt in (100, 101, 102) and 0 <= num_output < 40 and limit == 40
     assert progress.tail_decode_s > 0 and progress.prefill_token_s >= 0
     engine.run_until_idle(max_iterations=2000)
-    assert controller.offline_progress().begun == ()
+    assert offline_progress(controller).begun == ()
 
 
 def test_targets_met_and_missed(export):

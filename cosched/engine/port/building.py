@@ -23,10 +23,12 @@ class PrefillPlan:
     """The part of a plan that `PlannedPrefillAdder` follows.
 
     num_tokens  rid -> prompt tokens
+    total       prompt tokens of all requests, each in whole pages
     taken       rid of a running guest -> KV tokens that it has of what was promised to its host
     """
 
     num_tokens: Mapping[str, int]
+    total: int
     taken: Mapping[str, int]
 
 
@@ -118,18 +120,14 @@ def _asking_as_promised(req: Any) -> Iterator[None]:
 def build_prefill(
     original: Callable[..., tuple[Any, Any]],
     scheduler: Any,
-    *,
     plan: PrefillPlan,
-    num_tokens: int,
     candidates: Sequence[Any],
     running_batch: Any,
-    prefill_delayer_single_pass: Any,
 ) -> tuple[Any, Any, list[Any]]:
     """Have SGLang build the batch of a plan.
 
-    original    its own `_get_new_batch_prefill_raw`
-    num_tokens  prompt tokens of all requests, each in whole pages
-    candidates  the waiting requests among them, in the plan's order
+    original    its own `_get_new_batch_prefill_raw`, which lacks the running batch
+    candidates  the waiting requests of the plan, in its order
 
     Returns the batch or None, the running batch, and what the waiting queue holds afterwards: the
     candidates that were not admitted. The queue itself is as before.
@@ -139,14 +137,12 @@ def build_prefill(
     def build(running_batch: Any) -> tuple[Any, Any]:
         running_batch.batch_is_full = False  # it remembers a verdict on another plan
         scheduler.waiting_queue = list(candidates)
-        return original(
-            prefill_delayer_single_pass=prefill_delayer_single_pass, running_batch=running_batch
-        )
+        return original(running_batch=running_batch)
 
     try:
         if chunk_size is not None:
             num_mixed = len(running_batch.reqs) if scheduler.is_mixed_chunk else 0
-            scheduler.chunked_prefill_size = num_mixed + num_tokens
+            scheduler.chunked_prefill_size = num_mixed + plan.total
         scheduler.cosched_prefill = plan
         batch, running_batch = build(running_batch)
         scheduler.cosched_prefill = None

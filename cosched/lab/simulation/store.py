@@ -18,8 +18,11 @@ from cosched.policies import policy_entry
 
 _FORMAT = 7
 
-_DECIDES_NOTHING = ("batches", "benchmark", "decision_log", "jobs", "lab", "profiling")
+_DECIDES_NOTHING = ("batch/", "engine/decision_log/", "lab/benchmark/", "lab/profiling/")
 """Folders of cosched whose code has no part in the result of a run."""
+
+_DECIDE = ("config.py", "policies.py")
+"""Files beside the commands that have."""
 
 
 class ResultStore:
@@ -74,13 +77,13 @@ class ResultStore:
 
 
 def _source_digest() -> str:
-    root = Path(__file__).resolve().parents[1]
-    digest = hashlib.sha256((root / "config.py").read_bytes())
+    root = Path(__file__).resolve().parents[2]
+    digest = hashlib.sha256()
     for package in (root, Path(cosched_patches.__path__[0]), Path(cosched_traces.__path__[0])):
         for path in sorted(package.rglob("*.py")):
-            folder = path.relative_to(package).parts[0]
-            is_command = package == root and path.parent == root
-            if not is_command and folder not in _DECIDES_NOTHING:
+            name = path.relative_to(package).as_posix()
+            is_command = package == root and "/" not in name and name not in _DECIDE
+            if not is_command and not name.startswith(_DECIDES_NOTHING):
                 digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -427,15 +427,15 @@ class VirtualEngine:
         launch = self.local.replace_launch(launch_when_ready)
         controller = getattr(self.scheduler, "cosched", None)
         if controller is not None:
-            on_launch = controller.on_launch
+            note_launch = controller.launched
 
-            def when_built(batch: Any | None) -> None:
+            def when_built(batch: Any | None, running_batch: Any) -> Any:
                 """Before it asks whether the device has run dry."""
                 if batch is not None:
                     self._is_built(batch)
-                on_launch(batch)
+                return note_launch(batch, running_batch)
 
-            controller.on_launch = when_built
+            controller.launched = when_built
 
         def process_when_done(batch: Any, result: Any) -> None:
             launched: _Launched = result.virtual

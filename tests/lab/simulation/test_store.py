@@ -93,7 +93,7 @@ def test_only_what_decides_the_result_is_part_of_the_key(result, tmp_path, monke
     own = replace(result, spec=replace(SPEC, setting=setting_of("sarathi")))
     store.put(own)
     assert ResultStore(tmp_path).get(own.spec) is not None
-    monkeypatch.setattr(store_module, "_DECIDES_NOTHING", ("policy",))
+    monkeypatch.setattr(store_module, "_DECIDES_NOTHING", ("schedule/",))
     for changed in (own.spec, SPEC):
         assert ResultStore(tmp_path).get(changed) is None, "its code is not the same"
 
