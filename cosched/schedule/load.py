@@ -6,8 +6,7 @@ t of them with the chance S(t). So all of them hold ``sum (u + t) S(t)`` in the 
 variance ``sum (u + t)² S(t) (1 - S(t))`` where they end independently of each other: the deviation
 grows with the root of how many they are, the mean with how many. Memory that is enough for the mean
 and some deviations at the worst of all t is enough for nearly all that comes (own; cf. the
-Past-Future scheduler of LightLLM, which samples the ends, and Echo's reservation §5.3). Where the
-ends are certain it is the peak of `cosched.papers.ecoserve.timeline`.
+Past-Future scheduler of LightLLM, which samples the ends, and Echo's reservation §5.3).
 
 The sum of upper quantiles takes all to be late at once, and keeps memory for it that is never used.
 """

@@ -86,14 +86,6 @@ ENTRIES = (
         "EcoServe §4 (Oracle)",
         length=LengthConfig(mode="oracle"),
     ),
-    _ecoserve(
-        "ecoserve-timeline",
-        "ecoserve-sdo whose outputs need only fit at each iteration to come",
-        "cosched (docs/policies/ecoserve.md)",
-        synced=False,
-        pipeline=False,
-        timeline=True,
-    ),
     _coupled(
         "eco-orca",
         "first come, first served, 8 at once, KV set aside for all that they may generate",

@@ -64,7 +64,6 @@ from cosched.core.plan import Plan, PreemptMode, SkipReason
 from cosched.core.request import Request, RequestClass, num_tokens_of
 from cosched.core.view import View
 from cosched.papers.ecoserve.forward_size import target_forward_size
-from cosched.papers.ecoserve.timeline import Need, Timeline
 from cosched.schedule.base import PolicySettings
 from cosched.schedule.builder import PlanBuilder
 from cosched.schedule.phases import (
@@ -116,18 +115,11 @@ class EcoOptions:
     synced    GTs of one length are a group, and new ones are chosen where one has ended
     ordered   both queues are ordered, and searched for what fits; False: by arrival
     pipeline  GTs run in KV that others were promised and do not need yet
-    timeline  nothing is promised: what runs must fit at each iteration to come (own). Not with
-              `synced`: a group counts as its longest, and ends are what the timeline packs by
     """
 
     synced: bool = True
     ordered: bool = True
     pipeline: bool = True
-    timeline: bool = False
-
-    def __post_init__(self) -> None:
-        if self.synced and self.timeline:
-            raise ValueError("synced and timeline exclude each other")
 
 
 _ALL = EcoOptions()
@@ -274,8 +266,6 @@ class _Work:
         for rid, (host, offset) in list(self.guests.items()):
             if host not in self.groups or running[host].num_output_tokens >= offset:
                 self._settle_guest(running[rid])
-        if self.options.timeline:
-            return
         progress = self._progress.items()
         outgrown = {rid for rid, (num_output, most) in progress if (most or 0) <= num_output}
         for rid in [rid for rid in self.groups if rid in outgrown] if outgrown else ():
@@ -342,8 +332,7 @@ class _Work:
         if not (self.is_due or not self.groups or any(map(_is_impatient, waiting))):
             return
         queue = self._entries(waiting)
-        # By the timeline nothing is kept from those that were let in: they were to run at once.
-        account = _account(self, reserve=0 if self.options.timeline else self.reserve)
+        account = _Promises(self, self.reserve)
         self._start(_fill(queue, account, by_search=self.options.ordered))
         self._make_room_for_online(queue)
         if not self.groups:
@@ -363,7 +352,7 @@ class _Work:
             if victim.rid in self.running:
                 self._stop(victim)
                 _remove(queue, victim)
-                self._start(_fill(queue, _account(self, reserve=0), by_search=False))
+                self._start(_fill(queue, _Promises(self, 0), by_search=False))
                 if not _begins_online(queue):
                     return
 
@@ -375,7 +364,7 @@ class _Work:
             for entry in queue
             for request in entry.members
         ]
-        while not (chosen := _fill(singles, _account(self, reserve=0), by_search=True)):
+        while not (chosen := _fill(singles, _Promises(self, 0), by_search=True)):
             last = singles[-1].members[0]
             if len(singles) == 1 or not last.traits.can_stop:
                 chosen = [[last]]
@@ -567,7 +556,7 @@ class _Work:
         gate = _Gate(self)
         room = offline_room(builder)
         misses, most = (_MOST_MISSES if self.options.ordered else 0), sys.maxsize
-        is_searched = self.options.timeline  # its rule is no bound on a length
+        is_searched = False
         while queue and builder.ledger.slots > 0:
             num_tokens, request = queue.popleft()
             if num_tokens >= most or must_wait(builder, request):
@@ -631,7 +620,7 @@ class _Gate:
 
     def __init__(self, work: _Work) -> None:
         self._work = work
-        self._account = _account(work, reserve=work.reserve)
+        self._account = _Promises(work, work.reserve)
         self._pinned = sum(map(work.view.preemption_gain, work.waiting()))
 
     @cached_property
@@ -664,7 +653,7 @@ class _Gate:
         fits: prompts are ordered by their own lengths, and places are taken by those of outputs."""
         work = self._work
         longest = 0.0
-        if work.is_due and isinstance(self._account, _Promises):
+        if work.is_due:
             longest = self._account.most
         room = work.reserve - self._pinned
         beyond = max(longest, self._guest_of(self._longest_place))
@@ -702,10 +691,6 @@ class _Promises:
         self._ledger = work.builder.ledger
         self._least = reserve + work.num_unfinished_tokens
 
-    def takes_all(self, queue: Sequence[_Entry]) -> bool:
-        """Nobody's promise makes room for another's: they are looked at one by one."""
-        return False
-
     def take(self, request: Request, length: int) -> bool:
         """Set KV aside for a GT that waits. False: it does not fit."""
         if not self.fits(request, length):
@@ -730,73 +715,16 @@ class _Promises:
         return True
 
 
-class _Peaks:
-    """The timeline: those that run must fit, beside what others hold and the reserve, at each
-    iteration to come."""
-
-    def __init__(self, work: _Work, reserve: int) -> None:
-        view = work.view
-        self._gain = view.preemption_gain
-        kv = view.kv
-        self._most = kv.total - reserve - work.num_unfinished_tokens
-        running = [work.running[rid] for rid in work.groups]
-        held = [self._gain(r) for r in running]
-        self._others = kv.total - kv.free - kv.evictable - sum(held)
-        self._timeline = Timeline(held, [work.length(r) for r in running])
-
-    def takes_all(self, queue: Sequence[_Entry]) -> bool:
-        """Let all that wait run at once, if they fit so: what one gives back soon may be what
-        another needs, which does not fit while it sits out."""
-        waiting = [(self._gain(r), entry.length) for entry in queue for r in entry.members]
-        held = [gain for gain, _ in waiting]
-        peak = self._timeline.with_all(held, [length for _, length in waiting]).peak
-        return peak + self._others - sum(held) <= self._most
-
-    def take(self, request: Request, length: int) -> bool:
-        """Let a GT that waits run. False: it does not fit."""
-        if not self.fits(request, length):
-            return False
-        held = self._gain(request)
-        self._others -= held
-        self._timeline = self._timeline.with_one(Need(held, length))
-        return True
-
-    def fits(self, request: Request, length: int) -> bool:
-        held = self._gain(request)
-        return self._peak_with(Need(held, length)) - held <= self._most
-
-    def add(self, num_tokens: int, length: int) -> bool:
-        """Remember that a prompt will run once it is computed. False: it could not."""
-        need = Need(num_tokens, length)
-        if self._peak_with(need) > self._most:
-            return False
-        self._timeline = self._timeline.with_one(need)
-        return True
-
-    def _peak_with(self, need: Need) -> int:
-        return self._timeline.peak_with(need) + self._others
-
-
 def _kv_of(view: View, request: Request) -> int:
     """KV tokens that computing a prompt takes."""
     match = view.match(request)
     return num_tokens_of(request) - match.cached + match.host + match.evictable
 
 
-def _account(work: _Work, *, reserve: int) -> _Promises | _Peaks:
-    """reserve: KV tokens that are not given out."""
-    return _Peaks(work, reserve) if work.options.timeline else _Promises(work, reserve)
-
-
-def _fill(
-    queue: list[_Entry], account: _Promises | _Peaks, *, by_search: bool
-) -> list[list[Request]]:
+def _fill(queue: list[_Entry], account: _Promises, *, by_search: bool) -> list[list[Request]]:
     """Take entries in order until one does not fit, of which as many members as do; with a search
     then the longest that fit of each band. Returns what was taken; the queue has the others."""
     chosen: list[list[Request]] = []
-    if account.takes_all(queue):
-        chosen = [entry.members for entry in queue]
-        queue.clear()
     while queue:
         entry = queue[0]
         chosen.append(_take(entry, account))
@@ -818,7 +746,7 @@ def _fill(
     return [members for members in chosen if members]
 
 
-def _take(entry: _Entry, account: _Promises | _Peaks) -> list[Request]:
+def _take(entry: _Entry, account: _Promises) -> list[Request]:
     """As many members as fit."""
     taken: list[Request] = []
     while entry.members and account.take(entry.members[0], entry.length):
