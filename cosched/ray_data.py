@@ -1,8 +1,8 @@
-"""A data set of requests of any size, answered by many replicas: a stage of Ray Data.
+"""Answers a data set of requests of any size on many replicas, as a stage of Ray Data.
 
-Lines are put in prefix order over the whole set and cut into blocks of lines that begin alike; each
-block goes to the next replica that has room. Its results are appended to files of its own as they
-come: what is in them is not sent again, whether Ray repeats a block or all is started anew.
+Lines are sorted by prompt prefix over the whole set and cut into blocks of similar prompts; each
+block goes to the next free replica. Its results are appended to its own files as they arrive. Lines
+that have a result are not sent again, whether Ray repeats a block or the whole run is repeated.
 
     python -m cosched.ray_data -i s3://bucket/in.parquet -o /mnt/shared/out \\
         --base-url http://a:30000 --base-url http://b:30000
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from hashlib import blake2b
@@ -25,11 +24,11 @@ import numpy as np
 
 from cosched.batch.jsonl.client import Client, RetryRules
 from cosched.batch.jsonl.config import normal_base_url
-from cosched.batch.jsonl.errors import JobFileError, ServerGoneError
-from cosched.batch.jsonl.lines import BadLine, RequestLine, parse_line
+from cosched.batch.jsonl.errors import JobFileError, ServerGoneError, first_error
+from cosched.batch.jsonl.journal import AppendFile
+from cosched.batch.jsonl.lines import BadLine, RawLine, RequestLine, parse_line
 from cosched.batch.jsonl.parquet import COLUMNS, line_of
-from cosched.batch.jsonl.records import Answer, Outcome, Record, RecordWriter
-from cosched.batch.jsonl.source import RawLine
+from cosched.batch.jsonl.records import Answer, Outcome, record_of
 from cosched.batch.prefix import prefix_key
 from cosched.command_line import Parser, add_json_option, run_command, whole
 from cosched.errors import ConfigError
@@ -41,12 +40,12 @@ _KEYS = np.dtype(f"S{_KEY_BYTES}")
 _ANSWERS, _ERRORS = "answers", "errors"
 _COUNTS = ("answered", "failed", "prompt_tokens", "completion_tokens")
 _BLOCKS_AT_A_TIME = 2
-"""At one replica, by an actor each: the next fills what the end of the last leaves free."""
+"""At one replica, one actor each: the next block fills what the end of the last leaves idle."""
 
 
 def read(path: str) -> Any:
-    """A data set of JSONL (a text file or a folder of them), or of Parquet, wherever Ray reads
-    from; `path` of Parquet ends in ``.parquet``."""
+    """A data set of JSONL (a text file or a folder of them), or of Parquet if `path` ends in
+    ``.parquet``; any path that Ray reads from."""
     ray = _ray()
     if path.rstrip("/").endswith(".parquet"):
         return ray.data.read_parquet(path).select_columns(list(COLUMNS))
@@ -64,19 +63,18 @@ def answer(
     max_wait_s: float = 60.0,
     api_key: str | None = None,
 ) -> Any:
-    """Answer the lines of `dataset`: rows with a column ``text`` (a line of JSON), or with those of
-    the batch format. A data set of counts, a row for each block; nothing is done before it is read.
+    """Answer the lines of `dataset`: rows with a column ``text`` (a line of JSON), or with the
+    columns of the batch format. A lazy data set of counts, with a row for each block.
 
     replicas         URLs of servers
-    out              folder, seen by all machines: ``answers/*.jsonl`` and ``errors/*.jsonl`` in the
-                     format of `run_batch`, without line numbers. Lines that are there are not sent
-                     again. For one run at a time
-    in_flight        most lines at a replica, 2 at least
-    lines_per_block  of lines that begin alike, which one replica answers
-    max_wait_s       how long a replica may answer nothing, until its lines go to the others [s]
+    out              folder that all machines see: ``answers/*.jsonl`` and ``errors/*.jsonl`` in the
+                     format of `run_batch`, without line numbers. For one run at a time
+    in_flight        most lines at a replica, at least 2
+    lines_per_block  lines with similar prompts, which one replica answers
+    max_wait_s       how long a replica may answer nothing before its lines go to the others [s]
 
-    JobFileError: `out` cannot be read or written. A line is known by its ``custom_id``, which is to
-    be unique; that is not checked.
+    JobFileError: `out` cannot be read or written. A line is identified by its ``custom_id``; that
+    these are unique is not checked.
     """
     ray = _ray()
     done = ray.put(finished_keys(out))
@@ -109,8 +107,8 @@ def answer(
 
 
 def finished_keys(out: str) -> np.ndarray[Any, Any]:
-    """Of the lines that have a result in `out`, which is made: sorted, `_KEY_BYTES` each. Half a
-    record at the end of a file, of a process that was killed, is cut off. JobFileError."""
+    """Keys of the lines that have a result in `out`, sorted, `_KEY_BYTES` each. Makes `out`, and
+    cuts off the torn records of killed processes. JobFileError."""
     keys: list[bytes] = []
     try:
         for name in (_ANSWERS, _ERRORS):
@@ -123,7 +121,7 @@ def finished_keys(out: str) -> np.ndarray[Any, Any]:
     return np.sort(np.array(keys, dtype=_KEYS))
 
 
-class _Named(msgspec.Struct):
+class _Written(msgspec.Struct):
     id: str
 
 
@@ -133,13 +131,17 @@ def _keys_of(path: Path) -> Iterator[bytes]:
         for data in file:
             if data.endswith(b"\n"):
                 whole_bytes += len(data)
-                yield bytes.fromhex(msgspec.json.decode(data, type=_Named).id[-2 * _KEY_BYTES :])
+                try:
+                    record_id = msgspec.json.decode(data, type=_Written).id
+                    yield bytes.fromhex(record_id[-2 * _KEY_BYTES :])
+                except ValueError as error:  # msgspec's errors too
+                    raise JobFileError(f"{path} has a line that is not a record: {error}") from None
     if whole_bytes != path.stat().st_size:
         os.truncate(path, whole_bytes)
 
 
 def _prepare(table: Any, *, done: Any, max_line_bytes: int) -> Any:
-    """Lines that have no result, each with what it is sorted by."""
+    """The lines that have no result, each with its sort key."""
     import pyarrow as pa
     import ray
 
@@ -162,7 +164,7 @@ def _prepare(table: Any, *, done: Any, max_line_bytes: int) -> Any:
 
 
 def _parsed(data: bytes, max_line_bytes: int) -> RequestLine | BadLine:
-    # Which number it has, only a reader of the whole would know.
+    # Only a reader of the whole input would know its number.
     raw = RawLine(number=0, data=data if len(data) <= max_line_bytes else None)
     return parse_line(raw, max_line_bytes=max_line_bytes)
 
@@ -173,7 +175,7 @@ def _key_of(line: RequestLine | BadLine, data: bytes) -> bytes:
 
 
 class _Tickets:
-    """Counts those who ask: each gets a replica of its own."""
+    """Numbers the actors, which then spread over the replicas."""
 
     def __init__(self) -> None:
         self._next = -1
@@ -184,7 +186,7 @@ class _Tickets:
 
 
 class _Answerer:
-    """Sends blocks to one replica, and to the others once it is gone."""
+    """Sends blocks to one replica, or to the others once it is gone."""
 
     def __init__(
         self,
@@ -205,8 +207,6 @@ class _Answerer:
                 base_url=url,
                 concurrency=in_flight,
                 rules=RetryRules(max_wait_s=max_wait_s),
-                rng=random.Random(),
-                clock=time.monotonic,
                 api_key=api_key,
             )
             for url in (*replicas[first:], *replicas[:first])
@@ -216,26 +216,25 @@ class _Answerer:
         self._max_line_bytes = max_line_bytes
 
     async def __call__(self, table: Any) -> AsyncIterator[dict[str, list[int]]]:
-        """A block. ServerGoneError when no replica answers."""
+        """Answer a block. ServerGoneError if no replica answers."""
         block = blake2b(b"".join(table["key"].to_pylist()), digest_size=16).hexdigest()
         with _Journal(self._out, block) as journal:
-            sends = [
-                self._answer(row["data"], row["key"], journal)
-                for row in table.to_pylist()
-                if row["key"] not in journal.done
-            ]
-            await asyncio.gather(*sends)
+            try:
+                async with asyncio.TaskGroup() as group:  # an error cancels the other lines
+                    for row in table.to_pylist():
+                        if row["key"] not in journal.done:
+                            group.create_task(self._answer(row["data"], row["key"], journal))
+            except ExceptionGroup as errors:
+                raise first_error(errors) from errors
             yield {name: [journal.counts[name]] for name in _COUNTS}
 
     async def _answer(self, data: bytes, key: bytes, journal: _Journal) -> None:
         line = _parsed(data, self._max_line_bytes)
-        records = _KeyedRecords(key)
-        if isinstance(line, BadLine):
-            journal.write(records.bad_line(line), None)
-            return
-        async with self._room:
-            outcome = await self._send(line)
-        journal.write(records.record(line, outcome), outcome)
+        outcome = None
+        if isinstance(line, RequestLine):
+            async with self._room:
+                outcome = await self._send(line)
+        journal.write(line, outcome, record_id=f"batch_req_{key.hex()}")
 
     async def _send(self, line: RequestLine) -> Outcome:
         gone: ServerGoneError | None = None
@@ -248,24 +247,14 @@ class _Answerer:
         raise gone
 
 
-class _KeyedRecords(RecordWriter):
-    """Records that are named by a key, not by a job and a number."""
-
-    def __init__(self, key: bytes) -> None:
-        super().__init__(digest=key.hex())
-        self._name = f"batch_req_{key.hex()}"
-
-    def _id(self, number: int) -> str:
-        return self._name
-
-
 class _Journal:
-    """The results of one block. `done`: those that an earlier try has written."""
+    """The results of one block. `done`: keys that an earlier try has written."""
 
     def __init__(self, out: Path, block: str) -> None:
         paths = [out / name / f"{block}.jsonl" for name in (_ANSWERS, _ERRORS)]
         self.done = {key for path in paths if path.exists() for key in _keys_of(path)}
-        self._answers, self._errors = (path.open("ab", buffering=0) for path in paths)
+        # Not locked: file systems that machines share may have no locks.
+        self._answers, self._errors = (AppendFile(str(path), is_locked=False) for path in paths)
         self.counts = dict.fromkeys(_COUNTS, 0)
 
     def __enter__(self) -> _Journal:
@@ -274,11 +263,14 @@ class _Journal:
     def __exit__(self, *error: object) -> None:
         for file in (self._answers, self._errors):
             file.close()
-            if not os.path.getsize(file.name):
-                os.remove(file.name)
+            if not os.path.getsize(file.path):
+                os.remove(file.path)
 
-    def write(self, record: Record, outcome: Outcome | None) -> None:
-        (self._answers if record.is_answer else self._errors).write(record.data)
+    def write(
+        self, line: RequestLine | BadLine, outcome: Outcome | None, *, record_id: str
+    ) -> None:
+        record = record_of(line, outcome, record_id=record_id)
+        (self._answers if record.is_answer else self._errors).append(record.data)
         self.counts["answered" if record.is_answer else "failed"] += 1
         if isinstance(outcome, Answer):
             self.counts["prompt_tokens"] += outcome.prompt_tokens
@@ -290,20 +282,24 @@ def _ray() -> Any:
         import ray
         import ray.data
     except ImportError as error:
-        raise ConfigError(f"Ray Data is not here ({error}): pip install 'cosched[ray]'") from None
+        raise ConfigError(f"no Ray Data ({error}): pip install 'cosched[ray]'") from None
     return ray
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m cosched.ray_data",
-        description="Answer a data set of requests by many replicas, with Ray Data. The same "
-        "command again goes on where an earlier one ended.",
+        description="Answer a data set of requests on many replicas, with Ray Data. The same "
+        "command resumes an earlier run.",
     )
     parser.add_argument("-i", "--input", required=True, metavar="PATH", help="JSONL, or *.parquet")
-    parser.add_argument("-o", "--out", required=True, metavar="FOLDER", help="of the results")
+    parser.add_argument("-o", "--out", required=True, metavar="FOLDER", help="for the results")
     parser.add_argument(
-        "--base-url", action="append", required=True, metavar="URL", help="a replica; several times"
+        "--base-url",
+        action="append",
+        required=True,
+        metavar="URL",
+        help="a replica; repeat for more",
     )
     parser.add_argument(
         "--in-flight", type=whole(at_least=2), default=256, metavar="N", help="lines at a replica"
@@ -313,7 +309,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=whole(at_least=1),
         default=2048,
         metavar="N",
-        help="that begin alike, for one replica",
+        help="with similar prompts, for one replica",
     )
     parser.add_argument("--api-key", metavar="KEY", help="of the replicas")
     add_json_option(parser)

@@ -196,6 +196,44 @@ def test_a_block_that_ray_repeats_sends_what_has_no_result(two, tmp_path):
     assert len({one["custom_id"] for one in records(tmp_path)}) == 30
 
 
+def test_a_line_that_cannot_be_answered_cancels_its_block(two, tmp_path):
+    """No line may be sent after that: Ray repeats the block, and would send it twice."""
+    import pyarrow as pa
+
+    (first, _), urls = two
+    finished_keys(str(tmp_path))
+    lines = [json.dumps(line(f"c{n}")).encode() for n in range(9)]
+    table = pa.table({"key": [_key_of(_parsed(one, 10**6), one) for one in lines], "data": lines})
+
+    class Gone(Exception):
+        pass
+
+    async def run():
+        answerer = _Answerer(
+            replicas=urls[:1],
+            next_ticket=lambda: ray.put(0),
+            out=str(tmp_path),
+            in_flight=1,
+            max_line_bytes=10**6,
+            max_wait_s=5.0,
+            api_key=None,
+        )
+        send = answerer._send
+
+        async def fail_at_c3(request):
+            if request.custom_id == "c3":
+                raise Gone
+            return await send(request)
+
+        answerer._send = fail_at_c3
+        with pytest.raises(Gone):
+            [block async for block in answerer(table)]
+        await asyncio.sleep(0.5)
+
+    asyncio.run(run())
+    assert set(first.asked) == {"c0", "c1", "c2"} and len(records(tmp_path)) == 3
+
+
 def test_a_folder_that_cannot_be_had_is_told(tmp_path):
     (tmp_path / "out").write_text("a file")
     with pytest.raises(CoschedError, match="out"):

@@ -24,9 +24,8 @@ from cosched.batch.files import FileStore
 from cosched.batch.forecast import Forecast, Outlook, OutlookState, forecasts_of, tenant_of
 from cosched.batch.ingest import LineRules, validate
 from cosched.batch.jsonl.client import Client
-from cosched.batch.jsonl.lines import BadLine, RequestLine
+from cosched.batch.jsonl.lines import BadLine, RawLine, RequestLine
 from cosched.batch.jsonl.records import Answer, Failure
-from cosched.batch.jsonl.source import RawLine
 from cosched.batch.models import ServedModels
 from cosched.batch.privacy import Redaction
 from cosched.batch.rate import Progress, Rate, RateMeter, past_rate
@@ -128,7 +127,7 @@ class Feeder:
         left to the next start."""
         try:
             await self._recall()
-            await self._client.wait_ready(max_wait_s=math.inf, check=lambda: None)
+            await self._client.wait_ready(max_wait_s=math.inf)
             await self._join()
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._beat())
@@ -464,7 +463,7 @@ class Feeder:
         records = records_of(batch.id)
         answer: Answer | None = None
         if isinstance(line, BadLine):
-            record = records.bad_line(line)
+            record = records.record(line)
         else:
             try:
                 state = self._state(self._deadline_s(batch))

@@ -15,7 +15,7 @@ from cosched.batch.config import QuotaConfig
 from cosched.batch.data import OPEN, File
 from cosched.batch.database import Database, batches, files, results
 from cosched.batch.errors import not_found
-from cosched.batch.jsonl.source import raw_lines
+from cosched.batch.jsonl.lines import raw_lines
 from cosched.batch.quota import check_new_file
 from cosched.batch.storage import FilesAwayError, Storage
 

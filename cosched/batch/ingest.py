@@ -10,9 +10,15 @@ from typing import BinaryIO
 from cosched.batch.config import BatchesConfig
 from cosched.batch.data import Batch, Fault, NewLine
 from cosched.batch.files import FileStore
-from cosched.batch.jsonl.ids import IdSet
-from cosched.batch.jsonl.lines import BadLine, RequestLine, duplicate_of, parse_line
-from cosched.batch.jsonl.source import RawLine, raw_lines
+from cosched.batch.jsonl.lines import (
+    BadLine,
+    IdSet,
+    RawLine,
+    RequestLine,
+    duplicate_of,
+    parse_line,
+    raw_lines,
+)
 from cosched.batch.models import ServedModels
 from cosched.batch.prefix import prefix_key
 from cosched.batch.store import BatchStore

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import httpx
 import pytest
 
 from cosched.batch.config import BatchesConfig
@@ -147,19 +148,20 @@ def test_a_batch_that_was_made_just_before_the_end_is_not_made_again(api, job, s
 
 def test_results_that_were_written_in_part_are_completed(api, job, monkeypatch):
     job.write([line(f"c{n}") for n in range(10)])
-    whole = BatchApi.lines
+    whole = BatchApi.for_each_line
 
-    async def half(self, file_id):
-        found = [data async for data in whole(self, file_id)]
+    async def half(self, file_id, handle):
+        found = []
+        await whole(self, file_id, found.append)
         for data in found[:5]:
-            yield data
+            handle(data)
         raise RuntimeError("here it is killed")
 
-    monkeypatch.setattr(BatchApi, "lines", half)
+    monkeypatch.setattr(BatchApi, "for_each_line", half)
     assert job.run(api.url) == 70 and len(job.outcome()) == 5
     with job.out.open("a") as out:
         out.write('{"id": "batch_req_')
-    monkeypatch.setattr(BatchApi, "lines", whole)
+    monkeypatch.setattr(BatchApi, "for_each_line", whole)
     assert job.run(api.url) == 0
     assert job.outcome() == ANSWERED and len(api.batches.list().data) == 1
 
@@ -171,7 +173,33 @@ def test_a_batch_that_the_server_has_lost_is_sent_again(api, job, stand_in, caps
     stand_in.service.store.remove_ended(kept_s=-2)
     assert not api.batches.list().data
     assert job.run(api.url) == 0 and job.outcome() == ANSWERED
-    assert "has no batch" in capsys.readouterr().err
+    assert "has lost batch" in capsys.readouterr().err
+
+
+def test_results_that_are_gone_are_sent_again(api, job, stand_in, capsys):
+    """Somebody has deleted them, or they have expired: the job must not fail at every call."""
+    job.write([line(f"c{n}") for n in range(10)])
+    job.run(api.url, "--detach")
+    batch = api.wait(api.batches.list().data[0])
+    api.files.delete(batch.output_file_id)
+    assert job.run(api.url) == 0 and job.outcome() == ANSWERED
+    assert "are gone" in capsys.readouterr().err
+
+
+def test_a_download_gives_up_after_max_wait(api, job, monkeypatch, capsys):
+    """As any other call: the server answers status requests and fails each download."""
+    job.write([line(f"c{n}") for n in range(10)])
+    job.run(api.url, "--detach")
+    api.wait(api.batches.list().data[0])
+
+    def fail(self, *arguments, **options):
+        raise httpx.ConnectError("no route")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(httpx.AsyncClient, "stream", fail)
+        assert job.run(api.url, "--max-wait", "0.2") == 3
+    assert "answered nothing for 0.2 s" in capsys.readouterr().err
+    assert job.run(api.url) == 0 and job.outcome() == ANSWERED
 
 
 def test_lines_one_by_one_where_that_is_asked_for_or_there_are_no_batches(job, folder):
@@ -222,7 +250,7 @@ def test_lines_that_are_sent_again_have_the_window_of_their_call(api, job, stand
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--detach", "--via", "lines"), "--detach leaves the work to the server's batches"),
+        (("--detach", "--via", "lines"), "--detach needs batches of the server"),
         (("--detach", "--ordered"), "--detach and --ordered"),
         (("--via", "batches", "--ordered"), "--via batches and --ordered"),
     ],

@@ -8,8 +8,7 @@ import random
 import pytest
 
 from cosched.batch.jsonl.lines import URLS as LINE_URLS
-from cosched.batch.jsonl.lines import BadLine, RequestLine, parse_line
-from cosched.batch.jsonl.source import RawLine
+from cosched.batch.jsonl.lines import BadLine, RawLine, RequestLine, parse_line
 from cosched.limits.table import INTERNAL, TABLE, Free, Scope
 from tests.fuzz.boundaries import OPENAI, URLS, boundary_body, values_of
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from typing import BinaryIO, TypeVar
@@ -18,7 +19,7 @@ T = TypeVar("T")
 
 ENDED = ("completed", "failed", "expired", "cancelled")
 QUOTA_CODE = "quota_exceeded"
-"""Of the error with which a server refuses more than a tenant may have."""
+"""Error code for more than the quota of a tenant."""
 _BUSY_OR_DOWN = (429, 500, 502, 503, 504)
 _PAGE = 100
 
@@ -50,7 +51,7 @@ class _Forecast(msgspec.Struct, frozen=True):
 
 
 class RemoteBatch(msgspec.Struct, frozen=True):
-    """A batch as its server shows it; `cosched` is what it expects of it."""
+    """A batch as its server shows it, with cosched's own forecast."""
 
     id: str
     status: str
@@ -64,7 +65,7 @@ class RemoteBatch(msgspec.Struct, frozen=True):
     cosched: _Forecast | None = None
 
 
-class _Named(msgspec.Struct, frozen=True):
+class _File(msgspec.Struct, frozen=True):
     id: str
 
 
@@ -78,18 +79,22 @@ class _Error(msgspec.Struct, frozen=True):
     code: str | None = None
 
 
-class _Refusal(msgspec.Struct, frozen=True):
+class _ErrorReply(msgspec.Struct, frozen=True):
     error: _Error = _Error()
 
 
+class NotFoundError(ServerRefusedError):
+    """The server has no such file or batch."""
+
+
 class _BusyError(httpx.TransportError):
-    """The server is there, and can do nothing now."""
+    """The server is up and cannot take the request now."""
 
 
 class BatchApi(HttpClients):
-    """Each call is tried again while the server is away or busy, for as long as `rules` allow; then
-    it raises ServerGoneError. What the server refuses is a ServerRefusedError, of which a full
-    quota is the QuotaError."""
+    """Each call is retried while the server is away or busy, for as long as `rules` allow; then it
+    raises ServerGoneError. What the server refuses raises ServerRefusedError; a full quota its
+    subclass QuotaError."""
 
     def __init__(
         self,
@@ -97,23 +102,25 @@ class BatchApi(HttpClients):
         base_url: str,
         api_key: str | None,
         rules: RetryRules,
-        rng: random.Random,
-        clock: Callable[[], float],
+        rng: random.Random | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
-        # A file of 200 MB takes its time.
-        timeout = httpx.Timeout(600.0, connect=10.0)
         self.base_url = base_url
         self._http = httpx.AsyncClient(
-            base_url=base_url, headers=headers, timeout=timeout, trust_env=False
+            base_url=base_url,
+            headers=headers,
+            timeout=httpx.Timeout(600.0, connect=10.0),  # files may have 200 MB
+            trust_env=False,
         )
         self.pools = (self._http,)
         self._rules = rules
-        self._rng = rng
+        self._rng = rng or random.Random()
         self._clock = clock
+        self._answered_s = float("-inf")
 
-    async def is_there(self) -> bool:
-        """Whether the server has batches at all; False also while it is away."""
+    async def has_batches(self) -> bool:
+        """Whether the server has a Batch API; False also while it is away."""
         with suppress(httpx.RequestError, msgspec.DecodeError, UnicodeDecodeError):
             reply = await self._http.get("/v1/batches", params={"limit": 1})
             if reply.is_success:
@@ -129,34 +136,34 @@ class BatchApi(HttpClients):
             reply = await self._http.post(
                 "/v1/files", data={"purpose": "batch"}, files={"file": (filename, content)}
             )
-            return _read(reply, _Named).id
+            return _read(reply, _File).id
 
-        return await self._patiently(send)
+        return await self._retried(send)
 
     async def create(
         self, *, file_id: str, endpoint: str, window: str, metadata: dict[str, str]
     ) -> RemoteBatch:
-        """A batch, or the one with this metadata that an earlier try has made."""
+        """A new batch, or the batch with this metadata that an earlier try has made."""
         body = {
             "input_file_id": file_id,
             "endpoint": endpoint,
             "completion_window": window,
             "metadata": metadata,
         }
-        is_again = False
+        is_retry = False
 
         async def send() -> RemoteBatch:
-            nonlocal is_again
-            if is_again:
-                found = [one async for one in self.all() if one.metadata == metadata]
-                if found:
-                    return found[0]
-            is_again = True
+            nonlocal is_retry
+            if is_retry:
+                async for one in self._all():
+                    if one.metadata == metadata:
+                        return one
+            is_retry = True
             return _read(await self._http.post("/v1/batches", json=body), RemoteBatch)
 
-        return await self._patiently(send)
+        return await self._retried(send)
 
-    async def all(self) -> AsyncIterator[RemoteBatch]:
+    async def _all(self) -> AsyncIterator[RemoteBatch]:
         """Newest first."""
         after: dict[str, str] = {}
         while True:
@@ -168,55 +175,63 @@ class BatchApi(HttpClients):
                 return
             after = {"after": page.data[-1].id}
 
-    async def of_metadata(self, key: str, value: str) -> list[RemoteBatch]:
-        """Those whose metadata say this, oldest first."""
+    async def with_metadata(self, key: str, value: str) -> list[RemoteBatch]:
+        """The batches with this pair in their metadata, oldest first."""
 
-        async def look() -> list[RemoteBatch]:
-            return [one async for one in self.all() if (one.metadata or {}).get(key) == value]
+        async def find() -> list[RemoteBatch]:
+            return [one async for one in self._all() if (one.metadata or {}).get(key) == value]
 
-        return (await self._patiently(look))[::-1]
+        return (await self._retried(find))[::-1]
 
     async def cancel(self, batch_id: str) -> None:
-        """Does nothing to one that has ended."""
+        """Does nothing if the batch has ended."""
 
         async def send() -> None:
             reply = await self._http.post(f"/v1/batches/{batch_id}/cancel")
             if reply.status_code != httpx.codes.CONFLICT:
                 _read(reply, RemoteBatch)
 
-        await self._patiently(send)
+        await self._retried(send)
 
     async def delete(self, file_id: str) -> None:
-        """Does nothing to one that is gone."""
+        """Does nothing if the file is gone."""
 
         async def send() -> None:
-            reply = await self._http.delete(f"/v1/files/{file_id}")
-            if reply.status_code != httpx.codes.NOT_FOUND:
-                _read(reply, _Named)
+            with suppress(NotFoundError):
+                _read(await self._http.delete(f"/v1/files/{file_id}"), _File)
 
-        await self._patiently(send)
+        await self._retried(send)
 
-    async def lines(self, file_id: str) -> AsyncIterator[bytes]:
-        """Of a file of results, line breaks included. An httpx.RequestError may come in the midst
-        of it."""
-        async with self._http.stream("GET", f"/v1/files/{file_id}/content") as reply:
-            if not reply.is_success:
-                await reply.aread()
-                _read(reply, _Named)
-            left = b""
-            async for block in reply.aiter_bytes():
-                *whole, left = (left + block).split(b"\n")
-                for line in whole:
-                    yield line + b"\n"
+    async def for_each_line(self, file_id: str, handle: Callable[[bytes], None]) -> None:
+        """Call `handle` with each line of a file, with its line break. After an interruption it
+        begins again with the first line."""
 
-    async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
-        began_s, num_tries = self._clock(), 0
+        async def read() -> None:
+            async with self._http.stream("GET", f"/v1/files/{file_id}/content") as reply:
+                if not reply.is_success:
+                    await reply.aread()
+                    _read(reply, _File)
+                left = b""
+                async for block in reply.aiter_bytes():
+                    self._answered_s = self._clock()
+                    *whole, left = (left + block).split(b"\n")
+                    for line in whole:
+                        handle(line + b"\n")
+
+        await self._retried(read)
+
+    async def _retried(self, call: Callable[[], Awaitable[T]]) -> T:
+        failing_since_s: float | None = None
+        num_tries = 0
         while True:
             try:
                 return await call()
             except httpx.RequestError as error:
                 reason = f"{type(error).__name__}: {error}"
-            if self._clock() - began_s >= self._rules.max_wait_s:
+            now_s = self._clock()
+            if failing_since_s is None or self._answered_s > failing_since_s:
+                failing_since_s, num_tries = now_s, 0
+            if now_s - failing_since_s >= self._rules.max_wait_s:
                 raise ServerGoneError(
                     f"{self.base_url} answered nothing for {self._rules.max_wait_s:g} s "
                     f"(--max-wait); the last try: {reason}"
@@ -225,27 +240,21 @@ class BatchApi(HttpClients):
             num_tries += 1
 
 
-def _error_of(reply: httpx.Response) -> _Error:
-    try:
-        return msgspec.json.decode(reply.content, type=_Refusal).error
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return _Error()
-
-
 def _read(reply: httpx.Response, kind: type[T]) -> T:
+    what = f"{reply.request.method} {reply.request.url.path}"
     if reply.status_code in _BUSY_OR_DOWN:
-        error = _error_of(reply)
+        error = _Error()
+        with suppress(msgspec.DecodeError, UnicodeDecodeError):
+            error = msgspec.json.decode(reply.content, type=_ErrorReply).error
         if error.code == QUOTA_CODE:
-            raise QuotaError(f"{error.message}; run the same command again when there is room")
+            raise QuotaError(f"{error.message}; run the same command again when the quota allows")
         raise _BusyError(f"HTTP {reply.status_code} {error.message}".rstrip())
     if not reply.is_success:
-        raise ServerRefusedError(
-            f"{reply.request.method} {reply.request.url.path}: HTTP {reply.status_code}: "
-            f"{reply.text[:500]}"
+        is_missing = reply.status_code == httpx.codes.NOT_FOUND
+        raise (NotFoundError if is_missing else ServerRefusedError)(
+            f"{what}: HTTP {reply.status_code}: {reply.text[:500]}"
         )
     try:
         return msgspec.json.decode(reply.content, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ServerRefusedError(
-            f"{reply.request.method} {reply.request.url.path}: an answer of another kind: {error}"
-        ) from None
+        raise ServerRefusedError(f"{what}: unexpected answer: {error}") from None

@@ -1,4 +1,4 @@
-"""One call of run_batch: sets a job up, handles signals, says how it ended."""
+"""One call of run_batch: sets up a job, handles signals, reports how it ended."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import resource
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from pathlib import Path
 
 from cosched.batch.jsonl.batch_api import ENDED, BatchApi, RemoteBatch
 from cosched.batch.jsonl.client import Client, RetryRules
@@ -21,10 +22,9 @@ from cosched.batch.jsonl.config import JobConfig
 from cosched.batch.jsonl.errors import DiskError, JobFileError, ServerGoneError, ServerRefusedError
 from cosched.batch.jsonl.journal import Journal, JournalPaths
 from cosched.batch.jsonl.lines import BadLine
-from cosched.batch.jsonl.progress import Snapshot, make_reporter
-from cosched.batch.jsonl.remote import Manifest, RemoteJob, batches_of, load_manifest, new_manifest
-from cosched.batch.jsonl.report import job_results, print_batches, print_report
-from cosched.batch.jsonl.runner import Job, JobCounts, checked_lines
+from cosched.batch.jsonl.remote import Manifest, RemoteJob, batches_of, load_manifest
+from cosched.batch.jsonl.report import Reporter, Snapshot, print_batches, print_report
+from cosched.batch.jsonl.runner import Job, JobCounts
 from cosched.batch.jsonl.server import (
     OwnServer,
     RunningServer,
@@ -32,7 +32,6 @@ from cosched.batch.jsonl.server import (
     own_base_url,
     server_command,
 )
-from cosched.batch.jsonl.sidecar import JobState
 from cosched.batch.jsonl.source import Source, read_source
 from cosched.errors import ConfigError, CoschedError
 
@@ -53,89 +52,80 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Ending:
-    exit_code: ExitCode
-    message: str | None = None
-
-
 class _StoppedError(Exception):
-    """By a signal, in order."""
+    """A signal ended the call in order."""
 
 
 @dataclass(slots=True, kw_only=True)
-class _Standing:
-    """How far a call has come; what it has not come to is None."""
+class _Progress:
+    """How far a call has come; None: it has not come to that."""
 
     source: Source | None = None
     journal: Journal | None = None
     counts: JobCounts = field(default_factory=JobCounts)
-    is_going_on: bool = False
+    is_at_server: bool = False
 
 
 def run_job(config: JobConfig) -> ExitCode:
-    """Run the job to its end, or to what stops it, and report."""
+    """Run the job until it ends or an error stops it, and report."""
     began_s = time.monotonic()
-    standing = _Standing()
+    progress = _Progress()
+    message: str | None
     try:
-        ending = _run(config, standing)
+        exit_code, message = _run(config, progress)
     except KeyboardInterrupt:
-        message = "interrupted; the same command resumes"
-        ending = _Ending(exit_code=ExitCode.INTERRUPTED, message=message)
+        exit_code, message = ExitCode.INTERRUPTED, "interrupted; the same command resumes"
     except _StoppedError as error:
-        ending = _Ending(exit_code=ExitCode.INTERRUPTED, message=str(error))
+        exit_code, message = ExitCode.INTERRUPTED, str(error)
     except DiskError as error:
-        message = f"{error}\nTo go on when it can be written, {_again(config)}"
-        ending = _Ending(exit_code=ExitCode.BAD_USAGE, message=message)
+        message = f"{error}\nTo resume once it can be written, {_again(config)}"
+        exit_code = ExitCode.BAD_USAGE
     except ServerRefusedError as error:
-        ending = _Ending(exit_code=ExitCode.SERVER_GONE, message=str(error))
+        exit_code, message = ExitCode.SERVER_GONE, str(error)
     except ServerGoneError as error:
-        message = f"{error}\nTo go on when it is back, {_again(config)}"
-        ending = _Ending(exit_code=ExitCode.SERVER_GONE, message=message)
+        message = f"{error}\nTo resume once it is back, {_again(config)}"
+        exit_code = ExitCode.SERVER_GONE
     except CoschedError as error:
-        ending = _Ending(exit_code=ExitCode.BAD_USAGE, message=str(error))
-    if ending.message:
-        _say(ending.message)
-    counts, journal = standing.counts, standing.journal
-    print_report(
-        exit_code=ending.exit_code,
-        message=ending.message,
-        config=config.as_json(),
-        results=job_results(
-            counts={
-                "lines": standing.source.num_lines if standing.source else 0,
-                "empty": counts.num_empty,
-                "answered": journal.num_answered if journal else 0,
-                "failed": journal.num_failed if journal else 0,
-                "answered_now": counts.num_answered,
-                "failed_now": counts.num_failed,
-            },
-            failed_by_code=dict(counts.failed_by_code),
-            prompt_tokens=counts.prompt_tokens,
-            completion_tokens=counts.completion_tokens,
-            seconds=time.monotonic() - began_s,
-        ),
-    )
-    return ending.exit_code
+        exit_code, message = ExitCode.BAD_USAGE, str(error)
+    if message:
+        _say(message)
+    counts, journal = progress.counts, progress.journal
+    seconds = time.monotonic() - began_s
+    # Rates are of this call: earlier calls took none of its time.
+    num_lines_now = counts.num_answered + counts.num_failed
+    num_tokens = counts.prompt_tokens + counts.completion_tokens
+    results = {
+        "counts": {
+            "lines": progress.source.num_lines if progress.source else 0,
+            "empty": counts.num_empty,
+            "answered": journal.num_answered if journal else 0,
+            "failed": journal.num_failed if journal else 0,
+            "answered_now": counts.num_answered,
+            "failed_now": counts.num_failed,
+        },
+        "failed_by_code": dict(counts.failed_by_code),
+        "seconds": round(seconds, 3),
+        "tokens": {"prompt": counts.prompt_tokens, "completion": counts.completion_tokens},
+        "lines_per_s": round(num_lines_now / seconds, 3) if seconds else 0.0,
+        "tokens_per_s": round(num_tokens / seconds, 3) if seconds else 0.0,
+    }
+    print_report(exit_code=exit_code, message=message, config=config.as_json(), results=results)
+    return exit_code
 
 
-def _run(config: JobConfig, standing: _Standing) -> _Ending:
+def _run(config: JobConfig, progress: _Progress) -> tuple[ExitCode, str | None]:
     _allow_connections(config.concurrency)
-    standing.source = source = read_source(config.input)
+    progress.source = source = read_source(config.input)
     paths = JournalPaths(out=config.out, errors=config.errors)
-    state = JobState(
-        source=source,
-        errors_beside_out=paths.errors_beside_out,
-        ordered=config.ordered,
-        max_line_bytes=config.max_line_bytes,
-    )
     with Journal.open(
         paths=paths,
-        state=state,
+        source=source,
+        ordered=config.ordered,
+        max_line_bytes=config.max_line_bytes,
         overwrite=config.overwrite,
         retry_failed=config.retry_failed,
     ) as journal:
-        standing.journal = journal
+        progress.journal = journal
         if journal.num_done:
             _say(
                 f"resuming: {journal.num_answered} lines are answered, {journal.num_failed} failed"
@@ -146,26 +136,23 @@ def _run(config: JobConfig, standing: _Standing) -> _Ending:
                 f"{journal.num_retried} failed lines are sent again"
                 + f"; their errors are kept in {paths.before_retry}" * bool(journal.num_retried)
             )
-        manifest = load_manifest(paths.batches)
-        asyncio.run(_until_end(config, source, journal, standing, manifest))
-    if standing.is_going_on:
-        return _Ending(
-            exit_code=ExitCode.GOING_ON if config.fetch_only else ExitCode.ANSWERED,
-            message=f"the server goes on with it: cosched batch status -o {config.out} shows how "
-            "far it is (also cancel, fetch); the same command without --detach waits",
+        asyncio.run(_run_until_end(config, progress, load_manifest(paths.batches)))
+    if progress.is_at_server:
+        exit_code = ExitCode.GOING_ON if config.fetch_only else ExitCode.ANSWERED
+        return exit_code, (
+            f"the server continues; cosched batch status -o {config.out} shows the progress (also "
+            "cancel, fetch); the same command without --detach waits"
         )
     if not journal.num_failed:
-        return _Ending(exit_code=ExitCode.ANSWERED)
-    return _Ending(
-        exit_code=ExitCode.SOME_FAILED,
-        message=f"{journal.num_failed} failed lines are in {paths.errors}"
-        + _common_cause(standing.counts)
-        + "; --retry-failed sends them again",
+        return ExitCode.ANSWERED, None
+    return ExitCode.SOME_FAILED, (
+        f"{journal.num_failed} failed lines are in {paths.errors}"
+        f"{_common_cause(progress.counts)}; --retry-failed sends them again"
     )
 
 
 def _common_cause(counts: JobCounts) -> str:
-    """What failed in this call, where all of it failed in the same way."""
+    """The error of this call, if all lines failed with the same code."""
     if len(counts.failed_by_code) != 1:
         return ""
     [(code, number)] = counts.failed_by_code.items()
@@ -173,21 +160,15 @@ def _common_cause(counts: JobCounts) -> str:
 
 
 def _again(config: JobConfig) -> str:
-    """How to go on: with what emptied or reopened the outputs left out."""
-    dropped = [
-        option
-        for option, is_given in (
-            ("--overwrite", config.overwrite),
-            ("--retry-failed", config.retry_failed),
-        )
-        if is_given
-    ]
+    """How to resume: without the options that emptied the outputs."""
+    given = {"--overwrite": config.overwrite, "--retry-failed": config.retry_failed}
+    dropped = [option for option, is_given in given.items() if is_given]
     return "run the same command again" + f" without {' and '.join(dropped)}" * bool(dropped)
 
 
 def show_batches(config: JobConfig, *, cancels: bool) -> ExitCode:
-    """What the server says of the batches of a job; with `cancels` they are cancelled first.
-    JobFileError when there are none."""
+    """Print the server's batches of a job, which `cancels` cancels first. JobFileError if there are
+    none."""
     manifest = _manifest_of(config)
 
     async def ask() -> list[RemoteBatch]:
@@ -199,12 +180,12 @@ def show_batches(config: JobConfig, *, cancels: bool) -> ExitCode:
 
     found = asyncio.run(ask())
     print_batches(found, is_fetched=lambda one: one.id in manifest.done)
-    is_over = all(one.status in ENDED for one in found)
-    return ExitCode.ANSWERED if is_over else ExitCode.GOING_ON
+    have_ended = all(one.status in ENDED for one in found)
+    return ExitCode.ANSWERED if have_ended else ExitCode.GOING_ON
 
 
 def fetch(config: JobConfig) -> ExitCode:
-    """Write the results of a job's batches that have ended. JobFileError when there are none."""
+    """Write the results of a job's batches that have ended. JobFileError if it has none."""
     manifest = _manifest_of(config)
     config = replace(
         config,
@@ -222,7 +203,7 @@ def _manifest_of(config: JobConfig) -> Manifest:
     path = JournalPaths(out=config.out, errors=None).batches
     manifest = load_manifest(path)
     if manifest is None:
-        raise JobFileError(f"no job at {config.out} that a server has (no {path})")
+        raise JobFileError(f"no job at {config.out} is at a server (no {path})")
     return manifest
 
 
@@ -230,66 +211,69 @@ def validate(config: JobConfig) -> ExitCode:
     """Check every line, send nothing and write no file."""
     began_s = time.monotonic()
     source = read_source(config.input)
-    counts = JobCounts()
-    by_code = asyncio.run(_check_all(source, config.max_line_bytes, counts))
-    num_bad = by_code.total()
-    seconds = time.monotonic() - began_s
+    counts = asyncio.run(_check_all(source, config.max_line_bytes))
+    num_bad = counts.failed_by_code.total()
     exit_code = ExitCode.SOME_FAILED if num_bad else ExitCode.ANSWERED
-    num_valid = source.num_lines - counts.num_empty - num_bad
     results = {
         "counts": {
             "lines": source.num_lines,
             "empty": counts.num_empty,
-            "valid": num_valid,
+            "valid": source.num_lines - counts.num_empty - num_bad,
             "bad": num_bad,
         },
-        "bad_by_code": dict(by_code),
-        "seconds": round(seconds, 3),
+        "bad_by_code": dict(counts.failed_by_code),
+        "seconds": round(time.monotonic() - began_s, 3),
     }
     print_report(exit_code=exit_code, message=None, config=config.as_json(), results=results)
     return exit_code
 
 
-async def _check_all(source: Source, max_line_bytes: int, counts: JobCounts) -> Counter[str]:
-    by_code: Counter[str] = Counter()
-    async for line in checked_lines(source, max_line_bytes=max_line_bytes, counts=counts):
-        if isinstance(line, BadLine):
-            by_code[line.code] += 1
-            if by_code.total() <= _MAX_SHOWN_FAULTS:
-                _say(f"{source.path}:{line.number}: {line.code}: {line.message}")
-    if by_code.total() > _MAX_SHOWN_FAULTS:
-        _say(f"and {by_code.total() - _MAX_SHOWN_FAULTS} more bad lines")
+async def _check_all(source: Source, max_line_bytes: int) -> JobCounts:
+    counts = JobCounts()
+    async with aclosing(source.checked_lines(max_line_bytes=max_line_bytes)) as lines:
+        async for line in lines:
+            if line is None:
+                counts.num_empty += 1
+            elif isinstance(line, BadLine):
+                counts.note(line)
+                if counts.failed_by_code.total() <= _MAX_SHOWN_FAULTS:
+                    _say(f"{source.path}:{line.number}: {line.code}: {line.message}")
+    if counts.failed_by_code.total() > _MAX_SHOWN_FAULTS:
+        _say(f"and {counts.failed_by_code.total() - _MAX_SHOWN_FAULTS} more bad lines")
     source.check_unchanged()
-    return by_code
+    return counts
 
 
-async def _until_end(
-    config: JobConfig,
-    source: Source,
-    journal: Journal,
-    standing: _Standing,
-    manifest: Manifest | None,
-) -> None:
-    """Raises _StoppedError when a signal stopped the job in order."""
+async def _run_until_end(config: JobConfig, progress: _Progress, manifest: Manifest | None) -> None:
+    """_StoppedError when a signal ended the job in order."""
+    source, journal = progress.source, progress.journal
+    assert source is not None and journal is not None
     port = config.port or free_port()
     base_url = config.base_url if config.model_path is None else own_base_url(port)
-    client = _client(config, base_url)
+    client = Client(
+        base_url=base_url,
+        concurrency=config.concurrency,
+        rules=_retry_rules(config),
+        rng=random.Random(config.seed),
+        timeout_s=config.timeout_s,
+        api_key=config.api_key,
+    )
     server = _server(config, client, port=port, log_path=journal.paths.server_log)
     _stop_on_signals()
-    with make_reporter(every_s=config.progress_every_s, num_done=journal.num_done) as reporter:
+    with Reporter(every_s=config.progress_every_s, num_done=journal.num_done) as reporter:
         try:
             async with client:
-                if manifest is None and await _has_batches(config, client, server, journal):
-                    manifest = new_manifest(
+                if manifest is None and await _is_for_batches(config, client, server, journal):
+                    manifest = Manifest(
                         base_url=base_url,
-                        window=config.window or _WINDOW,
-                        source=source,
+                        window=_WINDOW,
+                        input=str(Path(source.path).absolute()),
                         errors=config.errors,
                         max_line_bytes=config.max_line_bytes,
                     )
                 if manifest is not None:
                     manifest.window = config.window or manifest.window
-                    await _remotely(config, source, journal, standing, manifest, reporter.show)
+                    await _run_remotely(config, progress, manifest, reporter.show)
                     return
                 job = Job(
                     source=source,
@@ -301,66 +285,69 @@ async def _until_end(
                     ordered=config.ordered,
                     show=reporter.show,
                 )
-                standing.counts = job.counts
+                progress.counts = job.counts
                 await job.run()
         except asyncio.CancelledError:
             raise _StoppedError(
-                f"interrupted; nothing that was answered is lost. To go on, {_again(config)}"
+                f"interrupted; no answer is lost. To resume, {_again(config)}"
             ) from None
         finally:
             await asyncio.to_thread(server.stop)
 
 
-async def _has_batches(
+async def _is_for_batches(
     config: JobConfig, client: Client, server: OwnServer | RunningServer, journal: Journal
 ) -> bool:
-    """Whether this job is one for the server's batches. One that has begun line by line goes on so,
-    and so does one whose server is not there yet. ServerRefusedError where they are asked for and
-    there are none."""
-    is_asked_for = config.via == "batches" or config.detach
+    """Whether to send this job as batches. A job that began line by line continues so, and so does
+    a job whose server is not there yet. ServerRefusedError if batches are required and the server
+    has none."""
+    is_required = config.via == "batches" or config.detach
     if config.via == "lines" or config.model_path is not None or config.ordered:
         return False
-    if is_asked_for:
+    if is_required:
         await server.ready()
     elif journal.num_done:
         return False
     async with _api(config, config.base_url) as api:
-        has_them = await client.serves_classes() and await api.is_there()
-    if is_asked_for and not has_them:
+        has_batches = await client.serves_classes() and await api.has_batches()
+    if is_required and not has_batches:
         raise ServerRefusedError(
             f"{config.base_url} has no batches of cosched's: start it with --cosched-batches "
             "FOLDER, or use --via lines"
         )
-    return has_them
+    return has_batches
 
 
-async def _remotely(
+async def _run_remotely(
     config: JobConfig,
-    source: Source,
-    journal: Journal,
-    standing: _Standing,
+    progress: _Progress,
     manifest: Manifest,
     show: Callable[[Snapshot], None],
 ) -> None:
-    """Raises _StoppedError when a signal stopped the waiting in order."""
+    """_StoppedError when a signal ended the waiting in order."""
+    assert progress.source is not None and progress.journal is not None
     async with _api(config, manifest.base_url) as api:
         job = RemoteJob(
-            source=source, journal=journal, api=api, manifest=manifest, show=show, say=_say
+            source=progress.source,
+            journal=progress.journal,
+            api=api,
+            manifest=manifest,
+            show=show,
+            say=_say,
         )
-        standing.counts = job.counts
+        progress.counts = job.counts
         try:
             if config.fetch_only:
                 await job.fetch()
-                standing.is_going_on = job.is_open
             elif config.detach:
                 await job.submit()
-                standing.is_going_on = job.is_open
             else:
                 await job.run()
+            progress.is_at_server = job.is_open
         except asyncio.CancelledError:
             raise _StoppedError(
-                "interrupted; the server goes on with what it has. The same command waits for it, "
-                f"cosched batch cancel -o {config.out} ends it"
+                "interrupted; the server continues with the uploaded lines. The same command waits "
+                f"for them, cosched batch cancel -o {config.out} ends them"
             ) from None
 
 
@@ -368,22 +355,13 @@ def _api(config: JobConfig, base_url: str) -> BatchApi:
     return BatchApi(
         base_url=base_url,
         api_key=config.api_key,
-        rules=RetryRules(max_wait_s=config.max_wait_s, max_retries=config.max_retries),
+        rules=_retry_rules(config),
         rng=random.Random(config.seed),
-        clock=time.monotonic,
     )
 
 
-def _client(config: JobConfig, base_url: str) -> Client:
-    return Client(
-        base_url=base_url,
-        concurrency=config.concurrency,
-        rules=RetryRules(max_wait_s=config.max_wait_s, max_retries=config.max_retries),
-        rng=random.Random(config.seed),
-        clock=time.monotonic,
-        timeout_s=config.timeout_s,
-        api_key=config.api_key,
-    )
+def _retry_rules(config: JobConfig) -> RetryRules:
+    return RetryRules(max_wait_s=config.max_wait_s, max_retries=config.max_retries)
 
 
 def _server(
@@ -406,7 +384,7 @@ def _server(
 
 
 def _stop_on_signals() -> None:
-    """The first SIGINT or SIGTERM cancels the job, which then ends in order; the second kills."""
+    """The first SIGINT or SIGTERM cancels the job, which ends in order; the second kills it."""
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
@@ -415,9 +393,9 @@ def _stop_on_signals() -> None:
     def stop() -> None:
         cancel = next(signals, None)
         if cancel is None:
-            # Safe at any moment, like kill -9; the job's own server gets a SIGTERM by that.
+            # Safe at any moment, like kill -9; the job's own server gets a SIGTERM then.
             os._exit(ExitCode.INTERRUPTED)
-        _say("stopping; once more to stop without waiting")
+        _say("stopping; repeat to stop without waiting")
         cancel()
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -425,7 +403,7 @@ def _stop_on_signals() -> None:
 
 
 def _allow_connections(concurrency: int) -> None:
-    """Raise the limit on open files, or say why it cannot be."""
+    """Raise the limit on open files. ConfigError if that is not possible."""
     needed = concurrency + _FILES_BESIDE_CONNECTIONS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
@@ -435,7 +413,7 @@ def _allow_connections(concurrency: int) -> None:
             f"--concurrency {concurrency} needs {needed} open files and {hard} are allowed "
             f"(ulimit -Hn): use at most {max(1, hard - _FILES_BESIDE_CONNECTIONS)}"
         )
-    with contextlib.suppress(ValueError, OSError):  # then connecting fails with its own message
+    with contextlib.suppress(ValueError, OSError):  # then connecting reports it
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 

@@ -6,10 +6,10 @@ import asyncio
 import random
 import socket
 import ssl
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from types import TracebackType
 from typing import Any, Self
 
 import httpx
@@ -17,19 +17,18 @@ import msgspec
 
 from cosched.batch.jsonl.errors import ServerGoneError, ServerRefusedError
 from cosched.batch.jsonl.lines import RequestLine
-from cosched.batch.jsonl.records import Failure, Outcome
-from cosched.batch.jsonl.responses import TryAgain, judge
+from cosched.batch.jsonl.records import Failure, Outcome, TryAgain, judge
 from cosched.errors import ConfigError
 
-# httpx looks at every connection of a pool for every request: with 256 in one pool that costs
+# httpx scans every connection of a pool for every request: with 256 in one pool that costs
 # 13 ms a line, with pools of 16 under 1 ms (2 cores, local server).
 _CONNECTIONS_PER_POOL = 16
 _CONNECT_TIMEOUT_S = 10.0
 _MAX_DOUBLINGS = 16
-_NEVER = (401, 403, 404, 405, 501)
-"""What GET /health says that waiting will not change."""
+_PERMANENT = (401, 403, 404, 405, 501)
+"""Answers of GET /health that waiting will not change."""
 _IGNORES_CLASSES = "sglang"
-"""The policy of cosched's under which a request's class means nothing."""
+"""The policy of cosched that does not tell online from offline requests."""
 _HEADERS = {
     "content-type": "application/json",
     "x-smg-priority": "bulk",  # says offline also where the body has no service_tier
@@ -47,8 +46,8 @@ _KEEP_ALIVE = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryRules:
-    """Waits grow from `base_s` by doubling to `cap_s`; each is then cut by up to half at random,
-    so that lines which failed together do not come back together."""
+    """Waits double from `base_s` to `cap_s`; each is then cut by up to half at random, so that
+    lines which failed together are not retried together."""
 
     max_wait_s: float = 600.0
     max_retries: int = 5
@@ -69,14 +68,6 @@ class Trouble:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _NotReady:
-    """is_absent: nobody took the connection."""
-
-    reason: str
-    is_absent: bool = False
-
-
 class HttpClients:
     """Closes its `pools` at the end of an ``async with``."""
 
@@ -85,18 +76,13 @@ class HttpClients:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         for pool in self.pools:
             await pool.aclose()
 
 
 class Client(HttpClients):
-    """One per job. `send` may run as often at the same time as `concurrency` says."""
+    """One per job. At most `concurrency` calls of `send` may run at a time."""
 
     def __init__(
         self,
@@ -104,16 +90,16 @@ class Client(HttpClients):
         base_url: str,
         concurrency: int,
         rules: RetryRules,
-        rng: random.Random,
-        clock: Callable[[], float],
+        rng: random.Random | None = None,
+        clock: Callable[[], float] = time.monotonic,
         timeout_s: float | None = None,
         api_key: str | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`transport`: another way than the network, which is not limited to `concurrency`."""
+        """`transport`: replaces the network, and is not limited to `concurrency`."""
         self.base_url = base_url
         self._rules = rules
-        self._rng = rng
+        self._rng = rng or random.Random()
         self._clock = clock
         self._timeout_s = timeout_s
         headers = dict(_HEADERS)
@@ -145,38 +131,37 @@ class Client(HttpClients):
         )
 
     @property
-    def num_under_way(self) -> int:
-        """Requests that are at the server now."""
+    def num_in_flight(self) -> int:
+        """Requests at the server now."""
         return len(self._sent_at_s)
 
     async def wait_ready(
         self,
         *,
         max_wait_s: float,
-        check: Callable[[], None],
+        check: Callable[[], None] = lambda: None,
         absent_wait_s: float | None = None,
     ) -> None:
         """Return when the server is ready. `check` is called between tries and may raise.
 
-        Raises ServerGoneError after `max_wait_s`, and after `absent_wait_s` in which nobody even
-        took the connection; ConfigError when the server wants a key; ServerRefusedError when it is
-        none that answers requests.
+        ServerGoneError after `max_wait_s`, or after `absent_wait_s` without a connection;
+        ConfigError if the server refuses the key; ServerRefusedError if it answers no requests.
         """
         began_s = self._clock()
         num_tries = 0
         while (found := await self._not_ready()) is not None:
             check()
-            reason = found.reason
+            reason, is_absent = found
             limit_s = max_wait_s
-            if found.is_absent and absent_wait_s is not None:
+            if is_absent and absent_wait_s is not None:
                 limit_s = min(max_wait_s, absent_wait_s)
             self._failing_since_s, self._limit_s, self._last_reason = began_s, limit_s, reason
-            if found.is_absent and limit_s < max_wait_s and self._clock() - began_s >= limit_s:
-                raise ServerGoneError(
-                    f"no server at {self.base_url} ({reason}). Start it first, or say with "
-                    "--wait-s how long to wait for one that is starting"
-                )
-            if self._clock() - began_s >= max_wait_s:
+            if self._clock() - began_s >= limit_s:
+                if limit_s < max_wait_s:
+                    raise ServerGoneError(
+                        f"no server at {self.base_url} ({reason}). Start it first, or say with "
+                        "--wait-s how long to wait for one that is starting"
+                    )
                 raise ServerGoneError(
                     f"{self.base_url} was not ready after {max_wait_s:g} s: {reason}"
                 )
@@ -184,30 +169,30 @@ class Client(HttpClients):
             num_tries += 1
         self._failing_since_s, self._limit_s = None, self._rules.max_wait_s
 
-    async def _not_ready(self) -> _NotReady | None:
+    async def _not_ready(self) -> tuple[str, bool] | None:
+        """Why the server is not ready, and whether it took no connection."""
         pool = self.pools[0]
         try:
             health = await pool.get("/health", timeout=_CONNECT_TIMEOUT_S)
-            if health.status_code not in (200, *_NEVER):
-                return _NotReady(reason=f"GET /health: HTTP {health.status_code}")
+            if health.status_code not in (200, *_PERMANENT):
+                return f"GET /health: HTTP {health.status_code}", False
             models = await pool.get("/v1/models", timeout=_CONNECT_TIMEOUT_S)
         except httpx.RequestError as error:
-            is_absent = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
-            return _NotReady(reason=_reason(error), is_absent=is_absent)
+            return _reason(error), isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
         if models.status_code in (401, 403):
             raise ConfigError(
                 f"{self.base_url} refuses the API key (HTTP {models.status_code}): "
                 "give the right one with --api-key"
             )
-        if health.status_code in _NEVER and models.status_code != 200:
+        if health.status_code in _PERMANENT and models.status_code != 200:
             raise ServerRefusedError(
-                f"{self.base_url} is no server for these requests: GET /health answers HTTP "
+                f"{self.base_url} does not serve these requests: GET /health answers HTTP "
                 f"{health.status_code}, GET /v1/models HTTP {models.status_code}"
             )
         return None
 
     async def models(self) -> bytes | None:
-        """The JSON of ``GET /v1/models``; None where it is not answered."""
+        """The JSON of ``GET /v1/models``; None without an answer."""
         try:
             found = await self.pools[0].get("/v1/models", timeout=_CONNECT_TIMEOUT_S)
         except httpx.RequestError:
@@ -215,10 +200,8 @@ class Client(HttpClients):
         return found.content if found.is_success else None
 
     async def serves_classes(self) -> bool:
-        """Whether the server is one of cosched's under a policy that knows offline requests.
-
-        A stock server, or another program, answers them like any others.
-        """
+        """Whether the server is cosched's, with a policy that knows offline requests. Others serve
+        them as online requests."""
         for url in ("/server_info", "/get_server_info"):
             try:
                 found = await self.pools[0].get(url, timeout=_CONNECT_TIMEOUT_S)
@@ -235,9 +218,9 @@ class Client(HttpClients):
     async def send(
         self, line: RequestLine, *, extensions: Mapping[str, Any] | None = None
     ) -> Outcome:
-        """The final outcome of `line`. Raises ServerGoneError; may be cancelled at any time.
+        """The final outcome of `line`. ServerGoneError; may be cancelled at any time.
 
-        extensions  for the transport, of each try
+        extensions  for the transport, at each try
         """
         num_tries = num_faults = 0
         while True:
@@ -279,8 +262,8 @@ class Client(HttpClients):
     def _refused(self, reason: str) -> None:
         """Note that the server could not be reached or took no request.
 
-        Gives up when that is all it has done for `max_wait_s`. It does more while it works on a
-        request that it took earlier: then it is only full.
+        ServerGoneError once this has lasted `max_wait_s`, unless the server still works on a
+        request that it took before: then it is only full.
         """
         now_s = self._clock()
         self._last_reason = reason
@@ -311,7 +294,7 @@ def _pools(
             transport=httpx.AsyncHTTPTransport(
                 verify=verify, limits=limits, socket_options=_KEEP_ALIVE
             ),
-            trust_env=False,  # proxies are for the way out, not for the server beside us
+            trust_env=False,  # proxies are for the internet, not for this server
         )
         for _ in range(num_pools)
     ]

@@ -1,4 +1,4 @@
-"""The settings of a job."""
+"""The settings of a job; its docstring is the help of ``cosched batch``."""
 
 from __future__ import annotations
 
@@ -12,46 +12,46 @@ from cosched.errors import ConfigError
 DEFAULT_BASE_URL = "http://127.0.0.1:30000"
 ABSENT_WAIT_S = 5.0
 VIAS = ("auto", "batches", "lines")
-"""How lines get to the server: as its batches, or one by one; auto: as batches if it has them."""
+"""How lines are sent: as batches of the server, or one by one; auto: as batches if it has them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobConfig:
-    """Everything a call of run_batch was told. Its options are named as the fields, or nearly so.
+    """The options of one call of run_batch, named as the fields or nearly so.
 
     input             requests (JSONL)
     out               answers (JSONL)
     errors            failed lines (JSONL; default: OUT.errors.jsonl)
     ordered           write answers in the order of the input; default: as they are finished. One
                       slow line then holds back at most 4 x concurrency others
-    overwrite         start anew: empty OUT and the error file. Default: go on where they end
+    overwrite         start over: empty OUT and the error file. Default: continue where they end
     retry_failed      send the lines that failed in earlier calls again, with those that are still
                       open; their errors are kept in the error file's name with .before-retry
     max_line_bytes    a longer line is an error of that line
     base_url          a server that runs
     api_key           the server's key (default: $COSCHED_API_KEY)
-    via               how lines get there: uploaded as batches of the server, or one by one; auto:
-                      as batches where it has them
+    via               how lines are sent: uploaded as batches of the server, or one by one; auto:
+                      as batches if the server has them
     window            completion window of the batches that this call makes: 30m, 6h, 2d (default:
                       that of the job's earlier calls; 24h)
     detach            upload, and do not wait for the results
-    require_offline   refuse a server that would take these requests for chat (default: a warning)
-    wait_s            how long to wait at the start where no server listens yet (default: 5)
+    require_offline   refuse a server that would treat these as online requests (default: a warning)
+    wait_s            how long to wait at the start if no server listens yet (default: 5)
     model_path        start a server for this job and stop it at the end; SGLang's own flags go
                       after --; its log is OUT.server.log
     port              port of that server (default: a free one)
     start_timeout_s   how long that server may take to start
     server_flags      of that server
-    concurrency       requests at the server at a time. They wait in its offline pool: many give it
-                      a choice, for instance of requests that share a prefix
-    timeout_s         a line fails when one try takes longer (default: no limit; offline requests
+    concurrency       requests at the server at a time. They wait in its offline pool: a large
+                      number lets it choose, for instance requests that share a prefix
+    timeout_s         a line fails if one try takes longer (default: no limit; offline requests
                       may wait for hours)
     max_wait_s        give up when the server has been unreachable for this long
     max_retries       how often a line is sent again after a 500 or an aborted answer. A server that
                       is down or full costs no retries
-    progress_every_s  seconds between progress lines when stderr is no terminal
+    progress_every_s  seconds between progress lines when stderr is not a terminal
     seed              of the random part of the waits between tries
-    fetch_only        of a job that the server has, write what is there
+    fetch_only        write the results that the server has for an earlier job
     """
 
     input: str
@@ -63,9 +63,7 @@ class JobConfig:
     port: int | None = None
     start_timeout_s: float = 3600.0
     api_key: str | None = None
-    # Offline requests wait in the server's own pool: enough of them for the server to choose well
-    # (shared prefixes, lengths that fit), few enough that a restart repeats little work.
-    concurrency: int = 256
+    concurrency: int = 256  # enough for the server to choose from, few enough to repeat
     ordered: bool = False
     overwrite: bool = False
     max_line_bytes: int = 16 << 20
@@ -99,24 +97,23 @@ class JobConfig:
         if self.port is not None and not 1 <= self.port <= 65535:
             raise ConfigError(f"--port must be from 1 to 65535, not {self.port}")
         if self.retry_failed and self.overwrite:
-            raise ConfigError("--retry-failed goes on with what --overwrite empties: give one")
+            raise ConfigError("--retry-failed needs the files that --overwrite empties: give one")
         if self.server_flags and self.model_path is None:
             raise ConfigError(
                 f"flags after -- ({' '.join(self.server_flags)}) are for a server started with "
                 "--model-path"
             )
-
         if self.via not in VIAS:
             raise ConfigError(f"--via must be one of {', '.join(VIAS)}, not {self.via!r}")
         if self.detach and self.via == "lines":
-            raise ConfigError("--detach leaves the work to the server's batches: not --via lines")
+            raise ConfigError("--detach needs batches of the server: not --via lines")
         for option, is_given in (
             ("--detach", self.detach),
             ("--via batches", self.via == "batches"),
         ):
             if is_given and self.model_path is not None:
                 raise ConfigError(
-                    f"{option} is for a server that goes on, --model-path starts one for this job"
+                    f"{option} needs a server that keeps running; --model-path's stops at the end"
                 )
             if is_given and self.ordered:
                 raise ConfigError(
@@ -126,11 +123,11 @@ class JobConfig:
 
     @property
     def absent_wait_s(self) -> float:
-        """How long to wait at the start where nobody listens [s]."""
+        """How long to wait at the start if no server listens [s]."""
         return min(ABSENT_WAIT_S, self.max_wait_s) if self.wait_s is None else self.wait_s
 
     def as_json(self) -> dict[str, Any]:
-        """For the report; without the key."""
+        """For the report, without the key."""
         return {name: value for name, value in asdict(self).items() if name != "api_key"}
 
 

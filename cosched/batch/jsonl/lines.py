@@ -1,13 +1,14 @@
-"""One line of a batch file (the OpenAI batch format): parse it, check it, make it offline."""
+"""Lines of a batch file (the OpenAI batch format): read them, check them, mark them offline."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from hashlib import blake2b
+from typing import Any, BinaryIO
 
 import msgspec
 
-from cosched.batch.jsonl.source import RawLine
 from cosched.errors import RequestError
 from cosched.limits.bodies import check_body
 from cosched.limits.table import ANY_MODEL, Scope
@@ -20,12 +21,28 @@ URLS = (CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES)
 INVALID_VALUE = "invalid_value"
 """Code of a line with a field beyond its bound."""
 
-_MAX_SHOWN = 80  # characters of a wrong value in a message
+_MAX_SHOWN_CHARS = 80
+_BLOCK_BYTES = 1 << 20
+_BOM = b"\xef\xbb\xbf"  # some editors on Windows start a file with it
+_DIGEST_BYTES = 16
+_FREE = bytes(_DIGEST_BYTES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawLine:
+    """One line as it is in the file. `number` counts from 1; `data` is None if it was too long."""
+
+    number: int
+    data: bytes | None
+
+    @property
+    def is_empty(self) -> bool:
+        return self.data is not None and (not self.data or self.data.isspace())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLine:
-    """A valid line: `body` is the JSON to be sent, already marked as offline."""
+    """A valid line: `body` is the JSON to send, already marked as offline."""
 
     number: int
     custom_id: str
@@ -35,13 +52,30 @@ class RequestLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BadLine:
-    """A line that cannot be sent. `custom_id` is None when it could not be read."""
+    """A line that cannot be sent. `custom_id` is None if it could not be read."""
 
     number: int
     custom_id: str | None
     code: str
     message: str
-    param: str | None
+    param: str | None = None
+
+
+def raw_lines(file: BinaryIO, *, max_line_bytes: int) -> Iterator[RawLine]:
+    """Holds little more than `max_line_bytes` of one line in memory. The newline and the byte order
+    mark do not count."""
+    number = 0
+    while data := file.readline(max_line_bytes + 1 + (0 if number else len(_BOM))):
+        number += 1
+        is_whole = data.endswith(b"\n")
+        if number == 1:
+            data = data.removeprefix(_BOM)
+        if len(data) - is_whole <= max_line_bytes:
+            yield RawLine(number=number, data=data)
+            continue
+        while not is_whole and (rest := file.readline(_BLOCK_BYTES)):
+            is_whole = rest.endswith(b"\n")
+        yield RawLine(number=number, data=None)
 
 
 def parse_line(
@@ -51,21 +85,50 @@ def parse_line(
     limit_name: str = "--max-line-bytes",
     scope: Scope | None = ANY_MODEL,
 ) -> RequestLine | BadLine:
-    """Read-only; never raises. The one check left to the caller is whether the id is unique.
+    """Read-only; never raises. The caller checks that custom_ids are unique.
 
-    limit_name  where `max_line_bytes` was set, for the message
-    scope       of the model that answers, for the bounds of the body's fields; None: they are not
-                checked
+    limit_name  the option that sets `max_line_bytes`, for the message
+    scope       of the model, for the bounds of the body's fields; None: do not check them
     """
+
+    def bad(code: str, message: str, param: str | None = None) -> BadLine:
+        return BadLine(
+            number=line.number, custom_id=custom_id, code=code, message=message, param=param
+        )
+
+    custom_id: str | None = None
     if line.data is None:
-        return _bad(line, "line_too_long", f"longer than {max_line_bytes} bytes ({limit_name})")
+        return bad("line_too_long", f"longer than {max_line_bytes} bytes ({limit_name})")
     try:
         entry = msgspec.json.decode(line.data)
-        return _check(line, entry, scope)
+        if not isinstance(entry, dict):
+            return bad("invalid_line", f"a line must be a JSON object, not {_kind(entry)}")
+        found = entry.get("custom_id")
+        if found is None:
+            return bad("missing_custom_id", "custom_id is missing", "custom_id")
+        if not isinstance(found, str) or not found:
+            message = f"custom_id must be a string with something in it, not {_shown(found)}"
+            return bad("invalid_custom_id", message, "custom_id")
+        custom_id = found
+        url, body = entry.get("url"), entry.get("body")
+        if (fault := _fault(entry.get("method"), url, body)) is not None:
+            return bad(*fault)
+        assert isinstance(url, str) and isinstance(body, dict), f"{url=}"
+        if scope is not None:
+            check_body(url, body, scope)
+        return RequestLine(
+            number=line.number, custom_id=custom_id, url=url, body=_offline_body(url, body)
+        )
+    except RequestError as error:
+        return bad(INVALID_VALUE, str(error), f"body.{error.field}")
     except RecursionError:
-        return _bad(line, "invalid_json", "nested too deeply")
+        return bad("invalid_json", "nested too deeply")
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        return _encoding_fault(line, line.data) or _bad(line, "invalid_json", str(error))
+        try:
+            line.data.decode()
+        except UnicodeDecodeError as wrong:
+            return bad("invalid_encoding", f"not UTF-8: {wrong.reason} at byte {wrong.start}")
+        return bad("invalid_json", str(error))
 
 
 def duplicate_of(line: RequestLine | BadLine) -> BadLine:
@@ -79,34 +142,8 @@ def duplicate_of(line: RequestLine | BadLine) -> BadLine:
     )
 
 
-def _check(line: RawLine, entry: Any, scope: Scope | None) -> RequestLine | BadLine:
-    if not isinstance(entry, dict):
-        return _bad(line, "invalid_line", f"a line must be a JSON object, not {_kind(entry)}")
-    custom_id = entry.get("custom_id")
-    if custom_id is None:
-        return _bad(line, "missing_custom_id", "custom_id is missing", param="custom_id")
-    if not isinstance(custom_id, str) or not custom_id:
-        message = f"custom_id must be a string with something in it, not {_shown(custom_id)}"
-        return _bad(line, "invalid_custom_id", message, param="custom_id")
-    url, body = entry.get("url"), entry.get("body")
-    wrong = _wrong_part(entry.get("method"), url, body)
-    if wrong is not None:
-        code, message, param = wrong
-        return _bad(line, code, message, param=param, custom_id=custom_id)
-    assert isinstance(url, str) and isinstance(body, dict), f"{url=}"
-    if scope is not None:
-        try:
-            check_body(url, body, scope)
-        except RequestError as error:
-            param = f"body.{error.field}"
-            return _bad(line, INVALID_VALUE, str(error), param=param, custom_id=custom_id)
-    return RequestLine(
-        number=line.number, custom_id=custom_id, url=url, body=_offline_body(url, body)
-    )
-
-
-def _wrong_part(method: Any, url: Any, body: Any) -> tuple[str, str, str] | None:
-    """Code, message and parameter of the first thing wrong with a line that has an id."""
+def _fault(method: Any, url: Any, body: Any) -> tuple[str, str, str] | None:
+    """Code, message and parameter of the first fault of a line that has an id."""
     if method != "POST":
         return "invalid_method", f"method must be POST, not {_shown(method)}", "method"
     if url not in URLS:
@@ -116,16 +153,16 @@ def _wrong_part(method: Any, url: Any, body: Any) -> tuple[str, str, str] | None
     if body.get("stream") not in (None, False):
         return "stream_unsupported", "an answer here is one line: leave out stream", "body.stream"
     if body.get("background") not in (None, False):
-        message = "the answer is waited for: leave out background"
+        message = "the client waits for the answer: leave out background"
         return "background_unsupported", message, "body.background"
     return None
 
 
 def _offline_body(url: str, body: dict[str, Any]) -> bytes:
-    """The body as it is sent: every request of a job is offline.
+    """The body with the marks of an offline request.
 
-    A priority below zero says how offline requests rank among themselves and stays; one that is
-    not would make the request online.
+    A priority below zero ranks offline requests among themselves and stays; any other priority
+    would make the request online.
     """
     priority = body.get("priority")
     if isinstance(priority, int) and not isinstance(priority, bool) and priority >= 0:
@@ -135,25 +172,6 @@ def _offline_body(url: str, body: dict[str, Any]) -> bytes:
     return msgspec.json.encode(body)
 
 
-def _bad(
-    line: RawLine,
-    code: str,
-    message: str,
-    *,
-    param: str | None = None,
-    custom_id: str | None = None,
-) -> BadLine:
-    return BadLine(number=line.number, custom_id=custom_id, code=code, message=message, param=param)
-
-
-def _encoding_fault(line: RawLine, data: bytes) -> BadLine | None:
-    try:
-        data.decode()
-    except UnicodeDecodeError as error:
-        return _bad(line, "invalid_encoding", f"not UTF-8: {error.reason} at byte {error.start}")
-    return None
-
-
 def _kind(value: Any) -> str:
     names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean"}
     return "null" if value is None else names.get(type(value), "a number")
@@ -161,4 +179,36 @@ def _kind(value: Any) -> str:
 
 def _shown(value: Any) -> str:
     text = msgspec.json.encode(value).decode()
-    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "…"
+    return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "…"
+
+
+class IdSet:
+    """A set of strings that only grows, up to a size known in advance.
+
+    It keeps 16-byte digests in one open-addressed table: a quarter of the memory of a set of
+    strings. Two different ids out of a million share a digest with a probability of 1e-27.
+    """
+
+    def __init__(self, *, max_ids: int) -> None:
+        slots = 1 << max(4, (max_ids * 3 // 2).bit_length())  # at most two thirds full
+        self._mask = slots - 1
+        self._table = bytearray(slots * _DIGEST_BYTES)
+        self._max_ids = max_ids
+        self._len = 0
+
+    def __len__(self) -> int:
+        return self._len
+
+    def add(self, text: str) -> bool:
+        """Add `text`; True if it is new."""
+        digest = blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest()
+        table, mask = self._table, self._mask
+        slot = int.from_bytes(digest[:8], "little") & mask
+        while (held := table[slot * _DIGEST_BYTES : (slot + 1) * _DIGEST_BYTES]) != _FREE:
+            if held == digest:
+                return False
+            slot = (slot + 1) & mask
+        assert self._len < self._max_ids, f"{self._max_ids=}"
+        table[slot * _DIGEST_BYTES : (slot + 1) * _DIGEST_BYTES] = digest
+        self._len += 1
+        return True

@@ -18,23 +18,23 @@ _LINE_BREAKS = bytes.maketrans(b"\r\n", b"  ")
 
 
 def is_parquet(file: BinaryIO) -> bool:
-    """By its first bytes, which begin no JSON. `file` is at its beginning, before and after."""
+    """By the first bytes, which no JSON begins with. `file` is at its start, before and after."""
     magic = file.read(len(_MAGIC))
     file.seek(0)
     return magic == _MAGIC
 
 
 def line_of(row: Mapping[str, Any]) -> bytes:
-    """A row as a line of JSON, without a line break.
+    """A row as a line of JSON without a line break; it is not checked.
 
-    It is checked in `cosched.batch.jsonl.lines`. A body is an object, or the text of one; a field
-    that is null is left out, since Parquet gives each row the fields of all.
+    A body is an object or its JSON text. Fields that are null are left out, because Parquet gives
+    each row the fields of all rows.
     """
     body = row.get("body")
     if isinstance(body, str):
         body = body.encode()
     if isinstance(body, bytes):
-        # JSON has line breaks between its tokens only.
+        # JSON has line breaks only between its tokens.
         body = msgspec.Raw(body.translate(_LINE_BREAKS))
     else:
         body = _without_nulls(body)
@@ -46,10 +46,8 @@ class ParquetRows:
     """The rows of an open Parquet file, read a few at a time however large its row groups are."""
 
     def __init__(self, file: BinaryIO, *, max_group_bytes: int | None = None) -> None:
-        """max_group_bytes  most that a row group may have when it is decompressed
-
-        JobFileError: the file cannot be read, or misses columns; ConfigError: pyarrow is missing.
-        """
+        """max_group_bytes: the decompressed limit of a row group. JobFileError: the file cannot be
+        read or lacks columns; ConfigError: pyarrow is missing."""
         try:
             from pyarrow import ArrowException, parquet, types
         except ImportError as error:
@@ -57,16 +55,11 @@ class ParquetRows:
                 f"a Parquet file needs pyarrow ({error}): pip install 'cosched[parquet]', or "
                 "give the lines as JSONL"
             ) from None
-        self._faults: tuple[type[BaseException], ...] = (
-            ArrowException,
-            OSError,
-            TypeError,
-            ValueError,
-        )
+        self._faults: tuple[type[Exception], ...] = (ArrowException, OSError, TypeError, ValueError)
         try:
             schema = parquet.read_schema(file)
             file.seek(0)
-            # A value that stands in many rows is held once.
+            # As dictionaries, values that many rows repeat are held once.
             texts = [name for name in schema.names if types.is_string(schema.field(name).type)]
             self._file = parquet.ParquetFile(
                 file,
@@ -82,13 +75,9 @@ class ParquetRows:
                 f"the Parquet file has no column {' and no '.join(missing)}; each row has "
                 f"{', '.join(COLUMNS)}"
             )
-        self.num_rows: int = self._file.metadata.num_rows
-        if max_group_bytes is not None:
-            self._check_groups(max_group_bytes)
-
-    def _check_groups(self, most: int) -> None:
         metadata = self._file.metadata
-        for number in range(metadata.num_row_groups):
+        self.num_rows: int = metadata.num_rows
+        for number in range(metadata.num_row_groups if max_group_bytes is not None else 0):
             group = metadata.row_group(number)
             columns = [group.column(index) for index in range(group.num_columns)]
             num_bytes = sum(
@@ -96,14 +85,14 @@ class ParquetRows:
                 for column in columns
                 if column.path_in_schema.split(".")[0] in COLUMNS
             )
-            if num_bytes > most:
+            if num_bytes > max_group_bytes:
                 raise JobFileError(
-                    f"row group {number + 1} of the Parquet file has {num_bytes} bytes when it is "
-                    f"decompressed, and may have {most}"
+                    f"row group {number + 1} of the Parquet file has {num_bytes} bytes "
+                    f"decompressed; the limit is {max_group_bytes}"
                 )
 
     def lines(self) -> Iterator[bytes]:
-        """Row after row, as `line_of`. JobFileError: the file is damaged."""
+        """Each row, as `line_of`. JobFileError: the file is damaged."""
         number = 0
         try:
             blocks = self._file.iter_batches(

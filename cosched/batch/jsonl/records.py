@@ -1,22 +1,44 @@
-"""The lines a job writes: OpenAI's batch output format, and how each names the line it answers."""
+"""Results of lines: what an HTTP response means for a line, and the record that is written."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
 import msgspec
 
 from cosched.batch.jsonl.lines import BadLine, RequestLine
 
+_BUSY_OR_DOWN = frozenset({429, 502, 503, 504})
+"""The server, or a proxy before it, cannot take the request now. The line is not at fault."""
+_MAX_TEXT_CHARS = 4096
+"""Of an error response that is not JSON."""
 _ID = re.compile(r"batch_req_([0-9a-f]{16})([0-9a-f]{8})")
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+_TOKENS: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "prompt_tokens": (("prompt_tokens",), ("input_tokens",)),
+    "completion_tokens": (("completion_tokens",), ("output_tokens",)),
+    "cached_tokens": (
+        ("prompt_tokens_details", "cached_tokens"),
+        ("input_tokens_details", "cached_tokens"),
+    ),
+    "reasoning_tokens": (
+        ("completion_tokens_details", "reasoning_tokens"),
+        ("output_tokens_details", "reasoning_tokens"),
+        ("reasoning_tokens",),
+    ),
+}
+"""Field of `Answer` -> places in ``usage``: chat and completions, /v1/responses, SGLang."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What the server answered. `body` is JSON without line breaks. Of the prompt some tokens may
-    have been cached, of the completion some be reasoning, as far as the server says so."""
+    """What the server answered. `body` is JSON without line breaks. `cached_tokens` are part of the
+    prompt, `reasoning_tokens` of the completion."""
 
     status: int
     request_id: str
@@ -29,7 +51,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Why a line has no answer. The last three are None when no response is at fault."""
+    """Why a line has no answer. The last three are None if no response is at fault."""
 
     code: str
     message: str
@@ -43,74 +65,175 @@ Outcome = Answer | Failure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TryAgain:
+    """The line is to be sent again.
+
+    failure  the outcome once all retries are used; None: the line is not at fault and never fails
+    after_s  the server's Retry-After [s]
+    """
+
+    reason: str
+    failure: Failure | None = None
+    after_s: float = 0.0
+
+
+def judge(response: httpx.Response) -> Answer | Failure | TryAgain:
+    status = response.status_code
+    if status in _BUSY_OR_DOWN:
+        after = response.headers.get("retry-after", "")  # SGLang and cosched send no dates
+        return TryAgain(reason=f"HTTP {status}", after_s=float(after) if after.isdecimal() else 0.0)
+    try:
+        body = msgspec.json.decode(response.content)
+    except _UNREADABLE as error:
+        if response.is_success:
+            message = f"the answer is not JSON: {error}"
+            failure = Failure(code="bad_response", message=message, status=status)
+            return TryAgain(reason=message, failure=failure)
+        body = None
+    if not response.is_success:
+        message = _message(body) or f"HTTP {status}"
+        failure = _with_body(response, body, code=f"http_{status}", message=message)
+        # 501 means that the server never can; any other 5xx may be an accident.
+        if status >= 500 and status != 501:
+            return TryAgain(reason=f"HTTP {status}", failure=failure)
+        return failure
+    if _is_aborted(body):
+        message = 'the server aborted the request (finish_reason "abort", or status "failed")'
+        failure = _with_body(response, body, code="aborted", message=message)
+        return TryAgain(reason=message, failure=failure)
+    usage = body.get("usage") if isinstance(body, dict) else None
+    return Answer(
+        status=status,
+        request_id=_request_id(response, body),
+        body=_one_line(response.content),
+        **{
+            name: next((count for place in places if (count := _count(usage, place))), 0)
+            for name, places in _TOKENS.items()
+        },
+    )
+
+
+def _is_aborted(body: Any) -> bool:
+    if isinstance(body, dict) and body.get("object") == "response":
+        return body.get("status") in ("cancelled", "failed")
+    choices = body.get("choices") if isinstance(body, dict) else None
+    return isinstance(choices, list) and any(
+        isinstance(choice, dict) and choice.get("finish_reason") == "abort" for choice in choices
+    )
+
+
+def _count(value: Any, place: Sequence[str]) -> int | None:
+    for name in place:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value if isinstance(value, int) else None
+
+
+def _with_body(response: httpx.Response, body: Any, *, code: str, message: str) -> Failure:
+    """`body` is the response's JSON; None: it is not JSON."""
+    is_json = body is not None or response.content.strip() == b"null"
+    return Failure(
+        code=code,
+        message=message,
+        status=response.status_code,
+        request_id=_request_id(response, body),
+        body=_one_line(response.content)
+        if is_json
+        else msgspec.json.encode(response.text[:_MAX_TEXT_CHARS]),
+    )
+
+
+def _message(body: Any) -> str | None:
+    """The reason in an error response, wherever OpenAI, SGLang and FastAPI put it."""
+    if not isinstance(body, dict):
+        return None
+    nested = body.get("error")
+    places = [nested.get("message") if isinstance(nested, dict) else nested]
+    places += [body.get("message"), body.get("detail")]
+    return next((text for text in places if isinstance(text, str) and text), None)
+
+
+def _request_id(response: httpx.Response, body: Any) -> str:
+    in_body = body.get("id") if isinstance(body, dict) else None
+    return str(response.headers.get("x-request-id") or in_body or "")
+
+
+def _one_line(content: bytes) -> bytes:
+    """The JSON as the server wrote it, without line breaks."""
+    if b"\n" in content or b"\r" in content:
+        return msgspec.json.format(content, indent=-1)
+    return content
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One output line, ready to be written: to the output, or to the error file. `number` is 0
-    where nobody knows which line of the input it answers."""
+    """One output line, for the output or the error file. `number` is 0 if the number of the input
+    line is not known."""
 
     number: int
     is_answer: bool
     data: bytes
 
 
+def record_of(line: RequestLine | BadLine, outcome: Outcome | None, *, record_id: str) -> Record:
+    """In OpenAI's batch output format. `outcome` is None for a bad line, which is its own."""
+    if isinstance(line, BadLine):
+        outcome = Failure(code=line.code, message=line.message, param=line.param)
+    assert outcome is not None, f"{line.number=}"
+    number = line.number or None
+    named: dict[str, Any] = {"id": record_id, "custom_id": line.custom_id}
+    response = error = None
+    if outcome.status is not None:
+        body = msgspec.Raw(outcome.body or b"null")
+        response = {
+            "status_code": outcome.status,
+            "request_id": outcome.request_id or "",
+            "body": body,
+        }
+    if isinstance(outcome, Failure):
+        named["line"] = number
+        error = {
+            "code": outcome.code,
+            "message": outcome.message,
+            "param": outcome.param,
+            "line": number,
+        }
+    return Record(
+        number=line.number,
+        is_answer=error is None,
+        data=msgspec.json.encode({**named, "response": response, "error": error}) + b"\n",
+    )
+
+
+class _Written(msgspec.Struct):
+    id: str
+    custom_id: str | None
+
+
 class RecordWriter:
-    """Makes records for one job.
+    """Makes the records of one job.
 
     The `id` of a record holds 16 digits that name the job and the number of the line it answers.
-    Those of `run_batch` begin the digest of the input. So the outputs alone say what is done: there
-    is no second file that could disagree with them.
+    In `run_batch` they are the first digits of the input's digest. So the outputs alone say what is
+    done: no second file can disagree with them.
     """
 
     def __init__(self, *, digest: str) -> None:
         """`digest`: 16 hexadecimal digits or more."""
         self._digest = digest[:16]
 
-    def record(self, line: RequestLine, outcome: Outcome) -> Record:
-        if isinstance(outcome, Failure):
-            return self._failed(line.number, line.custom_id, outcome)
-        entry = {
-            "id": self._id(line.number),
-            "custom_id": line.custom_id,
-            "response": _response(outcome.status, outcome.request_id, outcome.body),
-            "error": None,
-        }
-        return Record(number=line.number, is_answer=True, data=_jsonl(entry))
+    def record(self, line: RequestLine | BadLine, outcome: Outcome | None = None) -> Record:
+        return record_of(line, outcome, record_id=self._id(line.number))
 
     def adopt(self, data: bytes, *, number: int, is_answer: bool) -> Record:
-        """A record that another writer has made, of line `number` of this job. Whatever else it
-        holds stays as it is."""
+        """Another writer's record as that of line `number` of this job; only its id changes."""
         entry = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
-        named = {**entry, "id": self._id(number)}
-        return Record(number=number, is_answer=is_answer, data=_jsonl(named))
-
-    def bad_line(self, line: BadLine) -> Record:
-        failure = Failure(code=line.code, message=line.message, param=line.param)
-        return self._failed(line.number, line.custom_id, failure)
-
-    def _failed(self, number: int, custom_id: str | None, failure: Failure) -> Record:
-        response = None
-        if failure.status is not None:
-            response = _response(failure.status, failure.request_id or "", failure.body or b"null")
-        entry = {
-            "id": self._id(number),
-            "custom_id": custom_id,
-            "line": number or None,
-            "response": response,
-            "error": {
-                "code": failure.code,
-                "message": failure.message,
-                "param": failure.param,
-                "line": number or None,
-            },
-        }
-        return Record(number=number, is_answer=False, data=_jsonl(entry))
-
-    def _id(self, number: int) -> str:
-        return f"batch_req_{self._digest}{number:08x}"
+        content = msgspec.json.encode({**entry, "id": self._id(number)}) + b"\n"
+        return Record(number=number, is_answer=is_answer, data=content)
 
     def line_answered_by(self, data: bytes) -> int | None:
-        """The input line that `data`, a line of an output, answers; None when it is no record.
+        """The input line that `data`, a line of an output, answers; None if it is not a record.
 
-        The whole line is checked to be JSON: half a record answers nothing.
+        All of `data` must be JSON: half a record answers nothing.
         """
         if not data.endswith(b"\n"):
             return None
@@ -122,15 +245,5 @@ class RecordWriter:
             return None
         return int(found[2], 16)
 
-
-class _Written(msgspec.Struct):
-    id: str
-    custom_id: str | None
-
-
-def _response(status: int, request_id: str, body: bytes) -> dict[str, Any]:
-    return {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}
-
-
-def _jsonl(entry: dict[str, Any]) -> bytes:
-    return msgspec.json.encode(entry) + b"\n"
+    def _id(self, number: int) -> str:
+        return f"batch_req_{self._digest}{number:08x}"

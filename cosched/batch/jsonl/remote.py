@@ -1,8 +1,9 @@
 """A job as batches of the server: its lines are uploaded, and fetched when they are answered.
 
-The outputs of the job are what they are when lines are sent one by one, and they alone say what is
-done (`cosched.batch.jsonl.journal`). `<out>.batches.json` lists the batches that are still to be
-fetched. It is written before a batch is made, and the batches bear its name, so none is forgotten.
+The outputs are the same as when lines are sent one by one, and they alone say what is done
+(`cosched.batch.jsonl.journal`). `<out>.batches.json` lists the batches that are still to be
+fetched. It is written before a batch is made, and the batches have its name in their metadata, so
+no batch is forgotten.
 """
 
 from __future__ import annotations
@@ -11,42 +12,41 @@ import asyncio
 import secrets
 import tempfile
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing, suppress
+from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-import httpx
 import msgspec
 
-from cosched.batch.jsonl.batch_api import ENDED, BatchApi, RemoteBatch
+from cosched.batch.jsonl.batch_api import ENDED, BatchApi, NotFoundError, RemoteBatch
 from cosched.batch.jsonl.errors import JobFileError, QuotaError, ServerRefusedError
-from cosched.batch.jsonl.journal import Journal
+from cosched.batch.jsonl.journal import Journal, save_json
 from cosched.batch.jsonl.lines import BadLine, RequestLine
-from cosched.batch.jsonl.progress import Snapshot
 from cosched.batch.jsonl.records import RecordWriter
-from cosched.batch.jsonl.runner import JobCounts, checked_lines
-from cosched.batch.jsonl.sidecar import save_json
+from cosched.batch.jsonl.report import Snapshot
+from cosched.batch.jsonl.runner import JobCounts
 from cosched.batch.jsonl.source import Source
 
 _NAME = "run_batch"
 """In a batch's metadata: the name of its job."""
 _FORMAT = 1
 _MAX_LINES, _MAX_BYTES = 50_000, 100_000_000
-"""Of one upload. OpenAI allows 50,000 and 200 MB; so does the server, unless told otherwise."""
+"""Of one upload. OpenAI and this server allow 50,000 and 200 MB by default."""
 _POLL_S = 2.0
 
 
-class Manifest(msgspec.Struct):
+class Manifest(msgspec.Struct, kw_only=True):
     """`<out>.batches.json`.
 
     job      names the job in the metadata of its batches
     window   of the batches that the latest call made
     open     ids of batches that are not fetched yet
-    done     ids of those that are
-    input, errors, max_line_bytes  as the job was started with, for whoever only names the output
+    done     ids of batches that are
+    input, errors, max_line_bytes  of the call that started the job, for later commands with -o only
     """
 
-    job: str
+    job: str = msgspec.field(default_factory=lambda: secrets.token_hex(16))
     base_url: str
     window: str
     input: str
@@ -70,22 +70,9 @@ def load_manifest(path: str) -> Manifest | None:
     return found
 
 
-def new_manifest(
-    *, base_url: str, window: str, source: Source, errors: str | None, max_line_bytes: int
-) -> Manifest:
-    return Manifest(
-        job=secrets.token_hex(16),
-        base_url=base_url,
-        window=window,
-        input=str(Path(source.path).absolute()),
-        errors=errors,
-        max_line_bytes=max_line_bytes,
-    )
-
-
 async def batches_of(manifest: Manifest, api: BatchApi) -> list[RemoteBatch]:
-    """Those of a job that the server has, oldest first."""
-    return await api.of_metadata(_NAME, manifest.job)
+    """The batches of a job that the server has, oldest first."""
+    return await api.with_metadata(_NAME, manifest.job)
 
 
 class RemoteJob:
@@ -118,29 +105,28 @@ class RemoteJob:
         return bool(self._manifest.open)
 
     async def run(self) -> None:
-        """Until each line has its record. Raises CoschedError; may be cancelled: the server goes
-        on."""
+        """Until each line has its record. CoschedError. May be cancelled; the server continues."""
         await self.submit()
         while True:
             await self._fetch_all(is_waiting=True)
-            # What an earlier call had no time to upload, or a server has forgotten.
+            # Lines that an earlier call did not upload, or that the server has lost.
             if not await self._upload_open():
                 break
         self._source.check_unchanged()
 
     async def submit(self) -> None:
-        """Upload what nobody has uploaded yet."""
-        await self._recall()
+        """Upload what is not uploaded yet."""
+        await self._find_batches()
         if not self._manifest.open:
             await self._upload_open()
 
     async def fetch(self) -> None:
-        """Write the results of those batches that have ended."""
-        await self._recall()
+        """Write the results of the batches that have ended."""
+        await self._find_batches()
         await self._fetch_all(is_waiting=False)
 
-    async def _recall(self) -> None:
-        """Find batches that were made just before an earlier call was killed."""
+    async def _find_batches(self) -> None:
+        """Include batches that were made just before an earlier call was killed."""
         save_json(self._journal.paths.batches, self._manifest)
         known = {*self._manifest.open, *self._manifest.done}
         for one in await batches_of(self._manifest, self._api):
@@ -148,24 +134,26 @@ class RemoteJob:
                 self._manifest.open.append(one.id)
 
     async def _upload_open(self) -> int:
-        """Upload lines that have no record; how many."""
-        num_uploaded = 0
+        """Upload the lines that have no record; how many."""
+        num_uploaded = self.counts.num_empty = 0
         parts: dict[str, _Part] = {}
-        self.counts.num_empty = 0
-        lines = checked_lines(
-            self._source, max_line_bytes=self._manifest.max_line_bytes, counts=self.counts
-        )
+        lines = self._source.checked_lines(max_line_bytes=self._manifest.max_line_bytes)
         try:
             async with aclosing(lines):
                 async for line in lines:
+                    if line is None:
+                        self.counts.num_empty += 1
+                        continue
                     if line.number in self._journal.done:
                         continue
                     if isinstance(line, BadLine):
-                        self._note_failure(line.code, line.message)
-                        self._journal.write(self._journal.records.bad_line(line))
+                        self.counts.note(line)
+                        record = self._journal.records.record(line)
+                        self._journal.write(record)
+                        self.counts.note_written(record)
                         continue
                     part = parts.setdefault(line.url, _Part())
-                    if part.num_lines and not part.has_room_for(line):
+                    if part.num_lines and not part.fits(line):
                         await self._upload(line.url, part)
                         part = parts[line.url] = _Part()
                     part.add(line)
@@ -175,10 +163,10 @@ class RemoteJob:
         except QuotaError as error:
             if not self._manifest.open:
                 raise
-            self._say(f"the rest is uploaded when what is there is fetched: {error}")
+            self._say(f"the rest is uploaded once the open batches are fetched: {error}")
         finally:
             for part in parts.values():
-                part.close()
+                part.file.close()
         self._num_lines = self._source.num_lines - self.counts.num_empty
         return num_uploaded
 
@@ -199,15 +187,15 @@ class RemoteJob:
         manifest.open.append(batch.id)
         save_json(self._journal.paths.batches, manifest)
         self._say(f"{part.num_lines} lines for {url} are batch {batch.id}")
-        part.close()
+        part.file.close()
 
     async def _fetch_all(self, *, is_waiting: bool) -> None:
         while self._manifest.open:
-            everyone = await batches_of(self._manifest, self._api)
-            found = {one.id: one for one in everyone if one.id in self._manifest.open}
+            of_job = await batches_of(self._manifest, self._api)
+            found = {one.id: one for one in of_job if one.id in self._manifest.open}
             for name in [name for name in self._manifest.open if name not in found]:
-                self._say(f"the server has no batch {name} any more; its lines are sent again")
-                self._fetched(name)
+                self._say(f"the server has lost batch {name}; its lines are sent again")
+                self._mark_fetched(name)
             for one in found.values():
                 if one.status in ENDED:
                     await self._fetch(one)
@@ -231,62 +219,49 @@ class RemoteJob:
         )
 
     async def _fetch(self, batch: RemoteBatch) -> None:
-        """Write its results, and forget it."""
+        """Write its results, then delete its files at the server."""
         if batch.status == "failed":
-            self._fetched(batch.id)
+            self._mark_fetched(batch.id)
             await self._api.delete(batch.input_file_id)
             faults = batch.errors.data if batch.errors else []
-            said = "; ".join(
+            reasons = "; ".join(
                 fault.message if fault.line is None else f"line {fault.line}: {fault.message}"
                 for fault in faults[:5]
             )
-            raise ServerRefusedError(f"the server refuses batch {batch.id}: {said}")
-        for file_id, is_answer in ((batch.output_file_id, True), (batch.error_file_id, False)):
+            raise ServerRefusedError(f"the server refuses batch {batch.id}: {reasons}")
+        results = {True: batch.output_file_id, False: batch.error_file_id}
+        for is_answer, file_id in results.items():
             if file_id is not None:
-                await self._write_results(batch, file_id, is_answer=is_answer)
+                try:
+                    write = partial(self._write, batch, is_answer=is_answer)
+                    await self._api.for_each_line(file_id, write)
+                except NotFoundError:
+                    self._say(f"results of batch {batch.id} are gone; their lines are sent again")
         self.counts.prompt_tokens += batch.usage.input_tokens
         self.counts.completion_tokens += batch.usage.output_tokens
         await asyncio.to_thread(self._journal.sync)
-        self._fetched(batch.id)
-        # They are here now.
-        for name in (batch.input_file_id, batch.output_file_id, batch.error_file_id):
+        self._mark_fetched(batch.id)
+        for name in (batch.input_file_id, *results.values()):
             if name:
                 await self._api.delete(name)
 
-    async def _write_results(self, batch: RemoteBatch, file_id: str, *, is_answer: bool) -> None:
-        writer = RecordWriter(digest=batch.id.removeprefix("batch_"))
-        while True:
-            with suppress(httpx.RequestError):  # then from the beginning; what is done is passed
-                async with aclosing(self._api.lines(file_id)) as lines:  # type: ignore[type-var]
-                    async for data in lines:
-                        self._write(batch, writer.line_answered_by(data), data, is_answer=is_answer)
-                return
-            await self._sleep(_POLL_S)
-
-    def _write(
-        self, batch: RemoteBatch, number: int | None, data: bytes, *, is_answer: bool
-    ) -> None:
+    def _write(self, batch: RemoteBatch, data: bytes, *, is_answer: bool) -> None:
+        number = RecordWriter(digest=batch.id.removeprefix("batch_")).line_answered_by(data)
         if number is None or not 1 <= number <= self._source.num_lines:
             raise ServerRefusedError(
-                f"the results of {batch.id} do not name the lines that they answer: this is no "
+                f"the results of {batch.id} do not name the lines that they answer: this is not a "
                 "server of cosched's; use --via lines"
             )
-        if number in self._journal.done:
+        if number in self._journal.done:  # written before an interruption
             return
-        if is_answer:
-            self.counts.num_answered += 1
-        else:
+        if not is_answer:
             failed = msgspec.json.decode(data, type=_Failed).error
-            self._note_failure(failed.code, failed.message)
+            self.counts.note_failure(failed.code, failed.message)
         record = self._journal.records.adopt(data, number=number, is_answer=is_answer)
         self._journal.write(record)
+        self.counts.note_written(record)
 
-    def _note_failure(self, code: str, message: str) -> None:
-        self.counts.num_failed += 1
-        self.counts.failed_by_code[code] += 1
-        self.counts.last_failure = message
-
-    def _fetched(self, name: str) -> None:
+    def _mark_fetched(self, name: str) -> None:
         self._manifest.open.remove(name)
         self._manifest.done.append(name)
         save_json(self._journal.paths.batches, self._manifest)
@@ -302,14 +277,14 @@ class _Failed(msgspec.Struct):
 
 
 class _Part:
-    """A file to be uploaded. Lines keep their numbers: what is left out is an empty line."""
+    """A file to upload. Lines keep their numbers: lines that are left out are empty."""
 
     def __init__(self) -> None:
         self.file: BinaryIO = tempfile.TemporaryFile()
         self.num_lines = 0
         self._last_number = 0
 
-    def has_room_for(self, line: RequestLine) -> bool:
+    def fits(self, line: RequestLine) -> bool:
         return self.num_lines < _MAX_LINES and self.file.tell() + len(line.body) <= _MAX_BYTES
 
     def add(self, line: RequestLine) -> None:
@@ -323,6 +298,3 @@ class _Part:
         self.file.write(msgspec.json.encode(entry) + b"\n")
         self.num_lines += 1
         self._last_number = line.number
-
-    def close(self) -> None:
-        self.file.close()

@@ -1,29 +1,25 @@
-"""Runs a job: reads lines, keeps as many at the server as allowed, writes what comes back."""
+"""Runs a job line by line: reads lines, keeps a limited number at the server, writes results."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from cosched.batch.jsonl.client import Client
-from cosched.batch.jsonl.ids import IdSet
+from cosched.batch.jsonl.errors import first_error
 from cosched.batch.jsonl.journal import Journal
-from cosched.batch.jsonl.lines import BadLine, RequestLine, duplicate_of, parse_line
-from cosched.batch.jsonl.progress import Snapshot
-from cosched.batch.jsonl.records import Answer, Record
-from cosched.batch.jsonl.source import Source, input_lines
-from cosched.batch.jsonl.window import OrderedSink, Window
-from cosched.errors import CoschedError
+from cosched.batch.jsonl.lines import BadLine, RequestLine
+from cosched.batch.jsonl.records import Answer, Failure, Outcome, Record
+from cosched.batch.jsonl.report import Snapshot
+from cosched.batch.jsonl.server import OwnServer, RunningServer
+from cosched.batch.jsonl.source import Source
 
-_READ_BUFFER_BYTES = 1 << 20
 _MAX_SENDING_BYTES = 256 << 20  # 256 requests of 16 MiB would be 4 GiB
 _ORDERED_WINDOW = 4  # times the concurrency: how far an ordered job may run ahead of its output
-_YIELD_EVERY_LINES = 256
 _SHOW_EVERY_S = 0.5
 _SYNC_EVERY_S = 5.0
 
@@ -40,38 +36,22 @@ class JobCounts:
     failed_by_code: Counter[str] = field(default_factory=Counter)
     last_failure: str | None = None
 
+    def note(self, outcome: Outcome | BadLine) -> None:
+        if isinstance(outcome, Answer):
+            self.prompt_tokens += outcome.prompt_tokens
+            self.completion_tokens += outcome.completion_tokens
+        else:
+            self.note_failure(outcome.code, outcome.message)
 
-class Server(Protocol):
-    """Where the requests go: one that runs already, or one of the job's own."""
+    def note_failure(self, code: str, message: str) -> None:
+        self.failed_by_code[code] += 1
+        self.last_failure = message
 
-    async def ready(self) -> None:
-        """Return when it takes requests. Raises CoschedError when it does not get there."""
-
-    async def watch(self) -> None:
-        """Runs beside the job; raises ServerGoneError when the server has died."""
-
-
-async def checked_lines(
-    source: Source, *, max_line_bytes: int, counts: JobCounts
-) -> AsyncGenerator[RequestLine | BadLine, None]:
-    """Every line of the input, parsed and checked, in order. Counts the empty ones.
-
-    A custom_id belongs to the first line that has it, also when that line is otherwise wrong.
-    """
-    ids = IdSet(max_ids=source.num_lines)
-    with open(source.path, "rb", buffering=_READ_BUFFER_BYTES) as file:
-        for raw in input_lines(file, max_line_bytes=max_line_bytes):
-            if raw.number > source.num_lines:
-                break  # the file has grown; `run` says so at the end
-            if raw.number % _YIELD_EVERY_LINES == 0:
-                await asyncio.sleep(0)  # signals are handled, progress is shown
-            if raw.is_empty:
-                counts.num_empty += 1
-                continue
-            line = parse_line(raw, max_line_bytes=max_line_bytes)
-            if line.custom_id is not None and not ids.add(line.custom_id):
-                line = duplicate_of(line)
-            yield line
+    def note_written(self, record: Record) -> None:
+        if record.is_answer:
+            self.num_answered += 1
+        else:
+            self.num_failed += 1
 
 
 class Job:
@@ -83,7 +63,7 @@ class Job:
         source: Source,
         journal: Journal,
         client: Client,
-        server: Server,
+        server: OwnServer | RunningServer,
         concurrency: int,
         max_line_bytes: int,
         ordered: bool,
@@ -104,60 +84,57 @@ class Job:
         )
 
     async def run(self) -> None:
-        """Raises CoschedError when the job cannot go on; cancelling it stops all that is in flight.
-
-        What was written until then stays, so the same call goes on from there.
-        """
-        beside = (self._show_often, self._sync_often, self._server.watch)
+        """CoschedError if the job cannot go on; cancelling it cancels all requests in flight. What
+        is written stays, so the same call resumes."""
         try:
             async with asyncio.TaskGroup() as group:
-                upkeep = [group.create_task(work()) for work in beside]
+                upkeep = [
+                    group.create_task(work())
+                    for work in (self._show_often, self._sync_often, self._server.watch)
+                ]
                 async with asyncio.TaskGroup() as sends:
                     await self._feed(sends)
                 for task in upkeep:
                     task.cancel()
         except ExceptionGroup as errors:
-            raise _first_error(errors) from errors
+            raise first_error(errors) from errors
         finally:
-            self._show(self.snapshot())
+            self._show(self._snapshot())
         self._source.check_unchanged()
 
     async def _feed(self, sends: asyncio.TaskGroup) -> None:
         positions = itertools.count()
-        ready = False  # a job that has nothing left to send needs no server
-        lines = checked_lines(self._source, max_line_bytes=self._max_line_bytes, counts=self.counts)
-        async with aclosing(lines):
+        is_ready = False  # a job that has nothing left to send needs no server
+        async with aclosing(
+            self._source.checked_lines(max_line_bytes=self._max_line_bytes)
+        ) as lines:
             async for line in lines:
+                if line is None:
+                    self.counts.num_empty += 1
+                    continue
                 if line.number in self._journal.done:
                     continue
                 num_bytes = len(line.body) if isinstance(line, RequestLine) else 0
-                if num_bytes and not ready:
+                if num_bytes and not is_ready:
                     await self._server.ready()
-                    ready = True
+                    is_ready = True
                 await self._window.enter(num_bytes)
                 position = next(positions)
                 if isinstance(line, RequestLine):
                     sends.create_task(self._send(line, position))
                 else:
                     self._window.sent(0)
-                    self._note_failure(line.code, line.message)
-                    self._put(position, self._journal.records.bad_line(line))
+                    self._put(position, line, line)
 
     async def _send(self, line: RequestLine, position: int) -> None:
         outcome = await self._client.send(line)
         self._window.sent(len(line.body))
-        if isinstance(outcome, Answer):
-            self.counts.prompt_tokens += outcome.prompt_tokens
-            self.counts.completion_tokens += outcome.completion_tokens
-        else:
-            self._note_failure(outcome.code, outcome.message)
-        self._put(position, self._journal.records.record(line, outcome))
+        self._put(position, line, outcome)
 
-    def _note_failure(self, code: str, message: str) -> None:
-        self.counts.failed_by_code[code] += 1
-        self.counts.last_failure = message
-
-    def _put(self, position: int, record: Record) -> None:
+    def _put(self, position: int, line: RequestLine | BadLine, outcome: Outcome | BadLine) -> None:
+        self.counts.note(outcome)
+        result = outcome if isinstance(outcome, Answer | Failure) else None
+        record = self._journal.records.record(line, result)
         if self._sink is None:
             self._write(record)
         else:
@@ -165,25 +142,22 @@ class Job:
 
     def _write(self, record: Record) -> None:
         self._journal.write(record)
+        self.counts.note_written(record)
         self._window.written()
-        if record.is_answer:
-            self.counts.num_answered += 1
-        else:
-            self.counts.num_failed += 1
 
-    def snapshot(self) -> Snapshot:
+    def _snapshot(self) -> Snapshot:
         return Snapshot(
             num_lines=self._source.num_lines - self.counts.num_empty,
             num_done=self._journal.num_done,
             num_failed=self._journal.num_failed,
-            num_under_way=self._client.num_under_way,
+            num_in_flight=self._client.num_in_flight,
             num_tokens=self.counts.prompt_tokens + self.counts.completion_tokens,
             trouble=self._client.trouble,
         )
 
     async def _show_often(self) -> None:
         while True:
-            self._show(self.snapshot())
+            self._show(self._snapshot())
             await asyncio.sleep(_SHOW_EVERY_S)
 
     async def _sync_often(self) -> None:
@@ -192,10 +166,52 @@ class Job:
             await asyncio.to_thread(self._journal.sync)
 
 
-def _first_error(group: ExceptionGroup[Exception]) -> Exception:
-    """The error a user can act on. All lines fail at once when the server goes; one says it."""
-    found = group.subgroup(CoschedError)
-    errors: BaseExceptionGroup[Exception] | Exception = found or group
-    while isinstance(errors, BaseExceptionGroup):
-        errors = errors.exceptions[0]
-    return errors
+class Window:
+    """Makes the reader wait: for lines being sent, for lines not yet written, for their bytes."""
+
+    def __init__(self, *, max_sending: int, max_unwritten: int, max_bytes: int) -> None:
+        self._max_sending = max_sending
+        self._max_unwritten = max_unwritten
+        self._max_bytes = max_bytes
+        self._sending = self._sending_bytes = self._unwritten = 0
+        self._has_changed = asyncio.Event()
+
+    async def enter(self, num_bytes: int) -> None:
+        """Wait until one more line fits. For one caller at a time."""
+        while not self._fits(num_bytes):
+            self._has_changed.clear()
+            await self._has_changed.wait()
+        self._sending += 1
+        self._sending_bytes += num_bytes
+        self._unwritten += 1
+
+    def _fits(self, num_bytes: int) -> bool:
+        if self._sending >= self._max_sending or self._unwritten >= self._max_unwritten:
+            return False
+        # One line always fits, however long it is.
+        return not self._sending or self._sending_bytes + num_bytes <= self._max_bytes
+
+    def sent(self, num_bytes: int) -> None:
+        self._sending -= 1
+        self._sending_bytes -= num_bytes
+        self._has_changed.set()
+
+    def written(self) -> None:
+        self._unwritten -= 1
+        self._has_changed.set()
+
+
+class OrderedSink:
+    """Holds records back until all before them are written."""
+
+    def __init__(self, write: Callable[[Record], None]) -> None:
+        self._write = write
+        self._held: dict[int, Record] = {}
+        self._next = 0
+
+    def put(self, position: int, record: Record) -> None:
+        """`position` counts the records of this call from 0, in the order of the input."""
+        self._held[position] = record
+        while (due := self._held.pop(self._next, None)) is not None:
+            self._next += 1
+            self._write(due)

@@ -1,4 +1,4 @@
-"""The server of a job: one that runs already, or one that the job starts and stops itself."""
+"""The server of a job: one that already runs, or one that the job starts and stops."""
 
 from __future__ import annotations
 
@@ -16,32 +16,37 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 from cosched.batch.jsonl.client import Client, RetryRules
-from cosched.batch.jsonl.errors import JobFileError, ServerGoneError, ServerRefusedError
-from cosched.errors import ConfigError, CoschedError
+from cosched.batch.jsonl.errors import (
+    JobFileError,
+    ServerGoneError,
+    ServerRefusedError,
+    first_error,
+)
+from cosched.errors import ConfigError
 
 _HOST = "127.0.0.1"
 _POLL_S = 0.2
 _STOP_S = 30.0
 _START_TIMEOUT_S = 1800.0
-"""Large models load for long; a server that fails to start ends earlier by itself."""
+"""Large models load slowly; a server that fails to start exits earlier by itself."""
 _TAIL_BYTES = 4096
 _PR_SET_PDEATHSIG = 1
-_OURS = ("--model-path", "--model", "--host", "--port")
+_RESERVED_FLAGS = ("--model-path", "--model", "--host", "--port")
 
 
 def check_flags(flags: Sequence[str]) -> None:
-    """Raise ConfigError when SGLang flags contain one that run_batch sets itself."""
+    """ConfigError if SGLang flags contain one that run_batch sets itself."""
     for flag in flags:
         name = flag.split("=", 1)[0]
-        if name in _OURS:
+        if name in _RESERVED_FLAGS:
             raise ConfigError(
                 f"{name} after -- is set by run_batch itself; use its own --model-path and --port"
             )
 
 
 def free_port() -> int:
-    """One that nobody listens at, and that no connection gets by chance while a server loads its
-    model: below those that Linux gives to clients."""
+    """A port without a listener, below the range that Linux gives to client connections: none of
+    them can take it while the server loads its model."""
     ports = list(range(10_000, 32_768))
     random.shuffle(ports)
     for port in ports:
@@ -53,7 +58,7 @@ def free_port() -> int:
 
 def server_command(*, model_path: str, port: int, flags: Sequence[str]) -> list[str]:
     command = [sys.executable, "-m", "cosched.launch_server", "--model-path", model_path]
-    # The job is its only client, and sends lines itself.
+    # The job is the only client, and sends its lines one by one.
     command += ["--cosched-batches", "off"]
     return [*command, "--host", _HOST, "--port", str(port), *flags]
 
@@ -66,19 +71,10 @@ def own_base_url(port: int) -> str:
 async def serving(
     *, model_path: str, flags: Sequence[str], log_path: Path, port: int | None = None
 ) -> AsyncIterator[str]:
-    """A server of one's own within the block, on a free port unless one is given; its base URL.
-
-    Raises ServerGoneError or ServerRefusedError when it does not become ready, and in the midst of
-    the block when it dies.
-    """
+    """Start a server for the block, on a free port by default; its base URL. ServerGoneError or
+    ServerRefusedError if it does not become ready, or dies during the block."""
     port = port or free_port()
-    client = Client(
-        base_url=own_base_url(port),
-        concurrency=1,
-        rules=RetryRules(max_wait_s=30.0),
-        rng=random.Random(0),
-        clock=time.monotonic,
-    )
+    client = Client(base_url=own_base_url(port), concurrency=1, rules=RetryRules(max_wait_s=30.0))
     server = OwnServer(
         client=client,
         command=server_command(model_path=model_path, port=port, flags=flags),
@@ -93,22 +89,13 @@ async def serving(
                 yield client.base_url
                 watch.cancel()
     except BaseExceptionGroup as errors:
-        raise _cause(errors) from errors
+        raise first_error(errors) from errors
     finally:
         await asyncio.to_thread(server.stop)
 
 
-def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error a user can act on: when a server goes, all that waits for it fails at once."""
-    found = group.subgroup(CoschedError)
-    error: BaseException = found or group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
 class RunningServer:
-    """A server that somebody else looks after."""
+    """A server that the job neither starts nor stops."""
 
     def __init__(
         self,
@@ -116,12 +103,11 @@ class RunningServer:
         client: Client,
         max_wait_s: float,
         absent_wait_s: float,
-        require_offline: bool = False,
-        warn: Callable[[str], None] = lambda text: None,
+        require_offline: bool,
+        warn: Callable[[str], None],
     ) -> None:
-        """absent_wait_s  how long to wait where nobody listens yet
-        require_offline  refuse a server that does not know offline requests, which else `warn` is
-                         told of"""
+        """require_offline: refuse a server that does not know offline requests, instead of a
+        warning."""
         self._client = client
         self._max_wait_s = max(max_wait_s, absent_wait_s)
         self._absent_wait_s = absent_wait_s
@@ -130,30 +116,30 @@ class RunningServer:
 
     async def ready(self) -> None:
         await self._client.wait_ready(
-            max_wait_s=self._max_wait_s, check=lambda: None, absent_wait_s=self._absent_wait_s
+            max_wait_s=self._max_wait_s, absent_wait_s=self._absent_wait_s
         )
         if await self._client.serves_classes():
             return
         fault = (
             f"{self._client.base_url} does not know offline requests (stock SGLang, cosched's "
-            "policy 'sglang', or another program): it takes these for chat"
+            "policy 'sglang', or another program): it treats these as online requests"
         )
         if self._require_offline:
             raise ServerRefusedError(f"{fault} (--require-offline)")
         self._warn(
-            f"WARNING: {fault}, and its users wait behind them. A small --concurrency spares them; "
-            "--require-offline refuses such a server"
+            f"WARNING: {fault}, and its users wait behind them. A small --concurrency reduces the "
+            "wait; --require-offline refuses such a server"
         )
 
     async def watch(self) -> None:
-        """Returns at once: its absence shows in requests that fail."""
+        """Returns at once: if the server is away, requests fail."""
 
     def stop(self) -> None:
-        """It goes on for others."""
+        """It keeps running for its other clients."""
 
 
 class OwnServer:
-    """A child process in a process group of its own, so that Ctrl-C does not reach it."""
+    """A child process with its own process group, so that Ctrl-C does not reach it."""
 
     def __init__(
         self, *, client: Client, command: Sequence[str], log_path: str, start_timeout_s: float
@@ -171,7 +157,7 @@ class OwnServer:
         except ServerGoneError as error:
             if self._process is None or self._process.poll() is None:
                 raise
-            raise ServerRefusedError(str(error)) from None  # it will not start the next time either
+            raise ServerRefusedError(str(error)) from None  # the next start would fail too
 
     async def watch(self) -> None:
         while True:
@@ -200,7 +186,7 @@ class OwnServer:
             raise JobFileError(f"cannot start the server: {error}") from error
 
     def _check_alive(self) -> None:
-        """Raise ServerGoneError, with the end of the server's log, when it has exited."""
+        """ServerGoneError, with the end of the server's log, if it has exited."""
         code = self._process.poll() if self._process is not None else None
         if code is not None:
             raise ServerGoneError(
@@ -218,7 +204,7 @@ class OwnServer:
             deadline_s = time.monotonic() + _STOP_S
             while self._process.poll() is None and time.monotonic() < deadline_s:
                 time.sleep(_POLL_S)
-        with contextlib.suppress(ProcessLookupError):  # what is left of its children
+        with contextlib.suppress(ProcessLookupError):  # remaining child processes
             os.killpg(group, signal.SIGKILL)
         self._process.wait()
 

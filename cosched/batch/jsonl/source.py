@@ -1,25 +1,35 @@
-"""The input file of a job: what identifies it, and its lines as a stream."""
+"""The input file of a job: what identifies it, and its checked lines as a stream."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
 from cosched.batch.jsonl.errors import JobFileError
+from cosched.batch.jsonl.lines import (
+    BadLine,
+    IdSet,
+    RawLine,
+    RequestLine,
+    duplicate_of,
+    parse_line,
+    raw_lines,
+)
 from cosched.batch.jsonl.parquet import ParquetRows, is_parquet
 
 _BLOCK_BYTES = 1 << 20
-_BOM = b"\xef\xbb\xbf"  # some editors on Windows start a file with it
+_YIELD_EVERY_LINES = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """What an input file was when the job started. `num_lines` counts empty lines too; of a Parquet
-    file it is the number of rows."""
+    """An input file at the start of a job. `num_lines` includes empty lines; a row of a Parquet
+    file is a line."""
 
     path: str
     num_bytes: int
@@ -28,33 +38,43 @@ class Source:
     mtime_ns: int
 
     def check_unchanged(self) -> None:
-        """Raise JobFileError when the file was touched since it was read."""
+        """JobFileError if the file was changed since it was read."""
         now = _regular_file(self.path)
         if (now.st_size, now.st_mtime_ns) != (self.num_bytes, self.mtime_ns):
             raise JobFileError(
                 f"{self.path} was changed while the job ran ({self.num_bytes} bytes at the start, "
                 f"{now.st_size} now): the outputs may answer lines that are no longer there; "
-                "start anew with --overwrite"
+                "start over with --overwrite"
             )
 
+    async def checked_lines(
+        self, *, max_line_bytes: int
+    ) -> AsyncGenerator[RequestLine | BadLine | None, None]:
+        """Every line in order, parsed and checked; None for an empty line.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RawLine:
-    """One line as it stands in the file; `data` is None when it was too long to be read."""
-
-    number: int
-    data: bytes | None
-
-    @property
-    def is_empty(self) -> bool:
-        return self.data is not None and (not self.data or self.data.isspace())
+        A custom_id belongs to the first line that has it, even if that line is otherwise wrong.
+        """
+        ids = IdSet(max_ids=self.num_lines)
+        with open(self.path, "rb", buffering=_BLOCK_BYTES) as file:
+            for raw in input_lines(file, max_line_bytes=max_line_bytes):
+                if raw.number > self.num_lines:
+                    return  # the file has grown; `check_unchanged` reports it at the end
+                if raw.number % _YIELD_EVERY_LINES == 0:
+                    await asyncio.sleep(0)  # for signals and the progress display
+                if raw.is_empty:
+                    yield None
+                    continue
+                line = parse_line(raw, max_line_bytes=max_line_bytes)
+                if line.custom_id is not None and not ids.add(line.custom_id):
+                    line = duplicate_of(line)
+                yield line
 
 
 def read_source(path: str) -> Source:
-    """Read the whole file once: its digest and, for the progress bar, its number of lines.
+    """Read the whole file once, for its digest and its number of lines.
 
-    A file's digest is the only thing that makes resuming safe: with the same size and the same
-    first bytes a file may still have lost a line in the middle.
+    Only the digest makes resuming safe: a file of the same size and with the same first bytes may
+    have lost a line in the middle.
     """
     before = _regular_file(path)
     digest = hashlib.sha256()
@@ -83,35 +103,12 @@ def read_source(path: str) -> Source:
 
 
 def input_lines(file: BinaryIO, *, max_line_bytes: int) -> Iterator[RawLine]:
-    """As `raw_lines`; of a Parquet file its rows."""
+    """The lines of a JSONL file, or the rows of a Parquet file as lines."""
     if not is_parquet(file):
         yield from raw_lines(file, max_line_bytes=max_line_bytes)
         return
     for number, data in enumerate(ParquetRows(file).lines(), start=1):
         yield RawLine(number=number, data=data if len(data) <= max_line_bytes else None)
-
-
-def raw_lines(file: BinaryIO, *, max_line_bytes: int) -> Iterator[RawLine]:
-    """Lines of `file`, numbered from 1. Holds little more than `max_line_bytes` (newline and byte
-    order mark do not count) of one line in memory."""
-    number = 0
-    while data := file.readline(max_line_bytes + 1 + (0 if number else len(_BOM))):
-        number += 1
-        is_whole = data.endswith(b"\n")
-        if number == 1:
-            data = data.removeprefix(_BOM)
-        if len(data) - is_whole <= max_line_bytes:
-            yield RawLine(number=number, data=data)
-            continue
-        if not is_whole:
-            _skip_rest(file)
-        yield RawLine(number=number, data=None)
-
-
-def _skip_rest(file: BinaryIO) -> None:
-    while rest := file.readline(_BLOCK_BYTES):
-        if rest.endswith(b"\n"):
-            return
 
 
 def _regular_file(path: str) -> os.stat_result:
@@ -120,7 +117,5 @@ def _regular_file(path: str) -> os.stat_result:
     except OSError as error:
         raise JobFileError(f"cannot read the input {path}: {error.strerror}") from error
     if not stat.S_ISREG(found.st_mode):
-        raise JobFileError(
-            f"the input {path} is no regular file: it is read more than once, to resume"
-        )
+        raise JobFileError(f"the input {path} is not a regular file: resuming reads it again")
     return found

@@ -36,7 +36,6 @@ def send(fake, *lines, rules=FAST, **settings):
             concurrency=8,
             rules=rules,
             rng=random.Random(0),
-            clock=time.monotonic,
             **settings,
         )
         async with client:
@@ -203,15 +202,8 @@ def test_it_waits_as_long_as_the_server_asks_for(fake, tools):
 
 def wait_ready(fake, max_wait_s):
     async def run():
-        client = Client(
-            base_url=fake.base_url,
-            concurrency=1,
-            rules=FAST,
-            rng=random.Random(0),
-            clock=time.monotonic,
-        )
-        async with client:
-            await client.wait_ready(max_wait_s=max_wait_s, check=lambda: None)
+        async with Client(base_url=fake.base_url, concurrency=1, rules=FAST) as client:
+            await client.wait_ready(max_wait_s=max_wait_s)
 
     asyncio.run(run())
 

@@ -10,10 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cosched.batch.jsonl.errors import JobFileError
-from cosched.batch.jsonl.journal import Journal, JournalPaths
+from cosched.batch.jsonl.journal import Journal, JournalPaths, LineSet
 from cosched.batch.jsonl.lines import BadLine, RequestLine
 from cosched.batch.jsonl.records import Answer, Failure
-from cosched.batch.jsonl.sidecar import JobState
 from cosched.batch.jsonl.source import read_source
 
 NUM_LINES = 6
@@ -28,13 +27,13 @@ class Files:
 
     def open(self, *, overwrite=False, ordered=False, errors=None):
         paths = JournalPaths(out=str(self.out), errors=errors)
-        state = JobState(
+        return Journal.open(
+            paths=paths,
             source=read_source(str(self.input)),
-            errors_beside_out=paths.errors_beside_out,
             ordered=ordered,
             max_line_bytes=100,
+            overwrite=overwrite,
         )
-        return Journal.open(paths=paths, state=state, overwrite=overwrite)
 
 
 @pytest.fixture
@@ -76,7 +75,7 @@ def test_records_have_the_promised_form(files):
         journal.write(answered(journal, 2))
         journal.write(failed(journal, 5))
         journal.write(
-            journal.records.bad_line(
+            journal.records.record(
                 BadLine(number=6, custom_id=None, code="invalid_json", message="m", param=None)
             )
         )
@@ -191,7 +190,7 @@ def test_a_broken_sidecar_is_named(files):
     files.open().close()
     for content in ("", "[]", '{"format": 99}', '{"format": 1}', '{"format": 1, "input": 3}'):
         (files.out.parent / "out.jsonl.state.json").write_text(content)
-        with pytest.raises(JobFileError, match=r"out\.jsonl\.state\.json is no state"):
+        with pytest.raises(JobFileError, match=r"out\.jsonl\.state\.json is not a state"):
             files.open()
 
 
@@ -221,3 +220,12 @@ def test_nothing_follows_half_a_record(files, monkeypatch):
     with files.open() as journal:
         assert done(journal) == {1}
         assert journal.num_cut_bytes > 0
+
+
+@given(st.integers(1, 100).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(1, n)))))
+def test_line_numbers_are_kept_apart(case):
+    num_lines, numbers = case
+    lines = LineSet(num_lines=num_lines)
+    for number in numbers:
+        lines.add(number)
+    assert {n for n in range(1, num_lines + 1) if n in lines} == numbers

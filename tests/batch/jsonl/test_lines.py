@@ -10,8 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cosched.batch.jsonl.lines import URLS, BadLine, RequestLine, duplicate_of, parse_line
-from cosched.batch.jsonl.source import RawLine, raw_lines
+from cosched.batch.jsonl.lines import (
+    URLS,
+    BadLine,
+    IdSet,
+    RawLine,
+    RequestLine,
+    duplicate_of,
+    parse_line,
+    raw_lines,
+)
 
 LIMIT = 1 << 20
 
@@ -214,3 +222,19 @@ def test_a_field_beyond_every_model_s_bound_is_named(url, body, param):
 
 def test_a_field_within_its_bound_for_some_model_is_left_to_the_server():
     assert isinstance(parse(entry(body={"prompt": "x" * 10**5, "top_k": 10**5})), RequestLine)
+
+
+@given(st.lists(st.text(max_size=3), max_size=200))
+def test_an_id_is_new_exactly_once(texts):
+    ids, seen = IdSet(max_ids=len(texts)), set()
+    for text in texts:
+        assert ids.add(text) == (text not in seen)
+        seen.add(text)
+        assert len(ids) == len(seen)
+
+
+def test_a_full_set_of_ids_still_works():
+    ids = IdSet(max_ids=10_000)
+    names = [f"request-{n}" for n in range(10_000)]
+    assert all(ids.add(name) for name in names)
+    assert not any(ids.add(name) for name in names)

@@ -224,7 +224,7 @@ def test_another_program_is_refused_and_not_waited_for(batch, tools):
     batch.server.health_status = batch.server.models_status = 404
     batch.write([tools.completion("a")])
     report = batch.run(code=3)
-    assert "is no server for these requests" in report["message"]
+    assert "does not serve these requests" in report["message"]
     assert "again" not in report["message"]
     assert (batch.answers(), batch.failures()) == ([], [])
 
@@ -372,9 +372,9 @@ def test_the_input_may_not_change_while_the_job_runs(batch, tools):
 
 USAGE = {
     "no such input": (["-i", "/nowhere/in.jsonl"], "/nowhere/in.jsonl: No such file"),
-    "a folder as input": (["-i", "/tmp"], "no regular file"),
+    "a folder as input": (["-i", "/tmp"], "not a regular file"),
     "no such output folder": (["-o", "/nowhere/out.jsonl"], "cannot write /nowhere/out.jsonl"),
-    "a device as output": (["-o", "/dev/null"], "cannot write /dev/null: no regular file"),
+    "a device as output": (["-o", "/dev/null"], "cannot write /dev/null: not a regular file"),
     "no scheme": (["--base-url", "localhost:30000"], "--base-url must look like http://"),
     "a bad port": (["--base-url", "http://x:99999999"], "--base-url"),
     "no concurrency": (["--concurrency", "0"], "--concurrency must be at least 1, not 0"),
