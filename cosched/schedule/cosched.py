@@ -14,24 +14,23 @@ Bad          a long prompt makes way for several short ones, and once late it wa
              order of arrival.
 Parameters   TTFT and TPOT targets [s], per request or the server's; `Budgets` in `base`.
 
-Of an iteration
+Of an iteration, in three modules
 
-1. `Deadlines`: what the next tokens of the running online requests leave. Who cannot meet its TPOT
-   target any more, however fast it goes on, holds nobody up.
-2. `by_feasibility`: the online requests without a first token, the due and the late. A late one's
-   unfinished prefill is stopped for a due one, its KV kept.
-3. Online prefills take what the decodes leave (`Deadlines.pace`): a burst of prefills that slows
-   down all decodes beyond their targets wins first tokens and loses as many requests. Decodes that
-   can win it back wait for first tokens (`OnlineOrder.lends`). While one of the decodes can keep
-   its TPOT target, no iteration beside them lasts longer than `GAPS` targets: a mean gap may be
-   kept and a reader see a stall all the same. With offline work in it none lasts longer than
-   `Budgets.idle_share` of the TTFT target, beside decodes with a loose TPOT target too: who comes
-   meanwhile waits for it, and for the next one where that is planned already (as in `bros`).
-4. Offline requests: of the pool's candidates (Echo §6) the one with the most expected output tokens
-   per prompt token that the device must compute for it, after those that continue a shared prefix.
-   A job ends when its last reply ends. Prompts are computed one after the other and replies beside
-   each other: a machine with delivery times, where the longest delivery goes first (Jackson 1955),
-   and of equal deliveries the shortest work (Smith 1956).
+1. What chat needs of it (`deadlines`): the time that the next tokens of running online requests
+   leave. A request that cannot meet its TPOT target any more does not bound the iteration.
+2. Which first tokens come first (`online_order`): the online requests that can meet their TTFT
+   targets, then the late ones. The unfinished prefill of a late one is preempted for one that can,
+   its KV kept. Online prefills get what the decodes leave: a burst of prefills that slows all
+   decodes beyond their targets wins first tokens and misses as many TPOT targets. Decodes that can
+   catch up wait for first tokens (`OnlineOrder.borrows`). While one of the decodes can keep its
+   TPOT target, no iteration beside them lasts longer than `GAPS` targets: with a mean gap that is
+   kept a reader would still see a stall. An iteration with offline work lasts at most
+   `Budgets.idle_share` of the TTFT target: a request that arrives waits for it.
+3. Which offline work fills the rest (`candidates`): of the pool's candidates (Echo §4.1) the one
+   with the most expected output tokens per prompt token to compute, after those that continue a
+   shared prefix. A job ends when its last reply ends. Prompts are computed one after the other and
+   replies beside each other: a machine with delivery times, where the longest delivery goes first
+   (Jackson 1955), and of equal deliveries the shortest work (Smith 1956).
 """
 
 from __future__ import annotations
@@ -54,6 +53,7 @@ from cosched.schedule.deadlines import Deadlines, online_prefills
 from cosched.schedule.forecast import KvForecast
 from cosched.schedule.online_order import LATE_TURN, OnlineOrder, by_feasibility
 from cosched.schedule.phases import LEAST_SHARED, Steps, shortest_first, two_phases
+from cosched.schedule.time_budget import TimeBudget
 
 GAPS = 3.0
 """Most time between two tokens of an online request [TPOT targets]."""
@@ -113,26 +113,40 @@ class CoschedPolicy:
         behind = [r for r in order.late if r.rid != turn]
         if ahead or order.due:
             _stop_unfinished(builder, behind)
-        room = view.room
-        is_whole = room is not None and room.wait_s is not None and not order.late
-        is_gap_capped = options.gap_cap and not is_whole and deadlines.slacks.least_s < math.inf
-        pace = deadlines.pace(
-            order.due,
-            decodes_first=options.feasible and not order.lends,
-            most_s=GAPS * deadlines.slacks.tpot_s if is_gap_capped else math.inf,
-            is_whole=is_whole,
-            room=room,
-            spares_arrivals=True,
-        )
+        budget = self._time_budget(deadlines, order, view)
         unfinished = {request.rid for request in view.unfinished}
         waiting = [r for r in (*ahead, *order.due, *behind) if r.rid not in unfinished]
-        two_phases(builder, pace, self._steps, waiting=waiting, before_offline=pace.begin_offline)
-        plan = builder.build(limits=pace.limits(), late=order.newly_late)
+        two_phases(
+            builder, budget, self._steps, waiting=waiting, before_offline=budget.begin_offline
+        )
+        plan = builder.build(limits=budget.limits(), late=order.newly_late)
         begun = plan.prefill.keys() - unfinished
         num_due = carry.num_due + sum(request.rid in begun for request in order.due)
         if not order.late or any(request.rid in plan.prefill for request in order.late):
             num_due = 0
         return plan, Past(num_due=min(num_due, LATE_TURN), rid=turn)
+
+    def _time_budget(self, deadlines: Deadlines, order: OnlineOrder, view: View) -> TimeBudget:
+        """What chat needs of the iteration, and what offline work may take of it."""
+        slacks, room = deadlines.slacks, view.room
+        prefills = deadlines.prefill_slacks(order.due)
+        is_whole = room is not None and room.wait_s is not None and not order.late
+        if is_whole:
+            online_s = math.inf  # prompts are not cut for the sake of decodes
+        elif self._options.feasible and not order.borrows:
+            online_s = deadlines.decodes_first_s()
+        else:
+            online_s = deadlines.online_s(prefills)
+        most_s = math.inf
+        if self._options.gap_cap and not is_whole and slacks.least_s < math.inf:
+            most_s = GAPS * slacks.tpot_s
+        return deadlines.budget(
+            prefills,
+            online_s=online_s,
+            offline_s=min(deadlines.offline_s(prefills), deadlines.idle_s(prefills)),
+            most_s=most_s,
+            room=room,
+        )
 
     def _turn(self, order: OnlineOrder, carry: Past, view: View, deadlines: Deadlines) -> str:
         """The late request that comes before the due ones, "" for none."""

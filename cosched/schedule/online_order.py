@@ -26,7 +26,8 @@ from cosched.core.request import LateReason, Request
 from cosched.core.view import View
 from cosched.schedule.base import PolicySettings
 from cosched.schedule.builder import PlanBuilder
-from cosched.schedule.deadlines import DeadlinePace, Deadlines, online_prefills
+from cosched.schedule.deadlines import Deadlines, online_prefills
+from cosched.schedule.time_budget import TimeBudget
 
 LATE_TURN = 16
 """Of so many online prefills one is late, while no late one has waited for long."""
@@ -40,13 +41,13 @@ class OnlineOrder(NamedTuple):
     """Unfinished prefills among them.
 
     newly_late  of the late those of which no plan before this one said so, and why they are
-    lends       decodes wait for the due, who would not all be in time else, and win it back
+    borrows     the due requests would not all be in time else: decodes wait for them and catch up
     """
 
     due: list[Request]
     late: list[Request]
     newly_late: Mapping[str, LateReason]
-    lends: bool = False
+    borrows: bool = False
 
 
 def by_feasibility(view: View, deadlines: Deadlines) -> OnlineOrder:
@@ -71,16 +72,16 @@ def by_feasibility(view: View, deadlines: Deadlines) -> OnlineOrder:
         for request in coming[:_MOST_LOOKED_AT]
     ]
     chosen = _most_in_time(looked_at, deadlines.prefill_time_s)
-    lends = False
+    borrows = False
     if not late:
         # Where some wait whose deadline is over, there is no time in which decodes win it back.
         num_sure = len(_most_in_time(looked_at, deadlines.sure_prefill_time_s))
         if num_sure < len(looked_at):
             more = _most_in_time(looked_at, deadlines.most_prefill_time_s)
             if len(more) >= len(chosen):
-                num_lost = deadlines.num_lost([(p.seconds, p.within_s) for p in more])
-                if len(more) - num_sure > num_lost:
-                    chosen, lends = more, True
+                num_misses = deadlines.num_tpot_misses([(p.seconds, p.within_s) for p in more])
+                if len(more) - num_sure > num_misses:
+                    chosen, borrows = more, True
     due = [prefill.request for prefill in chosen]
     if len(due) < len(coming):
         rids = {request.rid for request in due}
@@ -94,15 +95,20 @@ def by_feasibility(view: View, deadlines: Deadlines) -> OnlineOrder:
         late += [prefill.request for prefill in left_out]
         late.sort(key=lambda r: r.arrival_seq)
         due += behind
-    return OnlineOrder(due, late, newly_late, lends)
+    return OnlineOrder(due, late, newly_late, borrows)
 
 
-def deadline_pace(builder: PlanBuilder, settings: PolicySettings) -> DeadlinePace:
+def time_budget(builder: PlanBuilder, settings: PolicySettings) -> TimeBudget:
     """Of the next iteration, where online requests are served in the order of arrival. Counts the
     time of the running online requests' decodes."""
     deadlines = Deadlines(builder, settings)
-    lends = by_feasibility(builder.view, deadlines).lends
-    return deadlines.pace(online_prefills(builder.view), lends=lends)
+    borrows = by_feasibility(builder.view, deadlines).borrows
+    prefills = deadlines.prefill_slacks(online_prefills(builder.view))
+    return deadlines.budget(
+        prefills,
+        online_s=deadlines.online_s(prefills if borrows else None),
+        offline_s=deadlines.offline_s(prefills),
+    )
 
 
 class _Prefill(NamedTuple):

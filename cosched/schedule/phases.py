@@ -26,34 +26,6 @@ from cosched.core.request import Request, RequestClass, num_tokens_of
 from cosched.core.view import Decodes, Match, OfflineOrder, View
 from cosched.schedule.builder import PlanBuilder
 
-__all__ = [
-    "LEAST_SHARED",
-    "UNLIMITED",
-    "Pace",
-    "Steps",
-    "admission_tokens",
-    "admit_in_order",
-    "admit_online",
-    "continue_online",
-    "follow",
-    "has_time",
-    "is_turn_of_decodes",
-    "is_worth_its_place",
-    "largest_first",
-    "make_room_for_decodes",
-    "must_wait",
-    "num_offline_running",
-    "offline_room",
-    "offline_tokens",
-    "oldest_first",
-    "output_token_s",
-    "owes_recomputing",
-    "shortest_first",
-    "stop_beyond_limit",
-    "two_phases",
-    "youngest_first",
-]
-
 
 class Pace(Protocol):
     """How much of the time of an iteration each phase may take. It asks the builder's ledger what

@@ -34,7 +34,7 @@ class Device:
     def most_prefill_time_s(self, within_s):
         return self.most * within_s
 
-    def num_lost(self, prefills):
+    def num_tpot_misses(self, prefills):
         return self.num_late
 
 

@@ -45,7 +45,7 @@ from cosched.core.view import OfflineOrder, View
 from cosched.schedule.base import PolicySettings
 from cosched.schedule.builder import PlanBuilder
 from cosched.schedule.candidates import Candidate, admit_best, punishments
-from cosched.schedule.online_order import deadline_pace
+from cosched.schedule.online_order import time_budget
 from cosched.schedule.phases import Steps, shortest_first, two_phases, youngest_first
 
 
@@ -60,7 +60,7 @@ class EchoPolicy:
 
     def plan(self, view: View, carry: None) -> tuple[Plan, None]:
         builder = PlanBuilder(view)
-        pace = deadline_pace(builder, self._settings)
+        pace = time_budget(builder, self._settings)
         two_phases(builder, pace, _STEPS)
         return builder.build(limits=pace.limits()), None
 

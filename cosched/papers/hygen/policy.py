@@ -27,7 +27,7 @@ from cosched.core.plan import Plan
 from cosched.core.view import View
 from cosched.schedule.base import PolicySettings
 from cosched.schedule.builder import PlanBuilder
-from cosched.schedule.online_order import deadline_pace
+from cosched.schedule.online_order import time_budget
 from cosched.schedule.phases import two_phases
 
 
@@ -41,6 +41,6 @@ class HygenPolicy:
 
     def plan(self, view: View, carry: None) -> tuple[Plan, None]:
         builder = PlanBuilder(view)
-        pace = deadline_pace(builder, self._settings)
+        pace = time_budget(builder, self._settings)
         two_phases(builder, pace)
         return builder.build(limits=pace.limits()), None

@@ -1,0 +1,137 @@
+"""The predicted time that each phase of an iteration may take, and how many tokens fit into it."""
+
+from __future__ import annotations
+
+import math
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+
+from cosched.core.batch import BatchTotals
+from cosched.core.estimates import Predictor
+from cosched.schedule.ledger import Ledger
+
+_MANY = 2048
+"""Tokens over which the steps of tiles even out."""
+
+_LEAST_CUT = 64
+"""Where less than this fits below the end of a tile, as beside many decodes, an online prompt is
+not cut there: it would be computed in crumbs, each at the price of a mixed batch."""
+
+_TILES = (64, 128, 256)
+"""Tokens that GEMM kernels work on at a time."""
+
+
+class TimeBudget:
+    """Implements `cosched.schedule.phases.Pace`: the predicted time of what is in a ledger is at
+    most a limit per phase [s].
+
+    ends_s         in place of `online_s` for an iteration in which an online prompt ends
+    beside_online  KV tokens read for each of the offline requests that will decode beside them, if
+                   they fit: then online prompts may be cut where a tile of tokens ends. None: they
+                   may not
+    longer_s       time of an iteration without offline work -> most time with it [s]; None: the
+                   limit of the phase alone holds
+    rides          offline work may be in an iteration with online prefills
+    """
+
+    def __init__(
+        self,
+        predictor: Predictor,
+        ledger: Ledger,
+        *,
+        online_s: float,
+        ends_s: float,
+        offline_s: float,
+        beside_online: Sequence[int] | None,
+        longer_s: Callable[[float], float] | None = None,
+        rides: bool = True,
+    ) -> None:
+        self._predictor = predictor
+        self._ledger = ledger
+        self._online_s = online_s
+        self._ends_s = ends_s
+        self._offline_s = offline_s
+        self._beside_online = beside_online
+        self._longer_s = longer_s
+        self._rides = rides
+        self._most_tokens: int | None = None
+
+    def begin_offline(self) -> None:
+        if not self._rides and self._ledger.totals.num_new:
+            self._offline_s = 0.0
+        if self._longer_s is not None:
+            self._offline_s = min(self._offline_s, self._longer_s(self._ledger.seconds()))
+
+    def limits(self) -> Mapping[str, float]:
+        limits = {"online": self._online_s, "offline": self._offline_s}
+        return {phase: limit_s for phase, limit_s in limits.items() if limit_s < math.inf}
+
+    def online_tokens(self, num_cached: int, limit: int) -> int:
+        most = self._predictor.max_prefill(self._ledger.totals, num_cached, self._online_s, limit)
+        if most == 0:
+            return 0
+        if most < limit and self._seconds(self._ledger.totals, limit, num_cached) <= self._ends_s:
+            return limit  # what is left would take an iteration of its own
+        if self._beside_online is None:
+            return most
+        totals = self._ledger.totals.copy()
+        totals.add_decodes(self._beside_online)
+        in_batch = totals.num_new + totals.num_decodes
+        tile = _TILES[-1]
+        to_full = -(-(in_batch + most) // tile) * tile - in_batch
+        if self._seconds(totals, to_full, num_cached) <= self._offline_s:
+            return most  # offline work fills the tile
+        cut = self._worthwhile(totals, most, num_cached)
+        return cut if cut >= min(most, _LEAST_CUT) else most
+
+    def offline_tokens(self, num_cached: int, limit: int, *, is_last: bool = False) -> int:
+        totals = self._ledger.totals
+        in_batch = totals.num_new + totals.num_decodes
+        if self._most_tokens is None:
+            most = self._predictor.max_prefill(totals, num_cached, self._offline_s, _MANY)
+            if most == _MANY:
+                self._most_tokens = sys.maxsize
+            else:
+                self._most_tokens = in_batch + self._worthwhile(totals, most, num_cached)
+        left = self._most_tokens - in_batch
+        if left <= 0:
+            return 0
+        limit = min(limit, left)
+        most = self._predictor.max_prefill(totals, num_cached, self._offline_s, limit)
+        return self._worthwhile(totals, most, num_cached) if is_last else most
+
+    def has_offline_time(self) -> bool:
+        if self._most_tokens is None:
+            return self._ledger.seconds_with(1, 0) <= self._offline_s
+        return self._ledger.totals.num_new + self._ledger.totals.num_decodes < self._most_tokens
+
+    def _worthwhile(self, totals: BatchTotals, most: int, num_cached: int) -> int:
+        """Of the sizes of a prefill up to `most` the one with the best surplus.
+
+        Kernels work on tiles of tokens, so the first token beyond a full tile may cost as much as a
+        whole one. The surplus is tokens at the price that many of them have, less the time of the
+        iteration. What is not spent is slack, with which a later iteration affords the next full
+        tile.
+        """
+        if most == 0:
+            return 0
+        in_batch = totals.num_new + totals.num_decodes
+        alone_s = self._predictor.predict_s(totals)
+        token_s = (self._seconds(totals, _MANY, num_cached) - alone_s) / _MANY
+        sizes = {most} | {(in_batch + most) // tile * tile - in_batch for tile in _TILES}
+        fitting = [n for n in sizes if n > 0]
+        return max(fitting, key=lambda n: n * token_s - self._seconds(totals, n, num_cached))
+
+    def _seconds(self, totals: BatchTotals, num_tokens: int, num_cached: int) -> float:
+        trial = totals.copy()
+        trial.add_prefill(num_tokens, num_cached)
+        return self._predictor.predict_s(trial)
+
+    def offline_decodes(self, contexts: Sequence[int]) -> int:
+        seconds = self._ledger.seconds_with_decodes
+        if seconds(contexts) <= self._offline_s:
+            return len(contexts)
+        return bisect_right(
+            range(1, len(contexts)), self._offline_s, key=lambda n: seconds(contexts[:n])
+        )
