@@ -16,8 +16,8 @@ All times are predicted (Echo §5.2: the tightest online deadline bounds the ite
 TPOT counts from the first token that was sent, not from the TTFT target as in Echo: users are
 promised a mean gap, and an early first token does not allow longer gaps. Decodes that are ahead of
 their deadlines let large online chunks borrow their slack. Decodes that are behind stop offline
-work, but not online prefills. `idle_share` is for a request that arrives while an iteration runs, at
-worst when the next one is planned already.
+work, but not online prefills. `idle_share` is for a request that arrives while an iteration runs,
+at worst when the next one is planned already.
 
 Whether a request meets its target is decided over many iterations. So the margin that the predictor
 adds to each iteration for disturbances (`Predictor.margin`) is taken out of these estimates. A TPOT
@@ -287,8 +287,8 @@ def _beside_s(alone_s: float, tpot_s: float) -> float:
 
 
 _LEAST_IDLE = 1.25
-"""Without online requests an iteration may take this many times the shortest one, whatever tolerance
-mode says of TTFT."""
+"""Without online requests an iteration may take this many times the shortest one, whatever
+tolerance mode says of TTFT."""
 
 _RELAXED_SHARE = 0.5
 """Of the TTFT target: with less left than this, an online prompt is not cut for a tile's sake."""
@@ -375,8 +375,8 @@ class PrefillSlacks(NamedTuple):
 
 
 _DOUBT = 0.1
-"""Error of estimates: a prefill that is too long by this share of its time is tried all the same, and
-an iteration in which a prompt ends may be longer by this share if no decode misses its target."""
+"""Error of estimates: a prefill that is too long by this share of its time is tried all the same,
+and an iteration in which a prompt ends may be longer by it if no decode misses its target."""
 
 _MOST_LOOKED_AT = 16
 """Waiting online requests whose prompts are looked up in the cache to estimate their time."""
