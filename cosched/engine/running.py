@@ -1,14 +1,14 @@
-"""What plans need to know of all requests that run, kept from plan to plan.
+"""What plans need to know of all running requests, kept from plan to plan.
 
-Of a request that goes on decoding hardly anything changes, and what does is known without looking
-at it: the batch has all lengths in one array, and whoever is told of a result knows whose tokens
-came out. So a plan looks at those that are new. With hundreds of requests most of its time would
-go into fetching what belongs to each from all over the memory.
+Little changes for a request that goes on decoding, and what changes is known without reading it:
+the batch has all lengths in one array, and each result says whose tokens it holds. So a plan reads
+only new requests. With hundreds of requests most of its time would otherwise go into reading them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import IntEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -27,25 +27,50 @@ from cosched.schedule.ledger import promised_tokens
 if TYPE_CHECKING:
     from cosched.engine.waiting import WaitingQueue
 
-_OUTPUT, _SHARED, _ROWS, _LIMIT, _PROMISED, _OFFLINE, _RARE, _GAIN, _UNTIL, _ENDS = range(10)
-_NUM_COLUMNS = _ENDS + NUM_ENDS
 
-_SPECIAL, _CERTAIN, _PROMISES, _HOSTED = 1, 2, 4, 8
-"""Bits of what few requests are: with `Traits` of their own, keeping all of their output free,
-promised some, guests."""
+class _Column(IntEnum):
+    """Of the table; one row of the array each.
+
+    OUTPUT    generated tokens
+    SHARED    tokens at its head that the radix tree owns, less what is allocated beyond what is
+              computed
+    SLOTS     request slots
+    LIMIT     most output tokens
+    PROMISED  output tokens for which a plan has set KV aside; `_NONE`: none has
+    OFFLINE   1: offline
+    SPECIAL   1: it has `Traits` of its own
+    CERTAIN   1: the engine keeps all of its output free
+    GUEST     1: it grows into KV that is set aside for another
+    GAIN      tokens of the radix tree that it alone holds; `_NONE`: not looked up
+    UNTIL     output at which its length is estimated again
+    ENDS      and the columns behind it: the ends of its whole output until then
+    """
+
+    OUTPUT = 0
+    SHARED = 1
+    SLOTS = 2
+    LIMIT = 3
+    PROMISED = 4
+    OFFLINE = 5
+    SPECIAL = 6
+    CERTAIN = 7
+    GUEST = 8
+    GAIN = 9
+    UNTIL = 10
+    ENDS = 11
+
+
+_NUM_COLUMNS = _Column.ENDS + NUM_ENDS
+_KEPT = slice(0, _Column.UNTIL)
+"""Columns that are written when a request is new."""
 
 _NONE = -1
 """Not read, not promised, not known."""
 
 
 class RunningTable:
-    """All that runs in one scheduler, by the row that a request has in the engine.
-
-    A few integers of each: generated tokens; tokens at its head that the radix tree owns, less what
-    is allocated beyond what is computed; request slots; its limit; output tokens promised; whether
-    it is offline, and what few are; tokens of the tree that it alone holds; the output with which
-    its length is looked at again, and the ends of its whole output until then, in the last columns.
-    """
+    """The running requests of one scheduler, by the row that each has in the engine: a few integers
+    of each (`_Column`)."""
 
     def __init__(self, lengths: Lengths, generations: Any, *, page_size: int) -> None:
         """generations: of each row, a number that changes when another request gets it
@@ -66,7 +91,7 @@ class RunningTable:
         """A plan has had guests: with most policies none has, and nothing looks for them."""
 
     def forget(self, request: TrackedRequest) -> None:
-        """It is over, or something was promised to it: to be read again if it runs."""
+        """It has ended, or a plan has set KV aside for it: read it again if it runs."""
         if request.row is not None:
             self._read[request.row] = _NONE
             self._owners[request.row] = None
@@ -74,7 +99,7 @@ class RunningTable:
 
     def came(self, batch: Any) -> None:
         """The result of an iteration is known."""
-        self._columns[_OUTPUT, port.rows_of(batch)] = port.num_outputs(batch.reqs)
+        self._columns[_Column.OUTPUT, port.rows_of(batch)] = port.num_outputs(batch.reqs)
 
     def promise(
         self, plan: Plan, waiting: WaitingQueue, batch: Any, unfinished: Any | None
@@ -103,7 +128,7 @@ class RunningTable:
         return taken_by_guests([req.cosched for req in batch.reqs])
 
     def follow(self, batch: Any) -> Running:
-        """The requests of a running batch that are not over. O(1) for each that is new and a few
+        """The requests of a running batch that have not ended. O(1) for each new one and a few
         array operations for all others."""
         rows, computed = port.rows_of(batch), port.computed_of(batch)
         new = (self._read[rows] != self._generations[rows]).nonzero()[0].tolist()
@@ -118,7 +143,7 @@ class RunningTable:
         )
 
     def _look_at(self, req: Any, row: int) -> bool:
-        """Read one that is new. False: it is over."""
+        """Read a new request. False: it has ended."""
         if not port.is_under_way(req):
             return False
         tracked: TrackedRequest = req.cosched
@@ -127,18 +152,17 @@ class RunningTable:
             before.row = None
         self._owners[row], tracked.row = tracked, row
         promised = tracked.promised
-        self._columns[_UNTIL:, row] = 0
-        self._columns[:_UNTIL, row] = (
+        self._columns[_Column.UNTIL :, row] = 0
+        self._columns[_KEPT, row] = (
             tracked.num_output_tokens,
             _shared_of(tracked),
             tracked.traits.num_rows,
             tracked.max_new_tokens,
             _NONE if promised is None else promised,
             tracked.request_class is RequestClass.OFFLINE,
-            _SPECIAL * (tracked.traits is not PLAIN)
-            + _CERTAIN * tracked.reserves_all
-            + _PROMISES * (promised is not None)
-            + _HOSTED * tracked.is_hosted,
+            tracked.traits is not PLAIN,
+            tracked.reserves_all,
+            tracked.is_hosted,
             _NONE,
         )
         self._read[row] = self._generations[row]
@@ -151,8 +175,8 @@ class RunningTable:
             tracked = self._owners[row]
             if tracked is not None:
                 num_shared = _shared_of(tracked)
-                if num_shared != columns[_SHARED, row]:
-                    columns[_SHARED, row], columns[_GAIN, row] = num_shared, _NONE
+                if num_shared != columns[_Column.SHARED, row]:
+                    columns[_Column.SHARED, row], columns[_Column.GAIN, row] = num_shared, _NONE
             if tracked is None or tracked.num_output_tokens > num_output:
                 del self._settling[row]
 
@@ -163,33 +187,33 @@ class RunningTable:
         kv_tree: KvTree | None,
         gain_of: Callable[[TrackedRequest], int],
     ) -> Outlook:
-        """Of `View.outlook`. kv_tree: knows what of the tree each alone holds; None: nobody does,
+        """Of `View.outlook`. kv_tree: knows what of the tree each request alone holds; None:
         `gain_of` is asked about each."""
         columns, rows = running.columns, running.rows
-        num_output = columns[_OUTPUT]
-        due = (num_output >= columns[_UNTIL]).nonzero()[0].tolist()
+        num_output = columns[_Column.OUTPUT]
+        due = (num_output >= columns[_Column.UNTIL]).nonzero()[0].tolist()
         for place in due:
-            columns[_UNTIL, place], ends = self._lengths.ends(
+            columns[_Column.UNTIL, place], ends = self._lengths.ends(
                 self._owner(rows[place]), int(num_output[place])
             )
-            columns[_ENDS:, place] = (0,) * (NUM_ENDS - len(ends)) + ends
+            columns[_Column.ENDS :, place] = (0,) * (NUM_ENDS - len(ends)) + ends
         if due:
-            self._columns[_UNTIL:, rows] = columns[_UNTIL:]
-        left = columns[_ENDS:] - num_output
+            self._columns[_Column.UNTIL :, rows] = columns[_Column.UNTIL :]
+        left = columns[_Column.ENDS :] - num_output
         if not running.are_plain:
-            left *= columns[_ROWS]
+            left *= columns[_Column.SLOTS]
         if kv_tree is None:
             held = [gain_of(request) for request in running.everyone]
             return Outlook(np.array(held, dtype=np.int64), left)
         if self._num_shifts != kv_tree.num_shifts:
             self._num_shifts = kv_tree.num_shifts
-            self._columns[_GAIN] = columns[_GAIN] = _NONE
-        unknown = (columns[_GAIN] == _NONE).nonzero()[0].tolist()
+            self._columns[_Column.GAIN] = columns[_Column.GAIN] = _NONE
+        unknown = (columns[_Column.GAIN] == _NONE).nonzero()[0].tolist()
         if unknown:
             nodes = [port.last_node(self._owner(rows[place]).req) for place in unknown]
-            columns[_GAIN, unknown] = kv_tree.gains_of_release(nodes)
-            self._columns[_GAIN, rows] = columns[_GAIN]
-        return Outlook(running.num_own + columns[_GAIN], left)
+            columns[_Column.GAIN, unknown] = kv_tree.gains_of_release(nodes)
+            self._columns[_Column.GAIN, rows] = columns[_Column.GAIN]
+        return Outlook(running.num_own + columns[_Column.GAIN], left)
 
     def _owner(self, row: Any) -> TrackedRequest:
         owner = self._owners[int(row)]
@@ -198,8 +222,7 @@ class RunningTable:
 
 
 def _shared_of(tracked: TrackedRequest) -> int:
-    """What is to be taken off its computed tokens for the KV tokens that it holds outside the
-    tree."""
+    """Its computed tokens less the KV tokens that it holds outside the tree."""
     return tracked.num_computed_tokens - tracked.num_own_tokens
 
 
@@ -209,7 +232,7 @@ class Running:
     rows       of each, in the table and in the engine
     columns    of the table
     num_own    KV tokens of each outside the radix tree
-    are_plain  nothing of theirs is special (`Traits`), nor of any that is still in the batch
+    are_plain  none has special `Traits`, and no request of the batch has ended
     """
 
     def __init__(
@@ -222,21 +245,21 @@ class Running:
         page_size: int,
         is_whole: bool,
     ) -> None:
-        """owners: of all rows. computed: tokens of each whose KV is there. is_whole: nobody in the
-        batch is over."""
+        """owners: of all rows. computed: tokens of each whose KV is there. is_whole: no request of
+        the batch has ended."""
         self._owners = owners
         self.rows = rows
         self.columns = columns
         self._computed = computed
         self._page_size = page_size
-        self._rare = int(np.bitwise_or.reduce(columns[_RARE]))
-        is_offline = columns[_OFFLINE]
+        self._has_promises = bool((columns[_Column.PROMISED] != _NONE).any())
+        is_offline = columns[_Column.OFFLINE]
         self._places = {
             RequestClass.ONLINE: (is_offline == 0).nonzero()[0],
             RequestClass.OFFLINE: is_offline.nonzero()[0],
         }
-        self.num_own = computed - columns[_SHARED]
-        self.are_plain = is_whole and not self._rare & _SPECIAL
+        self.num_own = computed - columns[_Column.SHARED]
+        self.are_plain = is_whole and not columns[_Column.SPECIAL].any()
 
     @cached_property
     def everyone(self) -> Sequence[TrackedRequest]:
@@ -261,32 +284,36 @@ class Running:
 
     @cached_property
     def progress(self) -> Progress:
-        num_output = self.columns[_OUTPUT].tolist()
+        num_output = self.columns[_Column.OUTPUT].tolist()
         promised: list[int | None] = [None] * len(num_output)
-        if self._rare & _PROMISES:
-            promised = [None if n == _NONE else n for n in self.columns[_PROMISED].tolist()]
+        if self._has_promises:
+            promised = [None if n == _NONE else n for n in self.columns[_Column.PROMISED].tolist()]
         return Progress(num_output, promised)
 
     def to_come(self) -> tuple[Any, Any]:
-        """Where no plan has promised any, output still to come in all rows of each that may end
-        early, and of each that cannot."""
+        """Of requests without promised KV: output still to come in all their slots, of those that
+        may end early, and of those that cannot."""
         columns = self.columns
-        num_left = columns[_LIMIT] - columns[_OUTPUT]
+        num_left = columns[_Column.LIMIT] - columns[_Column.OUTPUT]
         if not self.are_plain:
-            num_left *= columns[_ROWS]
-        if not self._rare & (_PROMISES | _CERTAIN):
+            num_left *= columns[_Column.SLOTS]
+        is_certain = columns[_Column.CERTAIN] != 0
+        if not self._has_promises and not is_certain.any():
             return num_left, num_left[:0]
-        rule = columns[_RARE] & (_PROMISES | _CERTAIN)
-        return num_left[rule == 0], num_left[rule == _CERTAIN]
+        is_free = columns[_Column.PROMISED] == _NONE
+        return num_left[is_free & ~is_certain], num_left[is_free & is_certain]
 
     @cached_property
     def promised(self) -> int:
         """KV tokens kept for what plans have promised, less what guests have taken of it."""
-        if not self._rare & _PROMISES:
+        if not self._has_promises:
             return 0
         columns = self.columns
-        num_left = np.maximum(columns[_PROMISED] - columns[_OUTPUT], 0) * columns[_ROWS]
-        num_promised = int((columns[_PROMISED] != _NONE).sum())
+        num_left = (
+            np.maximum(columns[_Column.PROMISED] - columns[_Column.OUTPUT], 0)
+            * columns[_Column.SLOTS]
+        )
+        num_promised = int((columns[_Column.PROMISED] != _NONE).sum())
         return promised_tokens(int(num_left.sum()), num_promised) - sum(self.lent.values())
 
     @property
@@ -301,13 +328,13 @@ class Running:
 
     @cached_property
     def _loans(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
-        guests = (self.columns[_RARE] & _HOSTED).nonzero()[0].tolist()
+        guests = self.columns[_Column.GUEST].nonzero()[0].tolist()
         return _loans([self.everyone[place] for place in guests], self.everyone)
 
     @property
     def next_step(self) -> int:
         """KV tokens that their next decodes take."""
-        num_rows = self.columns[_ROWS]
+        num_rows = self.columns[_Column.SLOTS]
         if self._page_size > 1:
             num_rows = num_rows[self._computed % self._page_size == 0]
         return self._page_size * int(np.add.reduce(num_rows))
@@ -319,7 +346,7 @@ class Running:
 
 
 class _Owners(Sequence[TrackedRequest]):
-    """Most plans ask only how many run: the rest is fetched when it is asked for."""
+    """Most plans ask only how many there are: the requests are fetched when they are asked for."""
 
     def __init__(self, owners: Sequence[Any], rows: Any) -> None:
         self._owners = owners
@@ -346,8 +373,8 @@ def _owners_of(owners: Sequence[Any], rows: Any) -> list[TrackedRequest]:
 def _loans(
     guests: Sequence[TrackedRequest], everyone: Sequence[TrackedRequest]
 ) -> tuple[Mapping[str, int], Mapping[str, int]]:
-    """What guests have taken of their hosts' promises, and what hosts have lent. A guest takes no
-    more than its host has left; of one whose host is over nothing counts."""
+    """KV tokens that guests have taken of what their hosts were promised, by guest and by host. A
+    guest takes no more than its host has left; without its host nothing counts."""
     taken: dict[str, int] = {}
     lent: dict[str, int] = {}
     if guests:
