@@ -177,12 +177,11 @@ MODELS = {
         result=Terms(each=754e-6, running=13.3e-6, prefill=323e-6),
     ),
 }
-"""By kind of scheduling: stock, stock priority, and policies that plan (fitted to `hygen` and
-`cosched`). Made by `scripts/fit_host_time.py --data-dir DIR` (seed 0, SGLang 0.5.23, November 25th
-2026) from 600 iterations at each of 50, 200 and 500 request slots, on two virtual cores (AMD EPYC)
-that were shared: other processes slowed a loop of plain Python down to half. The lower decile of
-the time of the thread is fitted for that reason. Terms below a nanosecond, and the waiting requests
-of a result, are left out."""
+"""By kind of scheduling: stock, stock priority, and policies that plan (`hygen` and `cosched`).
+Fitted by `scripts/fit_host_time.py` of commit e746876 (seed 0, SGLang 0.5.23, November 2026) to 600
+iterations at each of 50, 200 and 500 request slots, on two shared virtual cores (AMD EPYC). The
+lower decile of the thread's time is fitted, because other processes only make it longer. Terms
+below a nanosecond, and the waiting requests of a result, are left out."""
 
 
 def kind_of(entry: PolicyEntry) -> str:
