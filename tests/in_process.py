@@ -11,11 +11,11 @@ def stay_in_process(monkeypatch):
     results that a store had are not in it."""
     ran = []
 
-    def call_all(function, arguments, *, num_jobs):
-        for index, some in enumerate(arguments):
-            ran.append(some[0])
-            yield index, function(*some)
+    def in_processes(specs, *, num_jobs):
+        for index, spec in enumerate(specs):
+            ran.append(spec)
+            yield index, parallel.execute(spec)
 
-    monkeypatch.setattr(parallel, "call_all", call_all)
+    monkeypatch.setattr(parallel, "in_processes", in_processes)
     monkeypatch.setenv(ENV_VAR, "")  # a run sets it
     return ran

@@ -98,7 +98,7 @@ def test_every_suite_names_known_options_policies_and_columns(name, tmp_path):
         ("online-rate", "onlin-rate", "few, sarathi: unrecognized arguments: --onlin-rate"),
         ("kv-tokens = 20000", "kv-tokens = 0", "argument --kv-tokens: '0' is not a whole number"),
         ("latency_budget_ms", "latency_bujet_ms", "few, hygen, budget: --cosched-config: "),
-        ('policy = "hygen"', 'policy = "hygien"', "unknown scenario 'hygien'"),
+        ('policy = "hygen"', 'policy = "hygien"', "unknown setting 'hygien'"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named_before_anything_runs(small, old, new, said):
@@ -235,7 +235,7 @@ def test_run_prints_a_table_and_one_json_line_and_compare_reads_it(capsys, tmp_p
 
 def test_unknown_settings_and_files_are_refused_by_name(tmp_path, capsys):
     for command, said in (
-        (["run", "--settings", "ehco", *OPTIONS], "unknown scenario 'ehco'; choose from"),
+        (["run", "--settings", "ehco", *OPTIONS], "unknown setting 'ehco'; choose from"),
         (["compare", str(tmp_path / "absent.json")], "absent.json"),
         (["suite"], "name a suite"),
     ):

@@ -1,62 +1,89 @@
-"""Many runs at a time, each in a process of its own.
+"""Runs side by side, each in a process of its own.
 
-SGLang keeps process-wide state, and memory that a run of many long prompts took is given back. The
-processes are forked from one in which SGLang is imported and hooked already
-(`cosched_patches.prepared`): that takes longer than a minute of virtual time does.
+SGLang keeps state per process, and a fresh process returns the memory of long prompts. Processes
+are forked from one that has imported and hooked SGLang (`cosched_patches.prepared`), which takes
+longer than simulating a minute.
 """
 
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
 
 import cosched.bootstrap
+from cosched.errors import CoschedError
 from cosched.lab.simulation.run import RunResult, RunSpec, execute
 from cosched.lab.simulation.store import ResultStore
 
-R = TypeVar("R")
-
 _PRELOADED = ["cosched_patches.prepared", "cosched.lab.simulation.virtual"]
-
-
-def call_all(
-    function: Callable[..., R], arguments: Sequence[tuple[Any, ...]], *, num_jobs: int
-) -> Iterator[tuple[int, R]]:
-    """Call a function with each of these arguments, at most `num_jobs` at a time, each in a fresh
-    process; yields (index, result) as they end. An error in a call is raised here."""
-    if not arguments:
-        return
-    context = multiprocessing.get_context("forkserver")
-    if not cosched.bootstrap.has_cuda():  # of which a fork can make no use once it was used
-        context.set_forkserver_preload(_PRELOADED)
-    with ProcessPoolExecutor(num_jobs, mp_context=context, max_tasks_per_child=1) as pool:
-        futures = {pool.submit(function, *some): index for index, some in enumerate(arguments)}
-        try:
-            for future in as_completed(futures):
-                yield futures[future], future.result()
-        finally:
-            for future in futures:
-                future.cancel()
 
 
 def execute_all(
     specs: Sequence[RunSpec], *, num_jobs: int, store: ResultStore | None = None
 ) -> Iterator[tuple[int, RunResult]]:
-    """Run them, at most `num_jobs` at a time; yields (index, result) as they end. What `store` has
-    is not run again, and what is run is put there. An error in a run is raised here.
-    """
-    left = dict(enumerate(specs))
-    if store is not None:
-        for index, spec in enumerate(specs):
-            result = store.get(spec)
-            if result is not None:
-                del left[index]
-                yield index, result
-    indices = list(left)
-    calls = call_all(execute, [(spec,) for spec in left.values()], num_jobs=num_jobs)
-    for number, result in calls:
+    """Execute all, at most `num_jobs` at a time; yields (index, result) as they end. Results that
+    `store` has are not computed again, and new ones are put there. Raises the error of a run."""
+    left: list[int] = []
+    for index, spec in enumerate(specs):
+        result = None if store is None else store.get(spec)
+        if result is None:
+            left.append(index)
+        else:
+            yield index, result
+    for number, result in in_processes([specs[index] for index in left], num_jobs=num_jobs):
         if store is not None:
             store.put(result)
-        yield indices[number], result
+        yield left[number], result
+
+
+def in_processes(specs: Sequence[RunSpec], *, num_jobs: int) -> Iterator[tuple[int, RunResult]]:
+    """Execute each in a fresh process; yields (index, result) as they end."""
+    # Not a ProcessPoolExecutor: with max_tasks_per_child it can hang on Python 3.11.
+    waiting = list(enumerate(specs))[::-1]
+    running: dict[Connection, tuple[int, Any]] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < num_jobs:
+                index, spec = waiting.pop()
+                connection, process = _start(spec)
+                running[connection] = index, process
+            for ready in wait(list(running)):
+                assert isinstance(ready, Connection), f"{ready=}"
+                index, process = running.pop(ready)
+                yield index, _received(ready, process)
+    finally:
+        for _, process in running.values():
+            process.terminate()
+
+
+def _start(spec: RunSpec) -> tuple[Connection, Any]:
+    context = multiprocessing.get_context("forkserver")
+    if not cosched.bootstrap.has_cuda():  # CUDA cannot be used in a fork once it was initialized
+        context.set_forkserver_preload(_PRELOADED)
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_run, args=(theirs, spec), daemon=True)
+    process.start()
+    theirs.close()
+    return ours, process
+
+
+def _run(connection: Connection, spec: RunSpec) -> None:
+    try:
+        connection.send(execute(spec))
+    except Exception as error:
+        connection.send(error)
+
+
+def _received(connection: Connection, process: Any) -> RunResult:
+    try:
+        result = connection.recv()
+    except EOFError:
+        process.join()
+        raise CoschedError(f"the process of a run ended with code {process.exitcode}") from None
+    process.join()
+    if isinstance(result, Exception):
+        raise result
+    assert isinstance(result, RunResult), f"{type(result)=}"
+    return result

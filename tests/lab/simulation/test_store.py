@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
-from cosched.lab.metrics.records import RequestRecord
 from cosched.lab.simulation import store as store_module
 from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.parallel import execute_all
@@ -35,7 +34,7 @@ def test_a_run_that_is_there_is_not_run_again(result, tmp_path, monkeypatch):
     def fail(*args, **kwargs):
         raise AssertionError("it was run again")
 
-    monkeypatch.setattr("cosched.lab.simulation.parallel.ProcessPoolExecutor", fail)
+    monkeypatch.setattr("cosched.lab.simulation.parallel._start", fail)
     [(index, again)] = execute_all([SPEC], num_jobs=1, store=store)
     assert index == 0
     assert again.to_dict() == result.to_dict()
@@ -62,23 +61,6 @@ def test_a_whole_run_answers_for_one_that_may_give_up(result, tmp_path):
         assert not store.get(spec).gave_up and store.get(spec).spec == spec
 
 
-def test_a_result_outlives_fields_that_later_versions_add_and_drop(result, tmp_path, monkeypatch):
-    store = ResultStore(tmp_path)
-    store.put(result)
-    assert store.get(SPEC).records == result.records
-
-    def kept_by_an_older_version(kind, named):
-        if kind is RequestRecord:
-            named = {"dropped": 1} | {n: v for n, v in named.items() if n != "sent_s"}
-        return made_of(kind, named)
-
-    made_of = store_module._made_of
-    monkeypatch.setattr(store_module, "_made_of", kept_by_an_older_version)
-    assert store.get(SPEC).records == result.records
-    monkeypatch.setattr(store_module, "_made_of", lambda kind, named: kind())
-    assert store.get(SPEC) is None, "it lacks what this version cannot do without"
-
-
 def test_only_what_decides_the_result_is_part_of_the_key(result, tmp_path, monkeypatch):
     store = ResultStore(tmp_path)
     store.put(result)
@@ -93,7 +75,7 @@ def test_only_what_decides_the_result_is_part_of_the_key(result, tmp_path, monke
     own = replace(result, spec=replace(SPEC, setting=setting_of("sarathi")))
     store.put(own)
     assert ResultStore(tmp_path).get(own.spec) is not None
-    monkeypatch.setattr(store_module, "_DECIDES_NOTHING", ("schedule/",))
+    monkeypatch.setattr(store_module, "_IRRELEVANT", ())
     for changed in (own.spec, SPEC):
         assert ResultStore(tmp_path).get(changed) is None, "its code is not the same"
 
