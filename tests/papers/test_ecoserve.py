@@ -15,7 +15,8 @@ from cosched.core.plan import PreemptMode, SkipReason
 from cosched.core.request import RequestClass, Slo
 from cosched.core.view import Ended, OfflineLimits
 from cosched.errors import ConfigError
-from cosched.papers.ecoserve.policy import Batch, EcoOptions, EcoServePolicy
+from cosched.papers.ecoserve.policy import EcoServePolicy
+from cosched.papers.ecoserve.work import Batch, EcoOptions
 from cosched.schedule.base import EcoConfig, PolicySettings
 from cosched.schedule.ledger import promised_tokens
 from cosched.schedule.validate import validate
