@@ -1,38 +1,19 @@
 """The coupled schedulers that EcoServe is compared with (EcoServe §2.1, §2.2, Fig. 1).
 
-Idea         a request gets compute and KV memory at once: it is admitted where there is room for
+Idea         a request gets compute and KV memory at once: it is admitted where there is memory for
              what it may generate, and from then on it decodes until it ends. The schedulers differ
-             in how much KV they set aside (`Allocation`), who is next (`Order`), how many run at
-             once, and how large an iteration is: one class with their differences as options.
+             in how much KV they set aside (`Allocation`), in the order of admission (`Order`), in
+             how many requests run at once, and in how large an iteration is.
 Assumptions  KV can be promised to a request (`EngineCaps.promises`). `EXACT`, `SHORTEST` and
-             `GROUPS` believe `View.length`.
+             `GROUPS` rely on `View.length`.
 Good         simple; what is set aside in advance is there when it is needed (`MAX`, and `EXACT`
              where the length is known).
 Bad          KV that is set aside and not used yet keeps others out (`MAX`, `EXACT`), or memory runs
-             out in the middle of a response (`BLOCK`). Nobody knows a target or the time.
+             out in the middle of a response (`BLOCK`). No target and no time is considered.
 Parameters   `CoupledOptions`; the target forward size follows from the predictor
              (`cosched.papers.ecoserve.forward_size`).
 
-Deviations
-* Online requests come before offline ones in every order, and are stopped after them (own). They do
-  not differ in anything else.
-* Orders other than that of arrival look at the first `WINDOW` waiting requests of each class;
-  those that stop requests for others (`SHORTEST`, `LEVELS`) also at the newest `WINDOW` online
-  ones, for it is those that come who do not wait.
-* One prefill at a time may stay unfinished: an iteration is filled by whole prompts and one chunk.
-  Without a target forward size prompts are cut where the engine does.
-* A prompt counts with all its tokens where requests are compared, though a part may be cached.
-* A request that generates more than was set aside goes on token by token; nothing is set aside anew
-  but by `BLOCK`. Where memory runs out the last in the order is stopped, and nobody is admitted in
-  that iteration, as in vLLM: what is copied to host memory is not free yet.
-* `BLOCK` sets a block aside beyond the prompt when a request is admitted, vLLM's watermark, and
-  another one whenever it is used up. Where pages are as large as blocks the engine does the latter
-  by itself.
-* `LEVELS` counts iterations instead of seconds, `TILE` prompt tokens as one, and moves nobody up
-  again for having waited.
-* `GROUPS` chooses groups until one does not find memory, and then no more until one has ended. Of
-  the group that does not find memory the first requests are taken; the others are a group of their
-  own later. Prompts of a group that exceed the iteration follow in the next ones.
+Deviations: docs/policies/ecoserve.md#baselines.
 """
 
 from __future__ import annotations
@@ -72,38 +53,30 @@ WINDOW = 256
 """Waiting requests of a class that are compared with each other (own)."""
 
 
+_NUM_LEVELS = 5
+"""Of `Order.LEVELS`; a request leaves the first after one iteration, each other one after twice as
+many as the level above."""
+
+
 class Allocation(Enum):
-    """How many output tokens KV is set aside for when a request is admitted (§1).
+    """How many output tokens KV is set aside for when a request is admitted (§1)."""
 
-    MAX    all that it may generate
-    EXACT  what it is expected to generate at the most, in whole blocks
-    BLOCK  a block, and another one when that is used up
-    """
-
-    MAX = "max"
-    EXACT = "exact"
-    BLOCK = "block"
+    MAX = "all that it may generate"
+    EXACT = "what it is expected to generate at the most, in whole blocks"
+    BLOCK = "a block, and another one when that is used up"
 
 
 class Order(Enum):
-    """Who is admitted next, in each class; of equals who came first.
+    """Order of admission in each class; of equals the first that came."""
 
-    ARRIVAL   who came first
-    SHORTEST  who is expected to end first; it stops those that are to end later
-    LEVELS    multi-level feedback queue: who has had least iterations, by levels; it stops those of
-              lower levels
-    DISTANCE  whose demand on compute and KV is closest to what is left of both
-    GROUPS    those of equal expected length together; others when a group has ended
-    """
-
-    ARRIVAL = "arrival"
-    SHORTEST = "shortest"
-    LEVELS = "levels"
-    DISTANCE = "distance"
-    GROUPS = "groups"
+    ARRIVAL = "first come, first served"
+    SHORTEST = "expected to end first; it preempts those that are to end later"
+    LEVELS = "multi-level feedback queue: least iterations so far, by levels; preempts lower levels"
+    DISTANCE = "demand on compute and KV closest to what is left of both"
+    GROUPS = "those of equal expected length together; others when a group has ended"
 
     @property
-    def stops_others(self) -> bool:
+    def preempts(self) -> bool:
         return self in (Order.SHORTEST, Order.LEVELS)
 
 
@@ -111,15 +84,11 @@ class Order(Enum):
 class CoupledOptions:
     """In what the schedulers differ.
 
-    allocation     KV set aside at admission
-    order          who is next
-    most_requests  at once; None: as many as find room
+    most_requests  at once; None: as many as there is memory for
     fills_forward  an iteration has at most the target forward size of tokens, prompts are cut for
                    it; False: prompts whole
     prefill_first  prompts come before decodes where the two do not share an iteration
-    stop           how requests are stopped; CHECKPOINT is RECOMPUTE where there is no host memory
-    num_levels     of `LEVELS`
-    quantum        iterations until a request leaves the first level; each level has twice as many
+    stop           how requests are preempted; CHECKPOINT is RECOMPUTE without host memory
     """
 
     allocation: Allocation
@@ -128,14 +97,12 @@ class CoupledOptions:
     fills_forward: bool = False
     prefill_first: bool = False
     stop: PreemptMode = PreemptMode.KEEP_KV
-    num_levels: int = 5
-    quantum: int = 1
 
 
 class Groups(msgspec.Struct, frozen=True, kw_only=True):
-    """What is carried from plan to plan.
+    """The state between two plans.
 
-    chosen   rids of the requests of each group that is not over
+    chosen   rids of the requests of each group that has not ended
     is_open  more groups may be chosen: one has ended, or memory was not used up
     """
 
@@ -144,11 +111,11 @@ class Groups(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _Rank: TypeAlias = tuple[bool, int]
-"""Offline or not; then the smaller the earlier."""
+"""Offline or not; then smaller is earlier."""
 
 
 class CoupledPolicy:
-    """All of them. See the module's docstring."""
+    """See the module's docstring."""
 
     def __init__(self, settings: PolicySettings, options: CoupledOptions) -> None:
         self.options = options
@@ -164,7 +131,7 @@ class CoupledPolicy:
                 carry = packing.admit_groups(carry)
             elif self.options.order is Order.DISTANCE:
                 packing.admit_closest()
-            elif self.options.order.stops_others:
+            elif self.options.order.preempts:
                 packing.admit_ranked()
             else:
                 packing.admit_in_order(packing.waiting())
@@ -177,9 +144,6 @@ class _Demand(NamedTuple):
     compute: int
     memory: int
     request: Request
-
-
-_first = itemgetter(0)
 
 
 class _Packing:
@@ -200,7 +164,7 @@ class _Packing:
     # Memory
 
     def make_room(self) -> None:
-        """Stop the last in the order until what runs can write its next tokens."""
+        """Preempt the last in the order until what runs can write its next tokens."""
         stop_beyond_limit(self.builder, Steps())
         make_room_for_decodes(self.builder, Steps(victims=self._last_first))
         caps = self._view.caps
@@ -212,14 +176,15 @@ class _Packing:
             self._renew_blocks()
 
     def _last_first(self, builder: PlanBuilder) -> list[Request]:
-        """Whom to stop, in this order. The first of all goes on whatever happens."""
+        """Requests to preempt, in this order. The first of the order is never one."""
         under_way = [r for r in self._view.running if not builder.is_preempted(r)]
         under_way += builder.unfinished()
         under_way.sort(key=self._place, reverse=True)
         return [request for request in under_way[:-1] if request.traits.can_stop]
 
     def _renew_blocks(self) -> None:
-        """A block more for those that have used theirs up, in the order; the last go for it."""
+        """A block more for those that have used theirs up, in the order; the last are preempted
+        for it."""
         builder = self.builder
         used_up = [
             request
@@ -283,10 +248,10 @@ class _Packing:
     def _level(self, request: Request) -> int:
         """Skip-join MLFQ: a request joins the first level whose quantum its prompt fits, and goes
         down by one whenever it has used up a quantum."""
-        last = self._options.num_levels - 1
+        last = _NUM_LEVELS - 1
         first = -(-request.num_prompt_tokens // TILE)
         used = first + request.num_output_tokens - 1 if request.num_output_tokens else 0
-        level, quantum = 0, self._options.quantum
+        level, quantum = 0, 1
         while level < last and quantum < first:
             level, quantum = level + 1, 2 * quantum
         while level < last and quantum <= used:
@@ -295,7 +260,7 @@ class _Packing:
         return level
 
     def waiting(self) -> Iterator[Request]:
-        """Those that may be admitted, in the order of arrival, online ones first."""
+        """Those that may be admitted, by arrival, online ones first."""
         for request in self._view.online:
             if not must_wait(self.builder, request):
                 yield request
@@ -312,7 +277,7 @@ class _Packing:
     def _windows(self) -> Iterator[list[Request]]:
         """Of each class those that are compared with each other."""
         online = list(islice(self._view.online, WINDOW))
-        if self._options.order.stops_others and len(online) == WINDOW:
+        if self._options.order.preempts and len(online) == WINDOW:
             last = online[-1].arrival_seq
             newest = deque(self._view.online, maxlen=WINDOW)
             online += [r for r in newest if r.arrival_seq > last]
@@ -322,11 +287,11 @@ class _Packing:
     # Admission
 
     def continue_prefill(self) -> bool:
-        """The unfinished prefill goes on. False: nothing may be admitted in this iteration."""
+        """Continue the unfinished prefill. False: nothing may be admitted in this iteration."""
         builder = self.builder
         if not self._options.prefill_first and is_turn_of_decodes(builder):
             return False
-        # It is not dropped halfway for what it may generate one day.
+        # It is not dropped halfway for what it may generate later.
         return all(
             [
                 builder.go_on(
@@ -341,17 +306,17 @@ class _Packing:
         return next((request for request in requests if self._keeps_out(request)), None)
 
     def _keeps_out(self, request: Request) -> bool:
-        """Admit it; True: it does not fit, and those behind it wait for it. Who does not fit an
-        idle engine never will, and keeps nobody out."""
+        """Admit it; True: it does not fit, and those behind it wait for it. One that does not fit
+        an idle engine never will, and keeps no other out."""
         return not self._admit(request) and self.builder.runs_anything()
 
     def admit_ranked(self) -> None:
-        """In the order, stopping those that come later in it where that makes one fit."""
+        """In the order, preempting those that come later in it where that makes one fit."""
         running = [(self._place(r), r) for r in self._view.running if r.traits.can_stop]
-        running.sort(key=_first, reverse=True)
+        running.sort(key=itemgetter(0), reverse=True)
         for window in self._windows():
             waiting = [(self._place(request), request) for request in window]
-            for place, request in sorted(waiting, key=_first):
+            for place, request in sorted(waiting, key=itemgetter(0)):
                 later = [victim for (rank, _), victim in running if rank > place[0]]
                 if self._keeps_out(request) and not self._displace(request, later):
                     return
@@ -461,7 +426,7 @@ class _Packing:
     # Groups
 
     def without_ended(self, groups: Groups) -> Groups:
-        """The groups of which somebody is still there; open where one has ended, or nobody runs."""
+        """The groups with a request that has not ended; open where one has ended, or none runs."""
         view = self._view
         here = {request.rid for request in (*view.running, *view.unfinished)}
         left = [
@@ -473,7 +438,7 @@ class _Packing:
         return Groups(chosen=chosen, is_open=is_open)
 
     def admit_groups(self, groups: Groups) -> Groups:
-        """Who was chosen and waits; then, where groups may be chosen, more of them."""
+        """Chosen requests that wait; then, where groups may be chosen, more of them."""
         known = {rid for rids in groups.chosen for rid in rids}
         found = [r for rid in known if (r := self._view.waiting(rid)) is not None]
         found.sort(key=self._place)
@@ -495,7 +460,7 @@ class _Packing:
         whether all have found some. A group is split where memory ends."""
         ledger = self.builder.ledger
         room, slots = ledger.headroom, ledger.slots
-        nobody_runs = not self.builder.runs_anything()
+        is_idle = not self.builder.runs_anything()
         chosen: list[list[Request]] = []
         for window in islice(self._windows(), 1 if only_online else None):
             by_length: dict[int, list[Request]] = {}
@@ -507,7 +472,7 @@ class _Packing:
                 for request in group:
                     room -= self._need(request)
                     slots -= request.traits.num_rows
-                    if (room < 0 or slots < 0) and (chosen or fitting or not nobody_runs):
+                    if (room < 0 or slots < 0) and (chosen or fitting or not is_idle):
                         break
                     fitting.append(request)
                 if fitting:
