@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from cosched.core.plan import PreemptMode, SkipReason
 from cosched.core.request import Slo
 from cosched.core.view import Match, OfflineLimits
-from cosched.papers.bros.policy import PATIENCE, BrosOptions, BrosPolicy, Pressure
+from cosched.papers.bros.offline import PATIENCE
+from cosched.papers.bros.policy import BrosOptions, BrosPolicy, Pressure
 from cosched.policies import POLICIES
 from cosched.pool.pool import ArrivalQueue
 from cosched.schedule.base import Budgets, PolicySettings
