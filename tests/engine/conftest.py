@@ -64,6 +64,34 @@ def without_model(engine):
     return engine
 
 
+class SteppingClock:
+    """Seconds that pass only while iterations run."""
+
+    def __init__(self):
+        self.time_s = 0.0
+
+    def now_s(self):
+        return self.time_s
+
+    def wait_until(self, time_s, is_over):
+        return is_over()
+
+
+def with_virtual_time(engine, *, s_per_iteration=0.005, s_per_token=1e-4):
+    """Its engine, in which an iteration computes as before and takes a time that depends on its
+    tokens alone: what is decided is the same on every machine."""
+    clock = SteppingClock()
+    engine.scheduler.cosched_observer.use_virtual_clock(clock)
+
+    def forward(batch, **options):
+        num_tokens = len(batch.reqs) if batch.forward_mode.is_decode() else sum(batch.extend_lens)
+        clock.time_s += s_per_iteration + s_per_token * num_tokens
+        return compute(batch, **options)
+
+    compute = engine.replace_forward(forward, computes=True)
+    return engine
+
+
 def random_traffic(engine, seed: int, *, most_tokens: int) -> None:
     """Arrivals and aborts at random moments, with SGLang's strict memory check each iteration. All
     are answered, with up to `most_tokens`, and nothing is leaked."""

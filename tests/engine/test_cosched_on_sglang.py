@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.engine.conftest import assert_drained, prompt
+from tests.engine.conftest import assert_drained, prompt, with_virtual_time
 
 
 @pytest.mark.parametrize(("page_size", "overlap"), [(1, True), (16, False)])
@@ -14,14 +14,7 @@ def test_prefills_of_the_late_make_way_and_everybody_is_answered(make_engine, pa
     """Targets that most miss from the start, prompts of many chunks; SGLang's strict memory check
     holds in each iteration."""
     rng = random.Random(page_size)
-    engine = make_engine(
-        policy="cosched",
-        overlap=overlap,
-        page_size=page_size,
-        max_total_tokens=2000,
-        max_running_requests=8,
-        chunked_prefill_size=64,
-    )
+    engine = with_virtual_time(make_engine(policy="cosched", overlap=overlap, page_size=page_size))
     stopped_online, sent = set(), {}
 
     def act(iteration):
