@@ -21,15 +21,15 @@ class EngineCaps:
                             (``--prefill-max-requests``); None: as many as find slots
     max_unfinished_prefills most requests whose prefill may end the iteration unfinished
     max_reserved_tokens     most output tokens reserved for one request at admission
-    chunk_align             a chunk that leaves its prefill unfinished has a multiple of so many
-                            tokens (deterministic inference); 1: any number of whole pages
+    chunk_align             the size of a chunk that leaves its prefill unfinished is a multiple of
+                            this [tokens] (deterministic inference); 1: any number of pages
     max_adapters            most LoRA adapters in one batch, the model's own weights counted as one;
                             None: no LoRA
     mixed_batches           prefill and decode may share an iteration (``--enable-mixed-chunk``)
-    partial_decode          a running request may sit out an iteration
+    partial_decode          the decode of a running request may pause for an iteration
     promises                `Plan.promise` replaces the engine's own reserve
     hosts                   `Plan.hosts` is accounted for
-    shared_prefix           the KV of a prefix is read once for all that decode on it
+    shared_prefix           the KV of a shared prefix is read once for all its decodes
     host_tokens             KV tokens that host memory holds (HiCache); 0: there is none, and
                             nothing can be copied there
     """
@@ -59,8 +59,8 @@ class EngineCaps:
 
     @property
     def chunk_unit(self) -> int:
-        """A chunk that leaves its prefill unfinished is a multiple of so many tokens, where it
-        begins on a page boundary."""
+        """The size of a chunk that leaves its prefill unfinished, and begins on a page boundary, is
+        a multiple of this [tokens]."""
         return math.lcm(self.page_size, self.chunk_align)
 
     def ceil_to_page(self, num_tokens: int) -> int:

@@ -26,13 +26,14 @@ class LengthEstimate(NamedTuple):
     ends: tuple[int, ...] = ()
 
     def ends_left(self, num_output: int) -> tuple[int, ...]:
-        """Tokens until each of the ends, for a request that has generated so many; at least one."""
+        """Tokens until each possible end that a request with `num_output` tokens has not passed; at
+        least one."""
         left = tuple(end - num_output for end in self.ends if end > num_output)
         return left or (1 if self.ends else self.upper,)
 
 
 class Predictor(Protocol):
-    """How long an iteration takes, as far as one knows.
+    """Predicts how long an iteration takes.
 
     Pure: the same totals give the same seconds. More tokens in a prefill never make a prediction
     smaller, rounding included; `max_prefill` relies on it.
@@ -43,8 +44,8 @@ class Predictor(Protocol):
 
     @property
     def margin(self) -> float:
-        """Share by which predictions are longer than what is expected in the mean, for what
-        disturbs the machine now: a limit on one iteration wants it, what many take does not."""
+        """Share by which predictions exceed the expected time, because of disturbances. A limit on
+        one iteration needs it; a sum over many does not."""
         return 0.0
 
     def predict_s(self, totals: BatchTotals) -> float:

@@ -1,4 +1,4 @@
-"""A plan: what one iteration shall run. Decisions are data; the engine executes, never decides."""
+"""A plan: what one iteration runs. Decisions are data; the engine executes them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["EMPTY_PLAN", "Hosting", "Plan", "PreemptMode", "Preemption", "SkipRe
 
 
 class PreemptMode(Enum):
-    """How a running request is stopped.
+    """How a request is preempted.
 
     RECOMPUTE  its KV is freed; resuming prefills everything again
-    KEEP_KV    its KV stays in the radix tree as evictable nodes; resuming matches it there
+    KEEP_KV    its KV stays in the radix tree as evictable nodes, where resuming finds it
     CHECKPOINT as KEEP_KV, and it is copied to host memory while others run (HiCache;
                `EngineCaps.host_tokens`)
     """
@@ -26,12 +26,12 @@ class PreemptMode(Enum):
 
 
 class SkipReason(Enum):
-    """Why a request that was looked at does not run in this iteration.
+    """Why a request that the policy looked at does not run in this iteration.
 
     The engine's limits: token_budget (prompt tokens of an iteration), memory_budget, request_slots,
-    unfinished_prefill (another one's is under way, and this one does not fit whole), adapters,
-    decodes_due (the last iteration left the decodes out), engine_refused (a moment ago), restoring
-    (its KV is on its way from host memory).
+    unfinished_prefill (another prefill is unfinished, and this one does not fit whole), adapters,
+    decodes_due (the last iteration left the decodes out), engine_refused (it is backing off),
+    restoring (its KV is being copied from host memory).
     The policy's: latency_budget (time), batch_size (requests at once), rate_limit (requests per
     second), online_reserve, eviction_loss and recompute_debt (KV memory; docs/kv_memory.md).
     The operator's: operator_limit.
@@ -65,8 +65,8 @@ class Hosting:
     """A request that grows into KV promised to another one (EcoServe §3.4).
 
     host    rid of the other one
-    offset  output tokens of the host, generated ones included, before the part that it lends: the
-            guest is to end before the host has so many
+    offset  output tokens of the host, generated ones included, before the part that the guest
+            uses: the guest should end before the host reaches it
     """
 
     host: str
@@ -75,27 +75,26 @@ class Hosting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One iteration. All that the engine is to do stands here; what it cannot do is refused whole
-    (`cosched.schedule.validate`), never dropped or half done.
+    """Everything that the engine does in one iteration. A plan that the engine cannot run is
+    refused as a whole (`cosched.schedule.validate`).
 
-    prefill     rid -> new prompt tokens to compute, in the order they are admitted. Requests that
-                wait and the unfinished prefill may stand here; where others do, the unfinished one
-                must, or be stopped
-    decodes     the running requests that are neither held nor stopped decode one token each. False:
-                none does, which is how an iteration is where prefill and decode cannot share it
-    hold        running requests that sit out this iteration with their KV kept
-    preempt     running requests or unfinished prefills to stop before anything is admitted
-    promise     rid -> output tokens, generated ones included, for which KV is set aside; kept until
-                changed. Requests that are not named: the engine's own rule
-                (`EngineCaps.promises`)
-    hosts       rid of a guest -> where it is hosted, both running: what it generates from now on
-                counts as set aside for its host already (`EngineCaps.hosts`). Kept until the
-                guest is promised anew, or either is stopped or over
-    late        online requests of which no plan before this one said so -> why their TTFT target is
-                out of reach; they are told if they asked, and counted
-    skipped     rid -> why a request that was looked at does not run; for the decision log
-    limits      phase -> most time it was given [s], where the policy limits it; for the decision
-                log
+    prefill     rid -> new prompt tokens to compute, in the order of admission: waiting requests and
+                the unfinished prefill. If it names any, it must name the unfinished one or preempt
+                it
+    decodes     running requests that are neither paused nor preempted decode one token each. False:
+                none does, as where prefill and decode cannot share an iteration
+    hold        running requests whose decode pauses in this iteration, with their KV kept
+    preempt     running requests and unfinished prefills to preempt before others are admitted
+    promise     rid -> output tokens, generated ones included, for which KV is set aside until a
+    plan
+                changes it. Other requests: the engine's own rule (`EngineCaps.promises`)
+    hosts       rid of a guest -> where it is hosted, both running: the KV of its next tokens is
+                already set aside for its host (`EngineCaps.hosts`), until the guest is promised KV
+                again, or either is preempted or ends
+    late        online requests -> why their TTFT target is out of reach, where no plan before this
+                one said so; reported to the client if it asked, and counted
+    skipped     rid -> why a request that the policy looked at does not run; for the decision log
+    limits      phase -> time limit [s], where the policy has one; for the decision log
     """
 
     prefill: Mapping[str, int] = field(default_factory=dict)

@@ -32,8 +32,8 @@ class LateReason(Enum):
     """Why the TTFT target of an online request was judged out of reach before its first token.
 
     OVERDUE   it passed while the request waited
-    TOO_LONG  what is left of its prefill takes longer than there is time, whoever else waits
-    CROWDED   there is no time for all that wait, and others are served first
+    TOO_LONG  the rest of its prefill alone takes longer than the time that is left
+    CROWDED   there is no time for all waiting requests, and others are served first
     """
 
     OVERDUE = "overdue"
@@ -57,9 +57,9 @@ class Slo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
-    """What the engine can and cannot do with a request; fixed when it comes.
+    """What the engine can do with a request; fixed when it arrives.
 
-    can_stop  it may be preempted: stopping it frees its row and its KV, and it can resume
+    can_stop  it may be preempted: that frees its slot and its KV, and it can resume
     can_mix   its prefill may share an iteration with decodes, and its decodes with a prefill
     can_cut   its prompt may be computed in several iterations
     num_rows  request slots that it takes once it decodes (beams have one each)
@@ -97,7 +97,7 @@ class Request(Protocol):
 
     @property
     def arrival_s(self) -> float:
-        """When it first came, on the engine's clock. A preemption does not change it."""
+        """When it arrived, on the engine's clock. A preemption does not change it."""
         ...
 
     @property
@@ -119,13 +119,12 @@ class Request(Protocol):
 
     @property
     def late(self) -> LateReason | None:
-        """Why a plan said that its TTFT target is out of reach (`Plan.late`): what the first one
-        said that did; None: none has."""
+        """Why its TTFT target is out of reach, by the first plan that said so (`Plan.late`)."""
         ...
 
     @property
     def num_preemptions(self) -> int:
-        """How often it was stopped, by a plan or by the engine itself."""
+        """Times that it was preempted, by a plan or by the engine itself."""
         ...
 
     @property
@@ -138,35 +137,35 @@ class Request(Protocol):
 
     @property
     def max_new_tokens(self) -> int:
-        """The most it may generate in all."""
+        """Most tokens that it may generate."""
         ...
 
     @property
     def num_prefix_tokens(self) -> int:
-        """Tokens that were cached when the prefill it is in, or was in last, was launched. What
-        lies beyond is in the radix tree only once its result is there."""
+        """Tokens that were cached when its latest prefill was launched. Tokens beyond are in the
+        radix tree once the result of that prefill is processed."""
         ...
 
     @property
     def num_computed_tokens(self) -> int:
         """Tokens whose KV it holds now. 0 while it waits (its KV may still be in the cache).
 
-        Counts the iteration that is still on its way: a running request for which it is one below
-        the tokens it has is not part of that iteration.
+        Counts the iteration that is running: a running request for which it is one below the
+        tokens it has is not part of that iteration.
         """
         ...
 
     @property
     def num_own_tokens(self) -> int:
-        """Those of them that are not in the radix tree: the KV that is its alone."""
+        """Those of them that are not in the radix tree."""
         ...
 
 
 def num_tokens_of(request: Request) -> int:
-    """Prompt and generated tokens: what a prefill of it computes in all where nothing is cached."""
+    """Prompt and generated tokens: what a prefill computes where nothing is cached."""
     return request.num_prompt_tokens + request.num_output_tokens
 
 
 def num_tokens_left(request: Request) -> int:
-    """Of them, those whose KV it does not hold yet."""
+    """Those of them whose KV it does not hold yet."""
     return num_tokens_of(request) - request.num_computed_tokens

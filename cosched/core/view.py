@@ -30,10 +30,10 @@ __all__ = [
 class BatchRules:
     """What the next batch may be, with the requests that run now; narrower than `EngineCaps`.
 
-    mixed        prefill and the decodes of all that runs may share it
-    partial      running requests may sit it out (`View.can_hold` says which)
-    decodes_due  the iteration before this one left out running requests without being told to: it
-                 prefilled and could not mix. They come first now
+    mixed        prefill and the decodes of all running requests may share it
+    partial      the decode of some requests may pause (`View.can_hold` says which)
+    decodes_due  the iteration before this one was a prefill that could not mix: now the running
+                 requests decode
     """
 
     mixed: bool = True
@@ -52,14 +52,14 @@ class KvState:
     shared_offline  the part of it that no online request has ever used
     online     held by online requests outside the tree
     offline    held by offline requests outside the tree
-    reserved   kept for the output still to come of the running requests, online and offline: the
-               engine's rule
-    promised   the part of it that plans have set aside by `Plan.promise`
-    next_step  what the next decode of all running requests takes: a token each, or a page of those
-               that begin one
-    host_free  not used of `EngineCaps.host_tokens`
-    kept       what online requests are expected to need in all: offline requests do not hold more
-               than the rest (Echo §5.3); 0: no such bound
+    reserved   set aside by the engine's rule for the output that running requests of both classes
+               have still to generate
+    promised   the part of it that plans have set aside (`Plan.promise`)
+    next_step  taken by the next decode of all running requests: a token each, or a page where a
+               request begins one
+    host_free  unused part of `EngineCaps.host_tokens`
+    kept       reserved for online requests by their expected need: offline requests do not hold
+               more than the rest (Echo §5.3); 0: no such bound
     """
 
     total: int
@@ -82,7 +82,7 @@ class KvState:
 
     @property
     def headroom(self) -> int:
-        """Tokens that new work may take without touching what running requests will need."""
+        """Tokens that new requests may take beside what running requests will need."""
         return self.free + self.evictable - self.reserved
 
 
@@ -103,11 +103,11 @@ class Match:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineLimits:
-    """What the operator lets offline work do, changed while the server runs.
+    """The operator's limits on offline work; they may change while the server runs.
 
     paused        none is admitted
     max_running   most that run at once, unfinished prefills included; None: any number
-    stop_running  those that run beyond that are stopped with their KV kept; else they may end
+    stop_running  running requests beyond that are preempted, their KV kept; else they may finish
     """
 
     paused: bool = False
@@ -122,13 +122,13 @@ class OfflineLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """By how much offline work may lengthen the iterations of online requests, where the operator
-    promises what these would have alone, and a share more (`cosched.predict`).
+    """Headroom of tolerance mode: how much offline work may lengthen iterations, when online
+    latency may exceed its isolated baseline by a share (`cosched.predict`).
 
-    wait_s  of those that online requests wait for or compute their prompts in [s]; None: nothing is
-            promised of TTFT
-    share   of those in which they decode, by what these take without offline work; None: nothing is
-            promised of TPOT
+    wait_s  of iterations in which online requests wait or compute their prompts [s]; None: TTFT has
+            no tolerance
+    share   of iterations in which they decode, relative to their time without offline work; None:
+            TPOT has no tolerance
     """
 
     wait_s: float | None = None
@@ -136,24 +136,24 @@ class Room:
 
 
 class Decodes(NamedTuple):
-    """Running requests and, for each, the tokens that it attends to in its next decode, the new one
-    included: all of them at once cost a fraction of a look at each."""
+    """Running requests and the tokens that each attends to in its next decode, the new one
+    included. Reading all at once is much cheaper than reading each request."""
 
     requests: Sequence[Request]
     contexts: Sequence[int]
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> Decodes:
-        """Of any running requests, looking at each. O(requests)."""
+        """Read from each request. O(requests)."""
         return cls(requests, [r.num_computed_tokens + 1 for r in requests])
 
 
 class Outlook(NamedTuple):
     """Of running requests, in their order. Lists, or arrays of int64.
 
-    held  KV tokens that each gives back when it ends
-    ends  (ends, requests): KV tokens that it is to take until each of its ends
-          (`LengthEstimate.ends`), rising; not above 0 where it is passed, or has fewer than others
+    held  KV tokens that each releases when it ends
+    ends  (ends, requests): KV tokens that it will have taken by each of its possible ends
+          (`LengthEstimate.ends`), ascending; 0 or less for an end that is passed or missing
     """
 
     held: Any
@@ -161,7 +161,7 @@ class Outlook(NamedTuple):
 
     @classmethod
     def of(cls, view: View) -> Outlook:
-        """Asking about each."""
+        """Read from each request."""
         running = view.running
         held = [view.preemption_gain(r) for r in running]
         ends = [
@@ -182,22 +182,21 @@ class Progress(NamedTuple):
 
     @classmethod
     def of(cls, view: View) -> Progress:
-        """Asking about each."""
+        """Read from each request."""
         running = view.running
         return cls([r.num_output_tokens for r in running], [view.promised(r) for r in running])
 
 
 class OfflineOrder(Protocol):
-    """One pass over the waiting offline requests, in the pool's order or by candidates; nothing is
-    taken out of the pool by it.
+    """One pass over the waiting offline requests, in the pool's order or by candidates. It takes
+    nothing out of the pool.
 
-    Every pool gives one. Where a pool knows neither buckets nor which requests begin alike, it is
-    one bucket and nothing is left out.
+    A pool without buckets is one bucket; without prefixes, `skip_sharing` leaves nothing out.
     """
 
     @property
     def knows_prefixes(self) -> bool:
-        """It knows which requests begin alike: `skip_sharing` leaves them out."""
+        """It knows which requests share prefixes, and `skip_sharing` leaves them out."""
         ...
 
     def __iter__(self) -> Iterator[Request]: ...
@@ -207,30 +206,30 @@ class OfflineOrder(Protocol):
         ...
 
     def skip_sharing(self, request: Request, num_tokens: int) -> None:
-        """Leave out all that share the first `num_tokens` tokens with a request, waiting or not:
-        it computes them now, and the others shall find them cached later."""
+        """Leave out all requests that share the first `num_tokens` tokens with this one, which
+        computes them now: the others will find them cached."""
         ...
 
     def candidates(self, per_bucket: int) -> Sequence[Sequence[Request]]:
         """Of each length bucket (Echo §6) the first `per_bucket` requests that are neither taken
-        nor left out; one alone where its deadline or its age gives it the turn.
+        nor left out; only one request if its deadline or its age is due.
 
         O(buckets * per_bucket), and O(1) for each taken or left out since the last call.
         """
         ...
 
     def num_shared(self, request: Request) -> int:
-        """Tokens at the head of a waiting request with which another one of its bucket begins too;
-        0 where nobody knows. O(depth)."""
+        """Tokens at the head of a waiting request that it shares with another one of its bucket; 0
+        if unknown. O(depth)."""
         ...
 
     def take(self, request: Request) -> None:
-        """It is admitted: no candidate any more."""
+        """It is admitted, and no candidate any more."""
         ...
 
 
 class Ended(NamedTuple):
-    """A request that is over. num_tokens: of its output."""
+    """A request that has ended. num_tokens: of its output."""
 
     rid: str
     request_class: RequestClass
@@ -241,7 +240,7 @@ class View(Protocol):
     """Valid during one call of `plan`. Nothing reached through it may be changed, and looking
     changes nothing: neither the cache nor any order depends on what was looked at.
 
-    Reading is O(1) per request looked at, so a plan costs what it looks at and not what waits.
+    Reading is O(1) per request, so a plan costs what it reads, however many requests wait.
     """
 
     @property
@@ -249,8 +248,8 @@ class View(Protocol):
 
     @property
     def start_s(self) -> float:
-        """When the planned iteration is expected to begin: now, or when the one that is still on
-        its way ends [s]."""
+        """When the planned iteration is expected to begin: now, or at the predicted end of the one
+        that is running [s]."""
         ...
 
     @property
@@ -260,11 +259,11 @@ class View(Protocol):
 
     @property
     def predictor(self) -> Predictor:
-        """What is known now of the time of an iteration."""
+        """Predicts the time of an iteration."""
         ...
 
     def length(self, request: Request) -> LengthEstimate:
-        """What is known now of the output a request is still to generate. O(1)."""
+        """The output that a request is expected to generate from now on. O(1)."""
         ...
 
     @property
@@ -296,12 +295,12 @@ class View(Protocol):
         ...
 
     def outlook(self) -> Outlook:
-        """Of `running`, in its order, `preemption_gain` and the ends of `length` for each of its
-        rows: all at once cost a fraction of a question about each."""
+        """`preemption_gain` and the possible ends of each running request, in their order; much
+        cheaper than asking about each."""
         ...
 
     def progress(self) -> Progress:
-        """Of `running`, in its order. O(1): it is known of all anyway."""
+        """Of the running requests, in their order. O(1)."""
         ...
 
     @property
@@ -314,15 +313,15 @@ class View(Protocol):
         ...
 
     def can_hold(self, request: Request) -> bool:
-        """This running request may sit out the iteration (`Plan.hold`)."""
+        """True if the decode of this running request may pause for an iteration (`Plan.hold`)."""
         ...
 
     def why_barred(self, request: Request) -> SkipReason | None:
-        """Why this waiting request cannot be admitted now, whatever room there is; None: it can.
+        """Why this waiting request cannot be admitted now, whatever the headroom; None: it can.
 
-        engine_refused: the engine refused it a moment ago for a reason that no plan knows (an
-        adapter that cannot be loaded now, say); it is asked again later. restoring: its KV is on
-        its way from host memory."""
+        engine_refused: the engine refused it for a reason that no plan knows (for example an
+        adapter that cannot be loaded), and it is backing off. restoring: its KV is being copied
+        from host memory."""
         ...
 
     @property
@@ -331,48 +330,46 @@ class View(Protocol):
         ...
 
     def offline_order(self) -> OfflineOrder:
-        """The waiting offline requests, from the front: one pass, which each call begins anew."""
+        """A pass over the waiting offline requests; each call begins at the front."""
         ...
 
     @property
     def num_offline(self) -> int:
-        """How many offline requests wait."""
+        """Number of waiting offline requests."""
         ...
 
     @property
     def offline_limits(self) -> OfflineLimits: ...
 
     def match(self, request: Request) -> Match:
-        """What of a waiting request is cached now. O(depth). Changes nothing: neither budgets nor
-        what the cache will evict next."""
+        """The cached head of a waiting request. O(depth). Does not change what is evicted next."""
         ...
 
     def eviction_loss_s(self, num_tokens: int) -> float:
-        """What is lost when so many evictable tokens go: seconds of the device that are expected to
-        compute them anew, those that would make an online request late counting more [s]. 0.0 where
-        nobody knows. O(nodes evicted), once per plan."""
+        """Expected cost of evicting `num_tokens` evictable tokens: device time to recompute them,
+        weighed higher where an online request would miss its target [s]; 0.0 if unknown. O(nodes
+        evicted), once per plan."""
         ...
 
     @property
     def recompute_debt_s(self) -> float:
-        """By how much the device has computed more anew of what stops had lost than it is to spend
-        on that [s]; 0.0: there is no reason to hold back."""
+        """Device time spent on recomputing preempted requests beyond its budget [s]; 0.0: within
+        the budget."""
         ...
 
     @property
     def room(self) -> Room | None:
-        """None: nothing is promised beside the targets."""
+        """Headroom of tolerance mode; None: the targets alone count."""
         ...
 
     def reserve_of(self, request: Request) -> int:
-        """Tokens of `KvState.reserved` that stand for this running request: by so many they are
-        fewer without it. Negative for one that has taken more of what is set aside for another
-        (`Plan.hosts`) than is set aside for itself."""
+        """Tokens of `KvState.reserved` for this running request. Negative if it has taken more of
+        what is set aside for another (`Plan.hosts`) than is set aside for itself."""
         ...
 
     def promised(self, request: Request) -> int | None:
-        """Output tokens for which KV was set aside by a plan, generated ones included; None: none
-        was, the engine's rule holds."""
+        """Output tokens, generated ones included, for which a plan has set KV aside; None: the
+        engine's rule holds."""
         ...
 
     def num_shared(self, request: Request) -> int:
@@ -381,8 +378,6 @@ class View(Protocol):
         ...
 
     def preemption_gain(self, request: Request) -> int:
-        """KV tokens that become free or evictable if this request is stopped. O(depth).
-
-        Its reserve is not included. Tokens that another running request holds too do not count.
-        """
+        """KV tokens that become free or evictable if this request is preempted, without its
+        reserve and without tokens that another running request holds too. O(depth)."""
         ...

@@ -60,10 +60,10 @@ GAPS = 3.0
 
 
 class Past(msgspec.Struct, frozen=True, kw_only=True):
-    """What is remembered from one plan to the next.
+    """State from one plan to the next.
 
     num_due  online requests admitted in time since the last late one
-    rid      the late request whose turn it is until it has its first token; "": nobody's
+    rid      the late request that comes first until it has its first token; "": none
     """
 
     num_due: int = 0
@@ -72,12 +72,12 @@ class Past(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoschedOptions:
-    """In what the ablations differ.
+    """The ablations.
 
-    feasible  those first who can be in time; False: by arrival, decodes late for first tokens too
+    feasible  online requests that can meet their targets first; False: in the order of arrival
     gap_cap   no iteration beside online decodes is longer than `GAPS` allow
     longest_first  offline requests by their expected replies; False: in the pool's order
-    timeline  memory by the expected lengths of outputs, in place of the engine's ratio
+    timeline  memory is set aside by the expected lengths of outputs, not by the engine's ratio
     """
 
     feasible: bool = True
@@ -161,7 +161,7 @@ class CoschedPolicy:
 
 
 def _stop_unfinished(builder: PlanBuilder, behind: Sequence[Request]) -> None:
-    """Prefills of those that come behind: a place is for those before them."""
+    """Preempt unfinished prefills of requests that come behind: others need their place."""
     rids = {request.rid for request in behind}
     for request in [*builder.unfinished()]:
         if request.rid in rids and request.traits.can_stop:
@@ -175,8 +175,8 @@ def _longest_reply_first(
     benefit: int,
     seconds: float,
 ) -> Candidate:
-    """The most expected output tokens per prompt token that it makes the device compute, evicted
-    prefixes that others would have reused among these. Of equals the first, in prefix order."""
+    """The most expected output tokens per prompt token to compute; evicted prefixes that others
+    would have reused count as tokens to compute. Of equals the first, in prefix order."""
     view = builder.view
     first = fitting[0]
     if max(first.match.cached, order.num_shared(first.request)) >= LEAST_SHARED:
@@ -192,7 +192,7 @@ def _longest_reply_first(
 
 
 def _expected_output(length: LengthEstimate) -> float:
-    """Mean of the output tokens to come: replies far above the median end a job."""
+    """Mean of the output tokens to come: a job ends with replies far above the median."""
     return sum(length.ends) / len(length.ends) if length.ends else float(length.median)
 
 

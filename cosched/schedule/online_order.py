@@ -1,19 +1,19 @@
-"""In which order online requests without a first token are served, where not all can be in time.
+"""The order of online requests without a first token, if not all of them can meet their targets.
 
-First come, first served makes everybody late once there is more than the device can do: each waits
-for those before it, all of whom are late already. Here those are served first who can still be in
-time, as many of them as possible, and the late ones behind them.
+In an overload first come, first served makes all requests late: each waits for requests that are
+late already. Here as many requests as possible meet their targets and are served first, and the
+late ones behind them.
 
-    due   earliest deadline first; where one would be late by those before it, the longest of them
-          is left out (Moore, 1968: the fewest late jobs on one machine)
-    late  whose deadline is over or who was left out, oldest first
+    due   earliest deadline first; if a request would miss its deadline because of those before it,
+          the longest of them is left out (Moore, 1968: the fewest late jobs on one machine)
+    late  requests whose deadline has passed or that were left out, oldest first
 
-The time that prefills have until a deadline is what the decodes leave that are to be in time
-themselves (`Deadlines.prefill_time_s`). Where that is not surely enough for all of them decodes
-wait, if more first tokens are in time by it than decodes are expected to be late, and nobody waits
-whose deadline is over: then there is time in which decodes win it back. While late requests wait,
-one of `LATE_TURN` prefills is the oldest of them, more of them the longer it waits, and all where
-it has waited for `Budgets.late_bound`.
+Prefills have the time that decodes leave without missing their own targets
+(`Deadlines.prefill_time_s`). If that may not be enough for all of them, decodes wait, provided that
+more first tokens meet their targets by it than decodes are expected to miss theirs, and that no
+request waits whose deadline has passed: only then is there time for decodes to catch up. While late
+requests wait, one in `LATE_TURN` prefills is the oldest of them, more the longer it has waited, and
+all once it has waited for `Budgets.late_bound`.
 """
 
 from __future__ import annotations
@@ -30,17 +30,16 @@ from cosched.schedule.deadlines import Deadlines, online_prefills
 from cosched.schedule.time_budget import TimeBudget
 
 LATE_TURN = 16
-"""Of so many online prefills one is late, while no late one has waited for long."""
+"""One in this many online prefills is a late one, while no late one has waited for long."""
 
 _MOST_LOOKED_AT = 64
-"""Requests of which is worked out whether they can be in time; those with later deadlines come
-behind them."""
+"""Requests whose feasibility is computed; those with later deadlines come behind them."""
 
 
 class OnlineOrder(NamedTuple):
-    """Unfinished prefills among them.
+    """Online requests without a first token, unfinished prefills included.
 
-    newly_late  of the late those of which no plan before this one said so, and why they are
+    newly_late  late requests of which no plan before this one said so, and why they are
     borrows     the due requests would not all be in time else: decodes wait for them and catch up
     """
 
@@ -74,7 +73,7 @@ def by_feasibility(view: View, deadlines: Deadlines) -> OnlineOrder:
     chosen = _most_in_time(looked_at, deadlines.prefill_time_s)
     borrows = False
     if not late:
-        # Where some wait whose deadline is over, there is no time in which decodes win it back.
+        # While requests wait whose deadline has passed, decodes have no time to catch up.
         num_sure = len(_most_in_time(looked_at, deadlines.sure_prefill_time_s))
         if num_sure < len(looked_at):
             more = _most_in_time(looked_at, deadlines.most_prefill_time_s)
@@ -112,7 +111,7 @@ def time_budget(builder: PlanBuilder, settings: PolicySettings) -> TimeBudget:
 
 
 class _Prefill(NamedTuple):
-    """seconds: that it takes. within_s: until its deadline [s]."""
+    """seconds: its own time. within_s: until its deadline [s]."""
 
     request: Request
     seconds: float
@@ -120,7 +119,7 @@ class _Prefill(NamedTuple):
 
 
 def _most_in_time(coming: Sequence[_Prefill], time_s: Callable[[float], float]) -> list[_Prefill]:
-    """Moore's algorithm. coming: by deadline. time_s: how much of a time prefills have."""
+    """Moore's algorithm. coming: by deadline. time_s: time to a deadline -> time for prefills."""
     total_s = 0.0
     chosen: list[tuple[float, int]] = []  # as a heap: the longest first, of equals the latest
     for place, (_, seconds, within_s) in enumerate(coming):

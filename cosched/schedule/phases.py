@@ -1,15 +1,14 @@
 """Two phases over one ledger: online requests first, offline ones into what they leave (HyGen §4.1,
 Algorithm 1). The steps from which such policies are composed.
 
-Running requests decode. Online prefill takes what it needs, oldest first, and short prompts go
-along with a long one; where request slots or KV memory are missing, running offline requests are
-stopped, youngest first, with their KV kept in the radix tree, and an unfinished offline prefill is
-stopped when an online one needs its place. Offline work is taken in the pool's order, running
-before waiting; where the pool knows which requests begin alike, a prefix that none has computed yet
-is computed by one of them and the others follow.
+Running requests decode. Online prefills take what they need, oldest first, and short prompts join a
+long one. Where request slots or KV memory are missing, running offline requests are preempted,
+youngest first, with their KV kept in the radix tree; an unfinished offline prefill is preempted if
+an online one needs its place. Offline requests are admitted in the pool's order, running before
+waiting. Of requests that share a prefix which is not cached, one computes it and the others follow.
 
-A policy makes a `PlanBuilder`, a `Pace` that says how much of the iteration's time each phase may
-take, and calls `two_phases` with the steps in which it differs, or the steps themselves.
+A policy makes a `PlanBuilder` and a `Pace`, which says how much of the iteration's time each phase
+may take, and calls `two_phases` with the steps in which it differs.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from cosched.schedule.builder import PlanBuilder
 
 
 class Pace(Protocol):
-    """How much of the time of an iteration each phase may take. It asks the builder's ledger what
-    is in already, and changes nothing."""
+    """How much of the time of an iteration each phase may take, given what the builder's ledger
+    has already. It changes nothing."""
 
     def online_tokens(self, num_cached: int, limit: int) -> int:
-        """Most prompt tokens, up to `limit`, of an online prefill that fit beside what is in."""
+        """Most prompt tokens, up to `limit`, of an online prefill that fit."""
         ...
 
     def offline_tokens(self, num_cached: int, limit: int, *, is_last: bool = False) -> int:
-        """The same for an offline prefill; maybe fewer where that serves the iterations to come.
-        is_last: none joins the batch after it."""
+        """The same for an offline prefill; it may leave time for later iterations. is_last: no
+        request joins the batch after it."""
         ...
 
     def has_offline_time(self) -> bool:
@@ -45,13 +44,12 @@ class Pace(Protocol):
         ...
 
     def offline_decodes(self, contexts: Sequence[int]) -> int:
-        """How many of the first offline decodes fit beside what is in; context: tokens attended
-        to."""
+        """How many of the first offline decodes fit; context: tokens attended to."""
         ...
 
 
 class Unlimited:
-    """Time does not matter."""
+    """No limit on time."""
 
     def online_tokens(self, num_cached: int, limit: int) -> int:
         return limit
@@ -70,7 +68,7 @@ UNLIMITED: Pace = Unlimited()
 
 
 def youngest_first(builder: PlanBuilder) -> list[Request]:
-    """Offline requests that may be stopped: an unfinished prefill, then the youngest."""
+    """Offline requests that may be preempted: unfinished prefills, then the youngest."""
     unfinished = [
         r
         for r in builder.unfinished()
@@ -83,8 +81,8 @@ def youngest_first(builder: PlanBuilder) -> list[Request]:
 
 
 def largest_first(builder: PlanBuilder) -> list[Request]:
-    """The same, but of those that run the one that holds the most KV tokens first (HyGen §4.1:
-    priority and memory consumption decide; HyGen states no rule that joins them)."""
+    """The same with the request that holds the most KV tokens first (HyGen §4.1: priority and
+    memory consumption decide; HyGen states no rule that joins them)."""
     unfinished = [*builder.unfinished()]
     return sorted(
         youngest_first(builder),
@@ -95,8 +93,7 @@ def largest_first(builder: PlanBuilder) -> list[Request]:
 def admit_in_order(
     builder: PlanBuilder, pace: Pace, order: OfflineOrder, *, most: int | None = None
 ) -> None:
-    """Offline requests in the pool's order, until one does not fit. most: that may be admitted;
-    None: any number."""
+    """Admit offline requests in the pool's order until one does not fit. most: None: any number."""
     num_admitted = 0
     room = offline_room(builder)
     for request in order:
@@ -132,7 +129,7 @@ def oldest_first(decodes: Decodes) -> Sequence[Any]:
 
 
 def shortest_first(decodes: Decodes) -> Sequence[Any]:
-    """A token is a token: those with the shortest contexts give most of them per second."""
+    """The shortest contexts generate the most tokens per second."""
     return [*zip(decodes.contexts, map(_arrival_seq, decodes.requests), strict=True)]
 
 
@@ -141,8 +138,8 @@ class Steps:
     """In what policies of two phases differ.
 
     admit         admits waiting offline requests
-    victims       whom to stop for an online request, in this order
-    decode_order  sort keys: which offline requests decode where not all fit
+    victims       offline requests to preempt for an online one, in order
+    decode_order  sort keys: which offline requests decode if not all fit
     """
 
     admit: Callable[[PlanBuilder, Pace, OfflineOrder], None] = admit_in_order
@@ -161,9 +158,9 @@ def two_phases(
     waiting: Iterable[Request] | None = None,
     before_offline: Callable[[], None] = lambda: None,
 ) -> None:
-    """Fill a plan. The builder's ledger has the time of the running online requests' decodes
-    already. waiting: online requests in the order in which they are admitted; None: oldest
-    first. before_offline: called once all online work is in."""
+    """Fill a plan. The builder's ledger has the running online requests' decodes already. waiting:
+    online requests in the order of admission; None: oldest first. before_offline: called when all
+    online work is in."""
     stop_beyond_limit(builder, steps)
     make_room_for_decodes(builder, steps)
     if is_turn_of_decodes(builder):
@@ -180,7 +177,7 @@ def two_phases(
 
 
 def stop_beyond_limit(builder: PlanBuilder, steps: Steps) -> None:
-    """Stop what runs offline beyond the operator's limit, where that is wanted."""
+    """Preempt running offline requests beyond the operator's limit, if the operator says so."""
     limits = builder.view.offline_limits
     if limits.stop_running and limits.most_running is not None:
         num_beyond = num_offline_running(builder) - limits.most_running
@@ -189,8 +186,8 @@ def stop_beyond_limit(builder: PlanBuilder, steps: Steps) -> None:
 
 
 def make_room_for_decodes(builder: PlanBuilder, steps: Steps) -> None:
-    """Stop offline requests until every remaining one can write its next token; then an unfinished
-    online prefill, which holds memory and generates nothing."""
+    """Preempt offline requests until all others have memory for their next token; then an
+    unfinished online prefill, which holds memory and generates nothing."""
     if builder.ledger.available >= 0:
         return
     victims = steps.victims(builder)
@@ -202,14 +199,14 @@ def make_room_for_decodes(builder: PlanBuilder, steps: Steps) -> None:
 
 
 def is_turn_of_decodes(builder: PlanBuilder) -> bool:
-    """Where prefill and decode cannot share a batch they take turns. An unfinished prefill then
-    stays as it is."""
+    """True if prefill and decode cannot share a batch, alternate, and it is time to decode. An
+    unfinished prefill stays as it is."""
     rules = builder.view.rules
     return rules.decodes_due and not rules.mixed and builder.decodes_any()
 
 
 def _stop_offline_left_out(builder: PlanBuilder) -> None:
-    """An unfinished offline prefill that does not go on gives its memory back. An online one keeps
+    """An unfinished offline prefill that does not continue releases its memory; an online one keeps
     what it has computed."""
     for request in [*builder.unfinished()]:
         if (
@@ -223,8 +220,8 @@ def _stop_offline_left_out(builder: PlanBuilder) -> None:
 def _serve_online(
     builder: PlanBuilder, pace: Pace, steps: Steps, waiting: Iterable[Request]
 ) -> bool:
-    """Online prefills. False: one still waits, so no offline prefill may start. An unfinished one
-    is not stopped for those that wait: it has its place before them."""
+    """Online prefills. False: a request still waits, so no offline prefill may start. An unfinished
+    prefill comes before waiting requests."""
     for request in builder.unfinished():
         if request.request_class is RequestClass.ONLINE or not request.traits.can_stop:
             _admit_beside(builder, pace, request, waiting)
@@ -239,8 +236,8 @@ def _serve_online(
 def _admit_beside(
     builder: PlanBuilder, pace: Pace, unfinished: Request, waiting: Iterable[Request]
 ) -> None:
-    """Short prompts that wait behind a long one go along with it, whole, and leave it most of the
-    tokens: it takes little longer, and they would wait for all of it."""
+    """Whole short prompts that wait behind a long one join its chunks, which keep most of the
+    tokens: the long one takes little longer, and they do not wait for all of it."""
     view, ledger = builder.view, builder.ledger
     most = _online_tokens(builder, pace, unfinished, unfinished.num_computed_tokens)
     if num_tokens_of(unfinished) - unfinished.num_computed_tokens <= most:
@@ -266,21 +263,21 @@ def _admit_beside(
 
 
 def continue_online(builder: PlanBuilder, pace: Pace, steps: Steps, request: Request) -> None:
-    """An unfinished online prefill goes on, stopping offline work where that makes it fit."""
+    """Continue an unfinished online prefill, preempting offline requests if that makes it fit."""
     at_most = _online_tokens(builder, pace, request, request.num_computed_tokens)
     if builder.ledger.continuation(request, at_most=at_most) <= 0:
         for victim in steps.victims(builder):
             builder.preempt(victim)
             if builder.ledger.continuation(request, at_most=at_most) > 0:
                 break
-    # An online prefill is not dropped halfway for what may be generated one day: it goes on as
-    # long as there is memory for the chunk itself.
+    # An online prefill does not wait for memory that its output may need later: it continues if
+    # there is memory for the chunk itself.
     builder.go_on(request, at_most, unreserved=True)
 
 
 def admit_online(builder: PlanBuilder, pace: Pace, steps: Steps, request: Request) -> bool:
-    """Admit it, stopping offline work when that makes it fit. False: it keeps its place, and none
-    is admitted before it."""
+    """Admit a request, preempting offline ones if that makes it fit. False: it keeps its place, and
+    no request is admitted before it."""
     if must_wait(builder, request):
         return True
     match = builder.view.match(request)
@@ -296,8 +293,8 @@ def admit_online(builder: PlanBuilder, pace: Pace, steps: Steps, request: Reques
 def _victims_for(
     builder: PlanBuilder, steps: Steps, request: Request, match: Match, at_most: int
 ) -> list[Request]:
-    """The fewest offline requests, in the order of victims, whose stop admits an online one; none
-    when stopping all of them would not do."""
+    """The first offline requests, in the order of victims, whose preemption admits an online one;
+    none if preempting all of them is not enough."""
     trial = builder.ledger.fork()
     chosen: list[Request] = []
     for victim in steps.victims(builder):
@@ -314,7 +311,7 @@ def _victims_for(
 
 
 def _decode_offline(builder: PlanBuilder, pace: Pace, steps: Steps) -> None:
-    """Running offline requests decode while they fit; the others sit out."""
+    """Running offline requests decode while they fit; the decode of the others pauses."""
     decodes = builder.running_of(RequestClass.OFFLINE)
     running, reads = decodes.requests, builder.reads_of(decodes)
     if builder.view.rules.partial:
@@ -338,7 +335,7 @@ def _prefill_offline(builder: PlanBuilder, pace: Pace, steps: Steps) -> None:
                 request, offline_tokens(builder, pace, request, request.num_computed_tokens)
             )
     order = builder.view.offline_order()
-    # What runs comes before what waits, and room for it before what would push it out again.
+    # Running requests come before waiting ones, which would only take their memory.
     reason = SkipReason.LATENCY_BUDGET if builder.held else None
     if owes_recomputing(builder):
         reason = SkipReason.RECOMPUTE_DEBT
@@ -354,7 +351,7 @@ def _prefill_offline(builder: PlanBuilder, pace: Pace, steps: Steps) -> None:
 
 
 def _without_output(view: View) -> list[Request]:
-    """Those under way of which nothing has come out yet."""
+    """Requests under way without a token of output."""
     found: list[Request] = []
     num_output = view.progress().num_output
     if 0 in num_output:
@@ -363,21 +360,20 @@ def _without_output(view: View) -> list[Request]:
 
 
 def owes_recomputing(builder: PlanBuilder) -> bool:
-    """Stops have made the device compute too much anew: no offline request is admitted beside one
-    that runs."""
+    """True if preemptions have caused too much recomputation: no offline request is admitted beside
+    a running one."""
     return builder.view.recompute_debt_s > 0 and num_offline_running(builder) > 0
 
 
 def follow(order: OfflineOrder, request: Request, num_cached: int) -> None:
-    """Who shares what this request computes now waits until it is in the tree, unless it is next to
-    nothing."""
+    """Requests that share what this one computes wait until it is cached, unless it is short."""
     num_shared = num_cached + LEAST_SHARED
     if order.knows_prefixes and num_shared <= num_tokens_of(request):
         order.skip_sharing(request, num_shared)
 
 
 def must_wait(builder: PlanBuilder, request: Request) -> bool:
-    """Whether a waiting request cannot be admitted whatever room there is; others can."""
+    """True if a waiting request cannot be admitted whatever the headroom; others may be."""
     view = builder.view
     if (reason := view.why_barred(request)) is not None:
         builder.skip(request, reason)
@@ -400,18 +396,17 @@ def offline_room(builder: PlanBuilder) -> int | None:
 
 
 def num_offline_running(builder: PlanBuilder) -> int:
-    """Offline requests under way that are not stopped."""
+    """Offline requests under way that this plan does not preempt."""
     num_unfinished = sum(r.request_class is RequestClass.OFFLINE for r in builder.unfinished())
     return len(builder.running_of(RequestClass.OFFLINE).requests) + num_unfinished
 
 
 def is_worth_its_place(builder: PlanBuilder, request: Request, match: Match) -> bool:
-    """Whether an offline request computes more than what is evicted for it is worth (Echo §4.1:
-    benefit and punishment, both in seconds of the device).
+    """True if the value of an offline request exceeds the cost of what is evicted for it (Echo
+    §4.1: benefit and punishment, both in device time).
 
-    Its own part is the prefill of what is not cached and its share of the decodes to come. Where
-    nothing else runs it is always admitted: an idle device computes nothing for those whose KV it
-    keeps, and the request would wait until nobody is expected for it any more.
+    Its value is the prefill of what is not cached and its share of the decodes to come. On an idle
+    device it is always admitted: otherwise it might wait for ever for KV that nothing uses.
     """
     if not builder.runs_anything():
         return True
@@ -419,7 +414,7 @@ def is_worth_its_place(builder: PlanBuilder, request: Request, match: Match) -> 
     after = missing + builder.ledger.need(request, match)
     if after <= 0:
         return True
-    # What it finds cached goes no more, and others go for it.
+    # Its own cached prefix is not evicted; other KV is, in its place.
     loss_s = view.eviction_loss_s(after + match.evictable)
     for num_tokens in (missing, match.evictable):
         loss_s -= view.eviction_loss_s(num_tokens) if num_tokens > 0 else 0.0
@@ -433,8 +428,8 @@ def is_worth_its_place(builder: PlanBuilder, request: Request, match: Match) -> 
 
 
 def output_token_s(view: View, request: Request, match: Match) -> float:
-    """What one token of a waiting request's output takes, by its share of the decodes that run at
-    once [s]. Of a cached prefix where such are read once only a share: others read it too."""
+    """Time of one output token of a waiting request, as a share of the decodes of an iteration [s].
+    A cached prefix that the engine reads once counts by a share: others read it too."""
     context = num_tokens_of(request)
     if view.caps.shared_prefix:
         context -= match.cached - match.cached // _DECODES_AT_ONCE
@@ -444,19 +439,20 @@ def output_token_s(view: View, request: Request, match: Match) -> float:
 
 
 def has_time(builder: PlanBuilder, pace: Pace) -> bool:
-    """Looking into the cache is the dearest part of a plan: only where it could matter."""
+    """False: no offline prefill fits, so the cache need not be searched (the most expensive part of
+    a plan)."""
     return pace.has_offline_time() or not builder.runs_anything()
 
 
 def _online_tokens(builder: PlanBuilder, pace: Pace, request: Request, num_cached: int) -> int:
-    """Prompt tokens of an online prefill that the time allows; some in any case where nothing else
-    runs, or a fixed budget below the shortest iteration would stop everything."""
+    """Prompt tokens of an online prefill that fit the time. On an idle device at least some do:
+    with a fixed budget below the shortest iteration nothing would ever run."""
     remaining = num_tokens_of(request) - num_cached
     num_tokens = pace.online_tokens(num_cached, remaining)
     if num_tokens and not request.traits.can_cut:
         return remaining
     if num_tokens:
-        # Where chunks come in large units only, one too long is better than none.
+        # If chunks have a minimum size, one that is too long is better than none.
         return max(num_tokens, min(remaining, builder.view.caps.chunk_unit))
     return 0 if builder.runs_anything() else _least(builder, request, remaining)
 
@@ -469,47 +465,47 @@ def offline_tokens(
     *,
     is_last: bool = False,
 ) -> int:
-    """Prompt tokens of an offline prefill that the time allows; no crumbs: a chunk costs a forward
-    of its own, however short it is."""
+    """Prompt tokens of an offline prefill that fit the time; 0 for a very short chunk, which would
+    cost a forward pass of its own."""
     remaining = num_tokens_of(request) - num_cached
     num_tokens = pace.offline_tokens(num_cached, remaining, is_last=is_last)
     least = max(_LEAST_CHUNK, builder.view.caps.chunk_unit)
     if num_tokens >= (min(remaining, least) if request.traits.can_cut else remaining):
         return num_tokens
-    # Work that waits for an idle engine: were it left out, nothing would ever correct an estimate
-    # that is too slow.
+    # On an idle device it runs in any case: otherwise nothing corrects a prediction that is too
+    # long.
     return 0 if builder.runs_anything() else _least(builder, request, remaining)
 
 
 def admission_tokens(builder: PlanBuilder, pace: Pace, request: Request, match: Match) -> int:
-    """Prompt tokens with which an offline request may be admitted; the last that finds a slot may
-    stay unfinished."""
+    """Prompt tokens with which an offline request may be admitted; the last one for which there is
+    a slot may stay unfinished."""
     ledger = builder.ledger
     is_last = ledger.slots == 1 and ledger.unfinished > 0
     return offline_tokens(builder, pace, request, match.cached, is_last=is_last)
 
 
 def _least(builder: PlanBuilder, request: Request, remaining: int) -> int:
-    """What an idle engine computes of a prompt whatever time says."""
+    """Prompt tokens that an idle engine computes whatever the time limit."""
     if not request.traits.can_cut:
         return remaining
     return min(remaining, max(_LEAST_PROGRESS, builder.view.caps.chunk_unit))
 
 
 _DECODES_AT_ONCE = 32
-"""Requests that usually decode together, and share the time of it."""
+"""Requests that usually decode together and share the time of an iteration."""
 
 _BESIDE_PART = 4
-"""Of the tokens of an unfinished online prefill one in so many may go to those that wait."""
+"""One in this many tokens of an unfinished online prefill's chunk may go to waiting requests."""
 
 _MOST_BESIDE = 16
-"""Waiting online requests that are looked at for it."""
+"""Waiting online requests that are considered for it."""
 
 _LEAST_CHUNK = 16
-"""Prompt tokens that are worth a forward of their own, where a prompt does not end in fewer."""
+"""Least prompt tokens of a chunk, unless the prompt ends in fewer."""
 
 _LEAST_PROGRESS = 64
-"""Prompt tokens that an iteration without any other work computes, however long that may take."""
+"""Prompt tokens that an iteration without other work computes, however long it takes."""
 
 LEAST_SHARED = 64
-"""Tokens that are worth waiting for another request to compute them."""
+"""Shared tokens for which a request waits until another has computed them."""

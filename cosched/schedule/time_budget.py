@@ -15,8 +15,8 @@ _MANY = 2048
 """Tokens over which the steps of tiles even out."""
 
 _LEAST_CUT = 64
-"""Where less than this fits below the end of a tile, as beside many decodes, an online prompt is
-not cut there: it would be computed in crumbs, each at the price of a mixed batch."""
+"""If fewer tokens than this fit below the end of a tile, an online prompt is not cut there: it
+would be computed in many short chunks, each at the cost of a mixed batch."""
 
 _TILES = (64, 128, 256)
 """Tokens that GEMM kernels work on at a time."""
@@ -72,7 +72,7 @@ class TimeBudget:
         if most == 0:
             return 0
         if most < limit and self._seconds(self._ledger.totals, limit, num_cached) <= self._ends_s:
-            return limit  # what is left would take an iteration of its own
+            return limit  # the rest would take an iteration of its own
         if self._beside_online is None:
             return most
         totals = self._ledger.totals.copy()
@@ -107,12 +107,11 @@ class TimeBudget:
         return self._ledger.totals.num_new + self._ledger.totals.num_decodes < self._most_tokens
 
     def _worthwhile(self, totals: BatchTotals, most: int, num_cached: int) -> int:
-        """Of the sizes of a prefill up to `most` the one with the best surplus.
+        """The most efficient size of a prefill up to `most`.
 
         Kernels work on tiles of tokens, so the first token beyond a full tile may cost as much as a
-        whole one. The surplus is tokens at the price that many of them have, less the time of the
-        iteration. What is not spent is slack, with which a later iteration affords the next full
-        tile.
+        whole tile. Efficiency is the mean time of many tokens, times their number, less the time
+        that they take here. Unspent time is slack, with which a later iteration fills its tile.
         """
         if most == 0:
             return 0
