@@ -21,9 +21,9 @@ from cosched.limits.claims import Claims
 from cosched.memory.config import KvConfig
 from cosched.policies import policy_entry, without_tolerance
 from cosched.pool.prefix_pool import PoolConfig
-from cosched.predict.length_config import LengthConfig
-from cosched.predict.registry import PREDICTORS
-from cosched.predict.tolerance_config import ToleranceConfig
+from cosched.predict.fitted import PREDICTORS
+from cosched.predict.lengths import LengthConfig
+from cosched.predict.tolerance import ToleranceConfig
 from cosched.schedule.base import Budgets, EcoConfig
 
 ENV_VAR = "COSCHED_CONFIG"
@@ -112,7 +112,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     tolerance          by how much online requests may be slower than alone, for cosched and its
                        ablations (docs/policies/cosched.md); absent: the targets alone count
     kv                 what is evicted first, and what offline work may take (docs/kv_memory.md)
-    length             how reply lengths are predicted (`cosched.predict.length_config`); absent:
+    length             how reply lengths are predicted (`cosched.predict.lengths`); absent:
                        the policy's own
     ecoserve           what EcoServe leaves to the operator, for the policies of that name
     offline_rate       most offline requests admitted per second, for hygen-throttled; absent: any

@@ -43,7 +43,7 @@ from cosched.limits.claims import read_claims
 from cosched.memory.config import EVICTION_ORDERS, KvConfig
 from cosched.policies import policy_entry, policy_names
 from cosched.predict.profile_file import Profile
-from cosched.predict.tolerance_config import TOLERANCE_HELP, TOLERANCE_METAVAR, parse_tolerance
+from cosched.predict.tolerance import TOLERANCE_HELP, TOLERANCE_METAVAR, parse_tolerance
 
 _COMMON_POLICIES = ("cosched", "hygen", "sarathi", "priority", "sglang")
 """Those that `--help` describes; `--help-all` describes all."""

@@ -74,10 +74,8 @@ from cosched.lab.simulation.options import (
 from cosched.lab.simulation.run import RunSpec, config_of, cost_model_of, engine_flags, identity_of
 from cosched.lab.simulation.setting import OfflineClient, setting_of
 from cosched.lab.simulation.slo_search import SEARCHES, Ran, SloAnswer, find_largest, search_largest
-from cosched.predict.features import GraphSizes
-from cosched.predict.fitted import FittedPredictor, summarise
+from cosched.predict.fitted import FittedPredictor, GraphSizes, fit_predictor, summarise
 from cosched.predict.profile_file import EngineIdentity, MeasuredPoint, Profile
-from cosched.predict.registry import fit_predictor
 from cosched.versions import versions
 
 PREDICTOR = "cosched"

@@ -44,8 +44,7 @@ from cosched.policies import PolicyEntry, policy_entry
 from cosched.pool.pool import ArrivalQueue, OfflinePool
 from cosched.pool.prefix_pool import PrefixPool
 from cosched.predict.calibration import Calibrator
-from cosched.predict.features import GraphSizes
-from cosched.predict.fitted import FittedPredictor
+from cosched.predict.fitted import FittedPredictor, GraphSizes
 from cosched.predict.profile_file import Profile
 from cosched.schedule.base import PolicySettings
 

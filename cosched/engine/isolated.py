@@ -15,8 +15,7 @@ from cosched.engine import port
 from cosched.engine.tracked import TrackedRequest
 from cosched.predict.calibration import Calibrator
 from cosched.predict.isolated import MOST_FOLLOWED, Alone
-from cosched.predict.promise import Promise
-from cosched.predict.tolerance_config import ToleranceConfig
+from cosched.predict.tolerance import Promise, ToleranceConfig
 
 _WAITS = 1.5
 """By how many times what offline work adds to an iteration a first token comes later, in the mean:

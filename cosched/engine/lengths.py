@@ -7,9 +7,8 @@ from cosched.core.wire import hint_of_params
 from cosched.engine import port
 from cosched.engine.guard import Guard
 from cosched.engine.tracked import TrackedRequest
-from cosched.predict.length_config import LengthConfig
 from cosched.predict.length_histogram import Facts
-from cosched.predict.lengths import Belief, LengthModel
+from cosched.predict.lengths import Belief, LengthConfig, LengthModel
 
 
 class Lengths:

@@ -13,7 +13,7 @@ import numpy as np
 from cosched.core.batch import BatchShape, BatchTotals
 from cosched.core.estimates import Predictor
 from cosched.errors import ConfigError
-from cosched.predict.features import GraphSizes, TotalsTable
+from cosched.predict.fitted import GraphSizes, TotalsTable
 from cosched.predict.linear import PhaseCosts
 
 SCALE_WINDOW = 33

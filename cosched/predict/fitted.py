@@ -1,20 +1,63 @@
-"""What all predictors share: how they are fitted, read, and judged."""
+"""Predictors of iteration times: what they are fitted to, how, and which there are by name."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pkgutil import resolve_name
 from typing import Any, Protocol, Self
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
+from cosched.core.batch import BatchShape, BatchTotals
 from cosched.core.estimates import Predictor
-from cosched.errors import ConfigError
-from cosched.predict.features import FloatArray, GraphSizes, TotalsTable
+from cosched.errors import ConfigError, choices
 
+FloatArray = npt.NDArray[np.float64]
 Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphSizes:
+    """Sizes with a CUDA graph, ascending: a batch is padded to the next one.
+
+    prefill  tokens of iterations with a prefill
+    decode   requests of decode-only iterations
+    """
+
+    prefill: tuple[int, ...]
+    decode: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TotalsTable:
+    """`BatchTotals` of many batches, one array per field. The names are those of `BatchTotals`, so
+    a formula over these names serves one batch and a table of them. `num_loaded` is missing:
+    iterations that load KV are not learned from."""
+
+    num_prefills: FloatArray
+    num_new: FloatArray
+    num_cached: FloatArray
+    double_pairs: FloatArray
+    double_tail_pairs: FloatArray
+    max_prefill_context: FloatArray
+    num_decodes: FloatArray
+    decode_context: FloatArray
+    max_decode_context: FloatArray
+
+    @classmethod
+    def of(cls, totals: Sequence[BatchTotals]) -> TotalsTable:
+        columns = {f.name: [getattr(t, f.name) for t in totals] for f in fields(cls)}
+        return cls(**{name: np.array(column, dtype=float) for name, column in columns.items()})
+
+    def __len__(self) -> int:
+        return len(self.num_new)
+
+    def rows(self, which: npt.NDArray[np.bool_]) -> TotalsTable:
+        return TotalsTable(**{f.name: getattr(self, f.name)[which] for f in fields(self)})
 
 
 class FittedPredictor(Predictor, Protocol):
@@ -144,3 +187,50 @@ def _checked(value: Any, name: str) -> float:
     if not is_number or not (value >= 0 and math.isfinite(value)):
         raise ConfigError(f"{name} is {value!r}; it must be a number, at least 0")
     return float(value)
+
+
+PREDICTORS: Mapping[str, str] = {
+    "hygen": "cosched.papers.hygen.predictor:HygenPredictor",
+    "echo": "cosched.papers.echo.predictor:EchoPredictor",
+    "bros": "cosched.papers.bros.predictor:BrosPredictor",
+    "cosched": "cosched.predict.linear:CoschedPredictor",
+}
+"""Name -> where its class is; a paper's is imported when it is asked for."""
+
+
+def fit_predictor(
+    name: str,
+    batches: Sequence[BatchShape],
+    seconds: Sequence[float],
+    *,
+    graphs: GraphSizes | None = None,
+) -> FittedPredictor:
+    """The named predictor, fitted to measured iterations by least squares of relative errors.
+
+    graphs  sizes with CUDA graphs, to which batches are padded; only `cosched` uses them
+
+    ConfigError for an unknown name, a batch without work, a time that is not above 0, or too few
+    batches of a kind. Same batches, same predictor.
+    """
+    predictor = _named(name)
+    if len(batches) != len(seconds):
+        raise ConfigError(f"there are {len(batches)} batches, but {len(seconds)} times")
+    for i, (batch, each_s) in enumerate(zip(batches, seconds, strict=True)):
+        if not 0 < each_s < float("inf"):
+            raise ConfigError(f"seconds[{i}] is {each_s!r}; it must be above 0")
+        if not batch.prefills and not batch.decodes:
+            raise ConfigError(f"batches[{i}] has neither prefills nor decodes")
+    table = TotalsTable.of([BatchTotals.of(batch) for batch in batches])
+    return predictor.fit(table, np.array(seconds, dtype=float), graphs)
+
+
+def predictor_from_dict(data: Mapping[str, Any]) -> FittedPredictor:
+    """The predictor whose `to_dict` gave `data`. ConfigError naming what is missing or wrong."""
+    return _named(data.get("predictor")).from_dict(data)
+
+
+def _named(name: object) -> type[FittedPredictor]:
+    if not isinstance(name, str) or name not in PREDICTORS:
+        raise ConfigError(f"unknown predictor {name!r}; choose from {choices(PREDICTORS)}")
+    predictor: type[FittedPredictor] = resolve_name(PREDICTORS[name])
+    return predictor

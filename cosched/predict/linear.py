@@ -17,8 +17,15 @@ import numpy as np
 
 from cosched.core.batch import BatchTotals
 from cosched.errors import ConfigError
-from cosched.predict.features import FloatArray, GraphSizes, TotalsTable
-from cosched.predict.fitted import FittedPredictor, check_points, nnls, numbers
+from cosched.predict.fitted import (
+    FittedPredictor,
+    FloatArray,
+    GraphSizes,
+    TotalsTable,
+    check_points,
+    nnls,
+    numbers,
+)
 
 KNOTS = (0, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
 """Where the cost of one more token may change when there are no CUDA graphs; beyond the last, time

@@ -18,9 +18,7 @@ import msgspec
 from cosched.core.batch import BatchShape, Prefill
 from cosched.errors import ConfigError
 from cosched.files import write_whole
-from cosched.predict.features import GraphSizes
-from cosched.predict.fitted import FittedPredictor
-from cosched.predict.registry import fit_predictor, predictor_from_dict
+from cosched.predict.fitted import FittedPredictor, GraphSizes, fit_predictor, predictor_from_dict
 
 FILE_FORMAT = "cosched-profile"
 FILE_VERSION = 2

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cosched.pool.prefix_pool import PoolConfig
-from cosched.predict.length_config import LengthConfig
+from cosched.predict.lengths import LengthConfig
 from cosched.schedule.base import Policy, PolicySettings
 
 MIXED_CHUNK: Mapping[str, object] = {"enable_mixed_chunk": True}
@@ -32,7 +32,7 @@ class PolicyEntry:
     early         an iteration is planned as soon as the one before it runs (`Config.plan_early`)
     length        how reply lengths are estimated, unless the configuration says
     predictor     the form of its predictor, fitted to the points of the profile where one is given
-                  (`cosched.predict.registry`); None: the profile's own
+                  (`cosched.predict.fitted`); None: the profile's own
     server_flags  SGLang server arguments it needs, by field name
     source_file   of a policy of another package: the file with its code
     """

@@ -17,7 +17,7 @@ from cosched.errors import ConfigError
 from cosched.memory.config import ENGINE_ORDERS, KvConfig
 from cosched.memory.eviction import ORDERS
 from cosched.policies import POLICIES
-from cosched.predict.tolerance_config import ToleranceConfig
+from cosched.predict.tolerance import ToleranceConfig
 from tests.serving import TEST_FLAGS
 
 

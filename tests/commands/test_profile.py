@@ -18,8 +18,8 @@ from cosched.lab.cost_models.registry import make_cost_model
 from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
 from cosched.lab.simulation.setting import setting_of
+from cosched.predict.fitted import PREDICTORS, fit_predictor
 from cosched.predict.profile_file import Profile
-from cosched.predict.registry import PREDICTORS, fit_predictor
 from tests.in_process import stay_in_process
 from tests.predict.batches import scheduler_batches
 

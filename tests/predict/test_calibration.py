@@ -14,7 +14,7 @@ from cosched.errors import ConfigError
 from cosched.lab.cost_models.noise import NoisyModel
 from cosched.lab.cost_models.registry import make_cost_model
 from cosched.predict.calibration import Calibrator, cold_start_s
-from cosched.predict.registry import fit_predictor
+from cosched.predict.fitted import fit_predictor
 from tests.predict.batches import scheduler_batches
 from tests.predict.test_features import DECODES, PREFILLS
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cosched.core.batch import QUERY_TILE, BatchShape, BatchTotals, Prefill
-from cosched.predict.features import TotalsTable
+from cosched.predict.fitted import TotalsTable
 
 PREFILLS = st.lists(st.builds(Prefill, st.integers(1, 9000), st.integers(0, 40000)), max_size=4)
 DECODES = st.lists(st.integers(1, 40000), max_size=6)

@@ -18,8 +18,7 @@ from cosched.lab.cost_models.specs import GPUS
 from cosched.papers.bros.predictor import BrosPredictor
 from cosched.papers.echo.predictor import EchoPredictor
 from cosched.papers.hygen.predictor import HygenPredictor
-from cosched.predict.features import GraphSizes
-from cosched.predict.registry import PREDICTORS, fit_predictor, predictor_from_dict
+from cosched.predict.fitted import PREDICTORS, GraphSizes, fit_predictor, predictor_from_dict
 from tests.predict.batches import scheduler_batches
 from tests.predict.test_features import DECODES, PREFILLS
 

@@ -9,8 +9,8 @@ import pytest
 
 from cosched.core.batch import BatchTotals
 from cosched.errors import ConfigError
+from cosched.predict.fitted import fit_predictor
 from cosched.predict.profile_file import EngineIdentity, MeasuredPoint, Profile
-from cosched.predict.registry import fit_predictor
 from tests.predict.batches import scheduler_batches
 
 ENGINE = EngineIdentity(

@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 from cosched.core.batch import BatchTotals
 from cosched.errors import ConfigError
 from cosched.predict.isolated import Alone
-from cosched.predict.promise import Promise
-from cosched.predict.tail import Tail
-from cosched.predict.tolerance_config import ToleranceConfig, parse_tolerance
+from cosched.predict.tolerance import Promise, Tail, ToleranceConfig, parse_tolerance
 from tests.factories import Linear
 
 TIMES = Linear(fixed_s=0.01, token_s=0.0001)

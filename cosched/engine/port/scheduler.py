@@ -12,7 +12,7 @@ from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule
 from cosched.core.caps import EngineCaps
 from cosched.engine.port.attention import reads_once
 from cosched.engine.port.memory import host_total
-from cosched.predict.features import GraphSizes
+from cosched.predict.fitted import GraphSizes
 
 # --- Limits ---
 

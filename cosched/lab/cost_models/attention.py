@@ -13,7 +13,7 @@ from cosched.core.batch import Prefill
 from cosched.errors import ConfigError, choices
 from cosched.lab.cost_models.interp import isotonic, neighbours, non_decreasing
 from cosched.lab.cost_models.tables import AttentionRow
-from cosched.predict.features import FloatArray
+from cosched.predict.fitted import FloatArray
 
 SKEW = 0.03
 """How far uneven contexts move a decode's time from that of even ones of the same sum towards that

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from cosched.core.batch import BatchShape
 from cosched.errors import ConfigError
-from cosched.predict.features import GraphSizes
+from cosched.predict.fitted import GraphSizes
 
 
 class PrefixReads(StrEnum):

@@ -10,7 +10,7 @@ import numpy as np
 from cosched.errors import ConfigError, choices
 from cosched.lab.cost_models.interp import blend, neighbours, non_decreasing
 from cosched.lab.cost_models.tables import AllReduceRow, GemmRow
-from cosched.predict.features import FloatArray
+from cosched.predict.fitted import FloatArray
 
 _Points = tuple[FloatArray, FloatArray]
 

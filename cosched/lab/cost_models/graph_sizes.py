@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from cosched.lab.cost_models.specs import GpuSpec
-from cosched.predict.features import GraphSizes
+from cosched.predict.fitted import GraphSizes
 
 _LARGE_GPU_BYTES = 60 << 30
 

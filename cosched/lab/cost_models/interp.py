@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from cosched.predict.features import FloatArray
+from cosched.predict.fitted import FloatArray
 
 _SPIKE = 1.5
 

@@ -27,7 +27,7 @@ from cosched.lab.cost_models.tables import (
     read_gemm,
     read_generation_attention,
 )
-from cosched.predict.features import FloatArray, GraphSizes
+from cosched.predict.fitted import FloatArray, GraphSizes
 
 MAX_TOKENS = 16384
 """Iterations up to this size are looked up; larger ones grow in proportion."""

@@ -30,7 +30,7 @@ from cosched.lab.simulation.host_time import read_host_time
 from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.run import DEFAULT_SLO, CostSpec, RunSpec, WorkloadSpec
 from cosched.lab.simulation.setting import Setting
-from cosched.predict.tolerance_config import TOLERANCE_HELP, TOLERANCE_METAVAR, parse_tolerance
+from cosched.predict.tolerance import TOLERANCE_HELP, TOLERANCE_METAVAR, parse_tolerance
 
 SEED = whole(at_least=0, at_most=2**32 - 1)
 

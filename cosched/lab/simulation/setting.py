@@ -9,7 +9,7 @@ from enum import Enum
 from cosched.errors import ConfigError, choices
 from cosched.memory.config import ENGINE_ORDERS, EVICTION_ORDERS
 from cosched.policies import POLICIES, PolicyEntry, policy_entry, policy_names
-from cosched.predict.registry import PREDICTORS
+from cosched.predict.fitted import PREDICTORS
 
 
 class OfflineClient(Enum):

@@ -52,7 +52,7 @@ from cosched.lab.simulation.host_time import HostTime, Load, NoHostTime
 from cosched.lab.simulation.virtual_host import VirtualTransfers
 from cosched.memory.occupancy import HostOccupancy, KvOccupancy
 from cosched.memory.returns import BLOCK, block_hashes
-from cosched.predict.features import GraphSizes
+from cosched.predict.fitted import GraphSizes
 from cosched.predict.profile_file import EngineIdentity
 
 EOS_ID = 2

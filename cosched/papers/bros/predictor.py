@@ -8,8 +8,16 @@ from typing import Any
 import numpy as np
 
 from cosched.core.batch import BatchTotals
-from cosched.predict.features import FloatArray, GraphSizes, TotalsTable
-from cosched.predict.fitted import FittedPredictor, number, numbers, phases, relative_fit
+from cosched.predict.fitted import (
+    FittedPredictor,
+    FloatArray,
+    GraphSizes,
+    TotalsTable,
+    number,
+    numbers,
+    phases,
+    relative_fit,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 
 from cosched.core.batch import BatchTotals
-from cosched.predict.features import FloatArray, GraphSizes, TotalsTable
 from cosched.predict.fitted import (
     LEAST_POINTS,
     FittedPredictor,
+    FloatArray,
+    GraphSizes,
+    TotalsTable,
     number,
     numbers,
     phases,

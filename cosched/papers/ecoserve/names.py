@@ -10,7 +10,7 @@ from cosched.core.plan import PreemptMode
 from cosched.papers.ecoserve.coupled import Allocation, CoupledOptions, CoupledPolicy, Order
 from cosched.papers.ecoserve.policy import EcoServePolicy
 from cosched.papers.ecoserve.work import EcoOptions
-from cosched.predict.length_config import LengthConfig
+from cosched.predict.lengths import LengthConfig
 from cosched.schedule.entry import MIXED_CHUNK, MOST_FIT, PolicyEntry
 
 

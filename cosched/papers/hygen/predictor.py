@@ -8,8 +8,15 @@ from typing import Any
 import numpy as np
 
 from cosched.core.batch import BatchTotals
-from cosched.predict.features import FloatArray, GraphSizes, TotalsTable
-from cosched.predict.fitted import FittedPredictor, check_points, numbers, relative_fit
+from cosched.predict.fitted import (
+    FittedPredictor,
+    FloatArray,
+    GraphSizes,
+    TotalsTable,
+    check_points,
+    numbers,
+    relative_fit,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.run import CostSpec, RunSpec, WorkloadSpec, config_of, execute
 from cosched.lab.simulation.setting import setting_of
 from cosched.predict.isolated import Alone
-from cosched.predict.tolerance_config import ToleranceConfig
+from cosched.predict.tolerance import ToleranceConfig
 from tests.factories import Linear
 
 EXACT = Linear(fixed_s=0.01, token_s=3e-5, longest_s=1e-7)

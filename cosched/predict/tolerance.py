@@ -1,0 +1,206 @@
+"""Tolerance mode: what the operator promises of online requests beside their isolated baseline, and
+how much of that is left.
+
+The mean and p99 of their latencies stay within a share of what they would have without offline work
+(`cosched.predict.isolated`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+
+import msgspec
+
+from cosched.errors import ConfigError, choices
+
+TOLERANCE_METAVAR = "ttft=5%,tpot=5%"
+TOLERANCE_HELP = (
+    "mean and p99 of online requests stay so close to what these would have alone, for cosched and "
+    "its ablations (docs/policies/cosched.md); either key may be left out"
+)
+
+MOST = 10.0
+"""The largest share: eleven times as long."""
+
+
+class ToleranceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """By what share mean and p99 of the online requests may be above what these would have alone
+    (docs/policies/cosched.md); absent: nothing is promised of it.
+
+    ttft  of the time to the first token; 0.05 is 5 %
+    tpot  of the time per output token after it
+    """
+
+    ttft: float | None = None
+    tpot: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= MOST:
+                raise ConfigError(
+                    f"tolerance.{name} {value} is not a share above 0 and up to {MOST:g} "
+                    "(0.05 is 5 %)"
+                )
+
+
+def parse_tolerance(text: str) -> ToleranceConfig:
+    """``ttft=5%,tpot=5%``, either of the two or both. ConfigError naming what is wrong with it."""
+    known = ToleranceConfig.__struct_fields__
+    shares: dict[str, float] = {}
+    for part in text.split(","):
+        name, is_given, value = (piece.strip() for piece in part.partition("="))
+        if name not in known or not is_given:
+            raise ConfigError(
+                f"tolerance {text!r}: {part.strip()!r} is not KEY=SHARE%; the keys are "
+                f"{choices(known)}"
+            )
+        if name in shares:
+            raise ConfigError(f"tolerance {text!r}: {name!r} is given twice")
+        if not re.fullmatch(r"[0-9]+(\.[0-9]+)?%", value):
+            raise ConfigError(
+                f"tolerance {text!r}: {name} {value!r} is not a percentage such as 5% or 2.5%"
+            )
+        percent = float(value[:-1])
+        if not 0 < percent <= 100 * MOST:
+            raise ConfigError(
+                f"tolerance {text!r}: {name} {value!r} is not above 0% and up to {100 * MOST:g}%"
+            )
+        shares[name] = percent / 100
+    return ToleranceConfig(**shares)
+
+
+_WINDOW = 1000
+"""Requests over which the mean is kept: what is older fades, so that a quiet night does not pay for
+a slow day."""
+
+_HORIZON = 50
+"""Within so many requests what is left is given out, or what is lacking saved."""
+
+_MOST_ROOM = 10.0
+"""Room at most [promised shares]: what was saved is not spent all at once."""
+
+_LEAST_FOR_TAIL = 100
+"""Requests of which one is in the last percent."""
+
+_TAIL_EVERY = 10
+"""Requests between two looks at p99."""
+
+_TAIL_FROM = 0.5
+"""Of the promised share: where p99 is so far up, room begins to shrink."""
+
+
+class Promise:
+    """One latency of the online requests.
+
+        balance = sum of (1 + share) * alone - achieved, older requests fading
+        room    = balance / horizon [means of alone], at most `_MOST_ROOM` shares, and less as
+                  p99 of the achieved nears (1 + share) * p99 of alone
+
+    A request that took what was promised leaves the balance as it is. So the mean settles where it
+    was promised to be, whatever delays them: long iterations, predictions that are off,
+    prompts that found less in the cache.
+
+    share  by which mean and p99 may be above those of alone
+    """
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self._balance_s = 0.0
+        self._alone_s = 0.0
+        self._weight = 0.0
+        self._tails = tuple(Tail(0.99, num=_WINDOW) for _ in range(2))
+        self._tail_room = 1.0
+        self.num = 0
+        """Requests judged."""
+        self.total_alone_s = self.total_achieved_s = 0.0
+
+    def judge(self, *, alone_s: float, achieved_s: float) -> None:
+        """What a request would have had, and had [s]."""
+        if not self._weight:
+            self._balance_s = self.share * _HORIZON * alone_s  # that there is room to begin with
+        kept = 1 - 1 / _WINDOW
+        self._weight = kept * self._weight + 1
+        self._alone_s = kept * self._alone_s + alone_s
+        most_s = _MOST_ROOM * self.share * _HORIZON * self.mean_alone_s
+        saved_s = (1 + self.share) * alone_s - achieved_s
+        self._balance_s = min(kept * self._balance_s + saved_s, most_s)
+        self.num += 1
+        self.total_alone_s += alone_s
+        self.total_achieved_s += achieved_s
+        for tail, value in zip(self._tails, (alone_s, achieved_s), strict=True):
+            tail.add(value)
+        if not self.num % _TAIL_EVERY:
+            self._tail_room = self._left_to_tail()
+
+    @property
+    def mean_alone_s(self) -> float:
+        """Of the latest requests; 0.0: nothing is known yet [s]."""
+        return self._alone_s / self._weight if self._weight else 0.0
+
+    @property
+    def tails_s(self) -> tuple[float | None, float | None]:
+        """p99 of alone, p99 of the achieved [s]."""
+        alone, achieved = self._tails
+        return alone.value(), achieved.value()
+
+    @property
+    def room(self) -> float:
+        """By what share of its mean alone what offline work does may lengthen the latency of those
+        that come next."""
+        if not self._weight:
+            return self.share
+        room = self._balance_s / (_HORIZON * self.mean_alone_s)
+        return min(max(room, 0.0), _MOST_ROOM * self.share) * self._tail_room
+
+    def _left_to_tail(self) -> float:
+        alone_s, achieved_s = self.tails_s
+        if self.num < _LEAST_FOR_TAIL or not alone_s or not achieved_s:
+            return 1.0
+        used = (achieved_s / alone_s - 1) / self.share
+        left = (1 - used) / (1 - _TAIL_FROM)
+        return 0.0 if math.isnan(left) else min(max(left, 0.0), 1.0)
+
+
+_STEP = math.log1p(0.0025)
+"""Values are told apart to a quarter of a percent."""
+
+_LEAST, _MOST = 1e-6, 1e6
+
+
+class Tail:
+    """A quantile of the last values: of `num` to twice as many, so that old ones are forgotten.
+
+    Counts in steps of 0.25 %, at most 11,064 of them; the answer is at most that far off.
+    """
+
+    def __init__(self, quantile: float, *, num: int) -> None:
+        """quantile: between 0 and 1."""
+        self._above = 1 - quantile
+        self._num = num
+        self._counts: Counter[int] = Counter()
+        self._older: Counter[int] = Counter()
+        self._num_here = 0
+        self._num_older = 0
+
+    def __len__(self) -> int:
+        return self._num_here + self._num_older
+
+    def add(self, value: float) -> None:
+        """value: what is outside 1e-6 to 1e6 counts as these."""
+        self._counts[round(math.log(min(max(value, _LEAST), _MOST)) / _STEP)] += 1
+        self._num_here += 1
+        if self._num_here >= self._num:
+            self._older, self._num_older = self._counts, self._num_here
+            self._counts, self._num_here = Counter(), 0
+
+    def value(self) -> float | None:
+        """None: there is none yet. O(distinct values)."""
+        left = self._above * len(self)
+        for step in sorted(self._counts.keys() | self._older.keys(), reverse=True):
+            left -= self._counts[step] + self._older[step]
+            if left < 0:
+                return math.exp(step * _STEP)
+        return None
