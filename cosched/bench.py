@@ -49,10 +49,10 @@ from cosched.files import write_whole
 from cosched.lab.benchmark.compare import compare_files
 from cosched.lab.benchmark.live import VOCAB_SIZE, LiveTarget, measure_live, print_live
 from cosched.lab.benchmark.progress import progress_of_runs
+from cosched.lab.metrics import plots
 from cosched.lab.metrics.figure import check_can_draw
-from cosched.lab.metrics.interval import MOST_VALUES
-from cosched.lab.metrics.plots import write_run_plots
 from cosched.lab.metrics.records import write_records
+from cosched.lab.metrics.stats import MOST_VALUES
 from cosched.lab.page import Key, Page, cells_of, plot_results, read_page, stale_cells
 from cosched.lab.simulation.options import add_run_options, data_dir_of, run_spec_of
 from cosched.lab.simulation.run import RunResult, load_requests
@@ -428,11 +428,9 @@ def _live(arguments: argparse.Namespace) -> dict[str, Any]:
     save_output(
         arguments,
         arguments.plot,
-        lambda folder: write_run_plots(
+        lambda folder: plots.write_run_plots(
             folder,
-            records=result.records,
-            window=result.summary.window,
-            default_slo=spec.slo,
+            plots.Run(records=result.records, window=result.summary.window, default_slo=spec.slo),
         ),
     )
     return {"scenarios": {arguments.scenario: {**result.to_row(), "base_url": arguments.base_url}}}

@@ -38,10 +38,10 @@ from cosched.command_line import (
 from cosched.config import Config
 from cosched.errors import ConfigError
 from cosched.lab.metrics.figure import check_can_draw
-from cosched.lab.metrics.plots import write_run_plots
+from cosched.lab.metrics.plots import Run, write_run_plots
 from cosched.lab.metrics.records import write_records, write_rows
+from cosched.lab.metrics.stats import Window
 from cosched.lab.metrics.table import print_table
-from cosched.lab.metrics.window import Window
 from cosched.lab.simulation.find import QUESTIONS, find
 from cosched.lab.simulation.options import (
     add_run_options,
@@ -164,11 +164,13 @@ def _run(arguments: argparse.Namespace, spec: RunSpec) -> dict[str, Any]:
         arguments.plot,
         lambda folder: write_run_plots(
             folder,
-            records=result.records,
-            iterations=result.iterations,
-            kv=result.kv,
-            window=Window(start_s=0.0, end_s=result.end_s),
-            default_slo=spec.slo,
+            Run(
+                records=result.records,
+                iterations=result.iterations,
+                kv=result.kv,
+                window=Window(start_s=0.0, end_s=result.end_s),
+                default_slo=spec.slo,
+            ),
         ),
     )
     return result.to_dict()

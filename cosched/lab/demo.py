@@ -48,10 +48,9 @@ from cosched.lab.benchmark.live import LiveResult, print_live
 from cosched.lab.benchmark.own_server import OwnRun, OwnServers, leave_a_core_free
 from cosched.lab.demo_model import SIZES, ensure_demo_model
 from cosched.lab.metrics.figure import check_can_draw
-from cosched.lab.metrics.plots_compare import Run, plot_overview
-from cosched.lab.metrics.stats import to_dict
+from cosched.lab.metrics.plots import Run, plot_overview
+from cosched.lab.metrics.stats import Window, to_dict
 from cosched.lab.metrics.summary import compare
-from cosched.lab.metrics.window import Window
 from cosched.lab.simulation.options import SEED
 from cosched.lab.simulation.run import RunSpec, WorkloadSpec, summarize_run
 from cosched.lab.simulation.setting import OfflineClient, Setting
@@ -351,7 +350,9 @@ def draw(measured: Sequence[Measured], path: Path) -> None:
     spec = measured[0].result.spec
     window = Window(start_s=0.0, end_s=spec.end_s)
     marked = {m.name for m in measured if m.result.is_client_late}
-    runs = {m.name: Run(records=m.result.records, window=window) for m in measured}
+    runs = {
+        m.name: Run(records=m.result.records, window=window, default_slo=spec.slo) for m in measured
+    }
     num_online = measured[0].result.summary.online.num_requests
     caption = f"{num_online} online requests in {spec.end_s:g} s, seed {spec.seed}; grey: bursts"
     if marked:
@@ -360,7 +361,6 @@ def draw(measured: Sequence[Measured], path: Path) -> None:
         runs,
         {m.name: m.result.summary for m in measured},
         path,
-        default_slo=spec.slo,
         shaded=[(a * spec.end_s, b * spec.end_s) for a, b in DEMO_BURSTS],
         marked=marked,
         caption=caption,

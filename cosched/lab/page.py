@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from cosched.errors import ConfigError
 from cosched.lab.columns import COLUMNS
-from cosched.lab.metrics.interval import interval_of
-from cosched.lab.metrics.plots_compare import Run, write_comparison_plots
-from cosched.lab.metrics.plots_sweep import Panel, plot_panels
+from cosched.lab.metrics.figure import Panel, plot_panels
+from cosched.lab.metrics.plots import Run, write_comparison_plots
+from cosched.lab.metrics.stats import interval_of
 from cosched.lab.metrics.table import markdown_rows
 from cosched.lab.simulation.run import RunResult
 from cosched.lab.suite import Option, Outcome, Row, SuiteFile, SuiteTarget, as_arguments
@@ -206,10 +206,14 @@ def plot_results(folder: Path, results: Mapping[str, RunResult]) -> None:
         folder,
         summaries={name: run.summary for name, run in shown.items()},
         runs={
-            name: Run(records=run.records, observed_until_s=run.end_s, iterations=run.iterations)
+            name: Run(
+                records=run.records,
+                observed_until_s=run.end_s,
+                iterations=run.iterations,
+                default_slo=run.spec.slo,
+            )
             for name, run in shown.items()
         },
-        default_slo=next(iter(shown.values())).spec.slo,
     )
 
 

@@ -201,7 +201,7 @@ def test_a_profile_is_the_estimate_of_the_machine_it_simulates(virtual):
             ["measure", "--write", "p.json", "--virtual", "--held-out", "1"],
             "--held-out: '1' is not",
         ),
-        (["slo", "--slo", "p99<=1s", "--online", "alpaca"], "'p99<=1s' is no goal"),
+        (["slo", "--slo", "p99<=1s", "--online", "alpaca"], "'p99<=1s' is not a goal"),
         (["slo", "--slo", "p99_ttft<=1s", "--online", "alpaca"], "needs both classes"),
         (["slo", "--slo", "p99_ttft<=1s", "--cosched-config", '{"policy": "x"}'], "nothing to run"),
         (

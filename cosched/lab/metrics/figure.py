@@ -1,9 +1,10 @@
-"""What all pictures share: colours, axes, bins. matplotlib is imported when a picture is made."""
+"""Colours, axes, time bins and panels of all plots. Only drawing imports matplotlib."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,18 +14,35 @@ import numpy as np
 from cosched.core.request import RequestClass
 from cosched.errors import ConfigError
 from cosched.lab.metrics.records import Floats
-from cosched.lab.metrics.window import Window
+from cosched.lab.metrics.stats import Window
 
 # Okabe and Ito's colours, which stay apart for colour-blind readers and in grey print.
 COLOURS = {RequestClass.ONLINE: "#0072B2", RequestClass.OFFLINE: "#E69F00"}
 TARGET_COLOUR = "#C0392B"
 _TEXT, _GRID = "#333333", "#DDDDDD"
+_PALETTE = (
+    *("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#555555"),
+    *("#6A3D9A", "#A6761D", "#E41A1C", "#1B5E20", "#B5BD00", "#000000", "#F4A6C0"),
+    *("#00406B", "#7FC97F", "#8C2D04", "#9E9AC8", "#00CED1", "#C7A76C", "#800040"),
+)
+_LINES, _MARKERS = ("-", "--", ":"), ("o", "s", "^", "D", "v", "P", "X")
+
+
+def style(index: int) -> dict[str, str]:
+    """Colour, line and marker of a series: no colour twice in 21."""
+    index %= len(_PALETTE)
+    row, column = divmod(index, 7)
+    return {
+        "color": _PALETTE[index],
+        "ls": _LINES[row],
+        "marker": _MARKERS[(column + row) % 7],
+    }
 
 
 def check_can_draw() -> None:
-    """ConfigError without matplotlib: better before a run than after it."""
+    """ConfigError without matplotlib: called before a run, not after it."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("pictures need matplotlib: pip install 'cosched[plots]'")
+        raise ConfigError("plots need matplotlib: pip install 'cosched[plots]'")
 
 
 def new_figure(*, width: float = 8.0, height: float = 3.4) -> Any:
@@ -54,19 +72,12 @@ def legend_above(axes: Any, **options: Any) -> None:
     """A legend to the right of the title, outside the data."""
     handles, _ = axes.get_legend_handles_labels()
     if handles:
-        axes.legend(
-            **{
-                "loc": "lower right",
-                "bbox_to_anchor": (1.0, 1.0),
-                "ncols": len(handles),
-                "frameon": False,
-                "fontsize": 9,
-                "borderaxespad": 0.2,
-                "handlelength": 1.4,
-                "columnspacing": 1.2,
-                **options,
-            }
-        )
+        place = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "ncols": len(handles)}
+        axes.legend(**place | {"frameon": False, "fontsize": 9, "borderaxespad": 0.2} | options)
+
+
+def legend_beside(axes: Any) -> None:
+    legend_above(axes, loc="upper left", bbox_to_anchor=(1.01, 1.0), ncols=1)
 
 
 def by_thousands(axis: Any) -> None:
@@ -74,7 +85,8 @@ def by_thousands(axis: Any) -> None:
 
 
 def log_if_wide(axis: Any, values: Floats) -> None:
-    """A logarithmic scale where a few of the values are far above the others; else from 0."""
+    """A logarithmic scale if the largest value is above 20 times the median; else a linear one from
+    0."""
     axes, name = axis.axes, axis.axis_name
     values = values[values > 0]
     if len(values) and values.max() > 20 * np.median(values):
@@ -87,7 +99,7 @@ def log_if_wide(axis: Any, values: Floats) -> None:
 def stack(
     axes: Any, edges: Floats, layers: Iterable[tuple[str, str, Floats]], *, alpha: float = 1.0
 ) -> None:
-    """Steps between the edges, one layer (name, colour, height of each step) on the other."""
+    """Stacked steps between the edges; a layer is (name, colour, height of each step)."""
     below: Floats | float = 0.0
     for name, colour, heights in layers:
         above = below + heights
@@ -96,7 +108,7 @@ def stack(
 
 
 def save(figure: Any, path: Path) -> Path:
-    # Without the version of matplotlib in it, so that the same run gives the same file.
+    # Without matplotlib's version, so that equal runs give equal files.
     figure.savefig(path, metadata={"Software": None} if path.suffix == ".png" else None)
     return path
 
@@ -168,3 +180,36 @@ class Bins:
 
 def label_rate(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+Points = Sequence[tuple[float, float | None]]
+"""(x, y); a y of None is not drawn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """One of several axes side by side. lines: name -> points; a name has one colour everywhere."""
+
+    title: str
+    x: str
+    y: str
+    lines: Mapping[str, Points]
+
+
+def plot_panels(rows: Sequence[Sequence[Panel]], path: Path) -> Path:
+    """A grid of panels; all rows are equally long."""
+    figure = new_figure(width=4.4 * len(rows[0]) + 0.6, height=3.2 * len(rows) + 0.3)
+    grid = figure.subplots(len(rows), len(rows[0]), squeeze=False)
+    names = list(dict.fromkeys(name for row in rows for panel in row for name in panel.lines))
+    for panel, axes in zip((p for row in rows for p in row), grid.flat, strict=True):
+        tidy(axes, title=panel.title, x=panel.x, y=panel.y)
+        for name, points in panel.lines.items():
+            drawn = [(x, y) for x, y in points if y is not None]
+            if drawn:
+                x, y = zip(*drawn, strict=True)
+                axes.plot(x, y, ms=4, lw=1.6, label=name, **style(names.index(name)))
+        top = axes.dataLim.ymax  # infinite where nothing is drawn
+        axes.set_ylim(0, 1.08 * top if 0 < top < math.inf else 1)
+        by_thousands(axes.yaxis)
+    legend_above(grid.flat[0], bbox_to_anchor=(0.0, 1.12), loc="lower left")
+    return save(figure, path)

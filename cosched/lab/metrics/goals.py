@@ -1,9 +1,9 @@
-"""What a run shall reach: goals on the latencies of online requests, as they are written.
+"""Goals on the latencies of online requests.
 
 p99_ttft<=1000ms    mean, p50, p90, p95 or p99 of ttft, tpot, tbt or e2e; in ms or s
-p99_tbt<=+5%        at most so much above the same run without offline requests (HyGen §5.1)
+p99_tbt<=+5%        at most 5 % above the same run without offline requests (HyGen §5.1)
 attainment>=99%     share of the online requests that meet their own targets
-attainment>=-1%     at most so many points below the same run without offline requests
+attainment>=-1%     at most 1 point below the same run without offline requests
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Goal:
     text         as it was written, without blanks
     statistic    one of `STATISTICS`; None: an attainment
     metric       one of `METRICS`, or ``attainment``
-    limit        most seconds or least share (0-1); relative: most growth over the baseline, or
-                 most points below it (both 0-1)
-    is_relative  to what online requests alone reach
+    limit        maximum in seconds or minimum share (0-1); relative: maximum growth over the
+                 baseline, or maximum difference below it (both 0-1)
+    is_relative  to a run of the online requests alone
     """
 
     text: str
@@ -48,10 +48,10 @@ class Goal:
     is_relative: bool = False
 
     def measure(self, summary: Summary, records: Iterable[RequestRecord]) -> float | None:
-        """What a run reached, in seconds or as a share; None: nothing to measure.
+        """Value of a run, in seconds or as a share; None: nothing to measure.
 
-        A request that is still open when the run ends counts with the time it has taken so far,
-        where that raises the value: one that is never served must not look fast.
+        A request that is open when the run ends counts with its time so far if that raises the
+        value, so that a request that is never served does not look fast.
         """
         if self.statistic is None:
             return summary.online.attainment.joint.ratio
@@ -68,8 +68,8 @@ class Goal:
         return self._of([*done, *raised])
 
     def bound(self, baseline: float | None) -> float | None:
-        """The limit in the unit of `measure`; baseline: what a run without offline requests
-        reached. None: there is none."""
+        """The limit in the unit of `measure`; None: it needs a baseline and has none. baseline:
+        value of a run without offline requests."""
         if not self.is_relative:
             return self.limit
         if baseline is None:
@@ -90,7 +90,7 @@ class Goal:
 
 
 def parse_goal(text: str) -> Goal:
-    """ConfigError saying what a goal looks like."""
+    """ConfigError naming the syntax."""
     written = "".join(text.split())
     attainment = _ATTAINMENT.fullmatch(written)
     if attainment:
@@ -116,14 +116,14 @@ def parse_goal(text: str) -> Goal:
                 is_relative=is_relative,
             )
     raise ConfigError(
-        f"{text!r} is no goal; write STATISTIC_METRIC<=LIMIT with a statistic of "
+        f"{text!r} is not a goal; write STATISTIC_METRIC<=LIMIT with a statistic of "
         f"{', '.join(STATISTICS)}, a metric of {', '.join(METRICS)} and a limit such as 1000ms, "
         "1.5s or +5% (above online requests alone), or attainment>=99% or >=-1% (below them)"
     )
 
 
 def _finished(record: RequestRecord, metric: str) -> list[float]:
-    """The values that are known: one, none, or each gap."""
+    """The known values: one, none, or each gap."""
     if metric == "tbt":
         gaps: list[float] = np.diff(np.array(record.token_times or [])).tolist()
         return gaps
@@ -137,7 +137,7 @@ def _finished(record: RequestRecord, metric: str) -> list[float]:
 
 
 def _open(record: RequestRecord, metric: str, now_s: float) -> list[float]:
-    """The time that something unfinished has taken so far."""
+    """Time so far of an unfinished reply or gap."""
     if record.is_finished:
         return []
     first_s = record.first_s

@@ -1,7 +1,7 @@
-"""When is a batch job done, and how much work was done per second.
+"""Completion times and work of an offline job.
 
-Tokens per second can be won by an order that takes the cheap tokens first. Work cannot: each line
-counts the device seconds that it costs in the best batch of its job alone, whatever is done first.
+Doing cheap tokens first raises tokens per second, but not work per second: each line counts the
+device seconds that it costs in the best batch of its job alone.
 """
 
 from __future__ import annotations
@@ -12,28 +12,27 @@ from dataclasses import dataclass
 import numpy as np
 
 from cosched.lab.metrics.records import RequestRecord
-from cosched.lab.metrics.window import Window
+from cosched.lab.metrics.stats import Window
 from cosched.predict.work import LineCost
 
 EDGE_SHARE = 0.1
-"""Of a run, left out at its start and at its end for the steady state."""
+"""Share of a run that the steady window leaves out at each end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSummary:
     """A job: all offline requests of a run.
 
-    makespan_s         first arrival to the end of the last line [s]; None: a line did not end
-    completion_mean_s  first arrival to the end of a line, mean over those that ended [s]
+    makespan_s         first arrival to the end of the last line [s]; None: a line did not finish
+    completion_mean_s  first arrival to the end of a line, mean over finished lines [s]
     completion_p95_s   95th percentile of the same [s]
-    work_s             device seconds of work that the job is; None: costs are not known
-    work_per_s         device seconds of work done per second, without the first and the last tenth
-                       of the run; 1 is the best batch alone on the whole device. None: costs are
-                       not known
-    bound_per_s        the most work per second in the same time, beside the online requests of the
-                       run; None: not known
-    least_makespan_s   no schedule is done earlier beside them [s]; None: not known, or the job was
-                       not done
+    work_s             work of the whole job [device seconds]; None: costs are not known
+    work_per_s         work done per second in the steady window; 1 is the best batch alone on the
+                       whole device. None: costs are not known
+    bound_per_s        upper bound of work per second in that window, beside the online requests of
+                       the run; None: not known
+    least_makespan_s   lower bound of the makespan beside them [s]; None: not known, or the job did
+                       not finish
     """
 
     num_lines: int = 0
@@ -48,12 +47,12 @@ class JobSummary:
 
     @property
     def bound_ratio(self) -> float | None:
-        """What was done of the most that can be done."""
+        """Work done as a share of the upper bound."""
         return self.work_per_s / self.bound_per_s if self.work_per_s and self.bound_per_s else None
 
 
 def steady_window(*, start_s: float, end_s: float) -> Window | None:
-    """A run without its first and last tenth; None where nothing is left."""
+    """A run without its first and last tenth; None if nothing is left."""
     edge_s = EDGE_SHARE * (end_s - start_s)
     return Window(start_s=start_s + edge_s, end_s=end_s - edge_s) if edge_s > 0 else None
 
@@ -64,8 +63,8 @@ def summarize_job(
     end_s: float,
     costs: Mapping[str, LineCost] | None = None,
 ) -> JobSummary:
-    """Sum up the offline records of a run that ended at `end_s` [s]. Lines without an end count for
-    the part that was done; failed lines do not count."""
+    """Summary of the offline records of a run that ended at `end_s` [s]. Unfinished lines count
+    with the part that was done; failed lines do not count."""
     if not records:
         return JobSummary()
     start_s = min(record.arrival_s for record in records)

@@ -1,7 +1,6 @@
-"""What a run leaves behind: one record per request, one row per iteration.
+"""Records of a run: one per request, one row per iteration.
 
-Times are seconds on the run's clock, virtual or wall, which is zero at the start of the run: a
-summary keeps six digits, and a date would use them up.
+Times are seconds since the start of the run, on its virtual or wall clock.
 """
 
 from __future__ import annotations
@@ -25,34 +24,34 @@ Floats = npt.NDArray[np.float64]
 
 
 class RecordError(CoschedError):
-    """A record contradicts itself, or a line of a file is no record."""
+    """A record is inconsistent, or a line of a file is not a record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
-    """What happened to one request.
+    """One request.
 
-    arrival_s              when the server got it [s]
-    sent_s                 when a live client sent it [s], at its arrival or a little later, as the
-                           client got to it; None: in virtual time
-    admitted_s             when its first prefill chunk began [s]; None: never, or not known
-    first_token_s          when its first token came out [s]; None: none did
-    finish_s               when its reply was complete, or when it failed [s]; None: it never ended
-    num_output_tokens      tokens that came out, also of a reply that never ended
-    token_times            when they did [s], ascending. One per token; fewer where a stream packs
-                           several into one piece, which then share the piece's time. None: not kept
-    max_tbt_s              largest gap between tokens [s]; of use where `token_times` is not kept
-    num_cached_tokens      prompt tokens found in the prefix cache when it was first admitted;
-                           None: not known
-    num_lost_tokens        prompt tokens that an earlier request had computed and that the prefix
-                           cache did not have any more; None: not known
-    num_recomputed_tokens  tokens computed beyond what it would have needed without preemption
-    num_preemptions        how often it was stopped to come back later
-    pauses                 when it was stopped and when it ran again [s], for each time that is
-                           known; None: it had not run again when the run ended
-    finish_reason          as the server gives it (stop, length, abort, …)
+    arrival_s              arrival at the server [s]
+    sent_s                 when a live client sent it [s]; None: in virtual time
+    admitted_s             start of its first prefill chunk [s]; None: never, or not known
+    first_token_s          time of its first token [s]; None: no token
+    finish_s               when the reply was complete or the request failed [s]; None: it was open
+                           when the run ended
+    num_output_tokens      tokens generated, of an unfinished reply too
+    token_times            times of its tokens [s], ascending; fewer than tokens if a stream packs
+                           several into one chunk. None: not kept
+    max_tbt_s              largest gap between tokens [s], where `token_times` is not kept
+    num_cached_tokens      prompt tokens found in the prefix cache at the first admission; None: not
+                           known
+    num_lost_tokens        prompt tokens that were computed before and evicted since; None: not
+                           known
+    num_recomputed_tokens  tokens computed again because of preemption
+    num_preemptions        number of preemptions
+    pauses                 (preempted, resumed) times [s] of the known preemptions; None: not
+                           resumed before the run ended
+    finish_reason          as the server reports it (stop, length, abort, …)
     ok                     False: refused, aborted, timed out or broken off
-    slo                    its own targets; what is None there is for the summary's defaults
+    slo                    its own targets; the summary's defaults replace None
     """
 
     rid: str
@@ -82,7 +81,7 @@ class RequestRecord:
 
     @property
     def is_finished(self) -> bool:
-        """Its reply is complete."""
+        """The reply is complete."""
         return self.ok and self.finish_s is not None
 
     @property
@@ -92,7 +91,7 @@ class RequestRecord:
 
     @property
     def first_s(self) -> float | None:
-        """When its first token came out [s]; for a complete reply of no tokens, its end."""
+        """Time of the first token [s]; of a complete reply without tokens, its end."""
         if self.first_token_s is None and self.ok:
             return self.finish_s
         return self.first_token_s
@@ -111,7 +110,7 @@ class RequestRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """Of a complete reply of two tokens or more [s]."""
+        """Mean gap between tokens [s], of a complete reply of two tokens or more."""
         if self.num_output_tokens < 2 or self.first_token_s is None:
             return None
         if self.finish_s is None or not self.ok:
@@ -126,11 +125,8 @@ class RequestRecord:
         return float(np.diff(self.token_times).max())
 
     def emissions(self, *, until_s: float) -> tuple[Floats, float]:
-        """(times, tokens per time): when its tokens came out, as well as the record knows.
-
-        Without `token_times` they are spread evenly from the first token to the end, or to
-        `until_s` when there was none.
-        """
+        """(times, tokens per time) of its tokens. Without `token_times` they are spread evenly from
+        the first token to the end, or to `until_s` if it is open."""
         if self.first_token_s is None or self.num_output_tokens == 0:
             return np.empty(0), 0.0
         if self.token_times:
@@ -170,7 +166,7 @@ def _fault(record: RequestRecord) -> str | None:
         )
     for stopped_s, again_s in record.pauses:
         if again_s is not None and again_s < stopped_s:
-            return f"it ran again at {again_s}, before it was stopped at {stopped_s}"
+            return f"it resumed at {again_s}, before it was preempted at {stopped_s}"
     if record.max_tbt_s is not None and not 0 <= record.max_tbt_s < math.inf:
         return f"max_tbt_s is {record.max_tbt_s}"
     return _token_fault(record)
@@ -202,10 +198,8 @@ _SLO_FIELDS = tuple(f.name for f in fields(Slo))
 
 
 def record_line(record: RequestRecord, *, with_token_times: bool = True) -> str:
-    """The record as one line of JSON, keys in the order of its fields: equal records, equal bytes.
-
-    Without the token times the largest gap is kept.
-    """
+    """The record as one line of JSON; equal records give equal bytes. Without the token times the
+    largest gap is kept."""
     entry: dict[str, Any] = {name: getattr(record, name) for name in _FIELDS}
     entry["request_class"] = record.request_class.value
     entry["slo"] = {name: getattr(record.slo, name) for name in _SLO_FIELDS}
@@ -220,7 +214,7 @@ def record_line(record: RequestRecord, *, with_token_times: bool = True) -> str:
 def write_records(
     records: Iterable[RequestRecord], path: Path, *, with_token_times: bool = True
 ) -> int:
-    """Write one line per record, in the order given; the number of lines. Never holds them all."""
+    """Write one line per record in the order given; returns the number of lines."""
     num_lines = 0
     with path.open("w", encoding="utf-8", newline="\n") as file:
         for record in records:
@@ -230,7 +224,7 @@ def write_records(
 
 
 def read_records(path: Path) -> Iterator[RequestRecord]:
-    """The records of a file, one at a time. RecordError names file, line and reason."""
+    """The records of a file, lazily. RecordError names file, line and reason."""
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -258,29 +252,26 @@ def _parse(entry: object) -> RequestRecord:
 
 
 def write_rows(log: ColumnLog, path: Path) -> None:
-    """Write one JSON object a line, a key for each column."""
+    """Write one JSON object per row, with a key for each column."""
     with path.open("w", encoding="utf-8", newline="\n") as file:
         for row in log.rows():
             file.write(json.dumps(row, separators=(",", ":")) + "\n")
 
 
 class IterationRecord(NamedTuple):
-    """One forward pass. Made by keyword.
+    """One forward pass. A tuple, because one is made in each iteration and a frozen dataclass of
+    this size is several times slower.
 
-    A tuple, for one is made in every iteration and a frozen dataclass of this size takes several
-    times as long to make.
-
-    start_s, duration_s  when it began and how long it took [s]
-    predicted_s          what the policy's latency model expected [s]; None: it was not asked
+    start_s, duration_s  start and duration [s]
+    predicted_s          predicted duration [s]; None: not predicted
     num_*_prefill_tokens prompt tokens computed, by class
-    num_*_prefills       requests they belong to
+    num_*_prefills       requests that they belong to
     num_*_decodes        requests that decoded one token, by class
-    kv_online_tokens     KV that running online requests hold while it runs [tokens]; what both
-                         classes hold counts here, for it is online's claim that keeps it
-    kv_offline_tokens    KV that only running offline requests hold [tokens]
-    kv_cached_tokens     KV that nobody holds and a prefix match may still find [tokens]
+    kv_online_tokens     KV of running online requests [tokens], shared with offline ones or not
+    kv_offline_tokens    KV of running offline requests alone [tokens]
+    kv_cached_tokens     KV that no running request holds and a prefix match may find [tokens]
     kv_free_tokens       the rest [tokens]; the four add up to the capacity
-    planning_s           host time the decision took [s]; no part of virtual time
+    planning_s           host time of the decision [s]; not part of virtual time
     """
 
     start_s: float
@@ -300,8 +291,8 @@ class IterationRecord(NamedTuple):
 
 
 class ColumnLog:
-    """Rows of numbers in order of time, by column. A column whose name ends in ``_s`` holds seconds
-    and may lack values, which are NaN; the others hold whole numbers, of the array type `whole`."""
+    """Rows of numbers in order of time, stored by column. A column whose name ends in ``_s`` holds
+    seconds, NaN where a value is missing; the others hold integers of the array type `whole`."""
 
     __slots__ = ("_appenders", "_columns")
 
@@ -312,7 +303,7 @@ class ColumnLog:
         self._appenders = tuple(column.append for column in self._columns.values())
 
     def append(self, row: Iterable[float | None]) -> None:
-        """A value for each column, in their order."""
+        """One value per column, in their order."""
         for append, value in zip(self._appenders, row, strict=True):
             append(math.nan if value is None else value)
 
@@ -324,19 +315,19 @@ class ColumnLog:
         return tuple(self._columns)
 
     def column(self, name: str) -> Floats:
-        """A copy of one column; NaN where an optional value is missing."""
-        # A view would lock the array: it could not grow while anybody holds the view.
+        """A copy of one column; NaN where a value is missing."""
+        # A view would lock the array, which could then not grow.
         return np.array(self._columns[name], dtype=np.float64)
 
     def rows(self) -> Iterator[dict[str, float | None]]:
-        """By column name; None where a value is missing."""
+        """Rows by column name; None where a value is missing."""
         for values in zip(*self._columns.values(), strict=True):
             named = zip(self._columns, values, strict=True)
             yield {name: None if math.isnan(value) else value for name, value in named}
 
 
 class IterationLog(ColumnLog):
-    """The iterations of a run in order of time: half a million take 36 MB."""
+    """The iterations of a run; half a million take 36 MB."""
 
     __slots__ = ()
 
@@ -354,5 +345,5 @@ class IterationLog(ColumnLog):
 
     @property
     def end_s(self) -> Floats:
-        """When each ended [s]."""
+        """End of each iteration [s]."""
         return self.column("start_s") + self.column("duration_s")

@@ -1,8 +1,7 @@
-"""Whether a request met its targets. Formulas: docs/metrics.md."""
+"""Which targets a request met. Formulas: docs/metrics.md."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -11,7 +10,7 @@ from cosched.core.request import Slo
 from cosched.lab.metrics.records import RequestRecord
 
 ROUNDING_S = 1e-9
-"""A target is not missed by less: differences of sums of durations carry rounding errors."""
+"""Tolerance of a target: differences of sums of durations have rounding errors."""
 
 
 class Verdict(Enum):
@@ -44,7 +43,7 @@ class JctTarget:
 class Judgement:
     """One verdict per target; None where the request has no such target.
 
-    joint is over TTFT, TPOT and deadline. jct is EcoServe's measure and stands apart.
+    joint is over TTFT, TPOT and deadline; jct is EcoServe's measure and not part of it.
     """
 
     ttft: Verdict | None
@@ -160,36 +159,3 @@ def _joint(*verdicts: Verdict | None) -> Verdict | None:
         if worst in given:
             return worst
     return None
-
-
-def needed_scale(record: RequestRecord, slo: Slo, *, now_s: float) -> float | None:
-    """The least factor on its targets with which a request meets them all.
-
-    Infinite when none is known to do: it failed, or was open at `now_s` and late by then. None: it
-    has no target, or was open and could still have met them.
-    """
-    joint = judge(record, slo, now_s=now_s).joint
-    if joint is None or joint is Verdict.UNDECIDED:
-        return None
-    if not record.ok:
-        return math.inf
-    pairs = [
-        (value, limit)
-        for value, limit in (
-            (record.ttft_s, slo.ttft_s),
-            # One token, no TPOT: any target will do.
-            (0.0 if record.is_finished and record.tpot_s is None else record.tpot_s, slo.tpot_s),
-            (record.e2e_s, slo.deadline_s),
-        )
-        if limit is not None
-    ]
-    return max(_factor(value, limit) for value, limit in pairs)
-
-
-def _factor(value_s: float | None, limit_s: float) -> float:
-    if value_s is None:
-        return math.inf
-    excess_s = max(value_s - ROUNDING_S, 0.0)
-    if limit_s == 0:
-        return math.inf if excess_s else 0.0
-    return excess_s / limit_s

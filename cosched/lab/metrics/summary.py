@@ -1,4 +1,4 @@
-"""The numbers of a run. Every definition, with its source: docs/metrics.md."""
+"""Metrics of a run. docs/metrics.md defines each, with its source."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ from cosched.lab.metrics.slo import (
     judge,
     with_defaults,
 )
-from cosched.lab.metrics.stats import EMPTY, Distribution, to_dict
-from cosched.lab.metrics.window import Window, last_event_s
+from cosched.lab.metrics.stats import EMPTY, Distribution, Window, last_event_s, to_dict
 from cosched.predict.work import LineCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttainmentSummary:
-    """Per target: who met it. tbt: of the gaps between tokens, how many are no longer than the TPOT
-    target. joint: all that a request has. jct: EcoServe's satisfaction ratio."""
+    """Share of requests that met each target. tbt: share of gaps between tokens within the TPOT
+    target. joint: all targets of a request. jct: EcoServe's satisfaction ratio."""
 
     ttft: Attainment
     tpot: Attainment
@@ -40,10 +39,10 @@ class AttainmentSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassSummary:
-    """One class of requests in the window.
+    """One class of requests.
 
-    The rates are of work done in the window, whoever it was done for; the rest is about the
-    requests of the window: online those that arrived in it, offline those that were there.
+    Rates count all work done in the window. The rest is about the requests of the window: online
+    requests that arrived in it, offline requests that were present in it.
     """
 
     num_requests: int
@@ -93,7 +92,7 @@ class IterationSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvShare:
-    """Of the KV capacity: mean over busy time, and the most."""
+    """Shares of the KV capacity: mean over busy time, and maximum."""
 
     mean_ratio: float | None = None
     max_ratio: float | None = None
@@ -110,7 +109,7 @@ class KvSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSummary:
-    """Host time: differs between two runs of the same simulation."""
+    """Host time; differs between runs of the same simulation."""
 
     planning_s: Distribution
     planning_total_s: float | None
@@ -118,8 +117,8 @@ class HostSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """A run, summed up over `window`; it was watched until `observed_until_s`. `job` is the whole
-    run, whatever the window."""
+    """Metrics over `window` of a run that was observed until `observed_until_s`. `job` is about the
+    whole run."""
 
     window: Window
     observed_until_s: float
@@ -131,8 +130,8 @@ class Summary:
     host: HostSummary
 
     def to_dict(self, *, with_host: bool = True) -> dict[str, Any]:
-        """Plain data for JSON: always the same keys, no NaN. Without ``host`` it is the same, byte
-        for byte, whenever the run is the same."""
+        """Plain data for JSON: always the same keys, no NaN. Without ``host`` equal runs give equal
+        bytes."""
         summary: dict[str, Any] = to_dict(self)
         if not with_host:
             del summary["host"]
@@ -149,13 +148,13 @@ def summarize(
     jct_target: JctTarget | None = None,
     line_costs: Mapping[str, LineCost] | None = None,
 ) -> Summary:
-    """Sum up a run. Reads only; the order of the records does not matter.
+    """Metrics of a run. Mutates nothing; the order of the records does not matter.
 
-    iterations        None: not known, as of a server elsewhere; what needs them is then None
-    window            what is measured; None: the whole run
-    observed_until_s  when watching ended [s], which decides what became of requests still open;
-                      None: with the window, or with the last event where that is later
-    default_slos      targets of requests that bring none of their own
+    iterations        None: not known (a live server); metrics that need them are then None
+    window            None: the whole run
+    observed_until_s  end of observation [s], at which open requests are judged; None: the end of
+                      the window or the last event, whichever is later
+    default_slos      targets of requests that have none of their own
     line_costs        rid of an offline request -> its cost in the best batch of its job alone
     """
     records = list(records)
@@ -195,10 +194,10 @@ def summarize(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emissions:
-    """Tokens of useful work, each at the time it counts as done.
+    """Served tokens, each at the time at which it counts.
 
-    A prompt counts whole when its first token comes out: not before, for until then preemption can
-    undo it, and whatever part of it the cache saved. Nothing counts of a request that failed.
+    A prompt counts as a whole at its first token, cached part included: before that preemption can
+    undo it. Tokens of failed requests do not count.
     """
 
     prompt_times: Floats
@@ -228,7 +227,7 @@ def served_tokens(records: Iterable[RequestRecord], *, until_s: float) -> Emissi
 
 
 class _ClassRecords:
-    """The records of one class, and which of them a metric is about."""
+    """The records of one class, and the subsets that the metrics are about."""
 
     def __init__(
         self,
@@ -253,8 +252,8 @@ class _ClassRecords:
         return record.arrival_s < self.window.end_s and not gone
 
     def counts(self, time_s: float | None) -> bool:
-        """Whether what happened then to a request of the population is measured: online follows
-        the request to its end, offline stops at the window's."""
+        """True if an event at this time is measured: online requests are followed to their end,
+        offline requests to the end of the window."""
         return time_s is not None and (self._is_online or time_s in self.window)
 
     def gaps(self) -> Floats:
@@ -268,8 +267,8 @@ class _ClassRecords:
         return np.concatenate(parts)
 
     def gap_attainment(self, default: Slo) -> Attainment:
-        """Of the gaps between tokens, against the TPOT target: those that are known, and the one
-        that is open where it is too long already. A reply that broke off misses one more."""
+        """Gaps between tokens against the TPOT target. A failed reply misses one more; the open gap
+        of an open reply counts as missed once it is too long."""
         num_met = num_missed = num_undecided = 0
         for r in self.population:
             limit_s = with_defaults(r.slo, default).tpot_s
@@ -286,7 +285,7 @@ class _ClassRecords:
         return Attainment.counted(num_met, num_missed, num_undecided)
 
     def admitted(self) -> list[RequestRecord]:
-        """Those whose share of cached prompt tokens is known."""
+        """Requests whose number of cached prompt tokens is known."""
         return [
             r
             for r in self.population
@@ -339,8 +338,12 @@ def _class_summary(
         worst_tbt_s=_distribution(r.worst_tbt_s for r in finished),
         e2e_s=_distribution(r.e2e_s for r in finished),
         normalized_latency_s=_distribution(_ratio(r.e2e_s, r.num_output_tokens) for r in finished),
-        attainment=_attainment(
-            [judgement for _, judgement in judgements], tbt=mine.gap_attainment(default)
+        attainment=AttainmentSummary(
+            tbt=mine.gap_attainment(default),
+            **{
+                target: Attainment.of(getattr(judgement, target) for _, judgement in judgements)
+                for target in ("ttft", "tpot", "deadline", "joint", "jct")
+            },
         ),
         goodput_requests_per_s=_goodput(mine, judgements),
         requests_per_s=window.per_s(len(done)),
@@ -369,17 +372,6 @@ def _class_summary(
     )
 
 
-def _attainment(judgements: Sequence[Judgement], *, tbt: Attainment) -> AttainmentSummary:
-    return AttainmentSummary(
-        ttft=Attainment.of(j.ttft for j in judgements),
-        tpot=Attainment.of(j.tpot for j in judgements),
-        tbt=tbt,
-        deadline=Attainment.of(j.deadline for j in judgements),
-        joint=Attainment.of(j.joint for j in judgements),
-        jct=Attainment.of(j.jct for j in judgements),
-    )
-
-
 def _goodput(
     mine: _ClassRecords, judgements: Sequence[tuple[RequestRecord, Judgement]]
 ) -> float | None:
@@ -393,7 +385,7 @@ def _goodput(
 
 
 def _recomputed_ratio(finished: Iterable[RequestRecord]) -> float | None:
-    """Share of their prefill that preemption made them do again."""
+    """Share of prefill tokens that preemption caused."""
     known = [r for r in finished if r.num_cached_tokens is not None]
     again = sum(r.num_recomputed_tokens for r in known)
     once = sum(r.num_prompt_tokens - (r.num_cached_tokens or 0) for r in known)
@@ -401,13 +393,13 @@ def _recomputed_ratio(finished: Iterable[RequestRecord]) -> float | None:
 
 
 def _num_lost(admitted: Iterable[RequestRecord]) -> int | None:
-    """None: of none of them it is known."""
+    """None if not known for any request."""
     known = [r.num_lost_tokens for r in admitted if r.num_lost_tokens is not None]
     return sum(known) if known else None
 
 
 class _Rows:
-    """The iterations of a run, as far as they lie in the window."""
+    """The iterations of a run inside the window."""
 
     def __init__(self, log: IterationLog, window: Window) -> None:
         self._log = log
@@ -420,7 +412,7 @@ class _Rows:
         return self._log.column(name)[self._ended]
 
     def computed_tokens(self, request_class: RequestClass) -> int | None:
-        """Tokens the iterations of the window computed for a class; None: not known."""
+        """Tokens that the iterations of the window computed for a class; None: not known."""
         if not len(self._log):
             return None
         name = request_class.value
@@ -483,10 +475,10 @@ class _Rows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """A run against another of the same online requests, usually without offline ones.
+    """A run against a baseline with the same online requests, usually without offline ones.
 
-    The ratios are of online latencies; HyGen's tolerance r asks for at most 1 + r. Above 1 is
-    slower. joint_difference is in attainment, below 0 is worse.
+    Ratios of online latencies: above 1 is slower; HyGen's tolerance r allows 1 + r.
+    joint_difference is the difference in attainment: below 0 is worse.
     """
 
     ttft_mean_ratio: float | None
@@ -501,15 +493,16 @@ class Comparison:
 def compare(summary: Summary, baseline: Summary) -> Comparison:
     ours, theirs = summary.online, baseline.online
     joint, base_joint = ours.attainment.joint.ratio, theirs.attainment.joint.ratio
-    return Comparison(
-        ttft_mean_ratio=_ratio(ours.ttft_s.mean, theirs.ttft_s.mean),
-        ttft_p99_ratio=_ratio(ours.ttft_s.p99, theirs.ttft_s.p99),
-        tpot_mean_ratio=_ratio(ours.tpot_s.mean, theirs.tpot_s.mean),
-        tpot_p99_ratio=_ratio(ours.tpot_s.p99, theirs.tpot_s.p99),
-        tbt_mean_ratio=_ratio(ours.tbt_s.mean, theirs.tbt_s.mean),
-        tbt_p99_ratio=_ratio(ours.tbt_s.p99, theirs.tbt_s.p99),
-        joint_difference=None if joint is None or base_joint is None else joint - base_joint,
-    )
+    ratios = {
+        f"{metric}_{statistic}_ratio": _ratio(
+            getattr(getattr(ours, f"{metric}_s"), statistic),
+            getattr(getattr(theirs, f"{metric}_s"), statistic),
+        )
+        for metric in ("ttft", "tpot", "tbt")
+        for statistic in ("mean", "p99")
+    }
+    difference = None if joint is None or base_joint is None else joint - base_joint
+    return Comparison(joint_difference=difference, **ratios)
 
 
 def _distribution(values: Iterable[float | None]) -> Distribution:

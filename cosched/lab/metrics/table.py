@@ -1,4 +1,4 @@
-"""Summaries side by side, for people."""
+"""Tables: of summaries on a terminal, and in Markdown."""
 
 from __future__ import annotations
 
@@ -18,11 +18,6 @@ _NONE = "-"
 _UNLIMITED = 10_000
 
 
-def shown(value: float | None, form: str, scale: float = 1.0) -> str:
-    """A number in a table: its format, after it was multiplied."""
-    return _NONE if value is None else format(scale * value, form)
-
-
 def markdown_rows(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table in Markdown."""
     lines = ["| " + " | ".join(headers) + " |", "|---" * len(headers) + "|"]
@@ -30,7 +25,7 @@ def markdown_rows(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Column:
     """value gets the summary and its comparison with the baseline, if there is one. A column
     without any value is left out."""
@@ -56,61 +51,44 @@ def _times(value: float) -> str:
     return f"{value:.2f}" if value < 100 else f"{value:.0f}"
 
 
-def _work(value: float) -> str:
-    return f"{value:.3f}"
-
-
-def _sum(one: int | None, other: int | None) -> int | None:
-    return None if one is None and other is None else (one or 0) + (other or 0)
-
-
 def _count(value: float) -> str:
     return f"{value:,.0f}"
 
 
+def _num_lost(s: Summary) -> int | None:
+    known = [n for n in (s.online.num_lost_tokens, s.offline.num_lost_tokens) if n is not None]
+    return sum(known) if known else None
+
+
 _COLUMNS = (
-    _Column(header="TTFT\nmet %", value=lambda s, _: s.online.attainment.ttft.ratio, show=_percent),
-    _Column(header="TPOT\nmet %", value=lambda s, _: s.online.attainment.tpot.ratio, show=_percent),
-    _Column(header="all\nmet %", value=lambda s, _: s.online.attainment.joint.ratio, show=_percent),
-    _Column(header="TTFT s\np50", value=lambda s, _: s.online.ttft_s.p50, show=_seconds),
-    _Column(header="\np99", value=lambda s, _: s.online.ttft_s.p99, show=_seconds),
+    _Column("TTFT\nmet %", lambda s, _: s.online.attainment.ttft.ratio, _percent),
+    _Column("TPOT\nmet %", lambda s, _: s.online.attainment.tpot.ratio, _percent),
+    _Column("all\nmet %", lambda s, _: s.online.attainment.joint.ratio, _percent),
+    _Column("TTFT s\np50", lambda s, _: s.online.ttft_s.p50, _seconds),
+    _Column("\np99", lambda s, _: s.online.ttft_s.p99, _seconds),
+    _Column("\nx base", lambda _, c: c.ttft_p99_ratio if c else None, _times),
+    _Column("missed\np99", lambda s, _: s.online.missed_ttft_s.p99, _seconds),
+    _Column("TPOT ms\np50", lambda s, _: s.online.tpot_s.p50, _ms),
+    _Column("\np99", lambda s, _: s.online.tpot_s.p99, _ms),
+    _Column("\nx base", lambda _, c: c.tpot_p99_ratio if c else None, _times),
+    _Column("TBT ms\np99", lambda s, _: s.online.tbt_s.p99, _ms),
+    _Column("job\ndone s", lambda s, _: s.job.makespan_s, _seconds),
+    _Column("\nmean", lambda s, _: s.job.completion_mean_s, _seconds),
+    _Column("\np95", lambda s, _: s.job.completion_p95_s, _seconds),
+    _Column("\nwork/s", lambda s, _: s.job.work_per_s, lambda value: f"{value:.3f}"),
+    _Column("% of\nbound", lambda s, _: s.job.bound_ratio, _percent),
+    _Column("offline\ntok/s", lambda s, _: s.offline.tokens_per_s, _count),
+    _Column("\nreq/s", lambda s, _: s.offline.requests_per_s, label_rate),
+    _Column("hit %\nonline", lambda s, _: s.online.hit_ratio, _percent),
+    _Column("hit %\noffline", lambda s, _: s.offline.hit_ratio, _percent),
+    _Column("lost\ntokens", lambda s, _: _num_lost(s), _count),
     _Column(
-        header="\nx base",
-        value=lambda _, c: c.ttft_p99_ratio if c else None,
-        show=_times,
-    ),
-    _Column(header="late\np99", value=lambda s, _: s.online.missed_ttft_s.p99, show=_seconds),
-    _Column(header="TPOT ms\np50", value=lambda s, _: s.online.tpot_s.p50, show=_ms),
-    _Column(header="\np99", value=lambda s, _: s.online.tpot_s.p99, show=_ms),
-    _Column(
-        header="\nx base",
-        value=lambda _, c: c.tpot_p99_ratio if c else None,
-        show=_times,
-    ),
-    _Column(header="TBT ms\np99", value=lambda s, _: s.online.tbt_s.p99, show=_ms),
-    _Column(header="job\ndone s", value=lambda s, _: s.job.makespan_s, show=_seconds),
-    _Column(header="\nmean", value=lambda s, _: s.job.completion_mean_s, show=_seconds),
-    _Column(header="\np95", value=lambda s, _: s.job.completion_p95_s, show=_seconds),
-    _Column(header="\nwork/s", value=lambda s, _: s.job.work_per_s, show=_work),
-    _Column(header="% of\nbound", value=lambda s, _: s.job.bound_ratio, show=_percent),
-    _Column(header="offline\ntok/s", value=lambda s, _: s.offline.tokens_per_s, show=_count),
-    _Column(header="\nreq/s", value=lambda s, _: s.offline.requests_per_s, show=label_rate),
-    _Column(header="hit %\nonline", value=lambda s, _: s.online.hit_ratio, show=_percent),
-    _Column(header="hit %\noffline", value=lambda s, _: s.offline.hit_ratio, show=_percent),
-    _Column(
-        header="lost\ntokens",
-        value=lambda s, _: _sum(s.online.num_lost_tokens, s.offline.num_lost_tokens),
-        show=_count,
+        "pre-\nempted", lambda s, _: s.online.num_preemptions + s.offline.num_preemptions, _count
     ),
     _Column(
-        header="pre-\nempted",
-        value=lambda s, _: s.online.num_preemptions + s.offline.num_preemptions,
-        show=_count,
-    ),
-    _Column(
-        header="recomp.\ntokens",
-        value=lambda s, _: s.online.num_recomputed_tokens + s.offline.num_recomputed_tokens,
-        show=_count,
+        "recomp.\ntokens",
+        lambda s, _: s.online.num_recomputed_tokens + s.offline.num_recomputed_tokens,
+        _count,
     ),
 )
 
@@ -121,8 +99,8 @@ def make_table(
     baseline: str | None = None,
     marked: Collection[str] = (),
 ) -> Table:
-    """One row per scenario; with a baseline also each p99 against the baseline's. Names that are
-    marked get an exclamation mark."""
+    """One row per setting; with a baseline also the ratio of each p99 to the baseline's. Marked
+    names get an exclamation mark."""
     if baseline is not None and baseline not in summaries:
         raise ConfigError(f"unknown baseline {baseline!r}; choose from {choices(summaries)}")
     base = None if baseline is None else summaries[baseline]
@@ -130,7 +108,7 @@ def make_table(
     values = {column: [column.value(*pair) for pair in pairs] for column in _COLUMNS}
     shown = [column for column in _COLUMNS if any(value is not None for value in values[column])]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("\nscenario", no_wrap=True)
+    table.add_column("\nsetting", no_wrap=True)
     for column in shown:
         table.add_column(column.header, justify="right", no_wrap=True)
     for index, name in enumerate(summaries):
@@ -150,8 +128,8 @@ def print_table(
     marked: Collection[str] = (),
     file: IO[str] | None = None,
 ) -> None:
-    """Print `make_table` to `file` or stdout, whatever the width of the terminal: a line that wraps
-    can still be read, a number that was cut cannot."""
+    """Print `make_table` to `file` or stdout. Lines may be wider than the terminal: no number is
+    cut."""
     table = make_table(summaries, baseline=baseline, marked=marked)
     console = Console(file=file)
     natural = console.measure(table, options=console.options.update(width=_UNLIMITED))

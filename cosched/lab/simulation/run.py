@@ -22,8 +22,8 @@ from cosched.lab.cost_models.specs import model_spec
 from cosched.lab.metrics.job import steady_window
 from cosched.lab.metrics.records import ColumnLog, IterationLog, RequestRecord
 from cosched.lab.metrics.slo import JctTarget, Verdict, judge, with_defaults
+from cosched.lab.metrics.stats import Window
 from cosched.lab.metrics.summary import Summary, summarize
-from cosched.lab.metrics.window import Window
 from cosched.lab.simulation.arrivals import VOCAB_SIZE, Source
 from cosched.lab.simulation.clients import (
     AimdClient,

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from cosched.core.batch import BatchShape, Prefill
 from cosched.lab.cost_models.base import CostModel
 from cosched.lab.metrics.records import RequestRecord
-from cosched.lab.metrics.window import Window
+from cosched.lab.metrics.stats import Window
 from cosched.predict.work import CHUNK_TOKENS, LineCost, prompt_cost_s, token_cost_s
 from cosched_traces.summary import prefix_parts
 from cosched_traces.workload import TraceRequest

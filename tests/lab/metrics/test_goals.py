@@ -12,8 +12,8 @@ from cosched.core.request import RequestClass, Slo
 from cosched.errors import ConfigError
 from cosched.lab.metrics.goals import METRICS, STATISTICS, parse_goal
 from cosched.lab.metrics.records import RequestRecord
+from cosched.lab.metrics.stats import Window
 from cosched.lab.metrics.summary import summarize
-from cosched.lab.metrics.window import Window
 
 ONLINE = RequestClass.ONLINE
 
@@ -55,7 +55,7 @@ def test_every_goal_that_can_be_written_is_read(statistic, metric, number, unit,
     ],
 )
 def test_anything_else_is_refused_with_the_form(text):
-    with pytest.raises(ConfigError, match=r"is no goal; write STATISTIC_METRIC<=LIMIT"):
+    with pytest.raises(ConfigError, match=r"is not a goal; write STATISTIC_METRIC<=LIMIT"):
         parse_goal(text)
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from cosched.lab.metrics.interval import MOST_VALUES, Interval, interval_of
+from cosched.lab.metrics.stats import MOST_VALUES, Interval, interval_of
 
 
 @pytest.mark.parametrize("count", [2, 5, MOST_VALUES])

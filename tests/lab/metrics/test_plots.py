@@ -9,18 +9,21 @@ from array import array
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from cosched.core.request import Slo
-from cosched.lab.metrics import plots, plots_compare
-from cosched.lab.metrics.figure import Bins
-from cosched.lab.metrics.plots import HOST_USES, KV_USES, write_run_plots
-from cosched.lab.metrics.plots_compare import Run, attainment_curve, write_comparison_plots
+from cosched.lab.metrics import plots
+from cosched.lab.metrics.figure import Bins, style
+from cosched.lab.metrics.plots import (
+    HOST_USES,
+    KV_USES,
+    Run,
+    write_comparison_plots,
+    write_run_plots,
+)
 from cosched.lab.metrics.records import ColumnLog, IterationLog, IterationRecord
+from cosched.lab.metrics.stats import Window
 from cosched.lab.metrics.summary import summarize
-from cosched.lab.metrics.window import Window
-from tests.lab.metrics.samples import OFFLINE, ONLINE, request, requests
+from tests.lab.metrics.samples import OFFLINE, ONLINE, request
 
 SLO = Slo(ttft_s=1.0, tpot_s=0.05)
 
@@ -62,10 +65,11 @@ def is_png(path) -> bool:
 
 def test_the_pictures_of_a_run(tmp_path):
     records, log = small_run(0)
-    first = write_run_plots(tmp_path / "a", records=records, iterations=log, default_slo=SLO)
-    assert len(first) == 5
+    run = Run(records=records, iterations=log, default_slo=SLO)
+    first = write_run_plots(tmp_path / "a", run)
+    assert len(first) == 3
     assert all(is_png(path) for path in first)
-    second = write_run_plots(tmp_path / "b", records=records, iterations=log, default_slo=SLO)
+    second = write_run_plots(tmp_path / "b", run)
     assert [p.read_bytes() for p in first] == [p.read_bytes() for p in second]
 
 
@@ -73,13 +77,13 @@ def test_the_pictures_of_several_runs(tmp_path):
     runs = {f"run {seed}": Run(records=small_run(seed)[0]) for seed in range(3)}
     summaries = {name: summarize(run.records) for name, run in runs.items()}
     written = write_comparison_plots(tmp_path, summaries=summaries, runs=runs)
-    assert len(written) == 6
+    assert len(written) == 3
     assert all(is_png(path) for path in written)
 
 
 def test_who_was_served_when_is_drawn_as_it_was(tmp_path, monkeypatch):
     figures = []
-    monkeypatch.setattr(plots_compare, "save", lambda figure, path: figures.append(figure) or path)
+    monkeypatch.setattr(plots, "save", lambda figure, path: figures.append(figure) or path)
     _, log = small_run(0)
     records = [
         request(1.0, (1.5,), slo=SLO),
@@ -92,13 +96,13 @@ def test_who_was_served_when_is_drawn_as_it_was(tmp_path, monkeypatch):
         "first": Run(records=records, iterations=log),
         "second": Run(records=records[:2], window=Window(start_s=0.0, end_s=60.0)),
     }
-    plots_compare.plot_served(runs, tmp_path / "served.png", default_slo=SLO)
+    plots.plot_served(runs, tmp_path / "served.png")
     first, second, memory, _ = figures[0].axes
     drawn = {line.get_label(): line.get_xydata().tolist() for line in first.lines}
     assert drawn["both targets met"] == [[1.0, 0.5]]
-    assert drawn["first token in time, then too slow"] == [[2.0, 1.0]]
-    assert drawn["first token late"] == [[3.0, 6.0]]
-    assert [x for x, _ in drawn["none yet"]] == [4.0]
+    assert drawn["TTFT met, TPOT missed"] == [[2.0, 1.0]]
+    assert drawn["TTFT missed"] == [[3.0, 6.0]]
+    assert [x for x, _ in drawn["no token"]] == [4.0]
     assert first.get_title("left") == "first: 25 % met"
     assert second.get_title("left") == "second: 50 % met"
     assert memory.patches, "the KV cache by class"
@@ -139,7 +143,7 @@ def test_kv_memory_over_time_is_drawn_as_it_was(tmp_path, monkeypatch):
     early, late = (40, 20, 10, 30, 1000, 200), (10, 60, 20, 90, 1600, 500)
     kv = kv_log([early] * 40 + [late] * 40)
     window = Window(start_s=0.0, end_s=80.0)
-    plots.plot_kv_memory(kv, small_run(0)[0], tmp_path / "kv.png", window=window)
+    plots.plot_kv_memory(Run(records=small_run(0)[0], kv=kv, window=window), tmp_path / "kv.png")
     memory, evicted, hits = figures[0].axes
 
     def drawn(axes, name):
@@ -149,7 +153,7 @@ def test_kv_memory_over_time_is_drawn_as_it_was(tmp_path, monkeypatch):
     tops = {name: drawn(memory, name) for name, _ in KV_USES.values()}
     assert [tops[name][0] for name in tops] == [40, 40, 60, 60, 70, 100]
     assert [tops[name][-1] for name in tops] == [10, 10, 70, 70, 90, 100]
-    kept = drawn(memory, "kept for online")
+    kept = drawn(memory, "online reservation")
     assert (kept[0], kept[-1]) == (30, 90)
     # What was counted before the first row, and 600 and 300 tokens in the middle.
     width_s = 80 / len(kept)
@@ -158,36 +162,10 @@ def test_kv_memory_over_time_is_drawn_as_it_was(tmp_path, monkeypatch):
     assert not drawn(evicted, "evicted offline").any()
     assert "on host" not in memory.get_legend_handles_labels()[1]
     hosted = kv_log([early] * 40, host=30)
-    plots.plot_kv_memory(hosted, [], tmp_path / "kv.png", window=Window(start_s=0, end_s=40))
+    run = Run(records=[], kv=hosted, window=Window(start_s=0, end_s=40))
+    plots.plot_kv_memory(run, tmp_path / "kv.png")
     assert drawn(figures[1].axes[0], "on host")[0] == 120, "of the device's memory"
     assert len(hits.lines) == 2
-
-
-def test_kv_memory_is_drawn_where_it_was_watched(tmp_path):
-    records, log = small_run(0)
-    kv = kv_log([(40, 20, 10, 30, 0, 0)] * 20)
-    written = write_run_plots(tmp_path, records=records, iterations=log, kv=kv)
-    assert [path.name for path in written if path.name == "kv_memory.png"] == ["kv_memory.png"]
-    assert all(is_png(path) for path in written)
-    unwatched = write_run_plots(tmp_path, records=records, iterations=log, kv=kv_log([]))
-    assert len(unwatched) == len(written) - 1
-
-
-@pytest.mark.filterwarnings("error")
-def test_nothing_to_draw_is_no_error(tmp_path):
-    write_run_plots(tmp_path, records=[], iterations=IterationLog())
-    write_comparison_plots(tmp_path, summaries={}, runs={})
-    nothing = {"nothing": Run(records=[])}
-    write_comparison_plots(tmp_path, summaries={"nothing": summarize([])}, runs=nothing)
-    assert len(list(tmp_path.iterdir())) == 9
-
-
-@given(st.lists(requests(), max_size=8))
-def test_the_curve_passes_through_the_attainment_of_the_summary(records):
-    scales, attainment = attainment_curve(Run(records=records))
-    ratio = summarize(records).online.attainment.joint.ratio
-    reached = attainment[scales <= 1.0]
-    assert (ratio or 0.0) == pytest.approx(reached[-1] if len(reached) else 0.0)
 
 
 def test_bins_keep_sums_and_means():
@@ -201,20 +179,22 @@ def test_bins_keep_sums_and_means():
     assert (p50[0], p50[3]) == (2.5, 5.0)
 
 
+@pytest.mark.filterwarnings("error")
+def test_an_empty_run_is_drawn_without_an_error(tmp_path):
+    write_run_plots(tmp_path, Run(records=[], iterations=IterationLog()))
+    write_comparison_plots(tmp_path, summaries={}, runs={})
+    nothing = {"nothing": Run(records=[])}
+    write_comparison_plots(tmp_path, summaries={"nothing": summarize([])}, runs=nothing)
+    assert len(list(tmp_path.iterdir())) == 6
+
+
 def test_matplotlib_is_imported_only_to_draw():
     code = (
-        "import sys, cosched.lab.metrics.plots, cosched.lab.metrics.plots_compare\n"
+        "import sys, cosched.lab.metrics.plots\n"
         "assert not {'matplotlib', 'pandas', 'rich'} & sys.modules.keys()"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_points_at_one_place_are_rings_around_each_other():
-    points = [(99.0, 6000.0), (20.0, 9000.0), (99.1, 6010.0), (99.0, 5990.0), (60.0, 6000.0)]
-    assert plots_compare._rings(points) == [0, 0, 1, 2, 0]
-    assert plots_compare._rings([(50.0, 1.0)] * 2) == [0, 1]
-    assert plots_compare._rings([]) == []
-
-
 def test_no_two_of_twenty_series_have_one_colour():
-    assert len({colour for colour, _, _ in plots_compare.STYLES[:20]}) == 20
+    assert len({style(index)["color"] for index in range(20)}) == 20

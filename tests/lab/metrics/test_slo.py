@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -15,7 +14,6 @@ from cosched.lab.metrics.slo import (
     JctTarget,
     Verdict,
     judge,
-    needed_scale,
     with_defaults,
 )
 from tests.lab.metrics.samples import request, requests, slos
@@ -92,26 +90,6 @@ def test_what_is_decided_stays_decided(record, slo, later_s):
     for name in ("ttft", "tpot", "deadline", "joint"):
         if getattr(now, name) is not UNDECIDED:
             assert getattr(later, name) is getattr(now, name)
-
-
-@given(requests(), slos)
-def test_the_needed_scale_is_where_the_verdict_turns(record, slo):
-    joint = judge(record, slo, now_s=100.0).joint
-    scale = needed_scale(record, slo, now_s=100.0)
-    if joint in (None, UNDECIDED):
-        assert scale is None
-    else:
-        assert (scale <= 1.0) == (joint is MET)
-    if record.is_finished and scale is not None and math.isfinite(scale):
-        values = {
-            name: None if value is None else value * scale * 1.001
-            for name, value in (
-                ("ttft_s", slo.ttft_s),
-                ("tpot_s", slo.tpot_s),
-                ("deadline_s", slo.deadline_s),
-            )
-        }
-        assert judge(record, Slo(**values), now_s=100.0).joint is MET
 
 
 def test_defaults_fill_in_what_a_request_does_not_bring():

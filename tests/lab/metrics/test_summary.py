@@ -17,9 +17,8 @@ from cosched.core.request import Slo
 from cosched.errors import ConfigError
 from cosched.lab.metrics.records import IterationLog, RequestRecord
 from cosched.lab.metrics.slo import Attainment, JctTarget
-from cosched.lab.metrics.stats import Distribution
+from cosched.lab.metrics.stats import Distribution, Window
 from cosched.lab.metrics.summary import compare, summarize
-from cosched.lab.metrics.window import Window
 from tests.lab.metrics.samples import OFFLINE, ONLINE, iterations, logs, request, requests, slos
 
 records_lists = st.lists(requests(), max_size=8)

@@ -4,7 +4,7 @@ import pytest
 
 from cosched.core.request import RequestClass
 from cosched.lab.metrics.records import RequestRecord
-from cosched.lab.metrics.window import Window
+from cosched.lab.metrics.stats import Window
 from cosched.lab.simulation.work import job_work
 from cosched.predict.work import CHUNK_TOKENS
 from cosched_traces.workload import Segment, TraceRequest
