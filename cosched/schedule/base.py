@@ -21,17 +21,17 @@ Carry = TypeVar("Carry")
 class Budgets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the time of an iteration follows from the targets.
 
-    aim            share of the TPOT target that offline work may use up; the rest is for what the
-                   predictor gets wrong
+    aim            share of the TPOT target that offline work may use; the rest is for errors of the
+                   predictor
     ttft_aim       share of the TTFT target within which prefills are planned to end, with offline
-                   work and decodes beside them; the rest is for what the predictor gets wrong
+                   work and decodes beside them; the rest is for errors of the predictor
     burst          most iteration time with offline work in it beside online requests [TPOT targets]
     idle_share     most iteration time without online requests, and for `cosched` and `bros` of any
                    with offline work [TTFT targets]
     crowded_share  share of the KV memory that online requests may hold before iterations with
                    offline work get shorter
-    late_bound     wait of an online request that cannot be in time, after which `cosched` starts it
-                   before those that can [TTFT targets]
+    late_bound     wait after which `cosched` starts an online request that has missed its TTFT
+                   target before requests that can still meet theirs [TTFT targets]
     token_group    tokens that are due together (BROS §4.1)
     """
 
@@ -61,15 +61,16 @@ class EcoConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     reserve    share of the KV memory that is kept for prompts and for outputs longer than expected
                (§2.2: 0.012, 0.03, 0.05; §4: 0.02, 0.03, 0.04)
-    buffer     share of its length by which a hosted request is to end before its host needs the
+    buffer     share of its length by which a hosted request should end before its host needs the
                memory (§4: 0.15, 0.15, 0.10)
-    overrun    reserve: a request that is longer than expected takes of the reserve; free: it waits,
-               its KV kept; offload: it is stopped and its KV copied to host memory, where there is
-               any (§2.3, Fig. 5)
-    replan_on  group: GTs are chosen where all of a group have ended (§3.2.2); request: wherever one
-               has
+    overrun    a request that is longer than expected: reserve: takes of the reserve; free: waits,
+               its KV kept; offload: is preempted and its KV copied to host memory, if there is any
+               (§2.3, Fig. 5)
+    replan_on  generation tasks are chosen when: group: all of a group have ended (§3.2.2); request:
+               one has ended
     block      tokens by which lengths count as equal (§2.1)
-    slo_scale  deadline of a request that names none, in times of what it takes alone (§4)
+    slo_scale  deadline of a request that names none, in multiples of its time on an idle device
+    (§4)
     """
 
     reserve: float = 0.03
@@ -105,9 +106,9 @@ class PolicySettings:
     caps              limits of the engine
     slo               targets of online requests that name none of their own; none of them is None
                       but the deadline
-    latency_budget_s  most predicted time of an iteration that serves online requests [s]; None: it
-                      follows from their deadlines. With nothing online `Budgets.idle_share` holds
-    budgets           how it follows
+    latency_budget_s  most predicted time of an iteration with online requests [s]; None: from their
+                      deadlines. Without online requests `Budgets.idle_share` holds
+    budgets           how the deadlines bound an iteration
     offline_rate      most offline requests admitted per second [1/s]; None: any number
     ecoserve          what EcoServe leaves to the operator
     """
@@ -127,14 +128,12 @@ class Policy(Protocol[Carry]):
     """
 
     initial: Carry
-    """What the first plan is made with: an immutable value, or None for a policy that carries
-    nothing from one plan to the next."""
+    """State for the first plan: an immutable value, None for a policy without state."""
 
     def plan(self, view: View, carry: Carry) -> tuple[Plan, Carry]:
-        """The next iteration, and what the plan after it is made with. Called once per iteration.
+        """The next iteration, and the state for the plan after it. Called once per iteration.
 
-        Everything it may know is in `view`, in `carry` (what it returned with the last plan that
-        was not discarded) and in the settings it was built with: with the same three it returns the
-        same.
+        Its inputs are `view`, `carry` (the state that it returned with the last plan that was not
+        discarded) and the settings that it was built with: equal inputs give equal plans.
         """
         ...

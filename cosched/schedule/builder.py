@@ -1,7 +1,7 @@
-"""A plan under construction: what policies are composed of.
+"""A plan under construction. Policies are composed of its steps.
 
-Every step keeps the ledger and the plan together, so what is built fits; `build` adds what the
-engine does not do without.
+Each step updates plan and ledger together, so the plan fits the limits; `build` adds what the
+engine requires.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ __all__ = ["PlanBuilder", "mixes"]
 
 
 class PlanBuilder:
-    """Admit, continue, hold, preempt and exchange requests; then `build`.
+    """Admit, continue, pause, preempt and exchange requests; then `build`.
 
-    Running requests decode unless they are held or preempted. Their time counts once `decode` or
+    Running requests decode unless they are paused (`hold`) or preempted. Their time counts once
     `ledger.add_decodes` names them, so a policy decides in which order time is given out.
     """
 
@@ -33,9 +33,8 @@ class PlanBuilder:
         stop: PreemptMode | None = None,
         forecast: KvForecast | None = None,
     ) -> None:
-        """stop: how requests are stopped where `preempt` is not told; None: the mode that costs
-        least (`stop_mode`). forecast: memory is given out by it, and none is set aside; None: the
-        engine's rule, or what is promised."""
+        """stop: default mode of `preempt`; None: the cheapest (`stop_mode`). forecast: admission by
+        expected lengths; None: by the engine's rule, or by promises."""
         self.view = view
         self._stop = stop
         self.ledger = Ledger(view, forecast=forecast)
@@ -47,7 +46,7 @@ class PlanBuilder:
         self._preempted: dict[str, Preemption] = {}
 
     def fork(self) -> PlanBuilder:
-        """A copy to try things on. O(requests named so far)."""
+        """A copy for a trial. O(requests in the plan)."""
         other = object.__new__(PlanBuilder)
         other.view = self.view
         other._stop = self._stop
@@ -60,7 +59,7 @@ class PlanBuilder:
         return other
 
     def running_of(self, request_class: RequestClass) -> Decodes:
-        """Running requests of one class that are not preempted, those that are held among them."""
+        """Running requests of one class that are not preempted, paused ones included."""
         decodes = self.view.running_of(request_class)
         if not self._preempted:
             return decodes
@@ -69,9 +68,8 @@ class PlanBuilder:
         return Decodes([*compress(requests, stays)], [*compress(contexts, stays)])
 
     def reads_of(self, decodes: Decodes) -> Sequence[int]:
-        """For each of these running requests the KV tokens that are read for its next decode, those
-        that are read for another anyway not among them. They add up to what is read where all of
-        them decode."""
+        """For each running request the KV tokens that its next decode reads. Tokens of a shared
+        prefix that the engine reads once count for one of its requests."""
         if not self.view.caps.shared_prefix:
             return decodes.contexts
         num_shared = self.view.num_shared
@@ -84,8 +82,8 @@ class PlanBuilder:
                 yield request
 
     def stops_online_prefill(self) -> bool:
-        """Admitting a request now would stop an unfinished online prefill (`stop_unfinished`): it
-        is neither continued nor preempted, and nothing else is prefilled yet."""
+        """True if admitting a request now would preempt an unfinished online prefill
+        (`stop_unfinished`), which the plan neither continues nor preempts."""
         return not self.prefill and any(
             request.request_class is RequestClass.ONLINE for request in self.unfinished()
         )
@@ -98,7 +96,7 @@ class PlanBuilder:
         return request.rid in self._preempted
 
     def decodes_any(self) -> bool:
-        """Some running request is neither held nor preempted."""
+        """True if some running request is neither paused nor preempted."""
         held, preempted = self.held, self._preempted
         if len(held) + len(preempted) < len(self.view.running):
             return True
@@ -108,13 +106,13 @@ class PlanBuilder:
         return bool(self.prefill) or self.decodes_any()
 
     def skip(self, request: Request, reason: SkipReason) -> None:
-        """Note why a request that was looked at does not run."""
+        """Note why a request does not run."""
         self.skipped[request.rid] = reason
 
     def admit(self, request: Request, match: Match, at_most: int) -> bool:
         """Admit a waiting request with up to `at_most` prompt tokens. False: it does not fit, and
-        the reason is noted: `SkipReason.LATENCY_BUDGET` where `at_most` alone is in the way.
-        match: `View.match` of it."""
+        the reason is noted, `SkipReason.LATENCY_BUDGET` if `at_most` is too small. match: its
+        `View.match`."""
         if at_most <= 0:
             self.skip(request, SkipReason.LATENCY_BUDGET)
             return False
@@ -132,10 +130,10 @@ class PlanBuilder:
         return True
 
     def go_on(self, request: Request, at_most: int, *, unreserved: bool = False) -> bool:
-        """Compute up to `at_most` more prompt tokens of an unfinished prefill. False: it must stop,
-        and the reason is noted: `SkipReason.LATENCY_BUDGET` where `at_most` alone is in the way.
+        """Compute up to `at_most` more prompt tokens of an unfinished prefill. False: it cannot
+        continue, and the reason is noted, `SkipReason.LATENCY_BUDGET` if `at_most` is too small.
 
-        unreserved: there need not be room for the output it may generate, only for the chunk
+        unreserved: memory for the chunk is enough; none is needed for its output
         """
         num_tokens = self.ledger.continuation(request, at_most=at_most, unreserved=unreserved)
         if num_tokens <= 0:
@@ -148,10 +146,10 @@ class PlanBuilder:
         return True
 
     def take(self, request: Request, limit_s: float) -> bool:
-        """Let a request take part as far as the predicted iteration then takes at most `limit_s`:
-        one that waits is admitted, an unfinished prefill goes on, both with as much of the prompt
-        as fits; the decode of a running one is counted. False: it does not fit, and the reason is
-        noted. A running one decodes all the same unless it is held."""
+        """Add a request if the predicted iteration then takes at most `limit_s`: admit a waiting
+        one or continue an unfinished prefill with as much of its prompt as fits, or count the
+        decode of a running one. False: it does not fit, and the reason is noted; a running one
+        decodes all the same unless it is paused."""
         view, ledger = self.view, self.ledger
         match = None if view.waiting(request.rid) is None else view.match(request)
         if match is None and request not in view.unfinished:
@@ -169,21 +167,22 @@ class PlanBuilder:
         return self.admit(request, match, at_most)
 
     def gap_s(self, request: Request) -> float | None:
-        """Time from its latest token to when the planned iteration begins [s]; a token that is on
-        its way comes out just then. None: it has none yet."""
+        """Time from its latest token to the start of the planned iteration [s]; 0 if it decodes in
+        the iteration that is running. None: it has no token yet."""
         if request.num_computed_tokens == num_tokens_of(request):
             return 0.0
         latest_s = request.last_token_s
         return None if latest_s is None else self.view.start_s - latest_s
 
     def hold(self, request: Request, reason: SkipReason = SkipReason.LATENCY_BUDGET) -> bool:
-        """A running request sits this iteration out, its KV kept. False: it cannot."""
+        """Pause the decode of a running request for this iteration. False: it cannot pause."""
         return not self.hold_all((request,), reason)
 
     def hold_all(
         self, requests: Iterable[Request], reason: SkipReason = SkipReason.LATENCY_BUDGET
     ) -> list[Request]:
-        """Running requests sit this iteration out, their KV kept. Returns those that cannot."""
+        """Pause the decode of running requests for this iteration. Returns those that cannot
+        pause."""
         can_hold, held = self.view.can_hold, self.held
         going: list[Request] = []
         staying: list[Request] = []
@@ -197,7 +196,8 @@ class PlanBuilder:
         return staying
 
     def release(self, request: Request) -> bool:
-        """Take a hold back. False: what is prefilled has taken its place, and it stays held."""
+        """Let a paused request decode. False: prefills have taken its memory, and it stays
+        paused."""
         if self.prefill and not self.ledger.has_room_to_decode(request):
             return False
         self._release(request)
@@ -209,8 +209,7 @@ class PlanBuilder:
         del self.skipped[request.rid]
 
     def preempt(self, request: Request, mode: PreemptMode | None = None) -> None:
-        """Stop a running request or an unfinished prefill; it waits again. mode: None, the
-        builder's."""
+        """Preempt a running request or an unfinished prefill. mode: None: the builder's."""
         if mode is None:
             mode = self._stop or stop_mode(self.view, request)
         if request.rid in self.held:
@@ -222,9 +221,9 @@ class PlanBuilder:
         self.ledger.refund_preemption(request)
 
     def exchange(self, out: Request, into: Request, at_most: int | None = None) -> bool:
-        """Hold a running request so that another one runs: one that is held decodes, one that waits
-        is admitted with up to `at_most` prompt tokens (None: all of them). False: that does not
-        work, and nothing has changed."""
+        """Pause a running request in favour of another: a paused one decodes, a waiting one is
+        admitted with up to `at_most` prompt tokens (None: all). False: it does not fit, and nothing
+        has changed."""
         is_held = into.rid in self.held
         match = None if is_held else self.view.match(into)
         if match is not None:
@@ -245,21 +244,19 @@ class PlanBuilder:
         return self.admit(into, match, at_most)
 
     def promise(self, request: Request, num_tokens: int) -> None:
-        """Set KV aside for `num_tokens` output tokens of a request, generated ones included: from
-        now on in place of the engine's rule, and of what was promised before. One that waits is
-        then admitted with that room, or with more or less if it is promised again. A guest is one
-        no more."""
+        """Set KV aside for `num_tokens` output tokens of a request, generated ones included, in
+        place of the engine's rule and of an earlier promise. A guest loses its host."""
         self.hosts.pop(request.rid, None)
         self.ledger.promise(request, num_tokens)
 
     def host(self, guest: Request, host: Request, offset: int) -> None:
-        """From now on a running request grows into the KV that is set aside for another one, which
-        lends it until it has `offset` output tokens (`Plan.hosts`). Its own promise ends."""
+        """Let a running request grow into the KV that is set aside for another one, until that has
+        `offset` output tokens (`Plan.hosts`). The guest's own promise ends."""
         self.promise(guest, guest.num_output_tokens)
         self.hosts[guest.rid] = Hosting(host=host.rid, offset=offset)
 
     def stop_unfinished(self) -> None:
-        """Preempt the unfinished prefills that do not go on; where one cannot be stopped nothing is
+        """Preempt unfinished prefills that do not continue; if one cannot be preempted nothing is
         prefilled."""
         for request in self.unfinished():
             if request.rid not in self.prefill:
@@ -274,8 +271,8 @@ class PlanBuilder:
         limits: Mapping[str, float] | None = None,
         late: Mapping[str, LateReason] | None = None,
     ) -> Plan:
-        """The plan, with what the engine does not do without: an unfinished prefill goes on or is
-        stopped wherever anything is prefilled, and an iteration has some work."""
+        """The plan, with what the engine requires: if anything is prefilled, unfinished prefills
+        continue or are preempted; and an iteration has some work."""
         if self.prefill:
             self.stop_unfinished()
         self._keep_one_running()
@@ -293,7 +290,8 @@ class PlanBuilder:
         )
 
     def _keep_one_running(self) -> None:
-        """An iteration without any work would be taken for idleness: the oldest decodes."""
+        """The engine would take an iteration without work for idleness: the oldest request
+        decodes."""
         if self.held and not self.prefill and not self.decodes_any():
             running = [r for r in self.view.running if not self.is_preempted(r)]
             oldest = min(running, key=lambda r: r.arrival_seq)
@@ -301,8 +299,8 @@ class PlanBuilder:
 
 
 def mixes(view: View, ledger: Ledger, idle: Set[str]) -> bool:
-    """Whether what a ledger prefills shares the iteration with the running requests that are not
-    idle. O(1), and O(running) where some of what runs cannot share one."""
+    """True if the prefills of a ledger share the iteration with the running requests that are not
+    idle. O(1); O(running) if some running requests cannot share one."""
     if not (view.caps.mixed_batches and ledger.prefills_mix):
         return False
     return view.rules.mixed or all(r.traits.can_mix for r in view.running if r.rid not in idle)

@@ -1,8 +1,8 @@
-"""Memory by the expected lengths of outputs, in place of what is set aside for each (own).
+"""Admission by expected output lengths, instead of KV set aside for each request (own).
 
-Where outputs end is known well enough for many requests together, and they do not end at once: what
-one gives back another takes. So nothing is set aside for any of them; what is admitted must leave
-the peak of all iterations to come (`cosched.schedule.load`) below the memory there is.
+The lengths of many outputs together are predictable, and memory that one request releases serves
+another. So no KV is set aside: a request is admitted if the predicted peak of the KV memory
+(`cosched.schedule.load`) stays below its size.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from cosched.core.view import Match, Outlook, View
 from cosched.schedule.load import LoadAhead, MostHeld
 
 _DEVIATIONS = {RequestClass.ONLINE: 1.0, RequestClass.OFFLINE: 2.0}
-"""Standard deviations of what all hold together, for which there must be memory beside a request of
-that class. An online request that waits is late, and where memory is short one day it is offline
-work that is stopped; an offline one that waits costs nothing, and leaves room to who comes next."""
+"""Standard deviations of the total for which there must be memory when a request of that class is
+admitted. Fewer for online requests: waiting costs them their target, and if memory runs short an
+offline request is preempted. An offline request that waits leaves headroom for later arrivals."""
 
 
 class _New(NamedTuple):
-    """A waiting request: KV tokens that nobody holds and it would hold when its prompt is
-    computed, and that it is to take until each of its ends."""
+    """A waiting request. held: KV tokens that its prompt would add; ends: tokens that it would add
+    by each of its possible ends."""
 
     request: Request
     match: Match
@@ -32,12 +32,11 @@ class _New(NamedTuple):
 
 
 class KvForecast:
-    """What running requests and those that a plan admits hold until they end, by the ends of their
-    outputs (`LengthEstimate.ends`).
+    """The KV that running requests and those that a plan admits will hold until they end
+    (`LengthEstimate.ends`).
 
-    Nothing is looked at before it is first asked; how their ends lie in time only where there is
-    not enough memory for all of them at their last ones. Tokens that several requests share count
-    as if none of them ever ended.
+    Computed lazily; the times of their ends only if memory is not enough for all of them at their
+    last ones. Tokens that several requests share count for ever.
     """
 
     def __init__(self, view: View, *, reserve_share: float = 0.0) -> None:
@@ -47,21 +46,21 @@ class KvForecast:
         self._room = int(kv.total * (1 - reserve_share))
         self._used = kv.total - kv.free - kv.evictable
         self._shared = 0
-        """KV tokens used that belong to no single one of them; once there is an outlook."""
+        """KV tokens in use that no single request holds; valid once there is an outlook."""
         self._outlook: Outlook | None = None
         self._most = MostHeld()
-        """Of all that runs or was admitted, also if it was stopped since; likewise."""
+        """Of all running and admitted requests, preempted ones included; likewise."""
         self._load: LoadAhead | None = None
-        """The same without those stopped and without `_admitted`; once it is asked for."""
+        """The same without preempted requests and without `_admitted`; once it is needed."""
         self._admitted: tuple[_New, ...] = ()
         self._trial: tuple[LoadAhead, _New, LoadAhead] | None = None
-        """Of the last request that was asked about: what it was asked beside, and both."""
+        """The latest question: the load before, the request, and the load with it."""
 
     def fork(self) -> KvForecast:
         return copy.copy(self)
 
     def fits(self, request: Request, match: Match, *, spare: int = 0) -> bool:
-        """Whether there is memory for a waiting request, and KV tokens to spare."""
+        """True if there is memory for a waiting request and `spare` more KV tokens."""
         self._look()
         new = self._new(request, match)
         deviations = _DEVIATIONS[request.request_class]
@@ -77,13 +76,13 @@ class KvForecast:
 
     @property
     def spare(self) -> int:
-        """KV tokens that nobody uses or will use; less what is cached of those that are over, maybe
+        """KV tokens that no request uses or is expected to use, without the prefix cache; may be
         negative."""
         beyond = self._beyond(self._ahead(), _DEVIATIONS[RequestClass.OFFLINE])
         return -beyond - self._view.kv.evictable
 
     def output(self, request: Request) -> int:
-        """KV tokens that it is to take until it ends, at the upper end."""
+        """KV tokens of its whole output, by the upper estimate."""
         return self._view.length(request).upper * request.traits.num_rows
 
     def add(self, request: Request, match: Match) -> None:
@@ -98,8 +97,8 @@ class KvForecast:
             self._admitted += (new,)
 
     def drop(self, request: Request, num_left: int) -> None:
-        """A running request or an unfinished prefill is stopped. num_left: tokens of its prompt
-        that are still to be computed."""
+        """A running request or an unfinished prefill is preempted. num_left: tokens of its prompt
+        that are not computed yet."""
         held = self._view.preemption_gain(request) + num_left
         self._load = self._ahead().without(held, self._ends(request))
 
@@ -108,7 +107,7 @@ class KvForecast:
         return math.ceil(load.peak(deviations)) + self._shared - self._room
 
     def _look(self) -> Outlook:
-        """At what runs, once."""
+        """Read the running requests, once."""
         outlook = self._outlook
         if outlook is None:
             view = self._view
@@ -127,7 +126,7 @@ class KvForecast:
         return held, self._ends(request)
 
     def _ahead(self) -> LoadAhead:
-        """Of all that runs and was admitted."""
+        """Of all running and admitted requests."""
         outlook, load = self._look(), self._load
         if load is None:
             load = LoadAhead(*outlook, page=self._view.caps.page_size)

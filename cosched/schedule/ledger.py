@@ -13,18 +13,17 @@ from cosched.schedule.forecast import KvForecast
 
 
 class Ledger:
-    """What is left of the token, memory, slot, adapter and chunk limits while a plan grows, and how
-    long its iteration takes.
+    """The rest of the token, memory, slot, adapter and chunk limits of a growing plan, and the
+    predicted time of its iteration.
 
-    Two memory rules hold at once. One is the engine's own (SGLang's `PrefillAdder`): a request is
-    admitted when its uncached prompt, the output it may still generate (at most
-    `EngineCaps.max_reserved_tokens`) and one page of rounding are below the headroom. It then holds
-    its chunk; the output stays reserved once its prefill is complete. The other is what the
-    iteration takes at once: its chunks in whole pages beside the next step of all that decodes,
-    which the engine does not check where both share a batch.
+    Two memory rules hold. The engine's own (SGLang's `PrefillAdder`): a request is admitted if its
+    uncached prompt, its reserved output (at most `EngineCaps.max_reserved_tokens`) and one page of
+    rounding are below the headroom. It then holds its chunk; the output stays reserved once its
+    prefill is complete. The second is the memory of the iteration itself: its chunks in whole pages
+    beside the next step of all decodes, which the engine does not check in a mixed batch.
 
-    Limits count the decodes of all that runs from the beginning, for they happen unless they are
-    refunded (`refund_holds`, `refund_preemption`). Time counts those that `add_decodes` names.
+    Limits count the decodes of all running requests from the start; pausing and preempting refund
+    them (`refund_holds`, `refund_preemption`). Time counts those that `add_decodes` names.
     """
 
     __slots__ = (
@@ -51,7 +50,7 @@ class Ledger:
     )
 
     def __init__(self, view: View, *, forecast: KvForecast | None = None) -> None:
-        """forecast: what is admitted is set no KV aside for; it must fit there instead."""
+        """forecast: replaces the KV that is set aside for admitted requests."""
         caps = view.caps
         kv = view.kv
         num_running = len(view.running)
@@ -70,12 +69,12 @@ class Ledger:
         self.tokens = limit - num_mixed
         """Prefill tokens left."""
         self.headroom = kv.headroom - num_mixed
-        """KV tokens left for new work and for what it will generate; may be negative."""
+        """KV tokens for new requests and their output; may be negative."""
         self.available = kv.free + kv.evictable - kv.next_step
-        """KV tokens that chunks of this iteration may take beside the decodes; may be negative."""
+        """KV tokens for chunks of this iteration beside the decodes; may be negative."""
         self.offline_room: int | None = None
-        """KV tokens that offline requests may still take beside what online ones need
-        (`KvState.kept`); None: any number, also for the first, or a large one would never run."""
+        """KV tokens that offline requests may take beside the online reservation (`KvState.kept`);
+        None: any number, as for the first one, or a large request would never run."""
         if kv.kept and kv.offline_held and _runs_offline(view):
             self.offline_room = kv.total - kv.kept - kv.offline_held
         self._spare = kv.free - kv.reserved - sum(map(num_tokens_left, view.unfinished))
@@ -87,7 +86,7 @@ class Ledger:
         self.prefills_mix = True
         """All that is prefilled may share an iteration with decodes."""
         self.promises: dict[str, int] = {}
-        """rid -> output tokens, generated ones included, that this plan sets KV aside for."""
+        """rid -> output tokens, generated ones included, for which this plan sets KV aside."""
         self.totals = BatchTotals()
         """Prefills and decodes that are in."""
         self._adapters: Counter[str | None] | None = None
@@ -95,7 +94,7 @@ class Ledger:
             self._adapters = Counter(r.traits.adapter for r in (*view.running, *view.unfinished))
 
     def fork(self) -> Ledger:
-        """A copy to try things on."""
+        """A copy for a trial."""
         other = object.__new__(Ledger)
         for name in self.__slots__:
             setattr(other, name, getattr(self, name))
@@ -109,12 +108,12 @@ class Ledger:
 
     @property
     def spare(self) -> int:
-        """KV tokens that nobody uses or will use, as far as is known: what new work takes beyond
-        them is evicted for it; negative where something must be evicted already."""
+        """KV tokens that no request uses or is expected to use; beyond them new requests cause
+        evictions. Negative if KV must be evicted already."""
         return self._spare if self._forecast is None else self._forecast.spare
 
     def seconds(self) -> float:
-        """Predicted time of what is in [s]."""
+        """Predicted time of the iteration [s]."""
         return self._view.predictor.predict_s(self.totals)
 
     def seconds_with(self, num_tokens: int, num_cached: int) -> float:
@@ -134,8 +133,8 @@ class Ledger:
         self.totals.add_decodes(contexts)
 
     def drop_decode(self, context: int) -> None:
-        """Take back the time of a decode that was counted. The longest context stays the longest:
-        the time is rather too long than too short."""
+        """Take back the time of a counted decode. The longest context is not updated, so the time
+        is an upper bound."""
         self.totals.num_decodes -= 1
         self.totals.decode_context -= context
 
@@ -171,7 +170,7 @@ class Ledger:
         most = self._caps.max_prefills
         if self.slots < num_rows or (most is not None and self._num_prefills >= most):
             return False
-        # For beams the engine counts every request before them as if it were as many.
+        # With beams the engine counts each request before them as many times.
         return num_rows == 1 or self._num_prefills < self._free_slots // num_rows
 
     def _has_adapter(self, request: Request) -> bool:
@@ -182,12 +181,12 @@ class Ledger:
         return sum(1 for count in adapters.values() if count > 0) < self._caps.max_adapters
 
     def _room(self, num_loaded: int = 0) -> int:
-        """KV tokens that one more chunk may take now: the engine may need a page more for it."""
+        """KV tokens of one more chunk: the engine may need a page more for it."""
         return self.available - self._caps.page_size - num_loaded
 
     def fits(self, request: Request, match: Match, *, spare: int = 0) -> bool:
-        """Whether there is memory for a waiting request, and `spare` KV tokens more than it needs:
-        `shortfall` says how much, which is more to ask."""
+        """True if there is memory for a waiting request and `spare` more KV tokens; cheaper than
+        `shortfall`."""
         missing = self._missing(request, match)
         if self._forecast is not None and missing <= 0:
             return self._forecast.fits(request, match, spare=spare)
@@ -201,8 +200,8 @@ class Ledger:
         return missing
 
     def _missing(self, request: Request, match: Match) -> int:
-        """KV tokens by which the engine's headroom is too small for it; it asks for strictly less
-        than there is."""
+        """KV tokens by which the engine's headroom is too small; the engine wants one to be
+        left."""
         need = self._new_tokens(request, match) + self._reserve(request) + self._caps.page_size
         return need + 1 - self.headroom
 
@@ -223,7 +222,7 @@ class Ledger:
         remaining = num_tokens_of(request) - num_cached
         room = self._room(num_loaded)
         if not request.traits.can_cut:
-            # The first one may take what decodes beside it are counted for: they find their place.
+            # The first one may use the tokens that are counted for decodes.
             limit = self.tokens if self._num_prefills else self._most_tokens
             if at_most is not None and remaining > at_most:
                 return 0
@@ -270,19 +269,19 @@ class Ledger:
 
     @property
     def may_continue(self) -> bool:
-        """An unfinished prefill finds its place: none that was admitted has taken it."""
+        """True if no admitted request has taken the slot of an unfinished prefill."""
         return self.slots > 0 or not self._num_admitted
 
     def continuation(
         self, request: Request, *, at_most: int | None = None, unreserved: bool = False
     ) -> int:
-        """Prompt tokens that an unfinished prefill may compute now, no more than `at_most`; 0 when
-        it must stop.
+        """Prompt tokens that an unfinished prefill may compute, at most `at_most`; 0: it cannot
+        continue.
 
-        It holds its request slot already; but the engine counts it among those it admits, so it
-        must not take the slot of one that this plan admitted before it.
+        It has a request slot; but the engine counts it among the requests that it admits, so it
+        must not take the slot of a request that this plan admitted before it.
 
-        unreserved: there need not be room for the output it may generate, only for the chunk
+        unreserved: memory for the chunk is enough; none is needed for its output
         """
         num_tokens = self.chunk(request, request.num_computed_tokens, at_most=at_most)
         if num_tokens <= 0 or not self.may_continue:
@@ -295,8 +294,7 @@ class Ledger:
         return num_tokens if need <= self.headroom else 0
 
     def why_it_stops(self, request: Request) -> SkipReason | None:
-        """Why an unfinished prefill cannot go on by one token, or None: only a limit that the
-        caller set is in its way."""
+        """Why an unfinished prefill cannot continue by one token; None: only the caller's limit."""
         if not self.may_continue:
             return SkipReason.REQUEST_SLOTS
         if self.continuation(request) > 0:
@@ -318,15 +316,15 @@ class Ledger:
         self.promises[request.rid] = num_tokens
 
     def price(self, request: Request, num_tokens: int) -> int:
-        """KV tokens of the headroom that such a promise takes beyond what stands for the request
-        already; with the tokens that it has of another's promise, if it is a guest. 0 for one that
-        waits: it is charged when it is admitted."""
+        """KV tokens of headroom that such a promise takes beyond what is reserved for the request
+        already, and, for a guest, what it has taken of its host's. 0 for a waiting request, which
+        is charged at admission."""
         if not self._runs(request):
             return 0
         return self._promised(request, num_tokens) - self._kept_for(request)
 
     def _kept_for(self, request: Request) -> int:
-        """Tokens of the headroom that stand for the output of a running request."""
+        """Tokens of headroom that are reserved for the output of a running request."""
         promise = self.promises.get(request.rid)
         if promise is None or not self._runs(request):
             return self._view.reserve_of(request)
@@ -342,7 +340,7 @@ class Ledger:
         return promised_tokens(num_left * request.traits.num_rows)
 
     def refund_preemption(self, request: Request) -> None:
-        """Give back what stopping a running request or an unfinished prefill frees."""
+        """Refund what preempting a running request or an unfinished prefill frees."""
         gain = self._view.preemption_gain(request)
         self.slots += request.traits.num_rows
         self._free_slots += request.traits.num_rows
@@ -363,7 +361,7 @@ class Ledger:
             self.refund_holds((request,))
 
     def refund_holds(self, requests: Sequence[Request]) -> None:
-        """Give back what the decodes of running requests that sit out would have taken."""
+        """Refund the decodes of running requests that pause."""
         self.available += sum(map(self.step_of, requests))
         if self._caps.mixed_batches:
             self.tokens += len(requests)
@@ -377,7 +375,7 @@ class Ledger:
             self.headroom -= 1
 
     def has_room_to_decode(self, request: Request) -> bool:
-        """Whether one that was held finds room again beside what is prefilled."""
+        """True if a paused request can decode beside the prefills."""
         if self._caps.mixed_batches and min(self.tokens, self.headroom) < 1:
             return False
         return self.available >= self.step_of(request)
@@ -402,20 +400,19 @@ class Ledger:
             assert self.unfinished > 0, f"second unfinished prefill {request.rid=}"
             self.unfinished -= 1
         else:
-            # All that it may generate, also where it was stopped halfway: the engine takes what is
-            # generated off where it asks for room, not where it takes it.
+            # Its whole output, also after a preemption: the engine subtracts generated tokens when
+            # it asks for memory, not when it takes it.
             self.headroom -= min(self._most_output(request), caps.max_reserved_tokens)
 
     def need(self, request: Request, match: Match) -> int:
-        """KV tokens that a waiting request takes in all which nobody has: its uncached prompt and
-        what it may generate."""
+        """KV tokens that a waiting request adds: its uncached prompt and its output."""
         output = self._reserve(request)
         if self._forecast is not None:
             output = self._forecast.output(request)
         return num_tokens_of(request) - match.cached + match.host + output
 
     def _new_tokens(self, request: Request, match: Match) -> int:
-        """Those of its prompt that nobody holds now."""
+        """KV tokens of its prompt that no request holds."""
         return num_tokens_of(request) - match.cached + match.host + match.evictable
 
     def _charge_offline(self, num_tokens: int) -> None:
@@ -430,8 +427,7 @@ class Ledger:
         return min(max(remaining, 0), self._caps.max_reserved_tokens)
 
     def _most_output(self, request: Request) -> int:
-        """Output tokens, generated ones included, that there must be room for when a request is
-        admitted."""
+        """Output tokens, generated ones included, for which admission requires memory."""
         promise = self.promises.get(request.rid)
         if promise is None and self._forecast is not None:
             promise = request.num_output_tokens
@@ -441,13 +437,13 @@ class Ledger:
 
 
 def promised_tokens(num_left: int, num_requests: int = 1) -> int:
-    """KV tokens kept for running requests that were promised `num_left` more output tokens in all
-    their rows: SGLang counts one more for each that runs."""
+    """KV tokens set aside for running requests that were promised `num_left` more output tokens in
+    all their slots: SGLang counts one more for each request."""
     return num_left + num_requests
 
 
 def _runs_offline(view: View) -> bool:
-    """What offline requests hold may be a session's, of which none runs."""
+    """True if an offline request runs: otherwise what they hold belongs to an idle session."""
     offline = RequestClass.OFFLINE
     return bool(view.running_of(offline).requests) or any(
         request.request_class is offline for request in view.unfinished

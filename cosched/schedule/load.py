@@ -1,14 +1,12 @@
-"""How much KV memory requests will hold together, where nobody knows when each of them ends.
+"""The KV memory that requests will hold together while the end of each is uncertain.
 
-Of one request nobody knows it; of many together one does, for what one takes longer another gives
-back sooner. A request holds u tokens of KV, takes one more each iteration, and is still there after
-t of them with the chance S(t). So all of them hold ``sum (u + t) S(t)`` in the mean, with the
-variance ``sum (u + t)² S(t) (1 - S(t))`` where they end independently of each other: the deviation
-grows with the root of how many they are, the mean with how many. Memory that is enough for the mean
-and some deviations at the worst of all t is enough for nearly all that comes (own; cf. the
-Past-Future scheduler of LightLLM, which samples the ends, and Echo's reservation §5.3).
-
-The sum of upper quantiles takes all to be late at once, and keeps memory for it that is never used.
+A request that holds u tokens of KV takes one more in each iteration, and is still running after t
+iterations with probability S(t). Together requests hold ``sum (u + t) S(t)`` in the mean, with
+variance ``sum (u + t)² S(t) (1 - S(t))`` if they end independently: the mean grows with their
+number, the deviation with its square root. Memory for the mean plus a few deviations at the worst t
+is enough almost always (own; compare the Past-Future scheduler of LightLLM, which samples the ends,
+and Echo's reservation, §5.3). A sum of upper quantiles assumes that all replies are long at once,
+and reserves memory that is never used.
 """
 
 from __future__ import annotations
@@ -20,26 +18,24 @@ from typing import Any, NamedTuple
 import numpy as np
 
 _HELD, _NUM, _VARIANCE = 0, 1, slice(2, 5)
-"""Rows of what is known of each time: what those that are there hold now and their number, in the
-mean; the variance of their number, and of it what goes with `held` and its square."""
+"""Rows of the table by time: mean of the tokens that the running requests hold now, mean of their
+number; variance of their number, weighted by 1, by `held` and by its square."""
 
 
 class LoadAhead:
-    """Requests by what they hold and when they may end, to be asked for the most that they will
-    hold at once. Read-only.
+    """The KV that a set of requests will hold over time. Read-only.
 
-    Times are iterations from now. Between two possible ends everything grows: only just before one
-    may be the worst.
+    Times are iterations from now. Between two possible ends the sum only grows, so its maximum is
+    just before one of them.
     """
 
     __slots__ = ("_at", "_deviation", "_mean", "_of", "_slack")
 
     def __init__(self, held: Sequence[int], ends: Sequence[Sequence[int]], *, page: int) -> None:
-        """held: KV tokens that each holds now and gives back when it ends.
-        ends: (ends, requests); of each request, rising: iterations after which it may end, each as
-        likely as another. Those not above 0 are over, or none; one that has no other ends with the
-        next iteration.
-        page: KV tokens in which memory is taken. O(ends in all)."""
+        """held: KV tokens that each holds now and releases when it ends.
+        ends: (ends, requests), ascending: equally likely iterations after which each may end.
+        Entries of 0 or less are passed or missing; a request without others ends next.
+        page: allocation unit [KV tokens]. O(ends in all)."""
         self._slack = _page_slack(page)
         table = np.array(ends, dtype=np.float64) if len(held) else np.empty((1, 0))
         self._sort(np.array(held, dtype=np.float64), table)
@@ -67,13 +63,13 @@ class LoadAhead:
         steps = share * held, share, variance, with_held, with_held * held
         for row, step in zip(of, steps, strict=True):
             row[1:] = np.bincount(places, step.ravel(), len(times) + 1)[:-1]
-        # Of those that are there until a time: all, less those that may end before.
+        # Requests that run until a time: all, less those that may end before.
         of[:, 1:].cumsum(axis=1, out=of[:, 1:])
         of[:2, 1:] += of[:2, :1]
         self._arrange(np.append(times, np.inf), of)
 
     def _arrange(self, at: Any, of: Any) -> None:
-        """at: times, rising, the last without end; of: what is known until each of them."""
+        """at: times, ascending, the last one infinite; of: the table's column until each."""
         self._at, self._of = at, of
         times, until = at[:-1], of[:, :-1]
         variance = until[4] + times * (2 * until[3] + times * until[2])
@@ -82,22 +78,22 @@ class LoadAhead:
         self._deviation = np.sqrt(np.maximum(variance, 0))
 
     def peak(self, deviations: float) -> float:
-        """The most KV tokens that are held at once from now on, with so many standard deviations
-        above the mean; 0.0 without anybody. O(n)."""
+        """Most KV tokens held at once from now on: mean plus `deviations` standard deviations; 0.0
+        without requests. O(n)."""
         return float((self._mean + deviations * self._deviation).max(initial=0.0))
 
     def with_one(self, held: int, ends: Sequence[int]) -> LoadAhead:
-        """The same with one more, which may end after each of these iterations, rising. O(n)."""
+        """The same with one more request; ends: ascending. O(n)."""
         return self._changed(held, ends, 1)
 
     def without(self, held: int, ends: Sequence[int]) -> LoadAhead:
-        """The same without one of them that holds so much and may end then. O(n)."""
+        """The same without one of the requests, given what it holds and its ends. O(n)."""
         return self._changed(held, ends, -1)
 
     def _changed(self, held: int, ends: Sequence[int], num: int) -> LoadAhead:
         own = np.maximum(np.array(ends, dtype=np.float64), 1)
         before = self._at
-        # Its ends among the times: until each of them holds what holds until the next one there is.
+        # Merge its ends into the times; a new time copies the column of the next one.
         at = np.append(before, own)
         order = at.argsort(kind="stable")
         source = np.append(np.arange(len(before)), before.searchsorted(own))[order]
@@ -117,14 +113,14 @@ class LoadAhead:
 
 
 class MostHeld(NamedTuple):
-    """No less than the peak of a `LoadAhead`, without looking at when each ends: O(1) for each
-    that comes. None of them ever holds more than M, what it holds now and takes until its last
-    end; so all hold at most sum M in the mean, with a variance of at most sum M² / 4.
+    """An upper bound of the peak of a `LoadAhead` that ignores when each request ends: O(1) for
+    each new request. None holds more than M, the tokens that it holds now and takes until its last
+    end; so together they hold at most sum M in the mean, with a variance of at most sum M² / 4.
 
     held      KV tokens held now
     most      sum M
     variance  [tokens²]
-    slack     the variance of what one takes of its last page
+    slack     variance of the used part of one last page
     """
 
     held: int = 0
@@ -155,18 +151,18 @@ class MostHeld(NamedTuple):
 
 
 def _page_slack(page: int) -> float:
-    """Variance of what is taken of the last page."""
+    """Variance of the used part of a last page."""
     return (page * page - 1) / 12
 
 
 def _times(ends: Any, is_open: Any) -> Any:
-    """Those of the ends, rising, each once; where they are many, those of some requests and the
-    last of all: the others count as there until the next of these."""
+    """The distinct ends, ascending; of many requests only those of a sample and the last of all:
+    other ends are rounded up to the next of these."""
     step = ends.size // _MOST_TIMES + 1
     some = ends[:, ::step][is_open[:, ::step]]
     return np.unique(np.append(some, ends[-1].max())) if len(some) else some
 
 
 _MOST_TIMES = 256
-"""At which the load is looked at: with all ends of 500 requests a plan would take a millisecond
-longer."""
+"""Times at which the load is evaluated: with all ends of 500 requests a plan would take a
+millisecond longer."""

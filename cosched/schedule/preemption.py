@@ -1,4 +1,4 @@
-"""How a request is stopped: what is expected to be lost until it resumes decides (own)."""
+"""How to preempt a request, by what is expected to be evicted before it resumes (own)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from cosched.core.view import View
 
 
 def num_lost(view: View, request: Request) -> int:
-    """KV tokens of a running request, or of an unfinished prefill, that are expected to be evicted
-    before it resumes. The request that takes its place is expected to take as much memory, the free
-    first; the tail beyond that is evicted."""
+    """KV tokens of a running request or an unfinished prefill that are expected to be evicted
+    before it resumes: the request that takes its place is assumed to need as much memory, and takes
+    free memory first."""
     return max(request.num_computed_tokens - max(view.kv.free, 0), 0)
 
 
 def recompute_s(view: View, request: Request) -> float:
-    """Time to compute again what stopping it is expected to lose, in chunks [s]."""
+    """Time to recompute what preempting it is expected to lose, in chunks [s]."""
     num_tokens = num_lost(view, request)
     if not num_tokens:
         return 0.0
@@ -27,12 +27,11 @@ def recompute_s(view: View, request: Request) -> float:
 
 
 def stop_mode(view: View, request: Request) -> PreemptMode:
-    """The mode by which resuming a running request, or an unfinished prefill, takes least time.
+    """The mode in which a running request or an unfinished prefill resumes soonest.
 
-    What is lost (`num_lost`) is computed again, or loaded where it was copied to host memory
-    before. Copying goes on beside the iterations and is not counted. Of equals what moves least.
-    RECOMPUTE is never better than what the tree keeps of itself: it is for those who want the
-    memory at once.
+    What is lost (`num_lost`) is recomputed, or loaded if it was copied to host memory.
+    Copying happens beside the iterations and is not counted. RECOMPUTE is never better than
+    KEEP_KV here: it is for policies that need the memory at once.
     """
     num_tokens, lost = request.num_computed_tokens, num_lost(view, request)
     if not lost or view.kv.host_free < lost:

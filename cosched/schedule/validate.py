@@ -100,7 +100,7 @@ def _replay_promises(
     unfinished: dict[str, Request],
     preempted: set[str],
 ) -> None:
-    """All before anything is admitted: a promise that is taken back makes room for another."""
+    """Before anything is admitted: a promise that is taken back frees memory for another."""
     before = ledger.headroom
     for rid, num_tokens in plan.promise.items():
         request = waits[rid] or running.get(rid) or unfinished.get(rid)
@@ -141,14 +141,14 @@ def _replay_holds(
     for rid in plan.hold:
         request = running.get(rid)
         if request is None or rid in preempted:
-            raise PlanError(f"held but not running: {rid}")
+            raise PlanError(f"paused but not running: {rid}")
         if not view.can_hold(request):
-            raise PlanError(f"held, but it cannot sit out now: {rid}")
+            raise PlanError(f"paused, but its decode cannot pause now: {rid}")
         held.append(request)
     ledger.refund_holds(held)
     num_running = len(running) - len(preempted & running.keys())
     if plan.hold and not plan.prefill and len(plan.hold) == num_running:
-        raise PlanError("all running requests are held and nothing is prefilled")
+        raise PlanError("all running requests are paused and nothing is prefilled")
 
 
 def _replay_continuation(request: Request, num_tokens: int, ledger: Ledger) -> None:
@@ -183,5 +183,5 @@ def _check_decodes(plan: Plan, view: View, ledger: Ledger, preempted: set[str]) 
         raise PlanError(
             "prefill and decodes cannot share the iteration"
             if plan.decodes
-            else "what runs decodes beside this prefill; who shall not is held"
+            else "running requests decode beside this prefill; those that must not are paused"
         )

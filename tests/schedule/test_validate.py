@@ -25,7 +25,7 @@ RUNNING = decoding(online("r"))
         (Plan(prefill={"u": 500}), "500 tokens; 400 fit"),
         (Plan(prefill={"u": 5, "a": 5}), "no room: a .unfinished_prefill"),
         (Plan(decodes=False), "nothing decodes and nothing is prefilled"),
-        (Plan(prefill={"u": 5}, decodes=False), "is held"),
+        (Plan(prefill={"u": 5}, decodes=False), "are paused"),
         (Plan(prefill={"u": 5}, promise={"r": 100}), "keeps its own reserve"),
         (Plan(prefill={"u": 5}, hosts={"r": Hosting(host="u", offset=3)}), "no account of that"),
         (
@@ -45,7 +45,7 @@ def test_broken_plans_are_refused_with_the_reason(plan, message):
     [
         (Plan(hold=frozenset({"nobody"})), "not running"),
         (Plan(hold=frozenset({"r"}), preempt=(Preemption(rid="r"),)), "not running"),
-        (Plan(hold=frozenset({"r", "s"})), "all running requests are held"),
+        (Plan(hold=frozenset({"r", "s"})), "all running requests are paused"),
         (Plan(hold=frozenset({"r"}), preempt=(Preemption(rid="s"),)), "all running requests"),
     ],
 )
@@ -98,7 +98,7 @@ def test_one_that_is_about_to_end_cannot_be_held():
         unholdable={"r"},
     )
     validate(Plan(hold=frozenset({"s"})), view)
-    with pytest.raises(PlanError, match="cannot sit out now: r"):
+    with pytest.raises(PlanError, match="its decode cannot pause now: r"):
         validate(Plan(hold=frozenset({"r"})), view)
 
 
