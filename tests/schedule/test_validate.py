@@ -20,7 +20,7 @@ RUNNING = decoding(online("r"))
         (Plan(prefill={"u": 5}, preempt=(Preemption(rid="u"),)), "preempted and prefilled"),
         (Plan(preempt=(Preemption(rid="u"), Preemption(rid="u"))), "twice"),
         (Plan(prefill={"u": 5}, preempt=(Preemption(rid="nobody"),)), "not running"),
-        (Plan(prefill={"u": 5}, hold=frozenset({"r"})), "cannot sit out"),
+        (Plan(prefill={"u": 5}, hold=frozenset({"r"})), "cannot pause now"),
         (Plan(prefill={"u": 5, "gone": 5}), "neither waits nor is unfinished"),
         (Plan(prefill={"u": 500}), "500 tokens; 400 fit"),
         (Plan(prefill={"u": 5, "a": 5}), "no room: a .unfinished_prefill"),
