@@ -1,20 +1,19 @@
-"""SGLang's radix tree with host memory below it (HiCache), watched: what is copied there, and what
-is given up when it is full.
+"""SGLang's radix tree with host memory below it (HiCache), with cosched's choice of copies.
 
-SGLang writes either all that it inserts (``write_through``) or all that it evicts (``write_back``),
-and gives up what was used least recently. Here, with ``write_back``,
+SGLang copies either everything that it inserts (``write_through``) or everything that it evicts
+(``write_back``), and gives up the least recently used copies. With ``write_back``, cosched
 
-* only what is worth the way there is copied (`Worth.gain_of_copying`); the rest is dropped, by the
-  step that SGLang itself takes when host memory is full;
-* what is about to be evicted is copied before its place is needed (`write_ahead`), while iterations
-  run: SGLang waits for each copy. Where one was not foreseen it still does;
-* of the copies those go first that are worth least;
-* what a waiting request has there is loaded before it is admitted (`restore`), while iterations
-  run: SGLang loads it in the iteration that admits it, and all that decodes in that one waits too.
+* copies only what is worth the transfer (`Worth.gain_of_copying`). The rest is dropped by the step
+  that SGLang takes when host memory is full;
+* copies what is evicted next before its place is needed (`write_ahead`), while iterations run:
+  SGLang waits for each copy. An eviction that was not foreseen still waits;
+* gives up the copies of the lowest value first;
+* loads the KV of a waiting request before it is admitted (`restore`), while iterations run: SGLang
+  loads it in the iteration that admits the request, and all decodes of that iteration wait.
 
-The tree core offers no way to name the copy that goes. But it leaves alone what is locked in host
-memory, so every copy is locked, and the one to go is let loose. With the other write policies
-SGLang copies as it does, and only the two orders are cosched's.
+The tree core cannot be told which copy to give up, but it keeps copies that are locked in host
+memory. So every copy is locked, and the one to give up is unlocked. With the other write policies
+SGLang copies as it does, and only the two orders of eviction are cosched's.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
@@ -39,26 +38,17 @@ from cosched.memory.tree import KvNode, KvTree
 
 logger = logging.getLogger(__name__)
 
-_MOST_TRIES = 16
-"""Copies in a row that SGLang may keep, because they are being read or written, before no more is
-asked of it."""
-
-
-_MOST_AHEAD = 64
-"""Nodes that are looked at for what is evicted next."""
+_MAX_REFUSED = 16  # copies in a row that SGLang keeps because they are in use, before it ends
+_MAX_AHEAD = 64  # nodes that are looked at for what is evicted next
 
 
 class HostedTreeCore(WatchedTreeCore):
-    """See the module's docstring.
+    """See the docstring of the module.
 
-    copies     the copies that can be given up, in their order
-    host_free  tokens of host memory that nobody uses
+    copies       the copies that can be given up, in their order
+    host_free    free tokens of host memory
+    transferred  tokens copied since the start; ``waited``: those that an eviction waited for
     """
-
-    _OWN: ClassVar[frozenset[str]] = WatchedTreeCore._OWN | {
-        *("_awaits_load", "_cache", "_copies", "_host_free", "_least", "_loads", "_locks"),
-        "transferred",
-    }
 
     def __init__(
         self, core: Any, tree: KvTree, leaves: Leaves, copies: Leaves, host_free: Callable[[], int]
@@ -68,16 +58,15 @@ class HostedTreeCore(WatchedTreeCore):
         self._host_free = host_free
         self._cache: Any = None
         self._locks: dict[int, Any] = {}
-        """Node -> the receipt of the lock that its copy is kept by."""
+        """Node -> the receipt of the lock on its copy."""
         self._least = float("inf")
-        """Copies worth as much as this are not given up now."""
+        """Copies of at least this value are not given up now."""
         self._loads: dict[int, tuple[int, int]] = {}
-        """Node that is being loaded ahead, with what is above it -> SGLang's number of that load,
-        and the position from which on it loads."""
+        """Last node of a path that is loaded ahead -> SGLang's number of the load, and the position
+        at which it begins."""
         self._awaits_load = False
-        """The batch that is being built reads something that is still being loaded."""
+        """The batch that is being built reads KV that is still being loaded."""
         self.transferred = {"to_host": 0, "to_device": 0, "waited": 0}
-        """Tokens copied since the start; ``waited``: those of them that an eviction waited for."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -98,12 +87,11 @@ class HostedTreeCore(WatchedTreeCore):
         return result
 
     def _end_of(self, match: Any) -> int:
-        node_id: int = match.best_match_node
-        return node_id
+        return int(match.best_match_node)
 
     def _inserted(self, step: Any) -> Any:
         if step.result is None and not self.is_off:
-            # SGLang locks what it is about to copy, while nodes are new or split on the way there.
+            # SGLang locks what it is about to copy, and may have added or split nodes above it.
             for action in step.actions:
                 if isinstance(action, BackupKV):
                     self._follow(self._insert.key, action.node_ids[-1], None)
@@ -113,7 +101,7 @@ class HostedTreeCore(WatchedTreeCore):
         super()._follow(*args, **kwargs)
         for upper, lower in self._tree.cut:
             if lower in self._locks:
-                # One lock holds both parts now, and could only be given back for both.
+                # The one lock holds both parts now, and can only be released for both.
                 both = self._locks.pop(lower)
                 self._lock(lower)
                 self._core.dec_host_lock_ref(lower, both)
@@ -124,21 +112,17 @@ class HostedTreeCore(WatchedTreeCore):
         result = self._core.commit_backup(node_id, host_indices, *args)
         self.transferred["to_host"] += len(host_indices)
         if not self.is_off:
-            try:
+            with self._mirroring("a copied node is not in the tree"):
                 self._tree.backed_up(node_id)
                 self._lock(node_id)
-            except Exception as error:
-                self._switch_off(f"what was copied is not in the tree: {error!r}")
         return result
 
     def commit_load_back(self, node_id: int, device_indices: Any, kv_xfer: Any, *args: Any) -> Any:
         result = self._core.commit_load_back(node_id, device_indices, kv_xfer, *args)
         self.transferred["to_device"] += len(device_indices)
         if not self.is_off:
-            try:
+            with self._mirroring("a loaded node is not in the tree"):
                 self._tree.loaded(kv_xfer.nodes_to_load or ())
-            except Exception as error:
-                self._switch_off(f"what was loaded is not in the tree: {error!r}")
         return result
 
     def _lock(self, node_id: int) -> None:
@@ -148,18 +132,18 @@ class HostedTreeCore(WatchedTreeCore):
     def _unlock(self, node_id: int) -> None:
         self._core.dec_host_lock_ref(node_id, self._locks.pop(node_id))
 
-    # --- What is loaded ahead ---
+    # --- Loading ahead ---
 
-    def make_way(self, num_tokens: int) -> bool:
-        """Whether so many tokens can be evicted without waiting for copies of them; else these are
-        begun."""
+    def make_room(self, num_tokens: int) -> bool:
+        """Whether that many tokens can be evicted without waiting for their copies. If not, the
+        copies are begun."""
         if self._core.is_write_back and not self.num_writing and self._uncopied(num_tokens):
             self.write_ahead(num_tokens)
         return not self.num_writing
 
     def restore(self, req: Any) -> int | None:
-        """Begin to load what a waiting request has in host memory, or None: not now. The node that
-        `is_restoring` tells of."""
+        """Begin to load what a waiting request has in host memory. Returns its last node, for
+        `is_restoring`; None: it cannot be loaded now."""
         cache = self._cache
         if cache.cache_controller.load_queue or not cache.has_free_load_back_slot():
             return None
@@ -171,11 +155,11 @@ class HostedTreeCore(WatchedTreeCore):
         return node_id
 
     def is_restoring(self, node_id: int) -> bool:
-        """It is on its way."""
+        """Whether a load that ends with this node is under way."""
         return node_id in self._cache.ongoing_load_back
 
     def _is_loading(self, node_id: int) -> bool:
-        """Some of a path is still being loaded ahead."""
+        """Whether a part of the path to a node is still being loaded ahead."""
         nodes = self._tree.nodes
         for anchor in [anchor for anchor in self._loads if not self.is_restoring(anchor)]:
             del self._loads[anchor]
@@ -188,11 +172,11 @@ class HostedTreeCore(WatchedTreeCore):
         last = nodes.get(node_id)
         return last is not None and any(node.node_id in loading for node in last.upwards())
 
-    # --- What leaves the device ---
+    # --- Eviction from the device ---
 
     def wants_copy(self, node: KvNode, *, is_ahead: bool = False) -> bool:
-        """Whether a leaf is worth the way to host memory, and worth more than what would have to go
-        there. is_ahead: nobody waits for it."""
+        """Whether a leaf is worth a copy, and worth more than the copy that would have to be given
+        up for it. is_ahead: no eviction waits for the copy."""
         worth, now_s = self._leaves.worth, self._leaves.now_s
         if worth.gain_of_copying(node, now_s, is_ahead=is_ahead) <= 0:
             return False
@@ -220,10 +204,9 @@ class HostedTreeCore(WatchedTreeCore):
         return self._drop(node_id, is_write_back)
 
     def _drop(self, node_id: int, is_write_back: bool) -> Any:
-        """Without a copy, as when host memory is full."""
+        """Evict a node without a copy, as SGLang does when host memory is full."""
         dropped = self.drop_subtree_no_host(node_id)
-        if not dropped.is_dropped:
-            # Something below is being read.
+        if not dropped.is_dropped:  # a copy below it is being read
             return self._core.evict_device_leaf(node_id, is_write_back)
         result = EvictDeviceLeafResult()
         _move(dropped, result)
@@ -240,10 +223,8 @@ class HostedTreeCore(WatchedTreeCore):
         num_tokens = result.tracker[ComponentType.FULL]
         self.evicted["all"] += num_tokens
         self.evicted["demoted"] += num_tokens
-        try:
+        with self._mirroring("an evicted node was not a leaf"):
             self._tree.demoted(node_id)
-        except Exception as error:
-            self._switch_off(f"what was evicted was no leaf: {error!r}")
 
     def drop_subtree_no_host(self, node_id: int) -> Any:
         if self.is_off:
@@ -259,23 +240,21 @@ class HostedTreeCore(WatchedTreeCore):
             return result
         num_tokens = result.tracker[ComponentType.FULL]
         self.evicted["all"] += num_tokens
-        try:
+        with self._mirroring("a dropped node was not a leaf"):
             self._count(node, num_tokens)
             for child in below:
                 self._count(child, child.num_tokens)
             self._tree.evicted(node_id)
-        except Exception as error:
-            self._switch_off(f"what was dropped was no leaf: {error!r}")
         return result
 
-    # --- What leaves host memory ---
+    # --- Eviction from host memory ---
 
     def drive_host_eviction(self, component_type: Any, num_tokens: int) -> Any:
         if self.is_off:
             return self._core.drive_host_eviction(component_type, num_tokens)
         total = DriveHostEvictionResult()
         kept: list[KvNode] = []
-        while total.tracker[component_type] < num_tokens and len(kept) < _MOST_TRIES:
+        while total.tracker[component_type] < num_tokens and len(kept) < _MAX_REFUSED:
             node = self._first_copy(kept)
             if node is None:
                 break
@@ -285,7 +264,7 @@ class HostedTreeCore(WatchedTreeCore):
             freed = result.tracker[component_type]
             _move(result, total)
             if freed not in (0, size):
-                self._switch_off(f"{freed} tokens left host memory where {size} were let loose")
+                self._switch_off(f"{freed} tokens left host memory where {size} were unlocked")
                 break
             if not freed:
                 self._lock(node_id)
@@ -298,8 +277,8 @@ class HostedTreeCore(WatchedTreeCore):
         return total
 
     def _first_copy(self, kept: list[KvNode]) -> KvNode | None:
-        """The copy to give up next. With other policies than ``write_back`` SGLang gives up none of
-        what is on the device too."""
+        """The copy to give up next. Except with ``write_back``, SGLang keeps the copies of nodes
+        that are on the device."""
         for node in self._copies.sorted_nodes():
             assert node.host_rank is not None
             if node.host_rank[0] >= self._least:
@@ -311,8 +290,8 @@ class HostedTreeCore(WatchedTreeCore):
     # --- The cache ---
 
     def watch(self, cache: Any) -> None:
-        """Beside what the base does: an eviction waits for no copy whose node is locked until it is
-        done, unless without it there is too little."""
+        """Also: an eviction does not wait for copies whose nodes stay locked until they are done,
+        unless it frees too little without them."""
         self._cache = cache
         check = cache.writing_check
 
@@ -326,8 +305,8 @@ class HostedTreeCore(WatchedTreeCore):
         ready = cache.ready_to_load_host_cache
 
         def ready_to_load_host_cache() -> int:
-            """The load that the batch waits for, layer by layer: one after the other, so that the
-            latest stands for all."""
+            """The load that the batch waits for, layer by layer. Loads run one after the other, so
+            the latest stands for all."""
             number: int = ready()
             awaits, self._awaits_load = self._awaits_load, False
             if number < 0 and awaits and self._loads:
@@ -354,7 +333,7 @@ class HostedTreeCore(WatchedTreeCore):
         super().evict_device_end(component_type)
 
     def write_ahead(self, num_tokens: int) -> None:
-        """Begin to copy what is worth it of so many tokens that are evicted next. O(nodes)."""
+        """Begin to copy what is worth it of the next tokens to be evicted. O(nodes)."""
         if self.is_off or not self._core.is_write_back or num_tokens <= 0:
             return
         for node, wanted in self._uncopied(num_tokens):
@@ -364,10 +343,10 @@ class HostedTreeCore(WatchedTreeCore):
         self._cache.flush_pending_backups()
 
     def _uncopied(self, num_tokens: int) -> list[tuple[KvNode, int]]:
-        """What is worth a copy, and has none, of so many tokens that are evicted next; with each,
-        how many of them are still to come."""
+        """Of the next tokens to be evicted, the nodes that are worth a copy and have none, each
+        with the number of tokens that it and the nodes behind it make up."""
         found = []
-        for node in itertools.islice(self._leaves.in_order(), _MOST_AHEAD):
+        for node in itertools.islice(self._leaves.in_order(), _MAX_AHEAD):
             if not node.on_host and self.wants_copy(node, is_ahead=True):
                 found.append((node, num_tokens))
             num_tokens -= node.num_tokens
@@ -376,8 +355,8 @@ class HostedTreeCore(WatchedTreeCore):
         return found
 
     def write(self, node_id: int) -> None:
-        """Begin to copy the nodes from this one up to the first that is held or has a copy:
-        somebody will surely come for them. O(depth)."""
+        """Begin to copy the nodes from this one up to the first that is locked or has a copy: they
+        will be used again. O(depth)."""
         if self.is_off or not self._core.is_write_back or node_id not in self._tree.nodes:
             return
         path = self._tree.nodes[node_id].upwards()
@@ -387,14 +366,14 @@ class HostedTreeCore(WatchedTreeCore):
         self._cache.flush_pending_backups()
 
     def _write(self, node: KvNode, least: float) -> None:
-        """least: what copies that make room for it are worth less than."""
+        """least: only copies of a lower value are given up for it."""
         self._least = least
         self._cache._execute_and_commit_kv_backup(BackupKV([node.node_id]))
         self._least = float("inf")
 
     @property
     def num_writing(self) -> int:
-        """Tokens on their way to host memory, which nobody can evict meanwhile."""
+        """Tokens that are being copied to host memory and cannot be evicted meanwhile."""
         pending = self._cache.ongoing_write_through.values()
         nodes = (self._tree.nodes.get(node_id) for p in pending for node_id in p.publish_node_ids)
         return sum(node.num_tokens for node in nodes if node is not None)
@@ -409,7 +388,7 @@ class HostedTreeCore(WatchedTreeCore):
 
 
 def _move(result: Any, total: Any) -> None:
-    """What a step of eviction has freed becomes part of another's."""
+    """Move what a step of eviction has freed to the result of another."""
     for name in ("device_frees", "host_frees"):
         freed = getattr(result, name)
         for component, tensors in freed.items():

@@ -1,7 +1,7 @@
-"""KV memory of a scheduler: what is evicted first, what its loss costs, what online requests need.
+"""KV memory of a scheduler: eviction order, cost of evictions, online reservation, host memory.
 
-Ties the parts of `cosched.memory` to an engine: the tree that follows SGLang's, the pool that knows
-the waiting requests, the reuse that is learned from requests, the costs of the predictor.
+`KvManager` connects `cosched.memory` to an engine: the mirror of SGLang's radix tree, the pool of
+waiting requests, the reuse learned from past requests, and the costs of the predictor.
 """
 
 from __future__ import annotations
@@ -17,51 +17,34 @@ from cosched.core.request import RequestClass
 from cosched.engine import port
 from cosched.engine.host_core import HostedTreeCore
 from cosched.engine.port import bidirectional
-from cosched.engine.ranked_core import RankedTreeCore
 from cosched.engine.running import own_tokens
 from cosched.engine.tracked import TrackedRequest
-from cosched.engine.tree_core import WatchedTreeCore
+from cosched.engine.tree_core import RankedTreeCore, WatchedTreeCore
 from cosched.memory.config import KvConfig
 from cosched.memory.demand import OnlineDemand
 from cosched.memory.eviction import ORDERS, CopyOrder, Eviction, Leaves, Prices, Worth
-from cosched.memory.occupancy import (
-    HostOccupancy,
-    KvOccupancy,
-    host_occupancy_of,
-    occupancy_of,
-)
+from cosched.memory.occupancy import KvOccupancy, host_occupancy_of, occupancy_of
 from cosched.memory.returns import ReturnModel, block_hashes
 from cosched.memory.tree import KvTree, Visit
 from cosched.pool.pool import OfflinePool
 from cosched.pool.prefix_pool import PrefixPool
 from cosched.pool.radix import Shared, pack
 
-_LEARN_PERIOD_S = 1.0
-"""Between two samples of the demand and of the turnover."""
-_PRICED_AT_ONCE = 8
-"""Depths at which the price of a token is asked anew with each `_PLANS_PER_PRICE`th plan."""
-_PLANS_PER_PRICE = 8
-_MOST_KEPT = 0.75
-"""Share of what the online demand of now leaves of the memory that is kept at most for what more
-it may become: offline work goes on."""
-_TURNOVER_SHARE = 0.1
-"""Of the newest second in the moving average of evicted tokens."""
-_CHUNKS_AHEAD = 2
-"""So many iterations' tokens are copied to host memory before their place is needed."""
-_MOST_RESTORING = 4
-"""Waiting online requests that are looked at for what they have in host memory."""
-_LEAST_WAIT_S = 0.01
-"""What takes less to load is loaded in the iteration that needs it."""
-_MOST_WAITED = 20
-"""Plans for which a request waits until what goes for it is copied."""
-_LEFT_SHARE = 0.05
-"""Of the device's memory, that loading ahead leaves to what runs."""
-_MOST_AHEAD = 0.25
-"""Of the device's memory, that is copied ahead at most."""
+_LEARN_PERIOD_S = 1.0  # between two samples of the demand and of the turnover
+_TURNOVER_SHARE = 0.1  # of the newest sample in the moving average of evicted tokens
+_PLANS_PER_REFRESH = 8  # costs are learned again every 8 plans, ...
+_REFRESHED_DEPTHS = 8  # ... at 8 depths of a prompt
+_MAX_RESERVED = 0.75  # of the memory beyond the present online demand, reserved for its growth
+_CHUNKS_AHEAD = 2  # iterations whose tokens are copied to host memory before their place is needed
+_MAX_AHEAD = 0.25  # of the device's memory that is copied ahead
+_MAX_RESTORING = 4  # waiting online requests whose KV in host memory is looked up
+_MIN_LOAD_S = 0.01  # a shorter load is done by the iteration that needs it
+_MAX_WAIT = 20  # plans for which a request waits for the copies of what it replaces
+_MIN_LEFT = 0.05  # of the device's memory that loading ahead leaves to running requests
 
 
 def transfer_s_of(scheduler: Any, bandwidth_gb_s: float) -> float:
-    """What a token of KV takes from host memory or to it [s]; inf: there is none."""
+    """Time to copy the KV of a token from or to host memory [s]; inf without host memory."""
     if not scheduler.enable_hierarchical_cache:
         return math.inf
     pool = scheduler.tree_cache.cache_controller.mem_pool_host
@@ -69,19 +52,37 @@ def transfer_s_of(scheduler: Any, bandwidth_gb_s: float) -> float:
 
 
 class _Loading(NamedTuple):
-    """What a waiting request has in host memory is being loaded; it ends with this node."""
+    """KV of a waiting request is being loaded from host memory, up to this node."""
 
     node_id: int
 
 
-class _MakingWay(NamedTuple):
-    """What goes for it is being copied, for so many plans."""
+class _MakingRoom(NamedTuple):
+    """KV that the load replaces is being copied to host memory, for this number of plans."""
 
     num_plans: int
 
 
+class _Turnover:
+    """How fast a memory is evicted: a moving average."""
+
+    def __init__(self) -> None:
+        self._num_evicted = 0
+        self._per_s = 0.0
+
+    def learn(self, num_evicted: int, elapsed_s: float) -> None:
+        """num_evicted: tokens since the start; elapsed_s: since the last call, inf in the first."""
+        rate = (num_evicted - self._num_evicted) / elapsed_s
+        self._per_s += _TURNOVER_SHARE * (rate - self._per_s)
+        self._num_evicted = num_evicted
+
+    def seconds(self, num_tokens: int) -> float:
+        """Time until that many tokens are evicted [s]; inf if none are."""
+        return max(num_tokens / self._per_s, 1.0) if self._per_s > 0 else math.inf
+
+
 class KvManager:
-    """One per scheduler whose tree can be watched. Makes its tree ask it who is evicted next."""
+    """One per scheduler whose tree can be watched. Makes the tree ask it what to evict next."""
 
     def __init__(
         self,
@@ -92,8 +93,8 @@ class KvManager:
         online: Iterable[TrackedRequest],
         ttft_s: float | None,
     ) -> None:
-        """pool: where offline requests wait now; online: online requests that wait, oldest first.
-        ttft_s: target of online requests that name none."""
+        """pool: the present pool of offline requests; online: waiting online requests, oldest
+        first; ttft_s: target of online requests that name none."""
         self._scheduler = scheduler
         self._pool = pool
         self._online = online
@@ -106,7 +107,7 @@ class KvManager:
         assert config.eviction is not None, "resolved, and one of `ORDERS`"
         self.leaves = Leaves(ORDERS[config.eviction](worth), worth)
         self.copies: Leaves | None = None
-        """What is in host memory and can be given up; None: there is no host memory."""
+        """Copies in host memory that can be given up; None: there is no host memory."""
         if scheduler.enable_hierarchical_cache:
             self.copies = Leaves(CopyOrder(worth), worth, slot="host_rank")
         self.kv_tree = KvTree(
@@ -115,36 +116,36 @@ class KvManager:
             copies=self.copies,
             future=self._future,
         )
-        cache = scheduler.tree_cache
-        self.core = self._core_of(cache)
-        self.core.watch(cache)
+        self.core = self._wrap(scheduler.tree_cache)
         self._num_ahead = min(
             _CHUNKS_AHEAD * (scheduler.chunked_prefill_size or scheduler.max_prefill_tokens),
-            int(_MOST_AHEAD * port.kv_total(scheduler)),
+            int(_MAX_AHEAD * port.kv_total(scheduler)),
         )
         self.demand = OnlineDemand(window_s=config.window_s, deviations=config.deviations)
         self._used_before = 0
-        """Tokens that were evicted since the start, less those free, when it was last looked at
-        what goes next."""
+        """Tokens evicted since the start, less the free ones, at the latest `_write_ahead`."""
         self._gone: list[TrackedRequest] = []
-        self._with_nothing: set[TrackedRequest] = set()
-        """Waiting requests that were seen to have next to nothing in host memory."""
-        self._restoring: dict[TrackedRequest, _Loading | _MakingWay] = {}
+        self._not_on_host: set[TrackedRequest] = set()
+        """Waiting requests that have nothing in host memory that is worth loading ahead."""
+        self._restoring: dict[TrackedRequest, _Loading | _MakingRoom] = {}
         """Waiting requests whose KV is on its way from host memory."""
         self._num_plans = 0
         self._learnt_s = -math.inf
-        self._evicted_before = 0
-        self._evicted_per_s = 0.0
-        self._given_up_before = 0
-        self._given_up_per_s = 0.0
+        self._device_turnover = _Turnover()
+        self._host_turnover = _Turnover()
 
-    def _core_of(self, cache: Any) -> WatchedTreeCore:
+    def _wrap(self, cache: Any) -> WatchedTreeCore:
+        """Take the place of the cache's tree core."""
         watched = cache.tree_core, self.kv_tree, self.leaves
+        core: WatchedTreeCore
         if self.copies is not None:
-            return HostedTreeCore(*watched, self.copies, partial(port.host_free, self._scheduler))
-        if port.parallel().tp_size > 1:
-            return RankedTreeCore(*watched)
-        return WatchedTreeCore(*watched)
+            core = HostedTreeCore(*watched, self.copies, partial(port.host_free, self._scheduler))
+        elif port.parallel().tp_size > 1:
+            core = RankedTreeCore(*watched)
+        else:
+            core = WatchedTreeCore(*watched)
+        core.watch(cache)
+        return core
 
     # --- Requests come and go ---
 
@@ -155,30 +156,29 @@ class KvManager:
             tracked.kv_turn = self.returns.arrived(tracked.kv_hashes, now_s)
 
     def online_waits(self, tracked: TrackedRequest) -> None:
-        """An online request waits now: it is new, or was preempted."""
+        """An online request waits: it is new, or was preempted."""
         ids = port.token_ids(tracked.req)
-        if self.kv_tree.knows(tracked.prefix_key, pack(ids[: self._scheduler.page_size])):
+        if self._is_known(tracked, ids):
             self.kv_tree.expect(tracked, tracked.prefix_key, pack(ids))
 
     def online_waits_no_more(self, tracked: TrackedRequest) -> None:
-        """It is admitted, or gone."""
+        """It is admitted, or has ended."""
         self.kv_tree.no_longer_expect(tracked)
 
     def waits(self, tracked: TrackedRequest, *, by: int) -> None:
-        """An offline request waits now (1), or does no more (-1)."""
-        if not isinstance(self._pool(), PrefixPool):
-            return
-        ids = port.token_ids(tracked.req)
-        if self.kv_tree.knows(tracked.prefix_key, pack(ids[: self._scheduler.page_size])):
-            self.kv_tree.refer(tracked.prefix_key, pack(ids), by)
+        """An offline request waits (1), or waits no longer (-1)."""
+        if isinstance(self._pool(), PrefixPool):
+            ids = port.token_ids(tracked.req)
+            if self._is_known(tracked, ids):
+                self.kv_tree.refer(tracked.prefix_key, pack(ids), by)
 
     def ended(self, tracked: TrackedRequest) -> None:
-        """A request is over; its memory is given back before the next plan."""
+        """A request has ended; its memory is released before the next plan."""
         if tracked.request_class is RequestClass.ONLINE:
             self._gone.append(tracked)
 
     def forget_waiting(self) -> None:
-        """The pool does not say any more who waits."""
+        """The pool no longer tells which requests wait."""
         for node in self.kv_tree.nodes.values():
             node.passing, node.stops = 0, {}
 
@@ -186,109 +186,108 @@ class KvManager:
         pool = self._pool()
         return pool.future_references(packed, namespace) if isinstance(pool, PrefixPool) else ()
 
+    def _is_known(self, tracked: TrackedRequest, ids: Sequence[int]) -> bool:
+        """Whether the tree holds the first page of a request."""
+        return self.kv_tree.knows(tracked.prefix_key, pack(ids[: self._scheduler.page_size]))
+
     # --- Between two plans ---
 
     def advance(self, now_s: float, predictor: Predictor) -> None:
-        """Take in what has happened, before a plan is made."""
+        """Update everything before a plan is made."""
         for tracked in self._gone:
             self._leave(tracked, now_s)
         self._gone.clear()
         self.returns.advance(now_s)
         if self._learnt_s == -math.inf:
             self.prices.refresh(predictor)
-        # A little at a time: all at once would be felt.
         self._num_plans += 1
-        if not self._num_plans % _PLANS_PER_PRICE:
-            self.prices.refresh(predictor, num_steps=_PRICED_AT_ONCE)
+        if not self._num_plans % _PLANS_PER_REFRESH:  # in small steps: no plan takes long
+            self.prices.refresh(predictor, num_steps=_REFRESHED_DEPTHS)
+        host_s = self._host_turnover.seconds(self.kv_tree.num_on_host)
         self.returns.refresh(
             now_s,
-            discount_s=self.turnover_s,
-            host_discount_s=None if self.copies is None else self.host_turnover_s,
+            discount_s=self._device_turnover.seconds(self.kv_tree.num_evictable),
+            host_discount_s=None if self.copies is None else host_s,
             num_kinds=1,
         )
         if now_s - self._learnt_s >= _LEARN_PERIOD_S:
             self._learn(now_s)
         self.leaves.advance(now_s)
         if self.copies is not None:
+            assert isinstance(self.core, HostedTreeCore)
             self.copies.advance(now_s)
-            self._restore_ahead()
-            self._write_ahead()
+            self._restore_ahead(self.core)
+            self._write_ahead(self.core)
 
     def use_transfer(self, transfer_s: float) -> None:
-        """A token takes so long from host memory or to it [s]."""
+        """Set the time to copy a token from or to host memory [s]."""
         self.leaves.worth.transfer_s = transfer_s
 
     def is_restoring(self, tracked: TrackedRequest) -> bool:
-        """Its KV is on its way from host memory: it is admitted when that is there."""
+        """Whether its KV is on its way from host memory. It is admitted after that."""
         return tracked in self._restoring
 
-    def _restore_ahead(self) -> None:
-        """Begin to load what the oldest online requests have in host memory, where an iteration
-        would wait for it."""
-        core = self.core
-        assert isinstance(core, HostedTreeCore)
+    def _restore_ahead(self, core: HostedTreeCore) -> None:
+        """Begin to load what the oldest online requests have in host memory, if an iteration would
+        wait for it."""
         before, self._restoring = self._restoring, {}
         for tracked, state in before.items():
             if isinstance(state, _Loading) and core.is_restoring(state.node_id):
                 self._restoring[tracked] = state
         if not self.kv_tree.num_on_host or core.is_off:
             return
-        oldest = list(itertools.islice(self._online, _MOST_RESTORING))
-        self._with_nothing.intersection_update(oldest)
+        oldest = list(itertools.islice(self._online, _MAX_RESTORING))
+        self._not_on_host.intersection_update(oldest)
         for tracked in oldest:
-            if tracked not in self._restoring and tracked not in self._with_nothing:
-                step = self._restore(tracked, before.get(tracked))
+            if tracked not in self._restoring and tracked not in self._not_on_host:
+                step = self._restore(core, tracked, before.get(tracked))
                 if step is not None:
                     self._restoring[tracked] = step
 
     def _restore(
-        self, tracked: TrackedRequest, before: _Loading | _MakingWay | None
-    ) -> _Loading | _MakingWay | None:
-        """One step; None: there is nothing to wait for."""
-        core, scheduler = self.core, self._scheduler
-        assert isinstance(core, HostedTreeCore)
+        self, core: HostedTreeCore, tracked: TrackedRequest, before: _Loading | _MakingRoom | None
+    ) -> _Loading | _MakingRoom | None:
+        """One step of a load; None: there is nothing to wait for."""
+        scheduler = self._scheduler
         found = port.peek(scheduler.tree_cache, tracked.req)
         num_host = self.num_on_host(tracked, found.node, found.num_tokens)
-        if num_host * self.leaves.worth.transfer_s < _LEAST_WAIT_S:
-            self._with_nothing.add(tracked)
+        if num_host * self.leaves.worth.transfer_s < _MIN_LOAD_S:
+            self._not_on_host.add(tracked)
             return None
         need = num_host + len(port.token_ids(tracked.req)) - found.num_tokens
         free = port.kv_free(scheduler)
-        room = free + self.kv_tree.num_evictable + core.num_writing
-        if need > room - _LEFT_SHARE * port.kv_total(scheduler):
+        headroom = free + self.kv_tree.num_evictable + core.num_writing
+        if need > headroom - _MIN_LEFT * port.kv_total(scheduler):
             return None
-        num_plans = before.num_plans + 1 if isinstance(before, _MakingWay) else 0
-        if num_plans < _MOST_WAITED and not core.make_way(num_host - free):
-            return _MakingWay(num_plans)
+        num_plans = before.num_plans + 1 if isinstance(before, _MakingRoom) else 0
+        if num_plans < _MAX_WAIT and not core.make_room(num_host - free):
+            return _MakingRoom(num_plans)
         node_id = core.restore(tracked.req)
         return None if node_id is None else _Loading(node_id)
 
-    def _write_ahead(self) -> None:
-        core = self.core
-        assert isinstance(core, HostedTreeCore)
+    def _write_ahead(self, core: HostedTreeCore) -> None:
+        """Copy what is evicted next, each time that an eighth of what was copied is used up."""
         free = port.kv_free(self._scheduler)
         missing = self._num_ahead - free
-        # Looked at again when an eighth of what was looked at is used up.
-        used = self.core.evicted["all"] - free
+        used = core.evicted["all"] - free
         if missing > 0 and abs(used - self._used_before) >= self._num_ahead // 8:
             self._used_before = used
             core.write_ahead(missing - core.num_writing)
 
     def checkpoint(self, tracked: TrackedRequest) -> None:
-        """A request has given back its memory, and comes again: begin to copy to host memory what
-        it has left in the tree."""
+        """A preempted request has released its memory: begin to copy to host memory what it has
+        left in the tree."""
         if isinstance(self.core, HostedTreeCore):
             self.core.write(tracked.req.last_node)
 
     def may_have(self, tracked: TrackedRequest) -> bool:
-        """False: nothing in the tree, on the device or on the host, begins like a waiting request.
-        O(1), and a fraction of what looking it up takes."""
-        page = port.token_ids(tracked.req)[: self._scheduler.page_size]
-        return self.core.is_off or self.kv_tree.knows(tracked.prefix_key, pack(page))
+        """False if no KV of a waiting request is in the tree, on the device or on the host. O(1),
+        and much cheaper than a lookup."""
+        return self.core.is_off or self._is_known(tracked, port.token_ids(tracked.req))
 
     def num_on_host(self, tracked: TrackedRequest, node_id: int, num_device: int) -> int:
-        """Tokens of a waiting request that admission loads from host memory, behind those that are
-        found on the device, which end with this node. Changes nothing."""
+        """Tokens of a waiting request that admission would load from host memory. They follow
+        those that are on the device, which end with this node. Changes nothing."""
         if self.copies is None or self.core.is_off:
             return 0
         found = self.kv_tree.num_host_behind(
@@ -309,55 +308,44 @@ class KvManager:
         self.kv_tree.left(tracked.req.last_node, visit)
 
     def _learn(self, now_s: float) -> None:
-        if self._learnt_s > -math.inf:
-            rate = (self.core.evicted["all"] - self._evicted_before) / (now_s - self._learnt_s)
-            self._evicted_per_s += _TURNOVER_SHARE * (rate - self._evicted_per_s)
-            given_up = self.core.evicted["host"] - self._given_up_before
-            rate = given_up / (now_s - self._learnt_s)
-            self._given_up_per_s += _TURNOVER_SHARE * (rate - self._given_up_per_s)
-        self._evicted_before = self.core.evicted["all"]
-        self._given_up_before = self.core.evicted["host"]
+        elapsed_s = now_s - self._learnt_s
+        self._device_turnover.learn(self.core.evicted["all"], elapsed_s)
+        self._host_turnover.learn(self.core.evicted["host"], elapsed_s)
         self._learnt_s = now_s
         self.demand.sample(self._online_tokens(), now_s)
 
-    @property
-    def turnover_s(self) -> float:
-        """How long it takes until as much is evicted as can be [s]; inf: nothing is."""
-        if self._evicted_per_s <= 0:
-            return math.inf
-        return max(self.kv_tree.num_evictable / self._evicted_per_s, 1.0)
-
-    @property
-    def host_turnover_s(self) -> float:
-        """The same of host memory: until as much is given up there as it holds [s]."""
-        if self._given_up_per_s <= 0:
-            return math.inf
-        return max(self.kv_tree.num_on_host / self._given_up_per_s, 1.0)
-
     def _online_tokens(self) -> int:
-        """Held by online requests, and expected to be used again."""
+        """Held by online requests, and expected to be used again by them."""
         held = self._own_tokens()[RequestClass.ONLINE] + self.kv_tree.num_held_online
         if self.config.reservation == "echo":
             return held
         expected = self.returns.expected_tokens()
-        # What waits in host memory needs a place when it comes back, but not until then: of it only
-        # as much counts as loading takes of the time that computing it anew would.
+        # KV in host memory needs no place on the device until it is used again. It counts by the
+        # time of loading it, relative to the time of computing it.
         on_host = 0 if self.core.is_off else min(expected, port.host_total(self._scheduler))
-        loading = self.leaves.worth.loading_share
-        expected -= on_host * (1.0 - loading)
+        expected -= on_host * (1.0 - self.leaves.worth.loading_share)
         return held + round(expected)
 
     def _own_tokens(self) -> Mapping[RequestClass, int]:
-        """What requests under way hold outside the tree."""
-        unfinished = self._scheduler.chunked_req
+        """Tokens that requests under way hold outside the tree."""
         reqs = dict.fromkeys(port.under_way(self._scheduler))
-        if unfinished is not None:
-            reqs[unfinished] = None
+        if self._scheduler.chunked_req is not None:
+            reqs[self._scheduler.chunked_req] = None
         return own_tokens([req.cosched for req in reqs])
 
     def occupancy(self) -> KvOccupancy:
-        """Who has the memory now. O(nodes)."""
+        """What the memory is used for now. O(nodes)."""
         own = self._own_tokens()
+        host = None
+        if isinstance(self.core, HostedTreeCore):
+            host = host_occupancy_of(
+                self.kv_tree,
+                self.leaves.worth,
+                now_s=self.leaves.now_s,
+                free=port.host_free(self._scheduler),
+                demoted=self.core.evicted["demoted"],
+                transferred=self.core.transferred,
+            )
         return occupancy_of(
             self.kv_tree,
             self.leaves.worth,
@@ -368,47 +356,35 @@ class KvManager:
             evicted=self.core.evicted,
             shared_pages=bidirectional.savings(self._scheduler),
             is_watched=not self.core.is_off,
-            host=self._host_occupancy(),
-        )
-
-    def _host_occupancy(self) -> HostOccupancy | None:
-        if not isinstance(self.core, HostedTreeCore):
-            return None
-        return host_occupancy_of(
-            self.kv_tree,
-            self.leaves.worth,
-            now_s=self.leaves.now_s,
-            free=port.host_free(self._scheduler),
-            demoted=self.core.evicted["demoted"],
-            transferred=self.core.transferred,
+            host=host,
         )
 
     # --- Several ranks ---
 
     def next_to_go(self, num_tokens: int) -> Sequence[Eviction]:
-        """What goes where so many tokens are allocated."""
+        """What an allocation of that many tokens evicts."""
         return self.leaves.next_to_go(num_tokens - port.kv_free(self._scheduler))
 
     def give(self, evictions: Sequence[Eviction] | None) -> None:
-        """What goes until the next plan; None: the engine's order holds."""
+        """What is evicted until the next plan; None: SGLang's order is used."""
         assert isinstance(self.core, RankedTreeCore), f"{type(self.core)=}"
         self.core.give(evictions)
 
     # --- What a view asks ---
 
     def loss_s(self, num_tokens: int) -> float:
-        """What evicting so many tokens costs [s]."""
+        """Expected cost of evicting that many tokens [s]."""
         if num_tokens <= 0 or not self.config.admission:
             return 0.0
         return self.leaves.loss_s(num_tokens)
 
     @property
     def kept(self) -> int:
-        """Tokens that offline requests leave to online ones (`KvState.kept`)."""
+        """Tokens that are reserved for online requests (`KvState.kept`)."""
         if not self.config.reserve:
             return 0
         if self.config.reservation == "echo":
             return self.demand.threshold
         now = self.demand.now
         left = max(port.kv_total(self._scheduler) - now, 0)
-        return min(self.demand.reserve, now + int(_MOST_KEPT * left))
+        return min(self.demand.reserve, now + int(_MAX_RESERVED * left))

@@ -23,7 +23,7 @@ _HEADER_BYTES = 8
 
 class Shared(NamedTuple):
     """What rank 0 tells the others. evictions: None: the engine's order holds
-    (`cosched.engine.ranked_core`)."""
+    (`cosched.engine.tree_core`)."""
 
     plan: Plan
     evictions: Sequence[Eviction] | None

@@ -1,24 +1,25 @@
-"""SGLang's radix tree, watched: a `KvTree` is told what happens, and asked who is evicted next.
+"""SGLang's radix tree with cosched's eviction order.
 
-SGLang drives eviction step by step (`UnifiedRadixCache._evict_components`): start, next node, evict
-this leaf, end. Its tree core answers "next node" by its own order, which knows no classes and no
-future. `WatchedTreeCore` stands before the core, passes everything on, and answers that one
-question itself. The default core is Rust and panics for good when it is told to evict anything but
-an evictable leaf, so `KvTree` follows every lock and every split, and its sum of evictable tokens
-is compared with the core's before each eviction: should they ever differ, the engine's own order
-takes over until the server is started again.
+SGLang evicts in steps (`UnifiedRadixCache._evict_components`): start, next node, evict this leaf,
+end. Its tree core chooses the next node by an order that knows neither classes nor waiting
+requests. A `WatchedTreeCore` wraps the core, passes every call on, mirrors the tree in a `KvTree`,
+and answers "next node" from that mirror. The default core is written in Rust and panics for good if
+it is asked to evict anything but an evictable leaf. Therefore the mirror follows every lock and
+split, and its number of evictable tokens is compared with the core's before each eviction. If they
+differ, or if a step of the mirror fails, SGLang's own order is used until the server is restarted.
 
-Only trees of full attention: state-space layers and sliding windows evict by other rules. With host
-memory: `cosched.engine.host_core`.
+Only trees of full attention: state-space layers and sliding windows have other rules of eviction.
+Host memory: `cosched.engine.host_core`.
 """
 
 from __future__ import annotations
 
 import logging
 from array import array
-from collections import Counter
-from collections.abc import Callable, Hashable
-from typing import Any, ClassVar
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
@@ -32,7 +33,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from cosched.core.request import RequestClass
 from cosched.core.wire import class_of_priority
 from cosched.engine import port
-from cosched.memory.eviction import Leaves
+from cosched.memory.eviction import Eviction, Leaves
 from cosched.memory.occupancy import LIKELY
 from cosched.memory.tree import KvNode, KvTree
 from cosched.pool.radix import pack
@@ -40,35 +41,34 @@ from cosched.pool.radix import pack
 logger = logging.getLogger(__name__)
 
 _LEAST_TAIL = 256
-"""Tokens that are worth cutting a node for, and left of it."""
+"""Fewest tokens that a node is split for, and fewest that are left of it."""
+
+_OWN = frozenset({"evicted", "is_off", "transferred"})
+"""Public attributes of the wrapper. Private ones are its own too; SGLang sets public ones of the
+core."""
 
 
 def can_watch(scheduler: Any) -> bool:
-    """Whether cosched can say what this scheduler's tree evicts."""
+    """Whether cosched can choose what this scheduler's tree evicts."""
     tree = scheduler.tree_cache
-    return (
-        type(tree) is UnifiedRadixCache
-        and not tree.disable
-        and tuple(tree.tree_components) == (ComponentType.FULL,)
-        and not tree.tree_core.is_eagle
-        and (not scheduler.enable_hierarchical_cache or _can_watch_host(tree))
-        # What is copied when depends on clocks, which differ between ranks.
-        and (not scheduler.enable_hierarchical_cache or port.parallel().tp_size == 1)
-    )
-
-
-def _can_watch_host(tree: Any) -> bool:
-    """Whether it keeps contexts there, and has nothing below it."""
-    return tree.host_memory_mode == "cache" and not tree.enable_storage
+    if type(tree) is not UnifiedRadixCache or tree.disable or tree.tree_core.is_eagle:
+        return False
+    if tuple(tree.tree_components) != (ComponentType.FULL,):
+        return False
+    if not scheduler.enable_hierarchical_cache:
+        return True
+    # Storage below host memory is not supported. When KV is copied depends on clocks, which differ
+    # between ranks.
+    is_plain = tree.host_memory_mode == "cache" and not tree.enable_storage
+    return is_plain and port.parallel().tp_size == 1
 
 
 class WatchedTreeCore:
-    """Stands in for ``UnifiedRadixCache.tree_core``. See the module's docstring."""
+    """Takes the place of ``UnifiedRadixCache.tree_core``. See the docstring of the module.
 
-    _OWN: ClassVar[frozenset[str]] = frozenset(
-        {"_core", "_insert", "_leaves", "_quota", "_tree", "_wanted", "evicted", "is_off"}
-    )
-    """Attributes that are not the core's."""
+    is_off   SGLang's own order is used, because the mirror was wrong
+    evicted  tokens evicted since the start: ``all``, and by the uses of `KvOccupancy`
+    """
 
     def __init__(self, core: Any, tree: KvTree, leaves: Leaves) -> None:
         self._core = core
@@ -78,18 +78,30 @@ class WatchedTreeCore:
         self._quota = 0
         self._wanted: int | None = None
         self.is_off = False
-        """The engine's own order holds: something was not as it should be."""
         self.evicted: Counter[str] = Counter()
-        """Tokens evicted since the start: all of them, and by what they were (`KvOccupancy`)."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._core, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._OWN:
+        if name in _OWN or name.startswith("_"):
             object.__setattr__(self, name, value)
         else:
             setattr(self._core, name, value)
+
+    @contextmanager
+    def _mirroring(self, problem: str) -> Iterator[None]:
+        """A step of the mirror. If it fails, SGLang's eviction order is used from now on."""
+        try:
+            yield
+        except Exception as error:
+            self._switch_off(f"{problem}: {error!r}")
+
+    def _switch_off(self, why: str) -> None:
+        logger.error(
+            "cosched: %s; SGLang's own eviction order is used until the server is restarted", why
+        )
+        self.is_off = True
 
     # --- What changes the tree ---
 
@@ -99,17 +111,13 @@ class WatchedTreeCore:
 
     def match_prefix(self, params: Any) -> Any:
         result = self._core.match_prefix(params)
-        self._follow(
-            params.key,
-            self._end_of(result),
-            None if params.req is None else _is_online(params.req.priority),
-        )
+        is_online = None if params.req is None else _is_online(params.req.priority)
+        self._follow(params.key, self._end_of(result), is_online)
         return result
 
     def _end_of(self, match: Any) -> int:
         """The last node of a match."""
-        node_id: int = match.last_device_node
-        return node_id
+        return int(match.last_device_node)
 
     def begin_insert(self, params: Any) -> Any:
         self._insert = params
@@ -121,15 +129,11 @@ class WatchedTreeCore:
     def _inserted(self, step: Any) -> Any:
         if step.result is not None:
             params, self._insert = self._insert, None
-            # Where nothing is new it only cuts a node at the end of the prompt, with a priority
-            # that is not the request's.
+            # Without new tokens SGLang only splits a node at the end of the prompt, with a
+            # priority that is not the request's.
             is_use = params.prev_prefix_len < len(params.key)
-            self._follow(
-                params.key,
-                step.result.last_device_node,
-                _is_online(params.priority) if is_use else None,
-                is_inserted=True,
-            )
+            is_online = _is_online(params.priority) if is_use else None
+            self._follow(params.key, step.result.last_device_node, is_online, is_inserted=True)
         return step
 
     def _follow(
@@ -137,13 +141,12 @@ class WatchedTreeCore:
     ) -> None:
         if self.is_off:
             return
-        try:
+        with self._mirroring("a node is not where it should be"):
             path = port.path_of(self._core, node_id)
+            namespace = key.extra_key, key.cache_salt
             self._tree.settle(
-                _namespace(key), path, _packer(key), is_online=is_online, is_inserted=is_inserted
+                namespace, path, _packer(key), is_online=is_online, is_inserted=is_inserted
             )
-        except Exception as error:
-            self._switch_off(f"a node is not where it should be: {error!r}")
 
     def inc_lock_ref(self, node_id: int, *args: Any, **kwargs: Any) -> Any:
         result = self._core.inc_lock_ref(node_id, *args, **kwargs)
@@ -164,21 +167,15 @@ class WatchedTreeCore:
         self._release(node_id)
 
     def _release(self, node_id: int) -> None:
-        if self.is_off:
-            return
-        try:
-            self._tree.release(node_id)
-        except Exception as error:
-            self._switch_off(f"a lock was released that was not there: {error!r}")
+        if not self.is_off:
+            with self._mirroring("a lock was released that was not taken"):
+                self._tree.release(node_id)
 
     # --- Eviction ---
 
     def watch(self, cache: Any) -> None:
-        """Take the place of a cache's tree core.
-
-        What an allocation misses is noted on the way: the walk over the tree is told to go on until
-        the allocation fits, and not how little that may be.
-        """
+        """Take the place of a cache's tree core. The size of each allocation is noted, because the
+        steps of an eviction do not say how few tokens are enough."""
         cache.tree_core = self
         original = cache.evict_for_alloc
 
@@ -192,8 +189,7 @@ class WatchedTreeCore:
         cache.evict_for_alloc = evict_for_alloc
 
     def _agrees(self) -> bool:
-        """Whether the engine's tree is what it is taken for; where it is not, the order is switched
-        off."""
+        """Whether the mirror is right. If it is not, it is switched off."""
         if not self.is_off and self._tree.num_evictable != self._core.full_evictable_size():
             self._switch_off(
                 f"{self._tree.num_evictable} tokens are evictable by its own count, "
@@ -209,38 +205,36 @@ class WatchedTreeCore:
     def evict_device_next_node(self, component_type: Any, tracker: Any) -> Any:
         if self.is_off:
             return self._core.evict_device_next_node(component_type, tracker)
-        node = self._leaves.first() if tracker[component_type] < self._quota else None
+        num_evicted = tracker[component_type]
+        node = self._leaves.first() if num_evicted < self._quota else None
         if node is None:
             return EvictDeviceNextNodeResult()
         assert node.rank is not None
-        if node.rank[0] > 0:
-            self._keep_head(node, self._missing(tracker[component_type]))
+        return self._evict(node, num_evicted, keeps_head=node.rank[0] > 0)
+
+    def _evict(self, node: KvNode, num_evicted: int, *, keeps_head: bool) -> Any:
+        if keeps_head:
+            wanted = self._quota if self._wanted is None else self._wanted
+            self._keep_head(node, wanted - num_evicted)
         return EvictDeviceNextNodeResult(node_id=node.node_id, made_progress=True)
 
-    def _missing(self, num_evicted: int) -> int:
-        """Tokens that the allocation still needs."""
-        return (self._quota if self._wanted is None else self._wanted) - num_evicted
-
     def _keep_head(self, node: KvNode, wanted: int) -> None:
-        """Cut a leaf that somebody may come for, so that only its tail goes (BROS §5.2 in the
-        tree's terms). The tail keeps the node's id."""
+        """Split a leaf that may be reused, so that only its tail is evicted (BROS §5.2 on a radix
+        tree). The tail keeps the node's id."""
         num_left = node.num_tokens - max(wanted, _LEAST_TAIL)
         num_left -= num_left % self._core.page_size
         if num_left >= _LEAST_TAIL:
-            # A lookup of the head splits the node where the head ends.
-            namespace, packed = node.head(num_left)
-            self.match_prefix(MatchPrefixParams(key=_key(namespace, packed)))
+            # Looking up the head splits the node where the head ends.
+            self.match_prefix(MatchPrefixParams(key=_key(*node.head(num_left))))
 
     def evict_device_leaf(self, node_id: int, is_write_back: bool) -> Any:
         result = self._core.evict_device_leaf(node_id, is_write_back)
         num_tokens = result.tracker[ComponentType.FULL]
         self.evicted["all"] += num_tokens
         if not self.is_off:
-            try:
+            with self._mirroring("an evicted node was not a leaf"):
                 self._count(self._tree.nodes[node_id], num_tokens)
                 self._tree.evicted(node_id)
-            except Exception as error:
-                self._switch_off(f"what was evicted was no leaf: {error!r}")
         return result
 
     def _count(self, node: KvNode, num_tokens: int) -> None:
@@ -255,11 +249,53 @@ class WatchedTreeCore:
         if self.is_off:
             self._core.evict_device_end(component_type)
 
-    def _switch_off(self, why: str) -> None:
-        logger.error(
-            "cosched: %s; SGLang's own eviction order is used until the server is restarted", why
-        )
-        self.is_off = True
+
+class RankedTreeCore(WatchedTreeCore):
+    """One of several tensor-parallel ranks. Each has a tree, and all must evict the same nodes.
+
+    The order depends on clocks, learned values and waiting requests, which only rank 0 knows. Rank
+    0 sends a list of nodes with each plan (`cosched.engine.ranks`), and every rank evicts the first
+    node of it that is a leaf. Trees that get the same operations number their nodes alike. Without
+    a list, or after its end, SGLang's own order is used, which is the same on all ranks.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._given: deque[Eviction] | None = None
+        self._is_by_engine = True
+
+    def give(self, evictions: Sequence[Eviction] | None) -> None:
+        """What is evicted until the next plan, in this order; None: SGLang's order."""
+        self._given = None if evictions is None else deque(evictions)
+
+    def evict_device_start(self, component_type: Any, request_cnt: int) -> None:
+        if self._given is not None:
+            if self.is_off:
+                raise RuntimeError("this rank has lost track of its KV after rank 0 sent its list")
+            if not self._agrees():
+                self._given = None  # on all ranks: they compare equal numbers
+        self._quota = request_cnt
+        self._is_by_engine = self._given is None
+        if self._is_by_engine:
+            self._core.evict_device_start(component_type, request_cnt)
+
+    def evict_device_next_node(self, component_type: Any, tracker: Any) -> Any:
+        if not self._is_by_engine:
+            num_evicted = tracker[component_type]
+            if num_evicted >= self._quota:
+                return EvictDeviceNextNodeResult()
+            while self._given:
+                node_id, keeps_head = self._given.popleft()
+                node = self._tree.nodes.get(node_id)
+                if node is not None and node.is_leaf:
+                    return self._evict(node, num_evicted, keeps_head=keeps_head)
+            self._is_by_engine = True
+            self._core.evict_device_start(component_type, self._quota)
+        return self._core.evict_device_next_node(component_type, tracker)
+
+    def evict_device_end(self, component_type: Any) -> None:
+        if self._is_by_engine:
+            self._core.evict_device_end(component_type)
 
 
 def _is_online(priority: int | None) -> bool:
@@ -273,14 +309,6 @@ def _key(namespace: Hashable, packed: bytes) -> Any:
     return RadixKey(ids, extra_key, cache_salt=cache_salt)
 
 
-def _namespace(key: Any) -> Hashable:
-    return key.extra_key, key.cache_salt
-
-
 def _packer(key: Any) -> Callable[[int, int], bytes]:
     ids = key.raw_token_ids()
-
-    def packed(start: int, end: int) -> bytes:
-        return pack(ids[start:end])
-
-    return packed
+    return lambda start, end: pack(ids[start:end])

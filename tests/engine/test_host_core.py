@@ -168,8 +168,8 @@ class HostMachine(Machine):
     def ahead(self):
         self.core.write_ahead(self.draw.randrange(1, 30))
 
-    def way(self):
-        self.core.make_way(self.draw.randrange(1, 30))
+    def make_room(self):
+        self.core.make_room(self.draw.randrange(1, 30))
 
     def checkpoint(self):
         node_id = self.some_node()
@@ -226,7 +226,7 @@ HOST_OPERATIONS = {getattr(HostMachine, op.__name__): n for op, n in OPERATIONS.
     HostMachine.load: 4,
     HostMachine.finish: 6,
     HostMachine.ahead: 3,
-    HostMachine.way: 1,
+    HostMachine.make_room: 1,
     HostMachine.checkpoint: 2,
     HostMachine.peek: 2,
 }

@@ -99,7 +99,7 @@ def test_tokens_are_the_same_with_host_memory(
     make_engine, monkeypatch, write, page_size, num_polls, ratio, is_ahead
 ):
     if is_ahead:
-        monkeypatch.setattr("cosched.engine.kv._LEAST_WAIT_S", 0.0)
+        monkeypatch.setattr("cosched.engine.kv._MIN_LOAD_S", 0.0)
     expected = serve(make_engine(policy="hygen", overlap=True, max_total_tokens=4000))
     engine = make_engine(
         policy="hygen",
@@ -159,7 +159,7 @@ def test_a_context_on_the_host_is_loaded_and_not_computed(make_engine):
 
 def test_what_takes_long_is_loaded_before_it_is_admitted(make_engine, monkeypatch):
     """Others go on meanwhile."""
-    monkeypatch.setattr("cosched.engine.kv._LEAST_WAIT_S", 0.0)
+    monkeypatch.setattr("cosched.engine.kv._MIN_LOAD_S", 0.0)
     engine = with_host(make_engine)
     scheduler = engine.scheduler
     LateTransfers(engine, 4)

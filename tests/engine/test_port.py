@@ -20,7 +20,7 @@ PORT = ROOT / "cosched" / "engine" / "port"
 
 # Modules that stand before a part of SGLang, and know it as a port module does: the tree core, the
 # HTTP server, the command line, the stand-ins for a CPU.
-TREE_CORE = {"tree_core", "host_core", "ranked_core", "kv"}
+TREE_CORE = {"tree_core", "host_core", "kv"}
 OUTSIDE = {"admin", "shutdown", "startup", "arguments", "cpu"}
 
 # What variables of these names hold, by the name of SGLang's class.

@@ -7,7 +7,7 @@ import random
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before SGLang
-from cosched.engine.ranked_core import RankedTreeCore
+from cosched.engine.tree_core import RankedTreeCore
 from tests.engine.test_tree_core import CORES, NUM_OPERATIONS, Machine, make_core
 
 
