@@ -97,12 +97,12 @@ class Log(Protocol):
 
 @dataclass(kw_only=True, eq=False)
 class Controller:
-    """Plans the iterations of one scheduler and follows what becomes of them.
+    """Plans the iterations of one scheduler, observes them and learns from them.
 
     waiting      stands in for SGLang's waiting queue
     timekeeper   None: another tensor-parallel rank plans, and this one applies its plans
     ranks        None: there is one rank
-    last_moment  None: an iteration is planned as soon as the one before it runs, or is over
+    last_moment  None: an iteration is planned as soon as the one before it runs, or has ended
     isolated     None: there is no tolerance beside the targets
     kv           None: SGLang's own eviction order holds
     prefixes     None: the engine reads the KV of a shared prefix for each request

@@ -81,7 +81,7 @@ def own_request(deadline_s: float | None = None) -> dict[str, Any]:
     """What `request.state` begins with where the server asks itself: such a request is offline
     whatever it says or the operator ignores, and counts against no API key.
 
-    deadline_s  latest completion, from now on [s], unless the request names one of its own
+    deadline_s  latest completion, from now on [s], unless the request names one
     """
     return {_OWN: params_of_slo(Slo(deadline_s=deadline_s))}
 

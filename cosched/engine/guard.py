@@ -1,10 +1,9 @@
-"""What happens when something of cosched's own fails in a server: the iteration goes on.
+"""Failures of cosched itself do not end the server.
 
-A policy that raises, or a plan that the engine cannot run, costs one iteration's quality, not the
-server: that iteration is planned by the safe rule (`cosched.schedule.safe`). After several failures
-in a row, or one plan that had to be interrupted, the safe rule stays until the server is restarted.
-A plan that was slow is used, and counts as a failure. What only watches (timing, metrics, the
-decision log) is left out where it fails.
+If a policy raises, or its plan is invalid, the safe rule (`cosched.schedule.safe`) plans that
+iteration. After several failures in a row, or one plan that had to be interrupted, the safe rule
+plans until the server is restarted. A slow plan is used, and counts as a failure. Observers
+(timing, metrics, the decision log) are skipped where they fail.
 """
 
 from __future__ import annotations
@@ -49,8 +48,7 @@ _log = logging.getLogger("cosched")
 class Guard:
     """Counts failures and plans where the policy cannot.
 
-    is_strict  nothing is mended, every error is raised: for tests and simulations, whose results
-               must not depend on it
+    is_strict  every error is raised: for tests and simulations
     """
 
     def __init__(self, *, is_strict: bool = False) -> None:
@@ -68,8 +66,7 @@ class Guard:
     def plan(
         self, policy: Policy[Any], name: str, view: View, carry: Any
     ) -> tuple[Plan, Any] | None:
-        """What the policy plans, if the engine can run it, and what it carries on. None: it failed,
-        or was given up."""
+        """The policy's plan, validated, and its next state. None: it failed, or was given up."""
         if self.has_given_up:
             return None
         if self.is_strict:
@@ -104,20 +101,20 @@ class Guard:
 
     @contextlib.contextmanager
     def watching(self, place: str) -> Iterator[None]:
-        """Around what may fail without consequence."""
+        """Around code that may fail without consequence."""
         try:
             yield
         except Exception as error:
             self.note_or_raise(place, error)
 
     def note_or_raise(self, place: str, error: Exception) -> None:
-        """Of what may fail without consequence: in tests it does not."""
+        """Of code that may fail without consequence; in tests the error is raised."""
         if self.is_strict:
             raise error
         self.note(place, error)
 
     def note(self, place: str, error: Exception) -> None:
-        """Count a failure; say so in the log, the first time with its traceback."""
+        """Count a failure and log it, the first time with its traceback."""
         num = self._count(place)
         if num % _LOGGED_SHARE == 1:
             _log.error(
@@ -129,7 +126,7 @@ class Guard:
             )
 
     def _judge(self, name: str, took_s: float) -> None:
-        """A plan that was made in so many seconds is used, and may be the last one."""
+        """Count a slow plan as a failure, although it is used."""
         if took_s <= SLOW_PLAN_S:
             self._num_in_a_row = 0
             return
@@ -169,7 +166,7 @@ class Guard:
 
 
 def _record(view: View) -> str:
-    """What the failed plan was made from, on one line."""
+    """The view of a failed plan, on one line."""
 
     def rows(requests: Any) -> list[list[object]]:
         return [
@@ -194,7 +191,7 @@ def _record(view: View) -> str:
 
 
 def note_or_raise(scheduler: Any, place: str, error: Exception) -> None:
-    """For a hook that can do without what failed; under stock policies nothing is mended."""
+    """For a hook that works without the failed part; under stock policies the error is raised."""
     controller = getattr(scheduler, "cosched", None)
     if controller is None:
         raise error

@@ -25,7 +25,7 @@ half of the iteration that is under way, and its own. Once more where another is
 class LatencyBeside(msgspec.Struct, frozen=True, kw_only=True):
     """One latency of the online requests that have ended, and what it would have been alone [s].
 
-    share      promised: mean and p99 are to be at most so much above those alone
+    share      tolerance: by how much mean and p99 may exceed those of the isolated baseline
     num        requests; p99 is of the latest 1,000 to 2,000 of them
     room       by what share of its mean alone offline work may lengthen that of the next ones
     """
@@ -98,7 +98,7 @@ class IsolatedWatch:
         )
 
     def ended(self, tracked: TrackedRequest) -> None:
-        """Its reply is over."""
+        """A request has ended."""
         if tracked.rid not in self._followed:
             return
         self._followed.remove(tracked.rid)

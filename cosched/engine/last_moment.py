@@ -22,13 +22,13 @@ _FIRST_LEAD_S = 0.02
 """Before anything was measured."""
 
 _DRY_SHARE = 0.01
-"""Of the launches for which the device may have run out of work."""
+"""Share of launches for which the device may be idle."""
 
 _STEP_S = 0.001
-"""Of the lead, where one does."""
+"""By which the lead grows when it was idle."""
 
 _LEAST_SHARE = 0.1
-"""Of what an iteration still takes, to be left: an error of a prediction grows with its length."""
+"""Least lead, as a share of the rest of the iteration: errors of predictions grow with length."""
 
 _MOST_ON_ITS_WAY_S = 10.0
 """Longest time between the HTTP server and the scheduler, tokenization included. A time further
@@ -38,10 +38,10 @@ back is that of another machine's clock."""
 class LastMoment:
     """Waits before requests are received, until `lead_s` before the device is done.
 
-    lead_s     what planning, building and launching a batch take, and by how much an iteration may
-               be over sooner than predicted [s]. It grows by a step where the device was done
-               before the next batch was launched, and shrinks by a hundredth of that where it was
-               not: so that one launch of a hundred is late (a quantile, by Robbins and Monro)
+    lead_s     time to plan, build and launch a batch, and the error of the predicted end of an
+               iteration [s]. It grows by a step if the device was done before the next launch, and
+               shrinks by a hundredth of a step otherwise, so that one launch in a hundred is late
+               (a quantile, by Robbins and Monro)
     num_waits  launches that came after a wait
     num_dry    those of them for which the device had to wait
     """
@@ -53,7 +53,7 @@ class LastMoment:
         clock: EngineClock,
         is_known: Callable[[BatchShape], bool],
     ) -> None:
-        """is_known: how long such iterations take has been seen; for others nobody waits."""
+        """is_known: the time of such iterations is known; otherwise there is no wait."""
         self._observer = observer
         self._is_known = is_known
         self._clock = clock

@@ -1,4 +1,4 @@
-"""How long the responses of this replica get: asked by plans, taught by requests that end."""
+"""Expected reply lengths of this replica: plans ask, requests that end teach."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from cosched.predict.lengths import Belief, LengthConfig, LengthModel
 
 
 class Lengths:
-    """One per scheduler that plans. What follows from it for other ranks is in the plan.
+    """One per scheduler that plans; other ranks get the plan.
 
-    Keeps hashes of prompts and numbers, no tokens, and writes nothing down: a restart begins anew.
+    Keeps hashes of prompts and numbers, no tokens, and only in memory.
     """
 
     def __init__(self, config: LengthConfig, guard: Guard) -> None:
@@ -22,10 +22,10 @@ class Lengths:
         self._guard = guard
 
     def remaining(self, tracked: TrackedRequest, *, waits: bool = False) -> LengthEstimate:
-        """What it is still to generate. Its limit, where the estimate fails. waits: what has been
-        learned since it was last asked may change it."""
+        """Its remaining output; its limit if the estimate fails. waits: it may be estimated again
+        with what was learned since the last call."""
         num_output = tracked.num_output_tokens
-        try:  # not `watching`: this is asked of all that runs
+        try:  # not `watching`: this is asked of all running requests
             belief = tracked.length or self._belief(tracked)
             return belief.remaining(num_output, waits=waits)
         except Exception as error:
@@ -34,8 +34,8 @@ class Lengths:
         return LengthEstimate(most, most)
 
     def ends(self, tracked: TrackedRequest, num_output: int) -> tuple[int, tuple[int, ...]]:
-        """With so many tokens of output: with how many it is to be looked at again, and the ends
-        of the whole output until then (`LengthEstimate.ends`), at most `NUM_ENDS`."""
+        """For a request with `num_output` tokens: the output at which to estimate again, and the
+        possible ends of its whole output until then (`LengthEstimate.ends`), at most `NUM_ENDS`."""
         self.remaining(tracked)
         belief = tracked.length
         if belief is None or not belief.ends:  # the estimate failed
@@ -43,7 +43,7 @@ class Lengths:
         return belief.until, belief.ends
 
     def ended(self, tracked: TrackedRequest) -> None:
-        """A request is over. One that was aborted teaches nothing."""
+        """Learn from a request that has ended, unless it was aborted."""
         if self.model.config.learns and not port.is_aborted(tracked.req):
             with self._guard.watching("length"):
                 self.model.learn(self._belief(tracked), tracked.num_output_tokens)

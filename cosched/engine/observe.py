@@ -1,12 +1,12 @@
-"""How long iterations really take: the shape of each batch and its measured time.
+"""Measures iterations: the shape of each batch and its time.
 
 The time of an iteration is what it adds to the token gap of a running request: from the end of the
-iteration before it, or from its launch when the scheduler was idle in between, until its result is
-there. That is the device's time and the host's, as far as the one does not hide the other. Where
-the scheduler has waited for too long (`LastMoment`) that is neither's: it counts from the launch
-too, and until the end of the wait. If what was waited counted as the time such batches take, the
-next wait would be longer still. With the overlap scheduler the host learns of a result only after
-it has launched the next iteration; the device's own event tells when it was done.
+iteration before it, or from its launch if the scheduler was idle in between, until its result is
+available. That is device time plus host time that does not overlap with it. If the scheduler has
+waited too long (`LastMoment`), the time counts from the launch, or until the end of the wait: if
+the wait counted as iteration time, the next wait would be longer still. With the overlap scheduler
+the host sees a result only after it has launched the next iteration; the device's event says when
+it was ready.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Iteration:
 
     @property
     def seconds(self) -> float:
-        """`duration_s` of one that is over."""
+        """`duration_s` of an iteration that has ended."""
         assert self.duration_s is not None, "it is under way"
         return self.duration_s
 

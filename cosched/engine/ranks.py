@@ -1,9 +1,8 @@
-"""One plan for all ranks of a replica.
+"""One plan for all tensor-parallel ranks of a replica.
 
-With tensor parallelism each rank runs a scheduler of its own, and all must do the same. Rank 0
-plans and sends its plan; what a plan depends on (clocks, a predictor that learns by floating-point
-sums, failures) need not be equal elsewhere. What the plan is applied to is: SGLang gives every rank
-the same requests in the same order, and results are equal.
+Each rank runs its own scheduler, and all must do the same. Rank 0 plans and sends its plan, so
+inputs of the plan (clocks, a predictor that learns from floating-point sums, failures) may differ
+on other ranks. The requests do not: SGLang gives every rank the same ones in the same order.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Shared(NamedTuple):
 
 
 class _Message(msgspec.Struct, array_like=True, frozen=True):
-    """What applying a plan needs of it."""
+    """The fields of a plan that applying it needs."""
 
     prefill: list[tuple[str, int]] = []
     hold: list[str] = []
@@ -41,7 +40,7 @@ class _Message(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Ranks:
-    """The ranks that schedule together. `share` is called by all of them, as often."""
+    """The ranks that schedule together. All of them call `share` equally often."""
 
     def __init__(self, group: Any, *, is_source: bool) -> None:
         """group: a process group on the CPU; is_source: this rank plans."""
@@ -52,8 +51,8 @@ class Ranks:
         self._buffer = torch.zeros(_BUFFER_BYTES, dtype=torch.uint8)
 
     def share(self, own: Shared | None) -> Shared:
-        """What rank 0 has; the others give None. One message of 8 KB, and a second one for what
-        does not fit."""
+        """The plan of rank 0; the others pass None. One message of 8 KB, and a second one for the
+        rest."""
         message = b"" if own is None else self._encode(own)
         buffer = self._buffer
         if self.is_source:

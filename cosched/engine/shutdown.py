@@ -36,11 +36,11 @@ DRAIN_SIGNAL = signal.SIGUSR1
 """A scheduler whose memory is not consistent sends it to the server: drain, then `EXIT_CODE`."""
 
 EXIT_CODE = 70
-"""Of a server that ended because of a fault of its own (EX_SOFTWARE of sysexits.h)."""
+"""Exit code of a server that ended because of a failure (EX_SOFTWARE of sysexits.h)."""
 
 _POLL_S = 0.05
 _ABORT_S = 2.0
-_ABORT_MESSAGE = "the server is shutting down (--cosched-drain-s is over)"
+_ABORT_MESSAGE = "the server is shutting down (--cosched-drain-s has passed)"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 

@@ -1,4 +1,4 @@
-"""What a replica says of itself: ``GET /cosched``, ``/get_server_info`` and Prometheus."""
+"""The state of a replica: ``GET /cosched``, ``/get_server_info`` and Prometheus."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class PlanningTimes(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class OfflineProgress(msgspec.Struct, kw_only=True, frozen=True):
-    """How far offline requests are, for forecasts of batches.
+    """Progress of offline requests, for forecasts of batches.
 
     begun            of each offline request that has begun: prompt tokens, output tokens so far,
-                     and at most
-    tail_decode_s    predicted time of an iteration of decodes while no more begin and the last of
-                     them run beside the online requests; 0: nothing is predicted [s]
+                     most output tokens
+    tail_decode_s    predicted time of an iteration of decodes when no more requests begin and the
+                     last ones run beside online requests; 0: nothing is predicted [s]
     prefill_token_s  predicted time of one more prompt token in it [s]
     """
 
@@ -50,23 +50,23 @@ class ReplicaState(msgspec.Struct, kw_only=True, frozen=True):
     """The state of one scheduler. docs/metrics.md describes each field.
 
     num_safe_plans   plans made by the safe rule, because the policy failed
-    policy_given_up  it failed too often in a row, and the safe rule stays until a restart
-    failures         what failed and was left out (`cosched.engine.guard`) -> how often
-    recomputed_tokens  prompt and output tokens computed again because a stop had lost them
+    policy_given_up  it failed too often in a row: the safe rule plans until a restart
+    failures         part that failed and was left out (`cosched.engine.guard`) -> number
+    recomputed_tokens  prompt and output tokens computed again after a preemption
     num_aborted_online, num_aborted_offline  requests that ended without their whole reply
-    num_cancelled_online, num_cancelled_offline  aborted requests that their client took back
+    num_cancelled_online, num_cancelled_offline  aborted requests that their client cancelled
     budget_s         most time that plans gave their iterations, of those that were limited [s]
     budget_used_s    measured time of the same [s]
     attainment       target -> (requests that met it, requests that missed it)
-    late             why online requests were judged late -> (how many, of these met their target)
-    alone            online requests against what they would have alone; None: nothing is promised
+    late             why online requests were judged late -> (number, of these met their target)
+    alone            online requests against their isolated baseline; None: there is no tolerance
     num_waits        iterations that were planned at the last moment (`cosched.engine.last_moment`)
     num_dry          of these, those for which the device had to wait
-    lead_s           so long before the device is done requests are looked for; 0: as soon as it is
-                     at work, or once it is done [s]
+    lead_s           time before the predicted end of an iteration at which requests are received;
+                     0: when it begins, or has ended [s]
     times_s          ``online_ttft`` and the like -> (sum [s], number of them) since the start
     offline_work_s   predicted device time of finished offline requests in the best batch alone [s]
-    skipped          why waiting requests that the latest plan looked at were left out -> how many
+    skipped          why waiting requests were left out of the latest plan -> number
     pool             None: offline requests wait in the order of arrival
     kv               None: the engine's own order of eviction holds
     logs_off         logs that were switched off because a line could not be written

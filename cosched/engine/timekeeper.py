@@ -1,4 +1,4 @@
-"""Everything about time that a decision may depend on: rank 0, which plans, keeps it."""
+"""The time on which decisions depend, kept by the rank that plans."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Moment(NamedTuple):
 
 
 class Timekeeper:
-    """Collects what happened between two plans: when tokens came out, who has ended, and how long
-    iterations took, which it teaches to the predictor."""
+    """Collects what happened between two plans: times of tokens, requests that have ended, and
+    times of iterations, from which the predictor learns."""
 
     def __init__(
         self, *, clock: Clock, observer: IterationObserver, predictor: Calibrator | None

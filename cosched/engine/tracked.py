@@ -1,4 +1,4 @@
-"""A request as cosched follows it: SGLang's `Req` and what cosched must remember of it."""
+"""SGLang's `Req` and what cosched keeps of it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class TrackedRequest:
     def __init__(
         self, req: Any, *, arrival_s: float, arrival_seq: int, bounds: Bounds = _UNBOUNDED
     ) -> None:
-        """`bounds`: within what its targets are taken at their word."""
+        """bounds: the operator's, for its targets."""
         self.req = req
         self.rid: str = req.rid
         self.request_class: RequestClass = class_of_priority(req.priority)
@@ -71,30 +71,30 @@ class TrackedRequest:
         self.last_token_s: float | None = None
         self.late: LateReason | None = None
         self.is_ended = False
-        """Its end is known to the timekeeper."""
+        """The timekeeper has seen its end."""
         self.traits: Traits = _traits_of(req)
         self.reserves_all = port.reserves_whole_output(req)
-        """The engine keeps all of its output to come free, and not a share."""
+        """The engine reserves its whole output, not a share of it."""
         self.num_penalized = 0
         """Generated tokens that its penalties have counted (`cosched.engine.port.penalties`)."""
         self.num_stopped_at = 0
-        """Tokens whose KV it had when it was stopped; 0: it was not, or has resumed."""
+        """Tokens whose KV it had when it was preempted; 0: it was not, or has resumed."""
         self.promised: int | None = None
         """Output tokens, generated ones included, for which a plan has set KV aside; None: none
         has."""
         self.is_hosted = False
-        """A plan made it a guest, and none has promised it anything since."""
+        """A plan made it a guest, and no plan has set KV aside for it since."""
         self._host: tuple[TrackedRequest, int] | None = None
-        """Into whose promised KV it grows, and how often the two had been stopped then."""
+        """Its host, and the number of preemptions of both at that time."""
         self.num_refusals = 0
-        """Times in a row that the engine did not admit it although the plan did."""
+        """Times in a row that the engine refused it although a plan admitted it."""
         self.barred_until = 0
-        """Number of the plan that may admit it again after that."""
+        """Number of the first plan that may admit it again."""
         self.has_penalties = port.has_penalties(req)
         self.num_queued_tokens = 0
-        """Its length when it was last queued: what the queue's total was raised by."""
+        """Its length when it was last queued, part of the queue's total."""
         self.row: int | None = None
-        """In the table of what runs (`cosched.engine.running`); None: it has none there."""
+        """In the table of running requests (`cosched.engine.running`); None: none."""
         self.length: Belief | None = None
         """What `cosched.engine.lengths` believes of its output, since it was first asked."""
         # What `cosched.engine.kv` knows of it.
@@ -108,7 +108,7 @@ class TrackedRequest:
 
     @classmethod
     def of(cls, req: Any) -> TrackedRequest | None:
-        """What is known of a `Req`; None when cosched has not seen it."""
+        """That of a `Req`; None: cosched has not seen it."""
         tracked: TrackedRequest | None = getattr(req, "cosched", None)
         return tracked
 
@@ -129,7 +129,7 @@ class TrackedRequest:
         return port.num_retractions(self.req)
 
     def promise(self, num_tokens: int) -> None:
-        """KV is set aside for so many output tokens, generated ones included."""
+        """A plan sets KV aside for `num_tokens` output tokens, generated ones included."""
         self.promised = num_tokens
         self.is_hosted, self._host = False, None
 
@@ -140,8 +140,8 @@ class TrackedRequest:
 
     @property
     def host(self) -> TrackedRequest | None:
-        """Into whose promised KV it grows, all beyond its own promise; None: nobody's, or either
-        has been stopped since."""
+        """The request into whose promised KV it grows beyond its own promise; None: there is none,
+        or either has been preempted since."""
         if self._host is None:
             return None
         host, num_stops = self._host

@@ -46,8 +46,8 @@ def num_cached(tree_cache: Any, request: TrackedRequest) -> int:
 class SchedulerView:
     """Implements `cosched.core.view.View` on a scheduler between two iterations.
 
-    Made anew for each plan; everything that costs more than an attribute is computed when it is
-    first asked for.
+    Made for each plan; everything that costs more than an attribute is computed when it is first
+    needed.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class SchedulerView:
         prefixes: RunningPrefixes | None = None,
         room: Room | None = None,
     ) -> None:
-        """prefixes: where the engine reads a shared prefix once."""
+        """prefixes: None: the engine reads a shared prefix for each request."""
         self.room = room
         self._kv = kv
         self._prefixes = prefixes
@@ -132,7 +132,7 @@ class SchedulerView:
         return self._waiting.get(rid)
 
     def can_hold(self, request: Request) -> bool:
-        """One that is about to end is not held: the engine would not see its end."""
+        """A request that is about to end cannot pause: the engine would not see its end."""
         return self.rules.partial and not port.is_ending(_req(request))
 
     @property
@@ -198,14 +198,14 @@ class SchedulerView:
         return self._reserve(np.array([remaining]), whole=request.reserves_all)
 
     def _reserve(self, remaining: Any, *, whole: bool = False) -> int:
-        """SGLang's rule: a share of the output still to come, learnt from past iterations, and all
-        of it where it is certain to come."""
+        """SGLang's rule: a share of the remaining output, learned from past iterations, or all of
+        it if it is certain."""
         ratio = 1.0 if whole else port.reserve_ratio(self._scheduler)
         kept = (np.minimum(remaining, self.caps.max_reserved_tokens) * ratio).astype(np.int64)
         return int(np.add.reduce(kept)) + len(remaining)
 
     def match(self, request: Request) -> Match:
-        """Looked up once: nothing changes in the tree while a plan is made."""
+        """Cached: the tree does not change while a plan is made."""
         match = self._matches.get(request)
         if match is None:
             match = self._matches[request] = self._look_up(request)
@@ -226,7 +226,7 @@ class SchedulerView:
             cached = found.num_device + found.num_host
             return Match(cached=cached, evictable=held, host=found.num_host)
         num_tokens, node, num_pinned = port.peek(tree, req)
-        # A lock takes the whole of the last node; admission splits it where the match ends.
+        # Locking takes the whole last node; admission splits it where the match ends.
         evictable = (
             port.evictable_at(tree, node)
             if self._kv is None
@@ -239,7 +239,7 @@ class SchedulerView:
         return Match(cached=num_tokens + host, evictable=held, host=host)
 
     def num_shared(self, request: Request) -> int:
-        """Looked up once for all of its class."""
+        """Computed once for each class."""
         if self._prefixes is None:
             return 0
         shared = self._shared.get(request.request_class)
@@ -252,7 +252,7 @@ class SchedulerView:
         return shared.get(request, 0)
 
     def preemption_gain(self, request: Request) -> int:
-        """Looked up once."""
+        """Cached."""
         gain = self._gains.get(request)
         if gain is None:
             req = _req(request)

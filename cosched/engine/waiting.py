@@ -44,24 +44,24 @@ class WaitingQueue:
         bounds: Bounds | None = None,
         came_s: Callable[[Any, float], float] | None = None,
     ) -> None:
-        """guard: where the pool fails it gives way to the order of arrival; None: errors are
-        raised. bounds: within what targets are taken at their word; None: all are. came_s: when one
-        came that is seen now; None: now."""
+        """guard: if the pool fails, the order of arrival takes its place; None: errors are raised.
+        bounds: the operator's, for targets of requests; None: none. came_s: arrival time of a
+        request that is received now; None: now."""
         self.online: ArrivalQueue[TrackedRequest] = ArrivalQueue()
         self.offline = pool
         self.clock = clock
         self.num_tokens = 0
-        """Prompt and generated tokens of all that wait."""
+        """Prompt and generated tokens of all waiting requests."""
         self.aborted: Counter[RequestClass] = Counter()
         """Requests that were taken out and will not run."""
         self.cancelled: Counter[RequestClass] = Counter()
-        """Requests in `aborted` that their client took back."""
+        """Requests in `aborted` that their client cancelled."""
         self.offline_limits = OfflineLimits()
         """What the operator allows."""
         self.kv: KvManager | None = None
-        """Told who comes and who waits."""
+        """Told of new and of waiting requests."""
         self.isolated: IsolatedWatch | None = None
-        """Told who comes."""
+        """Told of new requests."""
         self.decisions: DecisionLog | None = None
         """Told which requests are aborted."""
         self._guard = guard or Guard(is_strict=True)
@@ -70,11 +70,11 @@ class WaitingQueue:
         self._all: ArrivalQueue[TrackedRequest] = ArrivalQueue()
         self._rids: SortedList[str] = SortedList()
         self._preempted: dict[str, TrackedRequest] = {}
-        """Those that have output tokens already, by rid."""
+        """Requests with output tokens, by rid."""
         self._seq = itertools.count()
 
     def advance(self, now_s: float) -> None:
-        """Say what time it is, before planning."""
+        """Tell the pool the time, before planning."""
         with self._pool() as pool:
             pool.advance(now_s)
 
@@ -88,7 +88,7 @@ class WaitingQueue:
 
     @property
     def may_admit(self) -> bool:
-        """Whether anyone waits who is not kept waiting by the operator alone."""
+        """True if any waiting request may be admitted. Paused offline requests do not count."""
         if len(self.online):
             return True
         return len(self.offline) > 0 and self.offline_limits.most_running != 0
@@ -139,7 +139,7 @@ class WaitingQueue:
         return tracked
 
     def cancel_rid(self, rid: str) -> TrackedRequest:
-        """Take out a request that its client takes back. KeyError when it does not wait."""
+        """Take out a request that its client cancels. KeyError when it does not wait."""
         tracked = self.abort_rid(rid)
         self.cancelled[tracked.request_class] += 1
         return tracked
@@ -201,7 +201,7 @@ class WaitingQueue:
         return self._all.get(rid)
 
     def beginning_with(self, prefix: str) -> list[Any]:
-        """Requests whose ids begin so, in the order of arrival. O(log n) and what is found."""
+        """Requests whose ids begin with `prefix`, in the order of arrival. O(log n + found)."""
         rids = itertools.takewhile(
             lambda rid: rid.startswith(prefix), self._rids.irange(minimum=prefix)
         )
