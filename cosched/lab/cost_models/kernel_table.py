@@ -1,4 +1,4 @@
-"""Cost model from measured kernel times: what SGLang's own kernels take on a real GPU."""
+"""Cost model from measured times of SGLang's kernels on a real GPU."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import numpy as np
 
 from cosched.core.batch import BatchShape
 from cosched.errors import ConfigError
-from cosched.lab.cost_models.attention import ContextTable, GenerationTable
 from cosched.lab.cost_models.base import OVERLAPPED, CpuOverhead, PrefixReads
-from cosched.lab.cost_models.gemm import AllReduceTable, GemmTable
 from cosched.lab.cost_models.graph_sizes import (
     decode_graph_sizes,
     default_chunk_tokens,
@@ -19,14 +17,16 @@ from cosched.lab.cost_models.graph_sizes import (
     padded_sizes,
     prefill_graph_sizes,
 )
-from cosched.lab.cost_models.specs import Gemm, GpuSpec, ModelSpec
-from cosched.lab.cost_models.tables import (
-    find_tables,
-    read_allreduce,
-    read_context_attention,
-    read_gemm,
-    read_generation_attention,
+from cosched.lab.cost_models.kernels import (
+    AllReduceTable,
+    Cells,
+    ContextAttention,
+    GemmTable,
+    GenerationAttention,
+    attention_cells,
 )
+from cosched.lab.cost_models.specs import Gemm, GpuSpec, ModelSpec
+from cosched.lab.cost_models.tables import find_tables, read_table
 from cosched.predict.fitted import FloatArray, GraphSizes
 
 MAX_TOKENS = 16384
@@ -77,7 +77,7 @@ class KernelTableModel:
     ) -> None:
         """ConfigError when the tables are missing, broken, or lack the model's shapes.
 
-        graphs               pad to CUDA graph sizes, as SGLang does unless told not to
+        graphs               pad to CUDA graph sizes, as SGLang does by default
         max_prefill_graph    largest prefill graph [tokens]; None: SGLang's choice for the GPU
         max_decode_graph     largest decode graph [requests]; None: SGLang's choice for the GPU
         mixed_decode_factor  how many times longer the attention of a decode takes in a mixed batch
@@ -97,23 +97,22 @@ class KernelTableModel:
         self.graph_sizes: GraphSizes | None = None
         self._mixed_decode_factor = mixed_decode_factor
         self._prefix_reads = prefix_reads
-        paths = find_tables(data_dir, gpu.tables)
-        self._paths = paths
-        gemms = GemmTable(read_gemm(paths.gemm))
+        self._paths = paths = find_tables(data_dir, gpu.tables)
         heads = (*model.heads_per_gpu(tp), model.head_dim)
-        self.context = ContextTable(read_context_attention(paths.context_attention)).attention(
-            *heads
-        )
-        self.generation = GenerationTable(
-            read_generation_attention(paths.generation_attention)
-        ).attention(*heads)
+
+        def cells(kind: str) -> Cells:
+            return attention_cells(read_table(paths[kind], kind), *heads)
+
+        gemms = GemmTable(read_table(paths["gemm"], "gemm"))
+        self.context = ContextAttention(cells("context_attention"))
+        self.generation = GenerationAttention(cells("generation_attention"))
         allreduces = None
         if tp > 1:
-            if paths.allreduce is None:
+            if "allreduce" not in paths:
                 raise ConfigError(
-                    f"tp is {tp}, but there is no all-reduce table beside {paths.gemm}"
+                    f"tp is {tp}, but there is no all-reduce table beside {paths['gemm']}"
                 )
-            allreduces = AllReduceTable(read_allreduce(paths.allreduce))
+            allreduces = AllReduceTable(read_table(paths["allreduce"], "allreduce"))
 
         tokens = np.arange(MAX_TOKENS + 1, dtype=np.float64)
         body = self._body(tokens, gemms, allreduces)
@@ -204,16 +203,7 @@ class KernelTableModel:
             "model": self.model.name,
             "gpu": self.gpu.name,
             "tp": self.tp,
-            "tables": [
-                path.name
-                for path in (
-                    self._paths.gemm,
-                    self._paths.context_attention,
-                    self._paths.generation_attention,
-                    self._paths.allreduce,
-                )
-                if path is not None
-            ],
+            "tables": [path.name for path in self._paths.values()],
             "cuda_graphs": self.graph_sizes is not None,
             "mixed_decode_factor": self._mixed_decode_factor,
             "prefix_reads": self._prefix_reads.value,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import numpy as np
 
 from cosched.core.batch import BatchShape
@@ -15,9 +13,9 @@ _BLOCK = 4096
 
 
 class _Disturbed:
-    """What is as in `base` but for the time of an iteration."""
+    """`base` with other times."""
 
-    suffix: ClassVar[str]
+    suffix = ""
 
     def __init__(self, base: CostModel) -> None:
         self.base = base
@@ -35,8 +33,8 @@ class NoisyModel(_Disturbed):
     """`base` times lognormal noise of mean 1, exp(sigma * z - sigma**2 / 2), z standard normal; a
     share `outlier_ratio` of the iterations is also `outlier_factor` times as long.
 
-    Each call draws: the i-th call after construction sees the i-th draw, whatever its batch, so
-    equal seeds and equal calls give equal times. With outliers the mean is above the base's.
+    The i-th call after construction gets the i-th draw, whatever its batch: equal seeds and equal
+    calls give equal times.
     """
 
     suffix = "noise"
@@ -50,10 +48,9 @@ class NoisyModel(_Disturbed):
         outlier_ratio: float = 0.0,
         outlier_factor: float = 3.0,
     ) -> None:
-        if not 0 <= sigma <= 1:
-            raise ConfigError(f"sigma is {sigma}; it must be in [0, 1]")
-        if not 0 <= outlier_ratio <= 1:
-            raise ConfigError(f"outlier_ratio is {outlier_ratio}; it must be in [0, 1]")
+        for name, value in (("sigma", sigma), ("outlier_ratio", outlier_ratio)):
+            if not 0 <= value <= 1:
+                raise ConfigError(f"{name} is {value}; it must be in [0, 1]")
         if outlier_factor < 1:
             raise ConfigError(f"outlier_factor is {outlier_factor}; it must be at least 1")
         super().__init__(base)
@@ -61,7 +58,7 @@ class NoisyModel(_Disturbed):
         self.sigma = sigma
         self.outlier_ratio = outlier_ratio
         self.outlier_factor = outlier_factor
-        # Two generators: the scatter of the others stays the same when outliers are turned on.
+        # Two generators: outliers do not change the scatter of the other iterations.
         self._scatter, self._outliers = (
             np.random.default_rng(stream) for stream in np.random.SeedSequence(seed).spawn(2)
         )
@@ -70,30 +67,20 @@ class NoisyModel(_Disturbed):
     def iteration_s(self, batch: BatchShape) -> float:
         """Draws a number: not the same for the same batch."""
         if not self._factors:
-            self._draw()
+            drawn = self._scatter.standard_normal(_BLOCK)
+            factors = np.exp(self.sigma * drawn - self.sigma**2 / 2)
+            factors[self._outliers.random(_BLOCK) < self.outlier_ratio] *= self.outlier_factor
+            self._factors = factors[::-1].tolist()
         return self.base.iteration_s(batch) * self._factors.pop()
 
-    def _draw(self) -> None:
-        factors = np.exp(self.sigma * self._scatter.standard_normal(_BLOCK) - self.sigma**2 / 2)
-        outliers = self._outliers.random(_BLOCK) < self.outlier_ratio
-        factors[outliers] *= self.outlier_factor
-        self._factors = factors[::-1].tolist()
-
     def describe(self) -> dict[str, object]:
-        return {
-            **self.base.describe(),
-            "noise": {
-                "seed": self.seed,
-                "sigma": self.sigma,
-                "outlier_ratio": self.outlier_ratio,
-                "outlier_factor": self.outlier_factor,
-            },
-        }
+        names = ("seed", "sigma", "outlier_ratio", "outlier_factor")
+        return {**self.base.describe(), "noise": {name: getattr(self, name) for name in names}}
 
 
 class SlowingModel(_Disturbed):
-    """`base`, and `factor` times as long from the moment on at which the GPU has worked for
-    `after_s` seconds: what heat or a power limit does under load. For good, and at once."""
+    """`base` until the GPU has worked for `after_s` seconds, then `factor` times as long, as with
+    heat or a power limit."""
 
     suffix = "slower"
 
@@ -108,7 +95,7 @@ class SlowingModel(_Disturbed):
         self._worked_s = 0.0
 
     def iteration_s(self, batch: BatchShape) -> float:
-        """Depends on what came before: not the same for the same batch."""
+        """Depends on earlier calls: not the same for the same batch."""
         seconds = self.base.iteration_s(batch)
         if self._worked_s >= self.after_s:
             seconds *= self.factor

@@ -1,4 +1,4 @@
-"""Cost model from data sheets alone: FLOPs, bytes, and the share of the peaks kernels reach."""
+"""Cost model from data sheets: FLOPs, bytes, and the shares of the peaks that kernels reach."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_many_questions_on_one_document_are_read_2_times_as_fast():
     ("name", "way", "message"),
     [
         ("roofline", "twice", "prefix_reads is 'twice'; choose from"),
-        ("profile", "once", "'profile' was measured, and knows no prefix_reads but 'each'"),
+        ("profile", "once", "'profile' was measured with prefix_reads 'each' only"),
     ],
 )
 def test_an_unknown_way_to_read_is_refused(name, way, message):

@@ -5,16 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cosched.errors import ConfigError
-from cosched.lab.cost_models.tables import (
-    AllReduceRow,
-    AttentionRow,
-    GemmRow,
-    find_tables,
-    read_allreduce,
-    read_context_attention,
-    read_gemm,
-    read_generation_attention,
-)
+from cosched.lab.cost_models.tables import find_tables, read_table
 from tests.lab.cost_models.synthetic import ALLREDUCE, ATTENTION, GEMM, write
 
 GOOD = ("T1", "bfloat16", 16, 2048, 1024, 0.25)
@@ -23,12 +14,12 @@ GOOD = ("T1", "bfloat16", 16, 2048, 1024, 0.25)
 def test_plain_and_gzipped_files_read_alike(tmp_path):
     plain = write(tmp_path / "a.csv", GEMM, [GOOD])
     packed = write(tmp_path / "a.csv.gz", GEMM, [GOOD])
-    assert read_gemm(plain) == read_gemm(packed) == [GemmRow(16, 2048, 1024, 0.25e-3)]
+    assert read_table(plain, "gemm") == read_table(packed, "gemm") == [(16, 2048, 1024, 0.25e-3)]
 
 
 def test_columns_may_stand_in_any_order_among_others(tmp_path):
     path = write(tmp_path / "a.csv", "latency,k,framework,n,m", [(0.5, 64, "x", 32, 1)])
-    assert read_gemm(path) == [GemmRow(1, 32, 64, 0.5e-3)]
+    assert read_table(path, "gemm") == [(1, 32, 64, 0.5e-3)]
 
 
 def test_other_types_windows_and_prefixes_are_skipped(tmp_path):
@@ -43,19 +34,19 @@ def test_other_types_windows_and_prefixes_are_skipped(tmp_path):
             ("T1", 2, 64, 8, 2, 128, "bfloat16", "bfloat16", 512, 0, 0.2),
         ],
     )
-    assert read_context_attention(path) == [AttentionRow(8, 2, 128, 2, 64, 0.5e-3)]
+    assert read_table(path, "context_attention") == [(8, 2, 128, 2, 64, 0.5e-3)]
 
 
 def test_a_decode_attends_to_its_new_token_too(tmp_path):
     row = ("T1", 4, 1, 8, 2, 128, "bfloat16", "bfloat16", 1023, 0, 0.5)
     path = write(tmp_path / "a.csv", ATTENTION, [row])
-    assert read_generation_attention(path) == [AttentionRow(8, 2, 128, 4, 1024, 0.5e-3)]
+    assert read_table(path, "generation_attention") == [(8, 2, 128, 4, 1024, 0.5e-3)]
 
 
 def test_all_reduces_come_from_graphs(tmp_path):
     rows = [("T1", "bfloat16", 2, 128, 0.005, f"sglang_{kind}") for kind in ("graph", "eager")]
     path = write(tmp_path / "a.csv", ALLREDUCE, rows)
-    assert read_allreduce(path) == [AllReduceRow(2, 128, pytest.approx(5e-6))]
+    assert read_table(path, "allreduce") == [(2, 128, pytest.approx(5e-6))]
 
 
 @pytest.mark.parametrize(
@@ -72,7 +63,7 @@ def test_all_reduces_come_from_graphs(tmp_path):
 def test_a_bad_row_is_named_by_file_and_line(tmp_path, bad, message):
     path = write(tmp_path / "bad.csv.gz", GEMM, [GOOD, GOOD, bad])
     with pytest.raises(ConfigError) as error:
-        read_gemm(path)
+        read_table(path, "gemm")
     assert f"{path}:4: " in str(error.value)
     assert message in str(error.value)
 
@@ -80,18 +71,18 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path, bad, message):
 def test_a_missing_column_is_named(tmp_path):
     path = write(tmp_path / "a.csv", "m,n,latency", [(1, 2, 3)])
     with pytest.raises(ConfigError, match=r"a\.csv:1: no column k; there are latency, m, n"):
-        read_gemm(path)
+        read_table(path, "gemm")
 
 
 def test_a_table_without_usable_rows_is_refused(tmp_path):
     path = write(tmp_path / "a.csv", GEMM, [("T1", "fp8", 16, 2048, 1024, 0.25)])
     with pytest.raises(ConfigError, match="no bfloat16 rows"):
-        read_gemm(path)
+        read_table(path, "gemm")
 
 
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(ConfigError, match="No such file"):
-        read_gemm(tmp_path / "none.csv")
+        read_table(tmp_path / "none.csv", "gemm")
 
 
 class TestFinding:
@@ -100,8 +91,8 @@ class TestFinding:
         folder.parent.mkdir()
         folder.symlink_to(table_dir)
         paths = find_tables(tmp_path, "t1")
-        assert paths.gemm == folder / "t1_any_gemm.csv.gz"
-        assert paths.allreduce == folder / "t1_any_custom_allreduce.csv"
+        assert paths["gemm"] == folder / "t1_any_gemm.csv.gz"
+        assert paths["allreduce"] == folder / "t1_any_custom_allreduce.csv"
 
     def test_no_folder_of_tables(self, tmp_path):
         with pytest.raises(ConfigError, match=r"no kernel tables in .*t1_\*_gemm"):
