@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from cosched.batch.ingest import prefix_key
 from cosched.batch.jsonl.client import Client, RetryRules
 from cosched.batch.jsonl.config import normal_base_url
 from cosched.batch.jsonl.errors import JobFileError, ServerGoneError, first_error
@@ -29,7 +30,6 @@ from cosched.batch.jsonl.journal import AppendFile
 from cosched.batch.jsonl.lines import BadLine, RawLine, RequestLine, parse_line
 from cosched.batch.jsonl.parquet import COLUMNS, line_of
 from cosched.batch.jsonl.records import Answer, Outcome, record_of
-from cosched.batch.prefix import prefix_key
 from cosched.command_line import Parser, add_json_option, run_command, whole
 from cosched.errors import ConfigError
 

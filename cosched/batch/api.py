@@ -1,9 +1,10 @@
-"""What clients send and get, in OpenAI's words."""
+"""JSON of the Batch API: requests are checked, answers are written."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, Literal
 
 import msgspec
@@ -14,7 +15,7 @@ from cosched.batch.forecast import Outlook
 from cosched.batch.jsonl.lines import URLS
 
 TENANT_KEY = "tenant"
-"""In a batch's metadata: who shares the server with whom."""
+"""In a batch's metadata: the tenant it belongs to."""
 
 _MAX_PAIRS, _MAX_KEY_CHARS, _MAX_VALUE_CHARS = 16, 64, 512
 _EXPIRY_S = (3600, 2_592_000)
@@ -30,8 +31,6 @@ class _ExpiresAfter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Create(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of ``POST /v1/batches``."""
-
     input_file_id: str
     endpoint: str
     completion_window: str
@@ -40,7 +39,7 @@ class _Create(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def new_batch(body: bytes, *, owner: str) -> NewBatch:
-    """ApiError 400 names what is wrong."""
+    """From the body of ``POST /v1/batches``. ApiError 400."""
     try:
         asked = msgspec.json.decode(body, type=_Create)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -56,7 +55,7 @@ def new_batch(body: bytes, *, owner: str) -> NewBatch:
         tenant=(asked.metadata or {}).get(TENANT_KEY, ""),
         endpoint=asked.endpoint,
         input_file_id=asked.input_file_id,
-        window=asked.completion_window,
+        completion_window=asked.completion_window,
         window_s=window_seconds(asked.completion_window),
         metadata=asked.metadata,
         output_expires_after_s=None
@@ -79,7 +78,7 @@ def window_seconds(text: str) -> int:
 
 
 def expiry_seconds(form: Mapping[str, Any]) -> int | None:
-    """Of an uploaded file, from the fields of its form. ApiError 400."""
+    """How long an uploaded file is kept, by the fields of its form. ApiError 400."""
     anchor, seconds = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
     if anchor is None and seconds is None:
         return None
@@ -102,20 +101,17 @@ def _in_range(seconds: int, param: str) -> int:
 
 
 def _check_metadata(metadata: Mapping[str, str]) -> None:
-    if len(metadata) > _MAX_PAIRS:
-        message = f"metadata may have {_MAX_PAIRS} pairs, not {len(metadata)}"
-        raise ApiError(message, param="metadata")
+    found = [("metadata", _MAX_PAIRS, "pairs", len(metadata))]
     for key, value in metadata.items():
-        if len(key) > _MAX_KEY_CHARS:
-            message = f"a key of metadata may have {_MAX_KEY_CHARS} characters, not {len(key)}"
-            raise ApiError(message, param="metadata")
-        if len(value) > _MAX_VALUE_CHARS:
-            message = f"metadata.{key} may have {_MAX_VALUE_CHARS} characters, not {len(value)}"
-            raise ApiError(message, param="metadata")
+        found.append(("a key of metadata", _MAX_KEY_CHARS, "characters", len(key)))
+        found.append((f"metadata.{key}", _MAX_VALUE_CHARS, "characters", len(value)))
+    for name, limit, unit, number in found:
+        if number > limit:
+            raise ApiError(f"{name} may have {limit} {unit}, not {number}", param="metadata")
 
 
 def limit_of(text: str | None, *, default: int, most: int) -> int:
-    """How many a list shall have. ApiError 400."""
+    """The query parameter of a list. ApiError 400."""
     if text is None:
         return default
     if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= most:
@@ -135,7 +131,6 @@ def error_json(error: ApiError) -> dict[str, Any]:
 
 
 def page_json(page: list[dict[str, Any]], has_more: bool) -> dict[str, Any]:
-    """A list object."""
     return {
         "object": "list",
         "data": page,
@@ -160,30 +155,29 @@ def file_json(file: File) -> dict[str, Any]:
 
 
 def batch_json(batch: Batch, outlook: Outlook | None = None) -> dict[str, Any]:
-    """outlook: None where nothing is known, and of a batch that has ended."""
-    request = batch.request
-    moments = [status for status in Status if status is not Status.VALIDATING]
+    """outlook: None if nothing is known, or the batch has ended."""
     return {
         "id": batch.id,
         "object": "batch",
-        "endpoint": request.endpoint,
+        "endpoint": batch.endpoint,
         "errors": None
         if not batch.faults
         else {
             "object": "list",
-            "data": [
-                {"code": one.code, "message": one.message, "param": one.param, "line": one.line}
-                for one in batch.faults
-            ],
+            "data": [asdict(fault) for fault in batch.faults],
         },
-        "input_file_id": request.input_file_id,
-        "completion_window": request.window,
+        "input_file_id": batch.input_file_id,
+        "completion_window": batch.completion_window,
         "status": batch.status,
         "output_file_id": batch.output_file_id,
         "error_file_id": batch.error_file_id,
         "created_at": batch.created_at,
         "expires_at": batch.expires_at,
-        **{f"{status}_at": batch.times.get(status.value) for status in moments},
+        **{
+            f"{status}_at": batch.times.get(status.value)
+            for status in Status
+            if status is not Status.VALIDATING
+        },
         "request_counts": {
             "total": batch.total,
             "completed": batch.completed,
@@ -196,13 +190,12 @@ def batch_json(batch: Batch, outlook: Outlook | None = None) -> dict[str, Any]:
             "output_tokens_details": {"reasoning_tokens": batch.reasoning_tokens},
             "total_tokens": batch.input_tokens + batch.output_tokens,
         },
-        "metadata": request.metadata,
-        "cosched": None if outlook is None else _outlook_json(outlook),
+        "metadata": batch.metadata,
+        "cosched": None if outlook is None else _outlook_json(outlook),  # not a field of OpenAI's
     }
 
 
 def _outlook_json(outlook: Outlook) -> dict[str, Any]:
-    """Our own, beside OpenAI's fields. Times from now on [s]."""
     forecast = outlook.forecast
     return {
         "state": outlook.state,

@@ -1,4 +1,4 @@
-"""What the store holds, as read-only values."""
+"""What the store holds, as read-only values. Times are seconds of the epoch, UTC."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class Status(StrEnum):
-    """Of a batch, in OpenAI's words.
+    """Of a batch, as in OpenAI's API.
 
     validating → failed, or in_progress → finalizing → completed or expired;
     from validating and in_progress also cancelling → cancelled.
@@ -25,15 +25,15 @@ class Status(StrEnum):
 
 
 OPEN = (Status.VALIDATING, Status.IN_PROGRESS, Status.FINALIZING, Status.CANCELLING)
-"""Those after which others come."""
+"""The statuses that are not final."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class File:
-    """An uploaded file, or the results of a batch. Times are seconds of the epoch, UTC.
+    """An uploaded file, or the results of a batch.
 
     owner     digest of the API key it belongs to
-    batch_id  of a file of results; its lines are rows of the store, not bytes on a disk
+    batch_id  of a file of results, whose lines may be rows of the database
     """
 
     id: str
@@ -49,7 +49,7 @@ class File:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """Something wrong with an input file. `line` counts from 1; None: the file as a whole."""
+    """An error in an input file. `line` counts from 1; None: the file as a whole."""
 
     code: str
     message: str
@@ -61,18 +61,18 @@ class Fault:
 class NewBatch:
     """What a client asks for.
 
-    tenant                  for fair shares: `metadata.tenant`, within the owner
-    window                  as the client wrote it, "24h"
+    tenant                  `metadata.tenant`: owners divide their share among tenants
+    completion_window       as the client wrote it, "24h"
     output_expires_after_s  how long the results are kept [s]; None: until they are deleted
     num_bytes               of the input file
-    num_lines               of the input file, where it was counted
+    num_lines               of the input file; 0: not counted
     """
 
     owner: str
     tenant: str
     endpoint: str
     input_file_id: str
-    window: str
+    completion_window: str
     window_s: int
     metadata: Mapping[str, str] | None
     output_expires_after_s: int | None
@@ -81,17 +81,16 @@ class NewBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class Batch(NewBatch):
     """A batch as it is now.
 
-    times   when it came to a state: OpenAI's name without ``_at`` -> seconds of the epoch
-    ending  the status it will end with, once it is known and until it has come; lines that have no
-            result by then get none
+    times         status -> when the batch got it
+    ending        the final status, from when it is decided until the batch has it. Lines without a
+                  result by then get none
     validated_by  the server that reads, or has read, its lines
     """
 
     id: str
-    request: NewBatch
     status: Status
     ending: Status | None
     created_at: int
@@ -109,33 +108,37 @@ class Batch:
     error_file_id: str | None
     validated_by: str | None = None
 
+    @property
+    def owner_and_tenant(self) -> tuple[str, str]:
+        return self.owner, self.tenant
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewLine:
-    """A line of an input file that was found to be right. `prefix_key`: see
-    `cosched.batch.prefix`."""
-
-    number: int
-    custom_id: str
-    offset: int
-    num_bytes: int
-    prefix_key: bytes
+    @property
+    def num_left(self) -> int:
+        """Lines without a result."""
+        return self.total - self.completed - self.failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A line that was taken to be sent: where it stands in the input file."""
+    """A valid line, and where it is in the input file."""
 
     number: int
     custom_id: str
-    offset: int
+    start: int
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NewLine(Line):
+    """`prefix_key`: see `cosched.batch.ingest.prefix_key`."""
+
+    prefix_key: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """The result of a line. `data` is the line of the output file, or of the error file. Of the
-    input tokens some may have been cached, of the output some be reasoning."""
+    """The result of a line. `data` is its line of the output or error file. `cached_tokens` are
+    part of the input tokens, `reasoning_tokens` of the output tokens."""
 
     batch_id: str
     number: int

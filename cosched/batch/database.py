@@ -13,7 +13,7 @@ from cosched.batch.errors import StoreAwayError
 from cosched.errors import ConfigError
 
 VERSION = 4
-"""Of the tables below. A change of them needs a new one, and an entry in `_UPGRADES`."""
+"""Of the tables below. A change of them needs a new version and an entry in `_UPGRADES`."""
 
 _UPGRADES: dict[int, tuple[str, ...]] = {
     1: tuple(
@@ -35,12 +35,11 @@ _UPGRADES: dict[int, tuple[str, ...]] = {
 _BUSY_TIMEOUT_MS = 30_000
 _CONNECT_TIMEOUT_S = 10
 _TABLES_LOCK, _QUOTAS_LOCK = 0x636F7363686564, 0x636F7363686565
-"""Of PostgreSQL's advisory locks: who makes or changes tables has the one, who counts what a tenant
-has the other."""
+"""Advisory locks of PostgreSQL: for changes of tables, and for counting what a tenant has."""
 
 
 class _Text(sa.types.TypeDecorator[str]):
-    """Text in which U+0000 may stand: JSON allows it, PostgreSQL does not."""
+    """Text that may contain U+0000, which JSON allows and PostgreSQL does not."""
 
     impl = sa.Text
     cache_ok = True
@@ -62,23 +61,23 @@ store_row = sa.Table(
     "schema_version",
     _metadata,
     sa.Column("version", sa.Integer, nullable=False),
-    # Which folder has the files of this store: the same as in the folder itself.
+    # The id of the folder with the files of this store, which is also in the folder.
     sa.Column("folder_id", sa.String(64)),
 )
-"""One row: what is true of the whole store."""
+"""One row for the whole store."""
 
 servers = sa.Table(
     "servers",
     _metadata,
     sa.Column("name", sa.String(64), primary_key=True),
-    # A server that has not said by then that it lives is dead.
+    # A server without a heartbeat until then is dead.
     sa.Column("until", sa.Float(53), nullable=False),
 )
 
 files = sa.Table(
     "files",
     _metadata,
-    # Counts up: the order in which files are listed, which ids of chance do not have.
+    # The order in which files are listed; ids are random.
     sa.Column("seq", sa.Integer, primary_key=True, autoincrement=True),
     sa.Column("id", _Text, nullable=False, unique=True),
     sa.Column("owner", sa.String(80), nullable=False),
@@ -105,7 +104,7 @@ batches = sa.Table(
     sa.Column("completion_window", sa.String(16), nullable=False),
     sa.Column("window_s", sa.BigInteger, nullable=False),
     sa.Column("num_bytes", sa.BigInteger, nullable=False, default=0),
-    # Of the input file, until `total` is known; 0 where nobody has asked.
+    # Of the input file, until `total` is known; 0: not counted.
     sa.Column("num_lines", sa.BigInteger, nullable=False, default=0),
     sa.Column("metadata", sa.JSON),
     sa.Column("output_expires_after_s", sa.BigInteger),
@@ -124,7 +123,7 @@ batches = sa.Table(
     sa.Column("reasoning_tokens", sa.BigInteger, nullable=False, default=0),
     sa.Column("output_file_id", sa.String(64)),
     sa.Column("error_file_id", sa.String(64)),
-    # The server that reads its lines: two that did would add them twice.
+    # The server that reads its lines. Two would add them twice.
     sa.Column("validated_by", sa.String(64)),
     sa.Index("batches_by_owner", "owner", "seq"),
     sa.Index("batches_by_status", "status"),
@@ -133,7 +132,7 @@ batches = sa.Table(
 
 
 class LineState:
-    """Of a line that has to be answered; it is gone once its batch has ended."""
+    """Of a line of an open batch; the lines are deleted when it ends."""
 
     WAITING = 0
     TAKEN = 1
@@ -150,8 +149,7 @@ lines = sa.Table(
     sa.Column("num_bytes", sa.BigInteger, nullable=False),
     sa.Column("prefix_key", sa.LargeBinary, nullable=False),
     sa.Column("state", sa.SmallInteger, nullable=False),
-    # The server that has taken it, or that will take it next. The lines of a server that died are
-    # anybody's again.
+    # The server that has taken the line, or for which it is set aside; null: it is free.
     sa.Column("lease_owner", sa.String(64)),
     sa.Index("lines_in_order", "batch", "state", "lease_owner", "prefix_key", "number"),
     sqlite_with_rowid=False,
@@ -168,12 +166,12 @@ results = sa.Table(
 
 
 def database_url(url: str) -> sa.URL:
-    """The URL with the driver that is used. ConfigError: it is none, or of another database."""
+    """The URL with its driver. ConfigError: not a URL, or of another kind of database."""
     try:
         made = sa.make_url(url)
     except sa.exc.ArgumentError:
-        # Not the URL itself: it may have a password.
-        raise ConfigError(f"batches.url {_WANTED_URL}: this is no URL") from None
+        # The URL is not shown: it may have a password.
+        raise ConfigError(f"batches.url {_WANTED_URL}: this is not a URL") from None
     if made.drivername in ("postgres", "postgresql", "postgresql+psycopg"):
         return made.set(drivername="postgresql+psycopg")
     if made.get_backend_name() != "sqlite":
@@ -193,21 +191,19 @@ def url_without_password(url: str) -> str:
 
 
 _SECRETS = ("password", "sslpassword")
-"""Parameters of a URL that libpq takes."""
+"""URL parameters of libpq."""
 
 
 class Database:
-    """Transactions; for any number of threads. Each may raise StoreAwayError.
-
-    is_shared  several servers may have it at a time
-    """
+    """Transactions, for any number of threads. Each may raise StoreAwayError. `is_shared`: several
+    servers may use it at a time."""
 
     def __init__(self, url: str) -> None:
-        """Make the tables, or check that they are of this version. ConfigError."""
+        """Make the tables, or upgrade them to this version. ConfigError."""
         made = database_url(url)
         self.is_shared = made.get_backend_name() == "postgresql"
-        # SQLite has one writer at a time; waiting here is fairer than in its busy handler, and no
-        # transaction that has read can find that it may not write.
+        # SQLite has one writer at a time. Waiting here is fairer than in its busy handler, and no
+        # transaction fails because another wrote after it had read.
         self._writer: AbstractContextManager[Any] = (
             nullcontext() if self.is_shared else threading.Lock()
         )
@@ -215,12 +211,11 @@ class Database:
             if "connect_timeout" not in made.query:
                 made = made.update_query_dict({"connect_timeout": str(_CONNECT_TIMEOUT_S)})
             try:
-                # A connection that the server has closed meanwhile is replaced in silence. Errors
-                # tell no parameters: those of a statement are clients' data.
+                # Closed connections are replaced. Errors hide parameters, which are clients' data.
                 self._engine = sa.create_engine(made, pool_pre_ping=True, hide_parameters=True)
             except ImportError as error:
                 raise ConfigError(
-                    f"batches.url is of PostgreSQL, which needs psycopg ({error}): "
+                    f"batches.url names PostgreSQL, which needs psycopg ({error}): "
                     "pip install 'cosched[postgres]'"
                 ) from None
         else:
@@ -239,25 +234,25 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[sa.Connection]:
-        """A look at the store, of which each statement is consistent in itself."""
-        with _telling(), self._engine.connect() as connection:
+        """Each statement alone sees a consistent state."""
+        with _store_errors(), self._engine.connect() as connection:
             yield connection
 
     @contextmanager
     def write(self) -> Iterator[sa.Connection]:
-        """All or nothing of what is done in the block. Where servers share the store, others write
-        at the same time: who changes what it has read reads it ``FOR UPDATE``, batches first (in
-        the order of their ids), then their lines."""
-        with _telling(), self._writer, self._engine.begin() as connection:
+        """A transaction. On a shared store other servers write at the same time: rows that are read
+        to be changed are read ``FOR UPDATE``, batches first (in the order of their ids), then their
+        lines."""
+        with _store_errors(), self._writer, self._engine.begin() as connection:
             yield connection
 
     def keep_others_from_adding_files(self, connection: sa.Connection) -> None:
-        """Until the end of this transaction."""
+        """Until the end of the transaction."""
         if self.is_shared:
             connection.exec_driver_sql("LOCK TABLE files IN SHARE ROW EXCLUSIVE MODE")
 
     def keep_others_from_quotas(self, connection: sa.Connection) -> None:
-        """Until the end of this transaction."""
+        """Until the end of the transaction."""
         if self.is_shared:
             connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_QUOTAS_LOCK)))
 
@@ -286,9 +281,9 @@ class Database:
 
 
 @contextmanager
-def _telling() -> Iterator[None]:
-    """What is no fault of a statement: the server is away, the disk full or damaged, others hold it
-    for too long."""
+def _store_errors() -> Iterator[None]:
+    """StoreAwayError for what is not the fault of a statement: the server is away, the disk is full
+    or damaged, a lock is held for too long."""
     try:
         yield
     except (sa.exc.OperationalError, sa.exc.InterfaceError) as error:
@@ -296,10 +291,9 @@ def _telling() -> Iterator[None]:
     except sa.exc.TimeoutError as error:
         raise StoreAwayError(str(error)) from error
     except sa.exc.DatabaseError as error:
-        if type(error) is not sa.exc.DatabaseError:  # of a kind that is a fault of a statement
+        if type(error) is not sa.exc.DatabaseError:  # a subclass: a fault of the statement
             raise
-        # Of SQLite: its file is damaged.
-        raise StoreAwayError(_reason(error)) from error
+        raise StoreAwayError(_reason(error)) from error  # SQLite: the file is damaged
 
 
 def _reason(error: sa.exc.DBAPIError) -> str:
@@ -307,10 +301,10 @@ def _reason(error: sa.exc.DBAPIError) -> str:
 
 
 def _prepare_sqlite(connection: Any, record: Any) -> None:
-    # Python's own transactions begin only at the first write; `begin` above begins them.
+    # Python's own transactions begin only at the first write; the event "begin" begins them.
     connection.isolation_level = None
     connection.execute("PRAGMA journal_mode=WAL")
-    # A killed process loses nothing; a crash of the machine may lose the last transactions, whose
-    # lines are then sent again.
+    # A killed process loses nothing. A crash of the machine may lose the last transactions; their
+    # lines are sent again.
     connection.execute("PRAGMA synchronous=NORMAL")
     connection.execute(f"PRAGMA busy_timeout={_BUSY_TIMEOUT_MS}")

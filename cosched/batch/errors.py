@@ -1,17 +1,28 @@
-"""What the routes answer with when a client asks for what cannot be."""
+"""Errors of the Batch API, as its clients see them."""
 
 from __future__ import annotations
 
+import re
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from cosched.batch.jsonl.records import Failure
 from cosched.errors import CoschedError
 
 _STORE_RETRY_S = 5
+_HIDDEN = "[path]"
+_SOURCE = r"(?:/[\w.+@-]+)+\.(?:py|pyc|so|c|cc|cpp|cu|h|hpp|rs|jinja)\b(?::\d+)?"
+"""Source files of programs, wherever they were built."""
 
 
 class ApiError(CoschedError):
-    """An HTTP status, and what OpenAI's error object says.
+    """An HTTP status and the fields of OpenAI's error object.
 
-    param          the field that is wrong
-    retry_after_s  when to ask again, for what may be there by then [s]
+    param          the field with the error
+    retry_after_s  when the same request may succeed [s]
     """
 
     def __init__(
@@ -31,10 +42,10 @@ class ApiError(CoschedError):
 
 
 class StoreAwayError(ApiError):
-    """The database cannot be used now; all that it holds is as it was."""
+    """The database cannot be used now; its content has not changed."""
 
     def __init__(self, reason: str) -> None:
-        """reason: for the operator's log; clients are not told, as it may name hosts and paths."""
+        """reason: for the operator's log only, as it may name hosts and paths."""
         super().__init__(
             "the store of batches cannot be used now; try again",
             status=503,
@@ -49,5 +60,25 @@ class StoreAwayError(ApiError):
 
 
 def not_found(kind: str, name: str) -> ApiError:
-    """Also what another owner's looks like."""
+    """Also for files and batches of other owners."""
     return ApiError(f"no {kind} {name!r}", status=404, param="id", code="not_found")
+
+
+class Redaction:
+    """Removes paths of this machine from texts that clients may read."""
+
+    def __init__(self, folders: Iterable[str] = ()) -> None:
+        """folders: of the server, beside those of its programs, its user and its work."""
+        found = {*folders, sys.prefix, str(Path.home()), str(Path.cwd()), tempfile.gettempdir()}
+        kept = sorted((one for one in found if len(one) > 1 and one[0] == "/"), reverse=True)
+        known = "|".join(map(re.escape, kept))
+        own = rf"(?:{known})(?![\w.-])[^\s\"'\\,;:()\[\]<>]*"
+        self._paths = re.compile(rf"(?<![\w/.:-])(?:{_SOURCE}|{own})")
+
+    def failure(self, failure: Failure) -> Failure:
+        """The same without paths, in its message and in the server's answer."""
+        body = failure.body
+        if body is not None:
+            body = self._paths.sub(_HIDDEN, body.decode()).encode()
+        message = self._paths.sub(_HIDDEN, failure.message)
+        return replace(failure, message=message, body=body)

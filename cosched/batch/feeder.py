@@ -1,7 +1,7 @@
-"""The feeder: lines go from the store to the server as offline requests, results come back.
+"""The feeder: sends lines from the store to the server as offline requests, and stores the results.
 
-One task decides what is to be done (validate, send, end), one writes results, and each line under
-way is a task that waits for its answer. All of the store's work is done in threads.
+One task decides what is to be done (validate, send, end), one writes results, and each line in
+flight is a task that waits for its answer. All work of the store is done in threads.
 """
 
 from __future__ import annotations
@@ -17,48 +17,46 @@ from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
 from cosched.batch.config import BatchesConfig
-from cosched.batch.data import Batch, Finished, Line, Status
-from cosched.batch.errors import StoreAwayError
-from cosched.batch.fairness import Demand, shares
+from cosched.batch.data import Batch, Finished, Status
+from cosched.batch.errors import Redaction, StoreAwayError
 from cosched.batch.files import FileStore
-from cosched.batch.forecast import Forecast, Outlook, OutlookState, forecasts_of, tenant_of
-from cosched.batch.ingest import LineRules, validate
+from cosched.batch.forecast import Demand, Forecast, Outlook, OutlookState, forecasts_of, shares
+from cosched.batch.ingest import LineRules, ServedModels, validate
 from cosched.batch.jsonl.client import Client
-from cosched.batch.jsonl.lines import BadLine, RawLine, RequestLine
+from cosched.batch.jsonl.lines import BadLine, RequestLine
 from cosched.batch.jsonl.records import Answer, Failure
-from cosched.batch.models import ServedModels
-from cosched.batch.privacy import Redaction
-from cosched.batch.rate import Progress, Rate, RateMeter, past_rate
-from cosched.batch.replies import Ended
+from cosched.batch.rate import Ended, Progress, Rate, RateMeter, past_rate
 from cosched.batch.storage import FilesAwayError
 from cosched.batch.store import BatchStore, records_of
 from cosched.limits.table import Scope
 
 logger = logging.getLogger(__name__)
 
-_INTERNAL = "the server failed on this line; its log says why"
-_LOOK_S = 1.0
-"""How often to look for windows that have ended, when nothing else happens."""
+_INTERNAL_ERROR = Failure(
+    code="internal_error", message="the server failed on this line; its log says why"
+)
+_STEP_S = 1.0
+"""Between two steps when nothing happens: windows may have ended."""
 _PROGRESS_S = 2.0
-"""How often to ask the schedulers how far they are."""
+"""Between two requests for the progress of the schedulers."""
 _SWEEP_S = 60.0
 _RETRY_S = 1.0
-_TELL_S = 60.0
+_LOG_S = 60.0
 _MAX_BYTES = 256 << 20
-"""Of the lines under way together; one line always fits."""
+"""Of all lines in flight together; one line always fits."""
 _CLOSED_PER_TRANSACTION = 500
-_LEAST_DEADLINE_S = 1.0
+_MIN_DEADLINE_S = 1.0
 _BEATS_PER_LEASE = 3
 _MAX_AHEAD = 512
-_RECALLED = 8
+_PAST_BATCHES = 8
 _WITH_LINES = (Status.VALIDATING, Status.IN_PROGRESS)
 _SHARES_AHEAD = 4
-"""Where servers share the store, one sets aside for itself a run of lines that begin alike: a
-quarter of its part of what is left, so that all end together."""
+"""On a shared store a server sets aside a run of lines with a common prefix: a quarter of its part
+of what is left, so that all servers end together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _UnderWay:
+class _InFlight:
     """A line that was taken and whose result is not written yet."""
 
     task: asyncio.Task[None]
@@ -81,13 +79,13 @@ class Feeder:
         scope: Scope,
         clock: Callable[[], float],
     ) -> None:
-        """state, is_paused, progress, scope  as in `BatchService.feeding`
-        clock  seconds since any moment"""
+        """state, is_paused, progress, scope: as in `BatchService.feeding`"""
         self._state = state
         self._is_paused = is_paused
         self._progress = progress
         self._meter = RateMeter(clock)
-        self._rate: Rate | None = None
+        self.rate: Rate | None = None
+        """Measured up to the last step."""
         self._past_rate: Rate | None = None
         self._forecasts: Mapping[str, Forecast] = {}
         self._store = store
@@ -98,45 +96,42 @@ class Feeder:
         self._redaction = Redaction([] if config.folder is None else [config.folder])
         self._name = secrets.token_hex(8)
         self.num_servers = 1
-        """That live and share the store."""
+        """Live servers that share the store."""
         self._wake = asyncio.Event()
         self.finished: Counter[str] = Counter()
         """Since the start: answered and failed lines, input and output tokens."""
-        self._under_way: dict[str, dict[int, _UnderWay]] = defaultdict(dict)
+        self._in_flight: dict[str, dict[int, _InFlight]] = defaultdict(dict)
         self._finished: list[Finished] = []
         self._has_finished = asyncio.Event()
         self._flushing = asyncio.Lock()
         self._validation: asyncio.Task[None] | None = None
         self._not_validated: set[str] = set()
-        """Batches whose validation went wrong: others come before them."""
+        """Batches whose validation raised an error: others come before them."""
         self._endings: dict[str, asyncio.Task[None]] = {}
         self._is_store_away = False
         self._clock = clock
-        self._next_told_s = float("-inf")
+        self._next_log_s = float("-inf")
 
     @property
-    def num_under_way(self) -> int:
-        return sum(map(len, self._under_way.values()))
+    def num_in_flight(self) -> int:
+        return sum(map(len, self._in_flight.values()))
 
     def wake(self) -> None:
         """There is something new in the store."""
         self._wake.set()
 
     async def run(self) -> None:
-        """Feed the server. When cancelled, what is finished is written, and what is under way is
-        left to the next start."""
+        """Feed the server. When cancelled, write what is finished; lines in flight are sent again
+        after the next start."""
         try:
-            await self._recall()
+            await self._load_past_rate()
             await self._client.wait_ready(max_wait_s=math.inf)
             await self._join()
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._beat())
-                group.create_task(self._decide())
-                group.create_task(self._follow())
-                group.create_task(self._write())
-                group.create_task(self._sweep())
+                for work in (self._beat, self._decide, self._follow, self._write, self._sweep):
+                    group.create_task(work())
         finally:
-            left = [one.task for some in self._under_way.values() for one in some.values()]
+            left = [one.task for some in self._in_flight.values() for one in some.values()]
             left += self._endings.values()
             left += [] if self._validation is None else [self._validation]
             for task in left:
@@ -149,51 +144,51 @@ class Feeder:
                 logger.warning("batches: %s; lines without a result are sent again", error.for_log)
 
     async def _join(self) -> None:
-        lease_s = self._config.lease_s
         while True:
             try:
+                lease_s = self._config.lease_s
                 await asyncio.to_thread(self._store.join, self._name, lease_s=lease_s)
                 return
             except Exception as error:
-                self.tell(error, "cannot begin")
+                self.log_failure(error, "cannot begin")
                 await asyncio.sleep(_RETRY_S)
 
-    async def _recall(self) -> None:
-        """How fast batches were of late, in case nothing is measured yet."""
+    async def _load_past_rate(self) -> None:
+        """The rate of recent batches, for as long as nothing is measured."""
         try:
-            ended = await asyncio.to_thread(self._store.latest_answered, limit=_RECALLED)
+            ended = await asyncio.to_thread(self._store.latest_answered, limit=_PAST_BATCHES)
             self._past_rate = past_rate(ended)
         except StoreAwayError as error:
-            self.tell(error, "the rate of earlier batches is not known")
+            self.log_failure(error, "the rate of earlier batches is not known")
 
     async def _beat(self) -> None:
-        """Tell the other servers of a shared store that this one lives."""
+        """Send heartbeats to the other servers of a shared store."""
         lease_s = self._config.lease_s
         while True:
             try:
-                living = await asyncio.to_thread(self._store.beat, self._name, lease_s=lease_s)
-                if not living:
+                num_alive = await asyncio.to_thread(self._store.beat, self._name, lease_s=lease_s)
+                if not num_alive:
                     logger.warning(
-                        "batches: nothing was heard of this server for batches.lease_s (%g s); "
-                        "others have its lines now",
+                        "batches: this server sent no heartbeat for batches.lease_s (%g s); others "
+                        "have its lines now",
                         lease_s,
                     )
-                    await self._let_go(list(self._under_way))
+                    await self._drop(list(self._in_flight))
                     await self._join()
-                self.num_servers = max(living, 1)
+                self.num_servers = max(num_alive, 1)
             except Exception as error:
-                self.tell(error, "the store cannot be told that this server lives")
+                self.log_failure(error, "cannot send a heartbeat")
             await asyncio.sleep(lease_s / _BEATS_PER_LEASE)
 
-    async def _let_go(self, names: Sequence[str]) -> None:
-        """Of batches: nothing is under way after it, and what is finished is written."""
-        tasks = [one.task for name in names for one in self._under_way.get(name, {}).values()]
+    async def _drop(self, names: Sequence[str]) -> None:
+        """Cancel the lines of batches in flight, and write what is finished."""
+        tasks = [one.task for name in names for one in self._in_flight.get(name, {}).values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._flush()
         for name in names:
-            self._under_way.pop(name, None)
+            self._in_flight.pop(name, None)
 
     async def _decide(self) -> None:
         while True:
@@ -204,35 +199,37 @@ class Feeder:
                     logger.warning("batches: the store is back")
                     self._is_store_away = False
             except Exception as error:
-                # A full disk or a database that is away: all is as it was, and is tried again.
-                self.tell(error, "cannot go on")
+                # For example a full disk: nothing has changed, and it is tried again.
+                self.log_failure(error, "cannot continue")
                 await asyncio.sleep(_RETRY_S)
             with suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_S):
+                async with asyncio.timeout(_STEP_S):
                     await self._wake.wait()
 
-    def tell(self, error: Exception, what: str) -> None:
-        """What failed is tried again. A database that is away is told of once, files that are away
-        now and then."""
+    def log_failure(self, error: Exception, what: str) -> None:
+        """Log a failure that is tried again: of the database once, of the files once a minute."""
         if not isinstance(error, StoreAwayError):
             logger.error("batches: %s; trying again", what, exc_info=error)
-        elif isinstance(error, FilesAwayError):
-            # Whether it is back is not known as long as nothing new is asked of it.
-            if self._clock() >= self._next_told_s:
-                logger.warning("batches: %s; trying again until it can: %s", what, error.for_log)
-                self._next_told_s = self._clock() + _TELL_S
-        elif not self._is_store_away:
-            logger.warning("batches: %s; trying again until it can: %s", what, error.for_log)
+            return
+        if isinstance(error, FilesAwayError):
+            # When they are back is not noticed as long as no file is needed.
+            if self._clock() < self._next_log_s:
+                return
+            self._next_log_s = self._clock() + _LOG_S
+        elif self._is_store_away:
+            return
+        else:
             self._is_store_away = True
+        logger.warning("batches: %s; retrying until it works: %s", what, error.for_log)
 
     async def _follow(self) -> None:
-        """Ask how far the lines are that are under way."""
+        """Ask for the progress of the lines in flight."""
         while True:
             try:
-                if self.num_under_way:
+                if self.num_in_flight:
                     self._meter.progressed(await self._progress())
             except Exception:
-                logger.exception("batches: the schedulers do not tell how far they are")
+                logger.exception("batches: the schedulers do not report their progress")
                 await asyncio.sleep(_SWEEP_S)
             await asyncio.sleep(_PROGRESS_S)
 
@@ -243,47 +240,43 @@ class Feeder:
         for batch in sorted(found, key=lambda batch: batch.id in self._not_validated):
             if batch.ending is not None and batch.id not in self._endings:
                 self._endings[batch.id] = asyncio.create_task(self._end(batch))
-            elif self._is_to_validate(batch):
+            elif (
+                batch.status is Status.VALIDATING
+                and self._validation is None
+                and batch.validated_by in (None, self._name)
+            ):
                 self._validation = asyncio.create_task(self._validate(batch))
         self._forecasts = self._forecasts_of(found)
         await self._refill([batch for batch in found if batch.status is Status.IN_PROGRESS])
-        self._meter.look(0 if self._is_paused() else self.num_under_way)
-        self._rate = self._meter.rate()
-
-    def _is_to_validate(self, batch: Batch) -> bool:
-        return (
-            batch.status is Status.VALIDATING
-            and self._validation is None
-            and batch.validated_by in (None, self._name)
-        )
+        self._meter.look(0 if self._is_paused() else self.num_in_flight)
+        self.rate = self._meter.rate()
 
     def outlooks(self, found: Sequence[Batch], *, taken: Mapping[str, int]) -> dict[str, Outlook]:
-        """Of batches with lines to send. For any thread.
-
-        taken  batch -> lines that are under way
-        """
-        state = OutlookState.MEASURED
+        """Of batches with lines to send. For any thread. `taken`: batch -> lines in flight."""
+        known: dict[str, Forecast] = {}
         if self._is_paused() and self.num_servers == 1:
             state = OutlookState.PAUSED
-        told = {} if state is OutlookState.PAUSED else self._forecasts_of(found)
-        if not told and state is OutlookState.MEASURED:
-            state = OutlookState.ESTIMATING
+        else:
+            known = self._forecasts_of(found)
+            state = OutlookState.MEASURED if known else OutlookState.ESTIMATING
         return {
             batch.id: Outlook(
-                state=state, num_running=taken.get(batch.id, 0), forecast=told.get(batch.id)
+                state=state, num_running=taken.get(batch.id, 0), forecast=known.get(batch.id)
             )
             for batch in found
             if batch.status in _WITH_LINES
         }
 
     def _forecasts_of(self, found: Sequence[Batch]) -> dict[str, Forecast]:
-        """Of batches that have not ended; none where no rate is known."""
-        rate = self._rate_of_all()
+        """Of batches that have not ended; {} if no rate is known."""
+        rate = self._past_rate
+        if self.rate is not None:  # the other servers are assumed to be as fast
+            rate = replace(self.rate, tokens_per_s=self.rate.tokens_per_s * self.num_servers)
         if rate is None:
             return {}
         sizes = {
             name: [one.num_bytes for one in list(lines.values())]
-            for name, lines in list(self._under_way.items())
+            for name, lines in list(self._in_flight.items())
         }
         return forecasts_of(
             [batch for batch in found if batch.status in _WITH_LINES],
@@ -296,20 +289,8 @@ class Feeder:
             margin_s=self._config.late_margin_s,
         )
 
-    def _rate_of_all(self) -> Rate | None:
-        """Of all servers of the store: what this one has measured, as the others are taken to be as
-        fast; before that what batches had that have ended."""
-        if self._rate is None:
-            return self._past_rate
-        return replace(self._rate, tokens_per_s=self._rate.tokens_per_s * self.num_servers)
-
-    @property
-    def rate(self) -> Rate | None:
-        """Measured, as of a second ago."""
-        return self._rate
-
-    async def _look_at_models(self) -> None:
-        """Adapters come and go while the server runs."""
+    async def _update_models(self) -> None:
+        """Adapters are loaded and unloaded while the server runs."""
         content = await self._client.models()
         models = None if content is None else ServedModels.of_listing(content)
         if models is not None:
@@ -317,7 +298,7 @@ class Feeder:
 
     async def _validate(self, batch: Batch) -> None:
         try:
-            await self._look_at_models()
+            await self._update_models()
             await asyncio.to_thread(
                 validate,
                 batch,
@@ -329,77 +310,75 @@ class Feeder:
             self._not_validated.discard(batch.id)
         except Exception as error:
             self._not_validated.add(batch.id)
-            self.tell(error, f"cannot validate {batch.id}")
+            self.log_failure(error, f"cannot validate {batch.id}")
             await asyncio.sleep(_RETRY_S)
         finally:
             self._validation = None
             self.wake()
 
     async def _end(self, batch: Batch) -> None:
-        """Let go of what is under way, keep what is finished, close the rest. Lines that are under
-        way elsewhere are let go there: the last server to do so ends the batch."""
+        """Cancel what is in flight here, keep what is finished, close the rest. Each server does
+        this with its lines; the last one ends the batch."""
         try:
-            await self._let_go([batch.id])
+            await self._drop([batch.id])
             await asyncio.to_thread(self._store.release, batch.id, server=self._name)
             while await asyncio.to_thread(
                 self._store.close_lines, batch.id, limit=_CLOSED_PER_TRANSACTION
             ):
                 pass
             if await asyncio.to_thread(self._finish, batch.id):
-                await self._recall()
-                with suppress(FilesAwayError):  # is swept again and again
+                await self._load_past_rate()
+                with suppress(FilesAwayError):  # a later sweep removes them
                     await asyncio.to_thread(self._files.sweep)
             else:
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_STEP_S)
         except Exception as error:
-            self.tell(error, f"cannot end {batch.id}")
+            self.log_failure(error, f"cannot end {batch.id}")
             await asyncio.sleep(_RETRY_S)
         finally:
             self._endings.pop(batch.id, None)
             self.wake()
 
     def _finish(self, name: str) -> bool:
-        """Whether a batch has ended; not as long as lines of it are under way elsewhere."""
+        """Whether a batch has ended: no lines are in flight at other servers."""
         if not self._store.is_done(name):
             return False
         return self._store.end(name, self._files.write_results(name))
 
     async def _refill(self, found: Sequence[Batch]) -> None:
-        if self.num_under_way > self._config.low_watermark:
+        if not found or self.num_in_flight > self._config.low_watermark:
             return
         demands = []
         taken = await asyncio.to_thread(self._store.num_taken)
         for batch in found:
-            num_under_way = max(len(self._under_way.get(batch.id, ())), taken.get(batch.id, 0))
+            num_in_flight = max(len(self._in_flight.get(batch.id, ())), taken.get(batch.id, 0))
             demands.append(
                 Demand(
                     batch_id=batch.id,
-                    tenant=tenant_of(batch),
-                    num_under_way=num_under_way,
-                    num_waiting=batch.total - batch.completed - batch.failed - num_under_way,
+                    tenant=batch.owner_and_tenant,
+                    num_in_flight=num_in_flight,
+                    num_waiting=batch.num_left - num_in_flight,
                     weight=self._weight(batch),
                     due=batch.expires_at if self._is_late(batch) else None,
                 )
             )
-        room = self._config.high_watermark - self.num_under_way
         by_id = {batch.id: batch for batch in found}
-        if found:
-            await self._look_at_models()
+        await self._update_models()
         away: FilesAwayError | None = None
-        for name, limit in shares(demands, room=room).items():
+        num_free = self._config.high_watermark - self.num_in_flight
+        for name, limit in shares(demands, num_free=num_free).items():
             batch = by_id[name]
-            max_bytes = _MAX_BYTES - sum(
-                one.num_bytes for some in self._under_way.values() for one in some.values()
-            )
+            in_flight = [one for some in self._in_flight.values() for one in some.values()]
+            max_bytes = _MAX_BYTES - sum(one.num_bytes for one in in_flight)
             if max_bytes <= 0:
                 return
             try:
-                taken_now = await asyncio.to_thread(self._take, batch, limit, max_bytes)
+                lines = await asyncio.to_thread(self._take, batch, limit, max_bytes)
             except FilesAwayError as error:
-                away = error  # others may have been read already
+                away = error  # files of other batches may be copied here already
                 continue
-            for line in taken_now:
-                self._under_way[batch.id][line.number] = _UnderWay(
+            for line in lines:
+                self._in_flight[batch.id][line.number] = _InFlight(
                     task=asyncio.create_task(self._answer(batch, line)),
                     num_bytes=len(line.body) if isinstance(line, RequestLine) else 0,
                 )
@@ -407,97 +386,80 @@ class Feeder:
             raise away
 
     def _weight(self, batch: Batch) -> float:
-        return self._config.tenant_weights.get(batch.request.tenant, 1.0)
+        return self._config.tenant_weights.get(batch.tenant, 1.0)
 
     def _is_late(self, batch: Batch) -> bool:
         forecast = self._forecasts.get(batch.id)
         return forecast is not None and forecast.is_late
 
     def _deadline_s(self, batch: Batch) -> float:
-        """Until when a line that is sent now should be finished, for the lines behind it to be in
-        time too [s]: what the window leaves them, and the time of those under way. A late one's is
-        near enough for the scheduler to put it before other offline work."""
-        left_s = max(batch.expires_at - self._store.now(), _LEAST_DEADLINE_S)
+        """The deadline of a line that is sent now, from now on [s]: the time of the lines in
+        flight, and the slack that the lines behind it leave. For a late batch it is short enough
+        for the scheduler to prefer the line to other offline work."""
+        left_s = max(batch.expires_at - self._store.now(), _MIN_DEADLINE_S)
         forecast = self._forecasts.get(batch.id)
         if forecast is None:
             return left_s
-        num_left = _num_left(batch)
+        num_left = max(batch.num_left, 1)
         ahead = min(self._config.high_watermark * self.num_servers, num_left) / num_left
         deadline_s = ahead * forecast.work_s + max(forecast.slack_s, 0.0)
         if forecast.is_late:
             deadline_s = min(deadline_s, self._config.late_margin_s)
-        return min(max(deadline_s, _LEAST_DEADLINE_S), left_s)
+        return min(max(deadline_s, _MIN_DEADLINE_S), left_s)
 
     def _take(self, batch: Batch, limit: int, max_bytes: int) -> list[RequestLine | BadLine]:
-        """Lines of a batch, read from its input file. None is taken where that is away."""
+        """Take lines of a batch and read them. FilesAwayError; then none is taken."""
         num_ahead = 0
         if self.num_servers > 1:
-            left = batch.total - batch.completed - batch.failed
-            num_ahead = min(left // (_SHARES_AHEAD * self.num_servers), _MAX_AHEAD)
+            num_ahead = min(batch.num_left // (_SHARES_AHEAD * self.num_servers), _MAX_AHEAD)
         with ExitStack() as stack:
             content: BinaryIO | OSError
             try:
-                content = stack.enter_context(self._files.open(batch.request.input_file_id))
+                content = stack.enter_context(self._files.open(batch.input_file_id))
             except OSError as error:
                 content = error
             taken = self._store.take(
                 batch.id, limit=limit, max_bytes=max_bytes, server=self._name, num_ahead=num_ahead
             )
-            try:
-                if isinstance(content, OSError):
-                    raise content
-                return [self._read(line, content) for line in taken]
-            except OSError as error:
-                return [_unreadable(line, error) for line in taken]
-
-    def _read(self, line: Line, content: BinaryIO) -> RequestLine | BadLine:
-        content.seek(line.offset)
-        raw = RawLine(number=line.number, data=content.read(line.num_bytes))
-        read = self._rules.parse_to_send(raw)
-        if isinstance(read, BadLine):  # its id was right when it was validated
-            read = replace(read, custom_id=line.custom_id)
-        return read
+            return self._rules.read(taken, content)
 
     async def _answer(self, batch: Batch, line: RequestLine | BadLine) -> None:
-        """Send a line, and hand its result to the writer."""
-        records = records_of(batch.id)
-        answer: Answer | None = None
-        if isinstance(line, BadLine):
-            record = records.record(line)
-        else:
+        """Send a line, and pass its result to the writer."""
+        outcome: Answer | Failure | None = None
+        tokens: dict[str, int] = {}
+        if isinstance(line, RequestLine):
             try:
                 state = self._state(self._deadline_s(batch))
                 outcome = await self._client.send(line, extensions={"state": state})
             except Exception:
                 logger.exception("batches: line %d of %s", line.number, batch.id)
-                outcome = Failure(code="internal_error", message=_INTERNAL)
-            if isinstance(outcome, Failure):
-                outcome = self._private(outcome, batch, line)
-            else:
-                answer = outcome
-                ended = Ended(answer.prompt_tokens, answer.completion_tokens)
-                self._meter.finished(ended, num_bytes=len(line.body))
-            record = records.record(line, outcome)
+                outcome = _INTERNAL_ERROR
+        if isinstance(outcome, Failure):
+            shown = self._redaction.failure(outcome)
+            if shown != outcome:
+                logger.warning("batches: line %d of %s: %s", line.number, batch.id, outcome.message)
+            outcome = shown
+        elif isinstance(outcome, Answer):
+            assert isinstance(line, RequestLine)
+            ended = Ended(outcome.prompt_tokens, outcome.completion_tokens)
+            self._meter.finished(ended, num_bytes=len(line.body))
+            tokens = {
+                "input_tokens": outcome.prompt_tokens,
+                "output_tokens": outcome.completion_tokens,
+                "cached_tokens": outcome.cached_tokens,
+                "reasoning_tokens": outcome.reasoning_tokens,
+            }
+        record = records_of(batch.id).record(line, outcome)
         self._finished.append(
             Finished(
                 batch_id=batch.id,
                 number=line.number,
                 is_answer=record.is_answer,
                 data=record.data,
-                input_tokens=answer.prompt_tokens if answer else 0,
-                output_tokens=answer.completion_tokens if answer else 0,
-                cached_tokens=answer.cached_tokens if answer else 0,
-                reasoning_tokens=answer.reasoning_tokens if answer else 0,
+                **tokens,
             )
         )
         self._has_finished.set()
-
-    def _private(self, failure: Failure, batch: Batch, line: RequestLine) -> Failure:
-        """As the client may read it; what it may not is logged."""
-        shown = self._redaction.failure(failure)
-        if shown != failure:
-            logger.warning("batches: line %d of %s: %s", line.number, batch.id, failure.message)
-        return shown
 
     async def _write(self) -> None:
         while True:
@@ -506,14 +468,14 @@ class Feeder:
             try:
                 await self._flush()
             except Exception as error:
-                self.tell(error, "cannot write results")
+                self.log_failure(error, "cannot write results")
                 await asyncio.sleep(_RETRY_S)
                 self._has_finished.set()
-            if self.num_under_way <= self._config.low_watermark:
+            if self.num_in_flight <= self._config.low_watermark:
                 self.wake()
 
     async def _flush(self) -> None:
-        """Write what has come in since the last time, as one transaction."""
+        """Write all finished lines in one transaction."""
         async with self._flushing:
             group = list(self._finished)
             if not group:
@@ -524,7 +486,7 @@ class Feeder:
                 self.finished["answered" if one.is_answer else "failed"] += 1
                 self.finished["input"] += one.input_tokens
                 self.finished["output"] += one.output_tokens
-                self._under_way[one.batch_id].pop(one.number, None)
+                self._in_flight[one.batch_id].pop(one.number, None)
 
     async def _sweep(self) -> None:
         while True:
@@ -534,21 +496,5 @@ class Feeder:
                     await asyncio.to_thread(self._store.remove_ended, kept_s=kept_s)
                 await asyncio.to_thread(self._files.sweep)
             except Exception as error:
-                self.tell(error, "cannot let go of what has expired")
+                self.log_failure(error, "cannot remove what has expired")
             await asyncio.sleep(_SWEEP_S)
-
-
-def _num_left(batch: Batch) -> int:
-    """Lines without a result, at least 1."""
-    return max(batch.total - batch.completed - batch.failed, 1)
-
-
-def _unreadable(line: Line, error: OSError) -> BadLine:
-    message = f"the input file cannot be read: {error.strerror}"
-    return BadLine(
-        number=line.number,
-        custom_id=line.custom_id,
-        code="input_unreadable",
-        message=message,
-        param=None,
-    )

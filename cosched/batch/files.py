@@ -1,41 +1,73 @@
-"""Files: uploaded ones, whose bytes lie in a folder or at a URL, and results, whose lines are rows
-until the batch ends, and after it where the files are in a folder."""
+"""Files: uploads and results of batches.
+
+The bytes of uploads are in a folder or at a URL. Results are rows of the database while their batch
+is open; after that they stay rows if files are in a folder, and become files at a URL.
+"""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from itertools import chain
 from typing import Any, BinaryIO
 
 import sqlalchemy as sa
 
-from cosched.batch.config import QuotaConfig
+from cosched.batch.config import NO_QUOTA, BatchesConfig, QuotaConfig
 from cosched.batch.data import OPEN, File
 from cosched.batch.database import Database, batches, files, results
-from cosched.batch.errors import not_found
+from cosched.batch.errors import ApiError, not_found
 from cosched.batch.jsonl.lines import raw_lines
+from cosched.batch.jsonl.parquet import ParquetRows, is_parquet
 from cosched.batch.quota import check_new_file
 from cosched.batch.storage import FilesAwayError, Storage
+from cosched.errors import CoschedError
 
 _RESULTS_PER_PAGE = 200
-_NO_QUOTA = QuotaConfig()
+_BLOCK_BYTES = 1 << 20
 
 
-def new_id(kind: str) -> str:
-    """``kind`` and 128 bits of chance."""
-    return kind + secrets.token_hex(16)
+def new_id(prefix: str) -> str:
+    """`prefix` and 128 random bits."""
+    return prefix + secrets.token_hex(16)
 
 
-def file_of(row: Any) -> File:
-    fields = dict(row._mapping)
-    del fields["seq"]
-    return File(**fields)
+def upload_blocks(content: BinaryIO, *, config: BatchesConfig) -> Iterator[bytes]:
+    """What is kept of an upload: its bytes, or row N of a Parquet file as line N. ApiError 400,
+    413, also after some blocks: the Parquet file is damaged or too large."""
+    if not is_parquet(content):
+        while block := content.read(_BLOCK_BYTES):
+            yield block
+        return
+    num_bytes = 0
+    try:
+        rows = ParquetRows(content, max_group_bytes=config.max_file_bytes)
+        if rows.num_rows > config.max_lines:
+            raise ApiError(
+                f"a batch may have {config.max_lines} lines (batches.max_lines), and the Parquet "
+                f"file has {rows.num_rows} rows",
+                param="file",
+            )
+        for number, line in enumerate(rows.lines(), start=1):
+            num_bytes += len(line) + 1
+            if num_bytes > config.max_file_bytes:
+                raise too_large(config, f"; as JSONL, row {number} exceeds that")
+            yield line + b"\n"
+    except ApiError:
+        raise
+    except CoschedError as error:
+        raise ApiError(str(error), param="file") from None
+
+
+def too_large(config: BatchesConfig, more: str = "") -> ApiError:
+    message = f"a file may have {config.max_file_bytes} bytes (batches.max_file_mb){more}"
+    return ApiError(message, status=413, param="file")
 
 
 class FileStore:
-    """For any number of threads. Owners see their own files only; None sees all."""
+    """For any number of threads. Owners see only their own files; None sees all."""
 
     def __init__(
         self,
@@ -43,7 +75,7 @@ class FileStore:
         storage: Storage,
         *,
         clock: Callable[[], float],
-        quota: QuotaConfig = _NO_QUOTA,
+        quota: QuotaConfig = NO_QUOTA,
     ) -> None:
         self._database = database
         self._quota = quota
@@ -59,7 +91,7 @@ class FileStore:
         purpose: str,
         expires_s: int | None,
     ) -> File:
-        """Keep a file of these bytes; it is there for good on return. ApiError 429, 503."""
+        """Keep a file of these bytes; it is durable on return. ApiError 429, 503."""
         name = new_id("file-")
         is_published = False
         try:
@@ -76,7 +108,7 @@ class FileStore:
             )
             with self._database.write() as connection:
                 check_new_file(self._database, connection, file, self._quota, now=now)
-                connection.execute(files.insert().values(**_columns(file)))
+                connection.execute(files.insert().values(**asdict(file)))
                 self._storage.publish(name)
                 is_published = True
         finally:
@@ -90,7 +122,7 @@ class FileStore:
             row = connection.execute(self._visible(owner).where(files.c.id == name)).first()
         if row is None:
             raise not_found("file", name)
-        return file_of(row)
+        return _file_of(row)
 
     def page(
         self,
@@ -107,20 +139,19 @@ class FileStore:
             query = query.where(files.c.purpose == purpose)
         with self._database.read() as connection:
             if after is not None:
-                asked = sa.select(files.c.seq).where(files.c.id == after)
-                if owner is not None:
-                    asked = asked.where(files.c.owner == owner)
-                seq = connection.execute(asked).scalar()
+                of_owner = sa.true() if owner is None else files.c.owner == owner
+                found = sa.select(files.c.seq).where(files.c.id == after, of_owner)
+                seq = connection.execute(found).scalar()
                 if seq is None:
                     raise not_found("file", after)
                 query = query.where(files.c.seq < seq if newest_first else files.c.seq > seq)
             order = files.c.seq.desc() if newest_first else files.c.seq
             rows = connection.execute(query.order_by(order).limit(limit + 1)).all()
-        return [file_of(row) for row in rows[:limit]], len(rows) > limit
+        return [_file_of(row) for row in rows[:limit]], len(rows) > limit
 
     def delete(self, name: str, *, owner: str | None) -> None:
-        """ApiError 404. A batch that reads it goes on. Where its place is away it is gone all the
-        same, and its bytes go later."""
+        """ApiError 404. A batch that reads the file can finish. Its bytes are removed now or by a
+        later sweep."""
         file = self.get(name, owner=owner)
         with self._database.write() as connection:
             _remove(connection, file)
@@ -129,11 +160,11 @@ class FileStore:
             self.sweep()
 
     def open(self, name: str) -> BinaryIO:
-        """An uploaded file, to be read here and there. FileNotFoundError; ApiError 503."""
+        """An uploaded file, seekable. FileNotFoundError; ApiError 503."""
         return self._storage.open(name)
 
     def num_lines(self, name: str, *, max_line_bytes: int) -> int:
-        """Of an uploaded file, without the empty ones. ApiError 404, 503."""
+        """Lines of an uploaded file that are not empty. ApiError 404, 503."""
         try:
             with self.open(name) as content:
                 found = raw_lines(content, max_line_bytes=max_line_bytes)
@@ -142,7 +173,7 @@ class FileStore:
             raise not_found("file", name) from None
 
     def content(self, file: File) -> Iterator[bytes]:
-        """Its bytes, a block at a time. ApiError 404, 503."""
+        """The bytes, a block at a time. ApiError 404, 503."""
         if file.batch_id is not None and not self._storage.is_far:
             yield from self._results(file.batch_id, is_errors=file.is_errors)
             return
@@ -152,13 +183,10 @@ class FileStore:
             raise not_found("file", file.id) from None
 
     def write_results(self, batch_id: str) -> dict[bool, tuple[str, int]]:
-        """The results of a batch, all of whose lines are done, as files that nobody has listed yet:
-        whether it is the one of the errors -> its name and bytes. {} where results stay rows.
-        ApiError 503."""
+        """Write the results of a batch whose lines are all done as files, which are not listed yet:
+        is_errors -> name and bytes. {} if results stay rows. ApiError 503."""
         made: dict[bool, tuple[str, int]] = {}
-        if not self._storage.is_far:
-            return made
-        for is_errors in (False, True):
+        for is_errors in (False, True) if self._storage.is_far else ():
             blocks = self._results(batch_id, is_errors=is_errors)
             if (first := next(blocks, None)) is None:
                 continue
@@ -191,13 +219,12 @@ class FileStore:
             yield b"".join(row.data for row in rows)
 
     def sweep(self) -> None:
-        """Let go of files that have expired, and of bytes that nothing needs any more. ApiError
-        503."""
+        """Remove files that have expired, and bytes that nothing needs. ApiError 503."""
         with self._database.write() as connection:
-            # The bytes of a file are in the folder a moment before others see that it is listed.
+            # The bytes of a file are in the folder a moment before others see its row.
             self._database.keep_others_from_adding_files(connection)
             expired = files.c.expires_at <= int(self._clock())
-            gone = [file_of(row) for row in connection.execute(sa.select(files).where(expired))]
+            gone = [_file_of(row) for row in connection.execute(sa.select(files).where(expired))]
             for file in gone:
                 _remove(connection, file)
             listed = set(connection.scalars(sa.select(files.c.id)))
@@ -205,7 +232,7 @@ class FileStore:
             in_use = set(connection.scalars(query))
             if not self._storage.is_far:
                 self._storage.sweep(listed | in_use, in_use=in_use)
-        # Nobody waits for a place that answers when it likes, which goes by time instead.
+        # Without the lock, which a slow store would hold for long; it goes by time instead.
         if self._storage.is_far:
             for file in gone:
                 self._storage.forget(file.id)
@@ -219,8 +246,10 @@ class FileStore:
         return query if owner is None else query.where(files.c.owner == owner)
 
 
-def _columns(file: File) -> dict[str, Any]:
-    return {name: getattr(file, name) for name in File.__dataclass_fields__}
+def _file_of(row: Any) -> File:
+    fields = dict(row._mapping)
+    del fields["seq"]
+    return File(**fields)
 
 
 def _remove(connection: sa.Connection, file: File) -> None:

@@ -1,9 +1,9 @@
-"""When batches will be finished: what is left of each, at the measured rate of offline work.
+"""Shares of batches, and forecasts of when they end at the measured rate of offline work.
 
-A batch's share of the rate is what the feeder gives it (`cosched.batch.fairness`): tenants have
-shares by their weights, and in a tenant late batches come first, by their deadline; the others
-share what is left. When the last line of a batch has begun, its replies go on: how long this tail
-takes is told by the lengths of replies and not by the rate.
+The feeder takes lines by `shares`: tenants get shares by their weights; within a tenant late
+batches come first, by the end of their windows, and the others share the rest equally. Forecasts
+assume the same. After the last line of a batch has begun, its replies continue; the length of this
+tail follows from the lengths of replies, not from the rate.
 """
 
 from __future__ import annotations
@@ -19,24 +19,68 @@ from itertools import accumulate
 from statistics import NormalDist
 
 from cosched.batch.data import Batch
-from cosched.batch.rate import OUTPUT_TOKEN, Rate, RateMeter, work_of
-from cosched.batch.replies import Replies, Running, octave
+from cosched.batch.rate import OUTPUT_TOKEN, Rate, RateMeter, Replies, Running, octave, work_of
 
 _LEAST_SPREAD = 0.1
-"""Of any rate over any time: what is left of a batch is itself an estimate."""
+"""Least relative spread of any rate: the remaining work is itself an estimate."""
 _CORRELATED_S = 3600.0
-"""How long the rate stays high or low, about: chat comes and goes by the hour."""
+"""For about how long the rate stays high or low: online traffic changes by the hour."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """A batch with waiting lines.
+
+    weight  of its tenant: the size of its share relative to the others'
+    due     end of the window, if the batch is late; None: it is not late
+    """
+
+    batch_id: str
+    tenant: tuple[str, str]
+    num_in_flight: int
+    num_waiting: int
+    weight: float = 1.0
+    due: float | None = None
+
+
+def shares(demands: Sequence[Demand], *, num_free: int) -> dict[str, int]:
+    """Batch -> lines to take of it, `num_free` in all if that many wait.
+
+    Each line is of the tenant with the fewest in flight for its weight, and there of the late batch
+    that is due first, otherwise of the batch with the fewest in flight; ties go to the earlier
+    batch. So the share of a tenant depends neither on the number of its batches nor on their
+    windows, and what one tenant cannot use goes to the others.
+    """
+    by_tenant: Counter[tuple[str, str]] = Counter()
+    for one in demands:
+        by_tenant[one.tenant] += one.num_in_flight
+    given: Counter[str] = Counter()
+    for _ in range(num_free):
+        left = [one for one in demands if given[one.batch_id] < one.num_waiting]
+        if not left:
+            break
+        next_one = min(
+            left,
+            key=lambda one: (
+                by_tenant[one.tenant] / one.weight,
+                math.inf if one.due is None else one.due,
+                one.num_in_flight + given[one.batch_id],
+            ),
+        )
+        by_tenant[next_one.tenant] += 1
+        given[next_one.batch_id] += 1
+    return dict(given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Left:
-    """Of the lines of a batch that have no result.
+    """The lines of a batch without a result.
 
-    num_tokens   work
-    num_here     of it, of lines at the scheduler
-    num_running  of it, of lines that have begun
-    num_waiting  lines that have not, by the octave of their prompts
-    share        of all running lines, that are of this batch
+    num_tokens   their work
+    num_here     the part of lines at the scheduler
+    num_running  the part of lines that have begun
+    num_waiting  octave of the prompts -> lines that have not begun
+    share        fraction of all running lines that belong to this batch
     """
 
     num_tokens: float
@@ -46,7 +90,7 @@ class Left:
     share: float = 0.0
 
     def end_s(self, finish_s: float, *, replies: Replies | None, rate: Rate) -> float:
-        """When its last reply ends, where its work is done after `finish_s` at its share [s]."""
+        """When its last reply ends, if its work takes `finish_s` at its share of the rate [s]."""
         if not self.num_tokens or replies is None or not rate.iteration_s:
             return finish_s
         begun_s = finish_s * (1 - self.num_running / self.num_tokens)
@@ -69,8 +113,8 @@ def lefts(
     sizes    batch -> bytes of each of its lines at the scheduler
     replies  None: no line has ended
 
-    Lines that are not sent are as those that were: what has ended so far was chosen by the
-    scheduler, and says less of what is left.
+    Lines that are not sent are assumed to be like all that were sent: the ended ones alone are a
+    selection of the scheduler's.
     """
     per_byte = meter.prompt_tokens_per_byte
     kinds = {name: Counter(octave(size * per_byte) for size in sizes[name]) for name in sizes}
@@ -79,22 +123,21 @@ def lefts(
 
     def tokens(batch: Batch, size: int) -> float:
         if replies is None:
-            return batch.request.num_bytes / max(batch.total, 1) * rate.tokens_per_byte
+            return batch.num_bytes / max(batch.total, 1) * rate.tokens_per_byte
         num_prompt = size * per_byte
         return work_of(num_prompt, replies.length(octave(num_prompt)))
 
     found = {}
     for batch in batches:
         here = [(octave(size * per_byte), tokens(batch, size)) for size in sizes.get(batch.id, ())]
-        num_left = batch.total - batch.completed - batch.failed
-        num_unsent = max(num_left - len(here), 0)
+        num_unsent = max(batch.num_left - len(here), 0)
         num_sent = batch.completed + len(here)
         if num_sent:
             sent = work_of(batch.input_tokens, batch.output_tokens) + sum(num for _, num in here)
             unsent = num_unsent * sent / num_sent
         else:
             share = num_unsent / batch.total if batch.total else 1.0  # not read yet
-            unsent = share * batch.request.num_bytes * rate.tokens_per_byte
+            unsent = share * batch.num_bytes * rate.tokens_per_byte
         waiting = sum(waits[kind] * num for kind, num in here)
         own = kinds.get(batch.id, Counter())
         num_waiting = {kind: num * waits[kind] for kind, num in own.items()}
@@ -112,13 +155,13 @@ def lefts(
 
 
 def _waiting(kinds: Iterable[Counter[int]], running: Sequence[Running]) -> dict[int, float]:
-    """Octave -> share of the lines at the scheduler that have not begun."""
+    """Octave -> fraction of the lines at the scheduler that have not begun."""
     here = Counter[int]()
     for some in kinds:
         here.update(some)
     begun = Counter(octave(one.num_prompt) for one in running)
     found = {kind: max(1 - begun[kind] / num, 0.0) for kind, num in here.items()}
-    # The octave of a prompt is known from its bytes only: all that run must be among them.
+    # The octave of a prompt is estimated from its bytes: scale to the number that run.
     num = sum(found[kind] * here[kind] for kind in here)
     waiting = max(here.total() - len(running), 0)
     return {kind: share * waiting / num if num else 0.0 for kind, share in found.items()}
@@ -131,7 +174,7 @@ class Load:
     due_s       until its window ends [s]
     num_tokens  work of its lines without a result
     weight      of its tenant
-    end_s       when its last reply ends, by when its work is done at its rate [s]
+    end_s       the end of its work at its share of the rate -> the end of its last reply [s]
     """
 
     batch_id: str
@@ -145,13 +188,13 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """Of one batch, from now on.
+    """Of one batch; times from now on.
 
     finish_s     until its last line is finished [s]
-    slack_s      what its window leaves when it has but its fair share [s]; less than 0: it is late
+    slack_s      until its window ends after its work at its fair share [s]
     is_late      its slack is below the margin, so it goes before others of its tenant
-    work_s       what is left of it takes at the whole rate [s]
-    miss_chance  that the window ends first, 0 to 1
+    work_s       time of its remaining work at the whole rate [s]
+    miss_chance  probability that its window ends first
     """
 
     finish_s: float
@@ -162,12 +205,8 @@ class Forecast:
 
 
 class OutlookState(StrEnum):
-    """Why a batch has a forecast, or none.
-
-    MEASURED    the rate is that of finished lines
-    ESTIMATING  no rate is known: no batch of the store has finished lines, or too few of them
-    PAUSED      the operator pauses offline work
-    """
+    """MEASURED: there is a forecast. ESTIMATING: no rate is known, because too few lines of the
+    store are finished. PAUSED: the operator pauses offline work."""
 
     MEASURED = "measured"
     ESTIMATING = "estimating"
@@ -176,19 +215,12 @@ class OutlookState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
-    """What is known of an open batch beside its counts.
-
-    num_running  lines at the schedulers of all servers, waiting or running
-    forecast     only where it is measured
-    """
+    """Of an open batch. `num_running`: its lines at the schedulers of all servers, waiting or
+    running. `forecast`: None unless MEASURED."""
 
     state: OutlookState
     num_running: int
     forecast: Forecast | None
-
-
-def tenant_of(batch: Batch) -> tuple[str, str]:
-    return batch.request.owner, batch.request.tenant
 
 
 def forecasts_of(
@@ -204,9 +236,9 @@ def forecasts_of(
 ) -> dict[str, Forecast]:
     """Batch -> its forecast.
 
-    sizes        batch -> bytes of each of its lines at the scheduler of this server
-    rate         of all servers
-    weight       of the tenant of a batch
+    sizes   batch -> bytes of each of its lines at the scheduler of this server
+    rate    of all servers
+    weight  of the tenant of a batch
     """
     ended, running = list(meter.ended), meter.progress.running
     replies = Replies(ended, running) if ended else None
@@ -214,7 +246,7 @@ def forecasts_of(
     loads = [
         Load(
             batch_id=batch.id,
-            tenant=tenant_of(batch),
+            tenant=batch.owner_and_tenant,
             due_s=batch.expires_at - now,
             num_tokens=left[batch.id].num_tokens,
             weight=weight(batch),
@@ -232,8 +264,8 @@ def forecasts(
     """Batch -> its forecast.
 
     margin_s  a batch with less slack is late [s]
-    least_s   what is at the scheduler already takes so long, and a line among it is anywhere: a
-              batch with lines left is not expected to be finished before [s]
+    least_s   time of the work at the scheduler. A line may be anywhere in it, so no batch with
+              lines left is expected to finish before [s]
     """
     loads = [replace(load, is_late=False) for load in loads]
     fair = _finish_times(loads, rate.tokens_per_s)
@@ -256,26 +288,26 @@ def forecasts(
 
 
 def _finish_times(loads: Sequence[Load], tokens_per_s: float) -> dict[str, float]:
-    """Batch -> seconds until it is done, when all go on at once, each at its share of the rate.
+    """Batch -> seconds until its work is done, when each has its share of the rate.
 
-    As long as tenants have work, each has done the same number of tokens for its weight. So a batch
-    is done when that number has reached what it takes in its tenant, and the time until then is
-    that of all the work done by then. O(n log n).
+    All tenants with work left have done the same number of tokens per weight. So a batch is done
+    when that number reaches what the batch needs within its tenant, and the time until then is that
+    of all the work done by then. O(n log n).
     """
     by_tenant: dict[tuple[str, str], list[Load]] = {}
     for load in loads:
         by_tenant.setdefault(load.tenant, []).append(load)
-    groups = sorted(by_tenant.values(), key=_turns)
-    ends = [_turns(group) for group in groups]
-    # Of the tenants that are done first: their tokens, and the weight of the others.
+    groups = sorted(by_tenant.values(), key=_per_weight)
+    ends = [_per_weight(group) for group in groups]
+    # Tokens of the tenants that are done first, and the weight of the others.
     done = [0.0, *accumulate(_tokens(group) for group in groups)]
     weights = [*accumulate((group[0].weight for group in groups[::-1]), initial=0.0)][::-1]
     finish = {}
     for group in groups:
         for name, num_tokens in _order(group):
-            turns = num_tokens / group[0].weight
-            index = bisect_left(ends, turns)
-            finish[name] = (done[index] + turns * weights[index]) / tokens_per_s
+            per_weight = num_tokens / group[0].weight
+            index = bisect_left(ends, per_weight)
+            finish[name] = (done[index] + per_weight * weights[index]) / tokens_per_s
     return finish
 
 
@@ -283,13 +315,12 @@ def _tokens(group: Sequence[Load]) -> float:
     return sum(load.num_tokens for load in group)
 
 
-def _turns(group: Sequence[Load]) -> float:
-    """Tokens of a tenant for its weight."""
+def _per_weight(group: Sequence[Load]) -> float:
     return _tokens(group) / group[0].weight
 
 
 def _order(group: Sequence[Load]) -> Iterator[tuple[str, float]]:
-    """Batch of one tenant -> tokens that the tenant has done by the time it is done."""
+    """Batch of one tenant -> tokens of the tenant that are done by the end of the batch."""
     for load in group:
         if not load.num_tokens:
             yield load.batch_id, 0.0
@@ -298,7 +329,7 @@ def _order(group: Sequence[Load]) -> Iterator[tuple[str, float]]:
     for load in sorted((load for load in group if load.is_late), key=lambda load: load.due_s):
         before += load.num_tokens
         yield load.batch_id, before
-    # The others share: the smallest is done when each of them has done as much.
+    # The others share equally: the smallest is done when all of them have done as much.
     others = sorted((load for load in group if not load.is_late), key=lambda load: load.num_tokens)
     for index, load in enumerate(others):
         yield load.batch_id, before + (len(others) - index) * load.num_tokens
@@ -308,12 +339,12 @@ def _order(group: Sequence[Load]) -> Iterator[tuple[str, float]]:
 def _miss_chance(finish_s: float, due_s: float, spread: float) -> float:
     """Probability that the mean rate over the window is below the rate that is needed.
 
-    The rate is lognormal with the measured mean and spread: it is never negative. Rates of
-    different hours are taken as independent, within an hour the rate stays the same.
+    The rate is lognormal, so never negative, with the measured mean and spread. Rates of different
+    hours are independent; within an hour the rate is constant.
     """
     if due_s <= 0:
         return 1.0
-    needed = finish_s / due_s  # by the mean rate, as the time is inverse to the rate
+    needed = finish_s / due_s  # relative to the mean rate: time is inverse to rate
     if not needed:
         return 0.0
     over_window = spread * math.sqrt(min(1.0, _CORRELATED_S / due_s))

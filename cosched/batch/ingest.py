@@ -1,14 +1,16 @@
-"""Validation: the lines of an input file are checked and put into the store, or what is wrong is
-told by line number."""
+"""Validation of an input file: its lines are added to the store, or its faults are reported."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import BinaryIO
+from hashlib import blake2b
+from typing import Any, BinaryIO
+
+import msgspec
 
 from cosched.batch.config import BatchesConfig
-from cosched.batch.data import Batch, Fault, NewLine
+from cosched.batch.data import Batch, Fault, Line, NewLine
 from cosched.batch.files import FileStore
 from cosched.batch.jsonl.lines import (
     BadLine,
@@ -19,39 +21,109 @@ from cosched.batch.jsonl.lines import (
     parse_line,
     raw_lines,
 )
-from cosched.batch.models import ServedModels
-from cosched.batch.prefix import prefix_key
 from cosched.batch.store import BatchStore
 from cosched.limits.table import ANY_MODEL, Scope
 
 MAX_FAULTS = 1000
-"""Most that are told of one file; the first ones."""
-
+"""Most faults that are reported of one file."""
+CHUNK_BYTES, MAX_CHUNKS = 256, 64
+"""Of the prompt, in a prefix key: 16 KiB."""
+_CHUNK_DIGEST_BYTES = 4
 _LINES_PER_PAGE = 500
+_ANY_MODEL_NAME = "default"
+"""SGLang's name for the served model, whatever its name."""
+
+
+class _Prompt(msgspec.Struct):
+    """What chat templates put first, in this order, as raw JSON."""
+
+    tools: msgspec.Raw = msgspec.Raw()
+    instructions: msgspec.Raw = msgspec.Raw()
+    messages: msgspec.Raw = msgspec.Raw()
+    prompt: msgspec.Raw = msgspec.Raw()
+    input: msgspec.Raw = msgspec.Raw()
+
+
+def prefix_key(body: bytes) -> bytes:
+    """A short key for the JSON `body` of a request: in the order of their keys, prompts with a
+    common prefix are neighbours, as in a walk through their radix tree. Each chunk of the prompt
+    becomes four bytes."""
+    prompt = msgspec.json.decode(body, type=_Prompt)
+    text = b"".join(bytes(getattr(prompt, name)) for name in _Prompt.__struct_fields__)
+    return b"".join(
+        blake2b(text[start : start + CHUNK_BYTES], digest_size=_CHUNK_DIGEST_BYTES).digest()
+        for start in range(0, min(len(text), CHUNK_BYTES * MAX_CHUNKS), CHUNK_BYTES)
+    )
+
+
+class _Card(msgspec.Struct):
+    id: str
+    parent: str | None = None
+
+
+class _Cards(msgspec.Struct):
+    data: list[_Card]
+
+
+class _Named(msgspec.Struct):
+    model: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModels:
+    """What ``GET /v1/models`` lists: the model by its names, and LoRA adapters. SGLang itself
+    answers any other name with the model that it serves."""
+
+    names: frozenset[str]
+    adapters: frozenset[str]
+
+    @classmethod
+    def of_listing(cls, content: bytes) -> ServedModels | None:
+        """None: the listing cannot be read."""
+        try:
+            cards = msgspec.json.decode(content, type=_Cards).data
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return None
+        return cls(
+            names=frozenset(card.id for card in cards if card.parent is None),
+            adapters=frozenset(card.id for card in cards if card.parent is not None),
+        )
+
+    def fault(self, body: bytes) -> str | None:
+        """Why the model that the JSON `body` names is not served; None: it is, or none is named."""
+        model = msgspec.json.decode(body, type=_Named).model
+        names = self.names | {_ANY_MODEL_NAME}
+        if not isinstance(model, str) or model in names or model in self.adapters:
+            return None
+        for name in names:
+            if model.startswith(f"{name}:") and model[len(name) + 1 :].strip() in self.adapters:
+                return None
+        served = ", ".join(sorted(self.names | self.adapters))
+        return f"the model {model!r} is not served here; served: {served}"
+
+    def addressed(self, body: bytes) -> bytes:
+        """The body as SGLang understands it: ``model:adapter``. For an adapter alone, the base
+        model would answer."""
+        model = msgspec.json.decode(body, type=_Named).model
+        if not isinstance(model, str) or model not in self.adapters or model in self.names:
+            return body
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        named = f"{min(self.names, default=_ANY_MODEL_NAME)}:{model}"
+        return msgspec.json.encode({**fields, "model": named})
 
 
 @dataclass(frozen=True, slots=True)
 class LineRules:
-    """What lines are checked against.
-
-    models  None where they are not known
-    scope   of the model, for the bounds of the bodies' fields
-    """
+    """What lines are checked against. `models` is None if they are not known; `scope` is the
+    model's, for the bounds of the bodies' fields."""
 
     config: BatchesConfig
     models: ServedModels | None = None
     scope: Scope = ANY_MODEL
 
-    def parse(self, raw: RawLine) -> RequestLine | BadLine:
-        """With the checks and the texts of `run_batch`, and the model. A line with a field beyond
-        its bound passes: it fails alone, by `parse_to_send`, and not with its batch."""
-        return self._parse(raw, None)
-
-    def parse_to_send(self, raw: RawLine) -> RequestLine | BadLine:
-        """The same, with the bounds of the fields."""
-        return self._parse(raw, self.scope)
-
-    def _parse(self, raw: RawLine, scope: Scope | None) -> RequestLine | BadLine:
+    def parse(self, raw: RawLine, *, scope: Scope | None = None) -> RequestLine | BadLine:
+        """As `run_batch`, and with the model. Without a `scope` the bounds of fields are not
+        checked: a line beyond them fails alone, in `read`, and not with its batch."""
         line = parse_line(
             raw,
             max_line_bytes=self.config.max_line_bytes,
@@ -63,43 +135,53 @@ class LineRules:
         fault = self.models.fault(line.body)
         if fault is None:
             return replace(line, body=self.models.addressed(line.body))
-        return BadLine(
-            number=line.number,
-            custom_id=line.custom_id,
-            code="model_not_found",
-            message=fault,
-            param="body.model",
-        )
+        return _bad(line, "model_not_found", fault, "body.model")
+
+    def read(
+        self, taken: Sequence[Line], content: BinaryIO | OSError
+    ) -> list[RequestLine | BadLine]:
+        """Valid lines of an input file, to be sent. An OSError fails all of them."""
+        found: list[RequestLine | BadLine] = []
+        try:
+            if isinstance(content, OSError):
+                raise content
+            for line in taken:
+                content.seek(line.start)
+                raw = RawLine(number=line.number, data=content.read(line.num_bytes))
+                read = self.parse(raw, scope=self.scope)
+                # A bad line too has the id that it had when the file was validated.
+                found.append(replace(read, custom_id=line.custom_id))
+        except OSError as error:
+            message = f"the input file cannot be read: {error.strerror}"
+            return [_bad(line, "input_unreadable", message, None) for line in taken]
+        return found
 
 
 def validate(
     batch: Batch, *, store: BatchStore, files: FileStore, rules: LineRules, server: str
 ) -> None:
-    """Bring `batch` from validating to in_progress or failed. It may be interrupted at any moment,
-    and is then begun again; ends early when the batch is no longer validated by this server."""
+    """Move `batch` from validating to in_progress or failed. May be interrupted and repeated; ends
+    early if this server no longer validates the batch."""
     if not store.begin_validation(batch.id, server=server):
         return
     faults: list[Fault] = []
     page: list[NewLine] = []
     try:
-        content = files.open(batch.request.input_file_id)
+        content = files.open(batch.input_file_id)
     except FileNotFoundError:
-        message = f"the input file {batch.request.input_file_id!r} was deleted"
-        store.reject(
-            batch.id,
-            [Fault(code="file_not_found", message=message, param="input_file_id", line=None)],
-            server=server,
-        )
+        message = f"the input file {batch.input_file_id!r} was deleted"
+        fault = Fault(code="file_not_found", message=message, param="input_file_id", line=None)
+        store.reject(batch.id, [fault], server=server)
         return
     with content:
-        for found in _checked(content, endpoint=batch.request.endpoint, rules=rules):
+        for found in _checked(content, endpoint=batch.endpoint, rules=rules):
             if isinstance(found, Fault):
                 faults.append(found)
                 if len(faults) >= MAX_FAULTS:
                     break
                 continue
             page.append(found)
-            # Once something is wrong, no line will be sent.
+            # After a fault no line will be sent.
             if len(page) >= _LINES_PER_PAGE:
                 if not store.add_lines(batch.id, () if faults else page, server=server):
                     return
@@ -127,7 +209,8 @@ def _checked(content: BinaryIO, *, endpoint: str, rules: LineRules) -> Iterator[
             if not ids.add(line.custom_id):
                 line = duplicate_of(line)
             elif line.url != endpoint:
-                line = _other_endpoint(line, endpoint)
+                message = f"url is {line.url}, but the batch is for {endpoint}"
+                line = _bad(line, "mismatched_endpoint", message, "url")
         if isinstance(line, BadLine):
             yield Fault(code=line.code, message=line.message, param=line.param, line=line.number)
             continue
@@ -135,7 +218,7 @@ def _checked(content: BinaryIO, *, endpoint: str, rules: LineRules) -> Iterator[
         yield NewLine(
             number=line.number,
             custom_id=line.custom_id,
-            offset=content.tell() - len(raw.data),
+            start=content.tell() - len(raw.data),
             num_bytes=len(raw.data),
             prefix_key=prefix_key(line.body),
         )
@@ -143,11 +226,7 @@ def _checked(content: BinaryIO, *, endpoint: str, rules: LineRules) -> Iterator[
         yield Fault(code="empty_file", message="the file has no lines", param=None, line=None)
 
 
-def _other_endpoint(line: RequestLine, endpoint: str) -> BadLine:
+def _bad(line: Line | RequestLine, code: str, message: str, param: str | None) -> BadLine:
     return BadLine(
-        number=line.number,
-        custom_id=line.custom_id,
-        code="mismatched_endpoint",
-        message=f"url is {line.url}, but the batch is for {endpoint}",
-        param="url",
+        number=line.number, custom_id=line.custom_id, code=code, message=message, param=param
     )

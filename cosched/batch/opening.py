@@ -1,7 +1,8 @@
-"""The store of a server: its database, and the place that has its files."""
+"""Opens the store of a server: its lock, its database and the storage of its files."""
 
 from __future__ import annotations
 
+import fcntl
 import re
 import secrets
 from contextlib import ExitStack
@@ -14,7 +15,6 @@ import sqlalchemy as sa
 
 from cosched.batch.config import BatchesConfig
 from cosched.batch.database import Database, database_url, store_row
-from cosched.batch.lock import lock_file
 from cosched.batch.storage import (
     FilesAwayError,
     FolderStorage,
@@ -30,7 +30,7 @@ _MAX_NAME = 100
 
 @dataclass(frozen=True, slots=True)
 class OpenStore:
-    """lock: keeps others out, where the store is for one server."""
+    """`lock` keeps other servers out."""
 
     database: Database
     storage: Storage
@@ -43,9 +43,9 @@ class OpenStore:
 
 
 def default_folder(*, model: str, port: int) -> Path:
-    """In the user's data directory, of the server with this served model name and port: two servers
-    on one machine differ in their ports, and a restart with the same command finds its batches.
-    ConfigError: the user has no data directory."""
+    """In the user's data directory, by served model name and port: servers of one machine have
+    different ports, and a restart with the same command finds its batches. ConfigError: the user
+    has no data directory."""
     name = re.sub(r"[^\w.-]+", "_", model).strip("._")[-_MAX_NAME:]
     data = platformdirs.user_data_path("cosched")
     if not data.is_absolute():
@@ -54,8 +54,8 @@ def default_folder(*, model: str, port: int) -> Path:
 
 
 def open_store(config: BatchesConfig) -> OpenStore:
-    """ConfigError: the database or the place of the files cannot be had, or the two do not belong
-    together."""
+    """ConfigError: the database or the storage cannot be opened, or they belong to different
+    stores."""
     assert config.folder is not None
     folder = folder_of(config.folder)
     with ExitStack() as on_error:
@@ -79,8 +79,28 @@ def check_store(config: BatchesConfig) -> None:
     open_store(config).close()
 
 
+def lock_file(path: Path, *, what: str, is_shared: bool = False) -> TextIOWrapper:
+    """An open file that keeps other servers out of `what` until it is closed or the process ends;
+    `is_shared` admits others that share too. Makes the file and its folder. ConfigError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.open("w")
+    except FileExistsError:
+        raise ConfigError(f"{what} is a file, and must be a folder") from None
+    except OSError as error:
+        raise ConfigError(f"{what}: {error.strerror}") from None
+    try:
+        fcntl.flock(lock, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except OSError as error:  # in use, or a file system without locks
+        lock.close()
+        is_used = isinstance(error, BlockingIOError)
+        reason = "another server uses it" if is_used else error.strerror
+        raise ConfigError(f"{what}: {reason}") from None
+    return lock
+
+
 def _lock(config: BatchesConfig, folder: Path | None) -> TextIOWrapper | None:
-    """None: nothing here is to be kept from others."""
+    """None: the store needs no lock."""
     if folder is not None:
         what = f"batches.folder {str(folder)!r}"
         return lock_file(folder / "lock", what=what, is_shared=config.is_shared)
@@ -88,13 +108,13 @@ def _lock(config: BatchesConfig, folder: Path | None) -> TextIOWrapper | None:
         return None
     database = database_url(config.url or "").database
     if not database or database == ":memory:":
-        raise ConfigError(f"batches.url {config.url!r} names no file: sqlite:///FILE")
+        raise ConfigError(f"batches.url {config.url!r} must name a file: sqlite:///FILE")
     return lock_file(Path(f"{database}.lock"), what=f"batches.url {config.url!r}")
 
 
 def _check_storage(database: Database, storage: Storage, what: str) -> None:
-    """Files that the database does not list are removed, and of those that it lists the batches
-    fail which do not find them: both have the same id, which the first server gives them."""
+    """Both must have the same id, which the first server sets: a sweep removes the files that the
+    database does not list, and batches whose files are missing fail."""
     with database.write() as connection:
         known = connection.execute(sa.select(store_row.c.folder_id).with_for_update()).scalar_one()
         try:
@@ -110,8 +130,8 @@ def _check_storage(database: Database, storage: Storage, what: str) -> None:
     if found == known:
         return
     reason = (
-        "it is not where the store that batches.url names has its files; all its servers must have "
-        "the same one"
+        "the store that batches.url names has its files elsewhere; all its servers must use the "
+        "same folder"
         if found is None
         else "it has the files of another store, which this one would remove"
     )

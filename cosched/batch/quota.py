@@ -1,8 +1,6 @@
-"""What one tenant may have in the store. What is new is refused; what is there stays."""
+"""Limits per tenant: new batches and files beyond them are refused."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import sqlalchemy as sa
 
@@ -19,7 +17,7 @@ _MB = 1_000_000
 def check_new_batch(
     database: Database, connection: sa.Connection, request: NewBatch, quota: QuotaConfig
 ) -> None:
-    """ApiError 429. Until the end of this transaction nobody else is checked."""
+    """ApiError 429. Other checks wait until the end of this transaction."""
     if quota.max_open_batches is None and quota.max_waiting_lines is None:
         return
     database.keep_others_from_quotas(connection)
@@ -37,26 +35,22 @@ def check_new_batch(
     who = f"tenant {request.tenant!r}" if request.tenant else "this API key"
     most = quota.max_open_batches
     if most is not None and num_open >= most:
-        raise _refused(
-            f"{who} has {num_open} batches that have not ended, and may have {most} "
-            "(batches.quota.max_open_batches)",
-            param=None,
-            retry_after_s=_RETRY_S,
-        )
+        message = f"{num_open} batches that have not ended, and may have {most}"
+        raise _refused(f"{who} has {message} (batches.quota.max_open_batches)", retry_s=_RETRY_S)
     most = quota.max_waiting_lines
     if most is not None and num_waiting + request.num_lines > most:
         raise _refused(
             f"{who} has {num_waiting} lines without a result, and may have {most} "
             f"(batches.quota.max_waiting_lines): {request.num_lines} more are too many",
             param="input_file_id",
-            retry_after_s=_RETRY_S,
+            retry_s=_RETRY_S,
         )
 
 
 def check_new_file(
     database: Database, connection: sa.Connection, file: File, quota: QuotaConfig, *, now: int
 ) -> None:
-    """ApiError 429. Until the end of this transaction nobody else is checked."""
+    """ApiError 429. Other checks wait until the end of this transaction."""
     if quota.max_stored_mb is None:
         return
     database.keep_others_from_quotas(connection)
@@ -74,5 +68,5 @@ def check_new_file(
         )
 
 
-def _refused(message: str, **more: Any) -> ApiError:
-    return ApiError(message, status=429, code=QUOTA_CODE, **more)
+def _refused(message: str, *, param: str | None = None, retry_s: int | None = None) -> ApiError:
+    return ApiError(message, status=429, code=QUOTA_CODE, param=param, retry_after_s=retry_s)

@@ -1,47 +1,80 @@
-"""How fast offline work is done: measured, and as earlier batches had it.
+"""How fast offline work is done, and how long its replies get.
 
-Work is counted in tokens: prompt tokens (cached ones too), and each output token as `OUTPUT_TOKEN`
-of them.
+Work is counted in tokens: each prompt token (also cached) is 1, each output token `OUTPUT_TOKEN`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
 from statistics import fmean, pstdev
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cosched.batch.data import Batch, Status
-from cosched.batch.replies import Ended, Running
+
+_Array = NDArray[np.float64]
 
 OUTPUT_TOKEN = 3.0
-"""Work of an output token, where that of a prompt token is 1: from 2 to 4 on modelled GPUs, in
-iterations that mix both."""
+"""2 to 4 on modelled GPUs, in iterations that mix prefill and decode."""
 _BUCKET_S = 10.0
 _NUM_BUCKETS = 360
 _PER_MINUTE = 6
 _LEAST_S = 5.0
-"""Of measuring, before there is a rate."""
+"""Least time of measurement for a rate."""
 _FEW_MINUTES = 5
 _UNKNOWN_SPREAD = 0.5
-"""Of a rate that was measured for too short to know: its standard deviation, by its mean."""
+"""Spread of a rate that was measured too briefly."""
 _TAIL = 0.5
 _NUM_ENDED = 1024
-"""Latest lines with an answer, by which the lengths of replies are known."""
+"""Latest answered lines, for the lengths of replies."""
 _MOST_ONLINE = 0.8
-"""Share of the time that the prefill of online prompts is taken to need at most."""
+"""Most of the time that the prefill of online prompts is assumed to take."""
+_GRID: _Array = np.unique(
+    np.concatenate([np.arange(0.0, 64.0, 4.0), np.round(np.geomspace(64, 1 << 18, 150))])
+)
+"""Output tokens at which survival functions are evaluated."""
+_PRIOR = 5.0
+"""Ended replies of an octave that weigh as much as all other octaves."""
+_BEYOND = 1.0
+"""Index of the Pareto tail beyond the longest known reply."""
+_MOST = 8.0
+"""No reply gets longer than this multiple of the longest known one, or than its limit."""
+
+
+class Ended(NamedTuple):
+    """A line whose reply has ended: prompt tokens, output tokens."""
+
+    num_prompt: int
+    num_output: int
+
+
+class Running(NamedTuple):
+    """A line whose reply is being generated: prompt tokens, output tokens so far and at most."""
+
+    num_prompt: int
+    num_output: int
+    limit: int
+
+
+def octave(num_prompt: float) -> int:
+    """Prompts of one octave have about the same length."""
+    return int(num_prompt).bit_length()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What the schedulers of a server say of their work.
+    """The state of a server's schedulers; counts are since the start, means of the schedulers.
 
     running          offline requests that have begun
-    num_iterations   since the start, mean of the schedulers
-    num_online       tokens of online prompts computed since the start, mean of the schedulers
+    num_online       online prompt tokens computed
     prefill_token_s  predicted time of a prompt token [s]
-    decode_s         predicted time of an iteration of decodes when no more offline requests begin
-                     and the last ones run beside the online ones; 0: nothing is predicted [s]
+    decode_s         predicted time of a decode iteration when the last offline requests run beside
+                     the online ones; 0: not predicted [s]
     """
 
     running: Sequence[Running] = ()
@@ -54,10 +87,10 @@ class Progress:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
     """tokens_per_s   mean work
-    spread            standard deviation from one minute to the next, by the mean
-    tokens_per_byte   work of the lines that were finished, by their length
-    iteration_s       time from one output token of a line to its next [s]; 0, both: not known
-    tail_iteration_s  the same when no more offline requests begin [s]
+    spread            standard deviation from minute to minute, relative to the mean
+    tokens_per_byte   work of the finished lines, by their length
+    iteration_s       time between two output tokens of a line; 0: not known [s]
+    tail_iteration_s  the same once no more offline requests begin; 0: not known [s]
     """
 
     tokens_per_s: float
@@ -74,7 +107,7 @@ def work_of(num_prompt: float, num_output: float) -> float:
 
 @dataclass(slots=True)
 class _Bucket:
-    """Sums over some seconds. decode_s: of `Progress.decode_s` times the seconds."""
+    """Sums over some seconds. `decode_s` sums `Progress.decode_s` times the seconds."""
 
     seconds: float = 0.0
     tokens: float = 0.0
@@ -84,31 +117,28 @@ class _Bucket:
 
 
 class RateMeter:
-    """Measures over the last hour in which there was work. Its rate is that of the latest half: a
-    job begins with an empty engine. Not for several threads."""
+    """Measures over the last hour with work. The rate is that of the latest half, because a job
+    begins with an empty engine. Not thread-safe."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """`clock`: seconds since any moment."""
         self._clock = clock
         self._buckets: deque[_Bucket] = deque(maxlen=_NUM_BUCKETS)
         self._filling = _Bucket()
         self._last_s: float | None = None  # None: not measuring
-        self._most_under_way = 0
+        self._most_in_flight = 0
         self._has_work = False
         self._all_tokens = 0.0
         self._num_prompt = self._num_bytes = 0
         self.progress = Progress()
-        """The latest."""
         self.ended: deque[Ended] = deque(maxlen=_NUM_ENDED)
-        """The latest lines with an answer."""
 
     @property
     def prompt_tokens_per_byte(self) -> float:
-        """Of the lines that were finished; 0: none was."""
+        """Of the finished lines; 0: there are none."""
         return self._num_prompt / max(self._num_bytes, 1)
 
     def finished(self, line: Ended, *, num_bytes: int) -> None:
-        """A line has been answered."""
+        """A line was answered."""
         tokens = work_of(line.num_prompt, line.num_output)
         self.ended.append(line)
         self._all_tokens += tokens
@@ -117,7 +147,7 @@ class RateMeter:
         self._add(tokens)
 
     def progressed(self, progress: Progress) -> None:
-        """The schedulers have told of their work; to be called every few seconds."""
+        """New state of the schedulers; call it every few seconds."""
         before, self.progress = self.progress, progress
         if self._last_s is not None:
             filling = self._filling
@@ -130,16 +160,16 @@ class RateMeter:
         if self._last_s is not None:
             self._filling.tokens += tokens
         elif self._has_work and tokens > 0:
-            # What the first work took lies before the measurement.
+            # The time that the first work took was before the measurement.
             self._last_s = self._clock()
 
-    def look(self, num_under_way: int) -> None:
-        """So many lines are under way now; to be called about once a second.
+    def look(self, num_in_flight: int) -> None:
+        """Lines in flight now; call it about once a second.
 
-        The tail of the work does not fill the engine: it is left out. That is when no line waits
-        at the scheduler, or, where that is not known, when less than half are under way.
+        The tail of the work does not fill the engine and is left out: no line waits at the
+        scheduler, or, if that is not known, less than half of the most lines are in flight.
         """
-        self._most_under_way = max(self._most_under_way, num_under_way)
+        self._most_in_flight = max(self._most_in_flight, num_in_flight)
         if self._last_s is not None:
             now_s = self._clock()
             seconds, self._last_s = now_s - self._last_s, now_s
@@ -149,16 +179,16 @@ class RateMeter:
                 self._buckets.append(self._filling)
                 self._filling = _Bucket()
         if self.progress.num_iterations:
-            self._has_work = num_under_way > len(self.progress.running)
+            self._has_work = num_in_flight > len(self.progress.running)
         else:
-            self._has_work = num_under_way >= max(_TAIL * self._most_under_way, 1)
+            self._has_work = num_in_flight >= max(_TAIL * self._most_in_flight, 1)
         if not self._has_work:
             self._last_s = None
-        if not num_under_way:
-            self._most_under_way = 0
+        if not num_in_flight:
+            self._most_in_flight = 0
 
     def rate(self) -> Rate | None:
-        """None: not known yet, or nothing was ever finished."""
+        """None: not known yet."""
         buckets = [*self._buckets, self._filling]
         now = _total(buckets[(len(buckets) - 1) // 2 :])
         if now.seconds < _LEAST_S or now.tokens <= 0 or not self._num_bytes:
@@ -185,13 +215,8 @@ class RateMeter:
 
 
 def _total(buckets: Sequence[_Bucket]) -> _Bucket:
-    return _Bucket(
-        seconds=sum(one.seconds for one in buckets),
-        tokens=sum(one.tokens for one in buckets),
-        num_iterations=sum(one.num_iterations for one in buckets),
-        online_prefill_s=sum(one.online_prefill_s for one in buckets),
-        decode_s=sum(one.decode_s for one in buckets),
-    )
+    names = [field.name for field in fields(_Bucket)]
+    return _Bucket(**{name: sum(getattr(one, name) for one in buckets) for name in names})
 
 
 def _begun(progress: Progress) -> float:
@@ -200,15 +225,15 @@ def _begun(progress: Progress) -> float:
 
 
 def past_rate(ended: Sequence[Batch]) -> Rate | None:
-    """Of batches with answers that have ended, as the store has them: what is known before anything
-    is measured. Of all servers that share it; too low where the engine had other work too."""
+    """From ended batches with answers, before anything is measured. Of all servers that share the
+    store; too low if the engine had other work."""
     spans, num_tokens, num_bytes = [], 0.0, 0.0
     for batch in ended:
-        # A second more than it may have been, as times are whole ones.
+        # Up to a second too long, as times are whole seconds.
         end = batch.times.get(Status.CANCELLING) or batch.times[Status.FINALIZING]
         spans.append((batch.times[Status.IN_PROGRESS], end + 1))
         num_tokens += work_of(batch.input_tokens, batch.output_tokens)
-        num_bytes += batch.request.num_bytes * batch.completed / batch.total
+        num_bytes += batch.num_bytes * batch.completed / batch.total
     seconds, until = 0, 0
     for start, end in sorted(spans):
         seconds += max(end - max(start, until), 0)
@@ -220,3 +245,104 @@ def past_rate(ended: Sequence[Batch]) -> Rate | None:
         spread=_UNKNOWN_SPREAD,
         tokens_per_byte=num_tokens / num_bytes,
     )
+
+
+class Replies:
+    """Survival of reply lengths (Kaplan and Meier, 1958), from ended replies and from running ones,
+    which will get longer. The ended ones alone are too short, because long replies end last. The
+    more prompts of an octave have ended, the more its own lengths count."""
+
+    def __init__(self, ended: Sequence[Ended], running: Sequence[Running]) -> None:
+        """`ended` must not be empty."""
+        longest = max(one[1] for one in (*ended, *running))
+        limit = max((one.limit for one in running), default=longest)
+        self._cap = max(min(limit, _MOST * longest), longest)
+        self._ended: dict[int, list[int]] = {}
+        self._so_far: dict[int, list[int]] = {}
+        for line in ended:
+            self._ended.setdefault(octave(line.num_prompt), []).append(line.num_output)
+        for one in running:
+            self._so_far.setdefault(octave(one.num_prompt), []).append(one.num_output)
+        self._known: dict[int, _Array] = {}
+
+    @cached_property
+    def _all(self) -> _Array:
+        ended = [length for lengths in self._ended.values() for length in lengths]
+        so_far = [length for lengths in self._so_far.values() for length in lengths]
+        return self._survival(ended, so_far)
+
+    def _longer(self, kind: int) -> _Array:
+        """Share of an octave's replies that get longer than `_GRID`."""
+        found = self._known.get(kind)
+        if found is None:
+            ended = self._ended.get(kind)
+            found = self._all
+            if ended:
+                share = len(ended) / (len(ended) + _PRIOR)
+                own = self._survival(ended, self._so_far.get(kind, []))
+                found = share * own + (1 - share) * self._all
+            self._known[kind] = found
+        return found
+
+    def _survival(self, ended: Sequence[int], so_far: Sequence[int]) -> _Array:
+        lengths = np.array([*ended, *so_far], dtype=float)
+        is_end = np.arange(len(lengths)) < len(ended)
+        order = np.lexsort((~is_end, lengths))
+        lengths, num = lengths[order], len(lengths)
+        left = np.cumprod(1 - is_end[order] / (num - np.arange(num)))
+        # At least half a reply is longer than the longest.
+        left = np.maximum(left, 0.5 / num)
+        at = np.searchsorted(lengths, _GRID, side="right") - 1
+        found = np.where(at < 0, 1.0, left[np.maximum(at, 0)])
+        longest = max(lengths[-1], 1.0)
+        beyond = left[-1] * (longest / np.maximum(_GRID, longest)) ** _BEYOND
+        return np.where(_GRID >= self._cap, 0.0, np.where(_GRID >= longest, beyond, found))
+
+    def length(self, kind: int) -> float:
+        """Expected tokens of a reply to a prompt of an octave."""
+        return float(_area(self._longer(kind)))
+
+    def left(self) -> float:
+        """Expected further tokens of all running replies together."""
+        return sum(float(_area(self._outlive(kind, 0.0)).sum()) for kind in self._so_far)
+
+    def _outlive(self, kind: int, num_more: float) -> _Array:
+        """For each running reply of an octave: the probability that more than `_GRID` tokens follow
+        after `num_more` further tokens."""
+        longer = self._longer(kind)
+        so_far = np.array(self._so_far[kind], dtype=float)
+        now = np.maximum(np.interp(so_far, _GRID, longer), 1e-6)
+        lengths = so_far[:, np.newaxis] + num_more + _GRID
+        then = np.interp(lengths, _GRID, longer, right=0.0)
+        found: _Array = np.minimum(then / now[:, np.newaxis], 1.0)
+        return found
+
+    def tail(self, *, num_waiting: Mapping[int, float], num_steps: float, share: float) -> float:
+        """Expected tokens of the longest reply after the last line has begun.
+
+        num_waiting  octave -> waiting lines, which begin evenly over the time until then
+        num_steps    tokens that a running line gets in that time
+        share        of the running replies that belong to the batch
+        """
+        none = np.zeros_like(_GRID)  # log of the probability that no reply gets that much longer
+        for kind in self._so_far:
+            none += share * _log_not(self._outlive(kind, num_steps)).sum(axis=0)
+        num_steps = max(num_steps, 1.0)
+        for kind, num in num_waiting.items():
+            # The mean over their begin times, as the difference of an integral.
+            each = _log_not(self._longer(kind))
+            steps = (each[1:] + each[:-1]) / 2 * np.diff(_GRID)
+            beyond = np.append(np.cumsum(steps[::-1])[::-1], 0.0)
+            then = np.interp(_GRID + num_steps, _GRID, beyond, right=0.0)
+            none += num / num_steps * (beyond - then)
+        return float(_area(1 - np.exp(none)))
+
+
+def _log_not(chance: _Array) -> _Array:
+    found: _Array = np.log(np.maximum(1 - chance, 1e-9))
+    return found
+
+
+def _area(curves: _Array) -> _Array:
+    found: _Array = ((curves[..., :-1] + curves[..., 1:]) / 2) @ np.diff(_GRID)
+    return found

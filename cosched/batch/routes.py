@@ -25,16 +25,16 @@ from cosched.batch.api import (
 )
 from cosched.batch.data import Batch
 from cosched.batch.errors import ApiError, StoreAwayError
-from cosched.batch.exposition import exposition
+from cosched.batch.files import too_large, upload_blocks
+from cosched.batch.prometheus import exposition
 from cosched.batch.service import BatchService
 from cosched.batch.storage import FilesAwayError
-from cosched.batch.uploads import blocks_of, too_large
 from cosched.limits.claims import presented_key
 
 Handler = Callable[[Request], Awaitable[Response]]
 
 _FORM_BYTES = 1 << 20
-"""What a form may have besides its file."""
+"""Of a form, beside its file."""
 _MAX_FIELDS = 20
 
 
@@ -48,7 +48,7 @@ def add_routes(
     """Before the application starts.
 
     isolate_keys  files and batches are hidden from requests with another API key
-    protect       marks what is for operators: it shows all owners'
+    protect       marks a route as the operator's: it shows all owners
     """
     routes = _Routes(service, isolate_keys=isolate_keys)
     for method, path, handler in (
@@ -62,19 +62,19 @@ def add_routes(
         ("GET", "/v1/batches/{id}", routes.show),
         ("POST", "/v1/batches/{id}/cancel", routes.cancel),
     ):
-        answer = _with_errors(handler, service.tell)
+        answer = _with_errors(handler, service.log_failure)
         app.add_api_route(path, answer, methods=[method], name=handler.__name__)
-    metrics = protect(_with_errors(routes.metrics, service.tell))
+    metrics = protect(_with_errors(routes.metrics, service.log_failure))
     app.add_api_route("/cosched/metrics", metrics, methods=["GET"])
 
 
-def _with_errors(handler: Handler, tell: Callable[[StoreAwayError], None]) -> Handler:
+def _with_errors(handler: Handler, log_failure: Callable[[StoreAwayError], None]) -> Handler:
     async def answer(request: Request) -> Response:
         try:
             return await handler(request)
         except ApiError as error:
             if isinstance(error, StoreAwayError):
-                tell(error)
+                log_failure(error)
             reply = _json(error_json(error), status=error.status)
             if error.retry_after_s is not None:
                 reply.headers["retry-after"] = str(error.retry_after_s)
@@ -91,14 +91,10 @@ class _Routes:
         self._store = service.store
 
     def _owner(self, request: Request) -> str | None:
-        """Whose files and batches a request may see; None: all."""
+        """The owner whose files and batches a request may see; None: all."""
         if not self._isolate_keys:
             return None
         return self._service.config.owner_of(presented_key(request.headers))
-
-    def _maker(self, request: Request) -> str:
-        """Whom those belong to that a request makes."""
-        return self._owner(request) or ""
 
     async def metrics(self, request: Request) -> Response:
         read = self._service.snapshot()
@@ -117,8 +113,8 @@ class _Routes:
                 raise too_large(self._service.config)
             file = await asyncio.to_thread(
                 self._files.add,
-                blocks_of(content.file, config=self._service.config),
-                owner=self._maker(request),
+                upload_blocks(content.file, config=self._service.config),
+                owner=self._owner(request) or "",
                 filename=content.filename or "",
                 purpose="batch",
                 expires_s=expiry_seconds(form),
@@ -128,9 +124,9 @@ class _Routes:
         return _json(file_json(file))
 
     async def _form(self, request: Request) -> Any:
-        """The form of an upload, its file on the disk while it comes in. ApiError 400, 413."""
+        """The form of an upload; its file is spooled to the disk. ApiError 400, 413, 503."""
         if not request.headers.get("content-type", "").startswith("multipart/form-data"):
-            raise ApiError("a file is uploaded as multipart/form-data")
+            raise ApiError("upload a file as multipart/form-data")
         parser = MultiPartParser(
             request.headers, self._limited(request), max_files=1, max_fields=_MAX_FIELDS
         )
@@ -138,7 +134,7 @@ class _Routes:
             return await parser.parse()
         except (MultiPartException, KeyError) as error:
             raise ApiError(f"the form cannot be read: {error}") from None
-        except OSError as error:  # of the disk that has the temporary files
+        except OSError as error:  # of the disk with the temporary files
             raise FilesAwayError(f"an upload cannot be kept: {error.strerror or error}") from error
 
     async def _limited(self, request: Request) -> AsyncGenerator[bytes, None]:
@@ -179,9 +175,9 @@ class _Routes:
     async def content(self, request: Request) -> Response:
         file = await self._file(request)
         blocks = self._files.content(file)
-        first = await asyncio.to_thread(next, blocks, b"")  # or an error, before a status is sent
+        first = await asyncio.to_thread(next, blocks, b"")  # an error must come before the status
         return StreamingResponse(
-            chain([first], blocks),  # Starlette takes its blocks in a thread
+            chain([first], blocks),  # Starlette reads it in a thread
             media_type="application/jsonl",
             headers={"content-length": str(file.num_bytes)},
         )
@@ -193,7 +189,7 @@ class _Routes:
 
     async def create(self, request: Request) -> Response:
         owner = self._owner(request)
-        asked = new_batch(await request.body(), owner=self._maker(request))
+        asked = new_batch(await request.body(), owner=self._owner(request) or "")
         file = await asyncio.to_thread(self._files.get, asked.input_file_id, owner=owner)
         if file.purpose != "batch":
             raise ApiError(
@@ -223,8 +219,8 @@ class _Routes:
         )
         outlooks = await asyncio.to_thread(self._service.outlooks)
         shown = [batch_json(batch, outlooks.get(batch.id)) for batch in found]
-        about = {"cosched": {"servers": self._service.num_servers}}
-        return _json(page_json(shown, has_more) | about)
+        servers = {"servers": self._service.num_servers}
+        return _json(page_json(shown, has_more) | {"cosched": servers})
 
     async def show(self, request: Request) -> Response:
         name = request.path_params["id"]

@@ -1,30 +1,36 @@
-"""The Batch API of one server: its store, and the feeder while it runs."""
+"""The Batch API of one server: its store, and the feeder while the server runs."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from contextlib import asynccontextmanager
 from typing import Any
 
+import httpx
+
 from cosched.batch.config import BatchesConfig
 from cosched.batch.errors import StoreAwayError
-from cosched.batch.exposition import Snapshot
 from cosched.batch.feeder import Feeder
 from cosched.batch.files import FileStore
 from cosched.batch.forecast import Outlook
-from cosched.batch.in_process import App, InProcessTransport
 from cosched.batch.jsonl.client import Client, RetryRules
 from cosched.batch.opening import open_store
+from cosched.batch.prometheus import Snapshot
 from cosched.batch.rate import Progress
 from cosched.batch.storage import without_secrets
 from cosched.batch.store import BatchStore
 from cosched.limits.table import ANY_MODEL, Scope
 
 logger = logging.getLogger(__name__)
+
+Message = MutableMapping[str, Any]
+App = Callable[
+    [Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]],
+    Awaitable[None],
+]
 
 _SELF = "http://cosched"
 """Stands for the server itself in its requests to itself."""
@@ -38,8 +44,7 @@ class BatchService:
     """One per server process that serves HTTP."""
 
     def __init__(self, config: BatchesConfig, *, clock: Callable[[], float] = time.time) -> None:
-        """Take the folder, and open the store; ConfigError when one cannot be. clock: seconds of
-        the epoch, for windows and what is kept for how long."""
+        """Lock and open the store. ConfigError. `clock`: seconds of the epoch."""
         self.config = config
         self._opened = open_store(config)
         quota, database = config.quota, self._opened.database
@@ -48,10 +53,10 @@ class BatchService:
         self._feeder: Feeder | None = None
 
     def summary(self) -> str:
-        """Where files are kept, and what is still to be done of earlier batches."""
+        """The folder and the remaining work of earlier batches, for the log at the start."""
         place = without_secrets(self.config.folder or "")
         found = self.store.open()
-        num_lines = sum(batch.total - batch.completed - batch.failed for batch in found)
+        num_lines = sum(batch.num_left for batch in found)
         batches = "1 batch" if len(found) == 1 else f"{len(found)} batches"
         lines = "1 line" if num_lines == 1 else f"{num_lines:,} lines"
         if not found:
@@ -60,33 +65,32 @@ class BatchService:
         return f"{place}, {verb} {batches} with {lines} to go"
 
     def wake(self) -> None:
-        """Tell the feeder of something new."""
+        """There is something new for the feeder."""
         if self._feeder is not None:
             self._feeder.wake()
 
-    def tell(self, error: StoreAwayError) -> None:
-        """Log why the store cannot be used, not at every request."""
+    def log_failure(self, error: StoreAwayError) -> None:
+        """Log why the store cannot be used, but not at every request."""
         if self._feeder is not None:
-            self._feeder.tell(error, "a request was answered with 503")
+            self._feeder.log_failure(error, "a request was answered with 503")
 
     @property
     def num_servers(self) -> int:
-        """That live and share the store, as of a moment ago."""
+        """Live servers that share the store."""
         return 1 if self._feeder is None else self._feeder.num_servers
 
     def outlooks(self) -> Mapping[str, Outlook]:
-        """Of the batches that have not ended, as far as anything is known; for any thread."""
+        """Batch that has not ended -> what is known of it. For any thread."""
         feeder = self._feeder
         if feeder is None:
             return {}
         try:
             return feeder.outlooks(self.store.open(), taken=self.store.num_taken())
-        except StoreAwayError:  # what they are to be shown with is known, and is answered
+        except StoreAwayError:  # the batches themselves can still be shown
             return {}
 
     def snapshot(self) -> Callable[[], Snapshot]:
-        """For Prometheus. What the feeder knows is read now; the rest by what is returned, for
-        another thread."""
+        """For Prometheus: reads the feeder now; the result reads the store, in another thread."""
         feeder = self._feeder
         finished = {} if feeder is None else dict(feeder.finished)
         rate = None if feeder is None else feeder.rate
@@ -99,7 +103,7 @@ class BatchService:
                 num_by_status=self.store.num_by_status(),
                 open=tuple(found),
                 outlooks={} if feeder is None else feeder.outlooks(found, taken=taken),
-                under_way=taken,
+                in_flight=taken,
                 finished=finished,
                 tokens_per_s=None if rate is None else rate.tokens_per_s,
                 num_servers=num_servers,
@@ -120,18 +124,16 @@ class BatchService:
     ) -> AsyncIterator[None]:
         """Send lines to `app` within the block, as the server's own requests.
 
-        api_key    that `app` asks for
-        state      what a request has in ``request.state``, by its deadline from now on [s]
-        is_paused  whether the operator keeps offline work from running on this server
-        progress   what the schedulers say of their work
+        api_key    that `app` requires
+        state      deadline from now on [s] -> ``request.state`` of a request
+        is_paused  whether the operator pauses offline work on this server
+        progress   the progress of the schedulers
         scope      of the model, for the bounds of the fields of lines
         """
         client = Client(
             base_url=_SELF,
             concurrency=self.config.high_watermark,
             rules=RetryRules(max_wait_s=float("inf")),
-            rng=random.Random(),
-            clock=time.monotonic,
             api_key=api_key,
             transport=InProcessTransport(app, state=state(None)),
         )
@@ -148,7 +150,7 @@ class BatchService:
                 clock=time.monotonic,
             )
             task = asyncio.create_task(self._feeder.run())
-            task.add_done_callback(_tell)
+            task.add_done_callback(_log_end)
             try:
                 yield
             finally:
@@ -158,11 +160,94 @@ class BatchService:
                 self.close()
 
     def close(self) -> None:
-        """Give the store back."""
         self._opened.close()
 
 
-def _tell(task: asyncio.Task[None]) -> None:
-    """A feeder that ends by itself must not end in silence."""
+def _log_end(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.error("batches: no line is sent until the server is restarted", exc_info=error)
+
+
+class InProcessTransport(httpx.AsyncBaseTransport):
+    """Passes requests to an ASGI application.
+
+    Like a connection, and unlike `httpx.ASGITransport`, it lets the application continue when the
+    caller is cancelled, and sends it ``http.disconnect``: only then does SGLang abort the request.
+    """
+
+    def __init__(self, app: App, *, state: Mapping[str, Any]) -> None:
+        """`state`: the initial `request.state`; the extension "state" of a request adds to it."""
+        self._app = app
+        self._state = state
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        body = await request.aread()
+        reply = _Reply()
+        gone = asyncio.Event()
+        is_read = False
+
+        async def receive() -> Message:
+            nonlocal is_read
+            if not is_read:
+                is_read = True
+                return {"type": "http.request", "body": body, "more_body": False}
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        # The loop keeps only weak references to tasks.
+        task = asyncio.ensure_future(self._app(self._scope(request), receive, reply.add))
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+        try:
+            await asyncio.shield(task)
+        except Exception as error:
+            # Starlette answers 500 and then raises.
+            if reply.status is None:
+                raise httpx.RemoteProtocolError(repr(error), request=request) from error
+        finally:
+            gone.set()
+        if reply.status is None:
+            raise httpx.RemoteProtocolError("no reply", request=request)
+        return httpx.Response(reply.status, headers=reply.headers, content=bytes(reply.body))
+
+    async def aclose(self) -> None:
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    def _scope(self, request: httpx.Request) -> Message:
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": request.method,
+            "scheme": request.url.scheme,
+            "path": request.url.path,
+            "raw_path": request.url.raw_path.split(b"?")[0],
+            "query_string": request.url.query,
+            "root_path": "",
+            "headers": [(name.lower(), value) for name, value in request.headers.raw],
+            "server": (request.url.host, request.url.port),
+            "client": ("127.0.0.1", 0),
+            "state": {**self._state, **request.extensions.get("state", {})},
+        }
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            task.exception()  # read, otherwise asyncio logs it
+
+
+class _Reply:
+    def __init__(self) -> None:
+        self.status: int | None = None
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.body = bytearray()
+
+    async def add(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            self.headers = list(message.get("headers", ()))
+        elif message["type"] == "http.response.body":
+            self.body += message.get("body", b"")

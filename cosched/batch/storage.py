@@ -1,7 +1,7 @@
-"""Where the bytes of files are: a folder, or any place that fsspec reaches by a URL.
+"""Where the bytes of files are: a folder, or a URL that fsspec reaches.
 
-A file is written whole before the store lists it, and read only by those who found it listed.
-What is left of others (an upload that was cut short, a file that was deleted) is found by `sweep`.
+A file is written whole before the database lists it, and only listed files are read. What remains
+of interrupted uploads and deleted files is removed by `sweep`.
 """
 
 from __future__ import annotations
@@ -22,71 +22,69 @@ from cosched.errors import ConfigError
 
 _BLOCK_BYTES = 1 << 20
 _PART = ".part"
-_LEFT_S = 3600.0
-"""What nobody has listed for so long was cut short: its server ended, or could not remove it."""
+_ORPHAN_S = 3600.0
+"""A file that is not listed for this long is left from an interrupted upload or deletion."""
 _LIST_S = 600.0
-"""Between two looks at everything that is at a URL: object stores take money for them."""
+"""Between two listings of a URL, which object stores charge for."""
 _LOCAL = re.compile(r"(?:file|local)://(/.*)")
 _ID_NAME = "store-id"
 
 
 class FilesAwayError(StoreAwayError):
-    """The place of the files cannot be used now."""
+    """The files cannot be reached now."""
 
 
 class Storage(Protocol):
-    """For any number of threads. Names are those that the store gives.
+    """For any number of threads. Names are ids of files.
 
-    is_far  nobody holds the database while it is asked; results of batches become files here when a
-            batch ends, where they are rows of the database for good otherwise
+    is_far  do not hold the database while it works; results of ended batches become files here
     """
 
     is_far: bool
 
     def get_id(self) -> str | None:
-        """Of the store whose files these are; None: of none yet. OSError, FilesAwayError."""
+        """The id of the store whose files these are; None: not set yet. OSError, FilesAwayError."""
 
     def set_id(self, store_id: str) -> None:
         """OSError, FilesAwayError."""
 
     def write(self, name: str, blocks: Iterable[bytes]) -> int:
-        """Keep these bytes, which are there for good on return; how many. FilesAwayError. What it
-        has begun when it raises is the caller's to discard."""
+        """Keep these bytes, durable on return; how many. FilesAwayError. The caller discards what
+        is left after an error."""
 
     def publish(self, name: str) -> None:
         """It is about to be listed."""
 
     def discard(self, name: str) -> None:
-        """It was written, perhaps in part, and not published. Raises nothing of its own."""
+        """Remove a file that was written, perhaps in part, and not published."""
 
     def read(self, name: str) -> Iterator[bytes]:
         """A block at a time. FileNotFoundError, FilesAwayError."""
 
     def open(self, name: str) -> BinaryIO:
-        """To be read here and there. FileNotFoundError, FilesAwayError."""
+        """Seekable. FileNotFoundError, FilesAwayError."""
 
     def forget(self, name: str) -> None:
         """It is no longer listed: the next `sweep` may remove it."""
 
     def sweep(self, listed: set[str], *, in_use: set[str]) -> None:
-        """Remove what is not listed. in_use: those of `listed` that open batches read.
-        FilesAwayError."""
+        """Remove what is not listed. `in_use`: those that open batches read. FilesAwayError."""
 
 
 def folder_of(place: str) -> Path | None:
-    """The folder that `batches.folder` names; None: it is a URL of somewhere else."""
+    """The folder that `batches.folder` names; None: it is a URL of another system."""
     if found := _LOCAL.fullmatch(place):
         return Path(found[1])
     return None if "://" in place or "::" in place else Path(place)
 
 
 def without_secrets(place: str) -> str:
-    """A URL for people to read: without a user and a password."""
+    """A URL for logs: without user and password."""
     return re.sub(r"://[^/@]*@", "://***@", place)
 
 
 class FolderStorage:
-    """A folder of this machine, or one that several see."""
+    """A folder of this machine, or one that several machines share."""
 
     is_far = False
 
@@ -102,16 +100,16 @@ class FolderStorage:
         self._id_file.write_text(f"{store_id}\n")
 
     def write(self, name: str, blocks: Iterable[bytes]) -> int:
-        with _telling_of_disk(), self._part(name).open("xb") as copy:
+        with _disk_errors(), self._part(name).open("xb") as copy:
             copy.writelines(blocks)
             copy.flush()
             os.fsync(copy.fileno())
             return copy.tell()
 
     def publish(self, name: str) -> None:
-        with _telling_of_disk():
+        with _disk_errors():
             self._part(name).rename(self._folder / name)
-            # A name in a folder is on the disk only then.
+            # Makes the new name durable.
             handle = os.open(self._folder, os.O_RDONLY)
             try:
                 os.fsync(handle)
@@ -134,11 +132,11 @@ class FolderStorage:
 
     def sweep(self, listed: set[str], *, in_use: set[str]) -> None:
         for path in self._folder.iterdir():
-            if path.suffix == _PART:
-                is_left = time.time() - _last_write_s(path) > _LEFT_S
-            else:
-                is_left = path.name not in listed
-            if is_left:
+            is_part = path.suffix == _PART
+            with suppress(FileNotFoundError):  # published or discarded meanwhile
+                if is_part and time.time() - path.stat().st_mtime <= _ORPHAN_S:
+                    continue
+            if is_part or path.name not in listed:
                 path.unlink(missing_ok=True)
 
     def _part(self, name: str) -> Path:
@@ -146,8 +144,7 @@ class FolderStorage:
 
 
 @contextmanager
-def _telling_of_disk() -> Iterator[None]:
-    """A disk that is full or broken is no fault of what is written."""
+def _disk_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -155,13 +152,13 @@ def _telling_of_disk() -> Iterator[None]:
 
 
 class UrlStorage:
-    """Objects below a URL. Each process keeps copies of what open batches read in files without a
-    name on its own disk (TMPDIR): lines are read in an order of their own, and again and again."""
+    """Objects below a URL. Lines of open batches are read in prefix order, so each process keeps
+    copies of their files on its own disk (TMPDIR), unnamed."""
 
     is_far = True
 
     def __init__(self, url: str, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """clock: seconds since any moment. ConfigError: nothing reaches such a URL."""
+        """ConfigError: fsspec does not know such URLs."""
         self._shown = without_secrets(url)
         try:
             from fsspec.core import url_to_fs
@@ -172,29 +169,29 @@ class UrlStorage:
             ) from None
         try:
             self._fs, self._root = url_to_fs(url)
-        except Exception as error:  # each file system has errors of its own
-            raise ConfigError(f"batches.folder {self._shown!r}: {_told(error)}") from None
+        except Exception as error:  # each file system has its own errors
+            raise ConfigError(f"batches.folder {self._shown!r}: {_text(error)}") from None
         self._clock = clock
         self._lock = threading.Lock()
         self._copies: dict[str, Any] = {}
         self._unlisted: dict[str, float] = {}
-        """Name -> since when this process knows that nobody lists it."""
+        """Name -> when this process first found it not listed."""
         self._next_list_s = float("-inf")
 
     def get_id(self) -> str | None:
-        with self._telling():
+        with self._errors():
             self._fs.makedirs(self._path("files"), exist_ok=True)
             if not self._fs.exists(self._path(_ID_NAME)):
                 return None
             return cast(bytes, self._fs.cat_file(self._path(_ID_NAME))).decode().strip()
 
     def set_id(self, store_id: str) -> None:
-        with self._telling():
+        with self._errors():
             self._fs.pipe_file(self._path(_ID_NAME), f"{store_id}\n".encode())
 
     def write(self, name: str, blocks: Iterable[bytes]) -> int:
         num_bytes = 0
-        with self._telling(), self._fs.open(self._path("files", name), "wb") as copy:
+        with self._errors(), self._fs.open(self._path("files", name), "wb") as copy:
             for block in blocks:
                 copy.write(block)
                 num_bytes += len(block)
@@ -204,15 +201,15 @@ class UrlStorage:
         pass
 
     def discard(self, name: str) -> None:
-        with suppress(StoreAwayError, FileNotFoundError), self._telling():
+        with suppress(StoreAwayError, FileNotFoundError), self._errors():
             self._fs.rm_file(self._path("files", name))
 
     def read(self, name: str) -> Iterator[bytes]:
-        with self._telling():
+        with self._errors():
             content = self._fs.open(self._path("files", name), "rb")
         with content:
             while True:
-                with self._telling():
+                with self._errors():
                     block = content.read(_BLOCK_BYTES)
                 if not block:
                     return
@@ -223,7 +220,7 @@ class UrlStorage:
             if name not in self._copies:
                 copy = tempfile.TemporaryFile(prefix="cosched-batches-")
                 try:
-                    with self._telling():
+                    with self._errors():
                         copy.writelines(self.read(name))
                         copy.flush()
                 except BaseException:
@@ -243,13 +240,13 @@ class UrlStorage:
                 self._copies.pop(name).close()
             is_due = now_s >= self._next_list_s
         if is_due:
-            with self._telling():
+            with self._errors():
                 self._fs.invalidate_cache()
                 try:
                     found = self._fs.ls(self._path("files"), detail=False)
-                except FileNotFoundError:  # in an object store a folder is what is in it
+                except FileNotFoundError:  # an object store has no empty folders
                     found = []
-                self._fs.invalidate_cache()  # what others add is not in it
+                self._fs.invalidate_cache()  # other servers add files
             there = {str(path).rsplit("/", 1)[-1] for path in found}
             with self._lock:
                 self._next_list_s = now_s + _LIST_S
@@ -261,10 +258,10 @@ class UrlStorage:
             gone = [
                 name
                 for name, since_s in self._unlisted.items()
-                if name not in listed and now_s - since_s > _LEFT_S
+                if name not in listed and now_s - since_s > _ORPHAN_S
             ]
         for name in gone:
-            with suppress(FileNotFoundError), self._telling():
+            with suppress(FileNotFoundError), self._errors():
                 self._fs.rm_file(self._path("files", name))
             with self._lock:
                 self._unlisted.pop(name, None)
@@ -273,18 +270,18 @@ class UrlStorage:
         return "/".join((self._root.rstrip("/"), *names))
 
     @contextmanager
-    def _telling(self) -> Iterator[None]:
-        """What is no fault of what is asked for."""
+    def _errors(self) -> Iterator[None]:
+        """FilesAwayError for anything but a missing file."""
         try:
             yield
         except (ApiError, FileNotFoundError):
             raise
-        except Exception as error:  # each file system has errors of its own
-            raise FilesAwayError(f"its files cannot be reached: {_told(error)}") from error
+        except Exception as error:  # each file system has its own errors
+            raise FilesAwayError(f"its files cannot be reached: {_text(error)}") from error
 
 
 class _Reader(io.RawIOBase):
-    """Reads a file from the beginning, whoever else reads it. Closes its handle."""
+    """Reads a file with its own position, independent of other readers. Closes its handle."""
 
     def __init__(self, handle: int) -> None:
         self._handle = handle
@@ -316,13 +313,5 @@ class _Reader(io.RawIOBase):
         super().close()
 
 
-def _told(error: Exception) -> str:
+def _text(error: Exception) -> str:
     return str(error).strip() or type(error).__name__
-
-
-def _last_write_s(path: Path) -> float:
-    """Seconds of the epoch; now where it is gone."""
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:
-        return time.time()

@@ -1,53 +1,34 @@
-"""Batches, their lines and the results: the record of what is done, and of what is still to do.
+"""Batches, their lines and the results: the record of what is done and what is still to do.
 
-Each change is one transaction. A line has its result, counts, and is never taken again from the
-same moment on, so that a process that ends at any other moment loses and repeats nothing.
+Each change is one transaction. In the same transaction a line gets its result, is counted, and is
+closed to be taken again; a process that ends at any moment loses and repeats nothing.
 
-Servers that share a store say again and again that they live. What one has leased (lines, and the
-validation of a batch) is anybody's again once it is silent. Should it live all the same, the first
-result of a line stands.
+Servers that share a store send heartbeats. What a server has leased (lines, and the validation of a
+batch) is free again once its heartbeats stop. If it is alive all the same, the first result of a
+line is kept.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 import sqlalchemy as sa
 
-from cosched.batch.config import QuotaConfig
-from cosched.batch.data import (
-    OPEN,
-    Batch,
-    Fault,
-    File,
-    Finished,
-    Line,
-    NewBatch,
-    NewLine,
-    Status,
-)
-from cosched.batch.database import (
-    Database,
-    LineState,
-    batches,
-    files,
-    lines,
-    results,
-    servers,
-)
+from cosched.batch.config import NO_QUOTA, QuotaConfig
+from cosched.batch.data import OPEN, Batch, Fault, File, Finished, Line, NewBatch, NewLine, Status
+from cosched.batch.database import Database, LineState, batches, files, lines, results, servers
 from cosched.batch.errors import ApiError, not_found
 from cosched.batch.files import new_id
 from cosched.batch.jsonl.lines import RequestLine
 from cosched.batch.jsonl.records import Failure, RecordWriter
 from cosched.batch.quota import check_new_batch
 
-_NO_QUOTA = QuotaConfig()
-_NOTHING: Mapping[bool, tuple[str, int]] = {}
-_OUTPUT_PURPOSE = "batch_output"
+_NO_FILES: Mapping[bool, tuple[str, int]] = {}
 _TOKENS = ("input_tokens", "output_tokens", "cached_tokens", "reasoning_tokens")
+_LEASED_STATES = (LineState.WAITING, LineState.TAKEN)
 _CLOSED: dict[Status, Failure] = {
     Status.EXPIRED: Failure(
         code="batch_expired",
@@ -58,56 +39,59 @@ _CLOSED: dict[Status, Failure] = {
         message="this request was not executed because the batch was cancelled",
     ),
 }
-"""What becomes of the lines that have no result when a batch ends so."""
+"""Status with which a batch ends -> the error of its lines without a result."""
 
 
 def records_of(batch_id: str) -> RecordWriter:
-    """What makes the lines of a batch's results."""
+    """Makes the lines of a batch's results."""
     return RecordWriter(digest=batch_id.removeprefix("batch_"))
 
 
 class BatchStore:
-    """For any number of threads. Owners see their own batches only; None sees all."""
+    """For any number of threads. Owners see only their own batches; None sees all."""
 
     def __init__(
         self,
         database: Database,
         *,
         clock: Callable[[], float],
-        quota: QuotaConfig = _NO_QUOTA,
+        quota: QuotaConfig = NO_QUOTA,
     ) -> None:
         self._database = database
         self._clock = clock
         self._quota = quota
 
+    def now(self) -> int:
+        """Seconds of the epoch."""
+        return int(self._clock())
+
     def join(self, server: str, *, lease_s: float) -> None:
-        """A server begins. Where the store is not shared all others are dead."""
+        """Register a server. If the store is not shared, all others are dead."""
         with self._database.write() as connection:
             if not self._database.is_shared:
-                self._bury(connection, sa.true())
+                self._remove_servers(connection, sa.true())
             until = self._clock() + lease_s
             connection.execute(servers.insert().values(name=server, until=until))
 
     def beat(self, server: str, *, lease_s: float) -> int:
-        """A server lives, and will for `lease_s` at least; how many do. Those that do not lose
-        their leases. 0: this one was silent for too long and has lost its own; `join` again."""
+        """The heartbeat of a server, which then lives for another `lease_s`; the number of live
+        servers. The dead lose their leases. 0: this one was found dead; it must `join` again."""
         now = self._clock()
         with self._database.write() as connection:
-            mine = servers.update().where(servers.c.name == server)
-            if not connection.execute(mine.values(until=now + lease_s)).rowcount:
+            own = servers.update().where(servers.c.name == server)
+            if not connection.execute(own.values(until=now + lease_s)).rowcount:
                 return 0
         with self._database.write() as connection:
-            self._bury(connection, servers.c.until < now)
+            self._remove_servers(connection, servers.c.until < now)
             count = sa.select(sa.func.count()).select_from(servers)
             return connection.execute(count).scalar_one()
 
     def leave(self, server: str) -> None:
-        """A server ends: others need not wait until its leases do."""
+        """A server ends, and frees its leases."""
         with self._database.write() as connection:
-            self._bury(connection, servers.c.name == server)
+            self._remove_servers(connection, servers.c.name == server)
 
-    def _bury(self, connection: sa.Connection, which: sa.ColumnElement[bool]) -> None:
-        """Servers are dead: what they have leased is free."""
+    def _remove_servers(self, connection: sa.Connection, which: sa.ColumnElement[bool]) -> None:
         dead = connection.scalars(sa.select(servers.c.name).where(which).with_for_update()).all()
         if not dead:
             return
@@ -124,26 +108,16 @@ class BatchStore:
         name, now = new_id("batch_"), self.now()
         with self._database.write() as connection:
             check_new_batch(self._database, connection, request, self._quota)
-            connection.execute(
-                batches.insert().values(
-                    id=name,
-                    owner=request.owner,
-                    tenant=request.tenant,
-                    endpoint=request.endpoint,
-                    input_file_id=request.input_file_id,
-                    completion_window=request.window,
-                    window_s=request.window_s,
-                    metadata=None if request.metadata is None else dict(request.metadata),
-                    output_expires_after_s=request.output_expires_after_s,
-                    num_bytes=request.num_bytes,
-                    num_lines=request.num_lines,
-                    status=Status.VALIDATING,
-                    created_at=now,
-                    expires_at=now + request.window_s,
-                    times={},
-                    faults=[],
-                )
-            )
+            values = {
+                **asdict(request),
+                "id": name,
+                "status": Status.VALIDATING,
+                "created_at": now,
+                "expires_at": now + request.window_s,
+                "times": {},
+                "faults": [],
+            }
+            connection.execute(batches.insert().values(values))
             return _batch_of(_row(connection, name))
 
     def get(self, name: str, *, owner: str | None = None) -> Batch:
@@ -152,7 +126,7 @@ class BatchStore:
             return _batch_of(_row(connection, name, owner=owner))
 
     def page(self, *, owner: str | None, after: str | None, limit: int) -> tuple[list[Batch], bool]:
-        """At most `limit` batches older than that one, newest first, and whether there are more.
+        """At most `limit` batches older than `after`, newest first, and whether there are more.
         ApiError 404."""
         query = sa.select(batches)
         if owner is not None:
@@ -165,19 +139,20 @@ class BatchStore:
 
     def open(self) -> list[Batch]:
         """Those that have not ended, oldest first."""
-        query = sa.select(batches).where(batches.c.status.in_(OPEN)).order_by(batches.c.seq)
-        with self._database.read() as connection:
-            return [_batch_of(row) for row in connection.execute(query)]
+        query = sa.select(batches).where(batches.c.status.in_(OPEN))
+        return self._found(query.order_by(batches.c.seq))
 
     def latest_answered(self, *, limit: int) -> list[Batch]:
         """The newest of those that have ended with answers."""
         query = sa.select(batches).where(batches.c.status.not_in(OPEN), batches.c.completed > 0)
+        return self._found(query.order_by(batches.c.seq.desc()).limit(limit))
+
+    def _found(self, query: sa.Select[Any]) -> list[Batch]:
         with self._database.read() as connection:
-            rows = connection.execute(query.order_by(batches.c.seq.desc()).limit(limit))
-            return [_batch_of(row) for row in rows]
+            return [_batch_of(row) for row in connection.execute(query)]
 
     def num_taken(self) -> dict[str, int]:
-        """Open batch -> its lines that are under way, at whichever server."""
+        """Open batch -> its lines in flight, at all servers."""
         query = (
             sa.select(batches.c.id, sa.func.count())
             .join(lines, lines.c.batch == batches.c.seq)
@@ -193,7 +168,7 @@ class BatchStore:
             return {status: count for status, count in connection.execute(query)}
 
     def cancel(self, name: str, *, owner: str | None = None) -> Batch:
-        """Nothing more of it is sent. ApiError: 404, or 409 when it has ended or is about to."""
+        """No further line is sent. ApiError 404; 409: the batch has ended or is about to."""
         with self._database.write() as connection:
             row = _row(connection, name, owner=owner, is_locked=True)
             if row.status in (Status.VALIDATING, Status.IN_PROGRESS):
@@ -203,7 +178,7 @@ class BatchStore:
             return _batch_of(_row(connection, name))
 
     def expire_due(self) -> list[str]:
-        """The batches whose window has ended now; nothing more of them is sent."""
+        """End the batches whose window has ended; no further line of them is sent."""
         due = sa.select(batches).where(
             batches.c.status.in_((Status.VALIDATING, Status.IN_PROGRESS)),
             batches.c.expires_at <= self.now(),
@@ -218,10 +193,10 @@ class BatchStore:
         return [row.id for row in rows]
 
     def begin_validation(self, name: str, *, server: str) -> bool:
-        """Whether this server validates the batch: none that lives does. What another one has added
-        is forgotten."""
+        """Lease the validation of a batch; False if another live server has it. Lines of an
+        interrupted validation are dropped."""
         with self._database.write() as connection:
-            if not _lives(connection, server):
+            if not _is_alive(connection, server):
                 return False
             row = _row(connection, name, is_locked=True)
             if row.status != Status.VALIDATING or row.validated_by not in (None, server):
@@ -233,32 +208,18 @@ class BatchStore:
             return True
 
     def add_lines(self, name: str, found: Sequence[NewLine], *, server: str) -> bool:
-        """Add lines to a batch that this server validates; False when it no longer does."""
+        """Add lines to a batch that this server validates; False if it no longer does."""
         with self._database.write() as connection:
             row = _row(connection, name, is_locked=True)
             if not _is_validated_by(row, server):
                 return False
             if found:
-                connection.execute(
-                    lines.insert(),
-                    [
-                        {
-                            "batch": row.seq,
-                            "number": line.number,
-                            "custom_id": line.custom_id,
-                            "start": line.offset,
-                            "num_bytes": line.num_bytes,
-                            "prefix_key": line.prefix_key,
-                            "state": LineState.WAITING,
-                        }
-                        for line in found
-                    ],
-                )
+                of_batch = {"batch": row.seq, "state": LineState.WAITING}
+                connection.execute(lines.insert(), [asdict(line) | of_batch for line in found])
             return True
 
     def accept(self, name: str, *, server: str) -> None:
-        """All lines are there and right. Does nothing when it is no longer validated by this
-        server."""
+        """All lines are added and valid. Does nothing if this server no longer validates it."""
         with self._database.write() as connection:
             row = _row(connection, name, is_locked=True)
             if _is_validated_by(row, server):
@@ -267,27 +228,26 @@ class BatchStore:
                 self._move(connection, row, Status.IN_PROGRESS, total=total)
 
     def reject(self, name: str, faults: Iterable[Fault], *, server: str) -> None:
-        """The input file is wrong. Does nothing when it is no longer validated by this server."""
+        """The input file is invalid. Does nothing if this server no longer validates it."""
         with self._database.write() as connection:
             row = _row(connection, name, is_locked=True)
             if _is_validated_by(row, server):
                 connection.execute(lines.delete().where(lines.c.batch == row.seq))
-                told = [asdict(fault) for fault in faults]
-                self._move(connection, row, Status.FAILED, faults=told)
+                self._move(connection, row, Status.FAILED, faults=list(map(asdict, faults)))
 
     def take(
         self, name: str, *, limit: int, max_bytes: int, server: str, num_ahead: int = 0
     ) -> list[Line]:
-        """Waiting lines, now leased: at most `limit`, and after the first at most `max_bytes`
-        together. None of a batch that is not in progress.
+        """Lease waiting lines: at most `limit`, and after the first at most `max_bytes` together.
+        None of a batch that is not in progress.
 
-        In prefix order: first those that were set aside for this server, then free ones, with
-        `num_ahead` more set aside for its next time, so that lines that begin alike are taken by
-        one server. When there are no others, the last ones of those set aside for other servers.
+        In prefix order: first those set aside for this server, then free ones, of which `num_ahead`
+        more are set aside for its next call, so that one server takes lines with a common prefix.
+        If there are no others, the last of those set aside for other servers.
         """
         with self._database.write() as connection:
             row = _row(connection, name)
-            if row.status != Status.IN_PROGRESS or not _lives(connection, server):
+            if row.status != Status.IN_PROGRESS or not _is_alive(connection, server):
                 return []
             owner = lines.c.lease_owner
             found = _waiting(connection, row.seq, owner == server, limit=limit)
@@ -298,33 +258,25 @@ class BatchStore:
                 found = _waiting(connection, row.seq, owner != server, limit=limit, is_last=True)
             taken: list[Line] = []
             num_bytes = 0
-            for number, custom_id, start, size in found[:limit]:
-                num_bytes += size
+            for line in found[:limit]:
+                num_bytes += line.num_bytes
                 if taken and num_bytes > max_bytes:
                     break
-                taken.append(Line(number=number, custom_id=custom_id, offset=start, num_bytes=size))
-            ahead = [number for number, *_ in found[len(taken) :]] if num_ahead else []
-            for numbers, state in (
-                ([line.number for line in taken], LineState.TAKEN),
-                (ahead, LineState.WAITING),
-            ):
-                if numbers:
-                    connection.execute(
-                        lines.update()
-                        .where(lines.c.batch == row.seq, lines.c.number.in_(numbers))
-                        .values(state=state, lease_owner=server)
-                    )
+                taken.append(line)
+            ahead = found[len(taken) :] if num_ahead else []
+            for some, state in ((taken, LineState.TAKEN), (ahead, LineState.WAITING)):
+                _mark(connection, row.seq, [line.number for line in some], state, server)
             return taken
 
     def release(self, name: str, *, server: str) -> None:
-        """Nothing of the batch is under way at this server any more."""
+        """No line of the batch is in flight at this server any more."""
         with self._database.write() as connection:
             row = _row(connection, name, is_locked=True)
             _release(connection, row.seq, lines.c.lease_owner == server)
 
     def finish(self, finished: Sequence[Finished]) -> int:
-        """Keep the results of lines; how many. A line that has one, or that was closed, keeps what
-        it has, whoever comes second with another; of a batch that is gone nothing is kept."""
+        """Keep the results of lines; how many. A line that has a result keeps it, and results of
+        deleted batches are dropped."""
         num_kept = 0
         by_batch: dict[str, list[Finished]] = defaultdict(list)
         for one in finished:
@@ -335,12 +287,14 @@ class BatchStore:
                 row = connection.execute(query).first()
                 if row is None:
                     continue
-                open_lines = _unfinished(connection, row.seq, [one.number for one in group])
-                kept = []
-                for one in group:
-                    if one.number in open_lines:
-                        open_lines.remove(one.number)
-                        kept.append(one)
+                first_results = {one.number: one for one in reversed(group)}
+                unfinished = sa.select(lines.c.number).where(
+                    lines.c.batch == row.seq,
+                    lines.c.number.in_(list(first_results)),
+                    lines.c.state != LineState.DONE,
+                )
+                numbers = connection.scalars(unfinished.with_for_update()).all()
+                kept = [first_results[number] for number in numbers]
                 self._record(connection, row.seq, kept)
                 num_kept += len(kept)
                 row = _row(connection, name)
@@ -349,14 +303,14 @@ class BatchStore:
         return num_kept
 
     def close_lines(self, name: str, *, limit: int) -> int:
-        """Give some lines that wait the error with which their batch ends; how many. Those that are
-        under way are left."""
+        """Give up to `limit` waiting lines the error with which their batch ends; how many. Lines
+        in flight are left."""
         with self._database.write() as connection:
             row = _row(connection, name, is_locked=True)
             if row.ending not in _CLOSED:
                 return 0
-            # Of a batch whose validation was cut short nobody knows all lines: none was sent.
-            if "in_progress" not in row.times:
+            # After an interrupted validation not all lines are known, and none was sent.
+            if Status.IN_PROGRESS not in row.times:
                 connection.execute(lines.delete().where(lines.c.batch == row.seq))
                 return 0
             left = connection.execute(
@@ -375,17 +329,13 @@ class BatchStore:
             return len(closed)
 
     def is_done(self, name: str) -> bool:
-        """Whether all lines of a batch have their results: none comes or changes any more."""
+        """Whether all lines of a batch have their final results."""
         with self._database.read() as connection:
             return _is_done(connection, _row(connection, name).seq)
 
-    def end(self, name: str, written: Mapping[bool, tuple[str, int]] = _NOTHING) -> bool:
-        """List the results files, and give the batch its last status; whether it has ended. Not as
-        long as a line has no result.
-
-        written  whether it has the errors -> name and bytes of a file of the batch's results, whose
-                 rows are not needed any more
-        """
+    def end(self, name: str, written: Mapping[bool, tuple[str, int]] = _NO_FILES) -> bool:
+        """List the results and give the batch its final status; False while a line has no result.
+        `written`: is_errors -> name and bytes of a file with results, which replaces their rows."""
         with self._database.write() as connection:
             row = _row(connection, name, is_locked=True)
             if row.ending is None:
@@ -393,9 +343,7 @@ class BatchStore:
             if not _is_done(connection, row.seq):
                 return False
             named = {
-                f"{kind}_file_id": self._add_results(
-                    connection, row, is_errors=is_errors, written=written.get(is_errors)
-                )
+                f"{kind}_file_id": self._add_results(connection, row, is_errors, written)
                 for kind, is_errors in (("output", False), ("error", True))
             }
             connection.execute(lines.delete().where(lines.c.batch == row.seq))
@@ -403,14 +351,15 @@ class BatchStore:
             return True
 
     def remove_ended(self, *, kept_s: float) -> int:
-        """Let go of batches that ended longer ago than this, and of their results; how many."""
+        """Delete batches that ended longer ago than this, and their results; how many."""
+        before = self.now() - kept_s
         with self._database.write() as connection:
             found = connection.execute(
                 sa.select(batches.c.seq, batches.c.id, batches.c.status, batches.c.times).where(
-                    batches.c.status.not_in(OPEN), batches.c.created_at < self.now() - kept_s
+                    batches.c.status.not_in(OPEN), batches.c.created_at < before
                 )
             ).all()
-            gone = [row for row in found if row.times[row.status] < self.now() - kept_s]
+            gone = [row for row in found if row.times[row.status] < before]
             for row in gone:
                 connection.execute(files.delete().where(files.c.batch_id == row.id))
                 connection.execute(results.delete().where(results.c.batch == row.seq))
@@ -421,27 +370,26 @@ class BatchStore:
         self,
         connection: sa.Connection,
         row: Any,
-        *,
         is_errors: bool,
-        written: tuple[str, int] | None,
+        written: Mapping[bool, tuple[str, int]],
     ) -> str | None:
-        """A file of the batch's results; None: there are none."""
+        """List a file with results of the batch; None: there are none."""
         which = sa.and_(results.c.batch == row.seq, results.c.is_errors == is_errors)
-        if written is None:
-            size = sa.select(sa.func.sum(sa.func.length(results.c.data))).where(which)
-            file_id, num_bytes = new_id("file-"), connection.execute(size).scalar()
-            if num_bytes is None:
-                return None
-        else:
-            file_id, num_bytes = written
+        if is_errors in written:
+            file_id, num_bytes = written[is_errors]
             connection.execute(results.delete().where(which))
+        else:
+            size = sa.select(sa.func.sum(sa.func.length(results.c.data))).where(which)
+            if (found := connection.execute(size).scalar()) is None:
+                return None
+            file_id, num_bytes = new_id("file-"), int(found)
         now, keep_s = self.now(), row.output_expires_after_s
         file = File(
             id=file_id,
             owner=row.owner,
-            purpose=_OUTPUT_PURPOSE,
+            purpose="batch_output",
             filename=f"{row.id}_{'error' if is_errors else 'output'}.jsonl",
-            num_bytes=int(num_bytes),
+            num_bytes=num_bytes,
             created_at=now,
             expires_at=None if keep_s is None else now + keep_s,
             batch_id=row.id,
@@ -451,38 +399,21 @@ class BatchStore:
         return file.id
 
     def _record(self, connection: sa.Connection, seq: int, kept: Sequence[Finished]) -> None:
-        """Results of lines that have none, whose lines are done then."""
+        """Keep the first results of lines, which are done then."""
         if not kept:
             return
-        connection.execute(
-            lines.update()
-            .where(lines.c.batch == seq, lines.c.number.in_([one.number for one in kept]))
-            .values(state=LineState.DONE, lease_owner=None)
-        )
-        connection.execute(
-            results.insert(),
-            [
-                {
-                    "batch": seq,
-                    "number": one.number,
-                    "is_errors": not one.is_answer,
-                    "data": one.data,
-                }
-                for one in kept
-            ],
-        )
+        _mark(connection, seq, [one.number for one in kept], LineState.DONE, None)
+        found = [(one.number, not one.is_answer, one.data) for one in kept]
+        names = ("batch", "number", "is_errors", "data")
+        rows = [dict(zip(names, (seq, *values), strict=True)) for values in found]
+        connection.execute(results.insert(), rows)
         count = Counter(one.is_answer for one in kept)
+        added = {"completed": count[True], "failed": count[False]}
+        added |= {name: sum(getattr(one, name) for one in kept) for name in _TOKENS}
         connection.execute(
             batches.update()
             .where(batches.c.seq == seq)
-            .values(
-                completed=batches.c.completed + count[True],
-                failed=batches.c.failed + count[False],
-                **{
-                    name: batches.c[name] + sum(getattr(one, name) for one in kept)
-                    for name in _TOKENS
-                },
-            )
+            .values({name: batches.c[name] + number for name, number in added.items()})
         )
 
     def _move(self, connection: sa.Connection, row: Any, status: Status, **values: Any) -> None:
@@ -492,26 +423,21 @@ class BatchStore:
             .values(status=status, times={**row.times, status.value: self.now()}, **values)
         )
 
-    def now(self) -> int:
-        """Seconds of the epoch."""
-        return int(self._clock())
-
 
 def _row(
     connection: sa.Connection, name: str, *, owner: str | None = None, is_locked: bool = False
 ) -> Any:
-    """is_locked: nobody else changes it before this transaction ends. ApiError 404."""
-    query = sa.select(batches).where(batches.c.id == name)
-    if owner is not None:
-        query = query.where(batches.c.owner == owner)
+    """is_locked: other transactions cannot change it before this one ends. ApiError 404."""
+    of_owner = sa.true() if owner is None else batches.c.owner == owner
+    query = sa.select(batches).where(batches.c.id == name, of_owner)
     row = connection.execute(query.with_for_update() if is_locked else query).first()
     if row is None:
         raise not_found("batch", name)
     return row
 
 
-def _lives(connection: sa.Connection, server: str) -> bool:
-    """Whether a server may lease; nobody finds it dead before this transaction ends."""
+def _is_alive(connection: sa.Connection, server: str) -> bool:
+    """Whether a server may lease; it cannot be found dead before this transaction ends."""
     query = sa.select(servers.c.name).where(servers.c.name == server)
     return connection.execute(query.with_for_update(read=True)).first() is not None
 
@@ -521,10 +447,7 @@ def _is_validated_by(row: Any, server: str) -> bool:
 
 
 def _is_done(connection: sa.Connection, seq: int) -> bool:
-    """Whether all lines of a batch have a result."""
-    left = sa.select(lines.c.number).where(
-        lines.c.batch == seq, lines.c.state.in_((LineState.WAITING, LineState.TAKEN))
-    )
+    left = sa.select(lines.c.number).where(lines.c.batch == seq, lines.c.state.in_(_LEASED_STATES))
     return connection.execute(left.limit(1)).first() is None
 
 
@@ -535,11 +458,10 @@ def _waiting(
     *,
     limit: int,
     is_last: bool = False,
-) -> list[Any]:
-    """Number, custom_id, start and bytes of the first lines that wait, or of the last ones, in
-    prefix order. Those that another server takes just now are left out."""
-    # The owner is there for PostgreSQL, which would sort all that have none instead of going along
-    # the index.
+) -> list[Line]:
+    """The first waiting lines, or the last ones, in prefix order. Lines that another server is
+    taking now are left out."""
+    # The owner makes PostgreSQL read along the index, where it would sort all free lines.
     order: list[Any] = [lines.c.lease_owner, lines.c.prefix_key, lines.c.number]
     query = (
         sa.select(lines.c.number, lines.c.custom_id, lines.c.start, lines.c.num_bytes)
@@ -548,61 +470,30 @@ def _waiting(
         .limit(limit)
         .with_for_update(skip_locked=True)
     )
-    found = list(connection.execute(query).all())
+    found = [Line(**row._mapping) for row in connection.execute(query)]
     return found[::-1] if is_last else found
 
 
+def _mark(
+    connection: sa.Connection, seq: int, numbers: Sequence[int], state: int, owner: str | None
+) -> None:
+    if numbers:
+        which = lines.update().where(lines.c.batch == seq, lines.c.number.in_(numbers))
+        connection.execute(which.values(state=state, lease_owner=owner))
+
+
 def _release(connection: sa.Connection, seq: int, of: sa.ColumnElement[bool]) -> None:
-    """Leased lines of a batch wait for anybody."""
+    """Free leased lines of a batch."""
     connection.execute(
         lines.update()
-        .where(
-            lines.c.batch == seq,
-            lines.c.state.in_((LineState.WAITING, LineState.TAKEN)),
-            of,
-        )
+        .where(lines.c.batch == seq, lines.c.state.in_(_LEASED_STATES), of)
         .values(state=LineState.WAITING, lease_owner=None)
     )
 
 
-def _unfinished(connection: sa.Connection, seq: int, numbers: Sequence[int]) -> set[int]:
-    """Which of the lines have no result; nobody else gives them one before this transaction
-    ends."""
-    query = sa.select(lines.c.number).where(
-        lines.c.batch == seq, lines.c.number.in_(numbers), lines.c.state != LineState.DONE
-    )
-    return set(connection.scalars(query.with_for_update()))
-
-
 def _batch_of(row: Any) -> Batch:
-    return Batch(
-        id=row.id,
-        request=NewBatch(
-            owner=row.owner,
-            tenant=row.tenant,
-            endpoint=row.endpoint,
-            input_file_id=row.input_file_id,
-            window=row.completion_window,
-            window_s=row.window_s,
-            metadata=row._mapping["metadata"],
-            output_expires_after_s=row.output_expires_after_s,
-            num_bytes=row.num_bytes,
-            num_lines=row.num_lines,
-        ),
-        status=Status(row.status),
-        ending=None if row.ending is None else Status(row.ending),
-        created_at=row.created_at,
-        expires_at=row.expires_at,
-        times=row.times,
-        faults=tuple(Fault(**fault) for fault in row.faults),
-        total=row.total,
-        completed=row.completed,
-        failed=row.failed,
-        input_tokens=row.input_tokens,
-        output_tokens=row.output_tokens,
-        cached_tokens=row.cached_tokens,
-        reasoning_tokens=row.reasoning_tokens,
-        output_file_id=row.output_file_id,
-        error_file_id=row.error_file_id,
-        validated_by=row.validated_by,
-    )
+    found = {field.name: row._mapping[field.name] for field in fields(Batch)}
+    found["status"] = Status(row.status)
+    found["ending"] = None if row.ending is None else Status(row.ending)
+    found["faults"] = tuple(Fault(**fault) for fault in row.faults)
+    return Batch(**found)

@@ -15,8 +15,7 @@ from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.io_struct import SetInternalStateReq
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
-from cosched.batch.rate import Progress
-from cosched.batch.replies import Running
+from cosched.batch.rate import Progress, Running
 from cosched.config import Config
 from cosched.core.view import OfflineLimits
 from cosched.engine.checks import scope_of

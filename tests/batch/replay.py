@@ -14,14 +14,13 @@ from pathlib import Path
 from statistics import fmean
 
 from cosched.batch.forecast import forecasts_of
-from cosched.batch.rate import Progress, RateMeter
-from cosched.batch.replies import Ended, Running
+from cosched.batch.rate import Ended, Progress, RateMeter, Running
 from cosched.core.batch import BatchShape, Prefill
 from cosched.core.request import RequestClass
 from cosched.lab.cost_models.registry import make_cost_model
 from cosched.lab.metrics.records import read_records
 from tests.batch.stand_in import Clock
-from tests.batch.test_store import asked, batch_of
+from tests.batch.test_store import batch_of
 
 SHARES = (1 / 3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 HIGH_WATERMARK = 100_000
@@ -102,7 +101,7 @@ def errors(records, *, cost_model, limit, shares=SHARES, window_s=86400.0):
             found.append(None)
             continue
         batch = batch_of(
-            request=asked(num_bytes=sum(map(num_bytes, lines))),
+            num_bytes=sum(map(num_bytes, lines)),
             expires_at=window_s,
             total=len(lines),
             completed=num_ended,

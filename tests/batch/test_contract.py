@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cosched.batch.config import BatchesConfig
-from cosched.batch.exposition import METRICS, Snapshot, exposition
+from cosched.batch.prometheus import METRICS, Snapshot, exposition
 from cosched.batch.rate import Rate
 from tests.batch.api import ENDED, Api, line, serving, until
 from tests.batch.stand_in import StandIn
@@ -709,7 +709,7 @@ def test_labels_are_bounded(clock):
         num_by_status={"in_progress": 1000},
         open=batches,
         outlooks={},
-        under_way={},
+        in_flight={},
         finished={},
         tokens_per_s=None,
     )

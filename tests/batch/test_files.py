@@ -83,7 +83,7 @@ def test_a_deleted_file_stays_for_the_batch_that_reads_it(files, database, clock
             tenant="",
             endpoint="/v1/completions",
             input_file_id=file.id,
-            window="1h",
+            completion_window="1h",
             window_s=3600,
             metadata=None,
             output_expires_after_s=None,

@@ -11,10 +11,18 @@ from hypothesis import strategies as st
 
 from cosched.batch.data import Status
 from cosched.batch.forecast import Load, _finish_times, forecasts
-from cosched.batch.rate import Progress, Rate, RateMeter, past_rate
-from cosched.batch.replies import Ended, Replies, Running, octave
+from cosched.batch.rate import (
+    Ended,
+    Progress,
+    Rate,
+    RateMeter,
+    Replies,
+    Running,
+    octave,
+    past_rate,
+)
 from tests.batch.stand_in import Clock
-from tests.batch.test_store import asked, batch_of
+from tests.batch.test_store import batch_of
 
 RATE = Rate(tokens_per_s=100.0, spread=0.3, tokens_per_byte=0.25)
 
@@ -204,7 +212,7 @@ def test_the_meter_measures_while_there_is_work():
 def ended(**times):
     """A batch of 1,000 bytes and 300 tokens, three quarters of whose lines were answered."""
     return batch_of(
-        request=asked(num_bytes=1000),
+        num_bytes=1000,
         status=Status.CANCELLED,
         times=times,
         completed=15,

@@ -93,11 +93,11 @@ def test_limits(api, folder):
         upload(api, parquet([line(f"c{n}") for n in range(6)]))
     # Small as Parquet, where a text is held once, and too large when it is written out.
     rows = [{**line(f"c{n}"), "body": json.dumps({"prompt": "x" * 4000})} for n in range(3)]
-    with pytest.raises(openai.APIStatusError, match="as JSONL row 3 goes beyond") as error:
+    with pytest.raises(openai.APIStatusError, match="as JSONL, row 3 exceeds") as error:
         upload(api, parquet(rows))
     assert error.value.status_code == 413
     # 8 kB that are 50 kB when they are decompressed.
-    with pytest.raises(openai.BadRequestError, match=r"row group 1 .* may have 10000"):
+    with pytest.raises(openai.BadRequestError, match=r"row group 1 .* the limit is 10000"):
         upload(api, parquet([line("a", "x" * 50_000)], compression="gzip"))
     assert not list((folder / "files").iterdir())
 

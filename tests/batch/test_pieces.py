@@ -15,11 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cosched.batch.config import BatchesConfig
-from cosched.batch.fairness import Demand, shares
-from cosched.batch.in_process import InProcessTransport
-from cosched.batch.lock import lock_file
-from cosched.batch.opening import check_store, open_store
-from cosched.batch.prefix import CHUNK_BYTES, MAX_CHUNKS, prefix_key
+from cosched.batch.forecast import Demand, shares
+from cosched.batch.ingest import CHUNK_BYTES, MAX_CHUNKS, prefix_key
+from cosched.batch.opening import check_store, lock_file, open_store
+from cosched.batch.service import InProcessTransport
 from cosched.config import Config
 from cosched.engine.arguments import check_files
 from cosched.errors import ConfigError
@@ -33,7 +32,7 @@ def demands(draw):
             batch_id=str(n),
             tenant=("", (tenant := draw(st.sampled_from("ab")))),
             weight={"a": 1.0, "b": weight}[tenant],
-            num_under_way=draw(st.integers(0, 20)),
+            num_in_flight=draw(st.integers(0, 20)),
             num_waiting=draw(st.integers(0, 30)),
             due=draw(st.none() | st.integers(1, 9)),
         )
@@ -41,11 +40,11 @@ def demands(draw):
     ]
 
 
-@given(found=demands(), room=st.integers(0, 60))
-def test_all_room_is_used_and_by_who_has_least(found, room):
-    given_to = shares(found, room=room)
-    assert sum(given_to.values()) == min(room, sum(one.num_waiting for one in found))
-    load = {one.batch_id: one.num_under_way + given_to.get(one.batch_id, 0) for one in found}
+@given(found=demands(), num_free=st.integers(0, 60))
+def test_all_room_is_used_and_by_who_has_least(found, num_free):
+    given_to = shares(found, num_free=num_free)
+    assert sum(given_to.values()) == min(num_free, sum(one.num_waiting for one in found))
+    load = {one.batch_id: one.num_in_flight + given_to.get(one.batch_id, 0) for one in found}
     by_tenant = {}
     for one in found:
         by_tenant[one.tenant] = by_tenant.get(one.tenant, 0) + load[one.batch_id]
@@ -173,7 +172,7 @@ def test_a_store_has_one_folder_and_a_folder_one_store(tmp_path, postgres_url):
         for _ in range(2):  # servers that share the store
             store = open_store(BatchesConfig(folder=here, url=postgres_url))
             stack.callback(store.close)
-    with pytest.raises(ConfigError, match=r"elsewhere.*: it is not where the store"):
+    with pytest.raises(ConfigError, match=r"elsewhere.*: the store that batches"):
         check_store(BatchesConfig(folder=elsewhere, url=postgres_url))
     check_store(of_its_own)
     check_store(of_its_own)
@@ -194,11 +193,11 @@ def test_a_database_that_is_not_there_is_told_in_one_sentence(tmp_path):
     ("values", "message"),
     [
         ({"lease_s": 0}, "lease_s must be above 0, not 0"),
-        ({"max_file_mb": 0}, "max_file_mb must be a positive number, not 0"),
+        ({"max_file_mb": 0}, "max_file_mb must be above 0, not 0"),
         ({"max_lines": 0}, "max_lines must be at least 1"),
         ({"low_watermark": 256}, "low_watermark must be from 0 to 255"),
         ({"url": "sqlite://"}, "url without folder"),
-        ({"folder": "s3://k:pw@b/c"}, r"folder 's3://\*\*\*@b/c' is a URL.*url must say where"),
+        ({"folder": "s3://k:pw@b/c"}, r"folder 's3://\*\*\*@b/c' is a URL.*url must name"),
         ({"tenant_weights": {"a": 0}}, r"tenant_weights\.a must be above 0, not 0"),
         ({"late_margin_s": -1}, "late_margin_s must be 0 or more, not -1"),
         ({"keep_ended_days": 0}, "keep_ended_days must be above 0, not 0"),

@@ -133,7 +133,7 @@ def test_run_batch_uploads_the_rest_when_there_is_room(
     assert run_batch(call) == 0
     answers = [json.loads(one)["custom_id"] for one in out.read_text().splitlines()]
     assert sorted(answers) == sorted(f"c{n}" for n in range(55))
-    assert "the rest is uploaded when what is there is fetched" in capsys.readouterr().err
+    assert "the rest is uploaded once the open batches are fetched" in capsys.readouterr().err
     assert not api.files.list().data
 
 
@@ -145,7 +145,7 @@ def test_run_batch_says_when_others_have_filled_the_quota(api, stand_in, tmp_pat
     source.write_text(json.dumps(line("a")) + "\n")
     call = ["-i", str(source), "-o", str(out), "--base-url", api.url, "--api-key", "key"]
     assert run_batch(call) == 3
-    assert "run the same command again when there is room" in capsys.readouterr().err
+    assert "run the same command again when the quota allows" in capsys.readouterr().err
     stand_in.is_held = False
     api.wait(batch)
     assert run_batch(call) == 0

@@ -125,7 +125,7 @@ def test_a_server_that_was_taken_for_dead_goes_on(two, caplog):
             first.service.store.leave(name)
         first.is_held = False
         ended = at_first.wait(batch)
-    assert "nothing was heard of this server" in caplog.text
+    assert "this server sent no heartbeat" in caplog.text
     assert at_first.outcome(ended) == {f"{n}": f"to {n}" for n in range(900)}
     assert ended.usage.output_tokens == 2 * 900
 

@@ -277,7 +277,7 @@ def test_a_place_that_cannot_be_had_is_told_in_one_sentence(sqlite, moody, monke
         with pytest.raises(ConfigError, match=message) as error:
             check_store(BatchesConfig(folder=place, url=sqlite))
         assert "secret" not in str(error.value)
-    with pytest.raises(ConfigError, match="names no file"):
+    with pytest.raises(ConfigError, match="must name a file"):
         check_store(BatchesConfig(folder=moody, url="sqlite://"))
     Moody.is_away = True
     with pytest.raises(ConfigError, match=r"its files cannot be reached: no route"):
@@ -292,7 +292,7 @@ def test_a_store_has_one_place_and_one_server_without_postgresql(place, sqlite, 
     ):
         check_store(BatchesConfig(folder=place, url=sqlite))
     check_store(BatchesConfig(folder=place, url=sqlite))
-    with pytest.raises(ConfigError, match="it is not where the store"):
+    with pytest.raises(ConfigError, match="the store that batches.url names has its files elsewhere"):
         check_store(BatchesConfig(folder=f"{place}/other", url=sqlite))
     with pytest.raises(ConfigError, match="it has the files of another store"):
         check_store(BatchesConfig(folder=place, url=f"sqlite:///{tmp_path}/new.sqlite"))

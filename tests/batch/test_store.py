@@ -8,6 +8,7 @@ import itertools
 import json
 import shutil
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,7 @@ def asked(owner="a", window_s=WINDOW_S, **changes):
         "tenant": "",
         "endpoint": URL,
         "input_file_id": "file-1",
-        "window": "100s",
+        "completion_window": "100s",
         "window_s": window_s,
         "metadata": None,
         "output_expires_after_s": None,
@@ -57,7 +58,6 @@ def batch_of(**changes):
     """As the store tells of one."""
     fields = {
         "id": "batch_1",
-        "request": asked(),
         "status": Status.IN_PROGRESS,
         "ending": None,
         "created_at": 0,
@@ -74,11 +74,11 @@ def batch_of(**changes):
         "output_file_id": None,
         "error_file_id": None,
     }
-    return Batch(**(fields | changes))
+    return Batch(**(asdict(asked()) | fields | changes))
 
 
 def new_line(number, key=b""):
-    return NewLine(number=number, custom_id=f"c{number}", offset=0, num_bytes=10, prefix_key=key)
+    return NewLine(number=number, custom_id=f"c{number}", start=0, num_bytes=10, prefix_key=key)
 
 
 def result(batch_id, number, *, good=True):
@@ -466,9 +466,9 @@ def test_results_of_a_batch_that_is_gone_do_not_stop_the_others(store, clock):
 def test_any_text_is_kept_as_it_is(store, text):
     metadata = {"tenant": text, text: text}
     name = store.create(asked(tenant=text, metadata=metadata)).id
-    line = NewLine(number=1, custom_id=text, offset=0, num_bytes=1, prefix_key=b"\0")
+    line = NewLine(number=1, custom_id=text, start=0, num_bytes=1, prefix_key=b"\0")
     validate(store, name, [line], server="me")
-    found = store.get(name).request
+    found = store.get(name)
     assert found.tenant == text and found.metadata == metadata
     [line] = store.take(name, limit=1, max_bytes=1, server="me")
     assert line.custom_id == text
@@ -532,7 +532,10 @@ def test_what_is_no_database_is_refused(tmp_path):
     (tmp_path / "b.sqlite").write_text("something else" * 1000)
     with pytest.raises(ConfigError, match="not a database"):
         Database(f"sqlite:///{tmp_path / 'b.sqlite'}")
-    for url, reason in (("nonsense", "this is no URL"), ("mysql://u:secret@h/d", "not mysql://")):
+    for url, reason in (
+        ("nonsense", "this is not a URL"),
+        ("mysql://u:secret@h/d", "not mysql://"),
+    ):
         with pytest.raises(
             ConfigError, match=rf"batches\.url must be postgresql.*{reason}"
         ) as error:

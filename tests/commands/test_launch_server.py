@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from cosched import bootstrap, launch_server
-from cosched.batch.lock import lock_file
+from cosched.batch.opening import lock_file
 from cosched.config import ENV_VAR, Config
 from cosched.engine import arguments as engine_side
 from cosched.errors import ConfigError

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 import cosched.bootstrap
-from cosched.batch.in_process import InProcessTransport
+from cosched.batch.service import InProcessTransport
 from cosched.core.wire import OFFLINE_PRIORITY
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"

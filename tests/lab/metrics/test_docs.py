@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
-from cosched.batch.exposition import METRICS as OF_BATCHES
+from cosched.batch.prometheus import METRICS as OF_BATCHES
 from cosched.batch.prometheus import Kind
 from cosched.engine.exporter import METRICS
 from cosched.lab.metrics.slo import Attainment
