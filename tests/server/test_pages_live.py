@@ -131,7 +131,7 @@ def test_a_command_runs_as_written(command, server, folder):
             assert old in command
             command = command.replace(old, new)
     ended = run(command.replace(":30000", f":{server.port}"), folder)
-    assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
+    assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}\n{server.log()[-4000:]}"
     assert ended.stdout.strip()
 
 
