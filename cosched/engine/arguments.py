@@ -1,10 +1,11 @@
-"""SGLang's command line, completed and checked for what cosched does with the engine."""
+"""SGLang's command line: what cosched adds to it, and what it refuses."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import difflib
+import itertools
 import os
 import socket
 import subprocess
@@ -23,28 +24,21 @@ EVICTION_FLAG = "--radix-eviction-policy"
 HOST_WRITE_FLAG = "--hicache-write-policy"
 
 _MODEL_FLAGS = ("--model-path", "--model")
-_CONFIGS = ("config.json", "params.json")
-"""Files of which a model's folder has one: Hugging Face's format, and Mistral's."""
-
-_INTERVAL_FLAG = "--prefill-decode-interval"
+_MODEL_CONFIGS = ("config.json", "params.json")  # of Hugging Face, and of Mistral
 _CPU_BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
 
 
 def engine_arguments(argv: Sequence[str], config: Config, *, mixed_chunk: bool) -> list[str]:
-    """SGLang's arguments with what cosched adds: the policy's flags, and the CPU engine's where
-    there is no GPU. What the user gave stands."""
+    """SGLang's arguments with the flags of the policy, and without a GPU those of the CPU engine.
+    Flags that the user gave are kept."""
     arguments = list(argv)
-    for flag, argument in policy_entry(config.policy).arguments().items():
-        if flag == "--enable-mixed-chunk" and not mixed_chunk:
-            continue
-        if not _given(argv, flag):
+    entry = policy_entry(config.policy)
+    for flag, argument in entry.arguments().items():
+        if not _given(argv, flag) and (mixed_chunk or flag != "--enable-mixed-chunk"):
             arguments += argument
-    if not _given(argv, EVICTION_FLAG):
-        arguments += eviction_arguments(config)
-    arguments += host_arguments(argv, config)
-    plans = policy_entry(config.policy).make is not None
-    if plans and not _given(argv, _INTERVAL_FLAG):
-        arguments += [_INTERVAL_FLAG, "0"]  # for some models SGLang has another default
+    arguments += kv_arguments(argv, config)
+    if entry.make is not None and not _given(argv, "--prefill-decode-interval"):
+        arguments += ["--prefill-decode-interval", "0"]  # SGLang's default depends on the model
     device = _value(argv, "--device")
     if not cosched.bootstrap.has_cuda() and device in (None, "cpu"):
         if device is None:
@@ -55,33 +49,27 @@ def engine_arguments(argv: Sequence[str], config: Config, *, mixed_chunk: bool) 
         if not _given(argv, "--mem-fraction-static", "--max-total-tokens"):
             arguments += ["--max-total-tokens", "65536"]
         if not _given(argv, "--sleep-on-idle"):
-            # An idle scheduler would otherwise keep a whole core busy asking for requests.
-            arguments.append("--sleep-on-idle")
+            arguments.append("--sleep-on-idle")  # else an idle scheduler keeps a core busy
     return arguments
 
 
-def eviction_arguments(config: Config) -> list[str]:
-    """What makes SGLang's tree evict in the order of the configuration, where that is its own."""
+def kv_arguments(argv: Sequence[str], config: Config) -> list[str]:
+    """The flags by which cosched chooses what SGLang evicts, or SGLang does in the configured
+    order, and by which cosched chooses what is copied to host memory (SGLang copies everything)."""
     kv = config.named_kv()
-    if policy_entry(config.policy).make is None or kv.is_ours:
+    if policy_entry(config.policy).make is None:
         return []
+    if kv.is_ours:
+        has_host = _given(argv, "--enable-hierarchical-cache")
+        chooses = has_host and not _given(argv, HOST_WRITE_FLAG)
+        return [HOST_WRITE_FLAG, "write_back"] if chooses else []
     assert kv.eviction is not None
-    return [EVICTION_FLAG, kv.eviction]
-
-
-def host_arguments(argv: Sequence[str], config: Config) -> list[str]:
-    """What leaves it to cosched what is copied to host memory, where there is any and nothing else
-    is given: SGLang's default is to copy everything."""
-    if policy_entry(config.policy).make is None or not config.named_kv().is_ours:
-        return []
-    if not _given(argv, "--enable-hierarchical-cache") or _given(argv, HOST_WRITE_FLAG):
-        return []
-    return [HOST_WRITE_FLAG, "write_back"]
+    return [] if _given(argv, EVICTION_FLAG) else [EVICTION_FLAG, kv.eviction]
 
 
 def _check_no_gpu_is_left_out() -> None:
-    """ConfigError where there is a GPU that torch cannot use: a server would run on the CPU, and
-    nobody would know why it is slow."""
+    """ConfigError if there is a GPU that torch cannot use: the server would be slow on the CPU, and
+    nothing would say why."""
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return
     try:
@@ -94,15 +82,14 @@ def _check_no_gpu_is_left_out() -> None:
         return
     import torch
 
-    built = torch.version.cuda
     reason = (
         f"torch {torch.__version__} is built without CUDA; install its CUDA build (scripts/setup "
         "says how)"
-        if built is None
-        else f"torch, built for CUDA {built}, sees none: is the driver too old for it?"
     )
+    if torch.version.cuda is not None:
+        reason = f"torch, built for CUDA {torch.version.cuda}, sees none: is the driver too old?"
     raise ConfigError(
-        f"nvidia-smi lists a GPU, but {reason}. To serve on the CPU all the same, give --device cpu"
+        f"nvidia-smi lists a GPU, but {reason}. To serve on the CPU, give --device cpu"
     )
 
 
@@ -117,8 +104,8 @@ def _value(argv: Sequence[str], *flags: str) -> str | None:
 
 
 def check_model(argv: Sequence[str]) -> None:
-    """ConfigError when no model is named, or when the named folder holds none. Names of models on
-    Hugging Face and URLs are left to SGLang."""
+    """ConfigError if no model is named, or if the named folder has none. SGLang checks names on
+    Hugging Face and URLs."""
     model = _value(argv, *_MODEL_FLAGS)
     if model is None:
         if not _given(argv, *_MODEL_FLAGS, "--config"):
@@ -133,7 +120,7 @@ def check_model(argv: Sequence[str]) -> None:
     if not path.exists():
         if model.startswith(("/", ".", "~")) or model.count("/") > 1:
             raise ConfigError(f"--model-path {model!r} does not exist")
-    elif not any((path / name).exists() for name in _CONFIGS):
+    elif not any((path / name).exists() for name in _MODEL_CONFIGS):
         raise ConfigError(f"--model-path {model!r} is no model: it has no config.json")
 
 
@@ -155,10 +142,8 @@ def engine_parser() -> argparse.ArgumentParser:
 
 
 def check_flags(argv: Sequence[str], *, own: Collection[str]) -> None:
-    """ConfigError when SGLang does not know a flag or does not take its value.
-
-    own  cosched's flags, which may be meant too
-    """
+    """ConfigError if SGLang does not know a flag or refuses its value. own: cosched's flags, which
+    a wrong one may resemble."""
     from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
 
     parser = engine_parser()
@@ -168,9 +153,9 @@ def check_flags(argv: Sequence[str], *, own: Collection[str]) -> None:
             arguments = ConfigArgumentMerger(parser).merge_config_with_args(arguments)
         except (OSError, ValueError) as error:
             raise ConfigError(f"--config: {_first_line(error)}") from None
-    # Deprecated flags are announced when SGLang parses them again.
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
-        with contextlib.redirect_stdout(nowhere):
+    # SGLang parses them again and then warns about deprecated flags.
+    with open(os.devnull, "w") as nowhere:
+        with contextlib.redirect_stderr(nowhere), contextlib.redirect_stdout(nowhere):
             parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
         raise ConfigError(_unknown_flag(unknown[0], {*own, *parser._option_string_actions}))
@@ -189,10 +174,8 @@ def _unknown_flag(argument: str, known: Collection[str]) -> str:
 
 
 def resolve(argv: Sequence[str]) -> Any:
-    """SGLang's server arguments, with what follows from the model and from each other.
-
-    ConfigError with SGLang's reason when it refuses them. SGLang raises all kinds of errors here.
-    """
+    """SGLang's server arguments, completed from the model and from each other. ConfigError with
+    SGLang's reason if it refuses them; it raises many types of errors."""
     from sglang.srt.server_args import prepare_server_args
 
     try:
@@ -210,26 +193,22 @@ def _first_line(error: BaseException) -> str:
 
 
 def bind_cpu_threads(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
-    """Give each rank of a CPU server its own share of the cores, and leave one to the rest.
+    """Divide the cores among the ranks of a CPU server, except one.
 
-    SGLang shares them by NUMA node, and stops when there are more ranks than nodes. One core is for
-    the tokenizer, the detokenizer and the clients: with a compute thread on every core, each of its
-    barriers waits for a thread that they keep from running.
+    SGLang divides them by NUMA node, and fails if there are more ranks than nodes. One core is left
+    to the tokenizer, the detokenizer and the clients: with a compute thread on every core, each
+    barrier of the computation would wait for a thread that they interrupt.
     """
     if cosched.bootstrap.has_cuda():
         return
-    environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) - 1)))
-    if _CPU_BINDING in environ:
-        return
+    cores = sorted(os.sched_getaffinity(0))
+    environ.setdefault("OMP_NUM_THREADS", str(max(1, len(cores) - 1)))
     ranks = int(_value(argv, "--tp", "--tp-size", "--tensor-parallel-size") or 1)
     ranks *= int(_value(argv, "--dp", "--dp-size", "--data-parallel-size") or 1)
-    cores = sorted(os.sched_getaffinity(0))
-    if ranks == 1 or ranks > len(cores):
+    if _CPU_BINDING in environ or ranks == 1 or ranks > len(cores):
         return
-    shares = [
-        cores[rank * len(cores) // ranks : (rank + 1) * len(cores) // ranks]
-        for rank in range(ranks)
-    ]
+    bounds = [rank * len(cores) // ranks for rank in range(ranks + 1)]
+    shares = [cores[start:end] for start, end in itertools.pairwise(bounds)]
     environ[_CPU_BINDING] = "|".join(",".join(map(str, share)) for share in shares)
 
 
@@ -246,20 +225,18 @@ REFUSED_ARGUMENTS: tuple[tuple[str, Any, str], ...] = (
     ("enable_pdmux", False, "PD multiplexing schedules prefill and decode on its own"),
     ("enable_prefill_delayer", False, "the prefill delayer would undo the plan"),
     ("min_free_slots_delay", None, "the slot delay would undo the plan"),
-    ("prefill_decode_interval", 0, "for so many iterations after a prefill nobody would plan"),
+    ("prefill_decode_interval", 0, "that many iterations after a prefill would have no plan"),
     ("enable_hisparse", False, "HiSparse moves requests between prefill and decode on its own"),
     ("enable_priority_scheduling", False, "the policy orders the requests itself"),
-    ("disable_radix_cache", False, "stopped requests keep their KV in the radix cache"),
+    ("disable_radix_cache", False, "preempted requests keep their KV in the radix cache"),
     ("enable_session_radix_cache", False, "session caches hold KV outside the plan"),
 )
-"""Server argument, the value cosched works with, and why not another (planning policies only)."""
+"""Server argument, the only value that planning policies support, and why."""
 
 
 def check_arguments(server_args: Any, config: Config) -> None:
-    """ConfigError, one sentence, when the arguments cannot go with a planning policy.
-
-    Looks at what SGLang has made of them: a model or another flag may decide what was not given.
-    """
+    """ConfigError if a planning policy does not support the arguments. Looks at what SGLang has
+    made of them, because a model or another flag may decide what was not given."""
     if policy_entry(config.policy).make is None:
         return
     resolved = _resolved(server_args)
@@ -284,7 +261,7 @@ def check_arguments(server_args: Any, config: Config) -> None:
 
 
 def _check_shared_pages(resolved: Any) -> None:
-    """ConfigError where an online and an offline request cannot share a page."""
+    """ConfigError if an online and an offline request cannot share a page."""
     from sglang.srt.arg_groups.overrides import attention_backends_of
 
     by_slot = ("torch_native", "triton", "flashinfer")
@@ -300,13 +277,13 @@ def _check_shared_pages(resolved: Any) -> None:
     elif resolved.enable_hierarchical_cache:
         reason = "host memory (--enable-hierarchical-cache) copies pages in ascending order"
     elif resolved.tp_size > 1:
-        reason = "they are not tried with several ranks (--tp)"
+        reason = "it is not tested with several ranks (--tp)"
     if reason is not None:
-        raise ConfigError(f"kv.bidirectional_pages cannot be had here: {reason}")
+        raise ConfigError(f"kv.bidirectional_pages is not possible: {reason}")
 
 
 def check_ports(server_args: Any) -> None:
-    """ConfigError when a port that the server will listen on is taken, or is none."""
+    """ConfigError if a port of the server is taken or invalid."""
     resolved = _resolved(server_args)
     _check_port("--port", resolved.host or "127.0.0.1", resolved.port)
     for name in ("nccl_port", "grpc_port"):
@@ -331,7 +308,7 @@ def _check_port(flag: str, host: str, port: int) -> None:
         raise ConfigError(f"--host {host!r} is no address here: {error.strerror}") from None
     for family, kind, protocol, _, address in addresses:
         with socket.socket(family, kind, protocol) as probe:
-            # As the server does: ports of connections that have just ended are free.
+            # As the server: the ports of connections that have just ended are free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(address)
@@ -341,7 +318,7 @@ def _check_port(flag: str, host: str, port: int) -> None:
 
 
 def check_files(config: Config) -> None:
-    """ConfigError when a file that the server will read or write cannot be."""
+    """ConfigError if the server cannot read or write one of its files."""
     for flag, path in (
         ("--decision-log", config.decision_log),
         ("--cosched-iteration-log", config.iteration_log),

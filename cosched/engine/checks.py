@@ -1,5 +1,5 @@
-"""The bounds of `cosched.limits.table` for SGLang's request objects: before and after a prompt is
-tokenized, and where the scheduler receives it."""
+"""Checks SGLang's request objects against the bounds of `cosched.limits.table`: before and after
+tokenization, and when the scheduler receives them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,12 @@ from cosched.limits.table import (
 )
 
 OFFLINE_SHARE = 7 / 8
-"""Of the KV memory that one offline prompt may take. With more it could run only while no online
-request holds any, and each new one would preempt it."""
+"""Of the KV memory that one offline prompt may take. A longer one could run only while online
+requests hold no KV, and each new one would preempt it."""
 
 
 def scope_of(owner: Any) -> Scope:
-    """What the bounds of requests depend on, from SGLang's tokenizer manager or scheduler, which
-    keeps it."""
+    """What the bounds depend on, from SGLang's tokenizer manager or scheduler. Kept there."""
     scope: Scope | None = getattr(owner, "cosched_limits", None)
     if scope is not None:
         return scope
@@ -45,7 +44,7 @@ def scope_of(owner: Any) -> Scope:
         context_len=model.context_len,
         hidden_size=model.hidden_size,
         chars_per_token=(load_config() or Config()).limits.chars_per_token,
-        # SGLang refuses a prompt of `max_req_input_len` itself.
+        # SGLang refuses a prompt of exactly `max_req_input_len`.
         max_input_tokens=(
             None if longest is None or owner.server_args.allow_auto_truncate else longest - 1
         ),
@@ -55,7 +54,7 @@ def scope_of(owner: Any) -> Scope:
 
 
 def check_input(obj: Any, scope: Scope) -> None:
-    """A request of one prompt or several as it came. RequestError."""
+    """A request of one or several prompts before tokenization. RequestError."""
     struct = _struct_of(obj)
     check_fields(struct, vars(obj), scope, of_batch=True)
     params = obj.sampling_params
@@ -70,18 +69,18 @@ def check_input(obj: Any, scope: Scope) -> None:
         check_fields("SessionParams", session, scope, prefix="session_params.")
     for name, text in _texts(obj.text):
         check_text(name, len(text), scope)
-    if not _may_be_empty(obj):
+    if not _has_media(obj) and not session:  # else these are or precede the prompt
         _check_not_empty(obj)
 
 
 _INTERNAL_PARAMS = frozenset(
     {"is_normalized", "stop_regex_max_len", "stop_regex_strs", "stop_str_max_len", "stop_strs"}
 )
-"""Fields that SGLang fills itself; from a client they would leave others unchecked."""
+"""Fields that SGLang sets. If a client set them, others would go unchecked."""
 
 
 def check_params(params: Any, params_class: Any) -> None:
-    """Sampling parameters as SGLang's class will read them: their names and types. ValueError."""
+    """Names and types of sampling parameters. ValueError."""
     try:
         msgspec.convert(params, _checked_type(params_class))
     except msgspec.ValidationError as error:
@@ -90,7 +89,7 @@ def check_params(params: Any, params_class: Any) -> None:
 
 @cache
 def _checked_type(params_class: Any) -> Any:
-    """The same fields, read from an object (SGLang's own is read from an array)."""
+    """A struct with the same fields that is read from an object; SGLang's is read from an array."""
     hints = get_type_hints(params_class).items()
     fields = [(name, hint | None, None) for name, hint in hints if name not in _INTERNAL_PARAMS]
     name = params_class.__name__
@@ -98,14 +97,14 @@ def _checked_type(params_class: Any) -> Any:
 
 
 def check_tokenized(obj: Any, input_ids: Sequence[int] | None, scope: Scope) -> None:
-    """One prompt with its tokens. RequestError."""
+    """One prompt after tokenization. RequestError."""
     name = "text" if obj.text is not None else "input_ids"
     if input_ids is None or _has_media(obj):
         return
     check_field("input_ids", input_ids, TABLE["TokenizedGenerateReqInput"]["input_ids"], scope)
     num_tokens = len(input_ids)
     if getattr(obj, "session_params", None):
-        return  # the prompt begins with what the session holds
+        return  # the prompt continues the session
     if not num_tokens:
         raise RequestError(name, "has no tokens")
     _check_fits(name, num_tokens, scope)
@@ -116,7 +115,7 @@ def check_tokenized(obj: Any, input_ids: Sequence[int] | None, scope: Scope) -> 
 
 
 def check_received(received: Any, scope: Scope) -> None:
-    """A request as the scheduler receives it, from whichever front end. RequestError."""
+    """A request that the scheduler receives from any front end. RequestError."""
     struct = _struct_of(received)
     check_fields(struct, _fields(received, struct), scope)
     params = received.sampling_params
@@ -149,7 +148,7 @@ def check_received(received: Any, scope: Scope) -> None:
 
 
 def _struct_of(obj: Any) -> str:
-    """The name of the struct in `TABLE` that an object is."""
+    """The name in `TABLE` of an object's type."""
     return next(kind.__name__ for kind in type(obj).__mro__ if kind.__name__ in TABLE)
 
 
@@ -167,11 +166,6 @@ def _texts(value: Any, name: str = "text") -> Iterable[tuple[str, str]]:
 
 def _has_media(obj: Any) -> bool:
     return any(getattr(obj, f"{kind}_data", None) for kind in ("image", "video", "audio"))
-
-
-def _may_be_empty(obj: Any) -> bool:
-    """Media, or a session, are or have the prompt."""
-    return _has_media(obj) or bool(getattr(obj, "session_params", None))
 
 
 def _check_not_empty(obj: Any) -> None:
@@ -195,7 +189,7 @@ def _check_fits(name: str, num_tokens: int, scope: Scope) -> None:
 
 
 def _check_positions(obj: Any, num_tokens: int) -> None:
-    """What points into the prompt."""
+    """Fields that are positions in the prompt."""
     starts = (
         ("logprob_start_len", "return_logprob"),
         ("routed_experts_start_len", "return_routed_experts"),
@@ -210,7 +204,7 @@ def _check_positions(obj: Any, num_tokens: int) -> None:
 
 
 def _check_logprobs(obj: Any, num_tokens: int, max_new_tokens: int | None, scope: Scope) -> None:
-    """How many log probabilities an answer may have."""
+    """Number of log probabilities in the answer."""
     num_each = (obj.top_logprobs_num or 0) + len(obj.token_ids_logprob or ())
     start = obj.logprob_start_len
     num_new = max(scope.context_len - num_tokens, 0)

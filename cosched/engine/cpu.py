@@ -1,17 +1,17 @@
-"""SGLang's CPU engine: what cosched replaces in it where there is no GPU.
+"""SGLang's CPU engine: what cosched replaces in it on machines without a GPU.
 
-Attention: the `torch_native` backend pads the queries of every row of a prefill batch to the whole
-sequence and drops the padding. The last 100 tokens behind a cached prefix of 500 then cost as much
-as 600, and so does each decode in a mixed batch. No GPU backend does that, and it would hide what
-scheduling policies differ in. `attend` computes the new tokens only, under every policy.
+Attention: the `torch_native` backend pads the queries of each prefill to the whole sequence and
+drops the padding. The last 100 tokens behind a cached prefix of 500 then cost as much as 600, and
+so does each decode in a mixed batch. No GPU backend does that, and it would hide the differences
+between policies. `attend` computes the new tokens only, under every policy.
 
 Host memory (HiCache): SGLang copies KV between the device and pinned host memory with GPU kernels.
 Here the memory is not pinned and the copies are plain torch; queues, events, locks and the
 layer-by-layer loading are SGLang's own.
 
 ``torch.compile``: SGLang compiles some operations of the sampler (repetition penalties). The first
-request that needs one stops the scheduler for seconds while Inductor and the C++ compiler run.
-Without compilation these operations take less than a millisecond.
+request that needs one would stop the scheduler for seconds while it compiles. Without compilation
+these operations take less than a millisecond.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from cosched.bootstrap import has_cuda
 
 
 def install() -> None:
-    """Replace the prefill attention of SGLang's `torch_native` backend, and what allocates and
-    copies in its host pool of ordinary attention (MHA). Idempotent."""
+    """Replace the prefill attention of SGLang's `torch_native` backend, and allocation and copies
+    of its host pool for multi-head attention. Idempotent."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend as Backend
     from sglang.srt.mem_cache.pool_host import common, mha
 
@@ -80,6 +80,8 @@ def attend(
 
 
 def _new_tokens_only(original: Any) -> Any:
+    """`original` with `attend` for causal attention without windows."""
+
     def run(
         self: Any,
         query: torch.Tensor,
@@ -92,31 +94,15 @@ def _new_tokens_only(original: Any) -> Any:
         extend_prefix_lens: torch.Tensor,
         extend_seq_lens: torch.Tensor,
         encoder_lens: torch.Tensor | None = None,
-        scaling: float | None = None,
-        enable_gqa: bool = False,
-        causal: bool = False,
-        is_cross_attn: bool = False,
-        sliding_window_size: int | None = None,
+        **options: Any,
     ) -> torch.Tensor:
-        windowed = sliding_window_size is not None and sliding_window_size > -1
-        if encoder_lens is not None or is_cross_attn or not causal or windowed:
+        sequences = req_to_token, req_pool_indices, seq_lens, extend_prefix_lens, extend_seq_lens
+        window = options["sliding_window_size"]
+        is_windowed = window is not None and window > -1
+        is_causal = options["causal"] and not options["is_cross_attn"]
+        if encoder_lens is not None or not is_causal or is_windowed:
             result: torch.Tensor = original(
-                self,
-                query,
-                output,
-                k_cache,
-                v_cache,
-                req_to_token,
-                req_pool_indices,
-                seq_lens,
-                extend_prefix_lens,
-                extend_seq_lens,
-                encoder_lens,
-                scaling=scaling,
-                enable_gqa=enable_gqa,
-                causal=causal,
-                is_cross_attn=is_cross_attn,
-                sliding_window_size=sliding_window_size,
+                self, query, output, k_cache, v_cache, *sequences, encoder_lens, **options
             )
             return result
         begin = 0
@@ -128,8 +114,8 @@ def _new_tokens_only(original: Any) -> Any:
                 query[begin:end].movedim(0, 1),
                 k_cache[slots].to(query.dtype).movedim(0, 1),
                 v_cache[slots].to(query.dtype).movedim(0, 1),
-                scale=scaling,
-                enable_gqa=enable_gqa,
+                scale=options["scaling"],
+                enable_gqa=options["enable_gqa"],
             )
             output[begin:end] = out.movedim(0, 1)
             begin = end

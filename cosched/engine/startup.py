@@ -1,4 +1,4 @@
-"""What a server says of itself when it starts and when it is ready."""
+"""What a server logs when it starts and when it is ready."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from sglang.srt.arg_groups.overrides import resolving_view
 
 from cosched.config import Config
 from cosched.policies import policy_entry
-from cosched.pool.prefix_pool import PoolConfig
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +22,7 @@ _LISTEN_S = 30.0
 
 
 def describe(config: Config, server_args: Any) -> str:
-    """One line: what schedules here, and by which settings."""
+    """One line: the policy and its settings."""
     entry = policy_entry(config.policy)
     facts = [f"cosched {version('cosched')} on SGLang {version('sglang')}"]
     if entry.make is None:
@@ -38,22 +37,18 @@ def describe(config: Config, server_args: Any) -> str:
         )
         model = config.latency_model
         facts.append(f"latency model {'learnt while running' if model is None else model}")
-    mixed = resolving_view(server_args).enable_mixed_chunk
-    facts.append(f"mixed chunks {'on' if mixed else 'off'}")
-    if resolving_view(server_args).enable_hierarchical_cache:
+    resolved = resolving_view(server_args)
+    facts.append(f"mixed chunks {'on' if resolved.enable_mixed_chunk else 'off'}")
+    if resolved.enable_hierarchical_cache:
         facts.append(f"host memory at {config.kv.host_bandwidth_gb_s:g} GB/s")
     facts.append(f"KV evicted by {config.named_kv().eviction}")
-    facts.append(f"offline pool in {_pool_order(config.pool or entry.pool)}")
+    is_by_arrival = config.pool is None and entry.pool is None
+    facts.append(f"offline pool in {'order of arrival' if is_by_arrival else 'prefix order'}")
     return "; ".join(facts)
 
 
-def _pool_order(pool: PoolConfig | None) -> str:
-    return "order of arrival" if pool is None else "prefix order"
-
-
 def wait_until_listening(server_args: Any) -> bool:
-    """Whether this process listens on the server's port; waits until it does. SGLang asks the port
-    as soon as it is about to be opened."""
+    """Wait until this process listens on the server's port. False: it does not."""
     port = resolving_view(server_args).port
     process = psutil.Process()
     deadline_s = time.monotonic() + _LISTEN_S
@@ -69,8 +64,7 @@ def wait_until_listening(server_args: Any) -> bool:
 
 
 def log_ready(server_args: Any, config: Config) -> None:
-    """Log what serves, two requests to try, and how to get at the commands where they are in a
-    virtual environment that is not activated."""
+    """Log the policy, two requests to try, and how to activate the virtual environment."""
     url = server_args.url()
     logger.info("cosched: ready on %s: %s", url, describe(config, server_args))
     body = {
@@ -88,5 +82,5 @@ def log_ready(server_args: Any, config: Config) -> None:
         )
     if sys.prefix != sys.base_prefix and shutil.which("cosched") is None:
         logger.info(
-            "cosched: for its commands in another terminal: source %s/bin/activate", sys.prefix
+            "cosched: to use its commands in another terminal: source %s/bin/activate", sys.prefix
         )

@@ -14,7 +14,7 @@ import msgspec
 
 from cosched.config import Config, SloConfig, configured, parse_config
 from cosched.core.request import RequestClass, Slo
-from cosched.engine.arguments import EVICTION_FLAG, eviction_arguments, host_arguments
+from cosched.engine.arguments import EVICTION_FLAG, kv_arguments
 from cosched.errors import ConfigError, CoschedError
 from cosched.lab.cost_models.base import OVERLAPPED, SYNCHRONOUS, CostModel, PrefixReads
 from cosched.lab.cost_models.registry import make_cost_model
@@ -460,9 +460,7 @@ def engine_flags(spec: RunSpec) -> list[str]:
     config = config_of(spec)
     if spec.setting.eviction is not None and policy_entry(spec.setting.policy).make is None:
         flags += [EVICTION_FLAG, spec.setting.eviction]
-    else:
-        flags += eviction_arguments(config)
-    return flags + host_arguments(flags, config)
+    return flags + kv_arguments(flags, config)
 
 
 def offline_client(
