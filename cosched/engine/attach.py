@@ -14,7 +14,7 @@ from cosched.config import Config
 from cosched.core.batch import BatchTotals
 from cosched.engine import port
 from cosched.engine.clock import Clock, EngineClock
-from cosched.engine.controller import Controller, Log
+from cosched.engine.controller import Controller
 from cosched.engine.cpu import run_uncompiled
 from cosched.engine.decisions import DecisionLog
 from cosched.engine.exporter import MetricsExporter
@@ -33,6 +33,7 @@ from cosched.engine.ranks import Ranks
 from cosched.engine.running import RunningTable
 from cosched.engine.service import ServiceRecord
 from cosched.engine.startup import describe
+from cosched.engine.state import Log
 from cosched.engine.timekeeper import Timekeeper
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.tree_core import can_watch

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from cosched.config import Config
 from cosched.core.batch import BatchTotals
@@ -41,7 +41,7 @@ from cosched.engine.port.prefixes import RunningPrefixes
 from cosched.engine.ranks import Ranks, Shared
 from cosched.engine.running import RunningTable
 from cosched.engine.service import ServiceRecord, offline_work_s
-from cosched.engine.state import ReplicaState, state_of
+from cosched.engine.state import PLANNING_WINDOW, Counters, Log, ReplicaState, state_of
 from cosched.engine.timekeeper import Moment, Timekeeper
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.view_of import SchedulerView
@@ -55,44 +55,12 @@ from cosched.schedule.base import Policy
 MAX_BACKOFF_PLANS = 64
 """Plans for which a request backs off that the engine refuses again and again."""
 
-PLANNING_WINDOW = 1000
-"""Latest plans whose percentiles ``/get_server_info`` shows."""
-
-
-@dataclass(slots=True)
-class Counters:
-    """Totals since the start.
-
-    num_safe_plans  plans made by the safe rule, because the policy failed (`cosched.engine.guard`)
-    planning_s      host time spent in views and policies [s]
-    """
-
-    num_plans: int = 0
-    num_replans: int = 0
-    num_safe_plans: int = 0
-    planning_s: float = 0.0
-    num_preemptions: int = 0
-    num_engine_refusals: int = 0
-    online_prefill_tokens: int = 0
-    offline_prefill_tokens: int = 0
-    recomputed_tokens: int = 0
-    offline_work_s: float = 0.0
-
 
 class _Before(NamedTuple):
     """What the latest plan was made with. state: the policy's; ended: `Moment.ended`."""
 
     state: Any
     ended: tuple[Ended, ...]
-
-
-class Log(Protocol):
-    """A file that lines are written to."""
-
-    @property
-    def is_off(self) -> bool:
-        """A line could not be written; nothing is written until the next start."""
-        ...
 
 
 @dataclass(kw_only=True, eq=False)

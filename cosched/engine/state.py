@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -21,6 +22,39 @@ _OFFLINE_IN_TAIL = 4
 """One of this many running offline requests still runs, in the mean, when no more begin."""
 _CHUNK = 1024
 """Prompt tokens by which the time of one is estimated."""
+
+
+PLANNING_WINDOW = 1000
+"""Latest plans whose percentiles ``/get_server_info`` shows."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start.
+
+    num_safe_plans  plans made by the safe rule, because the policy failed (`cosched.engine.guard`)
+    planning_s      host time spent in views and policies [s]
+    """
+
+    num_plans: int = 0
+    num_replans: int = 0
+    num_safe_plans: int = 0
+    planning_s: float = 0.0
+    num_preemptions: int = 0
+    num_engine_refusals: int = 0
+    online_prefill_tokens: int = 0
+    offline_prefill_tokens: int = 0
+    recomputed_tokens: int = 0
+    offline_work_s: float = 0.0
+
+
+class Log(Protocol):
+    """A file that lines are written to."""
+
+    @property
+    def is_off(self) -> bool:
+        """A line could not be written; nothing is written until the next start."""
+        ...
 
 
 class PlanningTimes(msgspec.Struct, kw_only=True, frozen=True):
