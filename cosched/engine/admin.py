@@ -1,4 +1,4 @@
-"""cosched's HTTP routes for operators, and the answers of a server that takes no more requests."""
+"""HTTP routes for operators, and the answers of a server that is shutting down."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from cosched.policies import policy_entry
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 5
-"""What a client that was turned away is told to wait [s]."""
+"""``Retry-After`` of refused requests [s]."""
 
 _SHUTTING_DOWN = "the server is shutting down"
 _ALLOWED_WHILE_ENDING = ("/abort_request",)
@@ -49,7 +49,7 @@ class OfflineOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def limits_of(body: bytes) -> OfflineLimits:
-    """RequestError's kin: HTTP 400 with what is wrong."""
+    """HTTPException 400 that names what is wrong."""
     try:
         order = msgspec.json.decode(body, type=OfflineOrder)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -117,13 +117,13 @@ def add_batches(app: Any, config: Config, api_key: str | None) -> None:
 
 
 def _keeps_offline_waiting(app: Any) -> bool:
-    """Whether the operator lets no offline request run."""
+    """True if the operator allows no offline request to run."""
     limits: OfflineLimits = getattr(app.state, "cosched_offline", OfflineLimits())
     return limits.paused or limits.max_running == 0
 
 
 async def _offline_progress() -> Progress:
-    """How far offline requests are, at all schedulers; nothing where SGLang alone schedules."""
+    """Progress of offline requests of all schedulers; empty if SGLang itself schedules."""
     states = [state.get("cosched", {}) for state in await _manager().get_internal_state()]
     told = [state for state in states if "offline_progress" in state]
     if not told:
@@ -150,8 +150,8 @@ async def _state(config: Config) -> dict[str, Any]:
 
 
 class _TurnAway:
-    """ASGI middleware: 503 for what comes while the server ends, and ``Retry-After`` on every
-    answer that says "not now"."""
+    """ASGI middleware: 503 for new requests while the server shuts down, and ``Retry-After`` on
+    every 429 and 503."""
 
     def __init__(self, app: App) -> None:
         self._app = app

@@ -1,15 +1,15 @@
-"""An exception that one request causes ends that request and not the server.
+"""An exception that a request causes ends that request, not the server.
 
 Stock SGLang ends the scheduler process on every exception, and with it all requests of all users.
-Here an exception while a request is received is answered to that request. An exception while a
-batch is built, run or processed takes the iteration back: every running request releases its memory
-and waits again with its output kept, and the requests of the failed batch are run apart, in groups
-that are halved until a request fails alone. That request is aborted with the reason. The others
+Here a request that fails while it is received gets an error as its answer. If a batch fails while
+it is built, run or processed, the iteration is rolled back: all running requests release their
+memory and are queued again with their output, and the requests of the failed batch run in groups
+that are halved until one request fails alone. That request is aborted with the reason. The others
 recompute their KV; their tokens are the same as without the failure.
 
-The engine's memory is checked after each failure. Where tokens or rows are missing, the server
-drains and ends with `EXIT_CODE`. Where memory may be handed out twice, or the device itself failed,
-the exception is raised and ends the server as in stock.
+Memory is checked after each failure. If tokens or rows are missing, the server drains and ends with
+`EXIT_CODE`. If memory may be handed out twice, or the device itself failed, the exception is raised
+and ends the server as in stock.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from cosched.engine.tracked import TrackedRequest
 _log = logging.getLogger("cosched")
 
 _SPARE_FAILURES = 16
-"""Failures beyond those that halving needs before a whole failed batch is aborted."""
+"""Failures, beyond those that halving needs, after which the whole failed batch is aborted."""
 
 
 class Isolation:
@@ -54,7 +54,7 @@ class Isolation:
 
     @property
     def group(self) -> tuple[str, ...]:
-        """The requests that are run now; empty when nothing is isolated."""
+        """The requests that run now; empty when nothing is isolated."""
         return self._groups[0] if self._groups else ()
 
     def failed(
@@ -64,8 +64,8 @@ class Isolation:
         aborted when it was run alone because of an earlier failure, and failed again.
 
         batch   its requests
-        others  requests that were stopped with it
-        likely  the one that the exception names; it runs alone first
+        others  requests that were queued again with it
+        likely  the request that the exception names; it runs alone first
         """
         if not self._groups:
             num = len(batch)
@@ -89,7 +89,7 @@ class Isolation:
         return culprits
 
     def passed(self) -> None:
-        """The group has run without a failure, or is gone."""
+        """The group has run without a failure, or its requests have left."""
         self._groups.popleft()
 
 
@@ -103,7 +103,7 @@ def _split(suspects: Sequence[str], likely: str | None) -> list[Sequence[str]]:
 
 
 class RequestFaults:
-    """Stands around the steps of a scheduler's loop. One per scheduler, whatever policy plans."""
+    """Guards the steps of a scheduler's loop, under every policy. One per scheduler."""
 
     def __init__(self, scheduler: Any, guard: Guard) -> None:
         self._scheduler = scheduler
@@ -126,8 +126,7 @@ class RequestFaults:
             self._refuse(received, error)
 
     def next_batch(self, build: Callable[[], Any]) -> Any | None:
-        """Around SGLang's choice and preparation of a batch. None: it failed, and no request runs
-        now."""
+        """Around SGLang's choice and preparation of a batch. None: it failed, and nothing runs."""
         scheduler = self._scheduler
         queue, unfinished = scheduler.waiting_queue, recovery.unfinished_prefill(scheduler)
         self._is_building = True
@@ -141,7 +140,7 @@ class RequestFaults:
             self._is_building = False
 
     def run(self, launch: Callable[[], Any], batch: Any) -> Any | None:
-        """Around the launch of a batch. None: it failed, or its requests were taken back."""
+        """Around the launch of a batch. None: it failed, or was rolled back."""
         return None if recovery.was_taken_back(batch) else self._guarded(launch, batch)
 
     def sample(self, launch: Callable[[], Any], batch: Any) -> Any | None:
@@ -149,7 +148,7 @@ class RequestFaults:
         return self._guarded(launch, batch)
 
     def process(self, process: Callable[[], Any], batch: Any, result: Any) -> Any | None:
-        """Around the processing of a result; `result` is None for a batch that was taken back."""
+        """Around the processing of a result; `result` is None for a batch that was rolled back."""
         if result is None:
             return None
         if self._is_building:  # results are drained for a plan: `next_batch` takes both back
@@ -208,7 +207,7 @@ class RequestFaults:
         return batch, running_batch
 
     def _has_passed(self) -> bool:
-        """Every request of the group has a new token, or is gone."""
+        """True if every request of the group has a new token or has left."""
         waiting = {req.rid for req in self._scheduler.waiting_queue}
         running = {req.rid: req for req in port.in_flight(self._scheduler)}
         for rid in self._isolation.group:
@@ -245,7 +244,8 @@ class RequestFaults:
         refuse(scheduler, received, message)
 
     def _take_back(self, error: Exception, batch: Any | None, admitted: Iterable[Any]) -> None:
-        """Undo the iteration, and abort or isolate the requests that may have caused the error."""
+        """Roll the iteration back, and abort or isolate the requests that may have caused the
+        error."""
         self._raise_unless_guarded(error)
         if not self._can_take_back or recovery.was_sending(error):
             raise error
@@ -288,7 +288,7 @@ class RequestFaults:
         reason = repr(error)
         by_rid = {req.rid: req for req in reqs}
         if half_processed is not None:
-            # Its output is complete in one place and missing in another: it cannot go on.
+            # Its output is complete in one place and missing in another: it cannot continue.
             self._abort(half_processed, reason)
             by_rid.pop(half_processed.rid, None)
             failed = []

@@ -1,8 +1,8 @@
-"""The HTTP side of a server: what a request is granted, and how its reply says so.
+"""The HTTP side of a server: the class and the targets that a request gets, and its reply headers.
 
-Headers of every reply to a request with a class: ``x-cosched-class``, and ``x-cosched-targets``
-where it named targets. Who asks with ``x-cosched-late: 1`` is told whether its TTFT target was out
-of reach. The replies of OpenAI's endpoints that have the field carry ``service_tier`` too, streamed
+Every reply to a request with a class has the header ``x-cosched-class``, and ``x-cosched-targets``
+if the request named targets. A request with ``x-cosched-late: 1`` is told if its TTFT target was
+out of reach. Replies of OpenAI's endpoints that have the field ``service_tier`` carry it, streamed
 ones in every chunk.
 """
 
@@ -43,8 +43,7 @@ TARGETS_HEADER = "x-cosched-targets"
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 
-# Where it is kept while a request is under way: `request.state` of Starlette, which every
-# middleware and every `Request` of one HTTP request share.
+# Keys of `request.state` of Starlette, which all middleware of one HTTP request share.
 _STATE, _TIERED, _RETRY_AFTER = "cosched", "cosched_tiered", "cosched_retry_after_s"
 _OWN, _LATE = "cosched_own", "cosched_late"
 
@@ -60,7 +59,7 @@ _TIERED_ROUTES = frozenset(
         "/v1/responses",
     }
 )
-"""Where OpenAI's replies have a ``service_tier``."""
+"""Routes whose replies have a ``service_tier`` in OpenAI's API."""
 
 _WITHOUT_A_RUN = frozenset(
     {
@@ -74,12 +73,12 @@ _WITHOUT_A_RUN = frozenset(
         "/v1/tokenize",
     }
 )
-"""The model does not run for these, so the limits of API keys do not count them."""
+"""Routes that do not run the model: limits of API keys do not count them."""
 
 
 def own_request(deadline_s: float | None = None) -> dict[str, Any]:
-    """What `request.state` begins with where the server asks itself: such a request is offline
-    whatever it says or the operator ignores, and counts against no API key.
+    """The initial `request.state` of a request that the server sends to itself: it is offline
+    whatever its body says, and counts against no API key.
 
     deadline_s  latest completion, from now on [s], unless the request names one
     """
@@ -87,7 +86,7 @@ def own_request(deadline_s: float | None = None) -> dict[str, Any]:
 
 
 class Front:
-    """Reads what requests say, within the operator's claims. One per process that serves HTTP."""
+    """Reads class and targets of requests, within the operator's claims. One per HTTP process."""
 
     def __init__(self, config: Config) -> None:
         self._ignored = config.claims.ignored
@@ -116,15 +115,14 @@ class Front:
         setattr(state, _TIERED, route in _TIERED_ROUTES)
 
     def apply(self, obj: Any, request: Any) -> None:
-        """Give SGLang's request object the class and the targets that it is granted.
-        RequestError."""
+        """Write the granted class and targets into SGLang's request object. RequestError."""
         state = getattr(request, "state", None)
         grant: Grant | None = getattr(state, _STATE, None)
         if grant is None:
             # No JSON body came with it: a form, a web socket, gRPC, or a program around the engine.
             headers = getattr(request, "headers", None)
             wish = parse_http(None, headers or {}, tiers=SERVICE_TIERS, ignored=self._ignored)
-            # Without headers there is no key, and `*` is about those who could have sent one.
+            # Without headers there is no key, and `*` is for requests that could have sent one.
             grant = Grant(wish=wish) if headers is None else self.gate.grant(wish, headers)
             if state is not None:
                 setattr(state, _STATE, grant)
@@ -142,8 +140,8 @@ class Front:
         obj.sampling_params = params
 
     def hear(self, reply: Any, request: Any) -> None:
-        """Take what the scheduler says of a request out of a reply, a piece of one or several, and
-        keep it for `ReplyMiddleware`."""
+        """Move the scheduler's remark on lateness from a reply, or a part of one, to the state that
+        `ReplyMiddleware` reads."""
         late = None
         for each in reply if isinstance(reply, list) else (reply,):
             meta_info = each.get("meta_info") if isinstance(each, dict) else None
@@ -155,14 +153,14 @@ class Front:
 
 
 def _clamped(clamp: Callable[[Slo], Slo], own: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with its targets clamped; a hint is no target."""
+    """The targets, clamped; a hint stays as it is."""
     hint = parse_hint(own)
     granted = params_of_slo(clamp(parse_slo(own)))
     return granted if hint is None else {**granted, HINT_KEY: hint}
 
 
 def _may_have_targets(params: Any) -> bool:
-    """Whether `map_targets` can read them; what it cannot is SGLang's to refuse."""
+    """True if `map_targets` can read them; SGLang refuses the rest."""
     if isinstance(params, list):
         return all(map(_may_have_targets, params))
     if not isinstance(params, Mapping):
@@ -174,9 +172,10 @@ def _may_have_targets(params: Any) -> bool:
 
 
 class ReplyMiddleware:
-    """ASGI middleware: replies say what was granted, and what ends is not counted any more.
+    """ASGI middleware: adds headers and fields to replies, and frees the limit of an API key when
+    its request ends.
 
-    It reads no body and waits for nothing: bytes are put into messages as they pass.
+    It reads no body: bytes are inserted into messages as they pass.
     """
 
     def __init__(self, app: Any, *, front: Callable[[], Front]) -> None:
@@ -206,7 +205,7 @@ class _Reply:
         self._mark: Callable[[bytes], bytes] | None = None
         self._is_stream = False
         self._late: str | None = None
-        """What the client was told of its TTFT target."""
+        """The lateness that the client was told."""
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -222,7 +221,7 @@ class _Reply:
         await self._send(message)
 
     def _start(self, message: Message) -> bool:
-        """Add to the headers; whether they can go out before the body is known."""
+        """Add headers. False: they must wait for the body."""
         headers = message.setdefault("headers", [])
         retry_after_s = self._state.get(_RETRY_AFTER)
         if retry_after_s is not None:
@@ -255,8 +254,8 @@ class _Reply:
         return True
 
     def _with_late(self, message: Message) -> Message:
-        """A piece of a stream behind a comment, where the headers could not say it yet. Pieces are
-        whole events."""
+        """Put a comment before a part of a stream, since the headers were sent before lateness was
+        known. Parts are whole events."""
         late = self._state.get(_LATE)
         if late is None or late == self._late:
             return message

@@ -108,7 +108,7 @@ class _Body:
 
 
 def add_page(app: Any) -> None:
-    """``/cosched`` is a page where a browser asks for it. Before the application starts.
+    """Serve ``/cosched`` as a page to browsers. Called before the application starts.
 
     It is served without an API key: a browser cannot send one when it opens an address. The page
     holds no data, and uses the key that the operator enters for its requests.

@@ -1,7 +1,7 @@
-"""What the operator lets offline work do on one scheduler, changed while it runs.
+"""The operator's limits on offline work of one scheduler; they change while it runs.
 
-The operator's wishes come as numbers by SGLang's own message for changing a scheduler's state,
-which reaches every rank of a replica in the same iteration; so all ranks plan with the same limits.
+The limits are sent as numbers in SGLang's own message for changing a scheduler's state, which
+reaches all ranks of a replica in the same iteration; so all ranks plan with the same limits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PAUSED = "cosched_offline_paused"
 _MAX_RUNNING = "cosched_offline_max_running"
 _STOP_RUNNING = "cosched_offline_stop_running"
 LET_GO = "cosched_offline_let_go"
-"""Key of the message with which all offline work is let go, for good."""
+"""Key of the message that ends all offline work, before the server ends."""
 
 _ANY_NUMBER = -1  # the message holds numbers only
 
@@ -49,15 +49,15 @@ def limits_from_message(message: Mapping[str, float]) -> OfflineLimits:
 
 
 def is_for_gate(message: Mapping[str, float]) -> bool:
-    """Whether a `SetInternalStateReq` holds this and not a setting of SGLang's."""
+    """True if a `SetInternalStateReq` holds limits, not a setting of SGLang."""
     keys = set(message)
     return keys == {LET_GO} or keys == {_PAUSED, _MAX_RUNNING, _STOP_RUNNING}
 
 
 class OfflineGate:
-    """Stands where requests are queued, and holds the limits that plans are made with.
+    """Checks offline requests before they are queued, and sets the limits of plans.
 
-    Under SGLang's own scheduling there are no limits, but offline work can be let go all the same.
+    Under SGLang's own scheduling there are no limits, but offline work can be ended.
     """
 
     def __init__(self, scheduler: Any, *, max_waiting: int | None) -> None:
@@ -65,7 +65,7 @@ class OfflineGate:
         self._scheduler = scheduler
         self._max_waiting = max_waiting
         self.is_draining = False
-        """All offline work is let go, and what still comes is turned away."""
+        """All offline work was ended, and new offline requests are refused."""
         self.num_turned_away = 0
 
     @property
@@ -79,7 +79,7 @@ class OfflineGate:
         return OfflineLimits() if waiting is None else waiting.offline_limits
 
     def set(self, message: Mapping[str, float]) -> bool:
-        """Do what a message says. False: SGLang schedules here, so there is nothing to limit."""
+        """Apply a message. False: SGLang schedules here, so there is nothing to limit."""
         if LET_GO in message:
             self.let_go()
             return True
@@ -91,8 +91,8 @@ class OfflineGate:
         return True
 
     def turns_away(self, req: Any) -> bool:
-        """Whether an offline request that is about to be queued is answered instead, because all
-        offline work is let go or because the pool is full. What was in it before may go back."""
+        """True if an offline request is refused instead of queued: the server is ending, or the
+        pool is full. A preempted request always returns to the pool."""
         if self.is_draining:
             self._answer(req, HTTPStatus.SERVICE_UNAVAILABLE, LET_GO_MESSAGE)
             return True
@@ -113,8 +113,8 @@ class OfflineGate:
     def let_go(self) -> None:
         """End all offline work with an error that clients retry, HTTP 503.
 
-        What waits is answered now; what runs is stopped by the next plan and answered when it goes
-        back to the queue.
+        Waiting requests are answered now; running ones are preempted by the next plan and answered
+        when they return to the queue.
         """
         self.is_draining = True
         scheduler = self._scheduler

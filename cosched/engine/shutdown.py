@@ -1,9 +1,9 @@
-"""The end of a server: chats under way finish, offline work is let go, within a stated time.
+"""Shutdown of a server: online requests finish within a stated time, offline requests end.
 
-On the first SIGTERM or SIGINT new requests are answered with 503, all offline work is ended with an
-error that clients retry, and online requests may finish for `drain_s` seconds; what is left then is
-aborted, and the processes end. A second signal ends everything at once. A scheduler whose memory is
-not consistent after a fault asks for the same; the exit code is then `EXIT_CODE`.
+On the first SIGTERM or SIGINT new requests get 503, offline requests end with an error that clients
+retry, and online requests have `drain_s` seconds to finish. Then the rest is aborted, and the
+processes end. A second signal ends everything at once. A scheduler whose memory is inconsistent
+after a failure starts the same shutdown; the exit code is then `EXIT_CODE`.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 async def drain(end: Callable[[Any], Awaitable[None]], manager: Any, *, drain_s: float) -> None:
-    """Takes the place of SGLang's `sigterm_watchdog`, which is `end`: waits for a signal, then for
-    requests under way, and lets SGLang end the processes."""
+    """Replaces SGLang's `sigterm_watchdog`, which is `end`: waits for a signal, then for running
+    requests, and lets SGLang end the processes."""
     if manager._server_stop_hook is None:
         await end(manager)  # no server: signals are the embedding program's
         return
@@ -68,7 +68,7 @@ async def drain(end: Callable[[Any], Awaitable[None]], manager: Any, *, drain_s:
         logger.warning(
             "cosched: aborting %d requests after %g s", len(manager.rid_to_state), drain_s
         )
-        # The state without an answer by then is given up: SGLang would wait for it without end.
+        # Drop requests that are not answered by then: SGLang would wait for them without end.
         manager._dispatch_to_scheduler(
             AbortReq(
                 abort_all=True,
@@ -109,7 +109,7 @@ def _handle_signals(manager: Any, *, on_fault: Callable[[], None]) -> None:
 
 
 async def _let_go(manager: Any, *, within_s: float) -> None:
-    """Whether or not the scheduler answers, the server ends in time."""
+    """End offline work; does not wait longer than `within_s` for the scheduler."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(max(within_s, _POLL_S)):
             await manager.set_internal_state(SetInternalStateReq(server_args={LET_GO: 1}))
@@ -126,22 +126,22 @@ def _end_at_once(code: int) -> None:
 
 
 def _exit_after_fault() -> None:
-    """The last step of a Python process that would end with 0."""
+    """Registered as the last step of the process, which would end with 0."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(EXIT_CODE)
 
 
 def _end_at_last(seconds: float) -> None:
-    """Whatever hangs, the process is gone by then."""
+    """End the process after `seconds`, whatever hangs."""
     timer = threading.Timer(seconds, _end_at_once, args=(1,))
     timer.daemon = True
     timer.start()
 
 
 def end_on_sigterm() -> None:
-    """While the model loads, SIGTERM ends this process through its ``finally`` blocks, which end
-    its children; by default it would leave them behind."""
+    """While the model loads, let SIGTERM run the ``finally`` blocks, which end the child
+    processes; by default SIGTERM leaves them behind."""
 
     def stop(number: int, frame: Any) -> None:
         raise SystemExit(128 + number)
@@ -153,8 +153,8 @@ def end_on_sigterm() -> None:
 def signals_left_to_parent() -> Iterator[None]:
     """Processes started in this block ignore SIGTERM and SIGINT.
 
-    Ctrl-C and many supervisors send them to all processes of a server; schedulers and detokenizer
-    must outlive the chats. SGLang ends them by other means, and they end with their parent.
+    Ctrl-C and many supervisors signal all processes of a server, but schedulers and detokenizer
+    must run until online requests have finished. SGLang ends them, or they end with their parent.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
