@@ -68,12 +68,12 @@ class LengthBuckets(Generic[P]):
 
     def take_turn(self, request: P) -> None:
         """The order goes on in this request's bucket."""
-        self._turn = self.index_of(request)
+        self.turn = self.index_of(request)
 
     def in_turn(self) -> Iterator[RadixTree[P]]:
         """The bucket that has the turn, the longer ones, then the shorter ones."""
-        yield from self.trees[self._turn :]
-        yield from self.trees[: self._turn]
+        yield from self.trees[self.turn :]
+        yield from self.trees[: self.turn]
 
     def _learn(self) -> None:
         places = [place for tree in self.in_turn() for place in tree]
@@ -86,7 +86,7 @@ class LengthBuckets(Generic[P]):
     def _set_boundaries(self, boundaries: tuple[int, ...]) -> None:
         self.boundaries = boundaries
         self.trees: list[RadixTree[P]] = [RadixTree() for _ in range(len(boundaries) + 1)]
-        self._turn = 0
+        self.turn = 0
 
     def _put(self, place: Place[P], *, front: bool) -> None:
         request = place.item

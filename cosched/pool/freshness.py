@@ -1,4 +1,4 @@
-"""Beside prefix order: when the oldest has its turn (HyGen §4.3, App. A.2), and who is urgent.
+"""Beside prefix order: when the oldest is next (HyGen §4.3, App. A.2), and which are urgent.
 
 Serving in prefix order alone starves what shares nothing. HyGen tosses a coin for each pick: the
 head of the depth-first order with probability `utility_ratio`, else the most stale request. Here
@@ -97,7 +97,7 @@ class UtilityMix:
         return due + self._patience * (num_older + 1)
 
 
-class Deadlines(Generic[R]):
+class DueRequests(Generic[R]):
     """The waiting requests that have a deadline, most urgent first, and how much work they are.
     Each change O(log n)."""
 

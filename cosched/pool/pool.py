@@ -30,33 +30,29 @@ class PrefixRequest(Request, Protocol):
 
 
 class OfflinePool(Protocol[R]):
-    """Waiting offline requests. One request is in it at most once; rids are unique."""
+    """Waiting offline requests. One request is in it at most once; rids are unique.
 
-    def add(self, request: R) -> None:
-        """Put a request in: a new one, or one that was stopped and goes back. Asserts that its
-        rid is not in the pool."""
-        ...
+    add      a new request, or one that was preempted; asserts that its rid is not in the pool
+    remove   takes out a request that is admitted; KeyError when it is not in the pool
+    abort    takes out a request that will not run; KeyError when it is not in the pool
+    promote  the KV of a request that is not in the pool is, or will soon be, cached
+    advance  says what time it is, before planning
+    ended    an admitted request has ended with `num_tokens`, its prompt's among them, `seconds`
+             after its first token
+    order    one pass over it, best first; valid until the next `add` or `remove`. O(1)
+    """
 
-    def remove(self, rid: str) -> R:
-        """Take out a request that is admitted. KeyError when it is not in the pool."""
-        ...
+    def add(self, request: R) -> None: ...
 
-    def abort(self, rid: str) -> R:
-        """Take out a request that will not run. KeyError when it is not in the pool."""
-        ...
+    def remove(self, rid: str) -> R: ...
 
-    def promote(self, request: PrefixRequest) -> None:
-        """Say that the KV of a request that is not in the pool is, or will soon be, cached."""
-        ...
+    def abort(self, rid: str) -> R: ...
 
-    def advance(self, now_s: float) -> None:
-        """Say what time it is, before planning."""
-        ...
+    def promote(self, request: PrefixRequest) -> None: ...
 
-    def ended(self, num_tokens: int, seconds: float) -> None:
-        """An admitted request has ended with so many tokens, its prompt's among them, so long after
-        its first token [s]."""
-        ...
+    def advance(self, now_s: float) -> None: ...
+
+    def ended(self, num_tokens: int, seconds: float) -> None: ...
 
     def get(self, rid: str) -> R | None: ...
 
@@ -64,9 +60,7 @@ class OfflinePool(Protocol[R]):
 
     def __len__(self) -> int: ...
 
-    def order(self) -> OfflineOrder:
-        """One pass over it, best first; valid until the next `add` or `remove`. O(1)."""
-        ...
+    def order(self) -> OfflineOrder: ...
 
 
 class ArrivalQueue(Generic[R]):
@@ -128,7 +122,7 @@ class ArrivalQueue(Generic[R]):
 
 class ArrivalOrder(Iterator[R]):
     """Implements `cosched.core.view.OfflineOrder` where nothing is known of buckets and prefixes:
-    one bucket, and nobody is left out."""
+    one bucket, and no request is left out."""
 
     __slots__ = ("_ahead", "_requests")
 
@@ -142,7 +136,7 @@ class ArrivalOrder(Iterator[R]):
         return self._ahead.pop(0) if self._ahead else next(self._requests)
 
     def skip_sharing(self, request: Request, num_tokens: int) -> None:
-        """Nobody knows who begins alike."""
+        """Which requests share a prefix is not known."""
 
     def candidates(self, per_bucket: int) -> list[list[R]]:
         self._ahead += islice(self._requests, max(per_bucket - len(self._ahead), 0))

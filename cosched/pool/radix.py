@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -165,16 +164,11 @@ class Node(Generic[T]):
             self._children = tuple(other for other in self._children if other is not child)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shared:
-    """The waiting requests that share a prefix of `prefix_len` tokens.
-
-    num_tokens  sum of their whole lengths [tokens]
-    """
+class Shared(NamedTuple):
+    """Waiting requests that share a prefix of `prefix_len` tokens."""
 
     prefix_len: int
     num_requests: int
-    num_tokens: int
 
 
 class RadixTree(Generic[T]):
@@ -256,18 +250,11 @@ class RadixTree(Generic[T]):
         self._lead_node(node, behind=self._top.first if behind_head else None)
 
     def path(self, packed: bytes, *, key: Hashable) -> list[Shared]:
-        """Who shares the heads of packed token ids: one entry per node, prefixes getting longer.
-
-        A prefix of n tokens is shared by the requests of the first entry with ``prefix_len >= n``,
-        and by none if there is no such entry. O(depth + tokens compared).
-        """
+        """Requests that share the heads of packed token ids: one entry per node, prefixes getting
+        longer. A prefix of n tokens is shared by the requests of the first entry with
+        ``prefix_len >= n``, and by none if there is no such entry. O(depth + tokens compared)."""
         return [
-            Shared(
-                prefix_len=end // TOKEN_BYTES,
-                num_requests=node.num_requests,
-                num_tokens=node.num_tokens,
-            )
-            for node, end in self._walk(packed, key)
+            Shared(end // TOKEN_BYTES, node.num_requests) for node, end in self._walk(packed, key)
         ]
 
     def find(self, token_ids: Sequence[int], *, key: Hashable, num_tokens: int) -> Node[T] | None:
@@ -287,35 +274,6 @@ class RadixTree(Generic[T]):
                 break
             num_bytes = end
         return num_bytes // TOKEN_BYTES
-
-    def check_integrity(self) -> None:
-        """Assert every invariant, in time proportional to the tree and its depth: for tests."""
-        held: dict[Node[T], list[Place[T]]] = {self._top: []}
-        position: dict[Place[T], int] = {}
-        before = None
-        for place in self:
-            assert place._prev is before
-            before = place
-            position[place] = len(position)
-            for node in place.enclosing():
-                held.setdefault(node, []).append(place)
-        for node, places in held.items():
-            assert node.num_requests == len(places)
-            assert node.num_tokens == sum(place.num_tokens for place in places)
-            if places:
-                assert node.first is places[0] and node.last is places[-1]
-                assert position[places[-1]] - position[places[0]] == len(places) - 1, "not one run"
-            else:
-                assert node is self._top and node.first is None and node.last is None
-            ends_here = any(place._node is node for place in places)
-            assert not node.segment or ends_here or node.num_children > 1, "not compressed"
-            assert len({child.key for child in node.children}) == node.num_children
-            for child in node.children:
-                assert child in held, "an empty node"
-                assert child.parent is node and node.child(child.key) is child
-                assert bool(child.segment) == (node is not self._top)
-                assert not child.segment or child.key == _token_at(child.segment, 0)
-        assert self.num_distinct_tokens == sum(node.num_segment_tokens for node in held)
 
     def _grow(self, data: bytes, key: Hashable) -> Node[T]:
         """The node whose path is exactly these tokens, made where there is none."""

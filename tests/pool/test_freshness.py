@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cosched.core.request import Slo
-from cosched.pool.freshness import Deadlines, ServedRate
+from cosched.pool.freshness import DueRequests, ServedRate
 from cosched.pool.prefix_pool import PoolConfig, PrefixPool
 from tests.factories import offline
 from tests.pool.prefixes import prefixed
@@ -51,7 +51,7 @@ def test_those_rise_for_whom_the_work_before_them_leaves_too_little(
     drawn, spare_s, longest_s, num_gone
 ):
     rate = rate_of(100, longest_s=longest_s)
-    deadlines, now_s = Deadlines(), 30.0
+    deadlines, now_s = DueRequests(), 30.0
     requests = [offline(f"r{i}", slo=Slo(deadline_s=due_s)) for i, (due_s, _) in enumerate(drawn)]
     for request, (_, num_tokens) in zip(requests, drawn, strict=True):
         deadlines.add(request, num_tokens)

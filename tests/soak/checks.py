@@ -10,6 +10,7 @@ from cosched.core.wire import class_of_priority
 from cosched.engine.port.local import Reply
 from cosched.engine.waiting import WaitingQueue
 from cosched.pool.prefix_pool import PrefixPool
+from tests.pool.integrity import check_pool
 from tests.soak.engine import SoakEngine
 from tests.soak.traffic import Ask
 
@@ -241,7 +242,7 @@ class Checks:
             if is_offline != (class_of_priority(req.priority).value == "offline"):
                 raise SoakFailure("queues", f"{rid} waits in the queue of the other class")
         if isinstance(queue.offline, PrefixPool):
-            queue.offline.check_integrity()
+            check_pool(queue.offline)
 
 
 def _to_come(req: Any) -> int:
