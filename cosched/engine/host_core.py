@@ -3,8 +3,8 @@
 SGLang copies either everything that it inserts (``write_through``) or everything that it evicts
 (``write_back``), and gives up the least recently used copies. With ``write_back``, cosched
 
-* copies only what is worth the transfer (`Worth.gain_of_copying`). The rest is dropped by the step
-  that SGLang takes when host memory is full;
+* copies only what gains by it (`KvValue.gain_of_copying`). The rest is dropped by the step that
+  SGLang takes when host memory is full;
 * copies what is evicted next before its place is needed (`write_ahead`), while iterations run:
   SGLang waits for each copy. An eviction that was not foreseen still waits;
 * gives up the copies of the lowest value first;
@@ -34,7 +34,8 @@ from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import (
 from cosched.engine import port
 from cosched.engine.tree_core import WatchedTreeCore
 from cosched.memory.eviction import Leaves
-from cosched.memory.tree import KvNode, KvTree
+from cosched.memory.node import KvNode
+from cosched.memory.tree import KvTree
 
 logger = logging.getLogger(__name__)
 
@@ -177,8 +178,8 @@ class HostedTreeCore(WatchedTreeCore):
     def wants_copy(self, node: KvNode, *, is_ahead: bool = False) -> bool:
         """Whether a leaf is worth a copy, and worth more than the copy that would have to be given
         up for it. is_ahead: no eviction waits for the copy."""
-        worth, now_s = self._leaves.worth, self._leaves.now_s
-        if worth.gain_of_copying(node, now_s, is_ahead=is_ahead) <= 0:
+        value, now_s = self._leaves.value, self._leaves.now_s
+        if value.gain_of_copying(node, now_s, is_ahead=is_ahead) <= 0:
             return False
         if self._host_free() >= node.num_tokens:
             return True
@@ -186,7 +187,7 @@ class HostedTreeCore(WatchedTreeCore):
         if first is None:
             return False
         assert first.host_rank is not None
-        return first.host_rank[0] < worth.of_copy(node, now_s)
+        return first.host_rank[0] < value.of_copy(node, now_s)
 
     def evict_device_leaf(self, node_id: int, is_write_back: bool) -> Any:
         if self.is_off:
@@ -199,7 +200,7 @@ class HostedTreeCore(WatchedTreeCore):
         if not is_write_back:
             return super().evict_device_leaf(node_id, is_write_back)
         if self.wants_copy(node):
-            self._least = self._leaves.worth.of_copy(node, self._leaves.now_s)
+            self._least = self._leaves.value.of_copy(node, self._leaves.now_s)
             return self._core.evict_device_leaf(node_id, is_write_back)
         return self._drop(node_id, is_write_back)
 
@@ -339,7 +340,7 @@ class HostedTreeCore(WatchedTreeCore):
         for node, wanted in self._uncopied(num_tokens):
             if node.rank is not None:
                 self._keep_head(node, wanted)
-            self._write(node, self._leaves.worth.of_copy(node, self._leaves.now_s))
+            self._write(node, self._leaves.value.of_copy(node, self._leaves.now_s))
         self._cache.flush_pending_backups()
 
     def _uncopied(self, num_tokens: int) -> list[tuple[KvNode, int]]:
@@ -362,7 +363,7 @@ class HostedTreeCore(WatchedTreeCore):
         path = self._tree.nodes[node_id].upwards()
         free = itertools.takewhile(lambda n: n.on_device and not (n.on_host or n.num_holds), path)
         for node in list(free):
-            self._write(node, self._leaves.worth.prices.relative(node.start))
+            self._write(node, self._leaves.value.costs.relative(node.start))
         self._cache.flush_pending_backups()
 
     def _write(self, node: KvNode, least: float) -> None:

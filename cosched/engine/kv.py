@@ -22,10 +22,12 @@ from cosched.engine.tracked import TrackedRequest
 from cosched.engine.tree_core import RankedTreeCore, WatchedTreeCore
 from cosched.memory.config import KvConfig
 from cosched.memory.demand import OnlineDemand
-from cosched.memory.eviction import ORDERS, CopyOrder, Eviction, Leaves, Prices, Worth
+from cosched.memory.eviction import ORDERS, CopyOrder, Eviction, Leaves
+from cosched.memory.node import Visit
 from cosched.memory.occupancy import KvOccupancy, host_occupancy_of, occupancy_of
-from cosched.memory.returns import ReturnModel, block_hashes
-from cosched.memory.tree import KvTree, Visit
+from cosched.memory.reuse import ReuseModel, block_hashes
+from cosched.memory.tree import KvTree
+from cosched.memory.value import KvValue, RecomputeCosts
 from cosched.pool.pool import OfflinePool
 from cosched.pool.prefix_pool import PrefixPool
 from cosched.pool.radix import Shared, pack
@@ -100,16 +102,16 @@ class KvManager:
         self._online = online
         self._ttft_s = ttft_s
         self.config = config
-        self.returns = ReturnModel(half_life_s=config.half_life_s, horizon_s=config.horizon_s)
-        self.prices = Prices()
-        worth = Worth(self.returns, self.prices, late_weight=config.late_weight)
-        worth.transfer_s = transfer_s_of(scheduler, config.host_bandwidth_gb_s)
+        self.reuse = ReuseModel(half_life_s=config.half_life_s, horizon_s=config.horizon_s)
+        self.costs = RecomputeCosts()
+        value = KvValue(self.reuse, self.costs, late_weight=config.late_weight)
+        value.transfer_s = transfer_s_of(scheduler, config.host_bandwidth_gb_s)
         assert config.eviction is not None, "resolved, and one of `ORDERS`"
-        self.leaves = Leaves(ORDERS[config.eviction](worth), worth)
+        self.leaves = Leaves(ORDERS[config.eviction](value), value)
         self.copies: Leaves | None = None
         """Copies in host memory that can be given up; None: there is no host memory."""
         if scheduler.enable_hierarchical_cache:
-            self.copies = Leaves(CopyOrder(worth), worth, slot="host_rank")
+            self.copies = Leaves(CopyOrder(value), value, slot="host_rank")
         self.kv_tree = KvTree(
             page_size=scheduler.page_size,
             leaves=self.leaves,
@@ -153,7 +155,7 @@ class KvManager:
         """A new request waits."""
         if tracked.request_class is RequestClass.ONLINE:
             tracked.kv_hashes = block_hashes(tracked.req.origin_input_ids)
-            tracked.kv_turn = self.returns.arrived(tracked.kv_hashes, now_s)
+            tracked.kv_turn = self.reuse.arrived(tracked.kv_hashes, now_s)
 
     def online_waits(self, tracked: TrackedRequest) -> None:
         """An online request waits: it is new, or was preempted."""
@@ -197,14 +199,14 @@ class KvManager:
         for tracked in self._gone:
             self._leave(tracked, now_s)
         self._gone.clear()
-        self.returns.advance(now_s)
+        self.reuse.advance(now_s)
         if self._learnt_s == -math.inf:
-            self.prices.refresh(predictor)
+            self.costs.refresh(predictor)
         self._num_plans += 1
         if not self._num_plans % _PLANS_PER_REFRESH:  # in small steps: no plan takes long
-            self.prices.refresh(predictor, num_steps=_REFRESHED_DEPTHS)
+            self.costs.refresh(predictor, num_steps=_REFRESHED_DEPTHS)
         host_s = self._host_turnover.seconds(self.kv_tree.num_on_host)
-        self.returns.refresh(
+        self.reuse.refresh(
             now_s,
             discount_s=self._device_turnover.seconds(self.kv_tree.num_evictable),
             host_discount_s=None if self.copies is None else host_s,
@@ -221,7 +223,7 @@ class KvManager:
 
     def use_transfer(self, transfer_s: float) -> None:
         """Set the time to copy a token from or to host memory [s]."""
-        self.leaves.worth.transfer_s = transfer_s
+        self.leaves.value.transfer_s = transfer_s
 
     def is_restoring(self, tracked: TrackedRequest) -> bool:
         """Whether its KV is on its way from host memory. It is admitted after that."""
@@ -251,7 +253,7 @@ class KvManager:
         scheduler = self._scheduler
         found = port.peek(scheduler.tree_cache, tracked.req)
         num_host = self.num_on_host(tracked, found.node, found.num_tokens)
-        if num_host * self.leaves.worth.transfer_s < _MIN_LOAD_S:
+        if num_host * self.leaves.value.transfer_s < _MIN_LOAD_S:
             self._not_on_host.add(tracked)
             return None
         need = num_host + len(port.token_ids(tracked.req)) - found.num_tokens
@@ -300,7 +302,7 @@ class KvManager:
 
     def _leave(self, tracked: TrackedRequest, now_s: float) -> None:
         num_tokens = tracked.num_prompt_tokens + tracked.num_output_tokens
-        kind = self.returns.ended(
+        kind = self.reuse.ended(
             tracked.kv_hashes, turn=tracked.kv_turn, num_tokens=num_tokens, now_s=now_s
         )
         tracked.kv_hashes = ()
@@ -319,11 +321,11 @@ class KvManager:
         held = self._own_tokens()[RequestClass.ONLINE] + self.kv_tree.num_held_online
         if self.config.reservation == "echo":
             return held
-        expected = self.returns.expected_tokens()
+        expected = self.reuse.expected_tokens()
         # KV in host memory needs no place on the device until it is used again. It counts by the
         # time of loading it, relative to the time of computing it.
         on_host = 0 if self.core.is_off else min(expected, port.host_total(self._scheduler))
-        expected -= on_host * (1.0 - self.leaves.worth.loading_share)
+        expected -= on_host * (1.0 - self.leaves.value.loading_share)
         return held + round(expected)
 
     def _own_tokens(self) -> Mapping[RequestClass, int]:
@@ -340,7 +342,7 @@ class KvManager:
         if isinstance(self.core, HostedTreeCore):
             host = host_occupancy_of(
                 self.kv_tree,
-                self.leaves.worth,
+                self.leaves.value,
                 now_s=self.leaves.now_s,
                 free=port.host_free(self._scheduler),
                 demoted=self.core.evicted["demoted"],
@@ -348,7 +350,7 @@ class KvManager:
             )
         return occupancy_of(
             self.kv_tree,
-            self.leaves.worth,
+            self.leaves.value,
             now_s=self.leaves.now_s,
             free=port.kv_free(self._scheduler),
             own=(own[RequestClass.ONLINE], own[RequestClass.OFFLINE]),

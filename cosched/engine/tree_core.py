@@ -34,8 +34,9 @@ from cosched.core.request import RequestClass
 from cosched.core.wire import class_of_priority
 from cosched.engine import port
 from cosched.memory.eviction import Eviction, Leaves
+from cosched.memory.node import KvNode
 from cosched.memory.occupancy import LIKELY
-from cosched.memory.tree import KvNode, KvTree
+from cosched.memory.tree import KvTree
 from cosched.pool.radix import pack
 
 logger = logging.getLogger(__name__)
@@ -242,7 +243,7 @@ class WatchedTreeCore:
         evicted["online" if node.is_online else "offline"] += num_tokens
         if node.references:
             evicted["referenced"] += num_tokens
-        if self._leaves.worth.chance_of_return(node, self._leaves.now_s) >= LIKELY:
+        if self._leaves.value.chance_of_reuse(node, self._leaves.now_s) >= LIKELY:
             evicted["returning"] += num_tokens
 
     def evict_device_end(self, component_type: Any) -> None:

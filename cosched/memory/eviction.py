@@ -1,18 +1,13 @@
-"""Which KV goes first: the order of the evictable leaves, and what is lost by each.
+"""Order of eviction: which of the evictable leaves goes first, and what its loss costs.
 
-Two questions are kept apart. The *order* says who goes first; each published order is one. The
-*worth* says what that costs, in seconds of the device: what is lost when a node goes is what has to
-be computed anew times the chance that somebody comes for it. The order ``value`` evicts what is
-worth least per token.
-
-Where a copy is left in host memory only the way back is lost. The copies have an order of their
-own: what is lost with a copy is what computing anew costs more than loading.
+The *order* says which leaf goes first; each published order is one. The *value* says what that
+costs (`cosched.memory.value`), in seconds of the device. The order ``value`` evicts the least value
+per token first. Copies in host memory have an order of their own.
 """
 
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 from bisect import bisect_left
 from collections import OrderedDict
@@ -21,204 +16,13 @@ from typing import Literal, NamedTuple, Protocol
 
 from sortedcontainers import SortedList
 
-from cosched.core.batch import BatchTotals
-from cosched.core.estimates import Predictor
-from cosched.memory.returns import ReturnModel
-from cosched.memory.tree import KvNode, Rank
-
-_CERTAIN = 1000.0
-"""More than what any node's loss makes late and computes again costs, by the price of a token with
-none before it."""
-
-_BESIDE = 0.1
-"""What a second of copying counts that nobody waits for."""
-
-
-class Prices:
-    """What computing prompt tokens costs at each depth [s], from the predictor of iterations."""
-
-    _STEP = 1024
-    _NUM_STEPS = 128
-
-    def __init__(self) -> None:
-        self._per_token = [0.0] * self._NUM_STEPS
-        self._sums = [0.0] * (self._NUM_STEPS + 1)
-        self._next = 0
-
-    def refresh(self, predictor: Predictor, num_steps: int = _NUM_STEPS) -> None:
-        """Ask the predictor anew, which learns: at so many depths, at the others in turn later."""
-        for step in range(self._next, self._next + num_steps):
-            step %= self._NUM_STEPS
-            totals = BatchTotals()
-            totals.add_prefill(self._STEP, step * self._STEP)
-            self._per_token[step] = predictor.predict_s(totals) / self._STEP
-        self._next = (self._next + num_steps) % self._NUM_STEPS
-        self._sums = [0.0, *itertools.accumulate(n * self._STEP for n in self._per_token)]
-
-    def per_token(self, depth: int) -> float:
-        """Seconds for one token with `depth` tokens before it."""
-        return self._per_token[min(depth // self._STEP, self._NUM_STEPS - 1)]
-
-    @property
-    def unit_s(self) -> float:
-        """Seconds for one token with none before it."""
-        return self._per_token[0]
-
-    def to_units(self, seconds: float) -> float:
-        """Seconds in prices of a token with none before it; 0.0 where that is not known."""
-        unit_s = self._per_token[0]
-        return seconds / unit_s if unit_s else 0.0
-
-    def relative(self, depth: int) -> float:
-        """`per_token` by `unit_s`: learning how fast the device is hardly changes it."""
-        unit_s = self._per_token[0]
-        return self.per_token(depth) / unit_s if unit_s else 1.0
-
-    def seconds(self, start: int, end: int) -> float:
-        """For the tokens from `start` to `end`."""
-        return self._until(end) - self._until(start)
-
-    def _until(self, depth: int) -> float:
-        step, rest = divmod(depth, self._STEP)
-        if step >= self._NUM_STEPS:
-            beyond = depth - self._NUM_STEPS * self._STEP
-            return self._sums[-1] + beyond * self._per_token[-1]
-        return self._sums[step] + rest * self._per_token[step]
-
-
-class Worth:
-    """What a node is worth: what is expected to be lost per token if it goes, in prices of a token
-    with none before it (`Prices.unit_s`).
-
-    *Offline*: those who wait for it are known. Requests that begin alike run one after the other,
-    so what is evicted is computed once more and no more often; each more that waits makes it surer
-    that one comes before memory is short again.
-
-    *Waiting online requests*, new or preempted: it is certain that they resume, and a user waits.
-    What they will use is worth more than all else, `_CERTAIN` times its price, and is evicted last.
-
-    *Online*: the chance that the session goes on (`ReturnModel`), times what is recomputed then. A
-    second of recomputation that makes a chat user wait weighs more than one of throughput, by
-    `late_weight`: each beyond `free_share` of the target for the first token, which goes unnoticed
-    (the idea of tail-optimized LRU, Zhang et al. 2025), up to the target. What is lost beyond it
-    makes nobody late who was not: so one context goes rather than the ends of many.
-
-    *Host memory*: what has a copy there costs `transfer_s` per token, if that is less.
-    """
-
-    def __init__(
-        self,
-        returns: ReturnModel,
-        prices: Prices,
-        *,
-        late_weight: float = 4.0,
-        free_share: float = 0.1,
-    ) -> None:
-        self.returns = returns
-        self.prices = prices
-        self._late_weight = late_weight
-        self._free_share = free_share
-        self.transfer_s = math.inf
-        """A token from or to host memory [s]; inf: there is none."""
-
-    def __call__(self, node: KvNode, now_s: float) -> float:
-        """Per token, of its place on the device."""
-        return self._lost(node, now_s, is_loaded=node.on_host)
-
-    def of_copy(self, node: KvNode, now_s: float) -> float:
-        """Per token, of its copy in host memory, or of one if there were one, where it is on the
-        device no longer: what computing it anew costs more than loading it."""
-        if not self.has_host:
-            return 0.0
-        computed = self._lost(node, now_s, is_loaded=False, on_host=True)
-        return max(computed - self._lost(node, now_s, is_loaded=True, on_host=True), 0.0)
-
-    @property
-    def has_host(self) -> bool:
-        """There is host memory to copy to."""
-        return self.transfer_s < math.inf
-
-    @property
-    def loading_share(self) -> float:
-        """What loading a token takes of what computing it anew would, 0 to 1; 1: there is no host
-        memory."""
-        if not self.has_host:
-            return 1.0
-        return min(self.prices.to_units(self.transfer_s), 1.0)
-
-    def gain_of_copying(self, node: KvNode, now_s: float, *, is_ahead: bool = True) -> float:
-        """Per token, of copying it to host memory before it is evicted: `of_copy` less the way
-        there. Above 0: it is worth it.
-
-        is_ahead: iterations go on meanwhile, so that the way costs little
-        """
-        if not self.has_host:
-            return 0.0
-        cost = self.prices.to_units(self.transfer_s) * (_BESIDE if is_ahead else 1.0)
-        return self.of_copy(node, now_s) - cost
-
-    def _lost(self, node: KvNode, now_s: float, *, is_loaded: bool, on_host: bool = False) -> float:
-        """on_host: as long as it can stay in host memory, and not on the device."""
-        if node.awaiting:
-            return _CERTAIN * self._price(node, is_loaded=is_loaded)
-        chance = 0.0
-        references = node.references
-        if references:
-            chance = 1.0 - 0.5**references
-        visit = node.visit
-        if visit is not None:
-            returns = self.chance_of_return(node, now_s, on_host=on_host)
-            if visit.ttft_s:
-                returns *= 1.0 + self._late_weight * self._late_share(
-                    node, max(visit.num_tokens, node.end), visit.ttft_s, is_loaded=is_loaded
-                )
-            chance = max(chance, returns)
-        return chance * self._price(node, is_loaded=is_loaded)
-
-    def _price(self, node: KvNode, *, is_loaded: bool) -> float:
-        """Of a token of it that is computed or loaded again."""
-        price = self.prices.relative(node.start)
-        return min(price, self.prices.to_units(self.transfer_s)) if is_loaded else price
-
-    def _late_share(self, node: KvNode, end: int, ttft_s: float, *, is_loaded: bool) -> float:
-        """Of the time that computing a node's tokens anew takes, the share that brings a first
-        token nearer to being late; what is behind the node, up to `end`, is lost already."""
-        behind_s = self._seconds(node.end, end, is_loaded=is_loaded)
-        lost_s = self._seconds(node.start, end, is_loaded=is_loaded)
-        if lost_s <= behind_s:
-            return 0.0
-        late = self._late(lost_s / ttft_s) - self._late(behind_s / ttft_s)
-        return late * ttft_s / (lost_s - behind_s)
-
-    def _late(self, share: float) -> float:
-        """How near to being late, 0 to 1; share: of the target for the first token that goes into
-        computing anew."""
-        return min(max((share - self._free_share) / (1.0 - self._free_share), 0.0), 1.0)
-
-    def _seconds(self, start: int, end: int, *, is_loaded: bool) -> float:
-        seconds = self.prices.seconds(start, end)
-        return min(seconds, (end - start) * self.transfer_s) if is_loaded else seconds
-
-    def chance_of_return(self, node: KvNode, now_s: float, *, on_host: bool = False) -> float:
-        """That the session of an online context goes on while it can be kept on the device, or in
-        host memory; 1 where its request waits already."""
-        if node.awaiting:
-            return 1.0
-        visit = node.visit
-        if visit is None:
-            return 0.0
-        return self.returns.chance(visit.kind, now_s - visit.end_s, on_host=on_host)
-
-    def next_change_s(self, node: KvNode, now_s: float) -> float:
-        """When it changes by time alone [s]; inf: it does not."""
-        if node.visit is None:
-            return math.inf
-        return node.visit.end_s + self.returns.next_change_s(now_s - node.visit.end_s)
+from cosched.memory.node import KvNode, Rank
+from cosched.memory.value import KvValue
 
 
 class EvictionOrder(Protocol):
-    is_worth: bool
-    """Its numbers are those of `Worth`."""
+    is_value: bool
+    """Its numbers are those of `KvValue`."""
 
     def __call__(self, node: KvNode, now_s: float) -> float:
         """Nodes of smaller numbers go first; of equal ones the least recently used."""
@@ -231,9 +35,9 @@ class EchoOrder:
     """Echo §4.2: offline KV with future references, by their number, above finished online KV
     (0.5), above offline KV without (0). Running requests hold theirs."""
 
-    is_worth = False
+    is_value = False
 
-    def __init__(self, worth: Worth) -> None:
+    def __init__(self, value: KvValue) -> None:
         pass
 
     def __call__(self, node: KvNode, now_s: float) -> float:
@@ -245,32 +49,32 @@ class EchoOrder:
 
 
 class ValueOrder:
-    """What is worth least per token goes first."""
+    """The least value per token goes first."""
 
-    is_worth = True
+    is_value = True
 
-    def __init__(self, worth: Worth) -> None:
-        self._worth = worth
-        self.next_change_s = worth.next_change_s
+    def __init__(self, value: KvValue) -> None:
+        self._value = value
+        self.next_change_s = value.next_change_s
 
     def __call__(self, node: KvNode, now_s: float) -> float:
-        return self._worth(node, now_s)
+        return self._value(node, now_s)
 
 
 class CopyOrder:
     """Copies in host memory: of what is expected to be lost with them, the least goes first. What
     stays on the device has no need of one."""
 
-    is_worth = False
+    is_value = False
 
-    def __init__(self, worth: Worth) -> None:
-        self._worth = worth
-        self.next_change_s = worth.next_change_s
+    def __init__(self, value: KvValue) -> None:
+        self._value = value
+        self.next_change_s = value.next_change_s
 
     def __call__(self, node: KvNode, now_s: float) -> float:
         if node.on_device and node.rank is None:
             return 0.0
-        return self._worth.of_copy(node, now_s)
+        return self._value.of_copy(node, now_s)
 
 
 ORDERS: Mapping[str, type[ValueOrder] | type[EchoOrder]] = {
@@ -280,16 +84,15 @@ ORDERS: Mapping[str, type[ValueOrder] | type[EchoOrder]] = {
 
 
 _KEPT_S, _PARTS = 2.0, 64
-"""How long the rank of a node stands whose turn comes after those below it [s]: prices and chances
-are learned anew all the time. Up to twice that, in so many parts, or all would be looked at again
-in the same plan."""
+"""How long the rank of an inner node is kept [s], since costs and chances are learned all the time:
+up to twice that, in `_PARTS` steps, or all would be computed again in the same plan."""
 
 _REFRESHED = 4
-"""Leaves that are valued anew with each plan, whether or not anything is known to have changed."""
+"""Leaves whose rank is computed again with each plan, whether or not they have changed."""
 
 
 class Eviction(NamedTuple):
-    """A node that goes. keeps_head: somebody may come for it, so only its tail goes where that is
+    """A node to evict. keeps_head: a request may need it, so only its tail goes where that is
     enough."""
 
     node_id: int
@@ -303,12 +106,12 @@ class Leaves:
     """
 
     def __init__(
-        self, order: EvictionOrder, worth: Worth, *, slot: Literal["rank", "host_rank"] = "rank"
+        self, order: EvictionOrder, value: KvValue, *, slot: Literal["rank", "host_rank"] = "rank"
     ) -> None:
         self.now_s = 0.0
         self._slot = slot
         self._order = order
-        self.worth = worth
+        self.value = value
         self._nodes: OrderedDict[int, KvNode] = OrderedDict()
         self._sorted: SortedList[Rank] = SortedList()
         self._timers: list[tuple[float, int]] = []
@@ -355,7 +158,7 @@ class Leaves:
                 node = self._nodes[node_id]
                 self.changed(node)
                 self._set_timer(node)
-        # Prices and chances are learned anew all the time: everyone has a turn.
+        # Costs and chances are learned all the time: each leaf is looked at in rotation.
         for _ in range(min(_REFRESHED, len(self._nodes))):
             node_id, node = self._nodes.popitem(last=False)
             self._nodes[node_id] = node
@@ -371,7 +174,7 @@ class Leaves:
             yield rank[4]
 
     def next_to_go(self, num_tokens: int) -> list[Eviction]:
-        """What goes for so many tokens."""
+        """The nodes to evict for `num_tokens`."""
         evictions: list[Eviction] = []
         for node in self.in_order() if num_tokens > 0 else ():
             evictions.append(Eviction(node.node_id, self._order(node, self.now_s) > 0))
@@ -423,23 +226,23 @@ class Leaves:
         return node.freed[0]
 
     def loss_s(self, num_tokens: int) -> float:
-        """What evicting so many tokens costs, by `Worth` [s]; of all there are where
-        there are fewer."""
+        """What evicting `num_tokens` costs, by `KvValue` [s]; what all cost where there are
+        fewer."""
         if self.curve is None:
             self.curve = LossCurve(self)
         return self.curve.seconds(num_tokens)
 
-    def price_of(self, rank: Rank) -> float:
-        """What is expected to be lost with each of its tokens [s]."""
-        worth = self.worth
-        if self._order.is_worth and not worth.has_host:
-            return rank[0] * worth.prices.unit_s
+    def cost_of(self, rank: Rank) -> float:
+        """Expected loss with each of its tokens [s]."""
+        value = self.value
+        if self._order.is_value and not value.has_host:
+            return rank[0] * value.costs.unit_s
         node = rank[4]
-        price = rank[0] if self._order.is_worth else worth(node, self.now_s)
+        cost = rank[0] if self._order.is_value else value(node, self.now_s)
         if not node.on_host:
             # It is copied first where that costs less.
-            price -= max(worth.gain_of_copying(node, self.now_s), 0.0)
-        return price * worth.prices.unit_s
+            cost -= max(value.gain_of_copying(node, self.now_s), 0.0)
+        return cost * value.costs.unit_s
 
     def _rank(self, node: KvNode) -> Rank:
         parent = node.parent
@@ -461,7 +264,7 @@ class Leaves:
 
 
 class LossCurve:
-    """Tokens evicted -> seconds lost, worked out as far as somebody asks."""
+    """Tokens evicted -> seconds lost, computed as far as it is asked for."""
 
     def __init__(self, leaves: Leaves) -> None:
         self._leaves = leaves
@@ -470,14 +273,14 @@ class LossCurve:
         self._seconds = [0.0]
 
     def seconds(self, num_tokens: int) -> float:
-        tokens, seconds, price_of = self._tokens, self._seconds, self._leaves.price_of
+        tokens, seconds, cost_of = self._tokens, self._seconds, self._leaves.cost_of
         while tokens[-1] < num_tokens:
             found = next(self._order, None)
             if found is None:
                 return seconds[-1]
             num_more = found[3]
             tokens.append(tokens[-1] + num_more)
-            seconds.append(seconds[-1] + num_more * price_of(found))
+            seconds.append(seconds[-1] + num_more * cost_of(found))
         # The part of the last node is lost as a part: what is cut is its tail.
         index = bisect_left(tokens, num_tokens)
         if index == 0:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from cosched.memory.eviction import Worth
 from cosched.memory.tree import KvTree
+from cosched.memory.value import KvValue
 
 LIKELY = 0.1
 """Chance from which on a context counts as one that will return."""
@@ -75,7 +75,7 @@ class KvOccupancy(msgspec.Struct, kw_only=True, frozen=True):
 
 def occupancy_of(
     tree: KvTree,
-    worth: Worth,
+    value: KvValue,
     *,
     now_s: float,
     free: int,
@@ -92,7 +92,7 @@ def occupancy_of(
     for node in tree.nodes.values():
         if node.num_holds or not node.on_device:
             continue
-        if worth.chance_of_return(node, now_s) >= LIKELY:
+        if value.chance_of_reuse(node, now_s) >= LIKELY:
             returning += node.num_tokens
         elif node.references:
             referenced += node.num_tokens
@@ -117,7 +117,7 @@ def occupancy_of(
 
 def host_occupancy_of(
     tree: KvTree,
-    worth: Worth,
+    value: KvValue,
     *,
     now_s: float,
     free: int,
@@ -131,7 +131,7 @@ def host_occupancy_of(
             continue
         if node.on_device:
             use = "doubled"
-        elif worth.chance_of_return(node, now_s, on_host=True) >= LIKELY:
+        elif value.chance_of_reuse(node, now_s, on_host=True) >= LIKELY:
             use = "returning"
         else:
             use = "referenced" if node.references else "dead"

@@ -7,6 +7,7 @@ import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.config import ENV_VAR
+from tests.memory.integrity import check_kv_tree
 
 FLAGS = {
     "--device": "cpu",
@@ -151,7 +152,7 @@ def assert_drained(engine) -> None:
         assert controller.waiting.num_tokens == 0
         if controller.kv is not None:
             assert not controller.kv.core.is_off
-            controller.kv.kv_tree.check_integrity([])
+            check_kv_tree(controller.kv.kv_tree, [])
             assert not any(node.awaiting for node in controller.kv.kv_tree.nodes.values())
             assert controller.kv.kv_tree.num_evictable == scheduler.tree_cache.evictable_size()
             if controller.kv.copies is not None:

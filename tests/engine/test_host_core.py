@@ -25,9 +25,9 @@ class HostMachine(Machine):
 
     def __init__(self, core_name, *, page_size, seed, is_write_back):
         super().__init__(core_name, page_size=page_size, order="value", seed=seed)
-        worth = self.leaves.worth
-        worth.transfer_s = TRANSFER_S
-        self.copies = Leaves(CopyOrder(worth), worth, slot="host_rank")
+        value = self.leaves.value
+        value.transfer_s = TRANSFER_S
+        self.copies = Leaves(CopyOrder(value), value, slot="host_rank")
         self.tree._copies = self.copies
         core = self.core._core
         core.set_hicache_enabled()

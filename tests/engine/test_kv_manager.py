@@ -39,7 +39,7 @@ def test_the_published_reservation_counts_what_online_requests_hold_and_nothing_
     config = {"kv": {"reservation": "echo", "window_s": 3600}}
     engine = make_engine(policy="hygen", config=config)
     manager = engine.scheduler.cosched.kv
-    manager.returns.expected_tokens = lambda: 10_000
+    manager.reuse.expected_tokens = lambda: 10_000
     manager._learn(0.0)
     assert (manager.demand.now, manager.kept) == (0, 0)
     manager.demand.sample(300, 1.0)

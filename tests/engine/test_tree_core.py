@@ -18,12 +18,15 @@ from sglang.srt.mem_cache.unified_cache.tree_core_registry import create_tree_co
 import cosched.bootstrap  # noqa: F401  # before SGLang
 from cosched.engine import port
 from cosched.engine.tree_core import WatchedTreeCore
-from cosched.memory.eviction import ORDERS, Leaves, Prices, Worth
-from cosched.memory.returns import ReturnModel
-from cosched.memory.tree import KvTree, Visit
+from cosched.memory.eviction import ORDERS, Leaves
+from cosched.memory.node import Visit
+from cosched.memory.reuse import ReuseModel
+from cosched.memory.tree import KvTree
+from cosched.memory.value import KvValue, RecomputeCosts
 from cosched.pool.prefix_pool import PoolConfig, PrefixPool
 from cosched.pool.radix import pack
 from tests.factories import Linear, offline
+from tests.memory.integrity import check_kv_tree
 
 NUM_OPERATIONS = int(os.environ.get("COSCHED_TREE_OPERATIONS", "2500"))
 """100,000 were run when this was written."""
@@ -62,11 +65,11 @@ class Machine:
         self.draw = random.Random(seed)
         self.page_size = page_size
         self.pool = PrefixPool(PoolConfig(utility_ratio=0.9, num_buckets=2))
-        self.returns = ReturnModel()
-        prices = Prices()
-        prices.refresh(Linear())
-        worth = Worth(self.returns, prices)
-        self.leaves = Leaves(ORDERS[order](worth), worth)
+        self.reuse = ReuseModel()
+        costs = RecomputeCosts()
+        costs.refresh(Linear())
+        value = KvValue(self.reuse, costs)
+        self.leaves = Leaves(ORDERS[order](value), value)
         self.tree = KvTree(
             page_size=page_size,
             leaves=self.leaves,
@@ -197,7 +200,7 @@ class Machine:
 
     def audit(self):
         waiting = [(r.prefix_key, pack(r.token_ids)) for r in self.pool]
-        self.tree.check_integrity(waiting)
+        check_kv_tree(self.tree, waiting)
         assert not self.core.is_off
         assert self.tree.num_evictable == self.core.full_evictable_size()
         assert self.tree.num_tokens == self.core.total_size()[0]

@@ -6,22 +6,25 @@ import random
 
 import pytest
 
-from cosched.memory.eviction import ORDERS, Leaves, Prices, Worth
-from cosched.memory.returns import ReturnModel
-from cosched.memory.tree import KvTree, PathNode, Visit
+from cosched.memory.eviction import ORDERS, Leaves
+from cosched.memory.node import PathNode, Visit
+from cosched.memory.reuse import ReuseModel
+from cosched.memory.tree import KvTree
+from cosched.memory.value import KvValue, RecomputeCosts
 from cosched.pool.radix import pack
 from tests.factories import Linear
+from tests.memory.integrity import check_kv_tree
 
 
 class Kv:
     """A tree to which contexts are added as an engine would."""
 
     def __init__(self, order: str = "value") -> None:
-        self.returns = ReturnModel()
-        prices = Prices()
-        prices.refresh(Linear(fixed_s=0.001, token_s=1e-4, longest_s=1e-6))
-        self.worth = Worth(self.returns, prices)
-        self.leaves = Leaves(ORDERS[order](self.worth), self.worth)
+        self.reuse = ReuseModel()
+        costs = RecomputeCosts()
+        costs.refresh(Linear(fixed_s=0.001, token_s=1e-4, longest_s=1e-6))
+        self.value = KvValue(self.reuse, costs)
+        self.leaves = Leaves(ORDERS[order](self.value), self.value)
         self.tree = KvTree(page_size=1, leaves=self.leaves)
         self._ids = iter(range(1, 10_000))
 
@@ -162,9 +165,9 @@ def test_what_waits_is_followed_through_splits_and_evictions():
     assert [n.awaiting for n in kv.tree.nodes[last].upwards()] == [1, 2, 2]
     upper = kv.tree._split(middle, 9999, 20)
     assert (upper.awaiting, middle.awaiting) == (2, 2)
-    kv.tree.check_integrity()
+    check_kv_tree(kv.tree)
     kv.tree.evicted(last)
-    kv.tree.check_integrity()
+    check_kv_tree(kv.tree)
     expect(kv, "a", tokens)
     assert middle.awaiting == 2, "the same request again counts once"
     kv.tree.evicted(middle.node_id)
@@ -172,10 +175,10 @@ def test_what_waits_is_followed_through_splits_and_evictions():
     assert upper.awaiting == 1
     for node_id in (upper.node_id, upper.parent.node_id):
         kv.tree.evicted(node_id)
-    kv.tree.check_integrity()
+    check_kv_tree(kv.tree)
     kv.tree.no_longer_expect("a")
     kv.tree.no_longer_expect("a")
-    kv.tree.check_integrity()
+    check_kv_tree(kv.tree)
 
 
 def test_published_orders_do_not_know_who_waits_online():
@@ -216,12 +219,12 @@ def test_the_forecast_is_what_evicting_one_by_one_gives(order, seed):
     kv.leaves.advance(100.0)
     for _ in range(20):  # everyone has a turn
         kv.leaves.advance(100.0)
-    kv.tree.check_integrity()
+    check_kv_tree(kv.tree)
     forecast = list(kv.leaves.in_order())
-    worth = kv.leaves.worth
+    value = kv.leaves.value
     lost, total = [0.0], 0
     for node in forecast:
-        price_s = worth(node, kv.leaves.now_s) * worth.prices.unit_s
+        price_s = value(node, kv.leaves.now_s) * value.costs.unit_s
         lost.append(lost[-1] + node.num_tokens * price_s)
         total += node.num_tokens
         assert kv.leaves.loss_s(total) == pytest.approx(lost[-1])
@@ -229,7 +232,7 @@ def test_the_forecast_is_what_evicting_one_by_one_gives(order, seed):
     assert kv.leaves.loss_s(total + 1) == kv.leaves.loss_s(total), "no more than there is"
     assert kv.leaves.loss_s(0) == 0
     assert [kv.evict().node_id for _ in forecast] == [node.node_id for node in forecast]
-    kv.tree.check_integrity()
+    check_kv_tree(kv.tree)
     assert not kv.tree.num_evictable
 
 

@@ -7,8 +7,10 @@ import math
 import pytest
 
 from cosched.memory.eviction import CopyOrder, Leaves
-from cosched.memory.tree import KvTree, PathNode, Visit
+from cosched.memory.node import PathNode, Visit
+from cosched.memory.tree import KvTree
 from cosched.pool.radix import pack
+from tests.memory.integrity import check_kv_tree
 from tests.memory.test_eviction import Kv, context
 
 
@@ -17,15 +19,15 @@ class HostKv(Kv):
 
     def __init__(self, transfer_s=1e-5):
         super().__init__()
-        self.worth.transfer_s = transfer_s
-        self.copies = Leaves(CopyOrder(self.worth), self.worth, slot="host_rank")
+        self.value.transfer_s = transfer_s
+        self.copies = Leaves(CopyOrder(self.value), self.value, slot="host_rank")
         self.tree = KvTree(page_size=1, leaves=self.leaves, copies=self.copies)
 
     def node(self, tokens, **options):
         return self.tree.nodes[self.add(tokens, **options)]
 
     def gain(self, node, **options):
-        return self.worth.gain_of_copying(node, 0.0, **options)
+        return self.value.gain_of_copying(node, 0.0, **options)
 
 
 def visited(kv, tokens, *, ttft_s=None):
@@ -37,11 +39,11 @@ def visited(kv, tokens, *, ttft_s=None):
 def test_what_has_a_copy_costs_the_way_back():
     kv = HostKv()
     node = visited(kv, context(1, 50))
-    before = kv.worth(node, 0.0)
+    before = kv.value(node, 0.0)
     kv.tree.backed_up(node.node_id)
-    kv.tree.check_integrity()
-    assert kv.worth(node, 0.0) == pytest.approx(before / 10, rel=0.3)
-    assert kv.worth.of_copy(node, 0.0) == pytest.approx(before * 9 / 10, rel=0.3)
+    check_kv_tree(kv.tree)
+    assert kv.value(node, 0.0) == pytest.approx(before / 10, rel=0.3)
+    assert kv.value.of_copy(node, 0.0) == pytest.approx(before * 9 / 10, rel=0.3)
 
 
 def test_what_is_worth_nothing_is_not_copied():
@@ -59,16 +61,16 @@ def test_waiting_for_a_copy_must_be_worth_more_than_copying_beside():
 def test_nothing_is_copied_over_a_link_slower_than_computing():
     kv = HostKv(transfer_s=1e-3)
     node = visited(kv, context(1, 50))
-    assert kv.worth.of_copy(node, 0.0) == 0
+    assert kv.value.of_copy(node, 0.0) == 0
     assert kv.gain(node) < 0
-    assert kv.worth.loading_share == 1.0
+    assert kv.value.loading_share == 1.0
 
 
 def test_without_host_memory_nothing_is():
     kv = HostKv(transfer_s=math.inf)
     node = visited(kv, context(1, 50))
-    assert kv.worth.of_copy(node, 0.0) == kv.gain(node) == 0
-    assert kv.worth.loading_share == 1.0
+    assert kv.value.of_copy(node, 0.0) == kv.gain(node) == 0
+    assert kv.value.loading_share == 1.0
 
 
 def test_copies_that_are_worth_least_go_first_and_doubles_before_them():
@@ -80,14 +82,14 @@ def test_copies_that_are_worth_least_go_first_and_doubles_before_them():
     for node in (dead, alive):
         kv.tree.demoted(node.node_id)
     kv.tree.hold(held.node_id)
-    kv.tree.check_integrity()
+    check_kv_tree(kv.tree)
     order = [node.node_id for node in kv.copies.sorted_nodes()]
     # What a running request holds on the device has no need of its copy.
     assert order[-1] == alive.node_id
     assert set(order[:2]) == {dead.node_id, held.node_id}
     kv.tree.copy_dropped(held.node_id)
     kv.tree.copy_dropped(dead.node_id)
-    kv.tree.check_integrity()
+    check_kv_tree(kv.tree)
     assert dead.node_id not in kv.tree.nodes
     assert held.on_device and not held.on_host
 
@@ -101,7 +103,7 @@ def test_a_leaf_goes_with_what_hangs_below_it_on_the_host():
     upper = lower.parent
     assert upper.is_leaf and kv.leaves.first() is upper
     kv.tree.evicted(upper.node_id)
-    kv.tree.check_integrity()
+    check_kv_tree(kv.tree)
     assert not kv.tree.nodes
     assert kv.tree.num_on_host == kv.tree.num_tokens == 0
 
@@ -119,10 +121,10 @@ def test_what_is_loaded_is_held_where_it_was_locked():
     assert kv.tree.num_host_behind(None, chain[2], 50, lambda: packed[:480]) == 70
     kv.tree.hold(last.node_id)
     kv.tree.loaded(reversed(chain))
-    kv.tree.check_integrity()
+    check_kv_tree(kv.tree)
     assert kv.tree.num_evictable == 0
     kv.tree.release(last.node_id)
-    kv.tree.check_integrity()
+    check_kv_tree(kv.tree)
     assert kv.tree.num_evictable == 150
     assert kv.tree.num_host_behind(None, last.node_id, 150, lambda: packed) == 0
 
@@ -133,7 +135,7 @@ def test_a_split_leaves_both_parts_where_they_were():
     node = kv.node(tokens)
     kv.tree.backed_up(node.node_id)
     kv.tree.settle(None, [PathNode(999, 0, 10)], lambda a, b: pack(tokens[a:b]), is_online=None)
-    kv.tree.check_integrity()
+    check_kv_tree(kv.tree)
     assert kv.tree.nodes[999].on_host and node.on_host
     assert kv.tree.cut == [(999, node.node_id)]
     assert kv.tree.num_on_host == 40
@@ -141,7 +143,7 @@ def test_a_split_leaves_both_parts_where_they_were():
 
 def test_the_chance_in_host_memory_has_a_horizon_of_its_own():
     kv = HostKv()
-    kv.returns.refresh(0.0, discount_s=1.0, host_discount_s=1e6)
+    kv.reuse.refresh(0.0, discount_s=1.0, host_discount_s=1e6)
     node = visited(kv, context(1, 50))
-    on_device = kv.worth.chance_of_return(node, 0.0)
-    assert kv.worth.chance_of_return(node, 0.0, on_host=True) > 5 * on_device
+    on_device = kv.value.chance_of_reuse(node, 0.0)
+    assert kv.value.chance_of_reuse(node, 0.0, on_host=True) > 5 * on_device

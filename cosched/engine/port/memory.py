@@ -10,7 +10,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.rust_tree_core.adapter import RustUnifiedTreeCore
 
 from cosched.engine.port.request import token_ids
-from cosched.memory.tree import PathNode
+from cosched.memory.node import PathNode
 
 # --- The engine's ---
 

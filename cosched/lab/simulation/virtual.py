@@ -51,7 +51,7 @@ from cosched.lab.simulation.arrivals import VOCAB_SIZE, Arrival, Source
 from cosched.lab.simulation.host_time import HostTime, Load, NoHostTime
 from cosched.lab.simulation.virtual_host import VirtualTransfers
 from cosched.memory.occupancy import HostOccupancy, KvOccupancy
-from cosched.memory.returns import BLOCK, block_hashes
+from cosched.memory.reuse import BLOCK, block_hashes
 from cosched.predict.fitted import GraphSizes
 from cosched.predict.profile_file import EngineIdentity
 

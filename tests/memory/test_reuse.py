@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cosched.memory.returns import BIN_EDGES_S, ReturnModel, block_hashes
+from cosched.memory.reuse import BIN_EDGES_S, ReuseModel, block_hashes
 
 
 def tokens(seed: int, count: int) -> array:
@@ -21,7 +21,7 @@ def tokens(seed: int, count: int) -> array:
 class Chat:
     """Sessions of which a share goes on, each turn after the same think time."""
 
-    def __init__(self, model: ReturnModel) -> None:
+    def __init__(self, model: ReuseModel) -> None:
         self.model = model
 
     def run(self, *, sessions: int, share: float, think_s: float, gap_s: float = 5.0) -> float:
@@ -44,7 +44,7 @@ class Chat:
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
 def test_the_share_that_comes_back_is_learned(share):
-    model = ReturnModel()
+    model = ReuseModel()
     Chat(model).run(sessions=600, share=share, think_s=20.0)
     hashes = block_hashes(tokens(-1, 200))
     kind = model.ended(hashes, turn=1, num_tokens=220, now_s=1e4)
@@ -52,7 +52,7 @@ def test_the_share_that_comes_back_is_learned(share):
 
 
 def test_nobody_is_expected_after_the_age_at_which_all_came_back():
-    model = ReturnModel()
+    model = ReuseModel()
     Chat(model).run(sessions=600, share=0.9, think_s=20.0)
     assert model.chance(0, 1.0) > 0.8
     assert model.chance(0, 100.0) < 0.5
@@ -60,7 +60,7 @@ def test_nobody_is_expected_after_the_age_at_which_all_came_back():
 
 
 def test_a_return_that_takes_longer_counts_less_where_memory_is_turned_over_fast():
-    model = ReturnModel()
+    model = ReuseModel()
     now_s = Chat(model).run(sessions=600, share=0.9, think_s=60.0)
     patient = model.chance(0, 0.0)
     model.refresh(now_s, discount_s=10.0)
@@ -70,7 +70,7 @@ def test_a_return_that_takes_longer_counts_less_where_memory_is_turned_over_fast
 
 
 def test_kinds_are_learned_apart():
-    model = ReturnModel()
+    model = ReuseModel()
     Chat(model).run(sessions=400, share=0.9, think_s=10.0)
     once = model.ended(block_hashes(tokens(-1, 200)), turn=1, num_tokens=220, now_s=1e4)
     twice = model.ended(block_hashes(tokens(-2, 200)), turn=2, num_tokens=220, now_s=1e4)
@@ -79,7 +79,7 @@ def test_kinds_are_learned_apart():
 
 
 def test_what_changed_long_ago_is_forgotten():
-    model = ReturnModel(half_life_s=600.0)
+    model = ReuseModel(half_life_s=600.0)
     chat = Chat(model)
     chat.run(sessions=300, share=0.9, think_s=10.0)
     end_s = 300 * 5.0
@@ -93,7 +93,7 @@ def test_what_changed_long_ago_is_forgotten():
 
 
 def test_expected_tokens_are_those_that_have_not_come_back_times_their_chance():
-    model = ReturnModel()
+    model = ReuseModel()
     Chat(model).run(sessions=400, share=0.5, think_s=10.0)
     model.advance(12_000.0)  # everybody has come back or is given up
     model.refresh(12_000.0)
@@ -120,7 +120,7 @@ def test_a_hash_stands_for_all_tokens_before_it(shared, more):
 
 @given(st.floats(0, 1e5))
 def test_chances_change_only_where_it_is_said(age_s):
-    model = ReturnModel()
+    model = ReuseModel()
     change_s = model.next_change_s(age_s)
     assert change_s > age_s
     before = math.nextafter(change_s, 0) if change_s < math.inf else 1e9
@@ -129,7 +129,7 @@ def test_chances_change_only_where_it_is_said(age_s):
 
 
 def test_a_clock_may_begin_anywhere():
-    model = ReturnModel(half_life_s=60.0)
+    model = ReuseModel(half_life_s=60.0)
     for step in range(50):
         now_s = 2e9 + 1000.0 * step
         hashes = block_hashes(tokens(step, 200))
@@ -143,7 +143,7 @@ def test_a_clock_may_begin_anywhere():
 
 def test_who_never_comes_back_is_not_waited_for_at_later_ages():
     """Chat without second turns: what it may hold in two minutes is known before they are over."""
-    model = ReturnModel(horizon_s=120.0)
+    model = ReuseModel(horizon_s=120.0)
     for second in range(40):
         hashes = [10_000 + second]
         model.arrived(hashes, float(second))

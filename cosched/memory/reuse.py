@@ -71,7 +71,7 @@ class _Mark(NamedTuple):
     end_s: float
 
 
-class ReturnModel:
+class ReuseModel:
     """See the module's docstring."""
 
     def __init__(self, *, half_life_s: float = 3600.0, horizon_s: float = 120.0) -> None:
