@@ -28,7 +28,7 @@ from cosched.batch.jsonl.records import Answer, Failure
 from cosched.batch.rate import Ended, Progress, Rate, RateMeter, past_rate
 from cosched.batch.storage import FilesAwayError
 from cosched.batch.store import BatchStore, records_of
-from cosched.limits.table import Scope
+from cosched.limits.bounds import Scope
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from cosched.batch.jsonl.lines import (
     raw_lines,
 )
 from cosched.batch.store import BatchStore
-from cosched.limits.table import ANY_MODEL, Scope
+from cosched.limits.bounds import ANY_MODEL, Scope
 
 MAX_FAULTS = 1000
 """Most faults that are reported of one file."""

@@ -22,7 +22,7 @@ from cosched.batch.prometheus import Snapshot
 from cosched.batch.rate import Progress
 from cosched.batch.storage import without_secrets
 from cosched.batch.store import BatchStore
-from cosched.limits.table import ANY_MODEL, Scope
+from cosched.limits.bounds import ANY_MODEL, Scope
 
 logger = logging.getLogger(__name__)
 

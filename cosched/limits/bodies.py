@@ -1,8 +1,7 @@
-"""The bounds of `cosched.limits.table` for JSON bodies, by the names that clients use.
+"""Checks JSON bodies against `cosched.limits.table`, by the names that clients use.
 
-One check for the HTTP door and for the lines of batches. It knows no tokens: what depends on the
-prompt's length is checked once the prompt is tokenized. Numbers as strings are read as SGLang's
-request models read them.
+Used by the HTTP server and for the lines of batches, before tokenization. Strings are read as
+numbers where SGLang's request models do so.
 """
 
 from __future__ import annotations
@@ -11,17 +10,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cosched.errors import RequestError
+from cosched.limits.bounds import Bound, Flag, Number, Scope
 from cosched.limits.grammars import document_fault
-from cosched.limits.table import (
-    INTERNAL,
-    TABLE,
-    Bound,
-    Flag,
-    Number,
-    Scope,
-    check_field,
-    check_text,
-)
+from cosched.limits.table import INTERNAL, TABLE, check_field, check_text
 
 NATIVE: Mapping[str, str] = {
     "/classify": "EmbeddingReqInput",
@@ -47,7 +38,7 @@ _TEXTS = (
     *("documents", "input", "instructions", "items", "messages", "prompt", "query", "system"),
     "tools",
 )
-"""Fields with text that is tokenized, in whichever form. Those of /generate have ``text``."""
+"""Fields with text that is tokenized, beside the ``text`` of /generate."""
 
 _MEDIA = ("image_url", "input_audio", "video_url", "audio_url", "source", "file")
 """Parts of a message that are not tokenized as text."""
@@ -56,10 +47,8 @@ _MOST_TEXT_DEPTH = 64
 
 
 def check_body(path: str, body: Any, scope: Scope) -> None:
-    """RequestError that names the first field of a request to `path` that is beyond its bound.
-
-    What is missing, or belongs to no table, is left to the endpoint.
-    """
+    """RequestError that names the first field beyond its bound. The endpoint checks for missing and
+    unknown fields."""
     if not isinstance(body, Mapping):
         return
     if path in NATIVE:
@@ -85,7 +74,7 @@ def _check_native(struct: str, body: Mapping[str, Any], scope: Scope) -> None:
 
 
 def _bound_of(path: str, name: str) -> Bound | None:
-    """None: the field has another meaning there, or none."""
+    """None: the field is unknown there, or has another meaning."""
     if name == "logprobs" and path == _COMPLETIONS:
         return TABLE["GenerateReqInput"]["top_logprobs_num"]
     if name in ("text", "input_embeds", "sampling_params", "modalities", *_TEXTS):
@@ -99,7 +88,7 @@ def _bound_of(path: str, name: str) -> Bound | None:
 
 
 def _read(value: Any, bound: Bound) -> Any:
-    """A value as SGLang's models take it: ``"5"`` and ``5.0`` for 5, ``"true"`` for true."""
+    """A value as SGLang's models read it: ``"5"`` and ``5.0`` as 5, ``"true"`` as true."""
     if isinstance(bound, Flag):
         return True if not isinstance(value, dict | list) else value
     if not isinstance(bound, Number):
@@ -119,7 +108,7 @@ def _read(value: Any, bound: Bound) -> Any:
 
 
 def _check_texts(name: str, value: Any, scope: Scope) -> None:
-    """Every text alone: of messages, all together are one prompt."""
+    """Texts of a list are prompts of their own; the messages of a chat are one prompt."""
     if isinstance(value, list) and all(isinstance(each, str) for each in value):
         for index, text in enumerate(value):
             check_text(f"{name}[{index}]", len(text), scope)

@@ -1,7 +1,7 @@
-"""Who may claim what: bounds for targets, signs that are ignored, limits per API key.
+"""The key ``claims`` of ``COSCHED_CONFIG``: what clients may ask for (docs/api.md).
 
-The key ``claims`` of ``COSCHED_CONFIG`` (docs/api.md). Everything here is the operator's word on
-what clients say; what they can say is in `cosched.core.wire`.
+Bounds of targets, signs that are ignored, and limits per API key. What clients can ask for is in
+`cosched.core.wire`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ANY_KEY = "*"
 """In ``keys``: every key without an entry of its own, and requests without one."""
 
 RETRY_AFTER_S: Mapping[RequestClass, int] = {RequestClass.ONLINE: 1, RequestClass.OFFLINE: 10}
-"""What a client above a limit is told: a chat ends within seconds, a batch takes longer."""
+"""For a client above a limit: a chat ends within seconds, a batch takes longer."""
 
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
@@ -56,11 +56,11 @@ class TargetLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class KeyClaims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What requests with one API key may have.
 
-    request_class  all of them are of this class, whatever they say
-    floors         of their targets, where above the server's
-    ceilings       of their targets, where below the server's
-    max_online     most online sequences under way at a time; one more gets 429
-    max_offline    most offline sequences under way, waiting or running; one more gets 429
+    request_class  the class of all of them, whatever they ask for
+    floors         of their targets, if above the server's
+    ceilings       of their targets, if below the server's
+    max_online     most online sequences in flight at a time; one more gets 429
+    max_offline    most offline sequences in flight, waiting or running; one more gets 429
     """
 
     request_class: Literal["online", "offline"] | None = msgspec.field(name="class", default=None)
@@ -84,16 +84,15 @@ class KeyClaims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the server takes clients at their word for.
+    """What clients may ask for.
 
-    floor_ratio  where `floors` names no TTFT or TPOT: this share of the server's own target. The
-                 tightest target in the batch sets the pace for all of it, so that a target of
-                 0.001 ms would stop everybody else; at a quarter of the pace that the server is
-                 run at, a client can still ask for four times the speed
-    floors       tightest targets; a deadline's, absent, is that of TTFT, before which nothing ends
+    floor_ratio  if `floors` has no TTFT or TPOT: this share of the server's own target. The
+                 tightest target of a batch paces all of it, so 0.001 ms would stop all others; with
+                 a quarter a client can still ask for four times the server's pace
+    floors       tightest targets; absent, a deadline's is that of TTFT
     ceilings     loosest targets
-    ignore       signs of class and targets that are not read at all (docs/api.md)
-    keys         API key, or ``sha256:`` and its hex digest, -> its claims; ``*``: any other
+    ignore       signs of class and targets that are not read (docs/api.md)
+    keys         API key, or ``sha256:`` and its hex digest -> its claims; ``*``: all other keys
     """
 
     floor_ratio: float = 0.25
@@ -111,7 +110,7 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         for key in self.keys:
             if key.startswith("sha256:") and not _DIGEST.fullmatch(key):
                 raise ValueError("keys: after 'sha256:' come 64 hexadecimal digits in lower case")
-        # No key in clear text goes on into the environment of the server's processes.
+        # The environment of the server's processes must not have keys in clear text.
         hashed = {key if key == ANY_KEY else digest_of(key): it for key, it in self.keys.items()}
         if len(hashed) != len(self.keys):
             raise ValueError("keys: one key is there twice, in clear text and as sha256")
@@ -122,7 +121,7 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return frozenset(self.ignore)
 
     def bounds(self, server: Slo) -> Bounds:
-        """Of any request to a server with these targets of its own."""
+        """Of any request; `server`: its own targets."""
         own = self.floors.slo()
         ttft_s, tpot_s = own.ttft_s, own.tpot_s
         if ttft_s is None and server.ttft_s is not None:
@@ -137,14 +136,14 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def digest_of(key: str) -> str:
-    """How a key is written in the configuration without showing it."""
+    """A key as its digest, for the configuration."""
     if _DIGEST.fullmatch(key):
         return key
     return f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"
 
 
 def presented_key(headers: Mapping[str, str]) -> str:
-    """The API key that a request shows; empty: none. `headers` are looked up by lower-case name."""
+    """The API key of a request; empty: none. `headers` are looked up by lower-case name."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer":
         key = headers.get("x-api-key", "")
@@ -178,12 +177,12 @@ def read_claims(text: str, *, source: str) -> Claims:
 
 @dataclass(slots=True, kw_only=True)
 class Grant:
-    """What one HTTP request was granted, for the reply and until it is over.
+    """What one HTTP request was granted, until it ends.
 
-    wish    as its key allows it
+    wish    its wish, within its key's claims
     bounds  of its key's targets; the scheduler applies the server's
     slo     its targets within both
-    key     the entry of ``keys`` that it belongs to, None: none
+    key     its entry in ``keys``
     taken   sequences that it counts as
     """
 
@@ -199,19 +198,15 @@ class Grant:
 
 
 class KeyGate:
-    """Holds requests to the claims of their API key. One per process that serves HTTP."""
+    """Enforces the claims of API keys. One per process that serves HTTP."""
 
     def __init__(self, claims: Claims, server: Slo) -> None:
-        """`server`: its own targets."""
         self.claims = claims
         self._bounds = claims.bounds(server)
-        self._under_way: Counter[tuple[str, RequestClass]] = Counter()
+        self._in_flight: Counter[tuple[str, RequestClass]] = Counter()
 
     def grant(self, wish: Wish, headers: Mapping[str, str]) -> Grant:
-        """What a request may have that says `wish`; it is not counted.
-
-        headers  looked up by lower-case name
-        """
+        """What a request with `wish` may have. `headers` are looked up by lower-case name."""
         entry = self._entry(headers)
         bounds = Bounds()
         if entry is not None:
@@ -223,27 +218,27 @@ class KeyGate:
         return Grant(wish=wish, bounds=bounds, slo=slo, key=entry)
 
     def enter(self, wish: Wish, headers: Mapping[str, str], num_sequences: int) -> Grant:
-        """Let a request in; `leave` must follow. LimitError when its key has too many under way."""
+        """Admit a request; `leave` must follow. LimitError if its key has too many in flight."""
         grant = self.grant(wish, headers)
         if grant.key is None:
             return grant
         request_class = grant.request_class
         limit = self.claims.keys[grant.key].limit(request_class)
-        under_way = self._under_way[grant.key, request_class]
-        if limit is not None and under_way + num_sequences > limit:
+        in_flight = self._in_flight[grant.key, request_class]
+        if limit is not None and in_flight + num_sequences > limit:
             raise LimitError(
-                f"this API key may have {limit} {request_class.value} sequences under way; "
-                f"it has {under_way}, and this request asks for {num_sequences}",
+                f"this API key may have {limit} {request_class.value} sequences in flight; "
+                f"it has {in_flight}, and this request asks for {num_sequences}",
                 retry_after_s=RETRY_AFTER_S[request_class],
             )
-        self._under_way[grant.key, request_class] += num_sequences
+        self._in_flight[grant.key, request_class] += num_sequences
         grant.taken = num_sequences
         return grant
 
     def leave(self, grant: Grant) -> None:
-        """The request is over. A second call does nothing."""
+        """The request has ended. A second call does nothing."""
         if grant.key is not None:
-            self._under_way[grant.key, grant.request_class] -= grant.taken
+            self._in_flight[grant.key, grant.request_class] -= grant.taken
         grant.taken = 0
 
     def _entry(self, headers: Mapping[str, str]) -> str | None:
@@ -251,7 +246,7 @@ class KeyGate:
         if not keys:
             return None
         presented = presented_key(headers)
-        # A digest is no key: who sends one has read the configuration, not the key.
+        # A digest is not a key: whoever sends one has only read the configuration.
         if presented and not _DIGEST.fullmatch(presented) and digest_of(presented) in keys:
             return digest_of(presented)
         return ANY_KEY if ANY_KEY in keys else None

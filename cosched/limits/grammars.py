@@ -1,9 +1,8 @@
-"""How large the grammar of one request may be: ``json_schema``, ``regex``, ``ebnf`` and
-``structural_tag``.
+"""Bounds of grammars: ``json_schema``, ``regex``, ``ebnf`` and ``structural_tag``.
 
-Compiling takes time and memory that grow with the grammar, in part with the square of it, and deep
-nesting ends the process that compiles. The bounds follow OpenAI's for structured outputs (5,000
-properties and enum entries in all) where OpenAI names one.
+Compile time and memory grow with the grammar, in part with its square, and deep nesting ends the
+process. The bounds are OpenAI's for structured outputs (5,000 properties and enum entries) if it
+has one.
 """
 
 from __future__ import annotations
@@ -13,30 +12,19 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-MOST_DOCUMENT_BYTES = 256 * 1024
-"""Of a JSON schema or a structural tag."""
-
-MOST_RULE_BYTES = 32 * 1024
-"""Of a regular expression or an EBNF grammar."""
-
-MOST_DEPTH = 64
-"""Levels of a document, and of parentheses."""
-
-MOST_ENTRIES = 5_000
-"""Properties, and enum entries, in all of a document."""
-
+MOST_DOCUMENT_BYTES = 256 * 1024  # of a JSON schema or a structural tag
+MOST_RULE_BYTES = 32 * 1024  # of a regular expression or an EBNF grammar
+MOST_DEPTH = 64  # levels of a document, and of parentheses
+MOST_ENTRIES = 5_000  # properties, and enum entries, of a document
 MOST_PROPERTIES_OF_OBJECT = 500
-
-MOST_REPEATS = 100_000
-"""A number in a repetition ``{n,m}``, ``maxLength`` or ``maxItems``."""
+MOST_REPEATS = 100_000  # in a repetition {n,m}, maxLength or maxItems
 
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _REPEAT = re.compile(r"\{\s*(\d*)\s*,?\s*(\d*)\s*\}")
 
 
 def grammar_fault(name: str, text: str) -> str | None:
-    """What is wrong with the grammar `text` of the field `name`; None: nothing that is seen before
-    it is compiled."""
+    """The error of the grammar `text` of the field `name`; None: none before it is compiled."""
     is_document = name in ("json_schema", "structural_tag")
     limit = MOST_DOCUMENT_BYTES if is_document else MOST_RULE_BYTES
     num_bytes = len(text.encode("utf-8", "surrogatepass"))
@@ -56,7 +44,7 @@ def grammar_fault(name: str, text: str) -> str | None:
 
 
 def document_fault(document: Any) -> str | None:
-    """The same for a schema, or what holds schemas, that was read from JSON."""
+    """The same for a JSON document with schemas."""
     num_entries = num_properties = 0
     for depth, node in _nodes(document):
         if depth > MOST_DEPTH:
@@ -103,7 +91,7 @@ def _rule_fault(text: str) -> str | None:
 
 
 def _depth(text: str, opening: str, closing: str, *, quote: str = "") -> int:
-    """Deepest nesting of brackets that are not escaped, nor within quotes."""
+    """Deepest nesting of brackets, without escaped and quoted ones."""
     depth = deepest = 0
     is_escaped = is_quoted = False
     for char in text:
@@ -124,7 +112,7 @@ def _depth(text: str, opening: str, closing: str, *, quote: str = "") -> int:
 
 
 def _nodes(document: Any) -> Iterator[tuple[int, Any]]:
-    """Everything in a document with its level; no deeper than is of interest."""
+    """All nodes of a document with their levels, up to one level beyond the bound."""
     waiting = [(1, document)]
     while waiting:
         depth, node = waiting.pop()
@@ -136,7 +124,7 @@ def _nodes(document: Any) -> Iterator[tuple[int, Any]]:
 
 
 def _refers_to_itself(document: Any, node: Any) -> bool:
-    """Whether a chain of references never reaches a schema: it matches no text."""
+    """Whether a chain of references never reaches a schema, so that it matches no text."""
     seen: set[int] = set()
     while isinstance(node, dict) and isinstance(node.get("$ref"), str):
         if id(node) in seen:
@@ -147,7 +135,7 @@ def _refers_to_itself(document: Any, node: Any) -> bool:
 
 
 def _resolve(document: Any, reference: str) -> Any:
-    """What a reference within the document means; None: nothing there, or elsewhere."""
+    """The target of a reference within the document; None: there is none."""
     if reference != "#" and not reference.startswith("#/"):
         return None
     node = document

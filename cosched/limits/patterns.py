@@ -1,12 +1,10 @@
 """Stop patterns (``stop_regex``): Python's regular expressions, matched in linear time.
 
-Python's `re` backtracks: ``(a+)+$`` takes time exponential in the text, on the scheduler's thread,
-at every step. Here Python parses a pattern, and what it parsed is written out for the regex engine
-of the Rust language, whose time is bounded by pattern times text. pydantic brings that engine; it
-has no look-around and no back-references, and a pattern that needs them is refused. A limit on time
-would refuse fewer patterns, but the ranks of one model could disagree on who exceeded it.
-
-Classes are spelled out, so that ``\\d``, ``\\w`` and ``\\s`` are those of Python.
+Python's `re` backtracks: ``(a+)+$`` takes exponential time, on the scheduler's thread, at every
+step. So Python parses a pattern, and it is rewritten for Rust's regex engine (part of pydantic),
+whose time is bounded by pattern times text. That engine has no look-around and no back-references;
+patterns with them are refused. A time limit would refuse fewer patterns, but ranks of one model
+could disagree about it. Classes are written out, so that ``\\d``, ``\\w`` and ``\\s`` are Python's.
 """
 
 from __future__ import annotations
@@ -23,14 +21,9 @@ from pydantic_core import SchemaError, SchemaValidator, core_schema
 from re import _constants as ops  # type: ignore[attr-defined]  # isort: skip
 from re import _parser as parser  # type: ignore[attr-defined]  # isort: skip
 
-MOST_PATTERN_BYTES = 256
-"""Of one pattern (SGLang's own limit)."""
-
-MOST_PATTERN_ITEMS = 128
-"""Characters and classes in all patterns of one request, repetitions written out."""
-
-MOST_TEXT_CHARS = 1024
-"""The end of the output in which a match is looked for."""
+MOST_PATTERN_BYTES = 256  # of one pattern (SGLang's own limit)
+MOST_PATTERN_ITEMS = 128  # characters and classes of one request, repetitions written out
+MOST_TEXT_CHARS = 1024  # of the end of the output, where matches are searched
 
 _SPACES = r"\t-\r\x1c-\x1f\x{85}\p{Z}"
 _CLASSES = {
@@ -60,13 +53,13 @@ _FLAGS = re.IGNORECASE | re.MULTILINE | re.DOTALL
 
 
 def matches(pattern: str, text: str) -> bool:
-    """Whether the pattern is found in the last `MOST_TEXT_CHARS` characters of the text. ValueError
-    for a pattern with a fault."""
+    """Whether the pattern matches in the last `MOST_TEXT_CHARS` characters. ValueError for an
+    invalid pattern."""
     return bool(_compiled(pattern)[0].isinstance_python(text[-MOST_TEXT_CHARS:]))
 
 
 def pattern_fault(patterns: Sequence[str]) -> str | None:
-    """What is wrong with the stop patterns of one request; None: nothing."""
+    """The error of the stop patterns of one request; None: there is none."""
     num_items = 0
     for pattern in patterns:
         if len(pattern.encode("utf-8", "surrogatepass")) > MOST_PATTERN_BYTES:
@@ -75,17 +68,21 @@ def pattern_fault(patterns: Sequence[str]) -> str | None:
             num_items += _compiled(pattern)[1]
         except ValueError as error:
             return f"{pattern!r}: {error}"
-    if num_items > MOST_PATTERN_ITEMS:
-        return (
-            f"{num_items} characters and classes, repetitions written out, are above "
-            f"{MOST_PATTERN_ITEMS}"
-        )
-    return None
+    return _size_fault(num_items)
+
+
+def _size_fault(num_items: int) -> str | None:
+    if num_items <= MOST_PATTERN_ITEMS:
+        return None
+    return (
+        f"{num_items} characters and classes, repetitions written out, are above "
+        f"{MOST_PATTERN_ITEMS}"
+    )
 
 
 @lru_cache(maxsize=1024)
 def _compiled(pattern: str) -> tuple[SchemaValidator, int]:
-    """The pattern in the other engine, and its size [items]. ValueError."""
+    """The pattern in Rust's engine, and its size [items]. ValueError."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -96,11 +93,8 @@ def _compiled(pattern: str) -> tuple[SchemaValidator, int]:
     if flags & re.ASCII:
         raise ValueError("the flag (?a) is not supported")
     written, num_items = _sequence(tree, flags, is_last=True)
-    if num_items > MOST_PATTERN_ITEMS:
-        raise ValueError(
-            f"{num_items} characters and classes, repetitions written out, are above "
-            f"{MOST_PATTERN_ITEMS}"
-        )
+    if (fault := _size_fault(num_items)) is not None:
+        raise ValueError(fault)
     if flags & re.IGNORECASE:
         written = f"(?i:{written})"
     try:
@@ -111,7 +105,7 @@ def _compiled(pattern: str) -> tuple[SchemaValidator, int]:
 
 
 def _sequence(items: Iterable[Any], flags: int, *, is_last: bool) -> tuple[str, int]:
-    """Items one after the other; is_last: nothing comes after them."""
+    """A sequence of items; is_last: nothing follows it."""
     listed = list(items)
     parts = [
         _item(op, value, flags, is_last=is_last and index == len(listed) - 1)
@@ -160,7 +154,7 @@ def _place(place: Any, flags: int, *, is_last: bool) -> str:
             return "(?m:$)"
         if not is_last:
             raise ValueError("$ is supported at the end of a pattern only; elsewhere use (?m:$)")
-        return r"(?:\n?\z)"  # Python's is before a newline at the end too
+        return r"(?:\n?\z)"  # Python's also matches before a newline at the end
     return _PLACES[place]
 
 

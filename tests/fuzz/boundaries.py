@@ -11,9 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cosched.limits.bodies import NATIVE
-from cosched.limits.table import (
-    INTERNAL,
-    TABLE,
+from cosched.limits.bounds import (
     Biases,
     Bound,
     Grammar,
@@ -27,6 +25,7 @@ from cosched.limits.table import (
     Texts,
     Vectors,
 )
+from cosched.limits.table import INTERNAL, TABLE
 
 URLS = (
     "/generate",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cosched.limits.table import Scope
+from cosched.limits.bounds import Scope
 from tests.fuzz.boundaries import URLS, boundary_body
 
 FEATURES = ("penalties", "lora", "logprobs", "beam", "grammars", "sessions", "aborts", "targets")

@@ -9,7 +9,8 @@ import pytest
 
 from cosched.batch.jsonl.lines import URLS as LINE_URLS
 from cosched.batch.jsonl.lines import BadLine, RawLine, RequestLine, parse_line
-from cosched.limits.table import INTERNAL, TABLE, Free, Scope
+from cosched.limits.bounds import Free, Scope
+from cosched.limits.table import INTERNAL, TABLE
 from tests.fuzz.boundaries import OPENAI, URLS, boundary_body, values_of
 
 SCOPE = Scope(vocab_size=2048, context_len=1024, hidden_size=64)

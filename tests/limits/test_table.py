@@ -16,20 +16,8 @@ from hypothesis import strategies as st
 import cosched.bootstrap  # noqa: F401  # before SGLang
 from cosched.errors import RequestError
 from cosched.limits.bodies import check_body
-from cosched.limits.table import (
-    ANY_MODEL,
-    INTERNAL,
-    MOST_SAMPLES,
-    TABLE,
-    WHOLE_VOCABULARY,
-    Free,
-    Number,
-    Scope,
-    check_field,
-    check_fields,
-    check_text,
-    table_rows,
-)
+from cosched.limits.bounds import ANY_MODEL, MOST_SAMPLES, WHOLE_VOCABULARY, Free, Number, Scope
+from cosched.limits.table import INTERNAL, TABLE, check_field, check_fields, check_text, table_rows
 
 VOCAB, CONTEXT, HIDDEN = 2048, 1024, 64
 SCOPE = Scope(vocab_size=VOCAB, context_len=CONTEXT, hidden_size=HIDDEN)

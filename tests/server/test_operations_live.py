@@ -259,7 +259,7 @@ def test_limits_per_key(guarded):
     with pytest.raises(openai.RateLimitError) as caught:
         ask(tenant, max_tokens=1)
     assert caught.value.response.headers["retry-after"] == "1"
-    assert "may have 1 online sequences under way; it has 1" in str(caught.value)
+    assert "may have 1 online sequences in flight; it has 1" in str(caught.value)
     with pytest.raises(openai.RateLimitError):
         ask(barred, max_tokens=1, service_tier="flex")
     # Another key, another class and a sign that is ignored.

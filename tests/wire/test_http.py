@@ -496,7 +496,7 @@ class TestClaims:
         response = front.post(COMPLETIONS, headers=self.KEY, prompt=["a", "b", "c"])
         assert response.status_code == 429
         assert response.headers["retry-after"] == "1"
-        assert "may have 2 online sequences under way" in response.text
+        assert "may have 2 online sequences in flight" in response.text
         assert not front.sent
         for _ in range(3):
             # What is over is not counted any more, nor is what failed or needs no model.

@@ -11,7 +11,7 @@ import msgspec
 
 from cosched.errors import RequestError
 from cosched.limits.bodies import check_body
-from cosched.limits.table import ANY_MODEL, Scope
+from cosched.limits.bounds import ANY_MODEL, Scope
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
