@@ -1,30 +1,32 @@
-"""``python -m cosched.check_config``: the keys of ``COSCHED_CONFIG``, and whether one is right.
+"""Print the keys of the configuration. With an argument, validate it and print it with defaults.
 
-The texts are those of the structs: `docs/configuration.md` is made from them, so it cannot differ.
+Without an argument COSCHED_CONFIG is validated if it is set. The texts are those of the structs;
+docs/configuration.md is made from them too.
+
+    cosched config                    the keys, their defaults, what they do
+    cosched config my.json            check a file
+    cosched config '{"policy": "cosched", "kv": {"eviction": "lru"}}'
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from cyclopts import Parameter
 from msgspec import inspect as types
 from rich import print as print_rich
 from rich.table import Table
 
 from cosched.batch.database import url_without_password
 from cosched.batch.storage import without_secrets
-from cosched.command_line import (
-    Parser,
-    add_json_option,
-    field_texts,
-    run_command,
-)
+from cosched.cli import JsonOption, field_texts, new_app, run
 from cosched.config import ENV_VAR, Config, load_config, parse_config
 from cosched.errors import ConfigError
 
@@ -93,17 +95,17 @@ def groups(struct: type[msgspec.Struct] = Config, path: str = "") -> Iterator[Gr
         path=path,
         keys=tuple(
             Key(
-                name=field.encode_name,
-                kind=_kind(field.type),
-                default=_default(field),
-                text=texts.get(field.name, ""),
+                name=one.encode_name,
+                kind=_kind(one.type),
+                default=_default(one),
+                text=texts.get(one.name, ""),
             )
-            for field in info.fields
+            for one in info.fields
         ),
     )
-    for field in info.fields:
-        for inner, any_name in _structs(field.type):
-            yield from groups(inner, ".".join(filter(None, (path, field.encode_name, any_name))))
+    for one in info.fields:
+        for inner, any_name in _structs(one.type):
+            yield from groups(inner, ".".join(filter(None, (path, one.encode_name, any_name))))
 
 
 def _kind(kind: types.Type) -> str:
@@ -157,50 +159,39 @@ def _cell(text: str) -> str:
     return text.replace("``", "`").replace("|", "\\|")
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="python -m cosched.check_config",
-        description="Print the keys of the configuration. With an argument, validate it and print "
-        "it with all defaults.",
-        epilog="examples:\n"
-        "  cosched config                    the keys, their defaults, what they do\n"
-        "  cosched config my.json            check a file\n"
-        """  cosched config '{"policy": "cosched", "kv": {"eviction": "lru"}}'\n"""
-        f"Without an argument, {ENV_VAR} is checked where it is set.",
+app = new_app("config", __doc__)
+main = partial(run, "config")
+
+
+@app.default
+@dataclass(kw_only=True)
+class CheckConfig(JsonOption):
+    config: Annotated[str | None, Parameter(metavar="JSON|FILE")] = field(
+        default=None, kw_only=False
     )
-    parser.add_argument("config", nargs="?", metavar="JSON|FILE", help=f"as {ENV_VAR} takes it")
-    parser.add_argument(
-        "--write-page", action="store_true", help=f"write {PAGE}, from the root of the repository"
-    )
-    add_json_option(parser)
-    parser.set_defaults(execute=_execute)
-    return parser
+    """a configuration, as COSCHED_CONFIG takes it"""
+    write_page: bool = False
+    """write docs/configuration.md, from the root of the repository"""
 
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command."""
-    run_command(build_parser().parse_args(argv))
-
-
-def _execute(arguments: argparse.Namespace) -> dict[str, Any]:
-    if arguments.write_page:
-        PAGE.write_text(page(), encoding="utf-8")
-        return {"program": "config", "written": str(PAGE)}
-    config = load_config() if arguments.config is None else _read(arguments.config)
-    if config is None:
-        _print_keys()
-        return {"program": "config", "config": None}
-    checked = msgspec.to_builtins(config)
-    if config.batches.url is not None:
-        checked["batches"]["url"] = url_without_password(config.batches.url)
-    if config.batches.folder is not None:
-        checked["batches"]["folder"] = without_secrets(config.batches.folder)
-    print(json.dumps(checked, indent=2))
-    return {"program": "config", "config": checked}
+    def __call__(self) -> int:
+        if self.write_page:
+            PAGE.write_text(page(), encoding="utf-8")
+            return self.finish({"program": "config", "written": str(PAGE)})
+        config = load_config() if self.config is None else _read(self.config)
+        if config is None:
+            _print_keys()
+            return self.finish({"program": "config", "config": None})
+        checked = msgspec.to_builtins(config)
+        if config.batches.url is not None:
+            checked["batches"]["url"] = url_without_password(config.batches.url)
+        if config.batches.folder is not None:
+            checked["batches"]["folder"] = without_secrets(config.batches.folder)
+        print(json.dumps(checked, indent=2))
+        return self.finish({"program": "config", "config": checked})
 
 
 def _read(text: str) -> Config:
-    """Of the argument: JSON, or the path of a file of it. ConfigError."""
+    """The argument: JSON, or the path of a JSON file. ConfigError."""
     if text.lstrip().startswith("{"):
         return parse_config(text, source="the argument")
     try:
@@ -208,7 +199,7 @@ def _read(text: str) -> Config:
     except OSError as error:
         raise ConfigError(f"cannot read {text!r}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{text!r} is no text file") from None
+        raise ConfigError(f"{text!r} is not a text file") from None
     return parse_config(content, source=text)
 
 
@@ -225,4 +216,4 @@ def _print_keys() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,26 +1,28 @@
 """Read a decision log: why a request waited, what an iteration decided.
 
-    python -m cosched.explain FILE                   the log in numbers, and ids of requests
-    python -m cosched.explain FILE --rid R           the story of one request
-    python -m cosched.explain FILE --iteration N     one decision in full
-
 A request's id R is the "id" of its response. FILE is what --decision-log named; its older parts
-beside it (FILE-000000, ...) are read first. A line that cannot be read is left out and named on
+beside it (FILE-000000, ...) are read first. A line that cannot be read is skipped and named on
 stderr. The last line is one JSON object.
+
+    cosched explain FILE                   the log in numbers, and ids of requests
+    cosched explain FILE --rid R           the story of one request
+    cosched explain FILE --iteration N     one decision in full
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from cyclopts import Parameter
 
-from cosched.command_line import Parser, add_json_option, existing_file, run_command, whole
+from cosched.cli import JsonOption, OldFile, new_app, run, whole
 from cosched.engine.decision_log.read import Entry, read_log
 from cosched.engine.decision_log.story import Story
 from cosched.engine.decision_log.summary import LogSummary, table
@@ -30,42 +32,37 @@ from cosched.errors import ConfigError
 _MOST_IDS = 10
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="python -m cosched.explain", description=__doc__)
-    parser.add_argument("file", type=existing_file, metavar="FILE", help="a decision log")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument(
-        "--rid", metavar="R", help='the request whose story to tell: the "id" of its response'
-    )
-    what.add_argument(
-        "--iteration", type=whole(at_least=0), metavar="N", help="the plan to show, from 0"
-    )
-    add_json_option(parser)
-    parser.set_defaults(execute=_execute)
-    return parser
+app = new_app("explain", __doc__)
+main = partial(run, "explain")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Exits with 2 and one sentence when the arguments or the log are wrong."""
-    run_command(build_parser().parse_args(argv))
+@app.default
+@dataclass(kw_only=True)
+class Explain(JsonOption):
+    file: OldFile = field(kw_only=False)
+    """a decision log"""
+    rid: Annotated[str | None, Parameter(metavar="R")] = None
+    """the request whose story to tell: the "id" of its response"""
+    iteration: Annotated[int | None, whole(0)] = None
+    """the plan to show, from 0"""
 
+    def __call__(self) -> int:
+        if self.rid is not None and self.iteration is not None:
+            raise ConfigError("--rid and --iteration: give one of them")
+        bad_lines: list[str] = []
 
-def _execute(arguments: argparse.Namespace) -> dict[str, Any]:
-    bad_lines: list[str] = []
+        def report(line: str) -> None:
+            bad_lines.append(line)
+            print(line, file=sys.stderr)
 
-    def report(line: str) -> None:
-        bad_lines.append(line)
-        print(line, file=sys.stderr)
-
-    path: Path = arguments.file
-    entries = read_log(path, report=report)
-    if arguments.rid is not None:
-        result = _tell_story(entries, arguments.rid, path)
-    elif arguments.iteration is not None:
-        result = _show_iteration(entries, arguments.iteration, path)
-    else:
-        result = _summarize(entries, path)
-    return {"file": str(path), **result, "bad_lines": len(bad_lines)}
+        entries = read_log(self.file, report=report)
+        if self.rid is not None:
+            result = _tell_story(entries, self.rid, self.file)
+        elif self.iteration is not None:
+            result = _show_iteration(entries, self.iteration, self.file)
+        else:
+            result = _summarize(entries, self.file)
+        return self.finish({"file": str(self.file), **result, "bad_lines": len(bad_lines)})
 
 
 def _tell_story(entries: Iterator[Entry], rid: str, path: Path) -> dict[str, Any]:
@@ -122,11 +119,11 @@ def _summarize(entries: Iterator[Entry], path: Path) -> dict[str, Any]:
 
 def _ids(named: dict[str, None]) -> str:
     if not named:
-        return "It has no requests"
+        return "The log has no requests"
     more = ", ..." if len(named) > _MOST_IDS else ""
     shown = ", ".join(islice(named, _MOST_IDS))
     return f"Its requests (each the id of a response): {shown}{more}"
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

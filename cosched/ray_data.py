@@ -10,17 +10,20 @@ that have a result are not sent again, whether Ray repeats a block or the whole 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+from cyclopts import Parameter
 
 from cosched.batch.ingest import prefix_key
 from cosched.batch.jsonl.client import Client, RetryRules
@@ -30,10 +33,10 @@ from cosched.batch.jsonl.journal import AppendFile
 from cosched.batch.jsonl.lines import BadLine, RawLine, RequestLine, parse_line
 from cosched.batch.jsonl.parquet import COLUMNS, line_of
 from cosched.batch.jsonl.records import Answer, Outcome, record_of
-from cosched.command_line import Parser, add_json_option, run_command, whole
+from cosched.cli import Count, JsonOption, new_app, run, whole
 from cosched.errors import ConfigError
 
-__all__ = ["answer", "build_parser", "finished_keys", "main", "read"]
+__all__ = ["answer", "finished_keys", "main", "read"]
 
 _KEY_BYTES = 12
 _KEYS = np.dtype(f"S{_KEY_BYTES}")
@@ -286,58 +289,47 @@ def _ray() -> Any:
     return ray
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="python -m cosched.ray_data",
-        description="Answer a data set of requests on many replicas, with Ray Data. The same "
-        "command resumes an earlier run.",
-    )
-    parser.add_argument("-i", "--input", required=True, metavar="PATH", help="JSONL, or *.parquet")
-    parser.add_argument("-o", "--out", required=True, metavar="FOLDER", help="for the results")
-    parser.add_argument(
-        "--base-url",
-        action="append",
-        required=True,
-        metavar="URL",
-        help="a replica; repeat for more",
-    )
-    parser.add_argument(
-        "--in-flight", type=whole(at_least=2), default=256, metavar="N", help="lines at a replica"
-    )
-    parser.add_argument(
-        "--lines-per-block",
-        type=whole(at_least=1),
-        default=2048,
-        metavar="N",
-        help="with similar prompts, for one replica",
-    )
-    parser.add_argument("--api-key", metavar="KEY", help="of the replicas")
-    add_json_option(parser)
-    parser.set_defaults(execute=_execute)
-    return parser
+app = new_app(
+    "ray",
+    "Answer a data set of requests on many replicas, with Ray Data.\n\n"
+    "The same command again continues where an earlier one ended.",
+)
+main = partial(run, "ray")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command."""
-    run_command(build_parser().parse_args(argv))
+@app.default
+@dataclass(kw_only=True)
+class RayData(JsonOption):
+    input: Annotated[str, Parameter(alias="-i", metavar="PATH")]
+    """JSONL, or *.parquet"""
+    out: Annotated[str, Parameter(alias="-o", metavar="FOLDER")]
+    """folder of the results"""
+    base_url: Annotated[tuple[str, ...], Parameter(metavar="URL")]
+    """a replica; may be given several times"""
+    in_flight: Annotated[int, whole(2)] = 256
+    """lines at a replica"""
+    lines_per_block: Count = 2048
+    """lines with a common beginning, for one replica"""
+    api_key: Annotated[str | None, Parameter(metavar="KEY")] = None
+    """key of the replicas"""
 
-
-def _execute(arguments: argparse.Namespace) -> dict[str, Any]:
-    began_s = time.monotonic()
-    counts = dict.fromkeys(_COUNTS, 0)
-    blocks = answer(
-        read(arguments.input),
-        replicas=[normal_base_url(url) for url in arguments.base_url],
-        out=arguments.out,
-        in_flight=arguments.in_flight,
-        lines_per_block=arguments.lines_per_block,
-        api_key=arguments.api_key,
-    )
-    for row in blocks.iter_rows():
-        for name in _COUNTS:
-            counts[name] += int(row[name])
-    return {"program": "ray_data", **counts, "seconds": round(time.monotonic() - began_s, 3)}
+    def __call__(self) -> int:
+        began_s = time.monotonic()
+        counts = dict.fromkeys(_COUNTS, 0)
+        blocks = answer(
+            read(self.input),
+            replicas=[normal_base_url(url) for url in self.base_url],
+            out=self.out,
+            in_flight=self.in_flight,
+            lines_per_block=self.lines_per_block,
+            api_key=self.api_key,
+        )
+        for row in blocks.iter_rows():
+            for name in _COUNTS:
+                counts[name] += int(row[name])
+        seconds = round(time.monotonic() - began_s, 3)
+        return self.finish({"program": "ray_data", **counts, "seconds": seconds})
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

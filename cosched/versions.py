@@ -22,14 +22,14 @@ def versions(*packages: str) -> dict[str, str | None]:
     }
 
 
-def version_line() -> str:
-    """For ``--version``."""
+def version_text() -> str:
+    """For ``--version``: a line for each package."""
     found = versions()
     commit = found.pop("commit")
-    about = [f"{name} {version or 'not installed'}" for name, version in found.items()]
+    lines = [f"{name} {version or 'not installed'}" for name, version in found.items()]
     if commit is not None:
-        about[0] += f" (commit {commit})"
-    return ", ".join(about)
+        lines[0] += f" (commit {commit})"
+    return "\n".join(lines)
 
 
 def _version(package: str) -> str | None:

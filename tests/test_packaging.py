@@ -20,7 +20,7 @@ SOURCE_ROOTS = ("kernels", "patches", "traces")
 LAYERS = (
     ("cosched", "errors", "files", "bootstrap", "versions", "cosched_kernels"),
     ("core",),
-    ("pool", "predict", "limits", "command_line", "cosched_traces"),
+    ("pool", "predict", "limits", "cli", "cosched_traces"),
     ("memory", "schedule"),
     ("papers",),
     ("policies", "batch"),

@@ -1,19 +1,18 @@
-"""What an offline job costs the online requests beside it, on a small model, policy by policy.
-
-    python -m cosched.lab.demo
-    python -m cosched.lab.demo --scenarios online-only sarathi cosched
+"""Measure what an offline job costs the online requests beside it, on a small model, by policy.
 
 Each scenario gets a server of its own, freshly started: 'online-only' (policy sarathi, no offline
 job), and policies, under which the offline job runs beside the online requests. Targets that are
-not given follow from 'online-only', which comes first for that. A table, a picture, and as the last
-line one JSON object with all numbers (docs/operate.md). Ctrl-C stops the servers too.
+not given follow from 'online-only', which is measured first. The output is a table, a picture, and
+as the last line one JSON object with all numbers (docs/operate.md). Ctrl-C stops the servers too.
+
+    cosched demo
+    cosched demo --scenarios online-only sarathi cosched
 """
 
 from __future__ import annotations
 
 import cosched.bootstrap  # isort: skip  # noqa: F401  # before anything of SGLang's
 
-import argparse
 import math
 import os
 import platform
@@ -21,26 +20,27 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
-from cosched.command_line import (
-    PORT,
+from cosched.cli import (
     Count,
     JsonOption,
-    Kind,
-    Parser,
-    Seconds,
-    add_options,
-    checked,
+    Port,
+    Positive,
+    Seed,
+    each,
+    new_app,
     output_folder,
+    reader,
+    run,
     run_async,
-    run_command,
-    save_output,
 )
 from cosched.core.request import RequestClass, Slo
 from cosched.errors import ConfigError
@@ -51,7 +51,6 @@ from cosched.lab.metrics.figure import check_can_draw
 from cosched.lab.metrics.plots import Run, plot_overview
 from cosched.lab.metrics.stats import Window, to_dict
 from cosched.lab.metrics.summary import compare
-from cosched.lab.simulation.options import SEED
 from cosched.lab.simulation.run import RunSpec, WorkloadSpec, summarize_run
 from cosched.lab.simulation.setting import OfflineClient, Setting
 from cosched.policies import known_policy, policy_names
@@ -149,89 +148,147 @@ def _scenario_name(name: str) -> str:
 
 
 def _picture(text: str) -> Path:
-    path = output_folder(str(Path(text).absolute().parent)) / Path(text).name
-    if path.is_dir() or path.suffix != ".png":
-        raise argparse.ArgumentTypeError(f"{text!r} is no file that ends in .png")
+    output_folder(str(Path(text).absolute().parent))
+    if Path(text).is_dir() or Path(text).suffix != ".png":
+        raise ValueError(f"{text!r} is no file that ends in .png")
     return Path(text)
-
-
-_NAMES = (
-    f"of {ONLINE_ONLY}, {', '.join(policy_names())}, or yours as module:Class "
-    f"(default: {' '.join(_SCENARIOS)})"
-)
-
-
-class Options(JsonOption):
-    """
-    seconds          how long online requests arrive, per scenario
-    rate             mean online requests per second outside the two bursts, which have 3 times as
-                     many
-    offline_prompts  few-shot prompts of the offline job
-    seed             of arrivals and prompts
-    size             of the model
-    port             of the servers (default: one that is free)
-    slo_ttft         TTFT target of the online requests (default: by online-only; without it 0.3)
-    slo_tpot         TPOT target of the online requests (default: by online-only; without it 0.02)
-    out              the picture; servers' logs go beside it
-    """
-
-    scenarios: Annotated[
-        Sequence[str], Kind(checked(_scenario_name), "NAME", nargs="+", help=_NAMES)
-    ] = _SCENARIOS
-    seconds: Seconds = _SECONDS
-    rate: Annotated[float, Kind(None, "R")] = _RATE
-    offline_prompts: Count = _JOB_REQUESTS
-    seed: Annotated[int, Kind(SEED)] = 0
-    size: Annotated[str, Kind(choices=sorted(SIZES))] = "demo"
-    port: Annotated[int, Kind(PORT, "N")] | None = None
-    slo_ttft: Seconds | None = None
-    slo_tpot: Seconds | None = None
-    out: Annotated[Path, Kind(_picture, "PNG")] = Path("out/demo.png")
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="python -m cosched.lab.demo",
-        description=f"{__doc__}\nOn two CPU cores it takes about "
-        f"{_expected_min(len(_SCENARIOS), _SECONDS):.0f} minutes, and wants the machine for "
-        "itself.",
-    )
-    add_options(parser, Options)
-    parser.set_defaults(execute=_run)
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Exits with 1 when a server failed, 2 when the arguments are wrong, 130 when interrupted."""
-    run_command(build_parser().parse_args(argv))
 
 
 def _expected_min(num_scenarios: int, seconds: float) -> float:
     return max(1.0, num_scenarios * (_START_S + seconds) / 60)
 
 
-def _spec(name: str, arguments: argparse.Namespace) -> RunSpec:
-    return RunSpec(
-        setting=Setting(
-            name=name,
-            summary="",
-            policy="sarathi" if name == ONLINE_ONLY else name,
-            has_offline=name != ONLINE_ONLY,
-            client=OfflineClient.CAP,
+app = new_app(
+    "demo",
+    f"{__doc__}\nOn two CPU cores this takes about {_expected_min(len(_SCENARIOS), _SECONDS):.0f} "
+    "minutes, and needs the machine for itself.",
+)
+main = partial(run, "demo")
+
+
+@app.default
+@dataclass(kw_only=True)
+class Demo(JsonOption):
+    scenarios: Annotated[
+        tuple[str, ...],
+        Parameter(
+            converter=each(_scenario_name),
+            consume_multiple=True,
+            metavar="NAME",
+            show_default=" ".join,
+            help=f"{ONLINE_ONLY}, {', '.join(policy_names())}, or your own as module:Class",
         ),
-        online=WorkloadSpec(name="demo-chat", rate=DEMO_MEAN_RATE * arguments.rate),
-        offline=WorkloadSpec(name="demo-job", num_requests=arguments.offline_prompts),
-        slo=Slo(ttft_s=arguments.slo_ttft or _SLO.ttft_s, tpot_s=arguments.slo_tpot or _SLO.tpot_s),
-        duration_s=arguments.seconds,
-        seed=arguments.seed,
-        cap=_CONCURRENCY,
-        clairvoyant=True,
+    ] = _SCENARIOS
+    seconds: Positive = _SECONDS
+    """how long online requests arrive, per scenario"""
+    rate: Positive = _RATE
+    """mean online requests per second outside the two bursts, which have 3 times as many"""
+    offline_prompts: Count = _JOB_REQUESTS
+    """few-shot prompts of the offline job"""
+    seed: Seed = 0
+    """seed of arrivals and prompts"""
+    size: Annotated[str, Parameter(choices=sorted(SIZES))] = "demo"
+    """size of the model"""
+    port: Port | None = None
+    """port of the servers; default: a free one"""
+    slo_ttft: Positive | None = None
+    """TTFT target of the online requests [s]; default: from online-only; without it 0.3"""
+    slo_tpot: Positive | None = None
+    """TPOT target of the online requests [s]; default: from online-only; without it 0.02"""
+    out: Annotated[Path, Parameter(converter=reader(_picture), metavar="PNG")] = Path(
+        "out/demo.png"
     )
+    """the picture; the servers' logs are written beside it"""
+
+    def __call__(self) -> int:
+        check_can_draw()
+        names = self.scenarios
+        if len(set(names)) != len(names):
+            raise ConfigError(f"--scenarios names one twice: {' '.join(names)}")
+        leave_a_core_free()
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        print(
+            f"demo: {len(names)} scenarios of {self.seconds:g} s, each on a server of its own: "
+            f"about {_expected_min(len(names), self.seconds):.0f} minutes",
+            file=sys.stderr,
+            flush=True,
+        )
+        # A stable sort: online-only first.
+        specs = [self.spec(name) for name in sorted(names, key=lambda name: name != ONLINE_ONLY)]
+        measured = run_async(self._measure_all(specs))
+        base = next((m.result for m in measured if m.name == ONLINE_ONLY), None)
+        print_live([m.result for m in measured], baseline=None if base is None else ONLINE_ONLY)
+        slo = measured[0].result.spec.slo
+        assert slo.ttft_s is not None and slo.tpot_s is not None
+        print(f"targets: TTFT {1e3 * slo.ttft_s:.0f} ms, TPOT {1e3 * slo.tpot_s:.0f} ms")
+        for line in (note for m in measured for note in m.notes()):
+            print(line)
+        self.save(self.out, lambda path: draw(measured, path))
+        print(f"picture: {self.out}")
+        return self.finish(
+            {
+                "program": "demo",
+                "seed": self.seed,
+                "spec": measured[0].result.spec.describe(),
+                "size": self.size,
+                "server_flags": _SERVER_FLAGS,
+                "machine": {"platform": platform.platform(), "cpus": os.cpu_count()},
+                "scenarios": {m.name: m.to_row(base) for m in measured},
+            }
+        )
+
+    def spec(self, name: str) -> RunSpec:
+        """The run of one scenario."""
+        return RunSpec(
+            setting=Setting(
+                name=name,
+                summary="",
+                policy="sarathi" if name == ONLINE_ONLY else name,
+                has_offline=name != ONLINE_ONLY,
+                client=OfflineClient.CAP,
+            ),
+            online=WorkloadSpec(name="demo-chat", rate=DEMO_MEAN_RATE * self.rate),
+            offline=WorkloadSpec(name="demo-job", num_requests=self.offline_prompts),
+            slo=Slo(ttft_s=self.slo_ttft or _SLO.ttft_s, tpot_s=self.slo_tpot or _SLO.tpot_s),
+            duration_s=self.seconds,
+            seed=self.seed,
+            cap=_CONCURRENCY,
+            clairvoyant=True,
+        )
+
+    async def _measure_all(self, specs: Sequence[RunSpec]) -> Sequence[Measured]:
+        servers = OwnServers(
+            model_path=str(ensure_demo_model(size=self.size, dtype=_DTYPE)),
+            flags=_SERVER_FLAGS,
+            port=self.port,
+            grace_s=_PATIENCE_S,
+        )
+        columns = (
+            TextColumn("{task.description:<12}"),
+            BarColumn(bar_width=24),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[text]}"),
+        )
+        console = Console(stderr=True)
+        measured: list[Measured] = []
+        given = Slo(ttft_s=self.slo_ttft, tpot_s=self.slo_tpot)
+        with Bars(*columns, console=console, disable=not console.is_terminal) as bars:
+            for spec in specs:
+                name = spec.setting.name
+                if measured and measured[0].name == ONLINE_ONLY:
+                    spec = replace(spec, slo=measured[0].result.spec.slo)
+                log_path = self.out.with_name(f"{self.out.stem}-{name}.server.log")
+                show = progress_of(bars, name, total_s=spec.duration_s)
+                run = Measured(run=await servers.run(spec, log_path=log_path, show=show))
+                if name == ONLINE_ONLY:
+                    run = _with_slo(run, targets_from(run.result, given))
+                measured.append(run)
+        return measured
 
 
 def targets_from(alone: LiveResult, given: Slo) -> Slo:
-    """The targets for a machine on which chat alone is as here; those of `given` that are set
-    hold. So slow a machine as to miss fixed ones without offline work says nothing of policies."""
+    """The targets that follow from chat alone; those of `given` that are set hold. A machine that
+    misses fixed targets even without offline work would say nothing of policies."""
     online = alone.summary.online
     return Slo(
         ttft_s=given.ttft_s
@@ -244,7 +301,7 @@ def targets_from(alone: LiveResult, given: Slo) -> Slo:
 
 
 def _rounded_up(seconds: float | None, times: float, step_s: float) -> float | None:
-    """So many times as long, in whole steps; None: there was nobody to measure."""
+    """`times` as long, in whole steps; None: no request was measured."""
     if seconds is None:
         return None
     return round(math.ceil(round(times * seconds / step_s, 6)) * step_s, 3)
@@ -257,77 +314,9 @@ def _with_slo(measured: Measured, slo: Slo) -> Measured:
     return Measured(run=replace(measured.run, result=replace(result, spec=spec, summary=summary)))
 
 
-def _run(arguments: argparse.Namespace) -> dict[str, Any]:
-    check_can_draw()
-    names = arguments.scenarios
-    if len(set(names)) != len(names):
-        raise ConfigError(f"--scenarios names one twice: {' '.join(names)}")
-    leave_a_core_free()
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    print(
-        f"demo: {len(names)} scenarios of {arguments.seconds:g} s, each on a server of its own: "
-        f"about {_expected_min(len(names), arguments.seconds):.0f} minutes",
-        file=sys.stderr,
-        flush=True,
-    )
-    # A stable sort: online-only first.
-    specs = [_spec(name, arguments) for name in sorted(names, key=lambda n: n != ONLINE_ONLY)]
-    measured = run_async(_measure_all(specs, arguments))
-    base = next((m.result for m in measured if m.name == ONLINE_ONLY), None)
-    print_live([m.result for m in measured], baseline=None if base is None else ONLINE_ONLY)
-    slo = measured[0].result.spec.slo
-    assert slo.ttft_s is not None and slo.tpot_s is not None
-    print(f"targets: TTFT {1e3 * slo.ttft_s:.0f} ms, TPOT {1e3 * slo.tpot_s:.0f} ms")
-    for line in (note for m in measured for note in m.notes()):
-        print(line)
-    save_output(arguments, arguments.out, lambda path: draw(measured, path))
-    print(f"picture: {arguments.out}")
-    return {
-        "program": "demo",
-        "seed": arguments.seed,
-        "spec": measured[0].result.spec.describe(),
-        "size": arguments.size,
-        "server_flags": _SERVER_FLAGS,
-        "machine": {"platform": platform.platform(), "cpus": os.cpu_count()},
-        "scenarios": {m.name: m.to_row(base) for m in measured},
-    }
-
-
-async def _measure_all(
-    specs: Sequence[RunSpec], arguments: argparse.Namespace
-) -> Sequence[Measured]:
-    servers = OwnServers(
-        model_path=str(ensure_demo_model(size=arguments.size, dtype=_DTYPE)),
-        flags=_SERVER_FLAGS,
-        port=arguments.port,
-        grace_s=_PATIENCE_S,
-    )
-    columns = (
-        TextColumn("{task.description:<12}"),
-        BarColumn(bar_width=24),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[text]}"),
-    )
-    console = Console(stderr=True)
-    measured: list[Measured] = []
-    given = Slo(ttft_s=arguments.slo_ttft, tpot_s=arguments.slo_tpot)
-    with Bars(*columns, console=console, disable=not console.is_terminal) as bars:
-        for spec in specs:
-            name = spec.setting.name
-            if measured and measured[0].name == ONLINE_ONLY:
-                spec = replace(spec, slo=measured[0].result.spec.slo)
-            log_path = arguments.out.with_name(f"{arguments.out.stem}-{name}.server.log")
-            show = progress_of(bars, name, total_s=spec.duration_s)
-            run = Measured(run=await servers.run(spec, log_path=log_path, show=show))
-            if name == ONLINE_ONLY:
-                run = _with_slo(run, targets_from(run.result, given))
-            measured.append(run)
-    return measured
-
-
 def progress_of(bars: Bars, name: str, *, total_s: float) -> Callable[[str, float], None]:
-    """Shows what a scenario is at, and how much of its time is over [s]: a bar on a terminal; in a
-    log a line for each new phase, and one now and then."""
+    """Shows the phase of a scenario and its elapsed time [s]: a bar on a terminal; in a log a line
+    for each new phase, and one every 10 s."""
     task = bars.add_task(name, text="", total=total_s)
     is_log = not bars.console.is_terminal
     last_phase, next_s = "", 0.0
@@ -368,4 +357,4 @@ def draw(measured: Sequence[Measured], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

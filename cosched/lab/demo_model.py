@@ -1,8 +1,4 @@
-"""A Llama model with random weights and a real tokenizer, made on the spot.
-
-::
-
-    python -m cosched.lab.demo_model --size tiny --out /tmp/tiny
+"""``cosched demo-model``: a Llama model with random weights and a real tokenizer.
 
 Serving, tests and the quick start need a model that no one has to download. Two sizes: ``tiny`` for
 tests (ready in seconds) and ``demo``, heavy enough that a 512-token prefill takes some tens of
@@ -15,7 +11,6 @@ winners; and the end-of-text tokens have no advantage, so replies run to ``max_t
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import math
@@ -25,9 +20,13 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from cyclopts import Parameter
+
+from cosched.cli import new_app, run
 from cosched.errors import ConfigError, choices
 from cosched.lab.demo_corpus import demo_corpus
 
@@ -298,30 +297,28 @@ def _token_ids_without_text(tokenizer: Tokenizer) -> list[int]:
     ]
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m cosched.lab.demo_model",
-        description="Make a small Llama model with random weights; print its directory.",
-    )
-    shapes = "; ".join(
-        f"{size}: {spec.num_layers} layers, hidden size {spec.hidden_size}, {spec.default_dtype}"
-        for size, spec in sorted(SIZES.items())
-    )
-    parser.add_argument(
-        "--size", choices=sorted(SIZES), default="demo", help=f"{shapes}; default demo"
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="default: a directory in the user's cache"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the random weights; default 0")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: the one named at --size")
-    args = parser.parse_args(argv)
-    try:
-        path = ensure_demo_model(size=args.size, dir=args.out, seed=args.seed, dtype=args.dtype)
-    except (ConfigError, OSError) as error:
-        parser.error(str(error))
-    print(path)
-    return 0
+app = new_app("demo-model", "Make a small Llama model with random weights; print its folder.")
+main = partial(run, "demo-model")
+
+_SHAPES = "; ".join(
+    f"{size}: {spec.num_layers} layers, hidden size {spec.hidden_size}, {spec.default_dtype}"
+    for size, spec in sorted(SIZES.items())
+)
+
+
+@app.default
+@dataclass(kw_only=True)
+class DemoModel:
+    size: Annotated[str, Parameter(choices=sorted(SIZES), help=_SHAPES)] = "demo"
+    out: Annotated[Path | None, Parameter(metavar="DIR")] = None
+    """the folder; default: one in the user's cache"""
+    seed: int = 0
+    """seed of the random weights"""
+    dtype: Annotated[str | None, Parameter(choices=DTYPES)] = None
+    """default: the one named at --size"""
+
+    def __call__(self) -> None:
+        print(ensure_demo_model(size=self.size, dir=self.out, seed=self.seed, dtype=self.dtype))
 
 
 if __name__ == "__main__":

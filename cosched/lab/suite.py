@@ -27,23 +27,21 @@ An option with a list is varied: the scenario is run with each value.
 
 from __future__ import annotations
 
-import argparse
 import json
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
-from cosched.command_line import Parser
+from cosched.cli import parse
 from cosched.errors import ConfigError, choices
 from cosched.lab.columns import COLUMNS
 from cosched.lab.metrics.slo import JctTarget
 from cosched.lab.metrics.summary import Summary
-from cosched.lab.simulation.options import add_run_options, run_spec_of
+from cosched.lab.simulation.options import RunOptions, run_spec_of
 from cosched.lab.simulation.parallel import execute_all
 from cosched.lab.simulation.run import RunResult, RunSpec
 from cosched.lab.simulation.setting import setting_of
@@ -273,10 +271,10 @@ def _spec(
         for role in ("online", "offline"):
             if options.get(role) in suite.generated:
                 options[role] = suite.generated[str(options[role])]
-    arguments = _options_parser().parse_args(as_arguments(options))
-    arguments.cosched_config = json.dumps(setting.config)
-    arguments.data_dir = data_dir
-    spec = run_spec_of(arguments, setting_of(setting.policy or setting_name))
+    run = parse(RunOptions, as_arguments(options))
+    run.policy.cosched_config = json.dumps(setting.config)
+    run.workload.data_dir = data_dir
+    spec = run_spec_of(run, setting_of(setting.policy or setting_name))
     if given.cheap:
         spec = replace(spec, data_dir=None, cost=replace(spec.cost, name="roofline"))
     return replace(spec, jct=given.jct)
@@ -293,17 +291,3 @@ def as_arguments(options: Mapping[str, Option | list[Option]]) -> list[str]:
         else:
             arguments += [f"--{name}", str(value)]
     return arguments
-
-
-class _OptionsParser(Parser):
-    """Wrong options are a ConfigError: they stand in a file."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
-@cache
-def _options_parser() -> argparse.ArgumentParser:
-    parser = _OptionsParser(prog="options", add_help=False)
-    add_run_options(parser)
-    return parser

@@ -1,46 +1,38 @@
 """Choose the budgets and sizes of a server for one workload, by simulation, and write them down.
 
-    python -m cosched.lab.tune --online azure-conv --online-rate 2.5 --offline documents \\
-        --duration 120 --data-dir DIR --out cosched.json
+The command tries one knob after another, a few values each (docs/simulation.md). It keeps the value
+that serves most offline work while as many chats meet their targets as without it, within a point.
+Then it compares the choice with the defaults on another seed. OUT is a configuration for
+COSCHED_CONFIG; beside it, in OUT with `.figures.json` as its ending, are the predicted figures and
+SGLang's flags. Each run is kept in --results: after Ctrl-C the same command continues.
 
-Tries one knob after another, a few values each (docs/simulation.md): the value stays that serves
-most offline work while chat meets as many targets as alone, within a point. At the end the choice
-is held against the defaults with another seed. OUT is a configuration for COSCHED_CONFIG; beside
-it, in OUT with `.figures.json` for its ending, stand the predicted figures and SGLang's flags. Each
-run is kept in --results: after Ctrl-C the same command goes on where it was.
+    cosched tune --online azure-conv --online-rate 2.5 --offline documents --data-dir DIR
 """
 
 from __future__ import annotations
 
-import argparse
+import cosched.bootstrap  # isort: skip  # noqa: F401  # before anything of SGLang's
+
 import json
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
-from cosched.command_line import (
-    JsonOption,
-    Kind,
-    NewFile,
-    NewFolder,
-    Parser,
-    add_options,
-    checked,
-    run_command,
-    save_output,
-    whole,
-)
+from cosched.cli import Count, JsonOption, Names, NewFile, NewFolder, new_app, reader, run
 from cosched.config import Config, parse_config
 from cosched.errors import ConfigError, choices
 from cosched.files import write_whole
 from cosched.lab.benchmark.progress import progress_of_runs
 from cosched.lab.benchmark.sweep import KNOBS, Knob, Swept, Tried, best_of, most_misses, sweep
 from cosched.lab.metrics.summary import Summary
-from cosched.lab.simulation.options import add_run_options, run_spec_of
+from cosched.lab.simulation.options import RunOptions, run_spec_of
 from cosched.lab.simulation.parallel import execute_all
 from cosched.lab.simulation.run import RunResult, RunSpec
 from cosched.lab.simulation.setting import Setting, setting_of
@@ -52,7 +44,7 @@ _ALONE = "s0"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome:
-    """A run beside that of its online requests alone. Implements
+    """A run, and that of its online requests alone. Implements
     `cosched.lab.benchmark.sweep.Tried`."""
 
     result: RunResult
@@ -75,7 +67,7 @@ class _Outcome:
         return self.result.gave_up
 
     def figures(self) -> dict[str, Any]:
-        """For people and programs, in seconds."""
+        """Of the output, in seconds."""
         online = self.result.summary.online
         return {
             "attainment": self.attainment,
@@ -95,113 +87,109 @@ def _timed_policy(name: str) -> str:
     return name
 
 
-def _knobs(text: str) -> tuple[Knob, ...]:
-    names = text.split(",")
+def _knobs(names: Sequence[str]) -> list[Knob]:
     for name in names:
         if name not in KNOBS:
             raise ConfigError(f"no knob {name!r}; choose from {choices(KNOBS)}")
-    return tuple(knob for name, knob in KNOBS.items() if name in names)
+    return [knob for name, knob in KNOBS.items() if not names or name in names]
 
 
-class Options(JsonOption):
-    """
-    policy   whose budgets
-    knobs    only these; default: all
-    out      the configuration is written there
-    results  keep each run's result there, and do not run again what is there
-    jobs     simulations at a time
-    quiet    no progress
-    """
+app = new_app(
+    "tune",
+    __doc__,
+    help_epilogue="Knobs, in this order:\n\n"
+    + "\n".join(f"* {name}: {knob.text}" for name, knob in KNOBS.items()),
+)
+main = partial(run, "tune")
 
-    policy: Annotated[str, Kind(checked(_timed_policy), "NAME", "--policy", "--cosched-policy")] = (
-        Config().policy
-    )
-    knobs: Annotated[tuple[Knob, ...], Kind(checked(_knobs), "A,B,…")] = tuple(KNOBS.values())
+
+@app.default
+@dataclass(kw_only=True)
+class Tune(JsonOption):
+    policy: Annotated[
+        str,
+        Parameter(
+            name=("--policy", "--cosched-policy"), converter=reader(_timed_policy), metavar="NAME"
+        ),
+    ] = Config().policy
+    """the policy whose budgets are chosen"""
+    knobs: Names = ()
+    """only these knobs"""
     out: NewFile = Path("cosched.json")
+    """write the configuration"""
     results: NewFolder = Path("out/tune")
-    jobs: Annotated[int, Kind(whole(at_least=1), "N")] = 2
+    """keep each run's result in this folder, and do not repeat a run whose result is there"""
+    jobs: Count = 2
+    """simulations at a time"""
     quiet: bool = False
+    """no progress"""
+    run: Annotated[RunOptions, Parameter(name="*")] = field(default_factory=RunOptions)
 
+    def __call__(self) -> int:
+        if self.run.workload.online is None or self.run.workload.offline is None:
+            raise ConfigError("a choice weighs both classes: name --online and --offline")
+        setting = Setting(name=self.policy, summary="", policy=self.policy)
+        spec = run_spec_of(self.run, setting)
+        return self.finish(self._tune(spec, _knobs(self.knobs)))
 
-def build_parser() -> argparse.ArgumentParser:
-    knobs = "\n".join(f"  {name:22}{knob.text}" for name, knob in KNOBS.items())
-    parser = Parser(
-        prog="python -m cosched.lab.tune", description=f"{__doc__}\nKnobs, in this order:\n{knobs}"
-    )
-    add_options(parser, Options)
-    add_run_options(parser)
-    parser.set_defaults(execute=_execute)
-    return parser
+    def _tune(self, spec: RunSpec, knobs: Sequence[Knob]) -> dict[str, Any]:
+        total = 5 + sum(value != knob.of(spec) for knob in knobs for value in knob.values)
+        store = ResultStore(self.results)
+        with progress_of_runs("tune:", total=total, quiet=self.quiet) as on_run:
 
+            def execute(specs: Mapping[str, RunSpec]) -> dict[str, RunResult]:
+                names, results = list(specs), {}
+                for index, result in execute_all(
+                    [*specs.values()], num_jobs=self.jobs, store=store
+                ):
+                    results[names[index]] = result
+                    on_run(names[index], result)
+                return {name: results[name] for name in names}
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Exits with 2 and one sentence when the arguments are wrong, 130 when interrupted."""
-    run_command(build_parser().parse_args(argv))
+            alone = execute({_ALONE: replace(spec, setting=setting_of(_ALONE))})[_ALONE]
+            misses = most_misses(alone)
 
+            def run(specs: Mapping[str, RunSpec]) -> dict[str, Tried]:
+                tried = {name: replace(one, most_misses=misses) for name, one in specs.items()}
+                results = execute(tried)
+                return {n: _Outcome(result=one, alone=alone.summary) for n, one in results.items()}
 
-def _execute(arguments: argparse.Namespace) -> dict[str, Any]:
-    if arguments.online is None or arguments.offline is None:
-        raise ConfigError("a choice weighs both classes: name --online and --offline")
-    spec = run_spec_of(
-        arguments, Setting(name=arguments.policy, summary="", policy=arguments.policy)
-    )
-    knobs: tuple[Knob, ...] = arguments.knobs
-    total = 5 + sum(value != knob.of(spec) for knob in knobs for value in knob.values)
-    store = ResultStore(arguments.results)
-    with progress_of_runs("tune:", total=total, quiet=arguments.quiet) as on_run:
-
-        def execute(specs: Mapping[str, RunSpec]) -> dict[str, RunResult]:
-            names, results = list(specs), {}
-            for index, result in execute_all(
-                [*specs.values()], num_jobs=arguments.jobs, store=store
-            ):
-                results[names[index]] = result
-                on_run(names[index], result)
-            return {name: results[name] for name in names}
-
-        alone = execute({_ALONE: replace(spec, setting=setting_of(_ALONE))})[_ALONE]
-        misses = most_misses(alone)
-
-        def run(specs: Mapping[str, RunSpec]) -> dict[str, Tried]:
-            tried = {name: replace(one, most_misses=misses) for name, one in specs.items()}
-            results = execute(tried)
-            return {n: _Outcome(result=one, alone=alone.summary) for n, one in results.items()}
-
-        swept = sweep(spec, knobs, run)
-        checks = _checked(spec, swept.spec, execute)
-    is_better = best_of(checks) == "chosen"
-    chosen = swept.spec if is_better else spec
-    _print_tried(swept, spec)
-    _print_checks(checks)
-    changed = {knob.name: knob.of(chosen) for knob in knobs if knob.of(chosen) != knob.of(spec)}
-    print(_sentence(changed, was_rejected=not is_better and swept.spec != spec))
-    config = _config_of(chosen)
-    figures = {
-        "config": arguments.out.name,
-        "changed": changed,
-        "sglang_flags": {knob.flag: int(knob.of(chosen)) for knob in KNOBS.values() if knob.flag},
-        "predicted": {name: outcome.figures() for name, outcome in checks.items()},
-        "spec": chosen.describe(),
-    }
-    side = arguments.out.with_suffix(".figures.json")
-    save_output(arguments, arguments.out, lambda path: write_whole(path, config))
-    save_output(
-        arguments, side, lambda path: write_whole(path, json.dumps(figures, indent=1) + "\n")
-    )
-    print(f"configuration: {arguments.out}; its figures: {side}")
-    return {
-        "program": "tune",
-        "config": json.loads(config),
-        **{key: figures[key] for key in ("changed", "sglang_flags", "predicted", "spec")},
-        "tried": {
-            name: {f"{value:g}": _outcome(one).figures() for value, one in values.items()}
-            for name, values in swept.tried.items()
-        },
-    }
+            swept = sweep(spec, knobs, run)
+            checks = _checked(spec, swept.spec, execute)
+        is_better = best_of(checks) == "chosen"
+        chosen = swept.spec if is_better else spec
+        _print_tried(swept, spec)
+        _print_checks(checks)
+        changed = {knob.name: knob.of(chosen) for knob in knobs if knob.of(chosen) != knob.of(spec)}
+        print(_sentence(changed, was_rejected=not is_better and swept.spec != spec))
+        config = _config_of(chosen)
+        figures = {
+            "config": self.out.name,
+            "changed": changed,
+            "sglang_flags": {
+                knob.flag: int(knob.of(chosen)) for knob in KNOBS.values() if knob.flag
+            },
+            "predicted": {name: outcome.figures() for name, outcome in checks.items()},
+            "spec": chosen.describe(),
+        }
+        side = self.out.with_suffix(".figures.json")
+        self.save(self.out, lambda path: write_whole(path, config))
+        text = json.dumps(figures, indent=1) + "\n"
+        self.save(side, lambda path: write_whole(path, text))
+        print(f"configuration: {self.out}; its figures: {side}")
+        return {
+            "program": "tune",
+            "config": json.loads(config),
+            **{key: figures[key] for key in ("changed", "sglang_flags", "predicted", "spec")},
+            "tried": {
+                name: {f"{value:g}": _outcome(one).figures() for value, one in values.items()}
+                for name, values in swept.tried.items()
+            },
+        }
 
 
 def _checked(spec: RunSpec, chosen: RunSpec, execute: Any) -> dict[str, _Outcome]:
-    """Defaults and choice on requests that nothing was chosen on."""
+    """Defaults and choice on requests with another seed."""
     other = replace(spec, seed=spec.seed + 1)
     specs = {
         _ALONE: replace(other, setting=setting_of(_ALONE)),
@@ -216,9 +204,9 @@ def _checked(spec: RunSpec, chosen: RunSpec, execute: Any) -> dict[str, _Outcome
 
 
 def _config_of(spec: RunSpec) -> str:
-    """The file's text; what the server needs to be as the simulated one."""
+    """The text of the configuration file."""
     given = dict(spec.config)
-    assert spec.slo.ttft_s is not None and spec.slo.tpot_s is not None, "of a run they are known"
+    assert spec.slo.ttft_s is not None and spec.slo.tpot_s is not None
     slo = {"ttft_ms": 1e3 * spec.slo.ttft_s, "tpot_ms": 1e3 * spec.slo.tpot_s}
     text = json.dumps({"policy": spec.setting.policy, "slo": slo, **given}, indent=1) + "\n"
     parse_config(text, source="what was chosen")
@@ -271,4 +259,4 @@ def _sentence(changed: Mapping[str, float], *, was_rejected: bool) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

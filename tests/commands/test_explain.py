@@ -285,15 +285,16 @@ class TestBadLines:
         assert "has format 99; this version of cosched reads format 4" in refused(recorder.path)
 
     def test_a_file_that_is_not_there_is_one_sentence(self, tmp_path, refused):
-        assert refused(tmp_path / "absent").startswith("cosched: argument FILE: cannot read ")
+        assert refused(tmp_path / "absent").startswith("cosched: cannot read ")
 
 
 def test_help_explains_and_sglang_is_not_needed():
     """A log can be read where SGLang is not installed."""
-    code = "import sys; sys.modules['sglang'] = None; import runpy; " + (
-        "runpy.run_module('cosched.explain', run_name='__main__')"
-    )
+    code = "import sys; sys.modules['sglang'] = None; from cosched.explain import main; "
     shown = subprocess.run(
-        [sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=True
+        [sys.executable, "-c", code + "main(['--help'])"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert "the story of one request" in shown.stdout and "--iteration" in shown.stdout

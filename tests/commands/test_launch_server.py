@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from cosched import bootstrap, launch_server
+from cosched import bootstrap, serve
 from cosched.batch.opening import lock_file
+from cosched.cli import parse
 from cosched.config import ENV_VAR, Config
 from cosched.engine import arguments as engine_side
 from cosched.errors import ConfigError
@@ -18,6 +19,7 @@ from cosched.memory.config import ENGINE_ORDERS, KvConfig
 from cosched.memory.eviction import ORDERS
 from cosched.policies import POLICIES
 from cosched.predict.tolerance import ToleranceConfig
+from cosched.serve import Serve, ServeOptions
 from tests.serving import TEST_FLAGS
 
 
@@ -27,27 +29,25 @@ def own_environment(monkeypatch):
     monkeypatch.delenv(ENV_VAR, raising=False)
 
 
-def flags_of(*argv):
-    return launch_server.build_parser().parse_known_args(argv)
+def config_from(*words):
+    return serve.config_from(parse(ServeOptions, words))
 
 
 def test_flags_win_over_the_environment_and_that_over_defaults(monkeypatch):
     monkeypatch.setenv(ENV_VAR, '{"policy": "priority", "slo": {"ttft_ms": 300, "tpot_ms": 30}}')
-    flags, rest = flags_of("--cosched-slo-ttft-ms", "700", "--port", "1", "--model-path", "x")
-    config = launch_server.config_from(flags)
+    command = parse(Serve, ["--cosched-slo-ttft-ms", "700", "--port", "1", "--model-path", "x"])
+    config = serve.config_from(command.options)
     assert (config.policy, config.slo.ttft_ms, config.slo.tpot_ms) == ("priority", 700, 30)
-    assert rest == ["--port", "1", "--model-path", "x"]
+    assert command.flags == ("--port", "1", "--model-path", "x")
 
 
 def test_batches_have_a_folder_and_perhaps_a_database():
     url = "postgresql://me@host/batches"
-    flags, _ = flags_of("--cosched-batches", "/f", "--cosched-batches-url", url)
-    config = launch_server.config_from(flags).batches
+    config = config_from("--cosched-batches", "/f", "--cosched-batches-url", url).batches
     assert (config.folder, config.url, config.is_shared) == ("/f", url, True)
-    assert not launch_server.config_from(flags_of("--cosched-batches", "/f")[0]).batches.is_shared
-    flags, _ = flags_of("--cosched-batches-url", url)
+    assert not config_from("--cosched-batches", "/f").batches.is_shared
     with pytest.raises(ConfigError, match="url without folder"):
-        launch_server.config_from(flags)
+        config_from("--cosched-batches-url", url)
 
 
 def served(name, port=30000):
@@ -63,7 +63,7 @@ def data_home(monkeypatch, tmp_path):
 
 def test_batches_are_in_the_users_data_directory_by_model_and_port(data_home):
     folders = [
-        launch_server.with_batches(Config(), served(name, port)).batches.folder
+        serve.with_batches(Config(), served(name, port)).batches.folder
         for name, port in (("demo", 1), ("demo", 2), ("meta-llama/Llama-3.1-8B", 1), ("/", 1))
     ]
     names = ["demo-1", "demo-2", "meta-llama_Llama-3.1-8B-1", "-1"]
@@ -75,11 +75,11 @@ def test_batches_are_elsewhere_or_off_where_a_flag_or_the_environment_says_so(
     data_home, monkeypatch
 ):
     for place, is_on in (("/f", True), ("off", False)):
-        config = launch_server.config_from(flags_of("--cosched-batches", place)[0])
-        assert launch_server.with_batches(config, served("demo")) is config
+        config = config_from("--cosched-batches", place)
+        assert serve.with_batches(config, served("demo")) is config
         assert config.batches.is_on is is_on
     monkeypatch.setenv(ENV_VAR, '{"batches": {"folder": "off"}}')
-    assert not launch_server.config_from(flags_of()[0]).batches.is_on
+    assert not config_from().batches.is_on
     assert not Config().batches.is_on  # of other programs than `cosched serve`
     assert not data_home.exists()
 
@@ -97,7 +97,7 @@ def test_a_server_whose_default_folder_cannot_be_used_has_no_batches_and_says_wh
         data_home.write_text("")
         lock = contextlib.nullcontext()
     with lock:
-        config = launch_server.with_batches(Config(), served("demo"))
+        config = serve.with_batches(Config(), served("demo"))
     assert not config.batches.is_on
     told = capsys.readouterr().err
     assert told.count("\n") == 1 and str(folder) in told and reason in told
@@ -106,50 +106,48 @@ def test_a_server_whose_default_folder_cannot_be_used_has_no_batches_and_says_wh
 
 def test_a_folder_that_was_named_and_cannot_be_used_is_refused(data_home):
     data_home.write_text("")
-    flags, _ = flags_of("--cosched-batches", str(data_home / "f"))
     with pytest.raises(ConfigError, match=r"batches\.folder .*data/f"):
-        launch_server.check_files(launch_server.config_from(flags))
+        serve.check_files(config_from("--cosched-batches", str(data_home / "f")))
 
 
 def test_the_decision_log_is_a_flag_that_needs_a_policy_that_decides(monkeypatch):
     monkeypatch.setenv(ENV_VAR, '{"policy": "hygen", "decision_log": "old", "decision_log_mb": 8}')
-    config = launch_server.config_from(flags_of("--decision-log", "new")[0])
+    config = config_from("--decision-log", "new")
     assert (config.decision_log, config.decision_log_mb) == ("new", 8)
-    assert launch_server.config_from(flags_of()[0]).decision_log == "old"
+    assert config_from().decision_log == "old"
     with pytest.raises(ConfigError, match="decision_log: policy 'sglang' leaves all decisions"):
-        launch_server.config_from(flags_of("--cosched-policy", "sglang")[0])
+        config_from("--cosched-policy", "sglang")
 
 
 def test_a_tolerance_is_a_flag_of_policies_that_keep_one(monkeypatch):
-    config = launch_server.config_from(flags_of("--cosched-tolerance", "ttft=5%,tpot=2%")[0])
+    config = config_from("--cosched-tolerance", "ttft=5%,tpot=2%")
     assert config.tolerance == ToleranceConfig(ttft=0.05, tpot=0.02)
     with pytest.raises(ConfigError, match="ttft '5' is not a percentage"):
-        launch_server.config_from(flags_of("--cosched-tolerance", "ttft=5")[0])
+        config_from("--cosched-tolerance", "ttft=5")
     hygen = ("--cosched-policy", "hygen", "--cosched-tolerance", "tpot=5%")
     with pytest.raises(ConfigError, match="policy 'hygen' keeps none; choose from cosched"):
-        launch_server.config_from(flags_of(*hygen)[0])
+        config_from(*hygen)
     monkeypatch.setenv(ENV_VAR, '{"tolerance": {"ttft": 0.5}}')
-    assert launch_server.config_from(flags_of()[0]).tolerance == ToleranceConfig(ttft=0.5)
+    assert config_from().tolerance == ToleranceConfig(ttft=0.5)
     monkeypatch.setenv(ENV_VAR, '{"tolerance": {"tpot": 11}}')
     with pytest.raises(ConfigError, match=r"tolerance\.tpot 11.* up to 10"):
-        launch_server.config_from(flags_of()[0])
+        config_from()
 
 
 def test_a_bad_target_is_named():
-    flags, _ = flags_of("--cosched-slo-tpot-ms", "-5")
     with pytest.raises(ConfigError, match=r"tpot_ms must be a positive.*-5"):
-        launch_server.config_from(flags)
+        config_from("--cosched-slo-tpot-ms", "-5")
 
 
 def test_policy_flags_and_cpu_flags_are_added_unless_given(monkeypatch):
     monkeypatch.setattr(bootstrap, "has_cuda", lambda: False)
-    added = launch_server.engine_arguments(
+    added = serve.engine_arguments(
         ["--model-path", "x"], Config(policy="sarathi"), mixed_chunk=True
     )
     assert "--enable-mixed-chunk" in added
     assert added[added.index("--device") + 1] == "cpu"
     assert added[added.index("--attention-backend") + 1] == "torch_native"
-    added = launch_server.engine_arguments(
+    added = serve.engine_arguments(
         ["--model-path", "x", "--attention-backend=intel_amx", "--max-total-tokens", "9"],
         Config(policy="priority"),
         mixed_chunk=True,
@@ -161,14 +159,14 @@ def test_policy_flags_and_cpu_flags_are_added_unless_given(monkeypatch):
 def test_nothing_is_added_on_a_gpu_but_what_the_policy_needs(monkeypatch):
     monkeypatch.setattr(bootstrap, "has_cuda", lambda: True)
     given = ["--model-path", "x"]
-    assert launch_server.engine_arguments(given, Config(policy="sglang"), mixed_chunk=True) == given
+    assert serve.engine_arguments(given, Config(policy="sglang"), mixed_chunk=True) == given
     sarathi = Config(policy="sarathi")
     # Whatever SGLang makes of the model: a planned iteration follows each.
     interval = ["--prefill-decode-interval", "0"]
-    added = launch_server.engine_arguments(given, sarathi, mixed_chunk=False)
+    added = serve.engine_arguments(given, sarathi, mixed_chunk=False)
     assert added == [*given, *interval]
     given += ["--prefill-decode-interval=3"]
-    assert launch_server.engine_arguments(given, sarathi, mixed_chunk=False) == given
+    assert serve.engine_arguments(given, sarathi, mixed_chunk=False) == given
 
 
 def resolved_arguments(monkeypatch):
@@ -184,21 +182,21 @@ def test_an_order_of_eviction_of_sglang_is_not_given_beside_one_of_cosched(monke
     resolved = resolved_arguments(monkeypatch)
     resolved.radix_eviction_policy = "priority"
     with pytest.raises(ConfigError) as error:
-        launch_server.check_arguments(None, Config(kv=KvConfig(eviction=ours)))
+        serve.check_arguments(None, Config(kv=KvConfig(eviction=ours)))
     assert f"--radix-eviction-policy priority cannot go with kv.eviction '{ours}'" in str(
         error.value
     )
-    launch_server.check_arguments(None, Config(kv=KvConfig(eviction="priority")))
-    launch_server.check_arguments(None, Config(policy="sglang"))
+    serve.check_arguments(None, Config(kv=KvConfig(eviction="priority")))
+    serve.check_arguments(None, Config(policy="sglang"))
 
 
 @pytest.mark.parametrize("theirs", ENGINE_ORDERS)
 def test_an_order_of_sglang_is_told_to_it(theirs):
     config = Config(kv=KvConfig(eviction=theirs))
-    added = launch_server.engine_arguments(["--model-path", "x"], config, mixed_chunk=True)
+    added = serve.engine_arguments(["--model-path", "x"], config, mixed_chunk=True)
     assert added[added.index("--radix-eviction-policy") + 1] == theirs
     given = ["--radix-eviction-policy", "slru"]
-    added = launch_server.engine_arguments(given, config, mixed_chunk=True)
+    added = serve.engine_arguments(given, config, mixed_chunk=True)
     assert added.count("--radix-eviction-policy") == 1
 
 
@@ -217,14 +215,14 @@ def test_an_order_of_sglang_is_told_to_it(theirs):
 )
 def test_flags_that_cannot_go_together_are_refused_in_one_sentence(monkeypatch, name, value):
     resolved = resolved_arguments(monkeypatch)
-    launch_server.check_arguments(None, Config(policy="sarathi"))
+    serve.check_arguments(None, Config(policy="sarathi"))
     setattr(resolved, name, value)
     with pytest.raises(ConfigError) as error:
-        launch_server.check_arguments(None, Config(policy="sarathi"))
+        serve.check_arguments(None, Config(policy="sarathi"))
     message = str(error.value)
     assert "--" + name.replace("_", "-") in message and "sarathi" in message
     assert "\n" not in message
-    launch_server.check_arguments(None, Config(policy="sglang"))
+    serve.check_arguments(None, Config(policy="sglang"))
 
 
 def test_every_refused_flag_is_a_server_argument_of_sglang():
@@ -248,34 +246,33 @@ def test_cpu_ranks_share_the_cores(monkeypatch, argv, expected):
     monkeypatch.setattr(bootstrap, "has_cuda", lambda: False)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
     environ = {}
-    launch_server.bind_cpu_threads(argv, environ)
+    serve.bind_cpu_threads(argv, environ)
     assert environ.get("SGLANG_CPU_OMP_THREADS_BIND") == expected
 
 
 def test_help_shows_our_flags_and_the_common_policies_and_fits_a_terminal(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
-    launch_server.main(["--help"])
+    serve.main(["--help"])
     shown = capsys.readouterr().out
     lines = shown.splitlines()
     assert max(map(len, lines)) <= 80 and len(lines) < 80
-    for text in ("--cosched-policy", "--cosched-slo-ttft-ms MS", "[ms]", "--help-all shows them"):
+    for text in ("--cosched-policy NAME", "--cosched-slo-ttft-ms", "[ms]", "--help-all shows them"):
         assert text in shown
     assert "--model-path MODEL" in lines[0]
-    assert lines.index("policies: how online and offline requests share the engine") > 20
     for name in ("cosched", "hygen", "sarathi", "priority", "sglang"):
-        assert any(line.startswith(f"  {name}  ") for line in lines)
+        assert any(line.startswith(f" • {name}: ") for line in lines)
+    assert "echo-bs" not in shown
 
 
 def test_help_all_shows_sglangs_flags_and_every_policy_too(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
-    launch_server.main(["--help-all"])
+    serve.main(["--help-all"])
     ours, engines = capsys.readouterr().out.split("\nSGLang:\n")
     assert "--model-path" in engines and "--cosched" not in engines
     lines = ours.splitlines()
     assert max(map(len, lines)) <= 80
-    # Names and summaries do not run into each other.
     for entry in POLICIES.values():
-        assert any(line.startswith(f"  {entry.name}  ") for line in lines)
+        assert any(line.startswith(f" • {entry.name}: ") for line in lines)
     # Choices are not one long line; only flags whose own names are long are wider.
     assert all(line.lstrip().startswith("--") for line in engines.splitlines() if len(line) > 80)
     assert max(map(len, engines.splitlines())) < 150
@@ -301,7 +298,7 @@ class TestEarlyChecks:
     def test_a_log_without_a_folder(self, tmp_path, capsys):
         path = str(tmp_path / "absent" / "log")
         with pytest.raises(SystemExit) as ended:
-            launch_server.main(["--decision-log", path, "--model-path", "x"])
+            serve.main(["--decision-log", path, "--model-path", "x"])
         assert ended.value.code == 2
         last = capsys.readouterr().err.strip().splitlines()[-1]
         assert last == f"cosched: cannot write --decision-log '{path}': No such file or directory"
@@ -355,13 +352,13 @@ class TestEarlyChecks:
     )
     def test_nonsense(self, flags, message):
         with pytest.raises(ConfigError, match=message):
-            launch_server.config_from(flags_of(*flags)[0])
+            config_from(*flags)
 
 
 class TestTheModel:
     def refusal(self, capsys, *argv):
         with pytest.raises(SystemExit) as ended:
-            launch_server.main(argv)
+            serve.main(argv)
         assert ended.value.code == 2
         shown = capsys.readouterr().err
         assert shown.startswith("cosched: ") and shown.count("\n") == 1

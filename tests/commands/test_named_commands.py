@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from importlib import import_module, util
 from pathlib import Path
 
 import cosched.bootstrap  # noqa: F401  # before sglang
-from cosched import run_batch
-from cosched.__main__ import COMMANDS
+from cosched.cli import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [
@@ -27,19 +25,14 @@ NO_PROGRAM = re.compile(r"(?<!\.)\brun_batch (status|cancel|fetch)\b")
 """The module `cosched.run_batch` is no program by itself."""
 
 
+DOORS = {"cosched.bench": "bench", "cosched.profile": "profile", "cosched.run_batch": "batch"}
+"""Modules that run a command of another module."""
+
+
 def subcommands(module_name):
-    """Names of a module's subcommands; empty: it has none."""
-    module = import_module(module_name)
-    if module is run_batch:
-        return set(run_batch._COMMANDS)
-    if not hasattr(module, "build_parser"):
-        return set()
-    return {
-        name
-        for action in module.build_parser()._actions
-        if isinstance(action, argparse._SubParsersAction)
-        for name in action.choices
-    }
+    """Names of a command's subcommands; empty: it has none."""
+    app = getattr(import_module(module_name), "app", ())
+    return {name for name in app if not name.startswith("-")}
 
 
 def named_in(text):
@@ -51,16 +44,15 @@ def named_in(text):
 
 
 def fault_of(name, word):
-    if "." not in name and name != "cosched":
-        if name not in COMMANDS:
-            return f"cosched has no command {name!r}"
-        name = COMMANDS[name].module
-    elif name == "cosched":
+    if name == "cosched":
         return None if word is None or word in COMMANDS else f"cosched has no command {word!r}"
-    elif util.find_spec(name) is None:
+    if "." in name and util.find_spec(name) is None:
         return f"there is no module {name}"
-    has = subcommands(name)
-    if word is not None and has and name != "cosched.run_batch" and word not in has:
+    command = name if "." not in name else DOORS.get(name)
+    if command is not None and command not in COMMANDS:
+        return f"cosched has no command {command!r}"
+    has = subcommands(COMMANDS[command][0] if command else name)
+    if word is not None and has and command != "batch" and word not in has:
         return f"{name} has no subcommand {word!r}"
     return None
 
@@ -83,8 +75,8 @@ def test_a_command_that_is_named_exists():
 
 
 def test_the_subcommands_of_batch_are_found():
-    assert subcommands("cosched.run_batch") == {"status", "cancel", "fetch"}
-    assert "slo" in subcommands("cosched.profile")
+    assert subcommands("cosched.batch.jsonl.command") == {"status", "cancel", "fetch"}
+    assert "slo" in subcommands("cosched.lab.profile")
     for name, word in (("batches", None), ("bench", "rnu"), ("cosched.absent", None)):
         assert fault_of(name, word)
     assert list(faults_in("run_batch status")) == ["run_batch status is no command"]

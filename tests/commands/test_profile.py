@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
-from cosched import launch_server, profile
+from cosched import serve
 from cosched.config import ENV_VAR, Config
 from cosched.core.batch import BatchShape, BatchTotals, Prefill
 from cosched.errors import ConfigError
+from cosched.lab import profile
 from cosched.lab.cost_models.registry import make_cost_model
 from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.run import CostSpec, RunSpec, WorkloadSpec, execute
@@ -116,14 +117,14 @@ def test_a_live_engine_is_measured_and_starts_from_its_profile(tiny_model, tmp_p
 
     config = Config(policy="hygen", latency_model=str(path))
     arguments = engine_arguments([*flags, "--log-level", "error"], config, mixed_chunk=True)
-    launch_server.check_latency_model(prepare_server_args(arguments), config)
+    serve.check_latency_model(prepare_server_args(arguments), config)
     other = replace(profiled, engine=replace(profiled.engine, device="NVIDIA H100", tp=2))
     other.save(tmp_path / "other.json")
     refused = Config(policy="hygen", latency_model=str(tmp_path / "other.json"))
     with pytest.raises(ConfigError, match=r"device is 'NVIDIA H100', expected .*; tp is 2, expec"):
-        launch_server.check_latency_model(prepare_server_args(arguments), refused)
+        serve.check_latency_model(prepare_server_args(arguments), refused)
     ignored = Config(policy="sarathi", latency_model=str(tmp_path / "other.json"))
-    launch_server.check_latency_model(prepare_server_args(arguments), ignored)
+    serve.check_latency_model(prepare_server_args(arguments), ignored)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(ENV_VAR, config.to_json())
@@ -195,11 +196,14 @@ def test_a_profile_is_the_estimate_of_the_machine_it_simulates(virtual):
     ("argv", "message"),
     [
         (["measure", "--write", "p.json"], "name --virtual, or --model-path"),
-        (["measure", "--write", "no/where/p.json", "--virtual"], "argument --write: cannot write"),
-        (["measure", "--write", "p.json", "--virtual", "--batches", "0"], "--batches: '0' is not"),
+        (["measure", "--write", "no/where/p.json", "--virtual"], "--write: cannot write"),
+        (
+            ["measure", "--write", "p.json", "--batches", "0"],
+            '"0" for --batches. Must be >= 1',
+        ),
         (
             ["measure", "--write", "p.json", "--virtual", "--held-out", "1"],
-            "--held-out: '1' is not",
+            '"1\\.0" for --held-out. Must be < 1',
         ),
         (["slo", "--slo", "p99<=1s", "--online", "alpaca"], "'p99<=1s' is not a goal"),
         (["slo", "--slo", "p99_ttft<=1s", "--online", "alpaca"], "needs both classes"),

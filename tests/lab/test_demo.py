@@ -18,8 +18,7 @@ from rich.progress import Progress as Bars
 from cosched.core.request import RequestClass, Slo
 from cosched.lab.benchmark.live import LiveResult, print_live
 from cosched.lab.benchmark.own_server import OwnRun
-from cosched.lab.demo import Measured, build_parser, draw, main, progress_of, targets_from
-from cosched.lab.demo import _spec as spec_of
+from cosched.lab.demo import Demo, Measured, draw, main, progress_of, targets_from
 from cosched.lab.metrics.records import RequestRecord
 from cosched.lab.simulation.run import load_requests, summarize_run
 
@@ -27,8 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 ONLINE, OFFLINE = RequestClass.ONLINE, RequestClass.OFFLINE
 
 
-def spec(name, *options):
-    return spec_of(name, build_parser().parse_args(["--seconds", "20", "--rate", "4", *options]))
+def spec(name, **options):
+    return Demo(seconds=20, rate=4, **options).spec(name)
 
 
 def record(index, arrival_s=0.0, *, request_class=ONLINE, sent_s=None, times=(), **fields):
@@ -46,27 +45,27 @@ def record(index, arrival_s=0.0, *, request_class=ONLINE, sent_s=None, times=(),
     )
 
 
-def measured(name, records, *options, load_average=0.5):
-    run = spec(name, *options)
+def measured(name, records, *, load_average=0.5, **options):
+    run = spec(name, **options)
     summary = summarize_run(run, records, None, end_s=run.end_s)
     result = LiveResult(spec=run, summary=summary, records=records)
     return Measured(run=OwnRun(result=result, server_start_s=15.0, load_average=load_average))
 
 
-def made_up(name, *options, delay_s=0.1):
+def made_up(name, *, delay_s=0.1, **options):
     """A scenario in which everything takes `delay_s`."""
     records = [
         record(a, float(a), times=[a + delay_s * (i + 1) for i in range(3)]) for a in range(5)
     ]
     if name != "online-only":
         records += [record(i, -1.0, request_class=OFFLINE, times=[i + 1.0]) for i in range(2)]
-    return measured(name, records, *options)
+    return measured(name, records, **options)
 
 
 def test_every_scenario_gets_the_same_requests():
     alone, beside = (load_requests(spec(name)) for name in ("online-only", "hygen"))
     assert alone[0] == beside[0] and not alone[1] and len(beside[1]) == 800
-    other = load_requests(spec("hygen", "--seed", "1"))
+    other = load_requests(spec("hygen", seed=1))
     prompts = [{r.segments for r in online} for online, _ in (beside, other)]
     assert prompts[0].isdisjoint(prompts[1])
 
@@ -89,7 +88,7 @@ def test_targets_follow_from_chat_alone_where_they_are_not_given():
 
 
 def test_a_job_that_ends_early_is_said_to():
-    run = made_up("sarathi", "--offline-prompts", "2")
+    run = made_up("sarathi", offline_prompts=2)
     assert run.job() == {"num_requests": 2, "num_done": 2, "ended_s": 2.0}
     assert any("the job was done 2 s into the window" in line for line in run.notes())
     assert made_up("sarathi").job() == {"num_requests": 800, "num_done": 2, "ended_s": None}
@@ -172,8 +171,8 @@ def test_a_short_run_ends_with_numbers_and_a_picture(tmp_path, forked_own_server
     entry = json.loads(shown.splitlines()[-1])
     row = entry["scenarios"]["sarathi"]
     online, offline = row["summary"]["online"], row["summary"]["offline"]
-    arguments = build_parser().parse_args(["--seconds", "3"])
-    assert online["num_finished"] == len(load_requests(spec_of("sarathi", arguments))[0])
+    requests, _ = load_requests(Demo(seconds=3).spec("sarathi"))
+    assert online["num_finished"] == len(requests)
     assert online["num_failed"] == offline["num_failed"] == 0 < row["job"]["num_done"]
     assert 0 < online["ttft_s"]["p50"] <= online["ttft_s"]["p99"]
     assert "sarathi" in shown and out.read_bytes().startswith(b"\x89PNG")

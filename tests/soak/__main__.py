@@ -20,7 +20,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from cosched.command_line import run_command, virtual_time_bar
+from cosched.cli import JsonOption
+from cosched.errors import CoschedError
+from cosched.lab.benchmark.progress import virtual_time_bar
 from cosched.policies import POLICIES
 from tests.soak.narrow import in_child, narrow
 from tests.soak.run import Outcome
@@ -75,7 +77,6 @@ def build_parser() -> argparse.ArgumentParser:
         help="on a failure: find the features and requests that it takes",
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    parser.set_defaults(execute=_execute)
     return parser
 
 
@@ -89,9 +90,14 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Exits with 1 when a soak failed, with 2 and one sentence when the arguments are wrong."""
-    arguments = build_parser().parse_args(argv)
-    run_command(arguments)
-    if arguments.has_failed:
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    try:
+        result = _execute(arguments)
+    except CoschedError as error:
+        parser.error(str(error))
+    JsonOption().finish({"config": vars(arguments), **result})
+    if result["failed"]:
         raise SystemExit(1)
 
 
@@ -126,12 +132,11 @@ def _execute(arguments: argparse.Namespace) -> dict[str, Any]:
             result["narrowed"] = _described(narrowed)
         results.append(result)
     num_failed = sum(1 for result in results if result["failure"])
-    arguments.has_failed = num_failed > 0
     return {"runs": results, "failed": num_failed}
 
 
 def _with_progress(spec: SoakSpec, arguments: argparse.Namespace) -> Outcome:
-    with virtual_time_bar(is_quiet=arguments.quiet) as bar:
+    with virtual_time_bar(quiet=arguments.quiet) as bar:
         task = bar.add_task(spec.policy, total=spec.hours * 3600)
         return in_child(spec, on_progress=lambda now_s: bar.update(task, completed=now_s))
 

@@ -164,16 +164,17 @@ class TestGate:
 
 
 def test_the_flag_wins_over_the_environment(monkeypatch):
-    from cosched.launch_server import build_parser, config_from
+    from cosched.cli import parse
+    from cosched.serve import ServeOptions, config_from
 
     monkeypatch.setenv("COSCHED_CONFIG", '{"claims": {"floor_ratio": 0.5, "ignore": ["priority"]}}')
-    parser = build_parser()
-    assert config_from(parser.parse_args([])).claims.floor_ratio == 0.5
-    config = config_from(parser.parse_args(["--cosched-claims", '{"floor_ratio": 0.1}']))
+    assert config_from(parse(ServeOptions, [])).claims.floor_ratio == 0.5
+    words = ["--cosched-claims", '{"floor_ratio": 0.1}']
+    config = config_from(parse(ServeOptions, words))
     assert config.claims.floor_ratio == 0.1 and config.claims.ignore == ()
     flags = ["--cosched-claims", '{"ceilings": {"tpot_ms": 20}}', "--cosched-slo-tpot-ms", "200"]
     with pytest.raises(ConfigError, match="tpot_slo_ms: the floor 50 is above the ceiling 20"):
-        config_from(parser.parse_args(flags))
+        config_from(parse(ServeOptions, flags))
 
 
 def test_narrower_targets_of_a_key_leave_its_hints_alone():

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from cosched.batch.jsonl.server import serving
-from cosched.command_line import run_async
+from cosched.cli import run_async
 from cosched.config import configured
 from cosched.errors import CoschedError
 from cosched.lab.benchmark.live import (

@@ -7,7 +7,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from cosched.lab.simulation.run import RunResult
 
@@ -67,3 +74,14 @@ def time_left(num_run: int, num_left: int, *, elapsed_s: float) -> str:
     if left_s < 90:
         return f"about {max(5, round(left_s / 5) * 5)} s left"
     return f"about {left_s / 60:.0f} min left"
+
+
+def virtual_time_bar(*, quiet: bool) -> Progress:
+    """A progress bar of seconds of virtual time; none without a terminal."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:.0f}/{task.total:.0f} s of virtual time"),
+        TimeRemainingColumn(),
+        disable=quiet or not sys.stderr.isatty(),
+    )

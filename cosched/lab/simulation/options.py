@@ -1,23 +1,27 @@
-"""Command line options that simulate and bench share."""
+"""Command line options that simulate, bench, tune, profile and suites share."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-from dataclasses import replace
-from functools import partial
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
+from cyclopts import Parameter
 
-from cosched.command_line import (
-    add_field_option,
-    checked,
-    existing_file,
-    fields_given,
+from cosched.cli import (
+    Count,
+    NotNegative,
+    OldFile,
+    OnOff,
+    Positive,
+    Seed,
+    explained_by,
     number,
+    reader,
+    section,
     whole,
 )
 from cosched.config import parse_config
@@ -30,123 +34,162 @@ from cosched.lab.simulation.host_time import read_host_time
 from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.run import DEFAULT_SLO, CostSpec, RunSpec, WorkloadSpec
 from cosched.lab.simulation.setting import Setting
-from cosched.predict.tolerance import TOLERANCE_HELP, TOLERANCE_METAVAR, parse_tolerance
-
-SEED = whole(at_least=0, at_most=2**32 - 1)
+from cosched.predict.tolerance import (
+    TOLERANCE_HELP,
+    TOLERANCE_METAVAR,
+    ToleranceConfig,
+    parse_tolerance,
+)
 
 DATA_ENV = "COSCHED_DATA"
 """Environment variable that names the data folder when ``--data-dir`` does not."""
 
+_MACHINE, _COST = Machine(), CostSpec()
 
-def add_run_options(parser: argparse.ArgumentParser, *, slo_of_rows: str = "") -> None:
-    """All of `run_spec_of`. slo_of_rows: what the help adds to the default targets, of a command
-    that has others too."""
-    _add_workload_options(parser, slo_of_rows)
-    add_machine_options(parser)
-    add_config_options(parser)
+_WORKLOAD_SECTION = section("Workload")
+_MACHINE_SECTION = section("Simulated machine")
+_COST_SECTION = section("Iteration times of the simulated machine")
+_POLICY_SECTION = section("Policy")
 
-
-def _add_workload_options(parser: argparse.ArgumentParser, slo_of_rows: str) -> None:
-    group = parser.add_argument_group("workload (names and formats: docs/workloads.md)")
-    add = partial(add_field_option, group, WorkloadSpec, default=None)
-    add("name", "--online", dest="online", metavar="NAME|FILE")
-    add("rate", "--online-rate", dest="online_rate", metavar="REQ/S")
-    add("num_sessions", "--online-sessions", dest="online_sessions", metavar="N")
-    add("name", "--offline", dest="offline", metavar="NAME|FILE")
-    add("num_requests", "--offline-requests", dest="offline_requests", metavar="N")
-    add("wave", "--offline-wave", dest="offline_wave", metavar="N")
-    add("refill", "--offline-refill", dest="offline_refill", metavar="N")
-    add("peak_window_s", "--peak-window", metavar="S")
-    add("faster", "--online-faster", dest="online_faster", metavar="F", type=number(above=0))
-    for kind, default_s in (("ttft", DEFAULT_SLO.ttft_s), ("tpot", DEFAULT_SLO.tpot_s)):
-        group.add_argument(
-            f"--slo-{kind}",
-            type=number(above=0),
-            metavar="S",
-            help=f"{kind.upper()} target of online requests (default: {default_s} s{slo_of_rows})",
-        )
-    add = partial(add_field_option, group, RunSpec)
-    add("duration_s", "--duration", metavar="S")
-    add("clairvoyant", action="store_true")
-    add("seed", type=SEED)
-    add("data_dir", type=Path, metavar="DIR")
-    add("host_time", type=checked(read_host_time), metavar="none|measured|FACTOR")
-
-
-def add_machine_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("machine")
-    add = partial(add_field_option, group, Machine)
-    add("model", choices=sorted(MODELS))
-    add("gpu", choices=sorted(GPUS))
-    add("tp")
-    add("kv_tokens", metavar="N")
-    add("page_size", metavar="N")
-    add("chunk_tokens", "--chunked-prefill-size", type=_chunk, metavar="N")
-    add("max_running_requests", metavar="N")
-    add("schedule_policy", choices=["fcfs", "lpm", "dfs-weight"])
-    add("mixed_chunk")
-    add("overlap")
-    add("radix_cache")
-    add("host_kv_tokens", type=whole(at_least=0), metavar="N")
-    add("host_bandwidth_gb_s", "--host-bandwidth", metavar="GB/S")
-    writes = ["write_back", "write_through", "write_through_selective"]
-    add("host_write_policy", "--hicache-write-policy", choices=writes)
-    add = partial(add_field_option, group, CostSpec)
-    add("name", "--cost-model", dest="cost_model", default=None, choices=sorted(COST_MODELS))
-    add("profile", type=existing_file, metavar="FILE")
-    add("noise_sigma", "--noise", type=number(at_least=0, at_most=1), metavar="SIGMA")
-    add("mixed_decode_factor", type=number(at_least=1, at_most=10), metavar="F")
-    add("prefix_reads", choices=[way.value for way in PrefixReads])
-    add("slower", type=number(at_least=0.1, at_most=10), metavar="F")
-    add("slower_after_s", "--slower-after", type=number(at_least=0), metavar="S")
+Workload = Annotated[str | None, Parameter(metavar="NAME|FILE")]
+DataDir = Annotated[Path | None, Parameter(metavar="DIR")]
+Factor = Annotated[float, number(gte=1, lte=10)]
 
 
 def _chunk(text: str) -> int:
-    return -1 if text == "-1" else whole(at_least=1)(text)
+    if text == "-1" or (text.isdecimal() and int(text) >= 1):
+        return int(text)
+    raise ValueError(f"{text!r} is not a whole number of at least 1, or -1")
 
 
-def add_config_options(parser: argparse.ArgumentParser) -> None:
-    """Of the simulated server's configuration, for policies that have more than a name."""
-    group = parser.add_argument_group("policy")
-    group.add_argument(
-        "--latency-model",
-        type=existing_file,
-        metavar="FILE",
-        help="profile of the simulated machine that `python -m cosched.profile measure --virtual` "
-        "wrote, for policies that predict; without one they learn while they run",
+@explained_by(RunSpec)
+@dataclass(kw_only=True)
+class WorkloadOptions:
+    online: Workload = None
+    """online requests: a workload of the catalogue, or a file (docs/workloads.md)"""
+    online_rate: Positive | None = None
+    """mean rate of the online requests [requests/s]; of a workload in sessions: of their starts"""
+    online_sessions: Count | None = None
+    """concurrent sessions, of an online workload in sessions; a new one begins when one ends"""
+    offline: Workload = None
+    """offline requests: a workload of the catalogue, or a file"""
+    offline_requests: Count | None = None
+    """size of the offline set"""
+    offline_wave: Count | None = None
+    """send N offline requests at once, the next N when all of them have ended; default: the whole
+    set at the start"""
+    offline_refill: Count | None = None
+    """keep N offline requests at the server: when one ends, send the next, as a job that never ends
+    does"""
+    peak_window: Positive | None = None
+    """run only the busiest stretch of the online workload of this length [s]"""
+    online_faster: Positive = 1.0
+    """replay the online workload this many times as fast, bursts kept; --online-rate is the rate
+    after that"""
+    slo_ttft: Positive = DEFAULT_SLO.ttft_s or 0.0
+    """TTFT target of online requests [s]"""
+    slo_tpot: Positive = DEFAULT_SLO.tpot_s or 0.0
+    """TPOT target of online requests [s]"""
+    duration_s: Annotated[Positive, Parameter(name="--duration")] = 3600.0
+    clairvoyant: bool = False
+    seed: Seed = 0
+    data_dir: DataDir = None
+    host_time: Annotated[
+        str, Parameter(converter=reader(read_host_time), metavar="none|measured|FACTOR")
+    ] = "none"
+
+
+@explained_by(Machine)
+@dataclass(kw_only=True)
+class MachineOptions:
+    model: Annotated[str, Parameter(choices=sorted(MODELS))] = _MACHINE.model
+    gpu: Annotated[str, Parameter(choices=sorted(GPUS))] = _MACHINE.gpu
+    tp: Count = 1
+    kv_tokens: Count | None = None
+    page_size: Count = 1
+    chunk_tokens: Annotated[
+        int | None, Parameter(name="--chunked-prefill-size", converter=reader(_chunk))
+    ] = None
+    max_running_requests: Count = _MACHINE.max_running_requests
+    schedule_policy: Literal["fcfs", "lpm", "dfs-weight"] = "fcfs"
+    mixed_chunk: OnOff | None = None
+    overlap: OnOff = True
+    radix_cache: OnOff = True
+    host_kv_tokens: Annotated[int, whole(0)] = 0
+    host_bandwidth_gb_s: Annotated[Positive, Parameter(name="--host-bandwidth")] = (
+        _MACHINE.host_bandwidth_gb_s
     )
-    group.add_argument(
-        "--cosched-tolerance",
-        type=checked(parse_tolerance),
-        metavar=TOLERANCE_METAVAR,
-        help=TOLERANCE_HELP,
-    )
-    group.add_argument(
-        "--cosched-config",
-        default="{}",
-        metavar="JSON",
-        help="more keys of COSCHED_CONFIG, e.g. '{\"latency_budget_ms\": 40}'",
-    )
+    host_write_policy: Annotated[
+        Literal["write_back", "write_through", "write_through_selective"] | None,
+        Parameter(name="--hicache-write-policy"),
+    ] = None
 
 
-def config_pairs(arguments: argparse.Namespace) -> tuple[tuple[str, Any], ...]:
+@explained_by(CostSpec)
+@dataclass(kw_only=True)
+class CostOptions:
+    name: Annotated[str | None, Parameter(name="--cost-model", choices=sorted(COST_MODELS))] = None
+    profile: OldFile | None = None
+    noise_sigma: Annotated[float, number(gte=0, lte=1), Parameter(name="--noise")] = 0.0
+    mixed_decode_factor: Factor = 1.0
+    prefix_reads: Annotated[str, Parameter(choices=[way.value for way in PrefixReads])] = (
+        _COST.prefix_reads
+    )
+    slower: Annotated[float, number(gte=0.1, lte=10)] = 1.0
+    slower_after_s: Annotated[NotNegative, Parameter(name="--slower-after")] = _COST.slower_after_s
+
+
+@dataclass(kw_only=True)
+class PolicyOptions:
+    """The simulated server's configuration, for policies that have more than a name."""
+
+    latency_model: OldFile | None = None
+    """profile of the simulated machine, made by `cosched profile measure --virtual`, for policies
+    that predict; without one they learn during the run"""
+    cosched_tolerance: Annotated[
+        ToleranceConfig | None,
+        Parameter(
+            converter=reader(parse_tolerance),
+            metavar=TOLERANCE_METAVAR,
+            help=TOLERANCE_HELP,
+            accepts_keys=False,
+        ),
+    ] = None
+    cosched_config: Annotated[str, Parameter(metavar="JSON")] = "{}"
+    """more keys of COSCHED_CONFIG, such as '{"latency_budget_ms": 40}'"""
+
+
+@dataclass(kw_only=True)
+class MachineAndPolicy:
+    machine: Annotated[MachineOptions, _MACHINE_SECTION] = field(default_factory=MachineOptions)
+    cost: Annotated[CostOptions, _COST_SECTION] = field(default_factory=CostOptions)
+    policy: Annotated[PolicyOptions, _POLICY_SECTION] = field(default_factory=PolicyOptions)
+
+
+@dataclass(kw_only=True)
+class RunOptions(MachineAndPolicy):
+    """All options of a run."""
+
+    workload: Annotated[WorkloadOptions, _WORKLOAD_SECTION] = field(default_factory=WorkloadOptions)
+
+
+def config_pairs(options: PolicyOptions) -> tuple[tuple[str, Any], ...]:
     """`RunSpec.config` as the options give it. ConfigError naming a key that is wrong."""
-    text = arguments.cosched_config
-    parse_config(text, source="--cosched-config")
-    keys: dict[str, Any] = json.loads(text)
-    for key, flag in (("policy", "--policy or --scenarios"), ("slo", "--slo-ttft and --slo-tpot")):
+    parse_config(options.cosched_config, source="--cosched-config")
+    keys: dict[str, Any] = json.loads(options.cosched_config)
+    for key, flag in (("policy", "--policy or --settings"), ("slo", "--slo-ttft and --slo-tpot")):
         if key in keys:
             raise ConfigError(f"--cosched-config: {key!r} is set by {flag}")
-    if arguments.cosched_tolerance is not None:
-        keys["tolerance"] = msgspec.to_builtins(arguments.cosched_tolerance)
-    if arguments.latency_model is not None:
-        keys["latency_model"] = str(arguments.latency_model)
+    if options.cosched_tolerance is not None:
+        keys["tolerance"] = msgspec.to_builtins(options.cosched_tolerance)
+    if options.latency_model is not None:
+        keys["latency_model"] = str(options.latency_model)
     return tuple(sorted(keys.items()))
 
 
-def data_dir_of(arguments: argparse.Namespace) -> Path | None:
-    """The data folder that the options or the environment name. ConfigError when it is none."""
-    named = arguments.data_dir or os.environ.get(DATA_ENV)
+def data_dir_of(given: Path | None) -> Path | None:
+    """The data folder that --data-dir or the environment names. ConfigError if there is none."""
+    named = given or os.environ.get(DATA_ENV)
     if named is None or named == "":
         return None
     if not Path(named).is_dir():
@@ -154,51 +197,49 @@ def data_dir_of(arguments: argparse.Namespace) -> Path | None:
     return Path(named)
 
 
-def run_spec_of(arguments: argparse.Namespace, setting: Setting) -> RunSpec:
+def run_spec_of(options: RunOptions, setting: Setting) -> RunSpec:
     """The run that the options describe. ConfigError when they contradict each other."""
-    if arguments.online is None and arguments.offline is None:
+    workload = options.workload
+    if workload.online is None and workload.offline is None:
         raise ConfigError("nothing to run: name --online, --offline or both")
-    data_dir = data_dir_of(arguments)
+    data_dir = data_dir_of(workload.data_dir)
     return RunSpec(
         setting=setting,
-        machine=machine_of(arguments),
-        online=arguments.online
-        and WorkloadSpec(
-            name=arguments.online,
-            rate=arguments.online_rate,
-            num_sessions=arguments.online_sessions,
-            peak_window_s=arguments.peak_window_s,
-            faster=1.0 if arguments.online_faster is None else arguments.online_faster,
-        ),
-        offline=arguments.offline
-        and WorkloadSpec(
-            name=arguments.offline,
-            num_requests=arguments.offline_requests,
-            wave=arguments.offline_wave,
-            refill=arguments.offline_refill,
-        ),
-        cost=cost_of(arguments),
-        slo=Slo(
-            ttft_s=arguments.slo_ttft or DEFAULT_SLO.ttft_s,
-            tpot_s=arguments.slo_tpot or DEFAULT_SLO.tpot_s,
-        ),
-        duration_s=arguments.duration_s,
-        seed=arguments.seed,
+        machine=machine_of(options.machine),
+        online=WorkloadSpec(
+            name=workload.online,
+            rate=workload.online_rate,
+            num_sessions=workload.online_sessions,
+            peak_window_s=workload.peak_window,
+            faster=workload.online_faster,
+        )
+        if workload.online
+        else None,
+        offline=WorkloadSpec(
+            name=workload.offline,
+            num_requests=workload.offline_requests,
+            wave=workload.offline_wave,
+            refill=workload.offline_refill,
+        )
+        if workload.offline
+        else None,
+        cost=cost_of(options.cost, data_dir),
+        slo=Slo(ttft_s=workload.slo_ttft, tpot_s=workload.slo_tpot),
+        duration_s=workload.duration_s,
+        seed=workload.seed,
         data_dir=str(data_dir) if data_dir else None,
-        clairvoyant=arguments.clairvoyant,
-        host_time=arguments.host_time,
-        config=config_pairs(arguments),
+        clairvoyant=workload.clairvoyant,
+        host_time=workload.host_time,
+        config=config_pairs(options.policy),
     )
 
 
-def machine_of(arguments: argparse.Namespace) -> Machine:
-    return fields_given(Machine, arguments)
+def machine_of(options: MachineOptions) -> Machine:
+    return Machine(**asdict(options))
 
 
-def cost_of(arguments: argparse.Namespace) -> CostSpec:
+def cost_of(options: CostOptions, data_dir: Path | None) -> CostSpec:
     """The cost model, by default the best one that the data folder allows."""
-    return replace(
-        fields_given(CostSpec, arguments),
-        name=arguments.cost_model or ("kernel-table" if data_dir_of(arguments) else "roofline"),
-        profile=str(arguments.profile) if arguments.profile else None,
-    )
+    given = asdict(options) | {"profile": str(options.profile) if options.profile else None}
+    given["name"] = options.name or ("kernel-table" if data_dir else "roofline")
+    return CostSpec(**given)

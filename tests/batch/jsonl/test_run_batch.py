@@ -433,7 +433,7 @@ def test_flags_that_run_batch_sets_itself_are_refused(batch, tools, call):
 
 def test_a_bug_is_not_taken_for_a_finished_job(batch, tools, call, monkeypatch):
     batch.write([tools.completion("a")])
-    monkeypatch.setattr("cosched.run_batch.run_job", lambda config: 1 // 0)
+    monkeypatch.setattr("cosched.batch.jsonl.command.run_job", lambda config: 1 // 0)
     code, stderr = call("-i", batch.input, "-o", batch.out)
     assert code == 70
     assert "ZeroDivisionError" in stderr

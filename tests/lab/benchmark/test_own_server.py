@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
-from cosched import profile
 from cosched.batch.jsonl import server as jobs_server
 from cosched.batch.jsonl.errors import ServerGoneError
 from cosched.config import ENV_VAR
 from cosched.core.request import RequestClass
 from cosched.errors import CoschedError
+from cosched.lab import profile
 from cosched.lab.benchmark import own_server
 from cosched.lab.benchmark.live import LiveResult
 from cosched.lab.benchmark.own_server import OwnServers

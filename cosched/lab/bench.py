@@ -1,0 +1,425 @@
+"""Experiments: online and offline requests on one replica, side by side under several policies.
+
+`suite` runs an experiment in virtual time: a file with a grid of scenarios, settings and seeds
+(`cosched.lab.suite`), and writes its page of results. `check` repeats the cheap rows of such a page
+and names those that no longer hold. `run` compares settings on one workload, `live` measures a
+running server, `compare` shows results of `run` and `live` side by side. Every command prints a
+table and, as its last line, one JSON object.
+
+    cosched bench suite quick
+    cosched bench suite yardstick --scenarios i,iii --data-dir DIR --write yardstick.md
+    cosched bench check quick
+    cosched bench run --settings s0,hygen,cosched --online azure-like --offline documents
+    cosched bench live --base-url http://127.0.0.1:30000 --online azure-like ...
+    cosched bench compare a.json b.json
+
+How long it takes: docs/simulation.md.
+"""
+
+from __future__ import annotations
+
+import cosched.bootstrap  # isort: skip  # noqa: F401  # before anything of SGLang's
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+from rich.progress import Progress
+
+from cosched.cli import (
+    Count,
+    JsonOption,
+    Names,
+    NewFile,
+    NewFolder,
+    OldFile,
+    Positive,
+    each,
+    existing_file,
+    new_app,
+    run,
+    run_async,
+    whole,
+)
+from cosched.errors import ConfigError, CoschedError
+from cosched.files import write_whole
+from cosched.lab.benchmark.compare import compare_files
+from cosched.lab.benchmark.live import VOCAB_SIZE, LiveTarget, measure_live, print_live
+from cosched.lab.benchmark.progress import progress_of_runs
+from cosched.lab.metrics.figure import check_can_draw
+from cosched.lab.metrics.plots import Run as Drawn
+from cosched.lab.metrics.plots import write_run_plots
+from cosched.lab.metrics.records import write_records
+from cosched.lab.metrics.stats import MOST_VALUES
+from cosched.lab.page import Key, Page, cells_of, plot_results, read_page, stale_cells
+from cosched.lab.simulation.options import DataDir, RunOptions, data_dir_of, run_spec_of
+from cosched.lab.simulation.run import RunResult, load_requests
+from cosched.lab.simulation.setting import SETTINGS, OfflineClient, setting_of
+from cosched.lab.simulation.store import ResultStore
+from cosched.lab.suite import (
+    Outcome,
+    Row,
+    SuiteFile,
+    SuiteScenario,
+    SuiteSetting,
+    read_suite,
+    rows_of,
+    run_rows,
+    suite_names,
+)
+from cosched.memory.config import EVICTION_ORDERS
+from cosched.versions import versions
+from cosched_traces.resize import rescale_lengths
+from cosched_traces.transform import rescale_think_times
+from cosched_traces.workload import TraceRequest, Workload
+
+RUN_COLUMNS = (
+    *("both met %", "TTFT p50 s", "TTFT p99 s", "TPOT p50 ms", "TPOT p99 ms", "job done s"),
+    *("mean completion s", "work/s", "of bound %", "offline tokens/s", "offline hit %"),
+    "preemptions",
+)
+"""Columns of the table of `run`."""
+
+RESULTS = Path("out/results")
+
+app = new_app("bench", __doc__)
+main = partial(run, "bench")
+
+Seeds = Annotated[int, whole(1, MOST_VALUES)]
+
+
+@dataclass(kw_only=True)
+class _Simulations(JsonOption):
+    jobs: Count = 2
+    """simulations at a time"""
+    quiet: bool = False
+    """no progress"""
+
+    def run_rows(
+        self,
+        rows: Sequence[Row],
+        *,
+        store: ResultStore | None,
+        keep: dict[str, RunResult] | None = None,
+    ) -> list[tuple[Outcome, ...]]:
+        """keep: gets the result of each row, of its first seed."""
+        total = sum(len(row.specs) for row in rows)
+        label = type(self).__name__.lower()
+        with progress_of_runs(label, total=total, quiet=self.quiet) as show:
+
+            def on_run(name: str, result: RunResult) -> None:
+                show(name, result)
+                if keep is not None and result.spec.seed == rows[0].specs[0].seed:
+                    keep[name] = result
+
+            return run_rows(rows, num_jobs=self.jobs, store=store, on_run=on_run)
+
+
+@dataclass(kw_only=True)
+class _OfSuite(_Simulations):
+    scenarios: Names = ()
+    """only these scenarios"""
+    settings: Names = ()
+    """only these settings"""
+
+
+@app.command
+@dataclass(kw_only=True)
+class Suite(_OfSuite):
+    """Run an experiment: a grid of scenarios, settings and seeds from a file."""
+
+    suite: Annotated[str | None, Parameter(metavar="NAME|FILE")] = field(
+        default=None, kw_only=False
+    )
+    """a suite of --list, or a file"""
+    seeds: Seeds | None = None
+    """number of seeds, in place of the suite's"""
+    results: NewFolder = RESULTS
+    """keep each run's result in this folder, and do not repeat the run while the code that made it
+    is unchanged: an interrupted command continues"""
+    data_dir: DataDir = None
+    """folder with traces and kernel tables; default: $COSCHED_DATA; without one the workloads are
+    generated and the cost model is a roofline"""
+    write: NewFile | None = None
+    """write the page of results; rows of the page that this command does not run stay"""
+    plot: NewFile | None = None
+    """draw each column against the option that the scenarios vary"""
+    list: bool = False
+    """list the suites"""
+
+    def __call__(self) -> int:
+        if self.list:
+            for name in suite_names():
+                print(f"{name:<16}{read_suite(name).title}")
+            return self.finish({"suites": suite_names()})
+        if self.suite is None:
+            raise ConfigError("name a suite, or --list")
+        if self.plot is not None:
+            check_can_draw()
+        suite = read_suite(self.suite)
+        rows = rows_of(
+            suite,
+            scenarios=self.scenarios,
+            settings=self.settings,
+            num_seeds=self.seeds,
+            data_dir=data_dir_of(self.data_dir),
+        )
+        outcomes = self.run_rows(rows, store=ResultStore(self.results))
+        is_there = self.write is not None and self.write.exists()
+        page = read_page(self.write) if self.write is not None and is_there else Page()
+        commit = {"commit": versions()["commit"] or ""}
+        made = {}
+        for row, some in zip(rows, outcomes, strict=True):
+            made[Key.of(row)] = cells_of(suite.columns, some) | commit
+        page.rows |= made
+        command = self._command(self.suite)
+        print(Page(made).text(suite, command))
+        self.save(self.write, lambda path: write_whole(path, page.text(suite, command)))
+        self.save(self.plot, lambda path: page.plot(suite, path))
+        return self.finish(
+            {
+                "suite": self.suite,
+                "rows": [
+                    {**key._asdict(), "cells": made[key], "runs": [_described(one) for one in some]}
+                    for key, some in zip(made, outcomes, strict=True)
+                ],
+            }
+        )
+
+    def _command(self, suite: str) -> str:
+        """The command that makes the whole page."""
+        words = ["python", "-m", "cosched.bench", "suite", suite]
+        if data_dir_of(self.data_dir) is not None:
+            words += ["--data-dir", "DIR"]
+        return shlex.join([*words, "--write", str(self.write or "FILE")])
+
+
+def _described(one: Outcome) -> Mapping[str, Any]:
+    return {"spec": one.spec.describe(), "summary": one.summary.to_dict(with_host=False)}
+
+
+@app.command
+@dataclass(kw_only=True)
+class Check(_OfSuite):
+    """Repeat the cheap rows of a page of results, and name those that no longer hold.
+
+    The exit code is 1 if one does not hold.
+    """
+
+    suite: Annotated[str, Parameter(metavar="NAME|FILE")] = field(kw_only=False)
+    """a suite of `suite --list`, or a file"""
+    page: OldFile | None = None
+    """default: the suite's page in docs/results"""
+
+    def __call__(self) -> int:
+        suite = read_suite(self.suite)
+        path = self.page or Path("docs/results") / f"{Path(self.suite).stem}.md"
+        page = read_page(path)
+        rows = [
+            row
+            for row in rows_of(suite, scenarios=self.scenarios, settings=self.settings)
+            if row.is_cheap and Key.of(row) in page.rows
+        ]
+        if not rows:
+            raise ConfigError(f"{path} has no cheap row of the suite")
+        outcomes = self.run_rows(rows, store=None)
+        stale = [
+            cell
+            for row, some in zip(rows, outcomes, strict=True)
+            for cell in stale_cells(page, Key.of(row), cells_of(suite.columns, some))
+        ]
+        if stale:
+            raise StaleResultsError("\n".join([f"{path} no longer holds:", *map(str, stale)]))
+        print(f"{path}: {len(rows)} rows hold")
+        return self.finish({"suite": self.suite, "num_rows": len(rows)})
+
+
+class StaleResultsError(CoschedError):
+    """Recorded results that the code no longer gives."""
+
+    exit_code = 1
+
+
+@app.command(
+    help_epilogue="Settings:\n\n"
+    + "\n".join(f"* {name}: {entry.summary}" for name, entry in SETTINGS.items())
+    + f"\n\nOrders of eviction: {', '.join(EVICTION_ORDERS)}."
+)
+@dataclass(kw_only=True)
+class Run(_Simulations):
+    """Compare settings on one workload."""
+
+    settings: Annotated[Names, Parameter(name=("--settings", "--scenarios"))] = (
+        "s0",
+        "s1",
+        "priority",
+        "hygen",
+        "cosched",
+    )
+    """policies, your own as module:Class too, and the settings below; NAME/ORDER for one that
+    evicts KV in another order (docs/kv_memory.md), such as hygen/lru"""
+    seeds: Seeds = 1
+    """number of seeds, from --seed on: the table shows means and their 95 % intervals"""
+    results: NewFolder = RESULTS
+    """keep each run's result there, and do not repeat the run while the code is unchanged"""
+    plot: NewFolder | None = None
+    """write plots to this folder"""
+    run: Annotated[RunOptions, Parameter(name="*")] = field(default_factory=RunOptions)
+
+    def __call__(self) -> int:
+        base = run_spec_of(self.run, setting_of("s1"))
+        settings = [setting_of(name) for name in self.settings]
+        if self.plot is not None:
+            check_can_draw()
+        seeds = range(base.seed, base.seed + self.seeds)
+        rows = [
+            Row(
+                scenario="run",
+                value=None,
+                setting=setting.name,
+                is_cheap=False,
+                specs=tuple(replace(base, setting=setting, seed=seed) for seed in seeds),
+            )
+            for setting in settings
+        ]
+        suite = SuiteFile(
+            title="",
+            about="",
+            columns=RUN_COLUMNS,
+            scenarios={"run": SuiteScenario()},
+            settings={setting.name: SuiteSetting() for setting in settings},
+        )
+        drawn: dict[str, RunResult] = {}
+        outcomes = self.run_rows(
+            rows,
+            store=ResultStore(self.results),
+            keep=drawn if self.plot is not None else None,
+        )
+        cells = {
+            Key.of(row): cells_of(suite.columns, some)
+            for row, some in zip(rows, outcomes, strict=True)
+        }
+        print(Page(cells).table(suite, "run"))
+        self.save(self.plot, lambda folder: plot_results(folder, drawn))
+        return self.finish(
+            {
+                "scenarios": {
+                    row.setting: {
+                        "scenario": row.setting,
+                        "attainment": some[0].summary.online.attainment.joint.ratio,
+                        "offline_tokens_per_s": some[0].summary.offline.tokens_per_s,
+                        "cells": cells[Key.of(row)],
+                        "end_s": some[0].end_s,
+                        **_described(some[0]),
+                    }
+                    for row, some in zip(rows, outcomes, strict=True)
+                }
+            }
+        )
+
+
+@app.command
+@dataclass(kw_only=True)
+class Live(JsonOption):
+    """Measure one scenario on a running server: stock SGLang, cosched, vLLM.
+
+    Online requests arrive open-loop at their times, offline requests as --offline-client says. A
+    session turn is sent when the reply before it has arrived and its think time is over; its prompt
+    contains that reply. The server's own policy schedules; name it with --scenario for the table.
+    """
+
+    base_url: Annotated[str, Parameter(metavar="URL")]
+    """the server"""
+    served_model: Annotated[str, Parameter(metavar="NAME")] = "default"
+    """name of its model"""
+    api_key: Annotated[str | None, Parameter(metavar="KEY")] = None
+    """its key"""
+    scenario: Annotated[str, Parameter(metavar="NAME")] = "live"
+    """row of the table"""
+    vocab_size: Annotated[int, whole(20)] = VOCAB_SIZE
+    """prompts made of token ids stay below it"""
+    offline_client: Annotated[str, Parameter(choices=[one.value for one in OfflineClient])] = "cap"
+    """cap: a fixed number of offline requests in flight; aimd: a gateway that halves or raises that
+    number by the online requests that miss a target; all: all at once, or in waves"""
+    concurrency: Count = 64
+    """offline requests in flight, with aimd at most"""
+    no_priority: bool = False
+    """do not send `priority`, for servers that refuse it"""
+    length_scale: Positive = 1.0
+    """multiply all prompts and outputs, for small models"""
+    think_scale: Positive = 1.0
+    """multiply the times between the turns of a session"""
+    records: NewFile | None = None
+    """write one JSON line per request"""
+    plot: NewFolder | None = None
+    """write plots to this folder"""
+    run: Annotated[RunOptions, Parameter(name="*")] = field(default_factory=RunOptions)
+
+    def __call__(self) -> int:
+        if self.plot is not None:
+            check_can_draw()
+        setting = replace(
+            setting_of("s1"), name=self.scenario, client=OfflineClient(self.offline_client)
+        )
+        spec = replace(
+            run_spec_of(self.run, setting), cap=self.concurrency, max_concurrency=self.concurrency
+        )
+        target = LiveTarget(
+            base_url=self.base_url,
+            model=self.served_model,
+            vocab_size=self.vocab_size,
+            send_priority=not self.no_priority,
+            api_key=self.api_key,
+        )
+        online, offline = (self._scaled(requests) for requests in load_requests(spec))
+        with Progress(disable=not sys.stderr.isatty()) as bar:
+            task = bar.add_task(self.scenario, total=spec.end_s)
+            result = run_async(
+                measure_live(
+                    target,
+                    spec,
+                    online,
+                    offline,
+                    on_progress=lambda progress: bar.update(task, completed=progress.now_s),
+                )
+            )
+        print_live([result])
+        self.save(self.records, lambda path: write_records(result.records, path))
+        self.save(
+            self.plot,
+            lambda folder: write_run_plots(
+                folder,
+                Drawn(records=result.records, window=result.summary.window, default_slo=spec.slo),
+            ),
+        )
+        row = {**result.to_row(), "base_url": self.base_url}
+        return self.finish({"scenarios": {self.scenario: row}})
+
+    def _scaled(self, requests: Sequence[TraceRequest]) -> Sequence[TraceRequest]:
+        workload = Workload(name="live", requests=tuple(requests))
+        if self.length_scale != 1:
+            scale = self.length_scale
+            workload = rescale_lengths(workload, prompt=scale, output=scale)
+        return rescale_think_times(workload, self.think_scale).requests
+
+
+@app.command
+@dataclass(kw_only=True)
+class Compare(JsonOption):
+    """Show results of earlier runs side by side.
+
+    Files hold the last line of `run` or `live`. Ratios are to s0 of the first file.
+    """
+
+    files: Annotated[tuple[Path, ...], Parameter(converter=each(existing_file), metavar="FILE")] = (
+        field(kw_only=False)
+    )
+    """results"""
+
+    def __call__(self) -> int:
+        return self.finish(compare_files(self.files))

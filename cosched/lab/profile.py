@@ -1,0 +1,460 @@
+"""Measure what iterations of an engine take, and how much offline work its online requests bear.
+
+`measure` drives an engine through designed batches, fits the latency predictor and writes a
+profile, with which a policy starts (`--latency-model`) and a simulation can run (`--profile`).
+`slo` searches the largest latency budget, or rate of offline requests, with which a workload meets
+its goals (HyGen's SLO-aware profiler), in virtual time or, with a model, on servers that it starts.
+Each prints a table and, as its last line, one JSON object.
+
+    cosched profile measure --write FILE --virtual [machine options]
+    cosched profile measure --write FILE --model-path MODEL [any SGLang flag]
+    cosched profile slo --slo "p99_ttft<=1000ms" --slo "p99_tbt<=+5%" --online azure-like \\
+        --online-rate 2 --offline documents
+    cosched profile slo --slo "p99_tbt<=40ms" --online demo-chat --offline demo-job \\
+        --duration 60 --model-path MODEL -- [any SGLang flag]
+
+How long it takes: `measure --virtual` some 20 s, a live engine on two CPU cores some minutes (400
+batches, 3 times each); `slo` about eight simulations, each as long as `cosched simulate` takes, or
+as many servers that are started, warmed up and loaded for --duration.
+"""
+
+from __future__ import annotations
+
+import cosched.bootstrap  # isort: skip  # first: makes SGLang importable
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import torch
+from cyclopts import Parameter
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from cosched.cli import (
+    Count,
+    JsonOption,
+    NewFile,
+    Part,
+    Positive,
+    Seed,
+    new_app,
+    parse,
+    run,
+    section,
+    whole,
+)
+from cosched.config import Config, configured
+from cosched.core.batch import BatchShape, BatchTotals
+from cosched.engine.arguments import bind_cpu_threads, check_arguments, engine_arguments, resolve
+from cosched.errors import ConfigError, choices
+from cosched.files import write_whole
+from cosched.lab.benchmark.live import VOCAB_SIZE, LiveResult
+from cosched.lab.benchmark.own_server import OwnServers, leave_a_core_free
+from cosched.lab.cost_models.base import PrefixReads
+from cosched.lab.cost_models.specs import GPUS
+from cosched.lab.metrics.goals import Goal, parse_goal
+from cosched.lab.profiling.design import design_rounds
+from cosched.lab.simulation.options import (
+    CostOptions,
+    DataDir,
+    MachineOptions,
+    RunOptions,
+    cost_of,
+    data_dir_of,
+    machine_of,
+    run_spec_of,
+)
+from cosched.lab.simulation.run import RunSpec, config_of, cost_model_of, engine_flags, identity_of
+from cosched.lab.simulation.setting import OfflineClient, setting_of
+from cosched.lab.simulation.slo_search import SEARCHES, Ran, SloAnswer, find_largest, search_largest
+from cosched.predict.fitted import FittedPredictor, GraphSizes, fit_predictor, summarise
+from cosched.predict.profile_file import EngineIdentity, MeasuredPoint, Profile
+from cosched.versions import versions
+
+PREDICTOR = "cosched"
+"""The predictor that a profile holds."""
+
+_POLICY = "sarathi"
+"""Any policy that plans will do: a script takes its place."""
+
+_GOALS = """\
+Goals: STATISTIC_METRIC<=LIMIT with mean, p50, p90, p95 or p99 of ttft, tpot, tbt or e2e of the
+online requests. The limit is in ms or s, or relative (+5%) to the online requests alone under stock
+scheduling. Also attainment>=99% of the targets --slo-ttft and --slo-tpot, or attainment>=-1%: at
+most 1 point below the online requests alone.
+"""
+
+app = new_app("profile", __doc__)
+main = partial(run, "profile")
+
+_Engine = tuple[Any, EngineIdentity, GraphSizes | None]
+
+
+@dataclass(kw_only=True)
+class Virtual:
+    """The options that `--virtual` adds. They are not SGLang's, though some have the same names."""
+
+    machine: Annotated[MachineOptions, Parameter(name="*")] = field(default_factory=MachineOptions)
+    cost: Annotated[CostOptions, Parameter(name="*")] = field(default_factory=CostOptions)
+    data_dir: DataDir = None
+
+
+@app.command(
+    help_epilogue="With --virtual also the options of `cosched simulate` for the simulated "
+    "machine, its iteration times, and --data-dir."
+)
+@dataclass(kw_only=True)
+class Measure(JsonOption):
+    """Measure an engine, fit the predictor, write a profile.
+
+    The engine is the modelled GPU of a simulation (--virtual and machine options), or one in this
+    process (--model-path and any SGLang flag).
+    """
+
+    flags: Annotated[tuple[str, ...], Parameter(allow_leading_hyphen=True, show=False)] = field(
+        default=(), kw_only=False
+    )
+    write: NewFile
+    """the profile"""
+    virtual: bool = False
+    """measure the modelled GPU, in virtual time"""
+    batches: Count = 400
+    """batches to measure; fewer than 100 fit poorly"""
+    repeats: Count = 3
+    """times each batch runs; the median counts, and batches whose repeats differ by more than a
+    tenth are repeated once more, then discarded"""
+    max_context: Count | None = None
+    """longest context measured [tokens]; default: as the engine allows"""
+    held_out: Part = 0.25
+    """share of the batches that is not fitted, to measure the error"""
+    seed: Seed = 0
+    """seed of the batches"""
+    quiet: bool = False
+    """no progress bar"""
+
+    def __call__(self) -> int:
+        engine = self._virtual_engine() if self.virtual else self._live_engine()
+        with engine as (local, identity, graphs):
+            points, about = self._measured_points(local)
+        held_out = self._errors(points, graphs)
+        profile = Profile(
+            points=points,
+            engine=identity,
+            predictor=_fitted(points, graphs),
+            held_out=held_out,
+            about=about,
+        )
+        self.save(self.write, profile.save)
+        print(f"{len(points)} batches of {identity.model} on {identity.device} in {self.write}")
+        return self.finish(
+            {
+                "file": str(self.write),
+                "engine": asdict(identity),
+                "num_points": len(points),
+                "held_out": held_out,
+                "about": about,
+            }
+        )
+
+    @contextlib.contextmanager
+    def _virtual_engine(self) -> Iterator[_Engine]:
+        from cosched.lab.simulation.virtual import VirtualEngine
+
+        options = parse(Virtual, self.flags)
+        data_dir = data_dir_of(options.data_dir)
+        spec = RunSpec(
+            setting=setting_of(_POLICY),
+            machine=machine_of(options.machine),
+            cost=cost_of(options.cost, data_dir),
+            seed=self.seed,
+            data_dir=str(data_dir) if data_dir else None,
+        )
+        cost_model = cost_model_of(spec)
+        with (
+            configured(config_of(spec)),
+            VirtualEngine(
+                flags=engine_flags(spec),
+                cost_model=cost_model,
+                prefix_reads=PrefixReads(spec.cost.prefix_reads),
+            ) as engine,
+        ):
+            yield engine.local, identity_of(spec), cost_model.graph_sizes
+
+    @contextlib.contextmanager
+    def _live_engine(self) -> Iterator[_Engine]:
+        given = [flag.partition("=")[0] for flag in self.flags]
+        if "--gpu" in given:
+            raise ConfigError(
+                f"--gpu names a modelled GPU ({choices(GPUS)}) and goes with --virtual; a live "
+                "engine is named by --model-path and SGLang's flags"
+            )
+        if "--model-path" not in given and "--model" not in given:
+            raise ConfigError(
+                "nothing to measure: name --virtual, or --model-path and SGLang's flags"
+            )
+        from cosched.engine import identity
+        from cosched.engine.port import graph_sizes_of
+        from cosched.engine.port.local import LocalEngine
+
+        config = Config(policy=_POLICY)
+        flags = engine_arguments(self.flags, config, mixed_chunk=True)
+        if "--log-level" not in given:
+            flags += ["--log-level", "warning"]
+        server_args = resolve(flags)
+        check_arguments(server_args, config)
+        if server_args.tp_size > 1 or server_args.dp_size > 1:
+            raise ConfigError(
+                f"--tp {server_args.tp_size} --dp {server_args.dp_size}: one process runs one "
+                "rank; measure with one, or let the server learn while it runs"
+            )
+        bind_cpu_threads(flags, os.environ)
+        if not cosched.bootstrap.has_cuda():
+            # torch read the variable before it was set.
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        with configured(config), LocalEngine(flags) as local:
+            scheduler = local.scheduler
+            found = identity.identity_of(scheduler.server_args, scheduler.model_config)
+            yield local, found, graph_sizes_of(scheduler)
+
+    def _measured_points(self, local: Any) -> tuple[tuple[MeasuredPoint, ...], dict[str, Any]]:
+        from cosched.lab.profiling.measure import limits_of, measure_rounds
+
+        limits = limits_of(local.scheduler, max_context=self.max_context)
+        rounds = design_rounds(limits, num_batches=self.batches, seed=self.seed)
+        with _progress(quiet=self.quiet) as bar:
+            task = bar.add_task("iterations", total=self.batches * self.repeats)
+            measured = measure_rounds(
+                local,
+                rounds,
+                repeats=self.repeats,
+                seed=self.seed,
+                on_iteration=lambda: bar.update(task, advance=1),
+            )
+        for count, why in (
+            (measured.num_discarded, "whose repeats differ too much"),
+            (measured.num_not_run, "that the engine did not run as designed"),
+        ):
+            if count:
+                print(f"discarded {count} of {self.batches} batches {why}", file=sys.stderr)
+        return measured.points, {
+            "versions": versions(),
+            "seed": self.seed,
+            "num_batches": self.batches,
+            "num_repeats": self.repeats,
+            "num_discarded": measured.num_discarded,
+            "num_not_run": measured.num_not_run,
+            "limits": asdict(limits),
+        }
+
+    def _errors(self, points: Sequence[MeasuredPoint], graphs: GraphSizes | None) -> dict[str, Any]:
+        """Print and return the predictor's relative errors on held-out points, by kind of batch and
+        of "all". ConfigError if there are too few points to hold some out."""
+        order = np.random.default_rng(self.seed).permutation(len(points)).tolist()
+        num_held_out = round(len(points) * self.held_out)
+        if not 0 < num_held_out < len(points):
+            raise ConfigError(f"{len(points)} batches are too few to hold some out")
+        held_out = [points[i] for i in order[:num_held_out]]
+        try:
+            predictor = _fitted([points[i] for i in order[num_held_out:]], graphs)
+        except ConfigError as too_few:
+            print(f"error unknown: {too_few}")
+            return {"num_points": num_held_out, "errors": {PREDICTOR: {"not_fitted": str(too_few)}}}
+        pairs: dict[str, list[tuple[float, float]]] = {}
+        for point in held_out:
+            pair = predictor.predict_s(BatchTotals.of(point.batch)), point.seconds
+            for kind in (kind_of(point.batch), "all"):
+                pairs.setdefault(kind, []).append(pair)
+        errors = {kind: summarise(*zip(*of_kind, strict=True)) for kind, of_kind in pairs.items()}
+        print(
+            f"error on {num_held_out} of {len(points)} batches, fitted to the others: mean, p99 [%]"
+        )
+        for kind, error in sorted(errors.items()):
+            print(f"{kind:<16}{100 * error.mean:>9.2f}{100 * error.p99:>7.1f}")
+        by_kind = {kind: asdict(error) for kind, error in errors.items()}
+        return {"num_points": num_held_out, "errors": {PREDICTOR: by_kind}}
+
+
+def kind_of(batch: BatchShape) -> str:
+    """Which of the four kinds of designed batches this is."""
+    if not batch.prefills:
+        return "decode"
+    if batch.decodes:
+        return "mixed"
+    return "cached prefill" if any(p.num_cached for p in batch.prefills) else "prefill"
+
+
+def _fitted(points: Sequence[MeasuredPoint], graphs: GraphSizes | None) -> FittedPredictor:
+    batches, seconds = [p.batch for p in points], [p.seconds for p in points]
+    return fit_predictor(PREDICTOR, batches, seconds, graphs=graphs)
+
+
+@dataclass(kw_only=True)
+class LiveServers:
+    """With a model each value is tried on a server started with it, as it is served: SGLang's flags
+    follow --, and the machine options have no effect."""
+
+    model_path: Annotated[str | None, Parameter(metavar="MODEL")] = None
+    """search on live servers of this model, each with the SGLang flags that follow --; the options
+    of the simulated machine then have no effect"""
+    concurrency: Count = 64
+    """offline requests in flight"""
+    vocab_size: Annotated[int, whole(20)] = VOCAB_SIZE
+    """prompts made of token ids stay below it"""
+    server_log: NewFile = Path("cosched-server.log")
+    """output of the last server"""
+
+
+@app.command(
+    help_epilogue="Searches:\n\n"
+    + "\n".join(
+        f"* {name}: {one.summary} ({one.key}, {one.unit}; policy {one.policy})"
+        for name, one in SEARCHES.items()
+    )
+    + f"\n\n{_GOALS}"
+)
+@dataclass(kw_only=True)
+class Slo(JsonOption):
+    """Find the largest budget or offline rate with which a workload meets its goals."""
+
+    server_flags: Annotated[tuple[str, ...], Parameter(show=False)] = field(
+        default=(), kw_only=False
+    )
+    goals: Annotated[tuple[str, ...], Parameter(name="--slo", metavar="GOAL")]
+    """a goal; several may be named, and all are met at once"""
+    search: Annotated[str, Parameter(choices=sorted(SEARCHES))] = "budget"
+    """what is searched"""
+    low: Positive | None = None
+    """lower end of the range"""
+    high: Positive | None = None
+    """upper end of the range"""
+    tolerance: Part = 0.05
+    """stop when the value is known to this relative precision"""
+    jobs: Count = 1
+    """simulations at a time"""
+    write: NewFile | None = None
+    """write a COSCHED_CONFIG with the value"""
+    quiet: bool = False
+    """no progress bar"""
+    live: Annotated[LiveServers, section("Live servers")] = field(default_factory=LiveServers)
+    run: Annotated[RunOptions, Parameter(name="*")] = field(default_factory=RunOptions)
+
+    def __call__(self) -> int:
+        goals = [parse_goal(text) for text in self.goals]
+        wanted = SEARCHES[self.search]
+        spec = run_spec_of(self.run, setting_of(wanted.policy))
+        if self.server_flags and self.live.model_path is None:
+            raise ConfigError("flags after -- are for live servers; name --model-path too")
+        limits: dict[str, Any] = {"low": self.low, "high": self.high, "tolerance": self.tolerance}
+        with _progress(quiet=self.quiet) as bar:
+            task = bar.add_task("runs", total=None)
+
+            def on_run(what: str, result: Ran) -> None:
+                bar.update(task, advance=1, description=f"tried {what}")
+
+            if self.live.model_path is None:
+                answer = find_largest(
+                    self.search, spec, goals, num_jobs=self.jobs, on_run=on_run, **limits
+                )
+            else:
+                answer = self._search_live(spec, goals, on_run=on_run, **limits)
+        _show(answer, goals)
+        if answer.value is not None:
+            config = msgspec.structs.replace(config_of(spec), **{wanted.key: answer.value})
+            self.save(self.write, lambda path: write_whole(path, config.to_json() + "\n"))
+        live = None
+        if self.live.model_path is not None:
+            live = {
+                "model": Path(self.live.model_path).name,
+                "server_flags": self.server_flags,
+                "concurrency": self.live.concurrency,
+            }
+        return self.finish({"spec": spec.describe(), "live": live, **answer.to_dict()})
+
+    def _search_live(
+        self,
+        spec: RunSpec,
+        goals: Sequence[Goal],
+        *,
+        on_run: Callable[[str, LiveResult], None],
+        **limits: Any,
+    ) -> SloAnswer:
+        assert self.live.model_path is not None
+        leave_a_core_free()
+        spec = replace(
+            spec,
+            setting=replace(spec.setting, client=OfflineClient.CAP),
+            cap=self.live.concurrency,
+        )
+        servers = OwnServers(
+            model_path=self.live.model_path,
+            flags=self.server_flags,
+            vocab_size=self.live.vocab_size,
+        )
+
+        def tried(what: str, result: LiveResult) -> None:
+            on_run(what, result)
+            reached = [(goal, goal.measure(result.summary, result.records)) for goal in goals]
+            shown = "; ".join(f"{goal.text}: {_amount(goal, value)}" for goal, value in reached)
+            # At once: a search that ends early has lasted long.
+            for line in (shown, *result.notes()):
+                print(f"{what}: {line}", file=sys.stderr, flush=True)
+
+        return search_largest(
+            self.search,
+            spec,
+            goals,
+            run_all=lambda specs: servers.run_all(specs, log_path=self.live.server_log),
+            on_run=tried,
+            **limits,
+        )
+
+
+def _show(answer: SloAnswer, goals: Sequence[Goal]) -> None:
+    """Every value tried and what it reached, then the answer."""
+    titles = [f"{answer.unit:>10}", *(f"{goal.text:>20}" for goal in goals)]
+    print("".join(titles) + f"{'offline tokens/s':>20}")
+    limits = [_amount(goal, bound) for goal, bound in zip(goals, answer.bounds, strict=True)]
+    print(f"{'limit':>10}" + "".join(f"{limit:>20}" for limit in limits))
+    if answer.baseline is not None:
+        alone = [_amount(goal, x) for goal, x in zip(goals, answer.baseline, strict=True)]
+        print(f"{'alone':>10}" + "".join(f"{x:>20}" for x in alone))
+    for probe in answer.probes:
+        reached = [_amount(goal, x) for goal, x in zip(goals, probe.reached, strict=True)]
+        tokens = probe.offline_tokens_per_s
+        print(
+            f"{probe.value:>10g}"
+            + "".join(f"{x:>20}" for x in reached)
+            + f"{'-' if tokens is None else f'{tokens:.0f}':>20}"
+            + ("" if probe.is_good else "  misses")
+        )
+    if answer.value is None:
+        print(f"no {answer.key} in the range meets all goals")
+    else:
+        print(f"largest {answer.key} that meets all goals: {answer.value:g}")
+
+
+def _amount(goal: Goal, value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2%}" if goal.statistic is None else f"{value * 1e3:.1f} ms"
+
+
+def _progress(*, quiet: bool) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        disable=quiet or not sys.stderr.isatty(),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
