@@ -56,7 +56,7 @@ _OWN = (
         # Stock gives a request without a priority the lowest one: online requests would come last.
         server_flags={"enable_priority_scheduling": True, "default_priority_value": 0},
     ),
-    _cosched("cosched", "online by who can be in time, offline by the longest reply"),
+    _cosched("cosched", "online requests that can be in time first, offline by the longest reply"),
     _cosched("cosched-fcfs", "cosched with online requests in arrival order", feasible=False),
     _cosched(
         "cosched-nogapcap", "cosched without a limit on a single gap of tokens", gap_cap=False

@@ -31,8 +31,8 @@ class KvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     window_s        over which the demand is looked at [s]
     admission       an offline request is not admitted while what it would evict is worth more than
                     it computes
-    recompute_share share of the device's time that may go into computing anew what stops have
-                    lost; beyond it no offline request is admitted beside one that runs
+    recompute_share share of the device's time that may go into recomputing after preemptions;
+                    beyond it no offline request is admitted beside one that runs
     late_weight     how much more a second weighs that makes an online request miss its target
     horizon_s       within which a context is expected back that is counted as demand [s]
     half_life_s     after which an observed return counts half [s]

@@ -25,7 +25,7 @@ class OnlineDemand:
         """The newest sample [tokens]."""
 
     def sample(self, num_tokens: int, now_s: float) -> None:
-        """The demand is so many tokens now. O(1) amortized."""
+        """The demand is `num_tokens` now. O(1) amortized."""
         self.now = num_tokens
         self._samples.append((now_s, num_tokens))
         self._sum += num_tokens

@@ -118,7 +118,7 @@ class Leaves:
         self._wakes_s: dict[int, float] = {}
         """Of each leaf, its one timer that counts."""
         self.curve: LossCurve | None = None
-        """Of the leaves as they are; made anew when they change."""
+        """Of the leaves as they are; None when they have changed."""
 
     def __len__(self) -> int:
         return len(self._sorted)

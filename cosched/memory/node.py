@@ -57,7 +57,7 @@ class KvNode:
     rank        where it stands in the order of eviction; None: it cannot be evicted now
     host_rank   the same of its copy in host memory
     freed       where it will stand when all below it has gone, and until when that is so [s]; None:
-                nobody has asked since it changed
+                not computed since it changed
     """
 
     __slots__ = (
@@ -135,7 +135,7 @@ class KvNode:
         return self.passing + partly / self.num_tokens
 
     def head(self, num_tokens: int) -> tuple[Hashable, bytes]:
-        """The namespace, and the token ids from the root up to so many tokens of the node itself, 4
+        """The namespace, and the token ids from the root up to `num_tokens` of the node itself, 4
         bytes each. O(depth + tokens)."""
         segments = [self.segment[: num_tokens * TOKEN_BYTES]]
         node = self.parent

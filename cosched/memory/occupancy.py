@@ -1,4 +1,4 @@
-"""Who has the KV memory, by class and by what it is still good for (Echo Fig. 10)."""
+"""Use of the KV memory by class and by expected reuse (Echo Fig. 10)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class KvOccupancy(msgspec.Struct, kw_only=True, frozen=True):
     running_offline  held by offline requests alone
     returning        cached, of sessions that are likely to go on
     referenced       cached, and waiting offline requests begin with it
-    dead             cached, and nobody is expected to come for it
+    dead             cached, and no request is expected to use it
     kept             what offline requests leave to online ones
     evicted_online, evicted_offline  evicted since the start with no copy left in host memory, or
                      given up there, by the class that had used it

@@ -1,18 +1,18 @@
-"""How much of the device's time may go into computing anew what stops have lost.
+"""Limit on the device time that goes into recomputing what preempted requests have lost.
 
-A stopped request resumes from what is left of its KV. Where memory is short for long, what is
-admitted pushes out what was stopped, resumes in its turn, is pushed out again, and hardly anything
-is finished: SGLang's issue 26248 reports a fourteenth of the rate, which does not recover. Counting
-stops would not tell such a collapse from stops that cost nothing, so what they cost is counted.
+A preempted request resumes from what is left of its KV. Where memory is short for long, admitted
+requests evict what preempted ones need, are preempted in turn, and little is finished: SGLang's
+issue 26248 reports a fourteenth of the rate, which does not recover. Counting preemptions would not
+tell such a collapse from preemptions that cost nothing, so their cost is counted.
 """
 
 from __future__ import annotations
 
 
 class RecomputeBudget:
-    """A bucket of seconds that fills at `share` seconds per second up to `most_s`; what is computed
-    anew is paid from it. While it is overdrawn nothing new is admitted offline: what runs goes on,
-    ends, and leaves room, so it is also the hysteresis between a stop and the next admission.
+    """A bucket of seconds that fills at `share` seconds per second up to `most_s`; recomputation is
+    paid from it. While it is overdrawn no offline request is admitted: what runs ends and frees
+    memory, so it is also the hysteresis between a preemption and the next admission.
     """
 
     def __init__(self, *, share: float, most_s: float) -> None:
@@ -24,7 +24,7 @@ class RecomputeBudget:
         """When that was left; None: nothing was ever paid."""
 
     def pay(self, seconds: float, now_s: float) -> None:
-        """So much of the device's time went into it [s]."""
+        """`seconds` of the device's time went into it."""
         self._left_s = self._left(now_s) - seconds
         self._at_s = now_s
 

@@ -1,4 +1,4 @@
-"""Who comes back: the chance that an online context is used again, learned while running.
+"""The chance that an online context is used again, learned while running.
 
 A finished request leaves a context behind. The next turn of its session, if there is one, begins
 with it. How long that takes differs by kind of visit: a first message is often the last, the
@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 BIN_EDGES_S: tuple[float, ...] = (0.0, *[0.5 * 2.0**i for i in range(14)])
-"""Ages at which bins begin [s]: 0, 0.5, 1, 2, ... 4096. After the end of the last, 8192 s, nobody
-is expected."""
+"""Ages at which bins begin [s]: 0, 0.5, 1, 2, ... 4096. After the end of the last, 8192 s, no
+reuse is expected."""
 
 _END_S = 2 * BIN_EDGES_S[-1]
 _WIDTHS_S = tuple(b - a for a, b in zip(BIN_EDGES_S, (*BIN_EDGES_S[1:], _END_S), strict=True))
@@ -44,7 +44,7 @@ _PRIOR_HAZARDS = (
 go on, half of them within half a minute. Too high costs offline work until it is learned better,
 too low costs chat."""
 _PRIOR_WEIGHT = 2.0
-"""Visits that this belief is worth, in each bin."""
+"""Visits that the prior counts as, in each bin."""
 
 _MOST_DOUBLINGS = 20.0
 """Half-lives after which the weights of observations are counted from a new beginning."""
@@ -120,7 +120,7 @@ class ReuseModel:
         return kind
 
     def advance(self, now_s: float) -> None:
-        """Say what time it is: who has not come back yet gets older. O(log n) per bin reached."""
+        """Say what time it is: contexts that were not used yet get older. O(log n) per bin."""
         due = self._due
         while due and due[0][0] <= now_s:
             _, visit_id, mark = heapq.heappop(due)
@@ -179,8 +179,8 @@ class ReuseModel:
         host_discount_s: float | None = None,
         num_kinds: int = _NUM_KINDS,
     ) -> None:
-        """Take what was learned into the answers: of so many kinds, of the others in turn later.
-        discount_s: how long memory is worth holding for a return [s]; one that comes after t
+        """Take what was learned into the answers: of `num_kinds`, of the others in later calls.
+        discount_s: time after which memory is used for others [s]; a return that comes after t
         seconds counts exp(-t / discount_s). host_discount_s: the same of host memory;
         None: there is none."""
         # What one visit seen just now weighs.
@@ -193,7 +193,7 @@ class ReuseModel:
             if host_discount_s is not None:
                 self._host_chances[kind] = _chances(hazards, host_discount_s)
             # How many come is soon known, when they come is not: what is kept for them while they
-            # are away costs offline work, and who never comes would be waited for at each age.
+            # are away costs offline work, and one that never comes would be waited for at each age.
             share = self._share_of_prior(kind, prior)
             self._soon[kind] = _chances(self._hazards(kind, prior, share), self._horizon_s)
         self._next = (self._next + num_kinds) % _NUM_KINDS

@@ -1,4 +1,4 @@
-"""The engine's radix tree as eviction sees it: which nodes there are, who holds them, who waits for
+"""The engine's radix tree as eviction sees it: its nodes, locks on them, and requests that wait for
 them.
 
 The engine's own tree stays the truth; this one follows it, told of every insertion, lock and
@@ -40,8 +40,8 @@ class KvTree:
     """See the module's docstring. Requests of different namespaces share nothing.
 
     copies  hears which copies in host memory can be given up; None: there is no host memory
-    future  who waits for a path (`PrefixPool.future_references`); asked for new nodes only, and
-            only where somebody waits for what is above them
+    future  requests that wait for a path (`PrefixPool.future_references`); asked for new nodes
+            only, and only where some wait for what is above them
     """
 
     def __init__(
@@ -64,20 +64,20 @@ class KvTree:
         self.num_tokens = 0
         """Of all nodes on the device [tokens]."""
         self.num_evictable = 0
-        """Of those that nobody holds [tokens]."""
+        """Of those that are not locked [tokens]."""
         self.num_shifts = 0
         """Times that `gains_of_release` of a lock that stays may have changed."""
         self.num_held_online = 0
-        """Of those that are held, and that an online request has used [tokens]."""
+        """Of those that are locked, and that an online request has used [tokens]."""
         self.num_on_host = 0
         """Of all copies in host memory [tokens]."""
         self.cut: list[tuple[int, int]] = []
-        """Nodes with a copy in host memory that were split since somebody looked: the new upper
+        """Nodes with a copy in host memory that were split since the last look: the new upper
         part, and the lower one, which has kept its number."""
 
     @property
     def num_held_offline(self) -> int:
-        """Of those that are held, and that no online request has used [tokens]."""
+        """Of those that are locked, and that no online request has used [tokens]."""
         return self.num_tokens - self.num_evictable - self.num_held_online
 
     def reset(self) -> None:
@@ -456,7 +456,7 @@ class KvTree:
                 node.stops[tokens] = node.stops.get(tokens, 0) + count
 
     def evictable_from(self, node_id: int) -> int:
-        """Tokens from a node on the device up to the root that nobody holds. O(depth)."""
+        """Tokens from a node on the device up to the root that are not locked. O(depth)."""
         node = self.nodes.get(node_id)
         num_tokens = 0
         while node is not None and node.parent is not None and not node.num_holds:
@@ -465,13 +465,13 @@ class KvTree:
         return num_tokens
 
     def gains_of_release(self, node_ids: Iterable[int]) -> list[int]:
-        """Of each node, tokens that nobody would hold if one lock of it were gone. O(depth)."""
+        """Of each node, tokens that would not be locked without one lock of it. O(depth)."""
         nodes = self.nodes
         gains = []
         for node_id in node_ids:
             node = nodes.get(node_id)
             num_bytes = 0
-            while node is not None and node.num_holds == 1:  # nobody holds a root
+            while node is not None and node.num_holds == 1:  # a root has no locks
                 num_bytes += len(node.segment)
                 node = node.parent
             gains.append(num_bytes // TOKEN_BYTES)

@@ -115,7 +115,7 @@ class KvValue:
 
     def of_copy(self, node: KvNode, now_s: float) -> float:
         """Per token, of its copy in host memory, or of one if there were one, where it is on the
-        device no longer: what computing it anew costs more than loading it."""
+        device no longer: what recomputing it costs more than loading it."""
         if not self.has_host:
             return 0.0
         computed = self._lost(node, now_s, is_loaded=False, on_host=True)
@@ -128,7 +128,7 @@ class KvValue:
 
     @property
     def loading_share(self) -> float:
-        """What loading a token takes of what computing it anew would, 0 to 1; 1: there is no host
+        """Cost of loading a token as a share of recomputing it, 0 to 1; 1: there is no host
         memory."""
         if not self.has_host:
             return 1.0
@@ -169,7 +169,7 @@ class KvValue:
         return min(cost, self.costs.to_units(self.transfer_s)) if is_loaded else cost
 
     def _late_share(self, node: KvNode, end: int, ttft_s: float, *, is_loaded: bool) -> float:
-        """Of the time that computing a node's tokens anew takes, the share that brings a first
+        """Of the time to recompute a node's tokens, the share that brings a first
         token nearer to being late; what is behind the node, up to `end`, is lost already."""
         behind_s = self._seconds(node.end, end, is_loaded=is_loaded)
         lost_s = self._seconds(node.start, end, is_loaded=is_loaded)
@@ -180,7 +180,7 @@ class KvValue:
 
     def _late(self, share: float) -> float:
         """How near to being late, 0 to 1; share: of the target for the first token that goes into
-        computing anew."""
+        recomputing."""
         return min(max((share - self._free_share) / (1.0 - self._free_share), 0.0), 1.0)
 
     def _seconds(self, start: int, end: int, *, is_loaded: bool) -> float:

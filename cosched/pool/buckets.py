@@ -34,7 +34,7 @@ def quantile_boundaries(lengths: Sequence[int], num_buckets: int) -> tuple[int, 
 class LengthBuckets(Generic[P]):
     """Radix trees by prompt length: bucket i holds ``boundaries[i-1] <= length < boundaries[i]``.
 
-    One bucket at a time has the turn: the order of the whole begins with it.
+    The order of the whole begins with one bucket (`turn`).
 
     boundaries   rising prompt lengths [tokens]; None: learned
     num_buckets  how many to learn, as quantiles of the first `SAMPLE_SIZE` requests since the pool
@@ -71,7 +71,7 @@ class LengthBuckets(Generic[P]):
         self.turn = self.index_of(request)
 
     def in_turn(self) -> Iterator[RadixTree[P]]:
-        """The bucket that has the turn, the longer ones, then the shorter ones."""
+        """The bucket `turn`, the longer ones, then the shorter ones."""
         yield from self.trees[self.turn :]
         yield from self.trees[: self.turn]
 

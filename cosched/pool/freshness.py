@@ -68,7 +68,7 @@ class UtilityMix:
         self._num_put_off += 1
 
     def restart(self) -> None:
-        """Forget the debt: nobody waits."""
+        """Forget the debt: no request waits."""
         self._debt = self._share
         self._num_put_off = 0
 
@@ -156,11 +156,10 @@ class DueRequests(Generic[R]):
 
 
 _STRETCH_S = 10.0
-"""Deadlines in so short a time are looked at together [s]."""
+"""Deadlines within a stretch of this length are looked at together [s]."""
 
 _CAUTION = 1.25
-"""The work that is left takes so many times as long as at the measured rate: chat may need more of
-the device in the time to come."""
+"""Factor on the time of the work that is left: chat may need more of the device later."""
 
 
 class ServedRate:
@@ -194,7 +193,7 @@ class ServedRate:
             self.longest_s *= share
 
     def ended(self, num_tokens: int, seconds: float) -> None:
-        """A request has ended, so long after its first token [s]. What the first ones took lies
+        """A request has ended, `seconds` after its first token. What the first ones took lies
         before the measurement."""
         self.longest_s = max(self.longest_s, seconds)
         if self._is_measuring:
@@ -211,7 +210,7 @@ class ServedRate:
 
 
 _HALF_S = 300.0
-"""What was measured so long ago counts half [s]."""
+"""Half-life of measurements [s]."""
 
 _LEAST_S = 5.0
 """Of measuring, before there is a rate [s]."""

@@ -6,10 +6,10 @@ What is next, in this order:
    `PoolConfig.deadline_margin_s`, earliest first. While the head of the depth-first order is one of
    them and not much later than the earliest, it goes before it: a job whose requests are all urgent
    is still served in prefix order.
-2. *Due* requests: the oldest, when `UtilityMix` says that it is their turn. While the head of the
+2. *Due* requests: the oldest, when `UtilityMix` says that they are due. While the head of the
    depth-first order has much in common with the last admission that a due one has not, the due one
    is put off, but not for long: else a prefix in use would be left, and computed again later.
-3. The depth-first order of the bucket that has the turn, then that of the other buckets.
+3. The depth-first order of the bucket that is next in rotation, then that of the other buckets.
 
 The depth-first order goes on where the last admission was made: when a request was admitted out of
 order, those that share most with it lead the order from then on. So a stale or an urgent request
@@ -40,7 +40,7 @@ from cosched.pool.radix import Node, Place, RadixTree, Shared
 P = TypeVar("P", bound=PrefixRequest)
 
 _LOOK_S = 1.0
-"""How often it is worked out what must go first to be done in time [s]."""
+"""Time between two computations of which requests are urgent [s]."""
 
 
 class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -258,7 +258,7 @@ class RadixTree(Generic[T]):
         ]
 
     def find(self, token_ids: Sequence[int], *, key: Hashable, num_tokens: int) -> Node[T] | None:
-        """The node of all that share the first `num_tokens` of these tokens; None when nobody
+        """The node of all that share the first `num_tokens` of these tokens; None when none
         does. O(depth + tokens compared). Valid until the tree changes."""
         assert 0 < num_tokens <= len(token_ids), f"{num_tokens=} {len(token_ids)=}"
         data = pack(token_ids[:num_tokens])

@@ -1,4 +1,4 @@
-"""What online requests would have had alone, followed in virtual time beside what they get.
+"""The isolated baseline: what online requests would have without offline work, in virtual time.
 
 Of every online request are known its arrival, its prompt, and in the end its length. From these and
 from predicted times of iterations follows how the stock scheduler would have served the online
@@ -10,7 +10,7 @@ of them unfinished; all that run decode together. With the overlap scheduler a b
 when the one before the last is done, so a request that comes meanwhile waits for up to two of
 them, and one that has ended is in one batch more.
 
-What is left out: KV memory (nobody waits for it), what the prefix cache would have held in place of
+Not modelled: KV memory (no request waits for it), what the prefix cache would have held in place of
 what it holds, and preemption.
 """
 
@@ -131,7 +131,7 @@ class Alone:
         self._offset = 0
         """Of all that run: tokens of their contexts before decode iteration 0, had they run."""
         self._longest: int | None = 0
-        """The largest of these; None: to be worked out."""
+        """The largest of these; None: to be computed."""
         self._ends: list[tuple[int, int, _Request]] = []
         """(number of the decode iteration that gives the last token, place, request)."""
         self._num_ends = 0

@@ -20,8 +20,8 @@ _SCORES = 512
 _FIRST_STEP = 16
 """Least number of tokens between two look-ups."""
 _BEYOND = (2.0, 4.0)
-"""Median and upper length, in multiples of the output, where no similar request got so long: as if
-lengths had no scale (a Pareto tail of index 1 has the median of the survivors of t at 2 t)."""
+"""Median and upper length, in multiples of the output, where no similar request got that long: as
+if lengths had no scale (a Pareto tail of index 1 has the median of the survivors of t at 2 t)."""
 _RENEWED = 32
 """Most requests that end before the estimate of a waiting request is looked up again."""
 _NORMAL = NormalDist()

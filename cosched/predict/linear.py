@@ -37,8 +37,8 @@ _RIDGE = 0.01
 """Weight of equal shares of the time against the data, in batches: costs that no batch tells apart
 are taken to be alike."""
 _OUTLIER_DEVIATIONS, _OUTLIER_LEAST = 6.0, 0.25
-"""A batch is left out when a first fit misses it by more than so many deviations of all errors and
-more than this share of its prediction."""
+"""A batch is left out when a first fit misses it by more than this number of deviations of all
+errors and more than this share of its prediction."""
 _LEAST_LEVEL = 1e-3
 """Least time of an iteration, as a share of the shortest one measured."""
 _LEAST_POINTS = 16

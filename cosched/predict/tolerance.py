@@ -77,7 +77,7 @@ _WINDOW = 1000
 a slow day."""
 
 _HORIZON = 50
-"""Within so many requests what is left is given out, or what is lacking saved."""
+"""Number of requests within which the balance is given out, or a deficit saved."""
 
 _MOST_ROOM = 10.0
 """Room at most [promised shares]: what was saved is not spent all at once."""

@@ -1,4 +1,4 @@
-"""Who shares which prefix: the running requests, sorted by their tokens.
+"""Which running requests share which prefix: sorted by their tokens.
 
 Two requests read the same KV slots as far as their tokens agree *and* these lie in the engine's
 radix tree, which holds each sequence of tokens once. Both are known on the host, so groups need
@@ -234,12 +234,12 @@ class PrefixForest:
         elif index or node.members:
             place, behind = self._slot_at.index(node.last()), 1
         else:
-            place = behind = 0  # nobody is in the forest
+            place = behind = 0  # the forest is empty
         node.keys.insert(index, key)
         self._insert(place, behind, slot, node.end)
 
     def _insert(self, place: int, behind: int, slot: int, num_common: int) -> None:
-        """Before or behind the one at a place, with so many tokens in common."""
+        """Before or behind the one at a place, with this number of tokens in common."""
         self._slot_at.insert(place + behind, slot)
         self._common.insert(place, num_common)
 
@@ -247,8 +247,9 @@ class PrefixForest:
         """The groups of a batch: O(requests) in C and O(groups), or one of the last answers.
 
         members    the requests of the batch, all of them in the forest
-        min_saved  what some have in common is a group of its own where it saves so many reads of KV
-                   tokens: (members - 1) x tokens. Below, its tokens count to the groups within it
+        min_saved  what some have in common is a group of its own where it saves this number of
+                   reads of KV tokens: (members - 1) x tokens. Below, its tokens count to the groups
+                   within it
         """
         asked = np.fromiter(members, np.int64, len(members))
         key = asked.tobytes(), min_saved

@@ -65,7 +65,7 @@ def attend_constants(
         "BLOCK_D": _power_of_two(head_dim),
         "BLOCK_M": tile_rows,
         "BLOCK_N": tiles_for(head_dim)[tile_rows].block_n,
-        # TF32 is for who asks for it; 16-bit types know no difference.
+        # TF32 only where it is asked for; 16-bit types know no difference.
         "PRECISION": "ieee" if is_float32 else "tf32",
     }
 

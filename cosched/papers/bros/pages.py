@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, eq=False)
 class Page:
-    """A page that is not full: who has it. One of the two may be missing."""
+    """A page that is not full, with its owners. One of the two may be missing."""
 
     online: Tail | None = None
     offline: Tail | None = None
@@ -51,19 +51,19 @@ class Tail:
 
     @property
     def peer(self) -> Tail | None:
-        """Who has the other side of the page."""
+        """The owner of the other side of the page."""
         return self.page.offline if self.is_online else self.page.online
 
 
 class PreemptionTable:
-    """Who has which tail: "it records the IDs of RT and BE requests that share the same blocks"
-    (BROS §3), with how far each has come.
+    """Which request has which tail: "it records the IDs of RT and BE requests that share the same
+    blocks" (BROS §3), with how far each has come.
 
     Deviation: the paper lets an online request overwrite slots of an offline one that it shares a
     page with, and keeps in the table which. Here the page is parted before its last slot is taken:
     the side with fewer tokens moves to another page (`part`), so that nothing that a running
     request needs is ever overwritten. Where there is no other page, an offline request is stopped
-    before, and loses the tokens of its tail; they are computed anew when it resumes.
+    before, and loses the tokens of its tail; they are recomputed when it resumes.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -71,8 +71,8 @@ class PreemptionTable:
         assert page_size > 1, f"nothing to share: {page_size=}"
         self.page_size = page_size
         self.least_room = max(2, page_size // 4)
-        """Slots that stay empty where a page is shared anew: below 2 it would be parted in the
-        next iteration, and each parting costs a copy."""
+        """Slots that stay empty where sharing begins: below 2 the page would be parted in the next
+        iteration, and each parting costs a copy."""
         self._tails: dict[int, Tail] = {}
         self._alone: dict[bool, dict[int, Tail]] = {True: {}, False: {}}
         self._shared: dict[Page, None] = {}
@@ -90,7 +90,7 @@ class PreemptionTable:
 
     @property
     def num_shared(self) -> int:
-        """Pages with two owners: so many fewer are taken than without sharing."""
+        """Pages with two owners: each saves one page."""
         return len(self._shared)
 
     @property
@@ -100,7 +100,7 @@ class PreemptionTable:
         limit = self.page_size - 1
         return sum([page.left + page.right >= limit for page in self._shared])
 
-    # --- Who shares with whom ---
+    # --- Which requests share ---
 
     def find_block(self, count: int) -> Tail | None:
         """FindBlock, for an offline request without a free page: whose page it shares, from the
@@ -152,8 +152,8 @@ class PreemptionTable:
         self._tails[row] = tail
 
     def part(self, growth: Mapping[int, int], stay: Collection[int] = ()) -> list[Tail]:
-        """Part the pages that are too small for what their owners add next. Returns who must move
-        to a page of their own: the owner with fewer tokens, unless it is among `stay`.
+        """Part the pages that are too small for what their owners add next. Returns the tails that
+        must move to a page of their own: the owner with fewer tokens, unless it is among `stay`.
 
         growth: row -> tokens, of those that grow in their tail.
         """
@@ -196,7 +196,7 @@ class PreemptionTable:
             del self._alone[tail.is_online][tail.row]
 
     def leave(self, row: int) -> bool:
-        """A request gives up its tail. True: nobody has the page any more."""
+        """A request gives up its tail. True: the page has no owner any more."""
         tail = self._tails.pop(row)
         if tail.peer is None:
             del self._alone[tail.is_online][row]

@@ -1,18 +1,16 @@
 """Round robin: iterations of online and of offline requests in turn (BROS §2.2, §7).
 
 Idea         two queues, each first come, first served. An iteration has requests of one class:
-             those that run decode, and of those that wait as many are admitted as there is room
-             for. The next iteration is the other class's.
-Assumptions  a running request can sit out an iteration with its KV kept.
+             those that run decode, and waiting ones are admitted while they fit. The next iteration
+             is the other class's.
+Assumptions  a running request can pause for an iteration with its KV kept.
 Good         neither class starves.
-Bad          knows no target: an offline iteration takes as long as it takes, and every online token
-             waits for one.
+Bad          no target is considered: every online token waits for an offline iteration.
 Parameters   none; the engine's token budget bounds an iteration.
 
-Where one class has nothing to do the other one has the turn. Memory is given to whoever comes
-first; only where the decodes themselves do not fit a request is stopped, the youngest offline one.
-Where the engine cannot let running requests sit out, they decode in every iteration, and the turn
-is of the prefills.
+Where one class has nothing to do the other one is next. A request is preempted only where the
+decodes themselves do not fit, the youngest offline one first. Where the engine cannot pause
+decodes, they run in every iteration, and only prefills alternate.
 """
 
 from __future__ import annotations
@@ -52,11 +50,11 @@ class RoundRobinPolicy:
         builder = PlanBuilder(view)
         stop_beyond_limit(builder, _STEPS)
         make_room_for_decodes(builder, _STEPS)
-        of_turn = RequestClass.OFFLINE if carry.offline else RequestClass.ONLINE
+        served = RequestClass.OFFLINE if carry.offline else RequestClass.ONLINE
         other = RequestClass.ONLINE if carry.offline else RequestClass.OFFLINE
         trial = builder.fork()
-        if not _serve(trial, of_turn, other):
-            _serve(builder, other, of_turn)
+        if not _serve(trial, served, other):
+            _serve(builder, other, served)
             return builder.build(), carry
         return trial.build(), Turn(offline=not carry.offline)
 
@@ -64,36 +62,36 @@ class RoundRobinPolicy:
 _STEPS = Steps()
 
 
-def _serve(builder: PlanBuilder, of_turn: RequestClass, other: RequestClass) -> bool:
+def _serve(builder: PlanBuilder, served: RequestClass, other: RequestClass) -> bool:
     """An iteration of one class. False: it has nothing to do."""
     view = builder.view
-    running = builder.running_of(of_turn).requests
+    running = builder.running_of(served).requests
     held = builder.running_of(other).requests
     if view.rules.partial:
         builder.hold_all(held)
     if not is_turn_of_decodes(builder):
         for request in builder.unfinished():
-            if _goes_on(request, of_turn):
+            if _continues(request, served):
                 builder.go_on(request, sys.maxsize, unreserved=True)
         if not (
             builder.stops_online_prefill()
-            or (of_turn is RequestClass.OFFLINE and owes_recomputing(builder))
+            or (served is RequestClass.OFFLINE and owes_recomputing(builder))
         ):
-            _admit(builder, of_turn)
+            _admit(builder, served)
     return bool(running) or bool(builder.prefill)
 
 
-def _goes_on(request: Request, of_turn: RequestClass) -> bool:
-    """An unfinished online prefill goes on in each turn: stopped, it would lose what it has
-    computed in every other iteration."""
-    return request.request_class in (of_turn, RequestClass.ONLINE) or not request.traits.can_stop
+def _continues(request: Request, served: RequestClass) -> bool:
+    """An unfinished online prefill continues in each iteration: preempted, it would lose what it
+    has computed in every other one."""
+    return request.request_class in (served, RequestClass.ONLINE) or not request.traits.can_stop
 
 
-def _admit(builder: PlanBuilder, of_turn: RequestClass) -> None:
+def _admit(builder: PlanBuilder, served: RequestClass) -> None:
     view = builder.view
     waiting: Iterable[Request] = view.online
     room = None
-    if of_turn is RequestClass.OFFLINE:
+    if served is RequestClass.OFFLINE:
         waiting, room = view.offline_order(), offline_room(builder)
     for request in waiting:
         if must_wait(builder, request):

@@ -25,13 +25,7 @@ Which KV goes first is the order of eviction's to decide (``echo-bs+e+s+m``: tha
 plan knows which prefixes its candidates would reuse and how much room is left: evictions count as
 punishment once everything else is gone.
 
-Deviations from the paper
-* Candidates are the first few of each bucket instead of the whole pool, so that a plan costs what
-  it looks at.
-* A running offline request that does not fit the time sits out with its KV kept instead of being
-  evicted. Which one is stopped for an online request follows the punishment alone.
-* The budget is the one that `hygen` has (`cosched.schedule.deadlines`).
-* The time of a candidate is predicted beside what is in the batch when it is first looked at.
+Deviations from the paper, with reasons: docs/policies/echo.md.
 """
 
 from __future__ import annotations
@@ -72,8 +66,8 @@ def best_batch(
     benefit: int,
     seconds: float,
 ) -> Candidate:
-    """By the score of the batch (Eq. 4). Of equals the first: prefix order, the bucket that has the
-    turn before the others."""
+    """By the score of the batch (Eq. 4). Of equals the first: prefix order, the bucket that is next
+    in rotation before the others."""
     lost = punishments(builder, fitting)
 
     def score(place: int) -> float:
@@ -85,7 +79,7 @@ def best_batch(
 
 
 def _least_loss_first(builder: PlanBuilder) -> list[Request]:
-    """Of the youngest few first the one that loses least: what it would compute again."""
+    """Of the `_VICTIMS` youngest first the one that loses least by recomputing."""
     victims = youngest_first(builder)
     num_unfinished = sum(1 for victim in victims if victim in builder.view.unfinished)
     end = num_unfinished + _VICTIMS

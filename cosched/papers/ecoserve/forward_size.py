@@ -9,7 +9,7 @@ from cosched.core.batch import BatchTotals
 from cosched.core.estimates import Predictor
 
 TILE = 128
-"""Tokens that a matrix multiplication works on at a time: fewer take as long as so many."""
+"""Tokens that a matrix multiplication works on at a time: fewer take as long."""
 
 LEAST = 512
 """A predictor that learns while the server runs takes larger iterations than it has seen for slow
@@ -24,7 +24,7 @@ def target_forward_size(predictor: Predictor) -> int:
     target forward size of EcoServe (§2.1, "the forward size that saturates GPU utilization")
     [tokens].
 
-    The rate is that of one prompt of so many tokens, alone and with nothing cached; the best is
+    The rate is that of one prompt of that size, with nothing else and nothing cached; the best is
     that of the powers of two from `LEAST` up to 8,192 tokens, beyond which attention makes it
     smaller. Between two powers the rate is taken to grow. About ten predictions.
     """

@@ -83,7 +83,7 @@ ENTRIES = (
     ),
     _ecoserve(
         "ecoserve-oracle",
-        "ecoserve that is told all lengths",
+        "ecoserve that knows all lengths",
         "EcoServe §4 (Oracle)",
         length=LengthConfig(mode="oracle"),
     ),
@@ -96,7 +96,7 @@ ENTRIES = (
     ),
     _coupled(
         "eco-srtf",
-        "who is expected to end first, stopping others; KV as eco-orca",
+        "expected to end first, preempting others; KV as eco-orca",
         "EcoServe §2.1 (baseline SRTF)",
         allocation=Allocation.MAX,
         order=Order.SHORTEST,
@@ -111,7 +111,7 @@ ENTRIES = (
     ),
     _coupled(
         "eco-vllm",
-        "first come, first served, KV block by block, prompts first, who is stopped is swapped out",
+        "first come, first served, KV block by block, prompts first, preemption by swapping",
         "EcoServe §2.1 (baseline vLLM)",
         allocation=Allocation.BLOCK,
         prefill_first=True,
@@ -128,7 +128,7 @@ ENTRIES = (
     ),
     _coupled(
         "eco-multires",
-        "whose demand is closest to what is left of compute and KV; KV for the expected length",
+        "demand closest to what is left of compute and KV; KV for the expected length",
         "EcoServe §2.1 (MultiRes)",
         allocation=Allocation.EXACT,
         order=Order.DISTANCE,

@@ -3,10 +3,10 @@
 Idea         every iteration has a time budget. Online decodes are in it, online prefills take what
              they need, and offline work fills what the latency predictor says is left.
 Assumptions  the predictor knows how long a batch takes before it runs; prefill and decode share an
-             iteration; a running request can sit out an iteration with its KV kept.
+             iteration; a running request can pause for an iteration with its KV kept.
 Good         keeps the token gap whatever the batch is made of; needs no tuned chunk size; fills
              idle hours with large chunks.
-Bad          only as good as the predictor; spends slack that a burst a moment later would want.
+Bad          only as good as the predictor; spends slack that a burst a moment later would need.
 Parameters   TTFT and TPOT targets [s], per request or the server's; `Budgets` in `base`. With
              `latency_budget_s` the budget of an iteration is fixed, as the SLO-aware profiler finds
              it (HyGen §4.2); without, it follows from the deadlines.

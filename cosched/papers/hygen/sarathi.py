@@ -6,7 +6,7 @@ Assumptions  prefill and decode share an iteration (mixed batches); the token bu
              that a full iteration keeps the TPOT target.
 Good         simple, no model of the hardware.
 Bad          tokens are not time: a hundred offline decodes or one long offline context stretch
-             every online token gap, and nothing here notices.
+             every online token gap.
 Parameters   token budget of an iteration [tokens]: the engine's ``--chunked-prefill-size``.
 
 Deviations from HyGen's Algorithm 1 without its latency budget: admission counts the output a
@@ -50,7 +50,7 @@ class Backlog(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ThrottledPolicy:
-    """The same with at most so many offline requests admitted per second: HyGen* (HyGen §5.1). The
+    """The same with a limit on offline requests admitted per second: HyGen* (HyGen §5.1). The
     SLO-aware profiler finds the rate."""
 
     initial = Backlog()
