@@ -20,7 +20,8 @@ from cosched.lab.benchmark.live import LiveResult, print_live
 from cosched.lab.benchmark.own_server import OwnRun
 from cosched.lab.demo import Demo, Measured, draw, main, progress_of, targets_from
 from cosched.lab.metrics.records import RequestRecord
-from cosched.lab.simulation.run import load_requests, summarize_run
+from cosched.lab.simulation.requests import load_requests
+from cosched.lab.simulation.run import summarize_run
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ONLINE, OFFLINE = RequestClass.ONLINE, RequestClass.OFFLINE

@@ -33,7 +33,7 @@ from cosched.engine import port
 from cosched.engine.attach import use_virtual_device
 from cosched.engine.port.local import LocalEngine, Reply, lengths_of, load_adapters, made_up
 from cosched.lab.demo_model import ensure_demo_model
-from cosched.lab.simulation.virtual import VirtualClock
+from cosched.lab.simulation.clock import VirtualClock
 from cosched.policies import policy_entry
 from tests import adapters
 from tests.soak.spec import SoakSpec

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
-from cosched.lab.simulation.virtual import _quiet_host
+from cosched.lab.simulation.clock import quiet_host
 from tests.adapters import make_adapters, without_pinned_memory
 from tests.soak.checks import Checks, SoakFailure
 from tests.soak.engine import SoakEngine
@@ -256,7 +256,7 @@ def run(
     """Run a soak in this process. The outcome tells of a failure; nothing is raised for it."""
     began_s = time.perf_counter()
     soak: Soak | None = None
-    with tempfile.TemporaryDirectory() as folder, without_pinned_memory(), _quiet_host():
+    with tempfile.TemporaryDirectory() as folder, without_pinned_memory(), quiet_host():
         folders = make_adapters(Path(folder), ADAPTERS) if spec.has("lora") else {}
         failure: BaseException | None = None
         try:

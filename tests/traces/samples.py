@@ -6,8 +6,11 @@ import gzip
 import json
 import zlib
 from pathlib import Path
+from statistics import fmean
+from types import SimpleNamespace
 
 from cosched.core.request import RequestClass
+from cosched_traces.summary import shared_ratio
 from cosched_traces.workload import Segment, TraceRequest, Workload
 
 AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
@@ -66,3 +69,18 @@ def common_prefix(first, second) -> int:
             break
         same += 1
     return same
+
+
+def summarize(given: Workload) -> SimpleNamespace:
+    prompts, outputs = zip(*lengths_of(given), strict=True)
+    span_s = given.requests[-1].arrival_s - given.requests[0].arrival_s
+    return SimpleNamespace(
+        num_requests=len(prompts),
+        span_s=span_s,
+        mean_rate=(len(prompts) - 1) / span_s if span_s else None,
+        mean_prompt_tokens=fmean(prompts),
+        max_prompt_tokens=max(prompts),
+        mean_output_tokens=fmean(outputs),
+        max_output_tokens=max(outputs),
+        shared_ratio=shared_ratio(given),
+    )

@@ -9,12 +9,13 @@ from cosched.core.request import RequestClass
 from cosched_traces.catalogue import WORKLOADS, load_workload
 from cosched_traces.errors import WorkloadError
 from cosched_traces.formats import FORMATS, read_trace
-from cosched_traces.summary import shared_ratio, summarize
+from cosched_traces.summary import shared_ratio
 from tests.traces.samples import (
     AZURE_HEADER,
     BURSTGPT_HEADER,
     lengths_of,
     rids_of,
+    summarize,
     write,
     write_jsonl,
 )

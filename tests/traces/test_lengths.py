@@ -15,7 +15,7 @@ from cosched_traces.seeds import rng_of
     [
         (Fixed(7), 7, 7),
         (Uniform(30, 60), 30, 60),
-        (Quantiles(probabilities=(0, 0.9, 1), tokens=(10, 20, 1000)), 10, 1000),
+        (Quantiles(probabilities=(0, 0.9, 1), points=(10, 20, 1000)), 10, 1000),
         (LogNormal(mu=5, sigma=1, low=20, high=900), 20, 900),
         (LogNormal(mu=1, sigma=1, low=20, high=900), 20, 900),  # most draws fall outside
     ],

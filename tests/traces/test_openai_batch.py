@@ -4,7 +4,7 @@ import pytest
 
 from cosched.core.request import RequestClass
 from cosched_traces.errors import RowError
-from cosched_traces.openai_batch import plain_chat, read_openai_batch
+from cosched_traces.openai_batch import read_openai_batch
 from tests.traces.samples import common_prefix, write_jsonl
 
 
@@ -44,25 +44,22 @@ def test_chat_and_completions(tmp_path):
     assert list(ids) == [5, 6]
 
 
-def test_a_chat_template_of_ones_own(tmp_path):
-    path = write_jsonl(tmp_path / "b.jsonl", line())
-    read = read_openai_batch(path, tokenize, render=lambda m: f"<{plain_chat(m)}>")
-    assert text_of(read.requests[0].prompt(vocab_size=300)).startswith("<user: hi")
-
-
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"url": "/v1/completions", "body": {}}, "custom_id is no text: None"),
-        (line(), "custom_id 'a' stood on an earlier line"),
-        ({"custom_id": "b", "url": "/v1/completions"}, "body is no object"),
+        ({"url": "/v1/completions", "body": {}}, "custom_id is not a text: None"),
+        (line(), "custom_id 'a' is on an earlier line"),
+        ({"custom_id": "b", "url": "/v1/completions"}, "body is not an object"),
         (line("b", "/v1/embeddings", input="x"), "'/v1/embeddings' generates no text"),
-        (line("b", messages="hi", max_tokens=1), "messages is no list"),
-        (line("b", messages=[{"role": "user"}], max_tokens=1), "messages is no list"),
+        (line("b", messages="hi", max_tokens=1), "messages is not a list"),
+        (line("b", messages=[{"role": "user"}], max_tokens=1), "messages is not a list"),
         (line("b", "/v1/completions", prompt=[[1]], max_tokens=1), "prompt is neither"),
         (line("b", "/v1/completions", prompt="", max_tokens=1), "the prompt has no tokens"),
         (line("b", "/v1/completions", prompt="x"), "give default_max_tokens"),
-        (line("b", "/v1/completions", prompt="x", max_tokens=0), "max_tokens is no number above"),
+        (
+            line("b", "/v1/completions", prompt="x", max_tokens=0),
+            "max_tokens is not a number above",
+        ),
     ],
 )
 def test_a_bad_line_names_file_line_and_reason(tmp_path, row, reason):

@@ -2,17 +2,16 @@
 
 import pytest
 
-from cosched_traces.block_traces import read_mooncake_jsonl
 from cosched_traces.catalogue import WORKLOADS, load_workload
-from cosched_traces.csv_traces import read_arrivals_csv, read_azure_csv, read_lengths_csv
 from cosched_traces.datasets import DATASETS
+from cosched_traces.formats import read_trace
 from cosched_traces.mmlu import generate_mmlu
-from cosched_traces.summary import shared_ratio, summarize
-from tests.traces.samples import common_prefix, lengths_of
+from cosched_traces.summary import shared_ratio
+from tests.traces.samples import common_prefix, lengths_of, summarize
 
 
 def test_azure_conversation(data_dir):
-    made = summarize(read_azure_csv(data_dir / "arrivals/azure2023_conv.csv"))
+    made = summarize(read_trace(data_dir / "arrivals/azure2023_conv.csv"))
     assert made.num_requests == 19_366
     assert made.span_s == pytest.approx(3501.7, abs=0.1)
     assert made.mean_rate == pytest.approx(5.53, abs=0.005)
@@ -22,8 +21,8 @@ def test_azure_conversation(data_dir):
 
 
 def test_vidur_holds_the_same_trace(data_dir):
-    azure = read_azure_csv(data_dir / "arrivals/azure2023_conv.csv")
-    vidur = read_arrivals_csv(data_dir / "lengths/vidur_splitwise_conv.csv.gz")
+    azure = read_trace(data_dir / "arrivals/azure2023_conv.csv")
+    vidur = read_trace(data_dir / "lengths/vidur_splitwise_conv.csv.gz")
     assert lengths_of(vidur) == lengths_of(azure)
     assert [r.arrival_s for r in vidur.requests] == pytest.approx(
         [r.arrival_s for r in azure.requests], abs=1e-4
@@ -38,7 +37,7 @@ def test_vidur_holds_the_same_trace(data_dir):
     ],
 )
 def test_mooncake(data_dir, name, rows, span_s, prompt, output):
-    made = summarize(read_mooncake_jsonl(data_dir / f"arrivals/{name}.jsonl.gz"))
+    made = summarize(read_trace(data_dir / f"arrivals/{name}.jsonl.gz"))
     assert made.num_requests == rows
     assert made.span_s == pytest.approx(span_s, abs=0.1)
     assert made.mean_prompt_tokens == pytest.approx(prompt, abs=1)
@@ -47,7 +46,7 @@ def test_mooncake(data_dir, name, rows, span_s, prompt, output):
 
 
 def test_the_three_system_prompts_of_mooncake_are_shared_tokens(data_dir):
-    made = read_mooncake_jsonl(data_dir / "arrivals/mooncake_arxiv_first1000.jsonl.gz")
+    made = read_trace(data_dir / "arrivals/mooncake_arxiv_first1000.jsonl.gz")
     firsts = [r.segments[0].key for r in made.requests]
     counts = sorted((firsts.count(key) for key in set(firsts)), reverse=True)
     assert counts == [486, 361, 153]
@@ -66,7 +65,7 @@ def test_the_three_system_prompts_of_mooncake_are_shared_tokens(data_dir):
     ],
 )
 def test_lengths(data_dir, name, rows, prompt, output):
-    made = summarize(read_lengths_csv(data_dir / f"lengths/{name}.csv.gz"))
+    made = summarize(read_trace(data_dir / f"lengths/{name}.csv.gz", format="lengths"))
     assert made.num_requests == rows
     assert made.mean_prompt_tokens == pytest.approx(prompt, abs=0.6)
     assert made.mean_output_tokens == pytest.approx(output, abs=0.6)
@@ -89,7 +88,7 @@ def test_tables_of_quantiles_come_near_the_files(data_dir):
         ("azure", "lengths/vidur_splitwise_conv.csv.gz"),
         ("arxiv", "lengths/arxiv_summarization_stats_llama2_tokenizer_filtered_v2.csv.gz"),
     ):
-        real = summarize(read_lengths_csv(data_dir / file))
+        real = summarize(read_trace(data_dir / file, format="lengths"))
         made = DATASETS[name]
         assert made.prompt_lengths.mean == pytest.approx(real.mean_prompt_tokens, rel=0.02)
         assert made.output_lengths.mean == pytest.approx(real.mean_output_tokens, rel=0.02)

@@ -10,11 +10,17 @@ from hypothesis import strategies as st
 
 from cosched_traces.catalogue import WORKLOADS, load_workload
 from cosched_traces.errors import WorkloadError
-from cosched_traces.lengths import Fixed, Uniform
-from cosched_traces.session_sets import AGENTS, CHATS, SessionSet, ThinkTimes
-from cosched_traces.sessions import Sessions, keep_under_way, start_at
+from cosched_traces.lengths import Fixed, Quantiles, Uniform
+from cosched_traces.sessions import (
+    AGENTS,
+    CHATS,
+    Sessions,
+    SessionSet,
+    keep_under_way,
+    start_at,
+)
 from cosched_traces.summary import shared_ratio
-from cosched_traces.transform import shuffle, with_rids
+from cosched_traces.transform import busiest_window, shuffle
 from tests.traces.samples import common_prefix, request, workload
 
 SMALL = SessionSet(
@@ -22,7 +28,7 @@ SMALL = SessionSet(
     first=Uniform(10, 50),
     later=Uniform(1, 20),
     output=Uniform(1, 9),
-    think=ThinkTimes(probabilities=(0, 1), seconds=(0, 20)),
+    think=Quantiles(probabilities=(0, 1), points=(0, 20)),
     max_context_tokens=1000,
     head_tokens=(30, 60),
 )
@@ -177,7 +183,7 @@ def test_a_recorded_set_comes_again_in_another_order(data_dir):
 
 def test_turns_are_not_torn_apart():
     made = start_at("s", supply(), [0.0, 1.0, 2.0])
-    for change in (lambda w: shuffle(w, seed=0), lambda w: with_rids(w, "x")):
+    for change in (lambda w: shuffle(w, seed=0), lambda w: busiest_window(w, 5.0)):
         with pytest.raises(WorkloadError, match="turns of sessions cannot be moved or drawn apart"):
             change(made)
 

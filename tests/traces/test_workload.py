@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cosched.core.request import RequestClass
 from cosched_traces.seeds import KEYS, key_base, rng_of, seed_for
-from tests.traces.samples import evenly, request, workload
+from cosched_traces.summary import shared_ratio
+from tests.traces.samples import request, workload
 
 
 @given(key=st.integers(0, KEYS - 1), long=st.integers(1, 700), vocab=st.integers(20, 200_000))
@@ -23,14 +23,6 @@ def test_a_shorter_segment_is_a_prefix_of_a_longer(key, long, vocab):
 def test_requests_must_be_in_order():
     with pytest.raises(AssertionError, match="not in the order of arrival"):
         workload(request("a", 1.0), request("b", 0.0))
-
-
-def test_of_class_keeps_the_notes():
-    both = workload(request("a"), request("b", request_class=RequestClass.OFFLINE))
-    offline = both.changed(both.requests, "noted").of_class(RequestClass.OFFLINE)
-    assert [r.rid for r in offline.requests] == ["b"]
-    assert (offline.name, offline.notes) == ("w:offline", ("noted",))
-    assert evenly(1).of_class(RequestClass.OFFLINE).requests == ()
 
 
 def test_keys_and_seeds_are_the_same_in_every_process():
@@ -57,3 +49,20 @@ def test_labels_part_key_spaces_and_streams():
     assert 0 <= key_base("x") < KEYS
     assert seed_for(0, "a") != seed_for(0, "b")
     assert rng_of(0, "a").random() != rng_of(0, "b").random()
+
+
+def test_sharing_follows_prompts_from_the_start():
+    prompts = [
+        ((1, 10), (2, 10)),
+        ((9, 10), (2, 10)),  # another start: nothing shared
+        ((1, 6),),  # a prefix of a segment
+        ((1, 10), (2, 10), (3, 10)),
+    ]
+    made = workload(*(request(str(i), prompt=p) for i, p in enumerate(prompts)))
+    assert shared_ratio(made) == pytest.approx((6 + 20) / 76)
+
+
+def test_sharing_of_given_tokens():
+    ids = tuple(range(64))
+    made = workload(request("a", token_ids=ids), request("b", token_ids=(*ids[:40], 99)))
+    assert shared_ratio(made) == pytest.approx(32 / 105)

@@ -1,4 +1,4 @@
-"""How each workload of the catalogue is made from what the caller asks."""
+"""Functions that make the workloads of the catalogue."""
 
 from __future__ import annotations
 
@@ -15,19 +15,17 @@ from cosched_traces.arrivals import (
     diurnal_rate,
     with_bursts,
 )
-from cosched_traces.csv_traces import read_lengths_csv
 from cosched_traces.datasets import DATASETS
 from cosched_traces.errors import WorkloadError
+from cosched_traces.formats import read_trace
 from cosched_traces.lengths import Fixed, Uniform
 from cosched_traces.mmlu import Tokenize, generate_mmlu, read_mmlu
 from cosched_traces.offline_sets import PrefixGroups, independent_requests, length_pairs
 from cosched_traces.openai_batch import read_openai_batch
-from cosched_traces.rows import ReadOptions
 from cosched_traces.seeds import seed_for
 from cosched_traces.servegen import read_servegen
-from cosched_traces.session_sets import SessionSet
 from cosched_traces.session_traces import read_sessions_jsonl
-from cosched_traces.sessions import Sessions, keep_under_way, start_at
+from cosched_traces.sessions import Sessions, SessionSet, keep_under_way, start_at
 from cosched_traces.transform import (
     at_once,
     period_s,
@@ -57,9 +55,9 @@ DEMO_MEAN_RATE = 1 + (DEMO_BURST_FACTOR - 1) * sum(b - a for a, b in DEMO_BURSTS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What the caller asks of a workload; None: the workload's own choice.
+    """Parameters of a workload; None: the workload's default.
 
-    files   those the workload names, found in the data folder; empty without a folder
+    files   those that the workload names, found in the data folder; empty without a folder
     """
 
     name: str
@@ -84,27 +82,21 @@ class Asked:
 Build = Callable[[Asked], Workload]
 
 
-def trace(read: Callable[[Path, ReadOptions], Workload]) -> Build:
-    """A trace file: repeated to the duration where it is shorter, cut where longer, and sampled to
-    the rate; as it is where neither is asked for. A file without arrivals is shuffled and arrives
-    as a Poisson process. Offline: all its requests at 0."""
-
-    def build(asked: Asked) -> Workload:
-        options = ReadOptions(name=asked.name, request_class=asked.request_class)
-        workload = read(asked.files[0], options)
-        if asked.offline:
-            return at_once(workload, asked.request_class)
-        if not workload.requests or workload.requests[-1].arrival_s == 0:
-            times = arrival_times(_poisson_curve(asked), seed=asked.own_seed)
-            return with_arrivals(shuffle(workload, seed=asked.seed), times)
-        if asked.duration_s is not None:
-            workload = repeat(workload, asked.duration_s)
-        if asked.rate is not None:
-            window_s = asked.duration_s or period_s(workload)
-            workload = sample_to_rate(workload, asked.rate, seed=asked.seed, duration_s=window_s)
-        return workload
-
-    return build
+def trace(asked: Asked) -> Workload:
+    """A trace file, repeated or cut to the duration and sampled to the rate, if they are given. A
+    file without arrivals is shuffled and arrives as a Poisson process. Offline: all at 0."""
+    workload = read_trace(asked.files[0], name=asked.name, request_class=asked.request_class)
+    if asked.offline:
+        return at_once(workload, asked.request_class)
+    if not workload.requests or workload.requests[-1].arrival_s == 0:
+        times = arrival_times(_poisson_curve(asked), seed=asked.own_seed)
+        return with_arrivals(shuffle(workload, seed=asked.seed), times)
+    if asked.duration_s is not None:
+        workload = repeat(workload, asked.duration_s)
+    if asked.rate is not None:
+        window_s = asked.duration_s or period_s(workload)
+        workload = sample_to_rate(workload, asked.rate, seed=asked.seed, duration_s=window_s)
+    return workload
 
 
 def chat(dataset: str, *, max_prompt_tokens: int | None = None) -> Build:
@@ -138,8 +130,8 @@ def sessions(sessions_of: Callable[[Asked], Sessions]) -> Build:
 
 
 def recorded(asked: Asked) -> Sessions:
-    """Those of the file, over and over."""
-    read = read_sessions_jsonl(asked.files[0], ReadOptions(name=asked.name))
+    """Those of the file, again and again."""
+    read = read_sessions_jsonl(asked.files[0], name=asked.name)
     return Sessions(supply=read.supply(seed=asked.own_seed), notes=read.notes)
 
 
@@ -208,8 +200,10 @@ def demo_job(asked: Asked) -> Workload:
 def arxiv(asked: Asked) -> Workload:
     """The file's lengths, shuffled, or lengths of their distribution where there is no file."""
     if asked.files:
-        options = ReadOptions(name=asked.name, request_class=asked.request_class)
-        return shuffle(read_lengths_csv(asked.files[0], options), seed=asked.seed)
+        read = read_trace(
+            asked.files[0], name=asked.name, request_class=asked.request_class, format="lengths"
+        )
+        return shuffle(read, seed=asked.seed)
     lengths = DATASETS["arxiv"]
     name = "arxiv-like"
     pairs = length_pairs(

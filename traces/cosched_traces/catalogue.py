@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 
 from cosched.core.request import RequestClass
 from cosched.errors import choices
 from cosched_traces import builders
-from cosched_traces.block_traces import read_mooncake_jsonl
 from cosched_traces.builders import DURATION_S, Asked, Build
-from cosched_traces.csv_traces import read_azure_csv
 from cosched_traces.errors import WorkloadError
-from cosched_traces.formats import read_trace
+from cosched_traces.files import first_line
 from cosched_traces.mmlu import Tokenize
-from cosched_traces.rows import numbered_lines
-from cosched_traces.session_sets import AGENTS, CHATS
+from cosched_traces.sessions import AGENTS, CHATS
 from cosched_traces.transform import first_requests
 from cosched_traces.workload import Workload
 
@@ -27,23 +23,22 @@ MOST_REQUESTS = 1_000_000
 """Of a workload. Each takes about 700 bytes before it is sent."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class NamedWorkload:
     """A workload of the catalogue.
 
     classes         the roles it can take, its own first
-    max_new_tokens  what clients ask for where a request names no limit: the longest output of the
-                    data set; None: the longest of the requests that are loaded
-    files           what it reads, relative to the data folder; each may also lie there as .gz
-    needs_files     without a data folder it cannot be made; else it is then generated
-    in_sessions     its requests are turns of sessions: the next is sent when the answer before it
-                    has come and been thought about
+    max_new_tokens  what clients ask for if a request has no limit: the longest output of the data
+                    set; None: the longest of the loaded requests
+    files           what it reads, relative to the data folder; each may also be there as .gz
+    needs_files     it cannot be generated without a data folder
+    in_sessions     its requests are turns of sessions in a closed loop
     """
 
     classes: tuple[RequestClass, ...]
-    description: str
     max_new_tokens: int | None
     build: Build
+    description: str
     files: tuple[str, ...] = ()
     needs_files: bool = False
     in_sessions: bool = False
@@ -51,173 +46,173 @@ class NamedWorkload:
 
 WORKLOADS = {
     "azure-conv": NamedWorkload(
-        classes=(ONLINE, OFFLINE),
-        description="Azure LLM inference trace 2023, conversation; sampled to the rate asked for",
-        max_new_tokens=1000,
-        build=builders.trace(read_azure_csv),
+        (ONLINE, OFFLINE),
+        1000,
+        builders.trace,
+        "Azure LLM inference trace 2023, conversation; sampled to the rate asked for",
         files=("arrivals/azure2023_conv.csv",),
         needs_files=True,
     ),
     "azure-like": NamedWorkload(
-        classes=(ONLINE, OFFLINE),
-        description="generated with the lengths and the minute-to-minute rates of azure-conv",
-        max_new_tokens=1000,
-        build=builders.azure_like,
+        (ONLINE, OFFLINE),
+        1000,
+        builders.azure_like,
+        "generated with the lengths and the minute-to-minute rates of azure-conv",
     ),
     "diurnal": NamedWorkload(
-        classes=(ONLINE,),
-        description=(
+        (ONLINE,),
+        1000,
+        builders.diurnal,
+        (
             "chat over one day run in the duration asked for: 4x from night to midday, and bursts "
             "of 3x within minutes; lengths of azure-conv"
         ),
-        max_new_tokens=1000,
-        build=builders.diurnal,
     ),
     "burst": NamedWorkload(
-        classes=(ONLINE,),
-        description=(
+        (ONLINE,),
+        1000,
+        builders.burst,
+        (
             "chat with one burst: 4x the rate in the sixth in the middle of the duration asked "
             "for; lengths of azure-conv"
         ),
-        max_new_tokens=1000,
-        build=builders.burst,
     ),
     "demo-chat": NamedWorkload(
-        classes=(ONLINE,),
-        description="of the demo: 130-430 tokens in, 16-64 out; in two bursts 3x the rate",
-        max_new_tokens=64,
-        build=builders.demo_chat,
+        (ONLINE,),
+        64,
+        builders.demo_chat,
+        "of the demo: 130-430 tokens in, 16-64 out; in two bursts 3x the rate",
     ),
     "demo-job": NamedWorkload(
-        classes=(OFFLINE,),
-        description="of the demo: few-shot prompts of 260-760 tokens behind 8 heads, shuffled",
-        max_new_tokens=32,
-        build=builders.demo_job,
+        (OFFLINE,),
+        32,
+        builders.demo_job,
+        "of the demo: few-shot prompts of 260-760 tokens behind 8 heads, shuffled",
     ),
     "mooncake-synthetic": NamedWorkload(
-        classes=(ONLINE, OFFLINE),
-        description="Mooncake FAST'25 synthetic trace: long prompts, 64 % of blocks shared",
-        max_new_tokens=893,
-        build=builders.trace(read_mooncake_jsonl),
+        (ONLINE, OFFLINE),
+        893,
+        builders.trace,
+        "Mooncake FAST'25 synthetic trace: long prompts, 64 % of blocks shared",
         files=("arrivals/mooncake_fast25_synthetic.jsonl",),
         needs_files=True,
     ),
     "mooncake-arxiv": NamedWorkload(
-        classes=(ONLINE, OFFLINE),
-        description="first 1,000 requests of Mooncake's arXiv trace: three system prompts for all",
-        max_new_tokens=2000,
-        build=builders.trace(read_mooncake_jsonl),
+        (ONLINE, OFFLINE),
+        2000,
+        builders.trace,
+        "first 1,000 requests of Mooncake's arXiv trace: three system prompts for all",
         files=("arrivals/mooncake_arxiv_first1000.jsonl",),
         needs_files=True,
     ),
     "agents": NamedWorkload(
-        classes=(ONLINE,),
-        description="sessions of coding agents: prompts of 59k tokens, 96 % from earlier turns",
-        max_new_tokens=8810,
-        build=builders.sessions(builders.recorded),
+        (ONLINE,),
+        8810,
+        builders.sessions(builders.recorded),
+        "sessions of coding agents: prompts of 59k tokens, 96 % from earlier turns",
         files=("sessions/kv_cache_tester_40.jsonl",),
         needs_files=True,
         in_sessions=True,
     ),
     "agents-like": NamedWorkload(
-        classes=(ONLINE,),
-        description="generated with the lengths, turns and think times of agents",
-        max_new_tokens=8810,
-        build=builders.sessions(builders.generated(AGENTS)),
+        (ONLINE,),
+        8810,
+        builders.sessions(builders.generated(AGENTS)),
+        "generated with the lengths, turns and think times of agents",
         in_sessions=True,
     ),
     "multi-turn": NamedWorkload(
-        classes=(ONLINE,),
-        description="chats of 2-10 turns with ShareGPT lengths and 10-60 s between them",
-        max_new_tokens=991,
-        build=builders.sessions(builders.generated(CHATS)),
+        (ONLINE,),
+        991,
+        builders.sessions(builders.generated(CHATS)),
+        "chats of 2-10 turns with ShareGPT lengths and 10-60 s between them",
         in_sessions=True,
     ),
     "sharegpt": NamedWorkload(
-        classes=(ONLINE, OFFLINE),
-        description="ShareGPT lengths (EcoServe Table 2), Poisson arrivals",
-        max_new_tokens=991,
-        build=builders.chat("sharegpt"),
+        (ONLINE, OFFLINE),
+        991,
+        builders.chat("sharegpt"),
+        "ShareGPT lengths (EcoServe Table 2), Poisson arrivals",
     ),
     "sharegpt-bros": NamedWorkload(
-        classes=(ONLINE, OFFLINE),
-        description="ShareGPT lengths (BROS Table 2), Poisson arrivals",
-        max_new_tokens=2048,
-        build=builders.chat("sharegpt-bros"),
+        (ONLINE, OFFLINE),
+        2048,
+        builders.chat("sharegpt-bros"),
+        "ShareGPT lengths (BROS Table 2), Poisson arrivals",
     ),
     "lmsys": NamedWorkload(
-        classes=(ONLINE, OFFLINE),
-        description="LMSYS-Chat-1M lengths (BROS Table 2), Poisson arrivals",
-        max_new_tokens=2048,
-        build=builders.chat("lmsys"),
+        (ONLINE, OFFLINE),
+        2048,
+        builders.chat("lmsys"),
+        "LMSYS-Chat-1M lengths (BROS Table 2), Poisson arrivals",
     ),
     "alpaca": NamedWorkload(
-        classes=(ONLINE, OFFLINE),
-        description="Alpaca lengths (EcoServe Table 2), Poisson arrivals",
-        max_new_tokens=292,
-        build=builders.chat("alpaca"),
+        (ONLINE, OFFLINE),
+        292,
+        builders.chat("alpaca"),
+        "Alpaca lengths (EcoServe Table 2), Poisson arrivals",
     ),
     "bookcorpus": NamedWorkload(
-        classes=(OFFLINE, ONLINE),
-        description="BookCorpus lengths (EcoServe Table 2), prompts of at most 2048 tokens",
-        max_new_tokens=1041,
-        build=builders.chat("bookcorpus", max_prompt_tokens=2048),
+        (OFFLINE, ONLINE),
+        1041,
+        builders.chat("bookcorpus", max_prompt_tokens=2048),
+        "BookCorpus lengths (EcoServe Table 2), prompts of at most 2048 tokens",
     ),
     "bros-offline": NamedWorkload(
-        classes=(OFFLINE,),
-        description="BROS's best-effort requests: uniform, 512-1024 in and 32-128 out",
-        max_new_tokens=128,
-        build=builders.chat("bros-offline"),
+        (OFFLINE,),
+        128,
+        builders.chat("bros-offline"),
+        "BROS's best-effort requests: uniform, 512-1024 in and 32-128 out",
     ),
     "arxiv": NamedWorkload(
-        classes=(OFFLINE,),
-        description="arXiv summarization, nothing shared; without a data folder as arxiv-like",
-        max_new_tokens=4056,
-        build=builders.arxiv,
+        (OFFLINE,),
+        4056,
+        builders.arxiv,
+        "arXiv summarization, nothing shared; without a data folder as arxiv-like",
         files=("lengths/arxiv_summarization_stats_llama2_tokenizer_filtered_v2.csv",),
     ),
     "arxiv-like": NamedWorkload(
-        classes=(OFFLINE,),
-        description="generated with the lengths of arxiv",
-        max_new_tokens=4056,
-        build=builders.arxiv,
+        (OFFLINE,),
+        4056,
+        builders.arxiv,
+        "generated with the lengths of arxiv",
     ),
     "mmlu": NamedWorkload(
-        classes=(OFFLINE,),
-        description="MMLU 5-shot, shuffled: 57 shared prefixes; without a data folder as mmlu-like",
-        max_new_tokens=16,
-        build=builders.mmlu,
+        (OFFLINE,),
+        16,
+        builders.mmlu,
+        "MMLU 5-shot, shuffled: 57 shared prefixes; without a data folder as mmlu-like",
         files=("prompts/mmlu/mmlu_dev.jsonl", "prompts/mmlu/mmlu_test.jsonl"),
     ),
     "mmlu-like": NamedWorkload(
-        classes=(OFFLINE,),
-        description="generated with the heads and lengths of mmlu",
-        max_new_tokens=16,
-        build=builders.mmlu,
+        (OFFLINE,),
+        16,
+        builders.mmlu,
+        "generated with the heads and lengths of mmlu",
     ),
     "documents": NamedWorkload(
-        classes=(OFFLINE,),
-        description="20 questions on each of 100 documents of 6-14k tokens, shuffled",
-        max_new_tokens=150,
-        build=builders.documents,
+        (OFFLINE,),
+        150,
+        builders.documents,
+        "20 questions on each of 100 documents of 6-14k tokens, shuffled",
     ),
     "summaries-and-stories": NamedWorkload(
-        classes=(OFFLINE,),
-        description="long prompts with short answers, and short ones with long answers, shuffled",
-        max_new_tokens=2000,
-        build=builders.summaries_and_stories,
+        (OFFLINE,),
+        2000,
+        builders.summaries_and_stories,
+        "long prompts with short answers, and short ones with long answers, shuffled",
     ),
     "loogle-short": NamedWorkload(
-        classes=(OFFLINE,),
-        description="LooGLE short-dependency QA: 105 documents, 18.6 questions each, shuffled",
-        max_new_tokens=50,
-        build=builders.loogle(num_documents=105, num_questions=1951, max_output_tokens=50),
+        (OFFLINE,),
+        50,
+        builders.loogle(num_documents=105, num_questions=1951, max_output_tokens=50),
+        "LooGLE short-dependency QA: 105 documents, 18.6 questions each, shuffled",
     ),
     "loogle-long": NamedWorkload(
-        classes=(OFFLINE,),
-        description="LooGLE long-dependency QA: 145 documents, 7.6 questions each, shuffled",
-        max_new_tokens=80,
-        build=builders.loogle(num_documents=145, num_questions=1101, max_output_tokens=80),
+        (OFFLINE,),
+        80,
+        builders.loogle(num_documents=145, num_questions=1101, max_output_tokens=80),
+        "LooGLE long-dependency QA: 145 documents, 7.6 questions each, shuffled",
     ),
 }
 
@@ -234,17 +229,17 @@ def load_workload(
     num_requests: int | None = None,
     tokenize: Tokenize | None = None,
 ) -> Workload:
-    """A workload of the catalogue, or the trace file that `name` is the path of, or the folder of
-    ServeGen's clients.
+    """A workload of the catalogue, of a trace file (`name` is its path), or of a ServeGen folder of
+    clients.
 
-    request_class  the role it is to play; None: its own (of a file: online)
-    data_dir       the folder with the files that some workloads read
-    rate           mean rate [req/s]; a file is sampled down to it (HyGen §5.1); None: a file's own,
-                   for others 1 (azure-like: 5.53); of a workload in sessions, starts [1/s]
-    num_sessions   of a workload in sessions, how many are under way at a time, in place of a rate
-    duration_s     a file is cut to it, or repeated; None: as long as the file, else an hour
-    num_requests   keep the first so many; where requests are generated offline, make so many
-    tokenize       text to token ids, for workloads of text; None: lengths estimated from the text
+    request_class  None: the workload's own (of a file: online)
+    data_dir       folder with the files that some workloads read
+    rate           mean rate [req/s]; a file is sampled down to it (HyGen §5.1); None: that of the
+                   file, for others 1 (azure-like: 5.53); of sessions, starts [1/s]
+    num_sessions   active sessions at a time, in place of a rate
+    duration_s     a file is cut or repeated to it; None: as long as the file, else an hour
+    num_requests   keep the first N; generate N where offline requests are generated
+    tokenize       text to token ids; None: lengths are estimated from the text
 
     Offline sets arrive at 0, so rate and duration are errors there. Raises `WorkloadError`.
     """
@@ -293,7 +288,7 @@ def load_workload(
 
 
 def _check_size(asked: Asked) -> None:
-    """WorkloadError where a workload would have more requests than one run can hold."""
+    """WorkloadError if a workload would have more than `MOST_REQUESTS`."""
     num_requests: float = max(asked.num_requests or 0, asked.num_sessions or 0)
     made = ""
     if asked.rate is not None:
@@ -307,7 +302,7 @@ def _check_size(asked: Asked) -> None:
 
 
 def _with_limits(workload: Workload, max_new_tokens: int | None) -> Workload:
-    """Every request asks for a number of tokens, which says nothing of how long its reply is."""
+    """Every request asks for a number of tokens that does not depend on the length of its reply."""
     if max_new_tokens is None:
         max_new_tokens = max((r.num_output_tokens for r in workload.requests), default=None)
     requests = tuple(
@@ -320,31 +315,18 @@ def _with_limits(workload: Workload, max_new_tokens: int | None) -> Workload:
 
 
 def _of_file(path: Path) -> NamedWorkload:
-    first = next((line for _, line in islice(numbered_lines(path), 1)), "")
+    first = first_line(path)
     if '"hash_id_scope"' in first:
-        return NamedWorkload(
-            classes=(ONLINE,),
-            description=f"the sessions of {path}",
-            max_new_tokens=None,
-            build=builders.sessions(builders.recorded),
-            in_sessions=True,
-        )
-    batch = '"custom_id"' in first
-    return NamedWorkload(
-        classes=(OFFLINE,) if batch else (ONLINE, OFFLINE),
-        description=f"the file {path}",
-        max_new_tokens=None,
-        build=builders.batch if batch else builders.trace(read_trace),
-    )
+        build = builders.sessions(builders.recorded)
+        return NamedWorkload((ONLINE,), None, build, f"the sessions of {path}", in_sessions=True)
+    if '"custom_id"' in first:
+        return NamedWorkload((OFFLINE,), None, builders.batch, f"the file {path}")
+    return NamedWorkload((ONLINE, OFFLINE), None, builders.trace, f"the file {path}")
 
 
 def _of_folder(path: Path) -> NamedWorkload:
-    return NamedWorkload(
-        classes=(ONLINE, OFFLINE),
-        description=f"ServeGen's clients of {path}",
-        max_new_tokens=None,
-        build=builders.servegen,
-    )
+    description = f"ServeGen's clients of {path}"
+    return NamedWorkload((ONLINE, OFFLINE), None, builders.servegen, description)
 
 
 def _find_files(name: str, named: NamedWorkload, data_dir: Path | None) -> tuple[Path, ...]:

@@ -62,8 +62,8 @@ EDGES = (
 
 
 def quantile_table(text: str) -> Quantiles:
-    """The tokens at the probabilities of `EDGES`."""
-    return Quantiles(probabilities=EDGES, tokens=tuple(map(int, text.split())))
+    """Values at the probabilities of `EDGES`."""
+    return Quantiles(probabilities=EDGES, points=tuple(map(int, text.split())))
 
 
 _OPT_CONTEXT = 2048  # BROS served OPT models: no dataset table of its own bounds, the model does
@@ -161,6 +161,6 @@ def _columns(given: Published | Lengths) -> str:
         case Uniform(low=low, high=high):
             return f"{given.mean:g} | {given.mean:g}, uniform | {low}-{high}"
         case Quantiles():
-            return f"table | {given.mean:.1f} | {given.tokens[0]}-{given.tokens[-1]}"
+            return f"table | {given.mean:.1f} | {given.points[0]}-{given.points[-1]}"
         case _:
             return f"{given.mean:g} | {given.mean:g} | "

@@ -1,84 +1,244 @@
-"""Trace files whose format shows in their first line."""
+"""Trace files: one table of formats and one reader. The first line of a file shows its format."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import csv
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
-from cosched_traces.block_traces import read_mooncake_jsonl, read_servegen_batch_jsonl
-from cosched_traces.csv_traces import (
-    read_arrivals_csv,
-    read_azure_csv,
-    read_burstgpt_csv,
-    read_lengths_csv,
-)
-from cosched_traces.errors import WorkloadError
-from cosched_traces.rows import DEFAULTS, ReadOptions, numbered_lines
-from cosched_traces.workload import Workload
+import msgspec
+
+from cosched.core.request import RequestClass
+from cosched_traces.errors import RowError, WorkloadError
+from cosched_traces.files import Ids, first_line, json_lines, numbered_lines
+from cosched_traces.seeds import key_base
+from cosched_traces.workload import Segment, TraceRequest, Workload
+
+MOONCAKE_BLOCK_TOKENS = 512
+
+
+class Row(NamedTuple):
+    """`time_s` counts from the zero of the format; `ids`: hashes of the blocks of the prompt."""
+
+    line: int
+    time_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    ids: Ids = ()
+
+
+def _wall_clock_s(text: str) -> float:
+    moment = datetime.fromisoformat(text)
+    # Not local time: clocks that are put forward would shift it.
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
     """A format of one file.
 
-    marks   names that all stand in a file's first line, and in no other format's
+    marks        names in the first line of a file; of a CSV file its columns: the time (if there
+                 is one), prompt tokens, output tokens
+    read         rows of a JSONL file; None: a CSV file
+    parse_time   of the first column; None: without arrivals, all requests are at 0
+    skips_empty  rows without output tokens are failed requests and are left out
     """
 
     marks: tuple[str, ...]
     description: str
-    read: Callable[[Path, ReadOptions], Workload]
+    read: Callable[[Path], Iterator[Row]] | None = None
+    parse_time: Callable[[str], float] | None = None
+    skips_empty: bool = False
 
 
-# In the order of trial: lengths alone are also what a file with arrivals has.
+class _Mooncake(msgspec.Struct):
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: Ids
+
+
+def _mooncake_rows(path: Path) -> Iterator[Row]:
+    """Timestamps in ms. An id stands for one block of 512 tokens and all tokens before it; the last
+    block of a prompt is mostly shorter."""
+    for line, one in json_lines(path, _Mooncake):
+        expected = -(-one.input_length // MOONCAKE_BLOCK_TOKENS)
+        if len(one.hash_ids) != expected:
+            reason = (
+                f"{len(one.hash_ids)} hash_ids for {one.input_length} tokens; blocks of "
+                f"{MOONCAKE_BLOCK_TOKENS} tokens make {expected}"
+            )
+            raise RowError(path, line, reason)
+        time_s = one.timestamp / 1000
+        yield Row(line, time_s, one.input_length, one.output_length, one.hash_ids)
+
+
+class _ServegenJob(msgspec.Struct):
+    input_length: int
+    output_length: int
+
+
+def _servegen_rows(path: Path) -> Iterator[Row]:
+    for line, job in json_lines(path, _ServegenJob):
+        yield Row(line, 0.0, job.input_length, job.output_length)
+
+
+# In the order of detection: files with arrivals have the columns of lengths, too.
 FORMATS = {
     "azure": Format(
         marks=("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
         description="Azure LLM inference traces 2023/2024 (CSV)",
-        read=read_azure_csv,
+        parse_time=_wall_clock_s,
     ),
     "burstgpt": Format(
         marks=("Timestamp", "Request tokens", "Response tokens"),
         description="BurstGPT (CSV)",
-        read=read_burstgpt_csv,
+        parse_time=float,
+        skips_empty=True,
     ),
     "vidur": Format(
         marks=("arrived_at", "num_prefill_tokens", "num_decode_tokens"),
         description="Vidur (CSV)",
-        read=read_arrivals_csv,
+        parse_time=float,
     ),
     "splitwise": Format(
         marks=("arrival_timestamp", "prompt_size", "token_size"),
         description="splitwise-sim (CSV)",
-        read=read_arrivals_csv,
+        parse_time=float,
     ),
     "lengths": Format(
         marks=("num_prefill_tokens", "num_decode_tokens"),
         description="lengths without arrivals, as Vidur and Etalon keep them (CSV)",
-        read=read_lengths_csv,
     ),
     "mooncake": Format(
         marks=('"timestamp"', '"hash_ids"'),
         description="Mooncake (JSONL)",
-        read=read_mooncake_jsonl,
+        read=_mooncake_rows,
     ),
     "servegen-batch": Format(
         marks=('"request_id"', '"input_length"', '"output_length"'),
         description="ServeGen's offline jobs with output lengths (JSONL)",
-        read=read_servegen_batch_jsonl,
+        read=_servegen_rows,
     ),
 }
 
 
-def read_trace(path: Path, options: ReadOptions = DEFAULTS) -> Workload:
-    """Read a file in whichever of `FORMATS` its first line shows."""
-    first = next((line for _, line in islice(numbered_lines(path), 1)), "")
+def read_trace(
+    path: Path,
+    *,
+    name: str | None = None,
+    request_class: RequestClass = RequestClass.ONLINE,
+    format: str | None = None,
+) -> Workload:
+    """The requests of a trace file. Arrivals count from the earliest row; rows out of order are
+    sorted. Prompts share the blocks with equal ids, and nothing in formats without ids.
+
+    name    of the workload, in its rids and keys; None: that of the file
+    format  a name of `FORMATS`; None: the one that the first line shows
+    """
+    known = FORMATS[format] if format is not None else _format_of(path)
+    name = name or path.name.split(".")[0]
+    rows: list[tuple[int, Row]] = []
+    num_skipped = 0
+    for index, row in enumerate(known.read(path) if known.read else _csv_rows(path, known)):
+        for what, count in (("prompt", row.num_prompt_tokens), ("output", row.num_output_tokens)):
+            if count < 0:
+                raise RowError(path, row.line, f"{what} tokens {count} is negative")
+            if count == 0 and not (known.skips_empty and what == "output"):
+                raise RowError(path, row.line, f"{what} tokens is 0; no engine can run that")
+        if row.num_output_tokens:
+            rows.append((index, row))
+        else:
+            num_skipped += 1
+    rows.sort(key=lambda pair: pair[1].time_s)  # stable: rows of equal times keep their order
+    first_s = rows[0][1].time_s if rows else 0.0
+    own, shared = key_base("rows", name), key_base("blocks", name)
+    requests = tuple(
+        TraceRequest(
+            rid=f"{name}-{index}",
+            request_class=request_class,
+            arrival_s=row.time_s - first_s,
+            num_output_tokens=row.num_output_tokens,
+            segments=_segments(row, own + index, shared),
+        )
+        for index, row in rows
+    )
+    notes = [f"read {path.name}"]
+    if num_skipped:
+        notes.append(f"left out {num_skipped} rows of 0 tokens")
+    return Workload(name=name, requests=requests, notes=tuple(notes))
+
+
+def _format_of(path: Path) -> Format:
+    first = first_line(path)
     for known in FORMATS.values():
         if all(mark in first for mark in known.marks):
-            return known.read(path, options)
+            return known
     formats = "; ".join(known.description for known in FORMATS.values())
     raise WorkloadError(f"{path}: of no known format, it begins {first[:80]!r}; known: {formats}")
+
+
+def _segments(row: Row, own_key: int, shared: int) -> tuple[Segment, ...]:
+    """One segment per id, all but the last of a full block; without ids, one of its own."""
+    if not row.ids:
+        return (Segment(own_key, row.num_prompt_tokens),)
+    *full, last = row.ids
+    num_last_tokens = row.num_prompt_tokens - len(full) * MOONCAKE_BLOCK_TOKENS
+    return (
+        *(Segment(shared + block, MOONCAKE_BLOCK_TOKENS) for block in full),
+        Segment(shared + last, num_last_tokens),
+    )
+
+
+def _csv_rows(path: Path, known: Format) -> Iterator[Row]:
+    """Rows of a CSV file. Its header names the columns, in any order and among others."""
+    reader = csv.reader(line for _, line in numbered_lines(path))
+    try:
+        header = [name.strip() for name in next(reader, [])]
+        missing = [name for name in known.marks if name not in header]
+        if missing:
+            there = ", ".join(header) or "nothing"
+            raise RowError(path, 1, f"no column {', '.join(missing)}; the header has {there}")
+        where = [header.index(name) for name in known.marks]
+        for cells in reader:
+            line = reader.line_num
+            if not cells:
+                continue
+            if len(cells) != len(header):
+                raise RowError(path, line, f"{len(cells)} cells where the header has {len(header)}")
+            *time, prompt, output = zip(known.marks, (cells[i] for i in where), strict=True)
+            time_s = 0.0
+            if known.parse_time is not None:
+                time_s = _parsed_time(path, line, *time[0], parse=known.parse_time)
+            num_prompt, num_output = (_whole(path, line, *cell) for cell in (prompt, output))
+            yield Row(line, time_s, num_prompt, num_output)
+    except csv.Error as error:
+        raise RowError(path, reader.line_num, str(error)) from error
+
+
+def _parsed_time(
+    path: Path, line: int, column: str, text: str, *, parse: Callable[[str], float]
+) -> float:
+    try:
+        time_s = parse(text)
+    except ValueError:
+        raise RowError(path, line, f"{column} is not a time: {text!r}") from None
+    if not abs(time_s) < float("inf"):
+        raise RowError(path, line, f"{column} is not finite: {text!r}")
+    return time_s
+
+
+def _whole(path: Path, line: int, column: str, text: str) -> int:
+    try:
+        value = float(text)  # pandas writes 44.0 in columns that had gaps
+    except ValueError:
+        raise RowError(path, line, f"{column} is not a number: {text!r}") from None
+    if not value.is_integer():
+        raise RowError(path, line, f"{column} is not a whole number: {text!r}")
+    return int(value)
 
 
 def format_table() -> str:

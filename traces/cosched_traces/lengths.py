@@ -59,26 +59,28 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantiles:
-    """An inverse cumulative distribution through the points ``(probability, tokens)``, straight
-    between them; the first probability is 0 and the last 1."""
+    """An inverse cumulative distribution through (probability, point), linear between them; the
+    first probability is 0 and the last 1. Points are tokens, or seconds."""
 
     probabilities: tuple[float, ...]
-    tokens: tuple[int, ...]
+    points: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        assert len(self.probabilities) == len(self.tokens) >= 2
+        assert len(self.probabilities) == len(self.points) >= 2
         assert (self.probabilities[0], self.probabilities[-1]) == (0, 1)
         assert list(self.probabilities) == sorted(self.probabilities)
-        assert list(self.tokens) == sorted(self.tokens) and self.tokens[0] >= 1
+        assert list(self.points) == sorted(self.points) and self.points[0] >= 0
 
     @property
     def mean(self) -> float:
-        edges, tokens = np.asarray(self.probabilities), np.asarray(self.tokens)
-        return float(np.dot(np.diff(edges), (tokens[1:] + tokens[:-1]) / 2))
+        edges, points = np.asarray(self.probabilities), np.asarray(self.points)
+        return float(np.dot(np.diff(edges), (points[1:] + points[:-1]) / 2))
+
+    def values(self, rng: np.random.Generator, size: int) -> npt.NDArray[np.float64]:
+        return np.interp(rng.random(size), self.probabilities, self.points)
 
     def sample(self, rng: np.random.Generator, size: int) -> Tokens:
-        drawn = np.interp(rng.random(size), self.probabilities, self.tokens)
-        return np.rint(drawn).astype(np.int64)
+        return np.rint(self.values(rng, size)).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ import numpy as np
 
 from cosched.core.request import RequestClass
 from cosched_traces.errors import RowError
-from cosched_traces.json_lines import Text, json_lines
+from cosched_traces.files import Text, json_lines
 from cosched_traces.seeds import key_base, rng_of
 from cosched_traces.transform import first_requests, shuffle
 from cosched_traces.workload import Segment, TraceRequest, Workload

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 import numpy as np
 
@@ -13,14 +12,6 @@ from cosched_traces.errors import WorkloadError
 from cosched_traces.lengths import Lengths, Tokens
 from cosched_traces.seeds import key_base, rng_of
 from cosched_traces.workload import Segment, TraceRequest, Workload
-
-
-class Order(Enum):
-    """In which order the requests of the groups stand: GROUPED leaves nothing for a scheduler to
-    find, SHUFFLED hides the sharing from a scheduler that takes them as they come."""
-
-    GROUPED = "grouped"
-    SHUFFLED = "shuffled"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +24,6 @@ class PrefixGroups:
     shared               tokens of a group's head
     unique               tokens of a request after the head
     output               tokens it generates
-    common_tokens        tokens before every head, shared by all groups (a system prompt)
     """
 
     num_groups: int
@@ -41,28 +31,23 @@ class PrefixGroups:
     shared: Lengths
     unique: Lengths
     output: Lengths
-    common_tokens: int = 0
 
     def workload(
         self,
         name: str,
         *,
         seed: int,
-        order: Order = Order.SHUFFLED,
         num_requests: int | None = None,
         request_class: RequestClass = RequestClass.OFFLINE,
     ) -> Workload:
-        """The requests, all at 0. With `num_requests` the first so many in the order asked for."""
+        """The requests, shuffled, all at 0; only the first `num_requests` if given."""
         counts = self._counts()
         group_of = np.repeat(np.arange(self.num_groups), counts)
         heads = self.shared.sample(rng_of(seed, name, "shared"), self.num_groups).tolist()
         unique = self.unique.sample(rng_of(seed, name, "unique"), len(group_of)).tolist()
         output = self.output.sample(rng_of(seed, name, "output"), len(group_of)).tolist()
-        places = np.arange(len(group_of))
-        if order is Order.SHUFFLED:
-            places = rng_of(seed, name, "order").permutation(len(group_of))
+        places = rng_of(seed, name, "order").permutation(len(group_of))
         head_keys, own_keys = key_base(name, seed, "heads"), key_base(name, seed, "own")
-        common = (Segment(key_base(name, seed, "common"), self.common_tokens),)
         requests = []
         for place in places[:num_requests].tolist():
             group = int(group_of[place])
@@ -73,13 +58,12 @@ class PrefixGroups:
                     arrival_s=0.0,
                     num_output_tokens=output[place],
                     segments=(
-                        *(common if self.common_tokens else ()),
                         Segment(head_keys + group, heads[group]),
                         Segment(own_keys + place, unique[place]),
                     ),
                 )
             )
-        note = f"generated {len(requests)} of {self.num_groups} groups, {order.value}, {seed=}"
+        note = f"generated {len(requests)} of {self.num_groups} groups, shuffled, {seed=}"
         return Workload(name=name, requests=tuple(requests), notes=(note,))
 
     def _counts(self) -> Sequence[int]:

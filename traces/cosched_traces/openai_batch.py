@@ -8,7 +8,7 @@ from typing import Any
 
 from cosched.core.request import RequestClass
 from cosched_traces.errors import RowError
-from cosched_traces.json_lines import json_lines
+from cosched_traces.files import json_lines
 from cosched_traces.workload import TraceRequest, Workload
 
 Tokenize = Callable[[str], Sequence[int]]
@@ -27,32 +27,28 @@ def read_openai_batch(
     tokenize: Tokenize,
     *,
     name: str | None = None,
-    render: Callable[[Messages], str] = plain_chat,
     default_max_tokens: int | None = None,
     request_class: RequestClass = RequestClass.OFFLINE,
 ) -> Workload:
     """A batch input file: ``{"custom_id", "url", "body"}`` a line; all requests arrive at 0.
 
-    rid is the custom_id. ``/v1/completions`` gives `prompt` (text or token ids),
-    ``/v1/chat/completions`` its messages through `render`; pass the model's chat template for exact
-    prompts. The reply's length is not in such a file: it is taken as long as the limit in
-    ``max_completion_tokens`` or ``max_tokens``, or `default_max_tokens` where the line has none.
+    rid is the custom_id. The prompt is that of ``/v1/completions`` (text or token ids) or the
+    messages of ``/v1/chat/completions`` as `plain_chat`. Replies are as long as their limit,
+    ``max_completion_tokens`` or ``max_tokens``, or `default_max_tokens` without one.
     """
     requests = []
     seen: set[str] = set()
     for line, fields in json_lines(path, dict[str, Any]):
         custom_id = fields.get("custom_id")
         if not isinstance(custom_id, str) or not custom_id:
-            raise RowError(path, line, f"custom_id is no text: {custom_id!r}")
+            raise RowError(path, line, f"custom_id is not a text: {custom_id!r}")
         if custom_id in seen:
-            raise RowError(path, line, f"custom_id {custom_id!r} stood on an earlier line")
+            raise RowError(path, line, f"custom_id {custom_id!r} is on an earlier line")
         seen.add(custom_id)
         body = fields.get("body")
         if not isinstance(body, dict):
-            raise RowError(path, line, "body is no object")
-        token_ids = _prompt(
-            path, line, url=fields.get("url"), body=body, tokenize=tokenize, render=render
-        )
+            raise RowError(path, line, "body is not an object")
+        token_ids = _prompt(path, line, url=fields.get("url"), body=body, tokenize=tokenize)
         if not token_ids:
             raise RowError(path, line, "the prompt has no tokens")
         limit = _max_tokens(path, line, body, default_max_tokens)
@@ -77,7 +73,6 @@ def _prompt(
     url: object,
     body: dict[str, Any],
     tokenize: Tokenize,
-    render: Callable[[Messages], str],
 ) -> tuple[int, ...]:
     if url == "/v1/completions":
         prompt = body.get("prompt")
@@ -89,8 +84,8 @@ def _prompt(
     if url == "/v1/chat/completions":
         messages = body.get("messages")
         if not isinstance(messages, list) or not all(map(_is_message, messages)):
-            raise RowError(path, line, "messages is no list of messages with role and content")
-        return tuple(tokenize(render(messages)))
+            raise RowError(path, line, "messages is not a list of messages with role and content")
+        return tuple(tokenize(plain_chat(messages)))
     known = "/v1/chat/completions, /v1/completions"
     raise RowError(path, line, f"url {url!r} generates no text; readable are {known}")
 
@@ -104,7 +99,7 @@ def _max_tokens(path: Path, line: int, body: dict[str, Any], default: int | None
         value = body.get(field)
         if value is not None:
             if type(value) is not int or value < 1:
-                raise RowError(path, line, f"{field} is no number above 0: {value!r}")
+                raise RowError(path, line, f"{field} is not a number above 0: {value!r}")
             return value
     if default is None:
         reason = "no max_tokens and no max_completion_tokens; give default_max_tokens"

@@ -27,8 +27,8 @@ import numpy.typing as npt
 
 from cosched.core.request import RequestClass
 from cosched_traces.errors import RowError, WorkloadError
+from cosched_traces.files import numbered_lines
 from cosched_traces.lengths import Tokens
-from cosched_traces.rows import numbered_lines
 from cosched_traces.seeds import key_base, rng_of
 from cosched_traces.workload import Segment, TraceRequest, Workload
 

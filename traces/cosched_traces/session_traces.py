@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from enum import Enum
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
 from cosched_traces.errors import RowError
-from cosched_traces.json_lines import Ids, Positive, convert, json_lines
-from cosched_traces.rows import DEFAULTS, ReadOptions
+from cosched_traces.files import Ids, Positive, convert, json_lines
 from cosched_traces.seeds import KEYS, key_base
 from cosched_traces.sessions import RecordedSessions, Session, Turn
 from cosched_traces.workload import Segment
@@ -19,49 +16,29 @@ from cosched_traces.workload import Segment
 MAX_THINK_S = 60.0
 
 
-class Heads(Enum):
-    """Which sessions begin with the same tool definitions and system prompt.
-
-    OWN    none: the file's ids mean something inside one session only
-    EQUAL  those with as many tokens of tools and as many of the system prompt
-    ONE    all; a shorter head is a part of a longer one
-    """
-
-    OWN = "own"
-    EQUAL = "equal"
-    ONE = "one"
-
-
-def read_sessions_jsonl(
-    path: Path,
-    options: ReadOptions = DEFAULTS,
-    *,
-    heads: Heads = Heads.EQUAL,
-    max_think_s: float = MAX_THINK_S,
-) -> RecordedSessions:
+def read_sessions_jsonl(path: Path, *, name: str | None = None) -> RecordedSessions:
     """kv-cache-tester: one session a line, ``{"id", "block_size", "tool_tokens", "system_tokens",
     "requests": [{"in", "out", "hash_ids", "think_time"}, …]}``.
 
-    An id stands for a full block of a prompt and everything before it. The tokens behind the last
-    full block are the head of what follows in the next request where that goes on from here, else
-    they are its own. The blocks that lie wholly within the tools and the system prompt are shared
-    between sessions as `heads` says.
+    An id stands for a full block of a prompt and all tokens before it, within one session. The
+    tokens after the last full block are the beginning of what follows if the next request continues
+    this prompt, else they are its own. Sessions with as many tokens of tool definitions and as many
+    of the system prompt share the full blocks of both.
 
-    Think times of tools and of persons are cut at `max_think_s`: those recorded reach 20 hours.
-    Requests of sub-agents are left out; the notes say how many entries. Of `options`, the name and
-    `max_rows` (sessions) count; 0 tokens are always an error.
+    Think times of tools and of persons are cut at `MAX_THINK_S`: those recorded reach 20 hours.
+    Requests of sub-agents are left out and counted in the notes.
     """
-    name = options.name_for(path)
+    name = name or path.name.split(".")[0]
     sessions: list[Session] = []
     num_left_out = 0
-    for line, recorded in islice(json_lines(path, _Recorded), options.max_rows):
+    for line, recorded in json_lines(path, _Recorded):
         requests = _own_requests(path, line, recorded)
         num_left_out += len(recorded.requests) - len(requests)
         session_name = f"{name}-{line if recorded.id is None else recorded.id}"
-        stretches, head_key = _stretches(path, line, session_name, recorded, requests, heads)
-        turns = _turns(requests, stretches, max_think_s=max_think_s)
+        stretches, head_key = _stretches(path, line, session_name, recorded, requests)
+        turns = _turns(requests, stretches)
         sessions.append(Session(name=session_name, turns=turns, head_key=head_key))
-    notes = [f"read {path.name}", f"think times cut at {max_think_s:g} s"]
+    notes = [f"read {path.name}", f"think times cut at {MAX_THINK_S:g} s"]
     if num_left_out:
         notes.append(f"left out {num_left_out} entries of sub-agents")
     return RecordedSessions(sessions=tuple(sessions), notes=tuple(notes))
@@ -83,7 +60,7 @@ class _Recorded(msgspec.Struct):
 
 
 def _own_requests(path: Path, line: int, recorded: _Recorded) -> list[_Request]:
-    """Those that are not of a sub-agent."""
+    """Requests that are not of a sub-agent."""
     requests = [
         convert(path, line, fields, _Request)
         for fields in recorded.requests
@@ -103,23 +80,12 @@ def _own_requests(path: Path, line: int, recorded: _Recorded) -> list[_Request]:
 
 
 def _stretches(
-    path: Path,
-    line: int,
-    name: str,
-    recorded: _Recorded,
-    requests: list[_Request],
-    heads: Heads,
+    path: Path, line: int, name: str, recorded: _Recorded, requests: list[_Request]
 ) -> tuple[_Stretches, int | None]:
-    """Where the blocks of a session stand, and the key of its head, if it is shared."""
+    """The places of the blocks of a session, and the key of its head if it has one."""
     tool, system = recorded.tool_tokens, recorded.system_tokens
     num_head_blocks = (tool + system) // recorded.block_size
-    head_key = {
-        Heads.OWN: None,
-        Heads.EQUAL: key_base("session head", tool, system),
-        Heads.ONE: key_base("session head"),
-    }[heads]
-    if not num_head_blocks:
-        head_key = None
+    head_key = key_base("session head", tool, system) if num_head_blocks else None
     stretches = _Stretches(recorded.block_size, key_base("session", name))
     if head_key is not None:
         stretches.begin_with(requests[0].ids[:num_head_blocks], head_key)
@@ -129,9 +95,7 @@ def _stretches(
     return stretches, head_key
 
 
-def _turns(
-    requests: list[_Request], stretches: _Stretches, *, max_think_s: float
-) -> tuple[Turn, ...]:
+def _turns(requests: list[_Request], stretches: _Stretches) -> tuple[Turn, ...]:
     turns: list[Turn] = []
     later: tuple[_Request, _Place] | None = None
     for request in reversed(requests):
@@ -139,7 +103,7 @@ def _turns(
         turn = Turn(
             segments=stretches.prompt(request, tail),
             num_output_tokens=request.num_output_tokens,
-            think_s=min(request.think_s, max_think_s),
+            think_s=min(request.think_s, MAX_THINK_S),
         )
         turns.append(turn)
         later = request, tail
@@ -147,15 +111,15 @@ def _turns(
 
 
 class _Place(NamedTuple):
-    """Where tokens stand: so many tokens into the segment of a key."""
+    """A place of tokens: `offset` tokens into the segment `key`."""
 
     key: int
     offset: int
 
 
 class _Stretches:
-    """The blocks of a session as few segments: a block that was first seen behind another one, as
-    its first follower, stands in the same segment behind it."""
+    """The blocks of a session as few segments: the first block that follows another one is in the
+    same segment."""
 
     def __init__(self, block_tokens: int, base: int) -> None:
         self._block_tokens = block_tokens
@@ -165,14 +129,14 @@ class _Stretches:
         self._ends: dict[int, int] = {}  # of the segments that can grow [tokens]
 
     def begin_with(self, ids: tuple[int, ...], key: int) -> None:
-        """These blocks, the first of a prompt, are the segment of this key, which ends there."""
+        """These first blocks of a prompt are the whole segment of this key."""
         for index, block in enumerate(ids):
             self._before[block] = ids[index - 1] if index else None
             self._places[block] = _Place(key, index * self._block_tokens)
 
     def learn(self, ids: tuple[int, ...]) -> bool:
-        """Give the new blocks of a prompt a place. False when one that is known stands behind
-        another block than it did."""
+        """Give the new blocks of a prompt a place. False if a known one follows another block than
+        before."""
         before: int | None = None
         for block in ids:
             if block not in self._before:
@@ -184,8 +148,8 @@ class _Stretches:
         return True
 
     def tail(self, request: _Request, later: tuple[_Request, _Place] | None) -> _Place:
-        """Where the tokens behind the last full block of a prompt stand; `later` is the request
-        after it and the same of that one."""
+        """The place of the tokens after the last full block of a prompt; `later` is the next
+        request and its such place."""
         num_blocks = len(request.ids)
         if later is not None:
             after, tail = later

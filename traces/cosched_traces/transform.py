@@ -1,13 +1,10 @@
-"""Which requests, and when: pure functions from workload to workload (`resize` has how long).
-
-Each says in the notes what it did. Chance comes from `seed` alone; requests keep their rids except
-where said.
+"""Pure functions from workload to workload. Each adds a note of what it did; requests keep their
+rids unless stated otherwise.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -15,11 +12,11 @@ from itertools import pairwise
 from cosched.core.request import RequestClass
 from cosched_traces.errors import WorkloadError
 from cosched_traces.seeds import KEYS, key_base, rng_of
-from cosched_traces.workload import Segment, Workload
+from cosched_traces.workload import Segment, TraceRequest, Workload
 
 
 def period_s(workload: Workload) -> float:
-    """How long the workload lasts: from the first arrival to one mean gap after the last."""
+    """Length of the workload: from the first arrival to one mean gap after the last."""
     requests = workload.requests
     span_s = requests[-1].arrival_s - requests[0].arrival_s if requests else 0.0
     if span_s <= 0:
@@ -27,25 +24,8 @@ def period_s(workload: Workload) -> float:
     return span_s * len(requests) / (len(requests) - 1)
 
 
-def mean_rate(workload: Workload) -> float:
-    """Requests per second over the workload's period."""
-    return len(workload.requests) / period_s(workload)
-
-
-def rescale_rate(workload: Workload, rate: float) -> Workload:
-    """The same requests at another mean rate: all arrival times times one factor.
-
-    Bursts are kept but run faster or slower (Echo §7.1 scales its trace so).
-    """
-    check_positive("rate", rate)
-    factor = mean_rate(workload) / rate
-    requests = tuple(replace(r, arrival_s=r.arrival_s * factor) for r in workload.requests)
-    return workload.changed(requests, f"time scaled by {factor:.4g} to {rate:g} req/s")
-
-
 def replay_faster(workload: Workload, factor: float) -> Workload:
-    """The same requests in `factor` times less time: bursts are kept, and run so many times as
-    fast."""
+    """The same requests `factor` times as fast, bursts included."""
     check_positive("factor", factor)
     if factor == 1:
         return workload
@@ -63,6 +43,34 @@ def rescale_think_times(workload: Workload, factor: float) -> Workload:
     return workload.changed(requests, f"think times times {factor:g}")
 
 
+def rescale_lengths(workload: Workload, *, prompt: float = 1.0, output: float = 1.0) -> Workload:
+    """Lengths times a factor, at least 1 token.
+
+    Each segment is scaled by itself, so that segments that were shared still are.
+    """
+    check_positive("prompt factor", prompt)
+    check_positive("output factor", output)
+
+    def scaled(request: TraceRequest) -> TraceRequest:
+        if request.token_ids and prompt != 1:
+            raise WorkloadError(f"{request.rid}: a prompt of given tokens cannot be rescaled")
+        segments = tuple(Segment(s.key, _scale(s.num_tokens, prompt)) for s in request.segments)
+        limit = request.max_new_tokens
+        return replace(
+            request,
+            segments=segments,
+            num_output_tokens=_scale(request.num_output_tokens, output),
+            max_new_tokens=None if limit is None else _scale(limit, output),
+        )
+
+    note = f"prompts times {prompt:g}, outputs times {output:g}"
+    return workload.changed(tuple(map(scaled, workload.requests)), note)
+
+
+def _scale(num_tokens: int, factor: float) -> int:
+    return max(round(num_tokens * factor), 1)
+
+
 def sample_to_rate(
     workload: Workload, rate: float, *, seed: int, duration_s: float | None = None
 ) -> Workload:
@@ -78,7 +86,7 @@ def sample_to_rate(
     if wanted > present:
         raise WorkloadError(
             f"{workload.name}: a rate of {rate:g} req/s needs {wanted} requests, the trace has "
-            f"{present}; sample at a lower rate, rescale_rate it, or use a generated workload"
+            f"{present}; sample at a lower rate, or use a generated workload"
         )
     rng = rng_of(seed, "sample")
     chosen = sorted(rng.choice(present, size=wanted, replace=False).tolist())
@@ -99,10 +107,8 @@ def slice_time(workload: Workload, start_s: float, end_s: float) -> Workload:
 
 
 def busiest_window(workload: Workload, length_s: float) -> Workload:
-    """The stretch of `length_s` in which the most tokens (prompt and output) arrive, from 0 on.
-
-    Of equal ones the first. A workload that is shorter stays whole.
-    """
+    """The stretch of `length_s` with the most tokens (prompt and output), the first of equal ones.
+    A shorter workload stays whole."""
     check_positive("length_s", length_s)
     check_no_sessions(workload)
     requests = workload.requests
@@ -119,11 +125,10 @@ def busiest_window(workload: Workload, length_s: float) -> Workload:
 
 
 def repeat(workload: Workload, duration_s: float) -> Workload:
-    """The workload over and over until `duration_s`.
+    """The workload again and again until `duration_s`.
 
-    Prompts of a later lap are new (their keys are), so that a lap does not hit in the cache what an
-    earlier one left; sharing within a lap is kept. Rids get the lap's number. Requests that carry
-    token ids cannot be made new.
+    A later lap has new keys, so that it finds nothing of an earlier one in the cache; sharing
+    within a lap is kept. Rids get the number of the lap. Token ids cannot be repeated.
     """
     check_no_sessions(workload)
     lap_s = period_s(workload)
@@ -148,25 +153,14 @@ def repeat(workload: Workload, duration_s: float) -> Workload:
 
 
 def first_requests(workload: Workload, num_requests: int) -> Workload:
-    """The first so many requests; fewer when there are no more."""
+    """The first `num_requests`, or all if there are fewer."""
     check_positive("num_requests", num_requests)
     requests = workload.requests[:num_requests]
     return workload.changed(requests, f"first {len(requests)} of {len(workload.requests)}")
 
 
-def merge(*workloads: Workload, name: str) -> Workload:
-    """All requests in one workload; of equal arrival times the earlier argument's come first."""
-    requests = [request for workload in workloads for request in workload.requests]
-    if len({r.rid for r in requests}) < len(requests):
-        rid, count = Counter(r.rid for r in requests).most_common(1)[0]
-        raise WorkloadError(f"rid {rid!r} stands {count} times in {name}; use with_rids first")
-    requests.sort(key=lambda request: request.arrival_s)
-    notes = tuple(f"{w.name}: {note}" for w in workloads for note in w.notes)
-    return Workload(name=name, requests=tuple(requests), notes=notes)
-
-
 def shuffle(workload: Workload, *, seed: int) -> Workload:
-    """The requests change places; the arrival times stay where they are."""
+    """The requests in a random order; the arrival times stay."""
     check_no_sessions(workload)
     order = rng_of(seed, "shuffle").permutation(len(workload.requests)).tolist()
     requests = tuple(
@@ -174,13 +168,6 @@ def shuffle(workload: Workload, *, seed: int) -> Workload:
         for index, place in zip(order, workload.requests, strict=True)
     )
     return workload.changed(requests, f"shuffled, {seed=}")
-
-
-def with_rids(workload: Workload, prefix: str) -> Workload:
-    """New rids ``prefix0``, ``prefix1``, … in the order of arrival."""
-    check_no_sessions(workload)
-    requests = tuple(replace(r, rid=f"{prefix}{i}") for i, r in enumerate(workload.requests))
-    return replace(workload, requests=requests)
 
 
 def with_arrivals(workload: Workload, arrivals_s: Sequence[float]) -> Workload:
@@ -208,7 +195,7 @@ def at_once(workload: Workload, request_class: RequestClass) -> Workload:
 
 
 def check_no_sessions(workload: Workload) -> None:
-    """Raises `WorkloadError`: a turn has no time and no place of its own."""
+    """Raises `WorkloadError` for sessions, whose turns have no arrival times."""
     if workload.has_sessions:
         raise WorkloadError(f"{workload.name}: turns of sessions cannot be moved or drawn apart")
 

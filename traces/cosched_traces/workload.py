@@ -89,10 +89,6 @@ class Workload:
         """Some requests wait for the answers to others."""
         return any(request.after is not None for request in self.requests)
 
-    def of_class(self, request_class: RequestClass) -> Workload:
-        kept = tuple(r for r in self.requests if r.request_class is request_class)
-        return replace(self, name=f"{self.name}:{request_class.value}", requests=kept)
-
     def changed(self, requests: tuple[TraceRequest, ...], note: str) -> Workload:
         """Other requests under the same name, and a note of what was done."""
         return replace(self, requests=requests, notes=(*self.notes, note))

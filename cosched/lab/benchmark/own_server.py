@@ -25,7 +25,8 @@ from cosched.lab.benchmark.live import (
     LiveTarget,
     measure_live,
 )
-from cosched.lab.simulation.run import RunSpec, WorkloadSpec, config_of, load_requests
+from cosched.lab.simulation.requests import load_requests
+from cosched.lab.simulation.run import RunSpec, WorkloadSpec, config_of
 
 _WARM_UP_REQUESTS = 8  # of each class
 _WARM_UP_SEED = 1_000_000  # no prompt of the warm-up is measured

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
@@ -21,25 +21,18 @@ from cosched.lab.cost_models.registry import make_cost_model
 from cosched.lab.cost_models.specs import model_spec
 from cosched.lab.metrics.job import steady_window
 from cosched.lab.metrics.records import ColumnLog, IterationLog, RequestRecord
-from cosched.lab.metrics.slo import JctTarget, Verdict, judge, with_defaults
+from cosched.lab.metrics.slo import JctTarget
 from cosched.lab.metrics.stats import Window
 from cosched.lab.metrics.summary import Summary, summarize
-from cosched.lab.simulation.arrivals import VOCAB_SIZE, Source
-from cosched.lab.simulation.clients import (
-    AimdClient,
-    ClosedLoopClient,
-    OpenLoopClient,
-    WaveClient,
-    online_client,
-)
+from cosched.lab.simulation.arrivals import Source
+from cosched.lab.simulation.clients import online_client
 from cosched.lab.simulation.host_time import host_time
 from cosched.lab.simulation.machine import Machine
-from cosched.lab.simulation.setting import OfflineClient, Setting
+from cosched.lab.simulation.requests import is_missed, load_requests, offline_client
+from cosched.lab.simulation.setting import Setting
 from cosched.lab.simulation.work import JobWork, job_work
 from cosched.policies import policy_entry
 from cosched.predict.profile_file import EngineIdentity, Profile
-from cosched_traces.catalogue import load_workload
-from cosched_traces.transform import busiest_window, replay_faster
 from cosched_traces.workload import TraceRequest
 
 if TYPE_CHECKING:
@@ -48,7 +41,7 @@ if TYPE_CHECKING:
 DEFAULT_SLO = Slo(ttft_s=1.0, tpot_s=0.05)
 
 _ASKED_EVERY = 200
-"""Iterations between two looks at the requests that are not done."""
+"""Iterations between two checks of the unfinished requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +98,7 @@ class CostSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec:
-    """Everything that decides a run's result. Equal specifications give equal results, unless host
-    time is measured.
+    """Everything that determines the result of a run, unless host time is measured.
 
     duration_s      length of the run [s]; it also ends when the offline set is done
     seed            of everything that is random
@@ -149,11 +141,11 @@ class RunSpec:
         return self.duration_s if peak_s is None else min(peak_s, self.duration_s)
 
     def configured(self, **keys: Any) -> RunSpec:
-        """The same with these keys of `config` set."""
+        """With these keys of `config`."""
         return replace(self, config=tuple(sorted((dict(self.config) | keys).items())))
 
     def describe(self) -> dict[str, Any]:
-        """For the result's JSON: no paths, so that it is the same on every machine."""
+        """For JSON: without paths, so that it is the same on every machine."""
         described = asdict(self)
         del described["data_dir"]
         del described["setting"]
@@ -168,11 +160,11 @@ class RunSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """What a run left behind.
+    """The result of a run.
 
-    end_s       virtual time at which it ended: the duration, when the offline set was done, or when
-                it gave up [s]
-    wall_s      host time of the run without building the engine [s]
+    end_s       virtual time at which it ended: the duration, the end of the offline set, or when it
+                gave up [s]
+    wall_s      host time of the run, without building the engine [s]
     cosched     the controller's counters, None where stock schedules
     kv          who has the KV memory, a row a second (`KvOccupancy`); empty where SGLang's own
                 order of eviction holds
@@ -231,7 +223,7 @@ def execute_requests(
     on_progress: Callable[[float], None] | None = None,
     decision_log: Path | None = None,
 ) -> RunResult:
-    """The same with requests of one's own in place of the specification's workloads."""
+    """The same with these requests in place of the specification's workloads."""
     import cosched.bootstrap  # noqa: F401  # before anything of SGLang's
 
     config = config_of(spec, decision_log)
@@ -307,8 +299,8 @@ def execute_requests(
 
 
 def _giving_up(spec: RunSpec, engine: VirtualEngine) -> Callable[[], bool]:
-    """Whether more online requests than the run may have missed a target by now. Those that are not
-    done are asked in one of some iterations only."""
+    """True once more than `most_misses` online requests have missed a target. Unfinished requests
+    are checked every `_ASKED_EVERY` iterations."""
     if spec.most_misses is None:
         return lambda: False
     most = spec.most_misses
@@ -317,7 +309,7 @@ def _giving_up(spec: RunSpec, engine: VirtualEngine) -> Callable[[], bool]:
     def count(records: Sequence[RequestRecord]) -> int:
         return sum(
             record.request_class is RequestClass.ONLINE
-            and _is_missed(record, spec, now_s=engine.clock.now_s())
+            and is_missed(record, spec, now_s=engine.clock.now_s())
             for record in records
         )
 
@@ -332,11 +324,6 @@ def _giving_up(spec: RunSpec, engine: VirtualEngine) -> Callable[[], bool]:
     return has_given_up
 
 
-def _is_missed(record: RequestRecord, spec: RunSpec, *, now_s: float) -> bool:
-    slo = with_defaults(record.slo, spec.slo)
-    return judge(record, slo, now_s=now_s).joint is Verdict.MISSED
-
-
 def summarize_run(
     spec: RunSpec,
     records: Sequence[RequestRecord],
@@ -345,7 +332,7 @@ def summarize_run(
     end_s: float,
     work: JobWork | None = None,
 ) -> Summary:
-    """Sum up what happened in ``[0, end_s)``. work: of the offline requests, where it is known."""
+    """Metrics of ``[0, end_s)``. work: of the offline requests; None: not known."""
     summary = summarize(
         records,
         iterations,
@@ -371,7 +358,7 @@ def summarize_run(
 
 
 def _work_of(spec: RunSpec, offline: Sequence[TraceRequest]) -> JobWork | None:
-    """By the cost model without its noise, and at its full speed."""
+    """By the cost model without noise and at full speed."""
     if not offline:
         return None
     exact = replace(spec, cost=replace(spec.cost, noise_sigma=0.0, slower=1.0))
@@ -381,71 +368,6 @@ def _work_of(spec: RunSpec, offline: Sequence[TraceRequest]) -> JobWork | None:
         kv_tokens=spec.machine.capacity(),
         max_running=spec.machine.max_running_requests,
     )
-
-
-def load_requests(spec: RunSpec) -> tuple[list[TraceRequest], list[TraceRequest]]:
-    """(online, offline) requests of a run; a class that the setting leaves out is empty."""
-    data_dir = Path(spec.data_dir) if spec.data_dir else None
-    online: list[TraceRequest] = []
-    offline: list[TraceRequest] = []
-    if spec.setting.has_online and spec.online is not None:
-        faster, rate = spec.online.faster, spec.online.rate
-        workload = load_workload(
-            spec.online.name,
-            seed=spec.seed,
-            request_class=RequestClass.ONLINE,
-            data_dir=data_dir,
-            rate=rate and rate / faster,
-            num_sessions=spec.online.num_sessions,
-            duration_s=spec.duration_s * faster,
-            num_requests=spec.online.num_requests,
-        )
-        workload = replay_faster(workload, faster)
-        if spec.online.peak_window_s is not None:
-            workload = busiest_window(workload, spec.online.peak_window_s)
-        online.extend(_with_deadlines(workload.requests, spec.jct))
-    if spec.setting.has_offline and spec.offline is not None:
-        workload = load_workload(
-            spec.offline.name,
-            seed=spec.seed,
-            request_class=RequestClass.OFFLINE,
-            data_dir=data_dir,
-            num_requests=spec.offline.num_requests,
-        )
-        offline.extend(workload.requests)
-    offline = _apart(offline, {request.rid for request in online})
-    if spec.clairvoyant:
-        return _told(online), _told(offline)
-    return online, offline
-
-
-def _apart(offline: list[TraceRequest], taken: Set[str]) -> list[TraceRequest]:
-    """The same under ids of their own, where one workload is both online and offline."""
-    if all(request.rid not in taken for request in offline):
-        return offline
-
-    def own(rid: str | None) -> str | None:
-        return rid and f"offline-{rid}"
-
-    return [replace(r, rid=f"offline-{r.rid}", after=own(r.after)) for r in offline]
-
-
-def _with_deadlines(
-    requests: Sequence[TraceRequest], jct: JctTarget | None
-) -> Sequence[TraceRequest]:
-    """The same, each with a deadline that allows for its length; its own where it has one."""
-    if jct is None:
-        return requests
-
-    def deadline(request: TraceRequest) -> Slo:
-        return Slo(deadline_s=jct.limit_s(request.num_output_tokens))
-
-    return [replace(r, slo=with_defaults(r.slo, deadline(r))) for r in requests]
-
-
-def _told(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
-    """The same whose clients know how long each reply will be."""
-    return [replace(request, max_new_tokens=request.num_output_tokens) for request in requests]
 
 
 def engine_flags(spec: RunSpec) -> list[str]:
@@ -463,34 +385,11 @@ def engine_flags(spec: RunSpec) -> list[str]:
     return flags + kv_arguments(flags, config)
 
 
-def offline_client(
-    spec: RunSpec, offline: Sequence[TraceRequest], *, vocab_size: int = VOCAB_SIZE
-) -> Source:
-    """Who sends them, in virtual time or live."""
-    match spec.setting.client:
-        case OfflineClient.ALL:
-            asked = spec.offline or WorkloadSpec(name="none")
-            if asked.wave:
-                return WaveClient(offline, size=asked.wave, vocab_size=vocab_size)
-            if asked.refill:
-                return ClosedLoopClient(offline, concurrency=asked.refill, vocab_size=vocab_size)
-            return OpenLoopClient(offline, vocab_size=vocab_size)
-        case OfflineClient.CAP:
-            return ClosedLoopClient(offline, concurrency=spec.cap, vocab_size=vocab_size)
-        case OfflineClient.AIMD:
-            return AimdClient(
-                offline,
-                is_missed=lambda record: _is_missed(record, spec, now_s=record.finish_s or 0.0),
-                max_concurrency=spec.max_concurrency,
-                vocab_size=vocab_size,
-            )
-
-
 def config_of(spec: RunSpec, decision_log: Path | None = None) -> Config:
     """The configuration that the simulated server runs with. ConfigError when it is wrong."""
     given = dict(spec.config)
     if not policy_entry(spec.setting.policy).tolerates:
-        given.pop("tolerance", None)  # it is held against runs that know of none
+        given.pop("tolerance", None)  # of a baseline that has no tolerance mode
     keys = {
         "decision_log": decision_log and str(decision_log),
         "policy": spec.setting.policy,
@@ -508,7 +407,7 @@ def config_of(spec: RunSpec, decision_log: Path | None = None) -> Config:
 
 
 def identity_of(spec: RunSpec) -> EngineIdentity:
-    """Of the simulated engine: that of the profile, where a profile is its truth."""
+    """Of the simulated engine: that of the profile if a profile is its cost model."""
     machine, cost = spec.machine, spec.cost
     if cost.name == "profile" and cost.profile is not None:
         engine = Profile.load(Path(cost.profile)).engine
@@ -532,8 +431,8 @@ def identity_of(spec: RunSpec) -> EngineIdentity:
 
 
 def cost_model_of(spec: RunSpec) -> CostModel:
-    """The truth of the simulated GPU. Host time that an overlap scheduler would hide is part of it
-    where the virtual clock leaves it out."""
+    """The simulated GPU. Without the overlap scheduler, host time is part of its iterations if the
+    virtual clock leaves it out."""
     is_synchronous = not spec.machine.overlap and spec.host_time == "none"
     return make_cost_model(
         spec.cost.name,

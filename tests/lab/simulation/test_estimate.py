@@ -55,7 +55,7 @@ def test_lines_are_read_in_prefix_order_with_replies_within_their_limit(tmp_path
     ("content", "options", "message"),
     [
         ("", (), "the file has no lines"),
-        ("{}", (), "custom_id is no text"),
+        ("{}", (), "custom_id is not a text"),
         ('{"custom_id": "a"}', ("--window", "1 day"), "must be a number and m, h or d"),
     ],
 )

@@ -7,10 +7,10 @@ import pytest
 
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.lab.metrics.records import record_line
+from cosched.lab.simulation.clock import VirtualClock
 from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.run import CostSpec, RunSpec, execute_requests
 from cosched.lab.simulation.setting import setting_of
-from cosched.lab.simulation.virtual import VirtualClock
 from cosched.lab.simulation.virtual_host import VirtualTransfers
 from tests.traces.samples import request
 

@@ -221,7 +221,7 @@ def test_aimd_raises_its_cap_while_targets_are_met_and_halves_it_when_not():
     from cosched.lab.simulation.clients import AimdClient
 
     spec = make_spec("s0")
-    from cosched.lab.simulation.run import load_requests
+    from cosched.lab.simulation.requests import load_requests
 
     requests = load_requests(make_spec("s1"))[1]
     missed = [False]

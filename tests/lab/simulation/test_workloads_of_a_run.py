@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from cosched.lab.simulation.run import RunSpec, WorkloadSpec, load_requests
+from cosched.lab.simulation.requests import load_requests
+from cosched.lab.simulation.run import RunSpec, WorkloadSpec
 from cosched.lab.simulation.setting import setting_of
 
 

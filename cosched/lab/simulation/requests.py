@@ -1,0 +1,117 @@
+"""The requests of a run and the client of the offline ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cosched.core.request import RequestClass, Slo
+from cosched.lab.metrics.records import RequestRecord
+from cosched.lab.metrics.slo import JctTarget, Verdict, judge, with_defaults
+from cosched.lab.simulation.arrivals import VOCAB_SIZE, Source
+from cosched.lab.simulation.clients import (
+    AimdClient,
+    ClosedLoopClient,
+    OpenLoopClient,
+    WaveClient,
+)
+from cosched.lab.simulation.setting import OfflineClient
+from cosched_traces.catalogue import load_workload
+from cosched_traces.transform import busiest_window, replay_faster
+from cosched_traces.workload import TraceRequest
+
+if TYPE_CHECKING:
+    from cosched.lab.simulation.run import RunSpec
+
+
+def load_requests(spec: RunSpec) -> tuple[list[TraceRequest], list[TraceRequest]]:
+    """(online, offline) requests of a run; empty for a class that the setting leaves out."""
+    data_dir = Path(spec.data_dir) if spec.data_dir else None
+    online: list[TraceRequest] = []
+    offline: list[TraceRequest] = []
+    if spec.setting.has_online and spec.online is not None:
+        faster, rate = spec.online.faster, spec.online.rate
+        workload = load_workload(
+            spec.online.name,
+            seed=spec.seed,
+            request_class=RequestClass.ONLINE,
+            data_dir=data_dir,
+            rate=rate and rate / faster,
+            num_sessions=spec.online.num_sessions,
+            duration_s=spec.duration_s * faster,
+            num_requests=spec.online.num_requests,
+        )
+        workload = replay_faster(workload, faster)
+        if spec.online.peak_window_s is not None:
+            workload = busiest_window(workload, spec.online.peak_window_s)
+        online.extend(_with_deadlines(workload.requests, spec.jct))
+    if spec.setting.has_offline and spec.offline is not None:
+        workload = load_workload(
+            spec.offline.name,
+            seed=spec.seed,
+            request_class=RequestClass.OFFLINE,
+            data_dir=data_dir,
+            num_requests=spec.offline.num_requests,
+        )
+        offline.extend(workload.requests)
+    offline = _with_own_rids(offline, {request.rid for request in online})
+    if spec.clairvoyant:
+        online, offline = (
+            [replace(r, max_new_tokens=r.num_output_tokens) for r in requests]
+            for requests in (online, offline)
+        )
+    return online, offline
+
+
+def _with_own_rids(offline: list[TraceRequest], taken: Set[str]) -> list[TraceRequest]:
+    """Distinct rids if one workload is both online and offline."""
+    if all(request.rid not in taken for request in offline):
+        return offline
+
+    def own(rid: str | None) -> str | None:
+        return rid and f"offline-{rid}"
+
+    return [replace(r, rid=f"offline-{r.rid}", after=own(r.after)) for r in offline]
+
+
+def _with_deadlines(
+    requests: Sequence[TraceRequest], jct: JctTarget | None
+) -> Sequence[TraceRequest]:
+    """Each with the deadline of its length, if it has none of its own."""
+    if jct is None:
+        return requests
+
+    def deadline(request: TraceRequest) -> Slo:
+        return Slo(deadline_s=jct.limit_s(request.num_output_tokens))
+
+    return [replace(r, slo=with_defaults(r.slo, deadline(r))) for r in requests]
+
+
+def offline_client(
+    spec: RunSpec, offline: Sequence[TraceRequest], *, vocab_size: int = VOCAB_SIZE
+) -> Source:
+    """The client of the offline requests, in virtual time or live."""
+    match spec.setting.client:
+        case OfflineClient.ALL:
+            asked = spec.offline
+            if asked is not None and asked.wave:
+                return WaveClient(offline, size=asked.wave, vocab_size=vocab_size)
+            if asked is not None and asked.refill:
+                return ClosedLoopClient(offline, concurrency=asked.refill, vocab_size=vocab_size)
+            return OpenLoopClient(offline, vocab_size=vocab_size)
+        case OfflineClient.CAP:
+            return ClosedLoopClient(offline, concurrency=spec.cap, vocab_size=vocab_size)
+        case OfflineClient.AIMD:
+            return AimdClient(
+                offline,
+                is_missed=lambda record: is_missed(record, spec, now_s=record.finish_s or 0.0),
+                max_concurrency=spec.max_concurrency,
+                vocab_size=vocab_size,
+            )
+
+
+def is_missed(record: RequestRecord, spec: RunSpec, *, now_s: float) -> bool:
+    slo = with_defaults(record.slo, spec.slo)
+    return judge(record, slo, now_s=now_s).joint is Verdict.MISSED
