@@ -58,7 +58,8 @@ from cosched.lab.metrics.records import write_records
 from cosched.lab.metrics.stats import MOST_VALUES
 from cosched.lab.page import Key, Page, cells_of, plot_results, read_page, stale_cells
 from cosched.lab.simulation.options import DataDir, RunOptions, data_dir_of, run_spec_of
-from cosched.lab.simulation.run import RunResult, load_requests
+from cosched.lab.simulation.requests import load_requests
+from cosched.lab.simulation.run import RunResult
 from cosched.lab.simulation.setting import SETTINGS, OfflineClient, setting_of
 from cosched.lab.simulation.store import ResultStore
 from cosched.lab.suite import (
@@ -74,8 +75,7 @@ from cosched.lab.suite import (
 )
 from cosched.memory.config import EVICTION_ORDERS
 from cosched.versions import versions
-from cosched_traces.resize import rescale_lengths
-from cosched_traces.transform import rescale_think_times
+from cosched_traces.transform import rescale_lengths, rescale_think_times
 from cosched_traces.workload import TraceRequest, Workload
 
 RUN_COLUMNS = (
