@@ -14,7 +14,7 @@ from cosched.core.view import Room
 from cosched.engine import port
 from cosched.engine.tracked import TrackedRequest
 from cosched.predict.calibration import Calibrator
-from cosched.predict.isolated import MOST_FOLLOWED, Alone
+from cosched.predict.isolated import MOST_FOLLOWED, IsolatedBaseline
 from cosched.predict.tolerance import Promise, ToleranceConfig
 
 _WAITS = 1.5
@@ -66,7 +66,7 @@ class IsolatedWatch:
         """plans_ahead: an iteration is planned as soon as the one before it runs. num_cached:
         prompt tokens of a waiting request that are in the prefix cache."""
         self._waits = _WAITS + plans_ahead
-        self._alone = Alone(
+        self._baseline = IsolatedBaseline(
             max_chunk_tokens=caps.max_chunk_tokens,
             max_prefill_tokens=caps.max_prefill_tokens,
             max_running_requests=caps.max_running_requests,
@@ -90,7 +90,7 @@ class IsolatedWatch:
         if len(self._followed) >= MOST_FOLLOWED:
             self._followed.clear()
         self._followed.add(tracked.rid)
-        self._alone.arrived(
+        self._baseline.arrived(
             tracked.rid,
             tracked.arrival_s,
             num_prompt=tracked.num_prompt_tokens,
@@ -105,27 +105,27 @@ class IsolatedWatch:
         first_s, last_s = tracked.first_token_s, tracked.last_token_s
         num_output = tracked.num_output_tokens
         if port.is_aborted(tracked.req) or first_s is None or last_s is None:
-            self._alone.ended(tracked.rid, 0)
+            self._baseline.ended(tracked.rid, 0)
             return
         tpot_s = (last_s - first_s) / (num_output - 1) if num_output > 1 else None
         if len(self._achieved) >= MOST_FOLLOWED:
             self._achieved.clear()
         self._achieved[tracked.rid] = first_s - tracked.arrival_s, tpot_s
-        self._alone.ended(tracked.rid, num_output)
+        self._baseline.ended(tracked.rid, num_output)
 
     def advance(self, now_s: float) -> None:
         """Before a plan is made."""
-        self._alone.advance(now_s, self._predict_s)
-        for served in self._alone.pop_served():
+        self._baseline.advance(now_s, self._predict_s)
+        for served in self._baseline.pop_served():
             achieved = self._achieved.pop(served.rid, None)
             if achieved is None:
                 continue
             ttft_s, tpot_s = achieved
             ttft, tpot = self._promises.get("ttft"), self._promises.get("tpot")
             if ttft is not None:
-                ttft.judge(alone_s=served.ttft_s, achieved_s=ttft_s)
+                ttft.judge(baseline_s=served.ttft_s, achieved_s=ttft_s)
             if tpot is not None and tpot_s is not None and served.tpot_s is not None:
-                tpot.judge(alone_s=served.tpot_s, achieved_s=tpot_s)
+                tpot.judge(baseline_s=served.tpot_s, achieved_s=tpot_s)
 
     def _predict_s(self, totals: BatchTotals) -> float:
         return self._predictor.estimate_s(totals) * self._predictor.error
@@ -134,8 +134,8 @@ class IsolatedWatch:
     def room(self) -> Room:
         ttft, tpot = self._promises.get("ttft"), self._promises.get("tpot")
         return Room(
-            wait_s=None if ttft is None else ttft.room * ttft.mean_alone_s / self._waits,
-            share=None if tpot is None else tpot.room,
+            wait_s=None if ttft is None else ttft.headroom * ttft.mean_baseline_s / self._waits,
+            share=None if tpot is None else tpot.headroom,
         )
 
     def state(self) -> IsolatedState:
@@ -144,7 +144,7 @@ class IsolatedWatch:
         return IsolatedState(
             ttft=latencies.get("ttft"),
             tpot=latencies.get("tpot"),
-            num_forgotten=self._alone.num_forgotten,
+            num_forgotten=self._baseline.num_forgotten,
         )
 
 
@@ -154,8 +154,8 @@ def _latency(promise: Promise) -> LatencyBeside:
         share=promise.share,
         num=promise.num,
         total_s=promise.total_achieved_s,
-        total_alone_s=promise.total_alone_s,
+        total_alone_s=promise.total_baseline_s,
         p99_s=achieved_s,
         p99_alone_s=alone_s,
-        room=promise.room,
+        room=promise.headroom,
     )

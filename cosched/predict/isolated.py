@@ -37,8 +37,8 @@ _LEAST_S = 1e-5
 """No iteration is shorter [s]: time goes on whatever is predicted."""
 
 
-class ServedAlone(NamedTuple):
-    """What a request would have had.
+class BaselineLatency(NamedTuple):
+    """Latency of a request in the baseline.
 
     tpot_s  None: its reply has one token
     """
@@ -48,6 +48,7 @@ class ServedAlone(NamedTuple):
     tpot_s: float | None
 
 
+@dataclass(slots=True, eq=False)
 class _Request:
     """num_left      prompt tokens still to be computed
     num_context   tokens before them
@@ -57,28 +58,15 @@ class _Request:
     is_running    it decodes
     """
 
-    __slots__ = (
-        "arrival_s",
-        "first_decode",
-        "first_s",
-        "is_over",
-        "is_running",
-        "num_context",
-        "num_left",
-        "num_output",
-        "rid",
-    )
-
-    def __init__(self, rid: str, arrival_s: float, num_prompt: int, num_cached: int) -> None:
-        self.rid = rid
-        self.arrival_s = arrival_s
-        self.num_context = min(num_cached, num_prompt - 1)
-        self.num_left = num_prompt - self.num_context
-        self.num_output: int | None = None
-        self.first_s: float | None = None
-        self.first_decode = 0
-        self.is_running = False
-        self.is_over = False
+    rid: str
+    arrival_s: float
+    num_left: int
+    num_context: int
+    num_output: int | None = None
+    first_s: float | None = None
+    first_decode: int = 0
+    is_running: bool = False
+    is_over: bool = False
 
 
 @dataclass(slots=True)
@@ -93,8 +81,8 @@ class _Batch:
     decode: int | None
 
 
-class Alone:
-    """Online requests alone under stock scheduling.
+class IsolatedBaseline:
+    """Online requests without offline work under stock scheduling.
 
     Deterministic, and time is given. `advance` costs O(1) for each iteration that it passes
     through, and O(requests) where one of them ends.
@@ -142,7 +130,7 @@ class Alone:
         self._num_done = 0
         """Decode iterations planned, and of these done."""
         self._done_s: deque[float] = deque(maxlen=_KEPT_ENDS)
-        self._served: list[ServedAlone] = []
+        self._served: list[BaselineLatency] = []
 
     def arrived(self, rid: str, arrival_s: float, *, num_prompt: int, num_cached: int = 0) -> None:
         """An online request has come. Requests come in the order of their arrival.
@@ -154,7 +142,8 @@ class Alone:
         if len(self._known) >= MOST_FOLLOWED:
             self.num_forgotten += len(self._known)
             self._forget()
-        request = _Request(rid, arrival_s, num_prompt, num_cached)
+        num_context = min(num_cached, num_prompt - 1)
+        request = _Request(rid, arrival_s, num_prompt - num_context, num_context)
         self._known[rid] = request
         self._waiting.append(request)
 
@@ -188,7 +177,7 @@ class Alone:
                 self._finish(self._in_flight.popleft())
             self._is_following = batch is not None and self._overlaps
 
-    def pop_served(self) -> list[ServedAlone]:
+    def pop_served(self) -> list[BaselineLatency]:
         """Those that have ended, here and in reality, since the last call."""
         served, self._served = self._served, []
         return served
@@ -310,7 +299,9 @@ class Alone:
             if ago > len(self._done_s):
                 return  # too long ago
             tpot_s = (self._done_s[-ago] - request.first_s) / (request.num_output - 1)
-        self._served.append(ServedAlone(request.rid, request.first_s - request.arrival_s, tpot_s))
+        self._served.append(
+            BaselineLatency(request.rid, request.first_s - request.arrival_s, tpot_s)
+        )
 
     def _drop(self, request: _Request) -> None:
         del self._known[request.rid]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cosched.core.batch import BatchTotals
 from cosched.errors import ConfigError
-from cosched.predict.isolated import Alone
+from cosched.predict.isolated import IsolatedBaseline
 from cosched.predict.tolerance import Promise, Tail, ToleranceConfig, parse_tolerance
 from tests.factories import Linear
 
@@ -17,7 +17,7 @@ TIMES = Linear(fixed_s=0.01, token_s=0.0001)
 
 def alone_of(**limits):
     usual = {"max_chunk_tokens": 512, "max_prefill_tokens": 1024, "max_running_requests": 64}
-    return Alone(**{**usual, **limits})
+    return IsolatedBaseline(**{**usual, **limits})
 
 
 def served_by(alone):
@@ -186,9 +186,9 @@ def test_room_settles_where_the_mean_is_what_was_promised():
     total_s = total_alone_s = 0.0
     for index in range(4000):
         alone_s = 0.1 * chance.lognormvariate(0, 0.5)
-        achieved_s = alone_s + 0.003 + 1.5 * taken * promise.mean_alone_s
-        promise.judge(alone_s=alone_s, achieved_s=achieved_s)
-        taken = promise.room
+        achieved_s = alone_s + 0.003 + 1.5 * taken * promise.mean_baseline_s
+        promise.judge(baseline_s=alone_s, achieved_s=achieved_s)
+        taken = promise.headroom
         if index > 1000:
             total_s, total_alone_s = total_s + achieved_s, total_alone_s + alone_s
     assert 1.035 < total_s / total_alone_s < 1.051
@@ -198,18 +198,18 @@ def test_room_settles_where_the_mean_is_what_was_promised():
 def test_there_is_no_room_where_delays_of_its_own_use_it_up():
     promise = Promise(0.05)
     for _ in range(300):
-        promise.judge(alone_s=0.1, achieved_s=0.12)
-    assert promise.room == 0.0
+        promise.judge(baseline_s=0.1, achieved_s=0.12)
+    assert promise.headroom == 0.0
 
 
 def test_room_shrinks_as_the_tail_nears_its_promise_though_the_mean_is_far_from_it():
     promise = Promise(0.05)
     for index in range(600):
         alone_s = 1.0 if index % 50 == 0 else 0.1
-        promise.judge(alone_s=alone_s, achieved_s=alone_s * (1.06 if alone_s == 1.0 else 0.9))
-    assert promise.room == 0.0
+        promise.judge(baseline_s=alone_s, achieved_s=alone_s * (1.06 if alone_s == 1.0 else 0.9))
+    assert promise.headroom == 0.0
     fine = Promise(0.05)
     for index in range(600):
         alone_s = 1.0 if index % 50 == 0 else 0.1
-        fine.judge(alone_s=alone_s, achieved_s=alone_s * 0.95)
-    assert fine.room == pytest.approx(10 * 0.05)
+        fine.judge(baseline_s=alone_s, achieved_s=alone_s * 0.95)
+    assert fine.headroom == pytest.approx(10 * 0.05)

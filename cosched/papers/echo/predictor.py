@@ -64,27 +64,20 @@ class EchoPredictor(FittedPredictor):
         overlap = float(np.clip((saved @ excess) / (saved @ saved), 0.0, 1.0))
         return cls(prefill=first.prefill, decode=first.decode, overlap=overlap)
 
-    def _prefill_s(self, totals: TotalsTable) -> FloatArray:
+    def _prefill_s(self, totals: Any) -> Any:
+        """Of `BatchTotals`, or of a table of them."""
         alpha, beta, floor = self.prefill
         return np.maximum(alpha * totals.double_pairs + beta * totals.num_new, floor)
 
-    def _decode_s(self, totals: TotalsTable) -> FloatArray:
+    def _decode_s(self, totals: Any) -> Any:
         gamma, delta, constant = self.decode
         mean = totals.decode_context / totals.num_decodes
         return constant + gamma * totals.max_decode_context + delta * mean
 
     def predict_s(self, totals: BatchTotals) -> float:
-        prefill_s = decode_s = 0.0
-        if totals.num_new:
-            alpha, beta, floor = self.prefill
-            prefill_s = alpha * totals.double_pairs + beta * totals.num_new
-            if prefill_s < floor:
-                prefill_s = floor
-        if totals.num_decodes:
-            gamma, delta, constant = self.decode
-            mean = totals.decode_context / totals.num_decodes
-            decode_s = constant + gamma * totals.max_decode_context + delta * mean
-        longer = prefill_s if prefill_s > decode_s else decode_s
+        prefill_s = float(self._prefill_s(totals)) if totals.num_new else 0.0
+        decode_s = float(self._decode_s(totals)) if totals.num_decodes else 0.0
+        longer = max(prefill_s, decode_s)
         return self.overlap * longer + (1 - self.overlap) * (prefill_s + decode_s)
 
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import mul
 from typing import Any
 
 import numpy as np
@@ -44,35 +45,29 @@ class HygenPredictor(FittedPredictor):
         cls, table: TotalsTable, seconds: FloatArray, graphs: GraphSizes | None
     ) -> HygenPredictor:
         check_points("measured", len(table), least=2 * len(cls.FEATURES), predictor="hygen")
-        new, context = table.num_new, table.decode_context
-        features = (
-            np.ones(len(table)),
-            new,
-            context,
-            new * new,
-            context * context,
-            table.num_prefills,
-            table.num_decodes,
-            new * table.num_cached,
-        )
-        return cls(coefficients=relative_fit(np.array(features), seconds))
+        features = np.array([np.ones(len(table)), *_features(table)])
+        return cls(coefficients=relative_fit(features, seconds))
 
     def predict_s(self, totals: BatchTotals) -> float:
-        new, context = totals.num_new, totals.decode_context
-        if not new and not totals.num_decodes:
+        if not totals.num_new and not totals.num_decodes:
             return 0.0
-        fixed, s_p, s_d, s_p2, s_d2, n_p, n_d, cached = self.coefficients
-        return (
-            fixed
-            + s_p * new
-            + s_d * context
-            + s_p2 * (new * new)
-            + s_d2 * (context * context)
-            + n_p * totals.num_prefills
-            + n_d * totals.num_decodes
-            + cached * (new * totals.num_cached)
-        )
+        fixed, *costs = self.coefficients
+        return sum(map(mul, costs, _features(totals)), start=fixed)
 
     @classmethod
     def from_dict(cls, data: Any) -> HygenPredictor:
         return cls(coefficients=numbers(data, "coefficients", len(cls.FEATURES)))
+
+
+def _features(totals: Any) -> tuple[Any, ...]:
+    """Of `BatchTotals`, or of a table of them."""
+    new, context = totals.num_new, totals.decode_context
+    return (
+        new,
+        context,
+        new * new,
+        context * context,
+        totals.num_prefills,
+        totals.num_decodes,
+        new * totals.num_cached,
+    )

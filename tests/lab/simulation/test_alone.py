@@ -11,7 +11,7 @@ from cosched.lab.simulation import run
 from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.run import CostSpec, RunSpec, WorkloadSpec, config_of, execute
 from cosched.lab.simulation.setting import setting_of
-from cosched.predict.isolated import Alone
+from cosched.predict.isolated import IsolatedBaseline
 from cosched.predict.tolerance import ToleranceConfig
 from tests.factories import Linear
 
@@ -50,7 +50,7 @@ def test_it_is_what_they_have_alone_where_times_are_predicted_exactly(monkeypatc
     )
     records = execute(spec).records
     ended = {r.rid: r for r in records if r.finish_s is not None}
-    alone = Alone(
+    alone = IsolatedBaseline(
         max_chunk_tokens=machine.chunk_tokens,
         max_prefill_tokens=machine.max_prefill_tokens,
         max_running_requests=machine.max_running_requests,
