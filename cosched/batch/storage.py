@@ -6,7 +6,6 @@ of interrupted uploads and deleted files is removed by `sweep`.
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import tempfile
@@ -227,7 +226,8 @@ class UrlStorage:
                     copy.close()
                     raise
                 self._copies[name] = copy
-            return cast(BinaryIO, io.BufferedReader(_Reader(os.dup(self._copies[name].fileno()))))
+            # Reopened: each reader has its own position.
+            return open(f"/proc/self/fd/{self._copies[name].fileno()}", "rb")
 
     def forget(self, name: str) -> None:
         with self._lock:
@@ -278,39 +278,6 @@ class UrlStorage:
             raise
         except Exception as error:  # each file system has its own errors
             raise FilesAwayError(f"its files cannot be reached: {_text(error)}") from error
-
-
-class _Reader(io.RawIOBase):
-    """Reads a file with its own position, independent of other readers. Closes its handle."""
-
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at}.get(whence)
-        self._at = offset + (os.fstat(self._handle).st_size if start is None else start)
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        found = os.pread(self._handle, len(buffer), self._at)
-        buffer[: len(found)] = found
-        self._at += len(found)
-        return len(found)
-
-    def close(self) -> None:
-        if not self.closed:
-            os.close(self._handle)
-        super().close()
 
 
 def _text(error: Exception) -> str:

@@ -176,6 +176,21 @@ def test_a_batch_that_the_server_has_lost_is_sent_again(api, job, stand_in, caps
     assert "has lost batch" in capsys.readouterr().err
 
 
+def test_waiting_asks_for_its_own_batches_only(api, job, stand_in, monkeypatch):
+    """A server may have thousands of others; the list of all is read once."""
+    stand_in.delay_s = 0.5
+    listed, asked = [], BatchApi._all
+
+    def count(self):
+        listed.append(1)
+        return asked(self)
+
+    monkeypatch.setattr(BatchApi, "_all", count)
+    job.write([line(f"c{n}") for n in range(10)])
+    assert job.run(api.url) == 0 and job.outcome() == ANSWERED
+    assert len(listed) == 1
+
+
 def test_results_that_are_gone_are_sent_again(api, job, stand_in, capsys):
     """Somebody has deleted them, or they have expired: the job must not fail at every call."""
     job.write([line(f"c{n}") for n in range(10)])

@@ -183,6 +183,14 @@ class BatchApi(HttpClients):
 
         return (await self._retried(find))[::-1]
 
+    async def get(self, batch_id: str) -> RemoteBatch:
+        """NotFoundError."""
+
+        async def send() -> RemoteBatch:
+            return _read(await self._http.get(f"/v1/batches/{batch_id}"), RemoteBatch)
+
+        return await self._retried(send)
+
     async def cancel(self, batch_id: str) -> None:
         """Does nothing if the batch has ended."""
 

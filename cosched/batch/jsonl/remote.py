@@ -191,15 +191,19 @@ class RemoteJob:
 
     async def _fetch_all(self, *, is_waiting: bool) -> None:
         while self._manifest.open:
-            of_job = await batches_of(self._manifest, self._api)
-            found = {one.id: one for one in of_job if one.id in self._manifest.open}
-            for name in [name for name in self._manifest.open if name not in found]:
-                self._say(f"the server has lost batch {name}; its lines are sent again")
-                self._mark_fetched(name)
-            for one in found.values():
-                if one.status in ENDED:
-                    await self._fetch(one)
-            self._show_now([one for one in found.values() if one.status not in ENDED])
+            running = []
+            for name in list(self._manifest.open):
+                try:
+                    batch = await self._api.get(name)
+                except NotFoundError:
+                    self._say(f"the server has lost batch {name}; its lines are sent again")
+                    self._mark_fetched(name)
+                    continue
+                if batch.status in ENDED:
+                    await self._fetch(batch)
+                else:
+                    running.append(batch)
+            self._show_now(running)
             if not is_waiting or not self._manifest.open:
                 return
             await self._sleep(_POLL_S)
