@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -17,24 +17,27 @@ from cosched.batch.jsonl.lines import URLS
 TENANT_KEY = "tenant"
 """In a batch's metadata: the tenant it belongs to."""
 
-_MAX_PAIRS, _MAX_KEY_CHARS, _MAX_VALUE_CHARS = 16, 64, 512
-_EXPIRY_S = (3600, 2_592_000)
 _UNITS_S = {"m": 60, "h": 3600, "d": 86400}
 _MAX_WINDOW_S = 30 * 86400
 _ERROR_TYPES = {429: "insufficient_quota", 503: "server_error"}
+_PATH = re.compile(r"\$\.([a-z_.]+)")
 _WINDOW = re.compile(r"([0-9]{1,6})([mhd])")
+
+
+_Key = Annotated[str, msgspec.Meta(max_length=64)]
+_Value = Annotated[str, msgspec.Meta(max_length=512)]
 
 
 class _ExpiresAfter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     anchor: Literal["created_at"]
-    seconds: int
+    seconds: Annotated[int, msgspec.Meta(ge=3600, le=2_592_000)]
 
 
 class _Create(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     input_file_id: str
     endpoint: str
     completion_window: str
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[_Key, _Value], msgspec.Meta(max_length=16)] | None = None
     output_expires_after: _ExpiresAfter | None = None
 
 
@@ -43,12 +46,12 @@ def new_batch(body: bytes, *, owner: str) -> NewBatch:
     try:
         asked = msgspec.json.decode(body, type=_Create)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ApiError(str(error)) from None
+        found = _PATH.search(str(error))
+        raise ApiError(str(error), param=found[1] if found else None) from None
     if asked.endpoint not in URLS:
         raise ApiError(
             f"endpoint must be one of {', '.join(URLS)}, not {asked.endpoint!r}", param="endpoint"
         )
-    _check_metadata(asked.metadata or {})
     expires = asked.output_expires_after
     return NewBatch(
         owner=owner,
@@ -58,9 +61,7 @@ def new_batch(body: bytes, *, owner: str) -> NewBatch:
         completion_window=asked.completion_window,
         window_s=window_seconds(asked.completion_window),
         metadata=asked.metadata,
-        output_expires_after_s=None
-        if expires is None
-        else _in_range(expires.seconds, "output_expires_after.seconds"),
+        output_expires_after_s=None if expires is None else expires.seconds,
     )
 
 
@@ -79,35 +80,14 @@ def window_seconds(text: str) -> int:
 
 def expiry_seconds(form: Mapping[str, Any]) -> int | None:
     """How long an uploaded file is kept, by the fields of its form. ApiError 400."""
-    anchor, seconds = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
-    if anchor is None and seconds is None:
+    fields = {"anchor": "expires_after[anchor]", "seconds": "expires_after[seconds]"}
+    given = {name: form[field] for name, field in fields.items() if field in form}
+    if not given:
         return None
-    if anchor != "created_at":
-        raise ApiError(
-            f"expires_after[anchor] must be 'created_at', not {anchor!r}", param="expires_after"
-        )
-    if not isinstance(seconds, str) or not re.fullmatch(r"[0-9]{1,9}", seconds):
-        raise ApiError(
-            f"expires_after[seconds] must be an integer, not {seconds!r}", param="expires_after"
-        )
-    return _in_range(int(seconds), "expires_after[seconds]")
-
-
-def _in_range(seconds: int, param: str) -> int:
-    least, most = _EXPIRY_S
-    if not least <= seconds <= most:
-        raise ApiError(f"{param} must be from {least} to {most}, not {seconds}", param=param)
-    return seconds
-
-
-def _check_metadata(metadata: Mapping[str, str]) -> None:
-    found = [("metadata", _MAX_PAIRS, "pairs", len(metadata))]
-    for key, value in metadata.items():
-        found.append(("a key of metadata", _MAX_KEY_CHARS, "characters", len(key)))
-        found.append((f"metadata.{key}", _MAX_VALUE_CHARS, "characters", len(value)))
-    for name, limit, unit, number in found:
-        if number > limit:
-            raise ApiError(f"{name} may have {limit} {unit}, not {number}", param="metadata")
+    try:
+        return msgspec.convert(given, _ExpiresAfter, strict=False).seconds
+    except msgspec.ValidationError as error:
+        raise ApiError(f"expires_after: {error}", param="expires_after") from None
 
 
 def limit_of(text: str | None, *, default: int, most: int) -> int:
