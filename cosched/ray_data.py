@@ -214,7 +214,7 @@ class _Answerer:
             )
             for url in (*replicas[first:], *replicas[:first])
         ]
-        self._room = asyncio.Semaphore(in_flight)
+        self._slots = asyncio.Semaphore(in_flight)
         self._out = Path(out)
         self._max_line_bytes = max_line_bytes
 
@@ -235,7 +235,7 @@ class _Answerer:
         line = _parsed(data, self._max_line_bytes)
         outcome = None
         if isinstance(line, RequestLine):
-            async with self._room:
+            async with self._slots:
                 outcome = await self._send(line)
         journal.write(line, outcome, record_id=f"batch_req_{key.hex()}")
 

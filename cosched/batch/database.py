@@ -9,7 +9,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from cosched.batch.errors import StoreAwayError
+from cosched.batch.errors import StoreUnavailableError
 from cosched.errors import ConfigError
 
 VERSION = 4
@@ -195,8 +195,8 @@ _SECRETS = ("password", "sslpassword")
 
 
 class Database:
-    """Transactions, for any number of threads. Each may raise StoreAwayError. `is_shared`: several
-    servers may use it at a time."""
+    """Transactions, for any number of threads; each may raise StoreUnavailableError. `is_shared`:
+    several servers may use it at a time."""
 
     def __init__(self, url: str) -> None:
         """Make the tables, or upgrade them to this version. ConfigError."""
@@ -224,9 +224,9 @@ class Database:
             sa.event.listen(self._engine, "begin", lambda it: it.exec_driver_sql("BEGIN"))
         try:
             self._make_tables()
-        except (StoreAwayError, sa.exc.DBAPIError) as error:
+        except (StoreUnavailableError, sa.exc.DBAPIError) as error:
             self.close()
-            reason = error.reason if isinstance(error, StoreAwayError) else _reason(error)
+            reason = error.reason if isinstance(error, StoreUnavailableError) else _reason(error)
             raise ConfigError(f"the store of batches cannot be opened: {reason}") from None
         except ConfigError:
             self.close()
@@ -282,18 +282,18 @@ class Database:
 
 @contextmanager
 def _store_errors() -> Iterator[None]:
-    """StoreAwayError for what is not the fault of a statement: the server is away, the disk is full
-    or damaged, a lock is held for too long."""
+    """StoreUnavailableError for what is not the fault of a statement: the server is down, the disk
+    is full or damaged, a lock is held for too long."""
     try:
         yield
     except (sa.exc.OperationalError, sa.exc.InterfaceError) as error:
-        raise StoreAwayError(_reason(error)) from error
+        raise StoreUnavailableError(_reason(error)) from error
     except sa.exc.TimeoutError as error:
-        raise StoreAwayError(str(error)) from error
+        raise StoreUnavailableError(str(error)) from error
     except sa.exc.DatabaseError as error:
         if type(error) is not sa.exc.DatabaseError:  # a subclass: a fault of the statement
             raise
-        raise StoreAwayError(_reason(error)) from error  # SQLite: the file is damaged
+        raise StoreUnavailableError(_reason(error)) from error  # SQLite: the file is damaged
 
 
 def _reason(error: sa.exc.DBAPIError) -> str:

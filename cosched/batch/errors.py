@@ -41,7 +41,7 @@ class ApiError(CoschedError):
         self.retry_after_s = retry_after_s
 
 
-class StoreAwayError(ApiError):
+class StoreUnavailableError(ApiError):
     """The database cannot be used now; its content has not changed."""
 
     def __init__(self, reason: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 from cosched.batch.config import BatchesConfig
 from cosched.batch.data import Batch, Finished, Status
-from cosched.batch.errors import Redaction, StoreAwayError
+from cosched.batch.errors import Redaction, StoreUnavailableError
 from cosched.batch.files import FileStore
 from cosched.batch.forecast import Demand, Forecast, Outlook, OutlookState, forecasts_of, shares
 from cosched.batch.ingest import LineRules, ServedModels, validate
@@ -26,7 +26,7 @@ from cosched.batch.jsonl.client import Client
 from cosched.batch.jsonl.lines import BadLine, RequestLine
 from cosched.batch.jsonl.records import Answer, Failure
 from cosched.batch.rate import Ended, Progress, Rate, RateMeter, past_rate
-from cosched.batch.storage import FilesAwayError
+from cosched.batch.storage import FilesUnavailableError
 from cosched.batch.store import BatchStore, records_of
 from cosched.limits.bounds import Scope
 
@@ -108,7 +108,7 @@ class Feeder:
         self._not_validated: set[str] = set()
         """Batches whose validation raised an error: others come before them."""
         self._endings: dict[str, asyncio.Task[None]] = {}
-        self._is_store_away = False
+        self._is_store_unavailable = False
         self._clock = clock
         self._next_log_s = float("-inf")
 
@@ -140,7 +140,7 @@ class Feeder:
             try:
                 await self._flush()
                 await asyncio.to_thread(self._store.leave, self._name)
-            except StoreAwayError as error:
+            except StoreUnavailableError as error:
                 logger.warning("batches: %s; lines without a result are sent again", error.for_log)
 
     async def _join(self) -> None:
@@ -158,7 +158,7 @@ class Feeder:
         try:
             ended = await asyncio.to_thread(self._store.latest_answered, limit=_PAST_BATCHES)
             self._past_rate = past_rate(ended)
-        except StoreAwayError as error:
+        except StoreUnavailableError as error:
             self.log_failure(error, "the rate of earlier batches is not known")
 
     async def _beat(self) -> None:
@@ -195,9 +195,9 @@ class Feeder:
             self._wake.clear()
             try:
                 await self._step()
-                if self._is_store_away:
+                if self._is_store_unavailable:
                     logger.warning("batches: the store is back")
-                    self._is_store_away = False
+                    self._is_store_unavailable = False
             except Exception as error:
                 # For example a full disk: nothing has changed, and it is tried again.
                 self.log_failure(error, "cannot continue")
@@ -208,18 +208,18 @@ class Feeder:
 
     def log_failure(self, error: Exception, what: str) -> None:
         """Log a failure that is tried again: of the database once, of the files once a minute."""
-        if not isinstance(error, StoreAwayError):
+        if not isinstance(error, StoreUnavailableError):
             logger.error("batches: %s; trying again", what, exc_info=error)
             return
-        if isinstance(error, FilesAwayError):
+        if isinstance(error, FilesUnavailableError):
             # When they are back is not noticed as long as no file is needed.
             if self._clock() < self._next_log_s:
                 return
             self._next_log_s = self._clock() + _LOG_S
-        elif self._is_store_away:
+        elif self._is_store_unavailable:
             return
         else:
-            self._is_store_away = True
+            self._is_store_unavailable = True
         logger.warning("batches: %s; retrying until it works: %s", what, error.for_log)
 
     async def _follow(self) -> None:
@@ -328,7 +328,7 @@ class Feeder:
                 pass
             if await asyncio.to_thread(self._finish, batch.id):
                 await self._load_past_rate()
-                with suppress(FilesAwayError):  # a later sweep removes them
+                with suppress(FilesUnavailableError):  # a later sweep removes them
                     await asyncio.to_thread(self._files.sweep)
             else:
                 await asyncio.sleep(_STEP_S)
@@ -364,7 +364,7 @@ class Feeder:
             )
         by_id = {batch.id: batch for batch in found}
         await self._update_models()
-        away: FilesAwayError | None = None
+        away: FilesUnavailableError | None = None
         num_free = self._config.high_watermark - self.num_in_flight
         for name, limit in shares(demands, num_free=num_free).items():
             batch = by_id[name]
@@ -374,7 +374,7 @@ class Feeder:
                 return
             try:
                 lines = await asyncio.to_thread(self._take, batch, limit, max_bytes)
-            except FilesAwayError as error:
+            except FilesUnavailableError as error:
                 away = error  # files of other batches may be copied here already
                 continue
             for line in lines:
@@ -408,7 +408,7 @@ class Feeder:
         return min(max(deadline_s, _MIN_DEADLINE_S), left_s)
 
     def _take(self, batch: Batch, limit: int, max_bytes: int) -> list[RequestLine | BadLine]:
-        """Take lines of a batch and read them. FilesAwayError; then none is taken."""
+        """Take lines of a batch and read them. FilesUnavailableError; then none is taken."""
         num_ahead = 0
         if self.num_servers > 1:
             num_ahead = min(batch.num_left // (_SHARES_AHEAD * self.num_servers), _MAX_AHEAD)

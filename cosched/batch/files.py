@@ -22,7 +22,7 @@ from cosched.batch.errors import ApiError, not_found
 from cosched.batch.jsonl.lines import raw_lines
 from cosched.batch.jsonl.parquet import ParquetRows, is_parquet
 from cosched.batch.quota import check_new_file
-from cosched.batch.storage import FilesAwayError, Storage
+from cosched.batch.storage import FilesUnavailableError, Storage
 from cosched.errors import CoschedError
 
 _RESULTS_PER_PAGE = 200
@@ -156,7 +156,7 @@ class FileStore:
         with self._database.write() as connection:
             _remove(connection, file)
         self._storage.forget(name)
-        with suppress(FilesAwayError):
+        with suppress(FilesUnavailableError):
             self.sweep()
 
     def open(self, name: str) -> BinaryIO:
@@ -174,7 +174,7 @@ class FileStore:
 
     def content(self, file: File) -> Iterator[bytes]:
         """The bytes, a block at a time. ApiError 404, 503."""
-        if file.batch_id is not None and not self._storage.is_far:
+        if file.batch_id is not None and not self._storage.is_remote:
             yield from self._results(file.batch_id, is_errors=file.is_errors)
             return
         try:
@@ -186,7 +186,7 @@ class FileStore:
         """Write the results of a batch whose lines are all done as files, which are not listed yet:
         is_errors -> name and bytes. {} if results stay rows. ApiError 503."""
         made: dict[bool, tuple[str, int]] = {}
-        for is_errors in (False, True) if self._storage.is_far else ():
+        for is_errors in (False, True) if self._storage.is_remote else ():
             blocks = self._results(batch_id, is_errors=is_errors)
             if (first := next(blocks, None)) is None:
                 continue
@@ -230,10 +230,10 @@ class FileStore:
             listed = set(connection.scalars(sa.select(files.c.id)))
             query = sa.select(batches.c.input_file_id).where(batches.c.status.in_(OPEN))
             in_use = set(connection.scalars(query))
-            if not self._storage.is_far:
+            if not self._storage.is_remote:
                 self._storage.sweep(listed | in_use, in_use=in_use)
         # Without the lock, which a slow store would hold for long; it goes by time instead.
-        if self._storage.is_far:
+        if self._storage.is_remote:
             for file in gone:
                 self._storage.forget(file.id)
             self._storage.sweep(listed | in_use, in_use=in_use)

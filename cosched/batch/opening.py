@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from cosched.batch.config import BatchesConfig
 from cosched.batch.database import Database, database_url, store_row
 from cosched.batch.storage import (
-    FilesAwayError,
+    FilesUnavailableError,
     FolderStorage,
     Storage,
     UrlStorage,
@@ -125,7 +125,7 @@ def _check_storage(database: Database, storage: Storage, what: str) -> None:
                 connection.execute(store_row.update().values(folder_id=known))
         except OSError as error:
             raise ConfigError(f"{what}: {error.strerror or error}") from None
-        except FilesAwayError as error:
+        except FilesUnavailableError as error:
             raise ConfigError(f"{what}: {error.reason}") from None
     if found == known:
         return

@@ -24,11 +24,11 @@ from cosched.batch.api import (
     page_json,
 )
 from cosched.batch.data import Batch
-from cosched.batch.errors import ApiError, StoreAwayError
+from cosched.batch.errors import ApiError, StoreUnavailableError
 from cosched.batch.files import too_large, upload_blocks
 from cosched.batch.prometheus import exposition
 from cosched.batch.service import BatchService
-from cosched.batch.storage import FilesAwayError
+from cosched.batch.storage import FilesUnavailableError
 from cosched.limits.claims import presented_key
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -68,12 +68,12 @@ def add_routes(
     app.add_api_route("/cosched/metrics", metrics, methods=["GET"])
 
 
-def _with_errors(handler: Handler, log_failure: Callable[[StoreAwayError], None]) -> Handler:
+def _with_errors(handler: Handler, log_failure: Callable[[StoreUnavailableError], None]) -> Handler:
     async def answer(request: Request) -> Response:
         try:
             return await handler(request)
         except ApiError as error:
-            if isinstance(error, StoreAwayError):
+            if isinstance(error, StoreUnavailableError):
                 log_failure(error)
             reply = _json(error_json(error), status=error.status)
             if error.retry_after_s is not None:
@@ -135,7 +135,9 @@ class _Routes:
         except (MultiPartException, KeyError) as error:
             raise ApiError(f"the form cannot be read: {error}") from None
         except OSError as error:  # of the disk with the temporary files
-            raise FilesAwayError(f"an upload cannot be kept: {error.strerror or error}") from error
+            raise FilesUnavailableError(
+                f"an upload cannot be kept: {error.strerror or error}"
+            ) from error
 
     async def _limited(self, request: Request) -> AsyncGenerator[bytes, None]:
         most = self._service.config.max_file_bytes + _FORM_BYTES

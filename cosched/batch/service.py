@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from cosched.batch.config import BatchesConfig
-from cosched.batch.errors import StoreAwayError
+from cosched.batch.errors import StoreUnavailableError
 from cosched.batch.feeder import Feeder
 from cosched.batch.files import FileStore
 from cosched.batch.forecast import Outlook
@@ -69,7 +69,7 @@ class BatchService:
         if self._feeder is not None:
             self._feeder.wake()
 
-    def log_failure(self, error: StoreAwayError) -> None:
+    def log_failure(self, error: StoreUnavailableError) -> None:
         """Log why the store cannot be used, but not at every request."""
         if self._feeder is not None:
             self._feeder.log_failure(error, "a request was answered with 503")
@@ -86,7 +86,7 @@ class BatchService:
             return {}
         try:
             return feeder.outlooks(self.store.open(), taken=self.store.num_taken())
-        except StoreAwayError:  # the batches themselves can still be shown
+        except StoreUnavailableError:  # the batches themselves can still be shown
             return {}
 
     def snapshot(self) -> Callable[[], Snapshot]:

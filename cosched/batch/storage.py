@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
 
-from cosched.batch.errors import ApiError, StoreAwayError
+from cosched.batch.errors import ApiError, StoreUnavailableError
 from cosched.errors import ConfigError
 
 _BLOCK_BYTES = 1 << 20
@@ -29,27 +29,28 @@ _LOCAL = re.compile(r"(?:file|local)://(/.*)")
 _ID_NAME = "store-id"
 
 
-class FilesAwayError(StoreAwayError):
+class FilesUnavailableError(StoreUnavailableError):
     """The files cannot be reached now."""
 
 
 class Storage(Protocol):
     """For any number of threads. Names are ids of files.
 
-    is_far  do not hold the database while it works; results of ended batches become files here
+    is_remote  do not hold the database while it works; results of ended batches become files here
     """
 
-    is_far: bool
+    is_remote: bool
 
     def get_id(self) -> str | None:
-        """The id of the store whose files these are; None: not set yet. OSError, FilesAwayError."""
+        """The id of the store that these files belong to; None: not set yet. OSError,
+        FilesUnavailableError."""
 
     def set_id(self, store_id: str) -> None:
-        """OSError, FilesAwayError."""
+        """OSError, FilesUnavailableError."""
 
     def write(self, name: str, blocks: Iterable[bytes]) -> int:
-        """Keep these bytes, durable on return; how many. FilesAwayError. The caller discards what
-        is left after an error."""
+        """Keep these bytes, durable on return; how many. The caller discards what is left after an
+        error. FilesUnavailableError."""
 
     def publish(self, name: str) -> None:
         """It is about to be listed."""
@@ -58,16 +59,17 @@ class Storage(Protocol):
         """Remove a file that was written, perhaps in part, and not published."""
 
     def read(self, name: str) -> Iterator[bytes]:
-        """A block at a time. FileNotFoundError, FilesAwayError."""
+        """A block at a time. FileNotFoundError, FilesUnavailableError."""
 
     def open(self, name: str) -> BinaryIO:
-        """Seekable. FileNotFoundError, FilesAwayError."""
+        """Seekable. FileNotFoundError, FilesUnavailableError."""
 
     def forget(self, name: str) -> None:
         """It is no longer listed: the next `sweep` may remove it."""
 
     def sweep(self, listed: set[str], *, in_use: set[str]) -> None:
-        """Remove what is not listed. `in_use`: those that open batches read. FilesAwayError."""
+        """Remove what is not listed. `in_use`: those that open batches read.
+        FilesUnavailableError."""
 
 
 def folder_of(place: str) -> Path | None:
@@ -85,7 +87,7 @@ def without_secrets(place: str) -> str:
 class FolderStorage:
     """A folder of this machine, or one that several machines share."""
 
-    is_far = False
+    is_remote = False
 
     def __init__(self, folder: Path) -> None:
         self._id_file = folder / _ID_NAME
@@ -147,14 +149,16 @@ def _disk_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise FilesAwayError(f"its files cannot be written: {error.strerror or error}") from error
+        raise FilesUnavailableError(
+            f"its files cannot be written: {error.strerror or error}"
+        ) from error
 
 
 class UrlStorage:
     """Objects below a URL. Lines of open batches are read in prefix order, so each process keeps
     copies of their files on its own disk (TMPDIR), unnamed."""
 
-    is_far = True
+    is_remote = True
 
     def __init__(self, url: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         """ConfigError: fsspec does not know such URLs."""
@@ -200,7 +204,7 @@ class UrlStorage:
         pass
 
     def discard(self, name: str) -> None:
-        with suppress(StoreAwayError, FileNotFoundError), self._errors():
+        with suppress(StoreUnavailableError, FileNotFoundError), self._errors():
             self._fs.rm_file(self._path("files", name))
 
     def read(self, name: str) -> Iterator[bytes]:
@@ -271,13 +275,13 @@ class UrlStorage:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """FilesAwayError for anything but a missing file."""
+        """FilesUnavailableError for anything but a missing file."""
         try:
             yield
         except (ApiError, FileNotFoundError):
             raise
         except Exception as error:  # each file system has its own errors
-            raise FilesAwayError(f"its files cannot be reached: {_text(error)}") from error
+            raise FilesUnavailableError(f"its files cannot be reached: {_text(error)}") from error
 
 
 def _text(error: Exception) -> str:

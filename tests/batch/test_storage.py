@@ -15,7 +15,7 @@ from cosched.batch.config import BatchesConfig
 from cosched.batch.database import results
 from cosched.batch.opening import check_store
 from cosched.batch.storage import (
-    FilesAwayError,
+    FilesUnavailableError,
     UrlStorage,
     folder_of,
     without_secrets,
@@ -255,7 +255,7 @@ def test_an_upload_that_breaks_off_leaves_nothing(moody, sqlite):
         yield b"x"
         raise OSError("the client has gone")
 
-    with running(moody, sqlite) as (stand_in, _), pytest.raises(FilesAwayError):
+    with running(moody, sqlite) as (stand_in, _), pytest.raises(FilesUnavailableError):
         stand_in.service.files.add(
             blocks(), owner="a", filename="", purpose="batch", expires_s=None
         )

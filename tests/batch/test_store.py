@@ -500,17 +500,6 @@ def test_a_batch_that_is_cancelled_while_it_is_validated_has_no_results(store):
     assert ended.output_file_id is None and ended.error_file_id is None
 
 
-def test_owners_see_their_own_only(store, database, tmp_path, clock):
-    mine, other = store.create(asked(owner="a")), store.create(asked(owner="b"))
-    assert [batch.id for batch in store.page(owner="a", after=None, limit=10)[0]] == [mine.id]
-    with pytest.raises(ApiError, match="no batch"):
-        store.get(other.id, owner="a")
-    with pytest.raises(ApiError, match="no batch"):
-        store.cancel(other.id, owner="a")
-    with pytest.raises(ApiError, match="no batch"):
-        store.page(owner="a", after=other.id, limit=10)
-
-
 def test_pages_of_batches_are_newest_first_and_whole(store):
     names = [store.create(asked()).id for _ in range(7)]
     seen, after, has_more = [], None, True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import threading
 import time
 
 import pytest
@@ -13,10 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cosched.batch.jsonl.client import Client, RetryRules
-from cosched.batch.jsonl.errors import ServerGoneError
 from cosched.batch.jsonl.lines import RequestLine
 from cosched.batch.jsonl.records import Answer, Failure
-from cosched.errors import ConfigError
 
 FAST = RetryRules(max_wait_s=5.0, max_retries=3, base_s=0.01, cap_s=0.05)
 PATIENT = RetryRules(max_wait_s=30.0, base_s=0.01, cap_s=0.2)
@@ -147,34 +144,6 @@ def test_a_line_fails_when_it_takes_longer_than_allowed(fake, tools):
     assert failure.code == "timeout" and "0.2 s" in failure.message
 
 
-def test_lines_survive_a_restart_of_the_server(fake, tools):
-    fake.behave = lambda asked: tools.answer(asked, delay_s=0.3)
-
-    def restart():
-        while not fake.num_waiting:
-            time.sleep(0.01)
-        fake.stop()
-        time.sleep(0.4)
-        fake.start()
-
-    thread = threading.Thread(target=restart)
-    thread.start()
-    outcomes = send(fake, *[line(number) for number in range(20)], rules=PATIENT)
-    thread.join()
-    assert all(isinstance(outcome, Answer) for outcome in outcomes)
-    assert len(fake.asked) > 20
-
-
-def test_it_gives_up_when_the_server_stays_away(fake):
-    fake.stop()
-    began_s = time.monotonic()
-    with pytest.raises(
-        ServerGoneError, match=r"answered nothing for \d+ s \(--max-wait\); .*Connect"
-    ):
-        send(fake, rules=RetryRules(max_wait_s=0.4, base_s=0.01, cap_s=0.05))
-    assert 0.4 <= time.monotonic() - began_s < 2
-
-
 def test_it_does_not_give_up_on_a_full_server_that_works_on_something(fake, tools):
     """One request is taken and takes long; the other is refused for longer than --max-wait."""
     taken_s = []
@@ -198,30 +167,6 @@ def test_it_waits_as_long_as_the_server_asks_for(fake, tools):
     began_s = time.monotonic()
     send(fake, rules=RetryRules(base_s=0.01, cap_s=0.5))
     assert time.monotonic() - began_s >= 1.0
-
-
-def wait_ready(fake, max_wait_s):
-    async def run():
-        async with Client(base_url=fake.base_url, concurrency=1, rules=FAST) as client:
-            await client.wait_ready(max_wait_s=max_wait_s)
-
-    asyncio.run(run())
-
-
-def test_it_waits_until_the_server_is_ready(fake):
-    fake.health_status = 503
-    threading.Timer(0.3, lambda: setattr(fake, "health_status", 200)).start()
-    wait_ready(fake, 5)
-    assert fake.health_status == 200
-    fake.health_status = 503
-    with pytest.raises(ServerGoneError, match=r"not ready after 0.1 s: GET /health: HTTP 503"):
-        wait_ready(fake, 0.1)
-
-
-def test_a_wrong_key_is_an_error_before_any_line_fails(fake):
-    fake.models_status = 401
-    with pytest.raises(ConfigError, match="--api-key"):
-        wait_ready(fake, 5)
 
 
 @given(st.integers(0, 10_000), st.integers())

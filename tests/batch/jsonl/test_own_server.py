@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -64,8 +63,6 @@ def own(tmp_path):
                 base_url=own_base_url(port),
                 concurrency=1,
                 rules=RetryRules(base_s=0.02, cap_s=0.1),
-                rng=random.Random(0),
-                clock=time.monotonic,
             )
             server = OwnServer(
                 client=client,
