@@ -93,24 +93,27 @@ def with_virtual_time(engine, *, s_per_iteration=0.005, s_per_token=1e-4):
     return engine
 
 
-def random_traffic(engine, seed: int, *, most_tokens: int) -> None:
-    """Arrivals and aborts at random moments, with SGLang's strict memory check each iteration. All
-    are answered, with up to `most_tokens`, and nothing is leaked."""
+def random_traffic(
+    engine, seed, *, most_tokens, heads=(0, 64, 200), longest_tail=250, also=lambda: None
+):
+    """Arrivals and aborts at random moments, with SGLang's strict memory check and `also` in each
+    iteration. All are answered, with up to `most_tokens`, and nothing is leaked. The prompts."""
     rng = random.Random(seed)
     scheduler = engine.scheduler
-    sent, aborted = {}, set()
+    sent, prompts, aborted = {}, {}, set()
 
     def act(iteration):
         scheduler.invariant_checker.self_check_during_busy()
+        also()
         held, total = kv_tokens(scheduler)
         assert held <= total
         if iteration < 120 and (len(engine.replies) == len(sent) or rng.random() < 0.35):
             rid = f"r{len(sent)}"
             sent[rid] = rng.randint(1, most_tokens)
-            shared = prompt(rng.randint(0, 3), rng.choice([0, 64, 200]))
-            own = prompt(100 + len(sent), rng.randint(1, 250))
+            shared = prompt(rng.randint(0, 3), rng.choice(heads))
+            prompts[rid] = shared + prompt(100 + len(sent), rng.randint(1, longest_tail))
             priority = rng.choice([None, 0, -1, -1, -100])
-            engine.submit(rid, shared + own, max_new_tokens=sent[rid], priority=priority)
+            engine.submit(rid, prompts[rid], max_new_tokens=sent[rid], priority=priority)
         if sent and rng.random() < 0.06:
             aborted.add(rid := rng.choice(list(sent)))
             engine.abort(rid)
@@ -125,6 +128,7 @@ def random_traffic(engine, seed: int, *, most_tokens: int) -> None:
             assert reply.finish_reason == "abort" and any(rid.startswith(a) for a in aborted)
     assert scheduler.cosched.counters.num_engine_refusals == 0
     assert_drained(engine)
+    return prompts
 
 
 def prompt(seed: int, length: int) -> list[int]:

@@ -1,5 +1,5 @@
-"""SGLang's radix tree with host memory, followed through random operations: the copy of the tree
-agrees with it on both tiers, and no slot is lost."""
+"""SGLang's radix tree with host memory under random operations: the mirror agrees with it on both
+tiers, and no slot is lost."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 import cosched.bootstrap  # noqa: F401  # before SGLang
 from cosched.engine.host_core import HostedTreeCore
 from cosched.memory.eviction import CopyOrder, Leaves
+from cosched.pool.radix import pack
 from tests.engine.test_tree_core import CORES, OPERATIONS, Machine, run
 
 FULL = ComponentType.FULL
@@ -126,12 +127,12 @@ class HostMachine(Machine):
                 self.nodes.append(node_id)
 
     def peek(self):
-        """What is told of host memory is what a whole search would find."""
+        """What the mirror finds in host memory is what SGLang's lookup finds."""
         key = self.key(self.tokens())
         before = (self.tree.num_tokens, self.tree.num_on_host, len(self.tree.nodes))
         tokens, node_id, _ = self.core.match_full_device_prefix(key)
         namespace = (key.extra_key, key.cache_salt)
-        packed = port_pack(key)
+        packed = pack(key.raw_token_ids())
         found = self.tree.num_host_behind(namespace, node_id, tokens, lambda: packed)
         assert before == (self.tree.num_tokens, self.tree.num_on_host, len(self.tree.nodes))
         result = self.core.match_prefix(self.match_params(key))
@@ -214,12 +215,6 @@ class HostMachine(Machine):
         assert self.tree.num_on_host == capacity - len(self.host_free)
         on_host = {node.node_id for node in self.tree.nodes.values() if node.on_host}
         assert self.core._locks.keys() == on_host
-
-
-def port_pack(key):
-    from cosched.pool.radix import pack
-
-    return pack(key.raw_token_ids())
 
 
 HOST_OPERATIONS = {getattr(HostMachine, op.__name__): n for op, n in OPERATIONS.items()} | {

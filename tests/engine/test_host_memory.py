@@ -84,10 +84,15 @@ def serve(engine, *, seed=1, num_rounds=6):
     return {rid: reply.output_ids for rid, reply in engine.replies.items()}
 
 
+@pytest.fixture(scope="module")
+def undisturbed():
+    """Filled by the first test that asks: the tokens of an engine with room."""
+    return {}
+
+
 @pytest.mark.parametrize(
     ("write", "page_size", "num_polls", "ratio", "is_ahead"),
     [
-        ("write_back", 1, 0, 1.5, False),
         ("write_back", 16, 3, 1.5, True),
         ("write_back", 1, 9, 1.5, True),
         ("write_back", 1, 6, 0.4, False),
@@ -96,11 +101,12 @@ def serve(engine, *, seed=1, num_rounds=6):
     ],
 )
 def test_tokens_are_the_same_with_host_memory(
-    make_engine, monkeypatch, write, page_size, num_polls, ratio, is_ahead
+    make_engine, monkeypatch, undisturbed, write, page_size, num_polls, ratio, is_ahead
 ):
     if is_ahead:
         monkeypatch.setattr("cosched.engine.kv._MIN_LOAD_S", 0.0)
-    expected = serve(make_engine(policy="hygen", overlap=True, max_total_tokens=4000))
+    if not undisturbed:
+        undisturbed |= serve(make_engine(policy="hygen", overlap=True, max_total_tokens=4000))
     engine = make_engine(
         policy="hygen",
         overlap=True,
@@ -112,7 +118,7 @@ def test_tokens_are_the_same_with_host_memory(
         **HOST,
     )
     LateTransfers(engine, num_polls)
-    assert serve(engine) == expected
+    assert serve(engine) == undisturbed
     kv = engine.scheduler.cosched.kv
     host = kv.occupancy().host
     assert isinstance(host, HostOccupancy)
@@ -219,33 +225,32 @@ def test_the_view_counts_what_is_on_the_host(make_engine):
     assert_drained(engine)
 
 
-def test_what_nobody_comes_for_is_not_copied(make_engine):
-    """Offline prompts that share nothing, without anybody who waits for them."""
-    engine = with_host(make_engine)
-    for i in range(6):
-        engine.submit(f"r{i}", prompt(i + 1, 300), max_new_tokens=2, priority=-1)
+def ask_each(engine, num_requests, *, priority=0):
+    """Requests that share nothing, one after the other."""
+    for i in range(num_requests):
+        engine.submit(f"r{i}", prompt(i + 1, 300), max_new_tokens=2, priority=priority)
         engine.run_until_idle()
+
+
+@pytest.mark.parametrize(
+    ("priority", "kv"),
+    [
+        pytest.param(-1, {}, id="no offline request waits for it"),
+        pytest.param(0, {"host_bandwidth_gb_s": 1e-9}, id="computing is faster than copying"),
+    ],
+)
+def test_what_is_not_worth_it_is_not_copied(make_engine, priority, kv):
+    engine = with_host(make_engine, kv=kv)
+    ask_each(engine, 6, priority=priority)
     core = engine.scheduler.cosched.kv.core
     assert core.evicted["all"] > 1000
     assert core.transferred["to_host"] == 0
     assert_drained(engine)
 
 
-def test_a_slow_link_is_left_alone(make_engine):
-    """Computing anew is faster than both ways."""
-    engine = with_host(make_engine, kv={"host_bandwidth_gb_s": 1e-9})
-    for i in range(4):
-        engine.submit(f"r{i}", prompt(i + 1, 300), max_new_tokens=2)
-        engine.run_until_idle()
-    assert engine.scheduler.cosched.kv.core.transferred["to_host"] == 0
-    assert_drained(engine)
-
-
 def test_a_full_host_keeps_what_is_worth_more(make_engine):
     engine = with_host(make_engine, hicache_ratio=0.6)
-    for i in range(10):
-        engine.submit(f"r{i}", prompt(i + 1, 300), max_new_tokens=2)
-        engine.run_until_idle()
+    ask_each(engine, 10)
     kv = engine.scheduler.cosched.kv
     pool = engine.scheduler.tree_cache.cache_controller.mem_pool_host
     assert kv.core.transferred["to_host"] > pool.size  # some had to go again
@@ -256,9 +261,7 @@ def test_a_full_host_keeps_what_is_worth_more(make_engine):
 def test_a_flush_empties_both(make_engine):
     engine = with_host(make_engine)
     LateTransfers(engine, 2)
-    for i in range(4):
-        engine.submit(f"r{i}", prompt(i + 1, 300), max_new_tokens=2)
-        engine.run_until_idle()
+    ask_each(engine, 4)
     kv = engine.scheduler.cosched.kv
     assert kv.kv_tree.num_on_host > 0
     engine.scheduler.flush_cache()

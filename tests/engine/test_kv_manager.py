@@ -8,7 +8,6 @@ import pytest
 
 import cosched.bootstrap  # noqa: F401  # before SGLang
 from cosched.core.plan import Plan
-from cosched.core.request import RequestClass
 from cosched.engine import kv
 from cosched.engine.kv import KvManager
 from cosched.engine.timekeeper import Moment
@@ -60,28 +59,6 @@ def test_where_it_cannot_be_said_what_goes_the_engines_order_holds(make_engine):
     controller.kv.next_to_go = fail
     assert controller._evictions(Plan(prefill={"a": 10}), SimpleNamespace(reqs=[])) is None
     assert controller.guard.failures == {"kv": 1}
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_what_requests_hold_outside_the_tree_is_the_same_for_plans_and_for_memory(
-    make_engine, overlap
-):
-    engine = make_engine(policy="hygen", overlap=overlap, max_running_requests=4)
-    controller = engine.scheduler.cosched
-    plan, seen = controller._plan, []
-
-    def planned(*args):
-        state = controller.view(args[0], Moment(0.0, 0.0)).kv
-        own = controller.kv._own_tokens()
-        seen.append((state.online, state.offline))
-        assert seen[-1] == (own[RequestClass.ONLINE], own[RequestClass.OFFLINE])
-        return plan(*args)
-
-    controller._plan = planned
-    for i in range(8):
-        engine.submit(f"r{i}", prompt(i, 90), max_new_tokens=12, priority=-(i % 2))
-    engine.run_until_idle()
-    assert max(online for online, _ in seen) > 0 < max(offline for _, offline in seen)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

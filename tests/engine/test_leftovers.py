@@ -30,9 +30,8 @@ def shared_memory():
     return [target for target in targets if target.startswith("/dev/shm/sgl")]
 
 
-@pytest.mark.parametrize("policy", ["sglang", "sarathi"])
-def test_an_engine_leaves_nothing(make_engine, folder, policy):
-    engine = make_engine(policy=policy)
+def test_an_engine_leaves_nothing(make_engine, folder):
+    engine = make_engine()
     engine.submit("r", prompt(1, 50), max_new_tokens=3)
     engine.run_until_idle()
     assert len(engine.replies["r"].output_ids) == 3

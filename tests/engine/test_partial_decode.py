@@ -57,8 +57,7 @@ def answers(engine, seed):
     return {rid: reply.output_ids for rid, reply in engine.replies.items()}
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("mixed", [True, False])
+@pytest.mark.parametrize(("overlap", "mixed"), [(False, True), (True, True), (True, False)])
 def test_sitting_out_changes_no_token(make_engine, overlap, mixed):
     flags = {"overlap": overlap, "mixed": mixed, "page_size": 1 if overlap else 16}
     expected = answers(make_engine(**flags), seed=1)

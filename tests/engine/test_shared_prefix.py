@@ -9,17 +9,17 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-import torch
 from sglang.srt.mem_cache import kv_cache_configurator, kv_cache_dtype
 from sglang.srt.model_executor.runner import decode_cuda_graph_runner
 from sglang.srt.model_executor.runner_utils import capture_mode
 
 import cosched.bootstrap  # noqa: F401  # before sglang
-from cosched.engine.port.attention import launching
+from cosched.errors import ConfigError
 from cosched_kernels.picker import DeviceModel, write_model
-from tests.engine.conftest import assert_drained, prompt
+from tests.engine.conftest import FLAGS, assert_drained, prompt
 
 NAME = "cosched_shared_prefix"
+SWITCHES = ("--enable-mixed-chunk", "--disable-overlap-schedule")
 OFFLINE = -1
 
 
@@ -91,8 +91,7 @@ def check_groups(engine):
     shared._groups = checked
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("page_size", "overlap"), [(1, True), (16, False)])
 def test_tokens_of_prefills_decodes_and_mixed_batches(make_engine, page_size, overlap):
     options = {"page_size": page_size, "overlap": overlap}
     _, expected = run(make_engine, "torch_native", questions, **options)
@@ -123,15 +122,7 @@ class NotCpu:
         return False
 
 
-@pytest.mark.parametrize(
-    "dtype, work",
-    [
-        ("fp8_e5m2", questions),
-        ("fp8_e4m3", questions),
-        ("fp8_e5m2", with_interruptions),
-        ("fp8_e4m3", with_interruptions),
-    ],
-)
+@pytest.mark.parametrize("dtype, work", [("fp8_e5m2", questions), ("fp8_e4m3", with_interruptions)])
 def test_tokens_with_float8_kv(make_engine, monkeypatch, dtype, work):
     """SGLang refuses float8 KV on a CPU, or wants Intel's AMX. Its pools and its torch_native
     backend do it all the same."""
@@ -199,31 +190,6 @@ def test_decodes_of_a_mixed_batch_are_packed_though_nothing_is_shared(make_engin
     assert shared.num_shared_batches == len(plans) > 1
     for num_groups, num_queries in plans:
         assert num_groups == 0 and num_queries[0] == 1 < num_queries[-1]
-
-
-def test_what_was_measured_on_a_card_decides(make_engine, tmp_path):
-    path = tmp_path / "picker.json"
-    model = DeviceModel(launch_s=0.5)
-    write_model(path, model, device_name="CPU", origin="a test")
-    config = {"shared_prefix": {"device_model": str(path)}}
-    engine = make_engine(attention_backend=NAME, config=config)
-    assert shared_of(engine)._device_model == model.beside("torch_native")
-    write_model(path, model, device_name="H200", origin="a test")
-    with pytest.raises(Exception, match=r"device_model: .* was measured on 'H200', and this is"):
-        make_engine(attention_backend=NAME, config=config)
-    assert_drained(make_engine())  # the process is as it was
-
-
-def test_a_plan_ends_with_its_batch(make_engine):
-    """A later forward pass that no plan was made for goes to the other backend."""
-    engine, _ = run(make_engine, NAME, questions)
-    shared = shared_of(engine)
-    assert shared._work is not None
-    layer = engine.scheduler.tp_worker.model_runner.model.model.layers[0].self_attn.attn
-    q = torch.zeros(shared._work.num_tokens, layer.tp_q_head_num * layer.qk_head_dim)
-    assert not shared.can_attend(q, q, q, layer, {})
-    with launching(shared._work.launch.batch):
-        assert not shared.can_attend(q, q, q, layer, {})
 
 
 def test_tokens_of_decodes_in_graphs(make_engine, monkeypatch):
@@ -301,76 +267,79 @@ def test_layers_that_the_kernels_do_not_do_go_to_the_other_backend(make_engine):
     assert asked
 
 
-def test_an_unknown_inner_backend_is_refused(make_engine):
-    with pytest.raises(Exception, match=r"unknown shared_prefix.inner 'fa33'; choose from .*fa3"):
-        make_engine(attention_backend=NAME, config={"shared_prefix": {"inner": "fa33"}})
+def test_wrong_settings_are_refused(make_engine, tmp_path):
+    path = tmp_path / "picker.json"
+    write_model(path, DeviceModel(), device_name="H200", origin="a test")
+    for key, value, message in (
+        ("inner", "fa33", "unknown shared_prefix.inner 'fa33'; choose from .*fa3"),
+        ("device_model", str(path), "device_model: .* was measured on 'H200', and this is"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make_engine(attention_backend=NAME, config={"shared_prefix": {key: value}})
     assert_drained(make_engine())  # the process is as it was
+
+
+def asked_in_turns(engine):
+    """Prefills, decodes, mixed batches, and a request that is preempted and resumed."""
+    stopped = []
+    engine.watch_stops(stopped.append)
+    head = prompt(1, 12)
+    engine.submit("d", head, max_new_tokens=1, priority=OFFLINE)
+    engine.run_until_idle()
+
+    def act(iteration):
+        if iteration == 0:
+            for index in range(2):
+                tokens = head + prompt(90 + index, 2)
+                engine.submit(f"q{index}", tokens, max_new_tokens=4, priority=OFFLINE)
+        elif iteration == 2:
+            engine.submit("o", head + prompt(70, 2), max_new_tokens=2)
+
+    engine.run_until_idle(on_iteration=act)
+    assert stopped
+    return replies(engine)
 
 
 INTERPRETED = """
 import json, sys
 import cosched.bootstrap
 from cosched_kernels.interpret import repair_interpreter
-from tests.engine.conftest import FLAGS, prompt
 repair_interpreter()
 from cosched.engine.port.local import LocalEngine
+from tests.engine.test_shared_prefix import asked_in_turns, shared_of
 
-def run(attention):
-    flags = FLAGS | {"--model-path": sys.argv[1], "--attention-backend": attention}
-    flags["--max-running-requests"] = "2"
-    arguments = [text for pair in flags.items() for text in pair]
-    with LocalEngine([*arguments, "--enable-mixed-chunk", "--disable-overlap-schedule"]) as engine:
-        head = prompt(1, 12)
-        engine.submit("d", head, max_new_tokens=1, priority=-1)
-        engine.run_until_idle()
-        backend = engine.scheduler.tp_worker.model_runner.attn_backend
-        shared = getattr(backend, "cosched_shared", None)
-        stopped, modes = [], set()
-        engine.watch_stops(stopped.append)
-        if shared:
-            plan_for = shared._plan_for
-            def noted(batch):
-                plan = plan_for(batch)
-                if plan is not None:
-                    modes.add(batch.forward_mode.name)
-                return plan
-            shared._plan_for = noted
-        def act(iteration):
-            if iteration == 0:
-                for index in range(2):
-                    tokens = head + prompt(90 + index, 2)
-                    engine.submit(f"q{index}", tokens, max_new_tokens=4, priority=-1)
-            elif iteration == 2:  # one of them makes room, and goes on later
-                engine.submit("o", head + prompt(70, 2), max_new_tokens=2)
-        engine.run_until_idle(on_iteration=act)
-        return {
-            "replies": {rid: reply.output_ids for rid, reply in engine.replies.items()},
-            "kernels": shared._kernels.__name__ if shared else type(backend).__name__,
-            "modes": sorted(modes),
-            "stopped": len(stopped),
-        }
-
-print(json.dumps([run(name) for name in sys.argv[2:]]))
+with LocalEngine(sys.argv[1:]) as engine:
+    shared, modes = shared_of(engine), set()
+    plan_for = shared._plan_for
+    def noted(batch):
+        plan = plan_for(batch)
+        if plan is not None:
+            modes.add(batch.forward_mode.name)
+        return plan
+    shared._plan_for = noted
+    print(json.dumps([asked_in_turns(engine), shared._kernels.__name__, sorted(modes)]))
 """
 
 
-def test_the_kernels_and_stock_triton_give_the_same_tokens(tiny_model):
-    """Of prefills, decodes, mixed batches, and a request that was stopped and goes on. Both under
-    Triton's interpreter, in a process of its own: that is chosen at import."""
+def test_the_kernels_give_the_tokens_of_torch(tiny_model, make_engine):
+    """Under Triton's interpreter, in a process of its own: that is chosen at import."""
     config = {"policy": "sarathi", "strict": True, "shared_prefix": {"min_saved_tokens": 1}}
     environment = os.environ | {"TRITON_INTERPRET": "1", "COSCHED_CONFIG": json.dumps(config)}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED, str(tiny_model), NAME, "triton"],
+    flags = FLAGS | {"--model-path": str(tiny_model), "--attention-backend": NAME}
+    flags["--max-running-requests"] = "2"
+    arguments = [text for pair in flags.items() for text in pair]
+    running = subprocess.Popen(
+        [sys.executable, "-c", INTERPRETED, *arguments, *SWITCHES],
         env=environment,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        check=False,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    ours, stock = json.loads(done.stdout.splitlines()[-1])
-    assert ours["kernels"] == "cosched_kernels.shared_prefix"
-    assert stock["kernels"] == "TritonAttnBackend"
-    assert ours["stopped"] and stock["stopped"]
-    assert {"DECODE", "EXTEND", "MIXED"} <= set(ours["modes"])
-    assert ours["replies"] == stock["replies"]
+    expected = asked_in_turns(make_engine(max_running_requests=2))
+    out, errors = running.communicate()
+    assert running.returncode == 0, errors[-3000:]
+    found, kernels, modes = json.loads(out.splitlines()[-1])
+    assert kernels == "cosched_kernels.shared_prefix"
+    assert {"DECODE", "EXTEND", "MIXED"} <= set(modes)
+    assert found == expected

@@ -189,7 +189,7 @@ def test_a_request_that_the_engine_keeps_refusing_stops_nobody_for_it(make_engin
 
 @pytest.mark.parametrize(
     ("policy", "overlap"),
-    [("sarathi", True), ("hygen", False), ("hygen", True), ("echo-bs+e+s", False)],
+    [("sarathi", True), ("hygen", False), ("echo-bs+e+s", False)],
 )
 def test_decodes_go_on_beside_prefills_that_cannot_be_mixed_with_them(make_engine, policy, overlap):
     """With logprobs SGLang decodes and prefills in turns, if it is left to."""
@@ -229,8 +229,7 @@ def test_an_idle_engine_that_refuses_what_is_planned_cuts_it_itself(make_engine,
     assert_drained(engine)
 
 
-@pytest.mark.parametrize("policy", ["sarathi", "hygen", "echo-bs+e+s"])
-@pytest.mark.parametrize("priority", [0, OFFLINE])
+@pytest.mark.parametrize(("policy", "priority"), [("hygen", 0), ("echo-bs+e+s", OFFLINE)])
 def test_prompts_are_cut_where_the_engine_aligns_them(make_engine, policy, priority):
     """Deterministic inference cuts at multiples of some thousand tokens only."""
     engine = make_engine(policy=policy, max_total_tokens=20000, chunked_prefill_size=1024)
@@ -249,7 +248,7 @@ def test_prompts_are_cut_where_the_engine_aligns_them(make_engine, policy, prior
 @pytest.mark.parametrize("overlap", [True, False])
 def test_beams_are_never_stopped_or_held(make_engine, overlap):
     engine = make_engine(policy="sarathi", overlap=overlap, max_running_requests=6)
-    hold_at_random_where_possible(engine)
+    hold_at_random(engine, seed=1)
     engine.submit("beam", prompt(1, 60), max_new_tokens=60, priority=OFFLINE, stream=False)
     params = engine._inbox[-1].sampling_params
     params.beam_width, params.n = 3, 1
@@ -263,26 +262,6 @@ def test_beams_are_never_stopped_or_held(make_engine, overlap):
     engine.run_until_idle(on_iteration=act, max_iterations=600)
     assert engine.replies["beam"].finish_reason == "length"
     assert_drained(engine)
-
-
-def hold_at_random_where_possible(engine):
-    from dataclasses import replace
-
-    controller = engine.scheduler.cosched
-    inner = controller.policy
-    rng = random.Random(1)
-
-    class Policy:
-        initial = inner.initial
-
-        def plan(self, view, carry):
-            plan, carry = inner.plan(view, carry)
-            stopped = {p.rid for p in plan.preempt}
-            running = [r for r in view.running if r.rid not in stopped]
-            held = [r.rid for r in running[1:] if view.can_hold(r) and rng.random() < 0.5]
-            return replace(plan, hold=frozenset(held)), carry
-
-    controller.policy = Policy()
 
 
 @pytest.mark.parametrize(("policy", "seed"), [("sarathi", 2), ("hygen", 1)])
@@ -411,4 +390,4 @@ def test_looking_changes_nothing_that_eviction_sees(make_engine):
 
     untouched = left_after_eviction(0)
     assert untouched[:2] == [0, 0] and untouched[4:] == [99, 99]
-    assert left_after_eviction(50_000) == untouched
+    assert left_after_eviction(2_000) == untouched

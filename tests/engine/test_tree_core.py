@@ -1,4 +1,4 @@
-"""SGLang's own radix tree, followed through random operations: the copy and the counts agree."""
+"""SGLang's radix tree under random operations: the mirror and its counts agree with it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixPara
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_cache.components.full import FullComponent
 from sglang.srt.mem_cache.unified_cache.tree_core_registry import create_tree_core
 
 import cosched.bootstrap  # noqa: F401  # before SGLang
 from cosched.engine import port
-from cosched.engine.tree_core import WatchedTreeCore
+from cosched.engine.tree_core import RankedTreeCore, WatchedTreeCore
 from cosched.memory.eviction import ORDERS, Leaves
 from cosched.memory.node import Visit
 from cosched.memory.reuse import ReuseModel
@@ -28,8 +29,7 @@ from cosched.pool.radix import pack
 from tests.factories import Linear, offline
 from tests.memory.integrity import check_kv_tree
 
-NUM_OPERATIONS = int(os.environ.get("COSCHED_TREE_OPERATIONS", "2500"))
-"""100,000 were run when this was written."""
+NUM_OPERATIONS = int(os.environ.get("COSCHED_TREE_OPERATIONS", "2000"))
 
 FULL = ComponentType.FULL
 CORES = ["rust", "python"]
@@ -45,21 +45,19 @@ def make_core(name, page_size):
     )
     components = {}
     if name == "python":
-        from sglang.srt.mem_cache.unified_cache.components.full import FullComponent
-
         cache = SimpleNamespace(enable_session_radix_cache=False)
         components = {FULL: FullComponent(cache, params)}
     return create_tree_core(name, params, components)
 
 
 def consume(leaf):
-    """Take what an eviction has freed, as the cache does."""
+    """Take what an eviction has freed, as SGLang's cache does."""
     leaf.device_frees.clear()
     leaf.cache_actions.clear()
 
 
 class Machine:
-    """An engine's tree and a pool under random operations."""
+    """A tree of SGLang's and an offline pool under random operations."""
 
     def __init__(self, core_name, *, page_size, order, seed):
         self.draw = random.Random(seed)
@@ -84,7 +82,7 @@ class Machine:
         self.num_rids = 0
 
     def tokens(self):
-        """Out of a tiny vocabulary, so that much is shared and parted in the middle."""
+        """From a tiny vocabulary: prompts share much, and nodes are split often."""
         draw = self.draw
         head = [draw.randrange(2)] * draw.randrange(0, 12)
         return head + [draw.randrange(3) for _ in range(draw.randrange(1, 16))]
@@ -261,4 +259,71 @@ def test_where_the_copy_is_wrong_the_engines_order_takes_over(caplog):
     assert machine.core.full_evictable_size() < before
     machine.insert()
     machine.lock()
-    machine.unlock()  # it goes on without the copy
+    machine.unlock()  # all works without the mirror
+
+
+# --- Several ranks ---
+
+
+class Rank(Machine):
+    """is_source: rank 0, which knows the time, and which requests wait and have ended."""
+
+    def __init__(self, core_name, *, page_size, seed, is_source):
+        super().__init__(core_name, page_size=page_size, order="value", seed=seed)
+        self.core = RankedTreeCore(make_core(core_name, page_size), self.tree, self.leaves)
+        if not is_source:
+            self.tree.refer = lambda *args: None
+            self.tree.left = lambda *args: None
+            self.leaves.advance = lambda now_s: None
+            self.tree._future = None
+
+
+CHANGES = (
+    *("insert", "insert", "insert", "match", "lock", "unlock", "pin", "unpin"),
+    *("wait", "leave", "depart", "tick"),
+)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_all_ranks_evict_what_rank_0_says(page_size):
+    """With the Rust core: the Python core numbers the nodes of all trees of a process."""
+    source, other = (
+        Rank("rust", page_size=page_size, seed=1, is_source=is_source)
+        for is_source in (True, False)
+    )
+    draw = random.Random(2)
+    num_given = num_alike = 0
+    for _ in range(NUM_OPERATIONS):
+        if draw.random() < 0.2:
+            # More or fewer than will go; now and then the engine's own order.
+            evictions = source.leaves.next_to_go(draw.randrange(60))
+            given = None if draw.random() < 0.1 else evictions
+            for rank in (source, other):
+                rank.core.give(given)
+            if draw.random() < 0.3:  # the tree changes after the list was made
+                change = draw.choice(CHANGES)
+                for rank in (source, other):
+                    getattr(rank, change)()
+            gone = source.evict_some()
+            assert gone == other.evict_some()
+            num_given += len(gone) if given else 0
+            num_alike += len({node_id for node_id, _ in given or ()} & set(gone))
+        else:
+            change = draw.choice(CHANGES)
+            for rank in (source, other):
+                getattr(rank, change)()
+        assert source.tree.nodes.keys() == other.tree.nodes.keys()
+        assert source.tree.num_evictable == other.core.full_evictable_size()
+    assert num_alike > num_given / 2 > 0
+
+
+def test_a_rank_that_lost_track_since_it_was_told_says_so():
+    rank = Rank("python", page_size=1, seed=0, is_source=True)
+    for _ in range(30):
+        rank.insert()
+    rank.core.give(rank.leaves.next_to_go(5))
+    rank.core._switch_off("a test")
+    with pytest.raises(RuntimeError, match="lost track"):
+        rank.evict_some()
+    rank.core.give(None)
+    assert rank.evict_some(), "the engine's order goes on"

@@ -1,6 +1,4 @@
-"""Servers whose HTTP side cosched cannot see are refused, in one sentence."""
-
-from __future__ import annotations
+"""Servers with HTTP processes that load no hooks are refused in one sentence."""
 
 from types import SimpleNamespace
 
@@ -11,32 +9,22 @@ from cosched.config import ENV_VAR
 from cosched_patches import http
 
 
-@pytest.fixture
-def refuse(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("workers", "has_rust_server", "refusal"),
+    [
+        (1, "0", None),
+        (4, "0", "--tokenizer-worker-num 4 cannot go with cosched: "),
+        (1, "1", "SGLANG_RUST_SERVER cannot go with cosched: "),
+    ],
+)
+def test_only_one_python_process_may_serve(monkeypatch, capsys, workers, has_rust_server, refusal):
     monkeypatch.setattr(http, "resolving_view", lambda server_args: server_args)
     monkeypatch.delenv(ENV_VAR, raising=False)
-
-    def message(workers):
-        """None: the server may start."""
-        try:
-            return http.check_server(
-                SimpleNamespace(tokenizer_worker_num=workers), launch_callback=None
-            )
-        except SystemExit as end:
-            assert end.code == 2
-            return capsys.readouterr().err
-
-    return message
-
-
-def test_one_process_may_start(refuse):
-    assert refuse(1) is None
-
-
-def test_http_workers(refuse):
-    assert refuse(4).startswith("cosched: --tokenizer-worker-num 4 cannot go with cosched: ")
-
-
-def test_rust_front_end(refuse, monkeypatch):
-    monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
-    assert refuse(1).startswith("cosched: SGLANG_RUST_SERVER cannot go with cosched: ")
+    monkeypatch.setenv("SGLANG_RUST_SERVER", has_rust_server)
+    server_args = SimpleNamespace(tokenizer_worker_num=workers)
+    if refusal is None:
+        http.check_server(server_args, launch_callback=None)
+        return
+    with pytest.raises(SystemExit, match="2"):
+        http.check_server(server_args, launch_callback=None)
+    assert capsys.readouterr().err.startswith(f"cosched: {refusal}")

@@ -1,4 +1,4 @@
-"""The seam framework: what is not as expected stops the server and says so."""
+"""Hooks into SGLang: if a place is not as expected, the server stops and says why."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from cosched_patches.seam import (
     before,
     check_signatures,
     check_version,
-    check_wrapped,
     install,
 )
 from cosched_patches.seams import SEAMS
@@ -101,10 +100,6 @@ class TestSignature:
         assert f"SGLang seam {target}" in message
         assert "expected (self, batch, limit), found nothing there" in message
 
-    def test_hooked_already(self, toy, registry):
-        install([seam("toy.Engine.step")])
-        check_signatures([seam("toy.Engine.step")])
-
 
 class TestInstall:
     def test_every_kind_works(self, toy, registry):
@@ -150,14 +145,6 @@ class TestInstall:
         message = refusal(install, [seam("toy.Engine.step")])
         assert "SGLang seam toy.Engine.step" in message
         assert "expected a hook of kind 'around' in place, found the stock code" in message
-
-    def test_hook_that_was_undone(self, toy, registry):
-        seams = [seam("toy.Engine.step")]
-        step = toy.Engine.step
-        install(seams)
-        check_wrapped(seams)
-        toy.Engine.step = step
-        assert "found the stock code" in refusal(check_wrapped, seams)
 
 
 class TestSeams:
@@ -229,10 +216,10 @@ class TestInternals:
     def test_all_are_there(self):
         check_internals(INTERNALS)
 
-    @pytest.mark.parametrize("target", INTERNALS)
-    def test_one_that_is_gone_is_named(self, target):
-        names = (*INTERNALS[target], "no_such_thing")
-        assert f"{target} has no no_such_thing" in refusal(check_internals, {target: names})
+    def test_one_that_is_gone_is_named(self):
+        for target in INTERNALS:
+            message = refusal(check_internals, {target: (*INTERNALS[target], "no_such_thing")})
+            assert f"{target} has no no_such_thing" in message
 
     def test_a_class_that_is_gone_is_named(self):
         assert "nowhere.Thing is gone" in refusal(check_internals, {"nowhere.Thing": ("a",)})
@@ -333,57 +320,3 @@ class TestProcess:
         env = os.environ | {"PYTHONPATH": SEARCH_PATH, ENV_VAR: ""}
         command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)]
         assert subprocess.check_output(command, env=env, cwd=ROOT, text=True).strip() == "[]"
-
-    def test_active_plugin_hooks_every_seam(self, forks):
-        code = """
-            import cosched.bootstrap
-            from sglang.srt.plugins import load_plugins
-            from sglang.srt.plugins.hook_registry import HookRegistry
-            from cosched_patches.seam import check_wrapped
-            from cosched_patches.seams import SEAMS
-
-            load_plugins()
-            check_wrapped(SEAMS)
-            print(HookRegistry._patched == {seam.target for seam in SEAMS})
-        """
-        done = forks.run(code, env=ACTIVE)
-        assert done.stdout.strip().endswith("True"), done.stderr
-
-    def test_inactive_plugin_changes_nothing(self, forks):
-        code = """
-            import pkgutil, sys
-            import cosched.bootstrap
-            from sglang.srt.plugins import load_plugins
-            from sglang.srt.plugins.hook_registry import HookRegistry
-            from cosched_patches.seams import SEAMS
-            import sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler
-
-            def everything():
-                return {
-                    (module, name): id(value)
-                    for module in list(sys.modules)
-                    if module.startswith("sglang.")
-                    for name, value in vars(sys.modules[module]).items()
-                } | {
-                    (module, name, attribute): id(value)
-                    for module in list(sys.modules)
-                    if module.startswith("sglang.")
-                    for name, owner in vars(sys.modules[module]).items()
-                    if isinstance(owner, type) and owner.__module__.startswith("sglang.")
-                    for attribute, value in vars(owner).items()
-                }
-
-            targets = [pkgutil.resolve_name(seam.target) for seam in SEAMS]
-            before = everything()
-            load_plugins()
-            assert [pkgutil.resolve_name(seam.target) for seam in SEAMS] == targets
-            after = everything()
-            changed = dict(set(after.items()) ^ set(before.items()))
-            print(sorted(map(str, changed)), HookRegistry._patched, dict(HookRegistry._hooks))
-            print("cosched_patches.plugin" in sys.modules)
-        """
-        done = forks.run(code, env={"SGLANG_PLUGINS": "cosched"})
-        changed, loaded = done.stdout.strip().splitlines()[-2:]
-        assert loaded == "True", done.stderr
-        # That plugins are loaded is all that SGLang remembers.
-        assert changed == "[\"('sglang.srt.plugins', '_plugins_loaded')\"] set() {}"

@@ -1,7 +1,7 @@
-"""What the engine and its attention backend ``cosched_shared_prefix`` know of each other.
+"""What the engine and the attention backend ``cosched_shared_prefix`` share.
 
-The backend itself, with its kernels, is imported when it is built (`cosched.engine.port.
-shared_prefix`): a process that uses another pays nothing for it.
+The backend and its kernels (`cosched.engine.port.shared_prefix`) are imported when it is built, so
+that other backends pay nothing for it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAME = "cosched_shared_prefix"
 
 @dataclass(slots=True, eq=False)
 class Launch:
-    """A batch while the engine runs it; nothing holds beyond that."""
+    """One run of a batch."""
 
     batch: Any
 
@@ -35,8 +35,7 @@ _is_assumed = False
 
 @contextlib.contextmanager
 def launching(batch: Any) -> Iterator[None]:
-    """While the engine runs this batch, an attention backend may read of its requests what the
-    forward pass itself does not know."""
+    """While the engine runs this batch, attention backends may read its requests."""
     global _launched
     before, _launched = _launched, Launch(batch)
     try:
@@ -46,12 +45,12 @@ def launching(batch: Any) -> Iterator[None]:
 
 
 def launched() -> Launch | None:
-    """The batch that is run now."""
+    """The present run."""
     return _launched
 
 
 def register() -> None:
-    """Add the backend to those of ``--attention-backend``. Idempotent."""
+    """Add the backend to ``--attention-backend``. Idempotent."""
     if NAME not in ATTENTION_BACKENDS:
         choices.add_attention_backend_choices([NAME])
         register_attention_backend(NAME)(_create)
@@ -70,13 +69,13 @@ def note_newest(shared: Any) -> None:
 
 
 def reads_once() -> bool:
-    """Whether the attention of the model runner in this process reads a shared prefix once."""
+    """Whether attention in this process reads a shared prefix once for all its requests."""
     return _is_assumed or (_newest is not None and _newest() is not None)
 
 
 @contextlib.contextmanager
 def assuming_one_reading(is_assumed: bool) -> Iterator[None]:
-    """A scheduler is built whose attention is only modelled, as one that does, or as it is."""
+    """While a scheduler with modelled attention is built: `reads_once` is True, or as it is."""
     global _is_assumed
     before, _is_assumed = _is_assumed, is_assumed
     try:
@@ -86,7 +85,6 @@ def assuming_one_reading(is_assumed: bool) -> Iterator[None]:
 
 
 def graph_variants() -> Any:
-    """SGLang's `AttentionGraphVariants` for the model runner that is being built, None where its
-    backend is another."""
-    shared = _newest() if _newest is not None else None
-    return None if shared is None else shared.graph_variants()
+    """SGLang's `AttentionGraphVariants` for the model runner that is being built; None: it has
+    another backend."""
+    return None if _newest is None else _newest()

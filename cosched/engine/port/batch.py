@@ -1,4 +1,4 @@
-"""Batches: what is in them and what their results are."""
+"""Batches and their results."""
 
 from __future__ import annotations
 
@@ -14,19 +14,17 @@ from cosched.engine.port.scheduler import runs_on_cpu
 
 
 def can_hold(running_batch: Any) -> bool:
-    """Whether the requests that run now can be divided: beams have rows of their own behind those
-    of the requests."""
+    """Whether a part of the running batch can run alone: beams have rows behind the requests'."""
     return all([req.beam_group is None for req in running_batch.reqs])
 
 
 def holds_ended(running_batch: Any) -> bool:
-    """Whether some request of the running batch does not go on."""
+    """Whether a request of the running batch has ended."""
     return any([req.finished_reason is not None for req in running_batch.reqs])
 
 
 def decodes_of(batch: Any) -> Sequence[Any]:
-    """The requests that decode in a prefill batch. A batch keeps them when it becomes the running
-    batch; there they say nothing."""
+    """The requests that decode in a prefill batch. In the running batch the value is outdated."""
     return batch.decoding_reqs or ()
 
 
@@ -38,14 +36,14 @@ def num_prefills(batch: Any) -> int:
 
 
 def prefills_of(batch: Any) -> Iterator[tuple[Any, int]]:
-    """The requests of a prefill batch and the tokens it computes of each, without the decodes that
-    were mixed into it. From the batch: a mixed decode leaves other numbers on its request."""
-    num_prefills = len(batch.reqs) - len(decodes_of(batch))
-    return zip(batch.reqs[:num_prefills], batch.extend_lens[:num_prefills], strict=True)
+    """The requests of a prefill batch and the tokens it computes of each, without mixed decodes.
+    Read from the batch, because a mixed decode changes the numbers of its request."""
+    number = len(batch.reqs) - len(decodes_of(batch))
+    return zip(batch.reqs[:number], batch.extend_lens[:number], strict=True)
 
 
 def num_loaded(batch: Any) -> int:
-    """Tokens that are loaded from host memory while a batch runs: begun when it was built."""
+    """Tokens that are loaded from host memory while a batch runs."""
     if batch.hicache_consumer_index < 0:
         return 0
     loads = batch.tree_cache.cache_controller.ack_load_queue
@@ -53,24 +51,17 @@ def num_loaded(batch: Any) -> int:
 
 
 def shape_of(batch: Any) -> BatchShape:
-    """What the time of a batch depends on; valid from when the batch was built until it ran."""
+    """What the time of a batch depends on. Valid between building and running it."""
     if batch.forward_mode.is_decode():
         return BatchShape(decodes=batch.seq_lens_cpu.tolist())
-    number = num_prefills(batch)
-    return BatchShape(
-        prefills=[
-            Prefill(new, cached)
-            for new, cached in zip(
-                batch.extend_lens[:number], batch.prefix_lens[:number], strict=True
-            )
-        ],
-        decodes=[cached + 1 for cached in batch.prefix_lens[number:]],
-        num_loaded=num_loaded(batch),
-    )
+    number, cached = num_prefills(batch), batch.prefix_lens
+    prefills = list(map(Prefill, batch.extend_lens[:number], cached[:number]))
+    decodes = [length + 1 for length in cached[number:]]
+    return BatchShape(prefills=prefills, decodes=decodes, num_loaded=num_loaded(batch))
 
 
 def runs_model(batch: Any) -> bool:
-    """Whether there is anything in it to compute."""
+    """Whether a batch has anything to compute."""
     return not (batch.forward_mode.is_idle() or batch.forward_mode.is_prebuilt())
 
 
@@ -78,14 +69,14 @@ _NO_ROWS = np.empty(0, dtype=np.int64)
 
 
 def rows_of(batch: Any) -> Any:
-    """The row of each request of a batch: an array of int64. Those of beams lie behind them."""
+    """The row of each request of a batch: an array of int64. Rows of beams are left out."""
     if not batch.reqs:
         return _NO_ROWS
     return batch.req_pool_indices_cpu.numpy()[: len(batch.reqs)]
 
 
 def computed_of(running_batch: Any) -> Any:
-    """Tokens whose KV is computed, of each request of the running batch: an array of int64."""
+    """Computed tokens of each request of the running batch: an array of int64."""
     reqs = running_batch.reqs
     if not reqs:
         return _NO_ROWS
@@ -99,16 +90,16 @@ def computed_of(running_batch: Any) -> Any:
 
 
 def wait_for(scheduler: Any, result: Any) -> None:
-    """Return once the device has a result ready."""
+    """Wait until the device has finished a result."""
     event = getattr(result, "copy_done", None)
     if event is not None:
         event.synchronize()
     elif not runs_on_cpu(scheduler):
-        # Without the overlap scheduler nothing has waited for the device yet.
+        # Without the overlap scheduler no event is recorded.
         torch.get_device_module(scheduler.device).current_stream().synchronize()
 
 
 def is_done(result: Any) -> bool:
-    """Whether the device has a result ready, as far as an event tells."""
+    """Whether an event says that the device has finished a result."""
     event = getattr(result, "copy_done", None)
     return event is not None and bool(event.query())

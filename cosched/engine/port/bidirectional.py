@@ -1,9 +1,8 @@
-"""SGLang's allocator of KV pages, with pages that an online and an offline request share.
+"""SGLang's allocator of KV pages, with pages that an online and an offline request share (BROS).
 
-`cosched.papers.bros.pages` decides which requests share a page; here are the slots. An offline
-request takes the slots of all its pages from the right, so that none has to be turned round when it
-is shared. The page numbers stay on the device, as SGLang's do: what is decided needs only how far
-each request has come.
+`cosched.papers.bros.pages` decides which requests share a page; this module assigns the slots. An
+offline request fills all its pages from the right, so that a page need not be reversed when it is
+shared. Page numbers stay on the device, as in SGLang: decisions depend on lengths only.
 """
 
 from __future__ import annotations
@@ -23,16 +22,15 @@ from cosched.papers.bros.pages import PreemptionTable, Tail
 
 
 class _Rows(NamedTuple):
-    """Of each row, on the device: the page of its tail, and the step from a slot to the next."""
+    """Per row, on the device: the page of its tail, and the step from one slot to the next."""
 
     tail_pages: torch.Tensor
     steps: torch.Tensor
 
 
 class BidirectionalAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # untyped here
-    """Shares tails where no page is free for each request that has one: every page more that is
-    taken then costs an eviction soon. Requests that keep or divide their rows in ways of their own
-    (beams, sessions, input embeddings) share nothing."""
+    """Shares pages when there are fewer free pages than requests with a tail: another page would
+    then soon cost an eviction. Beams, sessions and requests with input embeddings share nothing."""
 
     free_pages: torch.Tensor
 
@@ -40,7 +38,7 @@ class BidirectionalAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         self.num_parted = 0
         """Tails that were copied to another page since the start."""
         self.before_copy: Callable[[], None] = lambda: None
-        """Makes what comes next on the device wait for what runs there."""
+        """Makes the device finish what runs before a copy."""
         super().__init__(*args, **kwargs)
 
     def clear(self) -> None:
@@ -52,9 +50,8 @@ class BidirectionalAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         self._freed_row: int | None = None
 
     def available_size(self) -> int:
-        """Tokens of the free pages, less those that may be needed to part shared pages in the next
-        iteration. Below 0 where too few are free for that and nothing could be evicted: then
-        decoding itself lacks memory, and somebody must be stopped before anybody is admitted."""
+        """Tokens of the free pages, without those that the next iteration may need to split shared
+        pages. Below 0: decodes lack memory, and a request must be preempted."""
         page_size: int = self.page_size
         return int(super().available_size()) - self.table.num_threatened * page_size
 
@@ -62,7 +59,7 @@ class BidirectionalAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def allocating(self, batch: Any) -> Iterator[None]:
-        """While SGLang allocates for a batch: whose tokens these are."""
+        """While SGLang allocates for a batch."""
         self._batch = batch
         try:
             yield
@@ -72,7 +69,7 @@ class BidirectionalAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
     def evict_to_free_tokens(self, tree_cache: Any, num_tokens: int) -> bool | None:
         if self._batch is None:
             return super().evict_to_free_tokens(tree_cache, num_tokens)  # type: ignore[no-any-return]
-        return None  # what is shared need not be evicted: `_take` knows how much
+        return None  # `_take` knows how much is needed when pages are shared
 
     def alloc_extend(
         self,
@@ -100,7 +97,7 @@ class BidirectionalAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
             for row, start, end in zip(rows, starts, ends, strict=True)
             if start % self.page_size
         }
-        # SGLang writes the head of these rows once more when it has their slots: they stay.
+        # SGLang writes the prefix of these rows again when it has their slots: they stay.
         moved = [(tail, tail.count) for tail in self.table.part(growth, stay=growth)]
         return self._take(rows, starts, ends, last_loc, moved)
 
@@ -111,8 +108,7 @@ class BidirectionalAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         rows, ends = batch.req_pool_indices_cpu.tolist(), seq_lens_cpu.tolist()
         growing = {row: 1 for row, end in zip(rows, ends, strict=True) if (end - 1) % page_size}
         moved = [(tail, tail.count) for tail in self.table.part(growing)]
-        # Most go on beside their last slot. Looked at one by one are those that begin a page, or
-        # have moved to another.
+        # Most requests take the slot beside their last one. The others begin a page or have moved.
         new = {tail.row for tail, _ in moved}
         some = [i for i, row in enumerate(rows) if row not in growing or row in new]
         self.table.grow_each(growing.keys() - new)
@@ -131,7 +127,7 @@ class BidirectionalAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         return slots
 
     def _step(self, row: int) -> int:
-        """From one slot of a request in a page to its next."""
+        """From one slot of a request to the next in a page."""
         return -1 if self._is_online.get(row) is False else 1
 
     def _take(
@@ -142,9 +138,9 @@ class BidirectionalAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         last_loc: torch.Tensor,
         moved: Sequence[tuple[Tail, int]],
     ) -> torch.Tensor | None:
-        """Slots of the tokens from `starts` to `ends` of each row; None: memory is short.
-        last_loc: the slot before `starts`. moved: tails that go to a page of their own, and their
-        tokens until now."""
+        """Slots of the tokens from `starts` to `ends` of each row; None: there is too little
+        memory. last_loc: the slot before `starts`; moved: tails that get a page of their own, and
+        their present number of tokens."""
         page_size, table = self.page_size, self.table
         tail_pages = self._rows_of(self._batch).tail_pages
         draft = _Draft(num_rows=len(tail_pages))
@@ -203,7 +199,7 @@ class BidirectionalAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         return self._rows
 
     def _move(self, moved: Sequence[tuple[Tail, int]], pages: torch.Tensor) -> None:
-        """Copy tails of so many tokens to these pages, and have their rows point there."""
+        """Copy tails to these pages, and update their rows."""
         counts = np.array([count for _, count in moved])
         owner = np.repeat(np.arange(len(moved)), counts)
         place = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -214,7 +210,7 @@ class BidirectionalAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         owner_, rows_, column_, offset_ = torch.from_numpy(
             np.stack((owner, rows, column, offset))
         ).to(self.device)
-        # What runs on the device may still write these tokens, and reads where they are.
+        # The device may still write these tokens.
         self.before_copy()
         source = self._rows_of(self._batch).tail_pages[rows_] * self.page_size + offset_
         target = pages[owner_] * self.page_size + offset_
@@ -248,19 +244,18 @@ class BidirectionalAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
 
 
 class _Draft:
-    """Where the slots of a batch lie, before the pages are there. A page is a number: from 0 the
-    fresh ones, below 0 those of tails, by row, and behind these the ones that end with a last slot,
-    by place in the batch."""
+    """The slots of a batch before its pages are known. Page numbers from 0 are new pages, those
+    below 0 are pages of tails, by row, and then pages of last slots, by index in the batch."""
 
     def __init__(self, num_rows: int) -> None:
         self.num_fresh = 0
         self.tails: dict[int, int] = {}
-        """Row -> page, of the tails that are on another page now."""
+        """Row -> new page of a tail."""
         self._num_rows = num_rows
         self._pieces: list[tuple[int, int, bool, int]] = []
 
     def fresh(self, num_pages: int = 1) -> int:
-        """The first of so many."""
+        """The first of `num_pages` new pages."""
         self.num_fresh += num_pages
         return self.num_fresh - num_pages
 
@@ -271,11 +266,11 @@ class _Draft:
         return -1 - self._num_rows - index
 
     def add(self, page: int, count: int, is_mirrored: bool, start: int) -> None:
-        """Tokens of one request, from its token `start`, in one page or in fresh ones from it."""
+        """Tokens of one request from its token `start`, in one page or in new pages from it."""
         self._pieces.append((page, count, is_mirrored, start))
 
     def slots(self, page_size: int) -> np.ndarray:
-        """[2, tokens]: page and place in it."""
+        """[2, tokens]: page and offset in it."""
         pieces = np.array(self._pieces, dtype=np.int64).reshape(-1, 4)
         counts = pieces[:, 1]
         before = np.cumsum(counts) - counts
@@ -287,7 +282,7 @@ class _Draft:
         return np.stack((self._resolved(page), place))
 
     def changed(self) -> np.ndarray:
-        """[2, rows]: tails on another page now, and this page."""
+        """[2, rows]: rows of tails with a new page, and this page."""
         rows, pages = np.array(list(self.tails.items()), dtype=np.int64).T
         return np.stack((rows, self._resolved(pages)))
 
@@ -299,7 +294,7 @@ class _Draft:
 
 
 def why_not(scheduler: Any) -> str | None:
-    """What of its model no page can be shared of; None: nothing."""
+    """Why pages of its model cannot be shared; None: they can."""
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
     if type(pool) is not MHATokenToKVPool:
         return f"copies between pages of a {type(pool).__name__} are not supported"
@@ -307,7 +302,7 @@ def why_not(scheduler: Any) -> str | None:
 
 
 def share_pages(scheduler: Any) -> None:
-    """Make ready for copies between pages."""
+    """Prepare copies between pages."""
     allocator = scheduler.token_to_kv_pool_allocator
     assert isinstance(allocator, BidirectionalAllocator), f"{type(allocator)=}"
     pool = allocator.get_kvcache()
@@ -321,7 +316,7 @@ def share_pages(scheduler: Any) -> None:
 
 
 def savings(scheduler: Any) -> tuple[int, int]:
-    """KV tokens that are saved now, and tails that were copied since the start."""
+    """KV tokens that sharing saves now, and tails that were copied since the start."""
     allocator = scheduler.token_to_kv_pool_allocator
     if not isinstance(allocator, BidirectionalAllocator):
         return 0, 0
@@ -332,8 +327,8 @@ def savings(scheduler: Any) -> tuple[int, int]:
 
 
 def allocate_for(original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """Tells the allocator of shared pages which requests SGLang allocates for: it passes lengths
-    only, and who may share a page depends on the class."""
+    """Tells the allocator of shared pages which requests SGLang allocates for. SGLang passes only
+    lengths, and sharing depends on the class."""
     allocator = batch.tree_cache.token_to_kv_pool_allocator
     if not isinstance(allocator, BidirectionalAllocator):
         return original(batch, *args, **kwargs)
@@ -342,8 +337,8 @@ def allocate_for(original: Callable[..., Any], batch: Any, *args: Any, **kwargs:
 
 
 def free_row(original: Callable[..., None], cache: Any, kv: Any, ranges: Any) -> None:
-    """Tells the allocator of shared pages whose tokens SGLang frees: it passes slots only, and a
-    shared page is free when both requests have left it."""
+    """Tells the allocator of shared pages whose tokens SGLang frees. SGLang passes only slots, and
+    a shared page is free after both requests have left it."""
     allocator = cache.token_to_kv_pool_allocator
     if not isinstance(allocator, BidirectionalAllocator):
         original(cache, kv, ranges)
@@ -353,8 +348,8 @@ def free_row(original: Callable[..., None], cache: Any, kv: Any, ranges: Any) ->
 
 
 def num_saved(checker: Any) -> int:
-    """KV tokens that SGLang's memory check counts twice, less those that it misses: requests are
-    taken to have pages of their own, and all free ones to be available."""
+    """KV tokens that SGLang's memory check counts twice, minus those that it misses: it assumes
+    that requests share no page and that all free pages are available."""
     allocator = checker.token_to_kv_pool_allocator
     if not isinstance(allocator, BidirectionalAllocator):
         return 0

@@ -1,9 +1,8 @@
 """SGLang builds the prefill batch of a plan.
 
-SGLang's `Scheduler._get_new_batch_prefill_raw` stays in charge of building batches. It is given a
-short waiting queue (the requests of the plan, in its order) and a `PrefillAdder` that knows how
-many tokens each of them gets; everything else it does (LoRA, mixed batches, HiCache, logprobs) is
-its own.
+SGLang's `Scheduler._get_new_batch_prefill_raw` builds all batches. It gets a short waiting queue
+(the requests of the plan, in order) and a `PrefillAdder` that knows how many tokens each gets.
+Everything else (LoRA, mixed batches, HiCache, logprobs) is SGLang's.
 """
 
 from __future__ import annotations
@@ -33,17 +32,16 @@ class PrefillPlan:
 
 
 def adder_class(scheduler: Any) -> Callable[..., PlannedPrefillAdder]:
-    """What `Scheduler.get_prefill_adder_class` returns: an adder that follows the plan that is
-    being built (`Scheduler.cosched_prefill`), if there is one."""
+    """For `Scheduler.get_prefill_adder_class`: an adder that follows the plan that is being built
+    (`Scheduler.cosched_prefill`), if there is one."""
     return partial(PlannedPrefillAdder, plan=getattr(scheduler, "cosched_prefill", None))
 
 
 class PlannedPrefillAdder(PrefillAdder):  # type: ignore[misc]  # SGLang's classes are untyped here
-    """SGLang's adder with a token limit per request. Without a plan it is the stock one.
+    """SGLang's adder with a token limit per request. Without a plan it is the stock adder.
 
-    Memory, slot and alignment rules are the stock ones; a refusal of one request does not end the
-    admission of those behind it, because the plan already says what fits. The stock rule that one
-    prefill at most stays unfinished holds by itself there: a cut one takes all that is left.
+    Rules of memory, slots and alignment are SGLang's. After a refusal the requests behind it are
+    still tried, because the plan already says what fits.
     """
 
     rem_chunk_tokens: int | None
@@ -68,8 +66,7 @@ class PlannedPrefillAdder(PrefillAdder):  # type: ignore[misc]  # SGLang's class
     def add_one_req(self, req: Any, *args: Any, **kwargs: Any) -> Any:
         if self._plan is None:
             return super().add_one_req(req, *args, **kwargs)
-        # Whole pages, as the stock adder counts: a chunk of the plan ends on a page boundary, and
-        # the end of a prompt is rounded up.
+        # Whole pages, as the stock adder counts: the end of a prompt is rounded up.
         limit = self.ceil_paged_tokens(self._plan.num_tokens.get(req.rid, 0))
         if limit <= 0:
             return AddReqResult.CONTINUE
@@ -87,22 +84,22 @@ class PlannedPrefillAdder(PrefillAdder):  # type: ignore[misc]  # SGLang's class
         admission = super()._select_prefill_admission(req, **options)
         if self._plan is None or isinstance(admission, AddReqResult):
             return admission
-        # A request may be cut that is whole in the plan: what it has in host memory was not loaded.
+        # If a load from host memory fails, a request that is whole in the plan may be cut here.
+        # At most one prefill may stay unfinished.
         if admission.is_chunked and (self.new_chunked_req or options["has_chunked_req"]):
             return AddReqResult.OTHER
         return admission
 
 
 def _promised(req: Any) -> int | None:
-    """Output tokens for which a plan has set KV aside, generated ones included."""
+    """Output tokens that a plan has reserved KV for, including generated ones."""
     tracked = getattr(req, "cosched", None)
     return None if tracked is None else tracked.promised
 
 
 @contextlib.contextmanager
 def _asking_as_promised(req: Any) -> Iterator[None]:
-    """The adder asks for room for the output that a request was promised: it reads that off the
-    limit in its sampling parameters."""
+    """The adder reserves memory for the promised output: it reads ``max_new_tokens``."""
     promised = _promised(req)
     if promised is None:
         yield
@@ -110,7 +107,7 @@ def _asking_as_promised(req: Any) -> Iterator[None]:
     own = req.sampling_params
     req.sampling_params = copy.copy(own)
     req.sampling_params.max_new_tokens = promised
-    req.sampling_params.ignore_eos = False  # another way through the adder, which asks for all
+    req.sampling_params.ignore_eos = False  # with True the adder takes another way
     try:
         yield
     finally:
@@ -124,18 +121,18 @@ def build_prefill(
     candidates: Sequence[Any],
     running_batch: Any,
 ) -> tuple[Any, Any, list[Any]]:
-    """Have SGLang build the batch of a plan.
+    """Let SGLang build the batch of a plan.
 
-    original    its own `_get_new_batch_prefill_raw`, which lacks the running batch
-    candidates  the waiting requests of the plan, in its order
+    original    `_get_new_batch_prefill_raw` without the argument ``running_batch``
+    candidates  the waiting requests of the plan, in order
 
-    Returns the batch or None, the running batch, and what the waiting queue holds afterwards: the
-    candidates that were not admitted. The queue itself is as before.
+    Returns the batch or None, the running batch, and the candidates that were not admitted. The
+    waiting queue is unchanged.
     """
     waiting, chunk_size = scheduler.waiting_queue, scheduler.chunked_prefill_size
 
     def build(running_batch: Any) -> tuple[Any, Any]:
-        running_batch.batch_is_full = False  # it remembers a verdict on another plan
+        running_batch.batch_is_full = False  # a cached result of an earlier plan
         scheduler.waiting_queue = list(candidates)
         return original(running_batch=running_batch)
 
@@ -148,8 +145,8 @@ def build_prefill(
         scheduler.cosched_prefill = None
         scheduler.chunked_prefill_size = chunk_size
         if batch is None and running_batch.is_empty():
-            # The engine is idle and admits nothing of the plan, by a rule of its own that no plan
-            # knows. Without the plan it admits what it can.
+            # The idle engine admits nothing of the plan, by a rule that plans do not know.
+            # Without the plan it admits what it can.
             batch, running_batch = build(running_batch)
     finally:
         scheduler.cosched_prefill = None

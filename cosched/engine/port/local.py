@@ -1,7 +1,7 @@
-"""SGLang's own scheduler in this process, without server, sockets or other processes.
+"""SGLang's scheduler in this process, without a server, sockets or other processes.
 
-Tests drive it step by step; the simulator drives it through a trace. The event loop is SGLang's:
-only where requests come from and where outputs go is replaced.
+For tests and for the simulator. The event loop is SGLang's; the sources of requests and the
+destinations of outputs are replaced.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from sglang.srt.server_args import PortArgs, prepare_server_args
 
 @dataclass(slots=True, kw_only=True)
 class Reply:
-    """What a request got so far. `finish_reason` is SGLang's type: ``length``, ``stop``,
-    ``abort``; None while it is unfinished."""
+    """The output of a request. `finish_reason`: ``length``, ``stop``, ``abort``; None: it has not
+    finished."""
 
     output_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
@@ -47,10 +47,8 @@ class Reply:
 
 
 _LEFT_OUT = ("create_scheduler_watchdog", "create_load_snapshot_writer")
-"""A scheduler's watchdog thread never ends, keeps the scheduler alive, and kills the parent of this
-process when nothing has run for a while: right in a server, wrong here. Reports of its load would
-go to a server that is not there; they walk the queues at every prefill, and each scheduler leaves a
-file of them in memory."""
+"""The watchdog thread never ends and kills the parent of this process when nothing runs for a
+while. Load snapshots leave files in memory."""
 
 
 def _nothing(*arguments: Any, **options: Any) -> None:
@@ -58,7 +56,7 @@ def _nothing(*arguments: Any, **options: Any) -> None:
 
 
 def _ports(server_args: Any) -> PortArgs:
-    """Names of sockets at whose other ends nobody is. SGLang makes a file of each and leaves it."""
+    """Sockets that nothing is connected to. Removes the files that SGLang makes for them."""
     ports = PortArgs.init_new(server_args)
     for name in vars(ports).values():
         if isinstance(name, str) and name.startswith("ipc://"):
@@ -92,7 +90,7 @@ class _Outbox:
 
 
 class _DeviceModule:
-    """`torch.cpu` or another device's module, with other events."""
+    """The torch module of a device, with other events."""
 
     def __init__(self, module: Any, make_event: Callable[[], Any]) -> None:
         self._module = module
@@ -103,21 +101,20 @@ class _DeviceModule:
 
 
 def _release_groups() -> None:
-    """SGLang's process groups, of which a process has one set."""
+    """Destroy SGLang's process groups."""
     destroy_model_parallel()
     destroy_distributed_environment()
 
 
 class LocalEngine:
-    """One scheduler and the requests given to it.
+    """One scheduler and its requests; a context manager.
 
-    `flags` are SGLang's command line flags. With ``COSCHED_CONFIG`` set, cosched schedules. One
-    engine at a time per process, because SGLang keeps its configuration in process-wide state:
-    `close` the last one first (it is a context manager).
+    `flags`: SGLang's command line. With ``COSCHED_CONFIG`` set, cosched schedules. A process can
+    have one at a time, because SGLang's configuration is global: `close` the last one first.
     """
 
     def __init__(self, flags: Sequence[str], *, tokenizer: bool = False) -> None:
-        """tokenizer: load the model's, which grammars and ``min_new_tokens`` need."""
+        """tokenizer: load it, for grammars and ``min_new_tokens``."""
         load_plugins()
         without = [] if tokenizer else ["--skip-tokenizer-init"]
         server_args = prepare_server_args([*flags, *without])
@@ -137,8 +134,8 @@ class LocalEngine:
         self.send_to(_Outbox(self.replies))
 
     def close(self) -> None:
-        """Release what the process can have only once. The engine cannot be used afterwards."""
-        # Nobody reads the other ends of these sockets: closing them must not wait for it.
+        """Release the global state. The engine cannot be used afterwards."""
+        # Nothing reads from these sockets, so closing them must not wait.
         self._zmq_context.destroy(linger=0)
         _release_groups()
 
@@ -149,11 +146,11 @@ class LocalEngine:
         self.close()
 
     def send_to(self, outbox: Any) -> None:
-        """Have another object take all outputs, by ``send_output(output, request)``; it may hand
-        them on to the `outbox` before it."""
+        """Send all outputs to another object, by ``send_output(output, request)``. It may pass
+        them to the previous `outbox`."""
         self.outbox = outbox
         channels = self.scheduler.ipc_channels
-        # Frozen dataclasses that the scheduler builds for itself.
+        # Frozen dataclasses.
         object.__setattr__(channels, "send_to_tokenizer", outbox)
         object.__setattr__(channels, "send_to_detokenizer", outbox)
         object.__setattr__(self.scheduler.output_streamer, "send_to_detokenizer", outbox)
@@ -161,11 +158,9 @@ class LocalEngine:
     def replace_forward(
         self, forward: Callable[..., Any], *, computes: bool = False
     ) -> Callable[..., Any]:
-        """Have `forward` take the place of the model worker's, which is returned; it gets a batch
-        and options and returns what `made_up` does.
-
-        computes: it may still read or write the batch when it has returned, so SGLang guards that
-        """
+        """Replace the forward pass of the model worker, which is returned. `forward` gets a batch
+        and options and returns a result (`made_up`). computes: it may use the batch after it has
+        returned, which SGLang must guard."""
         scheduler = self.scheduler
         if not computes:
             scheduler._forward_isolation = lambda batch, *, overlap: contextlib.nullcontext()
@@ -174,32 +169,29 @@ class LocalEngine:
         return before
 
     def replace_launch(self, launch: Callable[..., Any]) -> Callable[..., Any]:
-        """Have `launch` get each batch that is to run in the place of SGLang's own, which is
-        returned."""
+        """Replace `Scheduler.run_batch`, which is returned."""
         before: Callable[..., Any] = self.scheduler.run_batch
         self.scheduler.run_batch = launch
         return before
 
     def replace_events(self, make: Callable[[], Any]) -> None:
-        """Have `make` give the events that SGLang records behind a batch and asks for it."""
+        """Replace the constructor of the events that SGLang records after each batch."""
         scheduler = self.scheduler
         scheduler.device_module = _DeviceModule(scheduler.device_module, make)
 
     def replace_transfers(self, transfers: Any) -> None:
-        """Have `transfers` move the bytes between device and host memory, as SGLang's
-        `L2TransferEngine` does."""
+        """Replace SGLang's `L2TransferEngine`, which copies between device and host memory."""
         self.scheduler.tree_cache.cache_controller.l2_transfer_engine = transfers
 
     def replace_processing(self, process: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-        """Have `process` get each batch and its result in the place of SGLang's own, which is
-        returned."""
+        """Replace `Scheduler.process_batch_result`, which is returned."""
         before: Callable[[Any, Any], None] = self.scheduler.process_batch_result
         self.scheduler.process_batch_result = process
         return before
 
     def watch_stops(self, on_stop: Callable[[str], None]) -> None:
-        """Call `on_stop` with the id of each running request that goes back to the queue, whoever
-        decides that."""
+        """Call `on_stop` with the id of each running request that is preempted, by a plan or by the
+        engine."""
         queue = self.scheduler._add_request_to_queue
 
         def add(req: Any, is_retracted: bool = False) -> None:
@@ -222,7 +214,7 @@ class LocalEngine:
         created_s: float = 0.0,
         **fields: Any,
     ) -> None:
-        """Give the scheduler a request; it arrives at the next iteration. Greedy."""
+        """Send a request, which arrives at the next iteration. Sampling is greedy."""
         params = SamplingParams(
             max_new_tokens=max_new_tokens,
             temperature=0.0,
@@ -254,12 +246,12 @@ class LocalEngine:
         self._inbox.append(AbortReq(rid=rid))
 
     def send(self, request: Any) -> None:
-        """Any other request of SGLang's (flush the cache, read the internal state, ...)."""
+        """Send any other message of SGLang's (flush the cache, read the internal state, ...)."""
         self._inbox.append(request)
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Run SGLang's event loop. `until` is asked before each iteration, when requests would be
-        received; the iteration in which it first returns True is the last one."""
+        """Run SGLang's event loop. `until` is called before each iteration; the first iteration in
+        which it returns True is the last one."""
         scheduler = self.scheduler
 
         def ingest(**options: Any) -> list[Any]:
@@ -286,10 +278,8 @@ class LocalEngine:
         on_iteration: Callable[[int], None] = lambda iteration: None,
         max_iterations: int = 100_000,
     ) -> int:
-        """Run until nothing is left to do and return the number of iterations.
-
-        `on_iteration` gets the iteration's number before its requests are received.
-        """
+        """Run until the engine is idle and return the number of iterations. `on_iteration` gets the
+        number of an iteration before its requests are received."""
         count = 0
 
         def until() -> bool:
@@ -304,19 +294,19 @@ class LocalEngine:
 
 
 def lengths_of(batch: Any) -> list[int]:
-    """Tokens that each request of a batch has once it has run, without the next one."""
+    """Tokens of each request of a batch after it has run, without the next one."""
     lengths: list[int] = batch.seq_lens_cpu.tolist()
     return lengths
 
 
 def made_up(next_tokens: Sequence[int]) -> Any:
-    """The result of a forward that was not computed: the next token of each request."""
+    """A result that was not computed: the next token of each request."""
     ids = torch.tensor(next_tokens, dtype=torch.int64)
     return GenerationBatchResult(next_token_ids=ids)
 
 
 def load_adapters(scheduler: Any, folders: Mapping[str, Path]) -> dict[str, str]:
-    """Load adapters into a running scheduler; name -> the id that requests carry."""
+    """Load LoRA adapters into a running scheduler; name -> id in requests."""
     manager = scheduler.tp_worker.model_runner.lora_manager
     for name, folder in folders.items():
         loaded = manager.load_lora_adapter(

@@ -31,12 +31,12 @@ def kv_evictable(scheduler: Any) -> int:
 
 
 def kv_shared(scheduler: Any) -> int:
-    """KV tokens of the radix tree that requests use, each once."""
+    """KV tokens of the radix tree that requests use. Shared ones count once."""
     return int(scheduler.tree_cache.protected_size())
 
 
 def host_total(scheduler: Any) -> int:
-    """KV tokens of host memory; 0: there is none."""
+    """KV tokens of host memory; 0 without host memory."""
     if not scheduler.enable_hierarchical_cache:
         return 0
     return int(scheduler.tree_cache.cache_controller.mem_pool_host.size)
@@ -56,26 +56,25 @@ def free_slots(scheduler: Any, running_batch: Any) -> int:
 
 
 def num_slots_taken(scheduler: Any) -> int:
-    """Requests that have a slot, whether they run in this iteration or not."""
+    """Requests that have a slot, running or paused."""
     rows = scheduler.req_to_token_pool
     return int(rows.size - rows.available_size())
 
 
 def reserve_ratio(scheduler: Any) -> float:
-    """The share of the output still to come that SGLang keeps free for running requests, learnt
-    from past iterations. See `reserves_whole_output`."""
+    """Share of the remaining output that SGLang keeps free for running requests, learned from past
+    iterations. See `reserves_whole_output`."""
     return float(scheduler.new_token_ratio_tracker.current)
 
 
 def reserves_whole_output(req: Any) -> bool:
-    """Whether all of the output to come is kept free for it, and not a share: it cannot end
-    early."""
+    """Whether SGLang keeps memory free for all of its remaining output: it cannot end early."""
     return bool(req.sampling_params.ignore_eos)
 
 
 def row_generations(scheduler: Any) -> Any:
-    """Of each request row a number that changes when another request gets it: an array of int64,
-    which the engine goes on writing."""
+    """A number per request row that changes when another request gets the row: an array of int64.
+    The engine writes to it."""
     return scheduler.req_to_token_pool.req_generation.numpy()
 
 
@@ -83,17 +82,17 @@ def row_generations(scheduler: Any) -> Any:
 
 
 def num_committed(req: Any) -> int:
-    """Tokens whose KV is computed."""
+    """Computed tokens."""
     return req.kv.kv_committed_len  # type: ignore[no-any-return]
 
 
 def num_own(req: Any) -> int:
-    """KV tokens that it holds beside what the radix tree owns."""
+    """KV tokens that it holds outside the radix tree."""
     return int(req.kv.kv_allocated_len) - int(req.kv.cache_protected_len)
 
 
 def num_prefix(req: Any) -> int:
-    """Tokens at its head whose KV its next chunk finds."""
+    """Tokens before its next chunk."""
     return int(req.prefix_len)
 
 
@@ -103,7 +102,7 @@ def holds_memory(req: Any) -> bool:
 
 
 def gain_of_stopping(tree: Any, req: Any) -> int:
-    """KV tokens that stopping a running request would leave free or evictable; measured by
+    """KV tokens that preempting a running request would make free or evictable. Measured by
     releasing its lock on the tree for a moment."""
     before: int = tree.evictable_size()
     tree.unlock(req.lock)
@@ -113,17 +112,16 @@ def gain_of_stopping(tree: Any, req: Any) -> int:
 
 
 def release(tree: Any, req: Any, *, keep: bool) -> None:
-    """Give back the memory of a running request. keep: the tree first takes its prompt and the
-    generated tokens; they stay as evictable nodes, and all but the last token is matched there when
-    it resumes. Not with a Mamba tree, which takes finished requests only."""
+    """Release the memory of a running request. keep: its KV is put into the tree as evictable
+    nodes, and all but the last token is found there when it resumes."""
     release_kv_cache(req, tree, checkpoint=keep)
 
 
 def release_whatever(tree: Any, req: Any) -> None:
-    """Give back all that a request holds, wherever its iteration was interrupted."""
+    """Release everything that a request holds, at whatever point its iteration was interrupted."""
     kv = req.kv
     if kv.holds_kv:
-        # Where allocation failed midway, a row may be there without the tokens behind it.
+        # If an allocation failed, the request may have a row without tokens.
         kv.kv_committed_len = max(kv.kv_committed_len, kv.cache_protected_len)
         kv.kv_allocated_len = max(kv.kv_allocated_len, kv.kv_committed_len)
         release_kv_cache(req, tree, checkpoint=False)
@@ -136,11 +134,11 @@ def release_whatever(tree: Any, req: Any) -> None:
 
 
 class Peek(NamedTuple):
-    """What the radix tree holds of a request on the device, looked at without a trace.
+    """What the radix tree holds of a request on the device.
 
-    num_tokens  at its head
-    node        the last node on the way
-    num_pinned  that a lock on this node would take: it may go on behind the match
+    num_tokens  of its prefix
+    node        the last node of the prefix
+    num_pinned  tokens that a lock on this node would hold: it may be longer than the match
     """
 
     num_tokens: int
@@ -149,11 +147,8 @@ class Peek(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The same by SGLang's whole search, which counts as a use and may split a node.
-
-    num_device, num_host  tokens at its head on the device, and behind them on the host
-    node                  the last node on the device
-    """
+    """The same, with host memory. num_device, num_host: tokens of its prefix on the device, and
+    behind them on the host; node: the last node on the device."""
 
     num_device: int
     num_host: int
@@ -161,8 +156,8 @@ class Found(NamedTuple):
 
 
 def lookup_key(req: Any) -> Any:
-    """What admission will look up (`Req.init_next_round_input`): all tokens but those that must be
-    computed in any case."""
+    """What admission will look up (`Req.init_next_round_input`): all tokens except those that must
+    be computed."""
     ids = token_ids(req)
     if req.positional_embed_overrides is not None:
         ids = ids[:0]
@@ -171,19 +166,19 @@ def lookup_key(req: Any) -> Any:
 
 
 def peek(tree: Any, req: Any) -> Peek:
-    """Changes nothing that eviction sees."""
+    """Look up a request without marking anything as used."""
     return Peek(*tree.tree_core.match_full_device_prefix(lookup_key(req)))
 
 
 def find(tree: Any, req: Any) -> Found:
-    """What the tree holds of a request, host memory included."""
+    """SGLang's full search, which counts as a use and may split a node."""
     found = tree.match_prefix(MatchPrefixParams(key=lookup_key(req)))
     return Found(found.device_prefix_len, int(found.host_hit_length), found.last_device_node)
 
 
 def num_in_session(tree: Any, req: Any) -> int | None:
-    """Tokens that a streaming session has kept for its next request (`find_active_slot`); None:
-    what is cached of it is in the tree."""
+    """Tokens that a streaming session keeps for its next request (`find_active_slot`); None: its
+    cached tokens are in the tree."""
     if req.session is None or not req.session.streaming or req.to_finish is not None:
         return None
     slot = tree.session.slots.get(req.session.session_id)
@@ -191,7 +186,7 @@ def num_in_session(tree: Any, req: Any) -> int | None:
 
 
 def evictable_at(tree: Any, node: Any) -> int:
-    """Tokens from a node up to the root that no request holds, measured by a short lock."""
+    """Tokens from a node up to the root that no request holds. Measured by a lock for a moment."""
     before: int = tree.evictable_size()
     lock = tree.inc_lock_ref(node)
     held: int = before - tree.evictable_size()
@@ -200,13 +195,13 @@ def evictable_at(tree: Any, node: Any) -> int:
 
 
 def last_node(req: Any) -> Any:
-    """The node of the tree that a running request holds, with those above it."""
+    """The node up to which a running request holds the tree."""
     return req.last_node
 
 
 def path_of(core: Any, node_id: int) -> list[PathNode]:
-    """The nodes from the root, which is left out, to this one."""
-    # The binding of the Rust core gives plain tuples, which its adapter turns into structs.
+    """The nodes from below the root to this one."""
+    # Without the adapter of the Rust core, which makes a struct of each node.
     if isinstance(core, RustUnifiedTreeCore):
         path = core._binding.collect_path_info([node_id])[0]
         return [PathNode(node[0], node[2], node[3]) for node in path]

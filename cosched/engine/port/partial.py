@@ -1,12 +1,13 @@
-"""Partial decode: some running requests sit out an iteration with their KV kept.
+"""Partial decode: the decode of some running requests is paused for an iteration. They keep their
+KV.
 
 SGLang decodes its whole running batch or, beside a prefill, none of it. Here the iteration runs on
-a copy of the running batch that lacks the held requests; the running batch itself keeps all of them
-and is brought up to date once the iteration's batch is ready. Between iterations everything that
-walks the running batch (aborts, load reports, the memory check) therefore sees every request.
+a copy of the running batch without the paused requests. The running batch keeps all requests and is
+updated when the batch of the iteration is ready. So everything that walks the running batch between
+iterations (aborts, load reports, the memory check) sees every request.
 
-The last token of each request waits in SGLang's `FutureMap` under the request's row, so it does not
-matter for how many iterations a request was held, nor whether its last result is still in flight.
+SGLang's `FutureMap` keeps the last token of each request by row. So it does not matter for how many
+iterations a request was paused, nor whether its last result is still in flight.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from cosched.engine.port.request import is_ending
 
 
 class SplitBatch:
-    """A running batch of which only `active` decodes in this iteration."""
+    """A running batch of which only the part `active` decodes in this iteration."""
 
     def __init__(self, running_batch: Any, held: Set[str]) -> None:
-        """Some of the requests must be held and, unless a prefill runs, not all of them."""
+        """held: at least one request of the batch and, unless a prefill runs, not all of them."""
         self._whole = running_batch
         self._held = {req for req in running_batch.reqs if req.rid in held}
         self.active = _part(
@@ -33,11 +34,11 @@ class SplitBatch:
         )
 
     def rejoin(self, batch: Any) -> Any:
-        """The running batch after the iteration's batch was made ready.
+        """The running batch when `batch` is ready to run.
 
-        `batch` is what runs. When it is the active part, its requests are one token longer now.
-        When they went into a mixed batch, they leave: SGLang merges them back when it has run. What
-        the engine has retracted or seen finished is gone from the active part and goes from here.
+        If `batch` is the active part, its requests are one token longer now. If it is a mixed
+        batch, the active requests leave the running batch until it has run, as in SGLang. Requests
+        that the engine has retracted or finished leave too.
         """
         whole = self._whole
         decodes = batch is self.active
@@ -58,13 +59,13 @@ class SplitBatch:
 
     @property
     def adapters(self) -> Set[str | None]:
-        """LoRA adapters of the held requests: they stay in use."""
+        """LoRA adapters of the paused requests, which stay in use."""
         return {req.lora_id for req in self._held}
 
 
 def split(running_batch: Any, held: Set[str]) -> SplitBatch | None:
-    """Divide a running batch that `port.can_hold`. None when nothing is left to hold: a request
-    that is about to end is never held."""
+    """Divide a running batch (see `port.can_hold`). None if nothing is paused: requests that are
+    about to end are not."""
     held = {req.rid for req in running_batch.reqs if req.rid in held and not is_ending(req)}
     return SplitBatch(running_batch, held) if held else None
 
@@ -78,13 +79,13 @@ def _part(batch: Any, indices: list[int]) -> Any:
 
 
 def _lengthen(batch: Any, grown: list[int]) -> None:
-    """Add to each request's length. New tensors: the old ones may be in use on the device."""
+    """Add to the length of each request. The device may still read the old tensors."""
     by_cpu = batch.seq_lens_cpu.new_tensor(grown)
     by_device = by_cpu.to(batch.seq_lens.device, non_blocking=True)
     batch.seq_lens_cpu = batch.seq_lens_cpu + by_cpu
     batch.seq_lens = batch.seq_lens + by_device
     batch.orig_seq_lens = batch.orig_seq_lens + by_device
     batch.seq_lens_sum = None
-    # The token to decode next is looked up by row.
+    # SGLang looks up the next token by row.
     batch.input_ids = None
     batch.out_cache_loc = None

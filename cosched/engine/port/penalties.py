@@ -1,9 +1,10 @@
-"""Penalties (frequency, presence, repetition, least length) through holds and preemptions.
+"""Sampling penalties (frequency, presence, repetition, minimum length) of requests that are paused
+or preempted.
 
-SGLang counts the tokens that a penalty depends on per batch: a row for each request, to which every
-decode adds the request's latest token. That misses tokens where a request sits out an iteration or
-where results were waited for, and begins anew when a request is resumed. Here each token is counted
-once, whenever it becomes known; `TrackedRequest.num_penalized` says how many are.
+SGLang counts the tokens that a penalty depends on per batch: each decode adds the latest token of a
+request to its row. That misses tokens when a request is paused or results are waited for, and
+starts from zero when a request resumes. Here each token is counted once, when it is known;
+`TrackedRequest.num_penalized` is the number of counted tokens.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from cosched.engine.port.batch import prefills_of
 
 
 def count_outputs(batch: Any) -> bool:
-    """Count what the requests of a batch have generated and is not counted yet. False: some of them
-    are not cosched's, and nothing was done."""
+    """Count the tokens of a batch's requests that are not counted yet. False if a request is not
+    tracked by cosched."""
     rows: list[int] = []
     tokens: list[int] = []
     for row, req in enumerate(batch.reqs):
@@ -45,7 +46,7 @@ def count_outputs(batch: Any) -> bool:
 
 
 def count_resumed(batch: Any) -> None:
-    """The same for a new prefill batch, in which what resumes has fresh rows."""
+    """The same for a new prefill batch, in which resumed requests have new rows."""
     if not batch.sampling_info.penalizer_orchestrator.is_required:
         return
     for req, _ in prefills_of(batch):
@@ -73,7 +74,7 @@ def _count(orchestrator: Any, rows: Sequence[int], tokens: Sequence[int]) -> Non
 
 
 def copy_for_part(orchestrator: Any, part: Any) -> Any:
-    """A copy for a part of its batch: filtering or counting in it leaves the original as it is."""
+    """A copy for a part of its batch. The original stays as it is."""
     other = copy.copy(orchestrator)
     other.batch = part
     other.penalizers = {}
@@ -85,7 +86,7 @@ def copy_for_part(orchestrator: Any, part: Any) -> Any:
 
 
 def copy_rows(source: Any, target: Any, rows: Sequence[int]) -> None:
-    """Put the rows of a part back: its row i is `rows[i]` of the whole."""
+    """Copy the rows of a part back: row i becomes row `rows[i]` of the whole."""
     if not (source.is_required and target.is_required):
         return
     index = torch.tensor(rows, dtype=torch.int64).to(target.device, non_blocking=True)

@@ -1,11 +1,11 @@
-"""Takes a failed iteration back: running requests release their memory, batches are emptied."""
+"""Rolls a failed iteration back: running requests release their memory, batches are emptied."""
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.environ import envs
@@ -15,15 +15,12 @@ from cosched.engine import port
 from cosched.engine.port.batch import wait_for
 from cosched.engine.port.scheduler import parallel, rank_group, waits_alone
 
-_AGREE_S = 15.0
-"""Time in which all tensor-parallel ranks must report the same failure [s]."""
-
-_PROCESSING = "process_batch_result_"
+_AGREE_S = 15.0  # time in which all tensor-parallel ranks must fail
 
 
 def can_take_back(scheduler: Any) -> bool:
-    """Whether this engine's iterations can be taken back. Drafts, state-space layers, sliding
-    windows, beams and pipeline stages hold state that a release here would not cover."""
+    """Whether iterations of this engine can be rolled back. Drafts, state-space layers, sliding
+    windows and pipeline stages have state that is not released here."""
     return (
         scheduler.spec_algorithm.is_none()
         and not scheduler.enable_hisparse
@@ -34,7 +31,7 @@ def can_take_back(scheduler: Any) -> bool:
 
 
 def ends_device(error: BaseException) -> bool:
-    """Whether the device cannot be used after this error: CUDA errors stay with the process."""
+    """Whether the process cannot use the device after this error, as after most CUDA errors."""
     if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
         return True
     text = str(error)
@@ -42,8 +39,8 @@ def ends_device(error: BaseException) -> bool:
 
 
 def agree(scheduler: Any) -> None:
-    """Return once every tensor-parallel rank has failed in this iteration. RuntimeError when one
-    has not: the ranks would run different batches from here on."""
+    """Wait until every tensor-parallel rank has failed in this iteration. RuntimeError if one has
+    not: the ranks would then run different batches."""
     if parallel().tp_size > 1:
         group = rank_group(scheduler)
         torch.distributed.monitored_barrier(group, timeout=timedelta(seconds=_AGREE_S))
@@ -51,16 +48,16 @@ def agree(scheduler: Any) -> None:
 
 def being_processed(error: BaseException) -> Any | None:
     """The request whose result was being processed when the error was raised: its output may be
-    complete in one place and missing in another. None: no result was."""
+    inconsistent. None: no result was being processed."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_code.co_name.startswith(_PROCESSING) and "req" in frame.f_locals:
+        if frame.f_code.co_name.startswith("process_batch_result_") and "req" in frame.f_locals:
             return frame.f_locals["req"]
     return None
 
 
 def named_in(error: BaseException, reqs: Sequence[Any]) -> Any | None:
-    """The request that the innermost function with one of `reqs` as its ``req`` or ``self`` was
-    working on. None: no function says."""
+    """The request of `reqs` that is ``req`` or ``self`` in the innermost such function of the
+    traceback; None: there is no such function."""
     known = {id(req) for req in reqs}
     found = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -72,8 +69,7 @@ def named_in(error: BaseException, reqs: Sequence[Any]) -> Any | None:
 
 
 def was_sending(error: BaseException) -> bool:
-    """Whether outputs were being sent: some requests may already count tokens as sent that no
-    client got."""
+    """Whether outputs were being sent: requests may count tokens as sent that no client got."""
     return any(
         frame.f_code.co_name.startswith("stream_output")
         for frame, _ in traceback.walk_tb(error.__traceback__)
@@ -81,7 +77,7 @@ def was_sending(error: BaseException) -> bool:
 
 
 def why_not_requeued(req: Any) -> str | None:
-    """Why a running request cannot wait and run again; None: it can."""
+    """Why a running request cannot be queued again; None: it can."""
     if req.session is not None and req.session.streaming:
         return "a streaming session cannot run a request again"
     if req.input_embeds is not None and req.output_ids:
@@ -90,11 +86,11 @@ def why_not_requeued(req: Any) -> str | None:
 
 
 def take_back(scheduler: Any, failed: Any | None, admitted: Iterable[Any]) -> list[Any]:
-    """Release the memory of every request that runs, and empty all batches. Returns the requests
-    that have not finished, in the order of the batches.
+    """Release the memory of all running requests and empty all batches. Returns the unfinished
+    requests in the order of the batches.
 
-    failed    the batch that was launched or whose result was processed; None: it was being built
-    admitted  requests that the batch that was being built may have taken from the queue
+    failed    the batch that was launched or processed; None: a batch was being built
+    admitted  requests that this batch may have taken from the queue
     """
     _wait_for_device(scheduler)
     allocator = scheduler.token_to_kv_pool_allocator
@@ -115,17 +111,13 @@ def take_back(scheduler: Any, failed: Any | None, admitted: Iterable[Any]) -> li
 
 
 def forget_results(scheduler: Any, *, launched: bool) -> None:
-    """Drop the results that are under way. SGLang's loop expects one for its last batch; in its
-    place stands None.
-
-    launched: the loop goes on with the batch that failed; else with none
-    """
+    """Drop the results in flight. launched: SGLang's loop goes on with the batch that failed and
+    expects a result, which is None; else it goes on without a batch."""
     results = getattr(scheduler, "result_queue", None)
     if results:
-        emptied = [(batch, None) for batch, _ in results]
+        emptied = [(batch, None) for batch, _ in results] if launched else []
         results.clear()
-        if launched:
-            results.extend(emptied)
+        results.extend(emptied)
     if not launched:
         scheduler.last_batch = None
 
@@ -136,19 +128,19 @@ def unfinished_prefill(scheduler: Any) -> Any | None:
 
 
 def mark_taken_back(scheduler: Any, batch: Any | None) -> None:
-    """`was_taken_back` holds for this batch and for the one that the loop is about to launch."""
+    """Mark this batch and the one that the loop is about to launch, for `was_taken_back`."""
     for each in (batch, scheduler.cur_batch_for_debug):
         if each is not None:
             each.cosched_taken_back = True
 
 
 def was_taken_back(batch: Any) -> bool:
-    """Whether a batch is to be launched whose requests were taken out of it."""
+    """Whether all requests of a batch were removed before it is launched."""
     return not batch.reqs and getattr(batch, "cosched_taken_back", False)
 
 
 def queue_again(scheduler: Any, req: Any) -> None:
-    """Put a request that has released its memory into the waiting queue, unless it is there."""
+    """Queue a request that has released its memory, unless it is queued."""
     if port.is_queued(scheduler, req):
         req.reset_for_retract()
     else:
@@ -156,20 +148,20 @@ def queue_again(scheduler: Any, req: Any) -> None:
 
 
 def leave_grammar_queue(scheduler: Any, rid: str) -> None:
-    """A request does not wait for its grammar any more."""
+    """Remove a request from those that wait for their grammar."""
     manager = scheduler.grammar_manager
     manager.grammar_queue = [req for req in manager.grammar_queue if req.rid != rid]
 
 
 def send_finished(scheduler: Any, failed: Any | None) -> None:
-    """Send the last outputs of requests that have finished, where the failure came before that."""
+    """Send the last outputs of finished requests, which the failure has prevented."""
     for batch in (failed, scheduler.last_batch):
         if batch is not None and (finished := [req for req in batch.reqs if req.finished()]):
             scheduler.output_streamer.stream_output(finished, batch.return_logprob)
 
 
 def _empty(batch: Any) -> None:
-    """Take all requests out of a batch. SGLang's loop drops it then."""
+    """Remove all requests from a batch. SGLang's loop then drops it."""
     batch.filter_batch(keep_indices=[])
     batch.decoding_reqs = None
     batch.chunked_req = None
@@ -186,7 +178,7 @@ def _batches(scheduler: Any, failed: Any | None) -> Iterator[Any]:
 
 
 def _wait_for_device(scheduler: Any) -> None:
-    """What was launched is done, and nothing is written to the memory that is given back."""
+    """Wait for what was launched, so that nothing is written to released memory."""
     for _, result in getattr(scheduler, "result_queue", ()):
         if result is not None:
             wait_for(scheduler, result)
@@ -194,17 +186,12 @@ def _wait_for_device(scheduler: Any) -> None:
         torch.get_device_module(scheduler.device).synchronize()
 
 
-class MemoryUse:
-    """KV tokens and request rows of an engine that runs nothing.
+class MemoryUse(NamedTuple):
+    """KV tokens and request rows of an idle engine that neither allocator nor tree accounts for.
+    Negative numbers: both do, and the memory may be used twice."""
 
-    num_lost     tokens that neither the allocator nor the radix tree holds; below 0: tokens that
-                 both hold, which may be handed out twice
-    rows_lost    the same of request rows
-    """
-
-    def __init__(self, num_lost: int, rows_lost: int) -> None:
-        self.num_lost = num_lost
-        self.rows_lost = rows_lost
+    num_lost: int
+    rows_lost: int
 
     @property
     def is_consistent(self) -> bool:
@@ -212,7 +199,7 @@ class MemoryUse:
 
     @property
     def is_double(self) -> bool:
-        """Some memory may be handed out twice."""
+        """Whether some memory may be used twice."""
         return self.num_lost < 0 or self.rows_lost < 0
 
     def __str__(self) -> str:
@@ -220,7 +207,7 @@ class MemoryUse:
 
 
 def memory_left(scheduler: Any) -> MemoryUse:
-    """The engine's own invariant while no request runs."""
+    """SGLang's invariant of an idle engine."""
     tree, rows = scheduler.tree_cache, scheduler.req_to_token_pool
     observer = scheduler.pool_stats_observer
     accounted = (
@@ -237,5 +224,5 @@ def memory_left(scheduler: Any) -> MemoryUse:
 
 
 def stop_checking_memory() -> None:
-    """SGLang's own check of an idle scheduler warns from now on, and does not end the process."""
+    """SGLang's check of an idle scheduler only warns from now on, instead of ending the process."""
     envs.SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE.set(False)

@@ -1,4 +1,4 @@
-"""The scheduler: its limits, what is set when it is taken over, and steps of its loop."""
+"""The scheduler: its limits, what is set when cosched takes over, steps of its loop."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from cosched.predict.fitted import GraphSizes
 
 
 class Parallel(NamedTuple):
-    """Where this process stands among those of a server: its place among the tensor-parallel ranks
-    of its replica, how many these are, and the replica's number; None: there is one."""
+    """The tensor-parallel rank of this process, the number of ranks, and the number of the replica;
+    None: there is one replica."""
 
     tp_rank: int
     tp_size: int
@@ -27,7 +27,7 @@ class Parallel(NamedTuple):
 
 
 def caps_of(scheduler: Any) -> EngineCaps:
-    """The limits of a scheduler, read once after it was built."""
+    """The limits of a scheduler. Read once."""
     return EngineCaps(
         page_size=scheduler.page_size,
         max_running_requests=scheduler.max_running_requests,
@@ -47,8 +47,8 @@ def caps_of(scheduler: Any) -> EngineCaps:
 
 
 def can_split(scheduler: Any) -> bool:
-    """Whether this engine's running batch can be divided at all: its requests must carry no state
-    of their own beside rows and tokens."""
+    """Whether a part of the running batch can decode: requests must have no state besides rows and
+    tokens."""
     return (
         scheduler.is_generation
         and scheduler.spec_algorithm.is_none()
@@ -60,12 +60,12 @@ def can_split(scheduler: Any) -> bool:
 
 
 def longest_prompt(scheduler: Any) -> int:
-    """Tokens of a prompt that the engine takes."""
+    """Longest prompt that the engine accepts [tokens]."""
     return int(scheduler.max_req_input_len) - 1
 
 
 def graph_sizes_of(scheduler: Any) -> GraphSizes | None:
-    """The sizes that its batches are padded to for CUDA graphs; None: they are not."""
+    """The sizes that batches are padded to for CUDA graphs; None: there are no graphs."""
     config = get_exec().graph.cuda_graph_config
     if scheduler.device == "cpu" or config is None:
         return None
@@ -78,57 +78,57 @@ def graph_sizes_of(scheduler: Any) -> GraphSizes | None:
 
 
 def parallel() -> Parallel:
-    """Of this process, once SGLang has set it up."""
+    """Of this process, after SGLang has set it up."""
     groups = get_parallel()
     return Parallel(groups.tp_rank, groups.tp_size, groups.dp_rank)
 
 
 def rank_group(scheduler: Any) -> Any:
-    """The process group of the ranks that schedule together, on the CPU."""
+    """The CPU process group of the ranks that schedule together."""
     return scheduler.tp_cpu_group
 
 
 def has_one_pool(scheduler: Any) -> bool:
-    """Whether all KV of its model is in one pool: that of sliding-window and state-space layers is
-    not."""
+    """Whether all KV of its model is in one pool. Sliding-window and state-space layers have their
+    own."""
     return not (scheduler.is_hybrid_swa or scheduler.is_hybrid_ssm)
 
 
 def runs_on_cpu(scheduler: Any) -> bool:
-    """Whether a forward is done when its call returns."""
+    """Whether a forward pass is done when its call returns."""
     return bool(scheduler.device == "cpu")
 
 
 def overlaps(scheduler: Any) -> bool:
-    """It plans an iteration while the one before it runs."""
+    """Whether an iteration is planned while the previous one runs."""
     return bool(scheduler.enable_overlap)
 
 
 def waits_alone(scheduler: Any) -> bool:
-    """Whether the loop of this scheduler is its own: no other replica or stage computes in step
-    with it or waits for what it receives."""
+    """Whether no other replica or pipeline stage runs in lockstep with this scheduler."""
     args = scheduler.server_args
     return args.disaggregation_mode == "null" and args.pp_size == 1 and not args.enable_dp_attention
 
 
 def searches_host(scheduler: Any) -> bool:
-    """Whether a look-up must be SGLang's whole search: only that knows what is in host memory. It
-    touches what it finds, so with several ranks, of which one plans, their trees would differ."""
+    """Whether lookups use SGLang's full search, which also finds KV in host memory. It marks what
+    it finds as used, so not with several ranks, of which only one plans: their trees would
+    differ."""
     return bool(scheduler.enable_hierarchical_cache) and parallel().tp_size == 1
 
 
 def metric_labels(scheduler: Any) -> Mapping[str, Any] | None:
-    """Labels of SGLang's own metrics of this scheduler; None: it reports none."""
+    """Labels of SGLang's metrics of this scheduler; None: it has no metrics."""
     context = scheduler.metrics_collector_context
     return context.collector.labels if context.current_scheduler_metrics_enabled else None
 
 
-# --- What is set when it is taken over ---
+# --- Set when cosched takes over ---
 
 
 def leave_a_page(scheduler: Any) -> None:
-    """Lower SGLang's limit of a request's length by what its `PrefillAdder` asks for beside it, a
-    page. Requests between the two would be taken and never admitted, and block all behind them."""
+    """Lower SGLang's limit of a request's length by the page that its `PrefillAdder` also asks for.
+    Requests between the two limits would never be admitted and block all others."""
     beyond = scheduler.max_req_len - (scheduler.max_total_num_tokens - scheduler.page_size)
     if beyond > 0:
         scheduler.max_req_len -= beyond
@@ -136,7 +136,7 @@ def leave_a_page(scheduler: Any) -> None:
 
 
 def mix_only_decodes(scheduler: Any) -> None:
-    """Mix no batches where nothing decodes: SGLang's assume a model that generates."""
+    """Do not mix batches of models that do not generate: SGLang assumes that they do."""
     if not scheduler.is_generation:
         scheduler.is_mixed_chunk = False
 
@@ -150,8 +150,8 @@ class WaitingTotal(NamedTuple):
 
 
 def report_waiting(scheduler: Any, waiting: Any) -> None:
-    """Have load reports look at `waiting`, for its length and for the lengths of its items."""
-    # The inquirer is a frozen dataclass of callables that the scheduler itself builds.
+    """Let load reports read the waiting requests from `waiting`."""
+    # The inquirer is a frozen dataclass of callables.
     object.__setattr__(scheduler.load_inquirer, "get_waiting_queue", lambda: waiting)
 
 
@@ -159,43 +159,36 @@ def report_waiting(scheduler: Any, waiting: Any) -> None:
 
 
 def is_idle(scheduler: Any) -> bool:
-    """Whether the scheduler had nothing to run before the iteration that it launches."""
+    """Whether the scheduler was idle before the iteration that it launches."""
     return bool(scheduler._sched_idled)
 
 
 def under_way(scheduler: Any) -> list[Any]:
-    """Requests that run. Those that decode beside a prefill are in its batch, and in the running
-    batch again only after it."""
+    """Running requests. Those that decode in a mixed batch are only in that batch meanwhile."""
     batches = [batch for batch in (scheduler.running_batch, scheduler.last_batch) if batch]
     reqs = {req.rid: req for batch in batches for req in batch.reqs if not req.finished()}
     return list(reqs.values())
 
 
 def in_flight(scheduler: Any) -> list[Any]:
-    """The same with an unfinished prefill and what was launched last, whatever schedules."""
+    """The same, with the unfinished prefill and the latest launch. Also without a controller."""
     reqs = scheduler.collect_inflight_reqs() | {scheduler.chunked_req}
     for batch, _ in getattr(scheduler, "result_queue", ()):  # under the overlap scheduler
         reqs.update(batch.reqs)
     return [req for req in reqs if req is not None and not req.finished()]
 
 
-GRAMMAR_LIMIT_S = 20.0
-"""Longest that a request waits for its grammar to be compiled [s]."""
-
-
+GRAMMAR_LIMIT_S = 20.0  # for which a request waits for its grammar to be compiled
 _GRAMMAR_POLL_S = 1e-4
-
-
 _MOST_GRAMMARS = 256
 
 
 def admit_ready_grammars(scheduler: Any, now_s: float) -> None:
-    """Queue requests whose grammar is compiled now, so that the plan sees them.
+    """Queue requests whose grammar is compiled, so that the plan includes them.
 
-    Grammars are compiled on other threads. Stock SGLang waits up to 5 ms for them in every
-    iteration of all requests, for up to 10,000 iterations, and keeps every grammar that it has
-    compiled. Here an iteration does not wait, a request does for `GRAMMAR_LIMIT_S`, and the cache
-    loses its oldest grammar when it is full.
+    Grammars are compiled on other threads. SGLang waits up to 5 ms for them in each of up to 10,000
+    iterations, and keeps every grammar. Here iterations do not wait, a request fails after
+    `GRAMMAR_LIMIT_S`, and the cache drops its oldest grammar when it is full.
     """
     manager = scheduler.grammar_manager
     if not manager.has_waiting_grammars():
@@ -209,17 +202,17 @@ def admit_ready_grammars(scheduler: Any, now_s: float) -> None:
             req.grammar_wait_ct = sys.maxsize
     for req in manager.get_ready_grammar_requests():
         scheduler._add_request_to_queue(req)
-    # Not `reset`: that waits for the grammars that are being compiled.
+    # Not `reset`, which waits for the grammars that are being compiled.
     cache = manager.grammar_backend.cache
     while len(cache) > _MOST_GRAMMARS:
         del cache[next(iter(cache))]
 
 
 def drain_results(scheduler: Any) -> bool:
-    """Process the results that the overlap scheduler still has in flight. True when there were any.
+    """Process the results that the overlap scheduler has in flight. Whether there were any.
 
-    `last_batch` is cleared, as SGLang does itself when it pauses, so that the event loop does not
-    wait for these results again.
+    `last_batch` is cleared, as SGLang does when it pauses, so that the event loop does not wait for
+    these results again.
     """
     if not (scheduler.enable_overlap and scheduler.last_batch and scheduler.result_queue):
         return False
@@ -230,13 +223,13 @@ def drain_results(scheduler: Any) -> bool:
 
 
 def put_back(scheduler: Any, req: Any) -> None:
-    """Queue a running request again whose memory was given back."""
+    """Queue a running request whose memory was released."""
     req.reset_for_retract()
     scheduler._add_request_to_queue(req, is_retracted=True)
 
 
 def take_out_unanswered(scheduler: Any, req: Any) -> None:
-    """Take a waiting request out of the queue and drop what caches and beams keep for it."""
+    """Remove a waiting request from the queue, and from caches and beam groups."""
     scheduler.waiting_queue.remove(req)
     scheduler._release_aborted_request(req)
     scheduler.beam_coordinator.retire_group(req)

@@ -1,14 +1,16 @@
-"""The attention backend ``cosched_shared_prefix``: another backend, but for batches that share.
+"""The attention backend ``cosched_shared_prefix``: an inner backend, with kernels for batches whose
+requests share KV.
 
-It is an instance of the other backend's class with a few methods before it, so whatever else SGLang
-asks of an attention backend is answered by that one. A batch whose requests share enough KV is
-computed by `cosched_kernels`; for any other, and for layers that those kernels do not do, the other
-backend does it. Its metadata is always prepared, so that a layer can go either way.
+It is an instance of the inner backend's class with a few overridden methods. A batch whose requests
+share enough KV is computed by `cosched_kernels`; the inner backend computes all others, and layers
+that those kernels do not support. Its metadata is always prepared, so that each layer has the
+choice.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,19 +39,15 @@ logger = logging.getLogger(__name__)
 PLAIN, SHARED = "plain", "shared"
 """The two graphs of a decode batch. SGLang captures one for each label."""
 
-_MAX_PIECE_BYTES = 256 << 20
-"""Most memory for pieces; a batch that needs more goes to the other backend."""
-
-_MAX_GROWTH = 64
-"""Tokens by which the requests of a plan may grow until it is made anew, its spans being uneven."""
-
+_MAX_PIECE_BYTES = 256 << 20  # of memory for pieces; larger batches go to the inner backend
+_MAX_GROWTH = 64  # tokens by which requests may grow before a new plan is made
 _MAX_HEAD_DIM = 256
 _MAX_GROUP = 16  # query heads per KV head: the rows of the lowest tile
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class _Work(NamedTuple):
-    """What the layers of a forward pass compute, as long as its batch is under launch."""
+    """What the layers of a forward pass compute. Valid during its launch."""
 
     launch: Launch
     num_tokens: int
@@ -58,9 +56,8 @@ class _Work(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """A plan for decodes, or None where sharing does not pay, and what it was made for: the next
-    iterations of the same requests need no other. While they decode, no more or less of them comes
-    to be in the radix tree."""
+    """A plan for decodes (None: sharing costs more than it saves), and what it was made for. It
+    holds while the same requests decode, because their part in the radix tree does not change."""
 
     reqs: list[Any]
     seq_lens: IntArray
@@ -68,7 +65,7 @@ class _Made(NamedTuple):
 
 
 def create(runner: Any) -> Any:
-    """The backend for a model runner. ConfigError when the one inside is unknown."""
+    """The backend for a model runner. ConfigError if the inner backend is unknown."""
     config = load_config()
     assert config is not None, "the plugin registers nothing without a configuration"
     settings = config.shared_prefix
@@ -93,21 +90,8 @@ def create(runner: Any) -> Any:
     return inner
 
 
-class GraphVariants:
-    """SGLang's `AttentionGraphVariants`: a decode batch has a graph in which the other backend
-    computes attention, and one in which the plan in the fixed buffers is run."""
-
-    capture_labels = (PLAIN, SHARED)
-
-    def __init__(self, shared: SharedPrefixes) -> None:
-        self._shared = shared
-
-    def select(self, forward_batch: Any) -> str:
-        return self._shared.variant_of(forward_batch)
-
-
 def _default_inner(runner: Any) -> str:
-    """SGLang's own choice for attention with keys and values of every head."""
+    """SGLang's choice for multi-head attention."""
     if runner.device != "cuda":
         return "torch_native"
     major, _ = torch.cuda.get_device_capability()
@@ -117,7 +101,7 @@ def _default_inner(runner: Any) -> str:
 
 
 def _device_model(runner: Any, settings: SharedPrefixConfig) -> DeviceModel:
-    """What was measured, or data sheets. ConfigError when the file is of another device."""
+    """Measured, or from data sheets. ConfigError if the file is of another device."""
     if settings.device_model is None:
         return DeviceModel()
     name = torch.cuda.get_device_name() if runner.device == "cuda" else "CPU"
@@ -128,7 +112,7 @@ def _device_model(runner: Any, settings: SharedPrefixConfig) -> DeviceModel:
 
 
 def _why_not(runner: Any) -> str | None:
-    """Why no batch of this model can be shared; None: they can."""
+    """Why this model cannot share prefixes; None: it can."""
     model = runner.model_config
     if runner.use_mla_backend:
         return "the model has latent attention (MLA)"
@@ -162,7 +146,7 @@ def _num_q_heads(runner: Any) -> int:
 
 
 def _class_before(kind: Any, shared: SharedPrefixes) -> type:
-    """A class whose attention goes to `shared` where that can do it, and else is that of `kind`."""
+    """A subclass of `kind` whose attention is computed by `shared` if it can."""
 
     class SharedPrefixBackend(kind):  # type: ignore[misc]
         cosched_shared = shared
@@ -181,39 +165,23 @@ def _class_before(kind: Any, shared: SharedPrefixes) -> type:
             super().init_forward_metadata_out_graph(forward_batch, in_capture)
             shared.load_for_graph(in_capture=in_capture)
 
-        def forward_decode(
-            self,
-            q: Any,
-            k: Any,
-            v: Any,
-            layer: Any,
-            forward_batch: Any,
-            save_kv_cache: bool = True,
-            **kwargs: Any,
-        ) -> Any:
-            if shared.can_attend(q, k, v, layer, kwargs):
-                return shared.attend(q, k, v, layer, forward_batch, save_kv_cache)
-            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        def forward_decode(self, *args: Any, **kwargs: Any) -> Any:
+            return shared.forward(super().forward_decode, *args, **kwargs)
 
-        def forward_extend(
-            self,
-            q: Any,
-            k: Any,
-            v: Any,
-            layer: Any,
-            forward_batch: Any,
-            save_kv_cache: bool = True,
-            **kwargs: Any,
-        ) -> Any:
-            if shared.can_attend(q, k, v, layer, kwargs):
-                return shared.attend(q, k, v, layer, forward_batch, save_kv_cache)
-            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        def forward_extend(self, *args: Any, **kwargs: Any) -> Any:
+            return shared.forward(super().forward_extend, *args, **kwargs)
 
     return SharedPrefixBackend
 
 
 class SharedPrefixes:
-    """The batches of one model runner that share: who shares what, the plan, the attention."""
+    """The batches of one model runner whose requests share KV: groups, plan, attention.
+
+    Also SGLang's `AttentionGraphVariants` (`capture_labels`, `select`): each decode batch has a
+    graph with the inner backend's attention, and one that runs the plan in the fixed buffers.
+    """
+
+    capture_labels = (PLAIN, SHARED)
 
     def __init__(
         self,
@@ -237,13 +205,13 @@ class SharedPrefixes:
         self._work: _Work | None = None
         self._fixed: FixedBuffers | None = None
         self.num_shared_batches = 0
-        """Batches that were planned so far."""
+        """Batches with a plan since the start."""
         device = torch.device(runner.device)
         self._is_gpu = device.type == "cuda"
         self._num_sms = 8
         if self._is_gpu:
             self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-        # On a CPU the kernels run in an interpreter, which is for tests: TRITON_INTERPRET=1.
+        # On a CPU, tests run the kernels in an interpreter: TRITON_INTERPRET=1.
         runs_kernels = self._is_gpu or is_interpreting()
         self._kernels: Any = shared_prefix if runs_kernels else reference
         self._device_model = device_model.beside(inner)
@@ -260,7 +228,7 @@ class SharedPrefixes:
         )
 
     def prepare(self, forward_batch: Any) -> None:
-        """A forward pass begins that no graph runs: plan it."""
+        """Plan a forward pass without a graph."""
         self._work = None
         plan = self.plan_of(forward_batch)
         if plan is not None:
@@ -276,8 +244,8 @@ class SharedPrefixes:
             self._work = _Work(launch, plan.num_tokens, tensors, forward_batch.req_pool_indices)
 
     def plan_of(self, forward_batch: Any) -> Plan | None:
-        """The plan of a forward pass, made once: of the batch under launch, if that is what it runs
-        and sharing pays. Else None."""
+        """The plan of a forward pass, made once; None: it does not run the launched batch, or
+        sharing costs more than it saves."""
         launch = launched()
         if launch is None or not _is_plain(forward_batch):
             return None
@@ -290,7 +258,7 @@ class SharedPrefixes:
         return self._planned[1]
 
     def _plan_or_switch_off(self, batch: Any) -> Plan | None:
-        """A mistake in here costs the gain of sharing, and not the server."""
+        """An error here switches sharing off and does not end the server."""
         try:
             return self._plan_for(batch)
         except Exception:
@@ -303,7 +271,7 @@ class SharedPrefixes:
     # --- CUDA graphs ---
 
     def begin_graphs(self, max_requests: int) -> None:
-        """Graphs are about to be captured, of decodes of at most so many requests."""
+        """Graphs are about to be captured, of at most `max_requests` decodes."""
         self._fixed = FixedBuffers(
             self._heads,
             rows=self._tiling.rows,
@@ -315,17 +283,14 @@ class SharedPrefixes:
             num_programs=self._num_sms,
         )
 
-    def variant_of(self, forward_batch: Any) -> str:
-        """Which of a batch's graphs runs it."""
+    def select(self, forward_batch: Any) -> str:
+        """The graph that runs a batch."""
         plan = self.plan_of(forward_batch)
         fits = plan is not None and self._fixed is not None and self._fixed.fits(plan)
         return SHARED if fits else PLAIN
 
-    def graph_variants(self) -> GraphVariants:
-        return GraphVariants(self)
-
     def load_for_graph(self, *, in_capture: bool) -> None:
-        """The next graph is captured or replayed, with the plan of the batch under launch."""
+        """The next graph is captured, or replayed with the plan of the launched batch."""
         if self._fixed is None:
             return
         if in_capture:
@@ -336,7 +301,7 @@ class SharedPrefixes:
                 self._fixed.load(plan)
 
     def _plan_for(self, batch: Any) -> Plan | None:
-        """The work of a layer for this batch, None where sharing does not pay."""
+        """The plan of a batch; None: sharing costs more than it saves."""
         made, self._made = self._made, None
         seq_lens = batch.seq_lens_cpu.numpy()
         if not batch.forward_mode.is_decode():
@@ -351,7 +316,7 @@ class SharedPrefixes:
         return plan
 
     def _new_plan(self, batch: Any, num_queries: IntArray, seq_lens: IntArray) -> Plan | None:
-        """num_queries, seq_lens: [requests] new tokens, and tokens in all"""
+        """num_queries, seq_lens: [requests] new tokens, and all tokens"""
         groups = self._groups(batch)
         is_decode = batch.forward_mode.is_decode()
         if groups.num_groups == 0 and (is_decode or not self._may_pack(num_queries)):
@@ -362,8 +327,8 @@ class SharedPrefixes:
         return self._make_plan(groups, num_queries, seq_lens)
 
     def _may_pack(self, num_queries: IntArray) -> bool:
-        """Whether a prefill that shares nothing may be faster here all the same: there are decodes
-        in it, and the other backend computes a tile for each of their heads."""
+        """Whether a mixed batch that shares nothing may be faster here: the inner backend computes
+        a tile for each head of its decodes."""
         is_modelled = self._settings.min_saved_tokens is None
         wastes = is_modelled and not self._device_model.other_packs
         return wastes and bool((num_queries == 1).any())
@@ -396,7 +361,7 @@ class SharedPrefixes:
         return self._prefixes.groups(batch.reqs, min_saved=min_saved)
 
     def can_attend(self, q: Any, k: Any, v: Any, layer: Any, kwargs: dict[str, Any]) -> bool:
-        """Whether this layer of the batch that runs now is computed here."""
+        """Whether this layer of the present batch is computed here."""
         work = self._work
         if _is_capturing():
             is_planned = self._fixed is not None
@@ -421,6 +386,22 @@ class SharedPrefixes:
             and q.dtype == self._dtype
         )
 
+    def forward(
+        self,
+        inner: Callable[..., Any],
+        q: Any,
+        k: Any,
+        v: Any,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """Attention of a layer. inner: the same of the inner backend."""
+        if self.can_attend(q, k, v, layer, kwargs):
+            return self.attend(q, k, v, layer, forward_batch, save_kv_cache)
+        return inner(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+
     def attend(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool
     ) -> Any:
@@ -441,7 +422,7 @@ class SharedPrefixes:
         if _is_capturing():
             assert self._fixed is not None
             tensors, pool_rows = self._fixed.tensors, forward_batch.req_pool_indices
-            # No plan has work for the rows that a batch is padded with.
+            # Plans have no work for the padding of a batch.
             out = torch.zeros(shape, dtype=q.dtype, device=q.device)
         else:
             assert self._work is not None
@@ -463,21 +444,21 @@ class SharedPrefixes:
 
 
 def _is_capturing() -> bool:
-    """Whether the forward pass now is recorded as the graph of batches that share."""
+    """Whether the graph with shared prefixes is being captured."""
     label: str | None = get_capture_attention_variant()
     return label == SHARED
 
 
 def _is_plain(forward_batch: Any) -> bool:
-    """Whether a forward pass decodes or extends, and nothing else."""
+    """Whether a forward pass is an ordinary decode or extend."""
     mode = forward_batch.forward_mode
     is_extend = mode.is_extend() and not mode.is_target_verify() and not mode.is_draft_extend_v2()
     return (mode.is_decode() or is_extend) and forward_batch.spec_info is None
 
 
 def _is_all_of(forward_batch: Any, batch: Any) -> bool:
-    """Whether a forward pass runs a batch, and not a part of it, nor one that was made up. Parts
-    keep the order, so number and ends tell; to look at all would fetch each from memory."""
+    """Whether a forward pass runs all of a batch, and not a part of it or a dummy. Parts keep the
+    order, so comparing the number and the ends is enough."""
     rids, reqs = forward_batch.rids, batch.reqs
     return bool(
         rids and len(rids) == len(reqs) and rids[0] == reqs[0].rid and rids[-1] == reqs[-1].rid

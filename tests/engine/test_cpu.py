@@ -1,10 +1,12 @@
-"""What stands in for GPU kernels on a CPU gives the same as a plain reference."""
+"""SGLang's CPU engine with cosched's replacements."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cosched.bootstrap  # noqa: F401  # before sglang
+from cosched.bootstrap import has_cuda
 from cosched.engine.cpu import attend
 
 
@@ -36,3 +38,17 @@ def test_attention_of_new_tokens_over_a_cached_prefix(length, num_new, groups, s
     key, value = torch.randn(2, 2, length, 8, generator=rng)
     result = attend(query, key, value, scale=None, enable_gqa=groups > 1)
     torch.testing.assert_close(result, reference_attention(query, key, value))
+
+
+@pytest.mark.skipif(has_cuda(), reason="a server with a GPU compiles")
+def test_a_repetition_penalty_compiles_nothing(make_engine):
+    """The first one would stop the scheduler for seconds."""
+    from sglang.srt.sampling.penaltylib.repetition_penalty import apply_scaling_penalties
+
+    make_engine()
+    compiled = torch._dynamo.utils.counters["frames"]
+    compiled.clear()
+    logits = torch.tensor([[-1.0, 2.0]])
+    apply_scaling_penalties(logits, torch.tensor([[2.0, 2.0]]))
+    assert logits.tolist() == [[-2.0, 1.0]]
+    assert not compiled
