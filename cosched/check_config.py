@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from cyclopts import Parameter
@@ -59,15 +59,8 @@ _NAMES = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Key:
-    """One key of the configuration.
-
-    name     of the key in its object
-    kind     what its value is
-    default  as JSON; empty: an object whose keys have theirs
-    text     what it does, from the docstring of its struct
-    """
+class Key(NamedTuple):
+    """One key of the configuration. An empty default: an object whose keys have theirs."""
 
     name: str
     kind: str
@@ -75,33 +68,20 @@ class Key:
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """An object of the configuration.
-
-    path  names of the keys that lead to it, joined by dots, ``<name>`` for any; "": the whole
-    """
-
-    path: str
-    keys: tuple[Key, ...]
-
-
-def groups(struct: type[msgspec.Struct] = Config, path: str = "") -> Iterator[Group]:
-    """The object of a struct, then those within it."""
+def groups(
+    struct: type[msgspec.Struct] = Config, path: str = ""
+) -> Iterator[tuple[str, list[Key]]]:
+    """Each object of the configuration: the names of the keys that lead to it, joined by dots, with
+    ``<name>`` for any name, and its own keys."""
     texts = field_texts(struct)
     info = types.type_info(struct)
     assert isinstance(info, types.StructType)
-    yield Group(
-        path=path,
-        keys=tuple(
-            Key(
-                name=one.encode_name,
-                kind=_kind(one.type),
-                default=_default(one),
-                text=texts.get(one.name, ""),
-            )
+    yield (
+        path,
+        [
+            Key(one.encode_name, _kind(one.type), _default(one), texts.get(one.name, ""))
             for one in info.fields
-        ),
+        ],
     )
     for one in info.fields:
         for inner, any_name in _structs(one.type):
@@ -121,7 +101,7 @@ def _kind(kind: types.Type) -> str:
 
 
 def _structs(kind: types.Type) -> Iterator[tuple[type[msgspec.Struct], str]]:
-    """The structs within a type, each with what stands for the names of a mapping to it."""
+    """The structs within a type, each with "<name>" if it is in a mapping from names."""
     if isinstance(kind, types.UnionType):
         for one in kind.types:
             yield from _structs(one)
@@ -144,12 +124,12 @@ def _default(field: types.Field) -> str:
 def page() -> str:
     """``docs/configuration.md``."""
     parts = [_INTRO]
-    for group in groups():
-        title = f"`{group.path}`" if group.path else "The keys"
+    for path, keys in groups():
+        title = f"`{path}`" if path else "The keys"
         parts.append(
             f"\n## {title}\n\n| key | value | default | what it does |\n|---|---|---|---|\n"
         )
-        for key in group.keys:
+        for key in keys:
             default = f"`{key.default}`" if key.default else "its keys have theirs"
             parts.append(f"| `{key.name}` | {key.kind} | {default} | {_cell(key.text)} |\n")
     return "".join(parts)
@@ -204,11 +184,11 @@ def _read(text: str) -> Config:
 
 
 def _print_keys() -> None:
-    for group in groups():
-        table = Table(title=group.path or ENV_VAR, title_justify="left", box=None, pad_edge=False)
+    for path, keys in groups():
+        table = Table(title=path or ENV_VAR, title_justify="left", box=None, pad_edge=False)
         for column in ("key", "value", "default", "what it does"):
             table.add_column(column, overflow="fold")
-        for key in group.keys:
+        for key in keys:
             table.add_row(
                 key.name, key.kind.replace("`", ""), key.default, key.text.replace("`", "")
             )

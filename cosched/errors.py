@@ -5,11 +5,11 @@
     CoschedError
     ├── ConfigError        a configuration value is wrong: names the value, the limit, the choices
     ├── RequestError       one request is wrong: names the field; becomes HTTP 400
-    ├── LimitError         an API key has too much under way; becomes HTTP 429
+    ├── LimitError         an API key has too many requests or batches open; becomes HTTP 429
     ├── SeamError          SGLang is not the version the patches were written for
     └── PlanError          a policy returned a plan the engine cannot run (a bug in the policy)
 
-A lack of capacity is no error: it is an ordinary return (`cosched.core.plan.SkipReason`).
+A lack of capacity is an ordinary return (`cosched.core.plan.SkipReason`).
 """
 
 from __future__ import annotations
@@ -17,21 +17,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import ClassVar
 
-__all__ = [
-    "ConfigError",
-    "CoschedError",
-    "LimitError",
-    "PlanError",
-    "RequestError",
-    "SeamError",
-    "choices",
-]
-
 
 class CoschedError(Exception):
     """Base of every error that cosched raises on purpose.
 
-    exit_code  what a command ends with: 2 where its user can mend it, 1 where something failed
+    exit_code  what a command ends with: 2 if its user can correct it, 1 if something failed
     """
 
     exit_code: ClassVar[int] = 2
@@ -50,7 +40,7 @@ class RequestError(CoschedError):
 
 
 class LimitError(CoschedError):
-    """An API key has as much under way as it may. `retry_after_s`: when to try again."""
+    """An API key has reached a limit. `retry_after_s`: when to try again."""
 
     def __init__(self, message: str, *, retry_after_s: int) -> None:
         super().__init__(message)

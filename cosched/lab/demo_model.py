@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import shutil
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
+from platformdirs import user_cache_path
 
 from cosched.cli import new_app, run
 from cosched.errors import ConfigError, choices
@@ -101,14 +101,14 @@ SIZES = {
 def ensure_demo_model(
     *, size: str = "demo", dir: Path | None = None, seed: int = 0, dtype: str | None = None
 ) -> Path:
-    """Return the directory of a demo model, making it first where it is absent.
+    """Return the folder of a demo model; make the model first if it does not exist.
 
-    ``dir`` is that directory; absent, it is one in the user's cache whose name tells what is in it.
-    ``dtype`` absent: the size's own. SGLang serves a float32 model as such only when told to
-    (``--dtype float32``); by itself it takes float16.
-    Safe to call from several processes at once: a model appears whole or not at all. Raises
-    :class:`ConfigError` for an unknown ``size`` or ``dtype``, and when ``dir`` holds anything
-    other than this very model.
+    Several processes may call this at once: a model appears whole or not at all. SGLang serves a
+    float32 model as float16 unless it gets ``--dtype float32``. ConfigError if `size` or `dtype` is
+    unknown, or `dir` holds anything but this model.
+
+    dir    default: a folder in the user's cache, named after what is in it
+    dtype  default: that of the size
     """
     if size not in SIZES:
         raise ConfigError(f"unknown size {size!r}; choose from {choices(SIZES)}")
@@ -116,7 +116,9 @@ def ensure_demo_model(
     if dtype not in DTYPES:
         raise ConfigError(f"unknown dtype {dtype!r}; choose from {choices(DTYPES)}")
     stamp = _stamp(SIZES[size], seed=seed, dtype=dtype)
-    target = dir if dir is not None else _cache_dir() / f"{size}-{stamp['digest'][:12]}"
+    target = (
+        dir if dir is not None else user_cache_path("cosched") / f"{size}-{stamp['digest'][:12]}"
+    )
     if _is_made(target, stamp):
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -138,11 +140,6 @@ def ensure_demo_model(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return target
-
-
-def _cache_dir() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "cosched"
 
 
 def _stamp(spec: DemoModelSpec, *, seed: int, dtype: str) -> dict[str, Any]:

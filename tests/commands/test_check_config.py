@@ -21,19 +21,19 @@ def no_config(monkeypatch):
 
 
 def test_every_key_says_what_it_is_and_does():
-    for group in groups():
-        for key in group.keys:
-            assert key.text and key.kind, f"{group.path}.{key.name}"
+    for path, keys in groups():
+        for key in keys:
+            assert key.text and key.kind, f"{path}.{key.name}"
 
 
 def test_the_defaults_are_those_of_the_configuration():
-    for group in groups():
+    for path, keys in groups():
         place = json.loads(Config().to_json())
-        for name in filter(None, group.path.split(".")):
+        for name in filter(None, path.split(".")):
             place = place.get(name) or {}
-        for key in group.keys:
+        for key in keys:
             if key.name in place and key.default:
-                assert json.loads(key.default) == place[key.name], f"{group.path}.{key.name}"
+                assert json.loads(key.default) == place[key.name], f"{path}.{key.name}"
 
 
 def test_the_page_in_the_docs_is_up_to_date():
