@@ -17,7 +17,7 @@ import cosched.bootstrap  # isort: skip  # noqa: F401  # before anything of SGLa
 import sys
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -28,7 +28,7 @@ from rich.table import Table
 
 from cosched.batch.api import window_seconds
 from cosched.batch.config import BatchesConfig
-from cosched.cli import Count, JsonOption, OldFile, Positive, Seed, new_app, reader, run
+from cosched.cli import Count, JsonOption, OldFile, Positive, Seed, new_app, run
 from cosched.config import Config
 from cosched.core.request import RequestClass, Slo
 from cosched.errors import ConfigError
@@ -37,6 +37,7 @@ from cosched.lab.simulation.arrivals import VOCAB_SIZE
 from cosched.lab.simulation.options import (
     DataDir,
     MachineAndPolicy,
+    PolicyName,
     config_pairs,
     cost_of,
     data_dir_of,
@@ -44,7 +45,6 @@ from cosched.lab.simulation.options import (
 )
 from cosched.lab.simulation.run import DEFAULT_SLO, RunResult, RunSpec, execute_requests
 from cosched.lab.simulation.setting import OfflineClient, Setting
-from cosched.policies import known_policy, policy_names
 from cosched_traces.catalogue import load_workload
 from cosched_traces.mmlu import BYTES_PER_TOKEN
 from cosched_traces.openai_batch import read_openai_batch
@@ -59,15 +59,15 @@ main = partial(run, "estimate")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
-    """One submission. Times in seconds.
-
-    start_s   of the trace, when it is submitted
-    finish_s  after that until its last line is finished; None: not within the window
+class _Submission:
+    """
+    start_s   time of the trace at which the file is submitted [s]
+    finished  lines finished within the window
+    finish_s  from then until the last line is finished [s]; None: not within the window
     """
 
     start_s: float
-    num_finished: int
+    finished: int
     finish_s: float | None
     chat_attainment: float | None
 
@@ -89,15 +89,7 @@ class Estimate(JsonOption):
     """length of a reply, within its limit; default: its limit, or 256 without one"""
     concurrency: Count = BatchesConfig().high_watermark
     """lines at the scheduler at a time"""
-    policy: Annotated[
-        str,
-        Parameter(
-            name=("--policy", "--cosched-policy"),
-            converter=reader(known_policy),
-            metavar="NAME",
-            help=f"the scheduling policy: {', '.join(policy_names())}, or your own",
-        ),
-    ] = Config().policy
+    policy: PolicyName = Config().policy
     slo_ttft: Positive | None = DEFAULT_SLO.ttft_s
     """TTFT target of the chats [s]"""
     slo_tpot: Positive | None = DEFAULT_SLO.tpot_s
@@ -150,15 +142,7 @@ class Estimate(JsonOption):
                 "earliest_finish_s": finished[0] if finished else None,
                 "latest_finish_s": finished[-1] if finished and not num_missed else None,
                 "spec": spec.describe(),
-                "starts": [
-                    {
-                        "start_s": run.start_s,
-                        "finished": run.num_finished,
-                        "finish_s": run.finish_s,
-                        "chat_attainment": run.chat_attainment,
-                    }
-                    for run in runs
-                ],
+                "starts": [asdict(run) for run in runs],
             }
         )
 
@@ -179,7 +163,7 @@ class Estimate(JsonOption):
         offline: Sequence[TraceRequest],
         *,
         start_s: float,
-    ) -> _Run:
+    ) -> _Submission:
         with virtual_time_bar(quiet=self.quiet) as bar:
             task = bar.add_task(f"submitted at {start_s:.0f} s", total=spec.duration_s)
             result: RunResult = execute_requests(
@@ -190,9 +174,9 @@ class Estimate(JsonOption):
             for record in result.records
             if record.request_class is RequestClass.OFFLINE and record.finish_s is not None
         ]
-        return _Run(
+        return _Submission(
             start_s=start_s,
-            num_finished=len(ends),
+            finished=len(ends),
             finish_s=max(ends) if len(ends) == len(offline) else None,
             chat_attainment=result.summary.online.attainment.joint.ratio,
         )
@@ -224,12 +208,12 @@ def _tokens(text: str) -> list[int]:
     ]
 
 
-def _print_table(runs: Sequence[_Run], *, num_lines: int) -> None:
+def _print_table(runs: Sequence[_Submission], *, num_lines: int) -> None:
     table = Table("submitted at", "finished lines", "finished after", "chats within their targets")
     for one in runs:
         table.add_row(
             f"{one.start_s:,.0f} s",
-            f"{one.num_finished:,} of {num_lines:,}",
+            f"{one.finished:,} of {num_lines:,}",
             "not within the window" if one.finish_s is None else f"{one.finish_s:,.0f} s",
             "none" if one.chat_attainment is None else f"{one.chat_attainment:.1%}",
         )

@@ -28,7 +28,6 @@ from cosched.cli import (
     Part,
     Share,
     new_app,
-    reader,
     run,
     section,
 )
@@ -41,16 +40,12 @@ from cosched.lab.metrics.records import write_records, write_rows
 from cosched.lab.metrics.stats import Window
 from cosched.lab.metrics.table import print_table
 from cosched.lab.simulation.find import QUESTIONS, find
-from cosched.lab.simulation.options import RunOptions, run_spec_of
+from cosched.lab.simulation.options import PolicyName, RunOptions, run_spec_of
 from cosched.lab.simulation.run import RunResult, RunSpec, execute
 from cosched.lab.simulation.setting import Setting, with_eviction
 from cosched.memory.config import ENGINE_ORDERS, EVICTION_ORDERS
-from cosched.policies import known_policy, policy_entry, policy_names, without_tolerance
+from cosched.policies import policy_entry, without_tolerance
 
-_POLICIES = (
-    f"the scheduling policy: {', '.join(policy_names())}, or your own as module:Class; sglang and "
-    "priority are stock scheduling"
-)
 _ORDERS = (
     f"which KV is evicted first: {', '.join(EVICTION_ORDERS)} (docs/kv_memory.md); with stock "
     f"scheduling {', '.join(ENGINE_ORDERS)}; default: kv.eviction of --cosched-config, or the "
@@ -80,15 +75,7 @@ main = partial(run, "simulate")
 @app.default
 @dataclass(kw_only=True)
 class Simulate(JsonOption):
-    policy: Annotated[
-        str,
-        Parameter(
-            name=("--policy", "--cosched-policy"),
-            converter=reader(known_policy),
-            metavar="NAME",
-            help=_POLICIES,
-        ),
-    ] = Config().policy
+    policy: PolicyName = Config().policy
     kv_eviction: Annotated[
         str | None,
         Parameter(name=("--kv-eviction", "--cosched-kv-eviction"), metavar="NAME", help=_ORDERS),

@@ -25,19 +25,19 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
-from cosched.cli import Count, JsonOption, Names, NewFile, NewFolder, new_app, reader, run
+from cosched.cli import Count, JsonOption, Names, NewFile, NewFolder, new_app, run
 from cosched.config import Config, parse_config
 from cosched.errors import ConfigError, choices
 from cosched.files import write_whole
 from cosched.lab.benchmark.progress import progress_of_runs
 from cosched.lab.benchmark.sweep import KNOBS, Knob, Swept, Tried, best_of, most_misses, sweep
 from cosched.lab.metrics.summary import Summary
-from cosched.lab.simulation.options import RunOptions, run_spec_of
+from cosched.lab.simulation.options import PolicyName, RunOptions, run_spec_of
 from cosched.lab.simulation.parallel import execute_all
 from cosched.lab.simulation.run import RunResult, RunSpec
 from cosched.lab.simulation.setting import Setting, setting_of
 from cosched.lab.simulation.store import ResultStore
-from cosched.policies import known_policy, policy_entry, policy_names
+from cosched.policies import policy_entry, policy_names
 
 _ALONE = "s0"
 
@@ -79,14 +79,6 @@ class _Outcome:
         }
 
 
-def _timed_policy(name: str) -> str:
-    name = known_policy(name)
-    if not policy_entry(name).timed:
-        timed = choices(other for other in policy_names() if policy_entry(other).timed)
-        raise ConfigError(f"policy {name!r} has no budget of time; choose from {timed}")
-    return name
-
-
 def _knobs(names: Sequence[str]) -> list[Knob]:
     for name in names:
         if name not in KNOBS:
@@ -106,13 +98,7 @@ main = partial(run, "tune")
 @app.default
 @dataclass(kw_only=True)
 class Tune(JsonOption):
-    policy: Annotated[
-        str,
-        Parameter(
-            name=("--policy", "--cosched-policy"), converter=reader(_timed_policy), metavar="NAME"
-        ),
-    ] = Config().policy
-    """the policy whose budgets are chosen"""
+    policy: PolicyName = Config().policy
     knobs: Names = ()
     """only these knobs"""
     out: NewFile = Path("cosched.json")
@@ -128,6 +114,9 @@ class Tune(JsonOption):
     def __call__(self) -> int:
         if self.run.workload.online is None or self.run.workload.offline is None:
             raise ConfigError("a choice weighs both classes: name --online and --offline")
+        if not policy_entry(self.policy).timed:
+            timed = choices(name for name in policy_names() if policy_entry(name).timed)
+            raise ConfigError(f"policy {self.policy!r} has no budget of time; choose from {timed}")
         setting = Setting(name=self.policy, summary="", policy=self.policy)
         spec = run_spec_of(self.run, setting)
         return self.finish(self._tune(spec, _knobs(self.knobs)))

@@ -17,8 +17,8 @@ from cosched.errors import ConfigError, choices
 
 TOLERANCE_METAVAR = "ttft=5%,tpot=5%"
 TOLERANCE_HELP = (
-    "mean and p99 of online requests stay so close to what these would have alone, for cosched and "
-    "its ablations (docs/policies/cosched.md); either key may be left out"
+    "maximum increase of mean and p99 of online requests over the isolated baseline, for cosched "
+    "and its ablations (docs/policies/cosched.md); either key may be left out"
 )
 
 MOST = 10.0

@@ -13,27 +13,26 @@ from cosched.lab.cost_models.specs import gpu_spec, model_spec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Where the engine is simulated to run. The texts are those of the command line; what stands
-    after "default:" is what None means.
+    """The simulated machine. These are the help texts of its options; "default:" explains None.
 
-    model                 the modelled one
-    gpu                   the modelled one
-    tp                    GPUs
-    kv_tokens             KV capacity; default: what the GPU has left
-    page_size             tokens of a KV page
-    chunk_tokens          token budget of an iteration; -1: prompts are never split; default:
-                          SGLang's for the GPU
+    model                 the modelled model
+    gpu                   the modelled GPU
+    tp                    number of GPUs (tensor parallelism)
+    kv_tokens             KV capacity [tokens]; default: what fits beside the model's weights
+    page_size             tokens per KV page
+    chunk_tokens          token budget of an iteration; -1: prompts are never split; default: that
+                          of SGLang for the GPU
     max_prefill_tokens    SGLang's ``--max-prefill-tokens``
-    max_running_requests  most requests that run at once
-    mixed_chunk           prefill and decode in one iteration; default: as the policy wants it
-    schedule_policy       of stock scheduling
+    max_running_requests  maximum number of running requests
+    mixed_chunk           prefill and decode in one iteration; default: as the policy requires
+    schedule_policy       order of stock scheduling
     overlap               SGLang's overlap scheduler
-    radix_cache           KV of prefixes is kept for later requests; only stock scheduling can go
+    radix_cache           keep the KV of prefixes for later requests; only stock scheduling can do
                           without
-    host_kv_tokens        KV that host memory holds beside the GPU's (HiCache); 0: none
-    host_bandwidth_gb_s   of copies to host memory and back, of each GPU
-    host_write_policy     what is copied to host memory; default: what cosched finds worth it, and
-                          where SGLang decides, its own default
+    host_kv_tokens        KV capacity of host memory (HiCache) [tokens]; 0: none
+    host_bandwidth_gb_s   bandwidth of copies to and from host memory, per GPU [GB/s]
+    host_write_policy     what is copied to host memory; default: what cosched values, or SGLang's
+                          default if SGLang decides
     """
 
     model: str = "Llama-3.1-8B"

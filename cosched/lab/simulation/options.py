@@ -34,12 +34,24 @@ from cosched.lab.simulation.host_time import read_host_time
 from cosched.lab.simulation.machine import Machine
 from cosched.lab.simulation.run import DEFAULT_SLO, CostSpec, RunSpec, WorkloadSpec
 from cosched.lab.simulation.setting import Setting
+from cosched.policies import known_policy, policy_names
 from cosched.predict.tolerance import (
     TOLERANCE_HELP,
     TOLERANCE_METAVAR,
     ToleranceConfig,
     parse_tolerance,
 )
+
+PolicyName = Annotated[
+    str,
+    Parameter(
+        name=("--policy", "--cosched-policy"),
+        converter=reader(known_policy),
+        metavar="NAME",
+        help=f"the scheduling policy: {', '.join(policy_names())}, or your own as module:Class; "
+        "sglang and priority are stock scheduling",
+    ),
+]
 
 DATA_ENV = "COSCHED_DATA"
 """Environment variable that names the data folder when ``--data-dir`` does not."""

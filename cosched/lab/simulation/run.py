@@ -48,18 +48,14 @@ _ASKED_EVERY = 200
 class WorkloadSpec:
     """A workload of the catalogue and its parameters (`cosched_traces.catalogue.load_workload`).
 
-    name           of the catalogue, or a file; none without
-    rate           mean rate of the online requests; of a workload in sessions: of their starts
-    num_sessions   sessions under way at a time, of an online workload in sessions; a new one begins
-                   when one ends
+    name           of the catalogue, or a file
+    rate           mean rate of the online requests, or of the starts of their sessions [1/s]
+    num_sessions   concurrent sessions; a new one begins when one ends
     num_requests   size of the offline set
-    peak_window_s  run only the busiest stretch of this length of the online workload
-    wave           offline requests sent at once, the next N when all of them have ended; default:
-                   the whole set at the start
-    refill         offline requests at the server at a time: when one ends, the next is sent, as of
-                   a job that never ends
-    faster         the online workload is replayed so many times as fast as it came, bursts kept;
-                   its rate is meant after that
+    peak_window_s  length of the busiest stretch, which alone is run
+    wave           offline requests sent at once, the next when all of them have ended; None: all
+    refill         offline requests kept at the server: when one ends, the next is sent
+    faster         factor on the speed of the online workload, bursts kept; `rate` is after it
     """
 
     name: str
@@ -74,17 +70,18 @@ class WorkloadSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostSpec:
-    """The truth of the simulated GPU: a cost model by name.
+    """Iteration times of the simulated GPU.
 
-    name         the GPU's truth; default: kernel-table with a data folder, else roofline
-    noise_sigma  standard deviation of the log of a random factor on each iteration's time
-    profile      measured profile, for the one called ``profile``
-    mixed_decode_factor  how many times longer the attention of a decode takes beside a prefill, of
-                 a ``kernel-table`` model (docs/cost_models.md)
-    prefix_reads how decodes read what they have in common: each its whole context (each), the same
-                 from the L2 cache (cached), or once by cosched_shared_prefix (once)
-    slower       the GPU takes so many times as long once it has worked for --slower-after
-    slower_after_s  working time after which the GPU is slower [s]
+    name                 the cost model that gives iteration times; default: kernel-table with a
+                         data folder, else roofline
+    noise_sigma          standard deviation of the log of a random factor on each iteration's time
+    profile              measured profile, for the cost model ``profile``
+    mixed_decode_factor  factor on the attention time of a decode beside a prefill, for the cost
+                         model ``kernel-table`` (docs/cost_models.md)
+    prefix_reads         how decodes read a common prefix: each its whole context (each), from the
+                         L2 cache (cached), or once by cosched_shared_prefix (once)
+    slower               factor on iteration times after --slower-after
+    slower_after_s       working time after which the GPU is slower [s]
     """
 
     name: str = "kernel-table"
@@ -100,20 +97,18 @@ class CostSpec:
 class RunSpec:
     """Everything that determines the result of a run, unless host time is measured.
 
-    duration_s      length of the run [s]; it also ends when the offline set is done
-    seed            of everything that is random
+    duration_s      length of the run [s]; the run also ends when the offline set is done
+    seed            seed of everything that is random
     data_dir        folder with traces and kernel tables (default: $COSCHED_DATA)
-    cap             offline requests in flight where the setting has a static cap
-    max_concurrency most offline requests in flight where it has an AIMD gateway
-    clairvoyant     clients ask for as many tokens as the reply will have, so that every policy
-                    knows all lengths; else for the most that the data set has (docs/workloads.md)
-    most_misses     the run gives up once more online requests than this have missed a target; None:
+    cap             offline requests in flight, if the setting has a static cap
+    max_concurrency maximum number of offline requests in flight, if it has an AIMD gateway
+    clairvoyant     max_tokens of each request is the length of its reply, so that every policy
+                    knows all lengths; else it is the maximum of the data set (docs/workloads.md)
+    most_misses     the run stops once more online requests than this have missed a target; None:
                     never
-    jct             online requests have a deadline: the time that this allows for their whole
-                    length (EcoServe §4), which so shows in it
+    jct             deadline of online requests by their length (EcoServe §4)
     host_time       host time in virtual time: none, measured (the wall time of this run, without
-                    the simulation's own work), or a model of it times this number
-                    (docs/simulation.md)
+                    the simulation's own work), or a factor on a model of it (docs/simulation.md)
     config          keys of `Config` and their values beside policy and slo, sorted
     """
 
