@@ -199,24 +199,29 @@ class FileStore:
         return made
 
     def _results(self, batch_id: str, *, is_errors: bool) -> Iterator[bytes]:
+        """Pages of about a block, each from a connection of its own: clients may read slowly."""
         number = 0
+        seq = sa.select(batches.c.seq).where(batches.c.id == batch_id).scalar_subquery()
         while True:
+            left = sa.and_(
+                results.c.batch == seq,
+                results.c.is_errors == is_errors,
+                results.c.number > number,
+            )
+            sizes = sa.select(results.c.number, sa.func.length(results.c.data)).where(left)
             with self._database.read() as connection:
-                rows = connection.execute(
-                    sa.select(results.c.number, results.c.data)
-                    .join(batches, batches.c.seq == results.c.batch)
-                    .where(
-                        batches.c.id == batch_id,
-                        results.c.is_errors == is_errors,
-                        results.c.number > number,
-                    )
-                    .order_by(results.c.number)
-                    .limit(_RESULTS_PER_PAGE)
-                ).all()
-            if not rows:
-                return
-            number = rows[-1].number
-            yield b"".join(row.data for row in rows)
+                num_bytes = 0
+                for found, size in connection.execute(
+                    sizes.order_by(results.c.number).limit(_RESULTS_PER_PAGE)
+                ).all():
+                    if num_bytes and num_bytes + size > _BLOCK_BYTES:
+                        break
+                    number, num_bytes = found, num_bytes + size
+                if not num_bytes:
+                    return
+                page = sa.select(results.c.data).where(left, results.c.number <= number)
+                block = b"".join(connection.scalars(page.order_by(results.c.number)))
+            yield block
 
     def sweep(self) -> None:
         """Remove files that have expired, and bytes that nothing needs. ApiError 503."""

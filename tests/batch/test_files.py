@@ -9,12 +9,13 @@ import time
 
 import pytest
 
-from cosched.batch.data import NewBatch
+from cosched.batch.data import Finished
 from cosched.batch.database import Database
 from cosched.batch.errors import ApiError
 from cosched.batch.files import FileStore
 from cosched.batch.storage import FilesUnavailableError, FolderStorage
 from cosched.batch.store import BatchStore
+from tests.batch.test_store import asked, in_progress, new_line
 
 
 @pytest.fixture
@@ -35,6 +36,21 @@ def test_what_goes_in_comes_out(files):
     file = add(files, content)
     assert file.num_bytes == len(content)
     assert b"".join(files.content(files.get(file.id, owner="a"))) == content
+
+
+def test_results_are_read_in_blocks_however_long_their_lines_are(files, database, clock):
+    """Answers with embeddings or log probabilities may have megabytes each."""
+    store = BatchStore(database, clock=clock)
+    store.join("me", lease_s=100)
+    name = in_progress(store, [new_line(n) for n in range(1, 41)])
+    data = {n: bytes([n]) * (1 << 20 if n % 8 else 3 << 20) for n in range(1, 41)}
+    done = [Finished(batch_id=name, number=n, is_answer=True, data=data[n]) for n in data]
+    store.finish(done)
+    assert store.end(name)
+    file = files.get(store.get(name).output_file_id, owner="a")
+    blocks = list(files.content(file))
+    assert b"".join(blocks) == b"".join(data.values())
+    assert max(map(len, blocks)) == 3 << 20
 
 
 @pytest.mark.parametrize("newest_first", [True, False])
@@ -64,18 +80,7 @@ def test_a_file_that_has_expired_is_gone(files, clock, tmp_path):
 def test_a_deleted_file_stays_for_the_batch_that_reads_it(files, database, clock, tmp_path):
     store = BatchStore(database, clock=clock)
     file, other = add(files), add(files)
-    batch = store.create(
-        NewBatch(
-            owner="a",
-            tenant="",
-            endpoint="/v1/completions",
-            input_file_id=file.id,
-            completion_window="1h",
-            window_s=3600,
-            metadata=None,
-            output_expires_after_s=None,
-        )
-    )
+    batch = store.create(asked(input_file_id=file.id))
     for one in (file, other):
         files.delete(one.id, owner="a")
     assert on_disk(tmp_path) == {file.id}
