@@ -124,6 +124,7 @@ class Leaves:
         return len(self._sorted)
 
     def add(self, node: KvNode) -> None:
+        """It can be evicted now, and could not before."""
         self.curve = None
         rank = self._rank(node)
         setattr(node, self._slot, rank)
@@ -132,6 +133,7 @@ class Leaves:
         self._set_timer(node)
 
     def discard(self, node: KvNode) -> None:
+        """It cannot be any more, or it is gone."""
         self.curve = None
         self._sorted.remove(getattr(node, self._slot))
         del self._nodes[node.node_id]
@@ -139,6 +141,7 @@ class Leaves:
         setattr(node, self._slot, None)
 
     def changed(self, node: KvNode) -> None:
+        """It still can be, but something about it has changed."""
         rank = self._rank(node)
         before = getattr(node, self._slot)
         if rank != before:

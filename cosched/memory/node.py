@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from cosched.pool.radix import TOKEN_BYTES
@@ -32,11 +33,12 @@ class Visit(NamedTuple):
 
 
 Rank: TypeAlias = tuple[float, int, int, int, "KvNode", "KvNode | None"]
-"""Place of a node in an order of eviction: its value there, its last use, its number; then what is
-asked of many of them at once, lest each is fetched: its tokens, itself, and what is above it (None:
-a root). Numbers are unique, so the rest orders nothing."""
+"""Place of a node in an order of eviction: its value there, its last use, its number; then, so that
+many ranks are read without their nodes, its tokens, itself, and the node above it (None: a root).
+Numbers are unique, so the rest orders nothing."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class KvNode:
     """A run of tokens whose KV is evicted as one. Read-only outside of this module.
 
@@ -60,48 +62,25 @@ class KvNode:
                 not computed since it changed
     """
 
-    __slots__ = (
-        "awaiting",
-        "children",
-        "freed",
-        "host_rank",
-        "is_online",
-        "last_use",
-        "namespace",
-        "node_id",
-        "num_below",
-        "num_holds",
-        "on_device",
-        "on_host",
-        "parent",
-        "passing",
-        "rank",
-        "segment",
-        "start",
-        "stops",
-        "visit",
-    )
-
-    def __init__(self, node_id: int, parent: KvNode | None, start: int, segment: bytes) -> None:
-        self.node_id = node_id
-        self.parent = parent
-        self.start = start
-        self.segment = segment
-        self.children: dict[bytes, KvNode] = {}
-        self.num_holds = 0
-        self.on_device = True
-        self.on_host = False
-        self.num_below = 0
-        self.last_use = 0
-        self.is_online = False
-        self.visit: Visit | None = None
-        self.awaiting = 0
-        self.passing = 0
-        self.stops: dict[int, int] = {}
-        self.namespace: Hashable = None
-        self.rank: Rank | None = None
-        self.host_rank: Rank | None = None
-        self.freed: tuple[Rank, float] | None = None
+    node_id: int
+    parent: KvNode | None
+    start: int
+    segment: bytes
+    children: dict[bytes, KvNode] = field(default_factory=dict)
+    num_holds: int = 0
+    on_device: bool = True
+    on_host: bool = False
+    num_below: int = 0
+    last_use: int = 0
+    is_online: bool = False
+    visit: Visit | None = None
+    awaiting: int = 0
+    passing: int = 0
+    stops: dict[int, int] = field(default_factory=dict)
+    namespace: Hashable = None
+    rank: Rank | None = None
+    host_rank: Rank | None = None
+    freed: tuple[Rank, float] | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -13,33 +13,18 @@ Costs: *depth* is the number of nodes from the root to a node; a node is one pre
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Protocol
 
+from cosched.memory.eviction import Leaves
 from cosched.memory.node import KvNode, PathNode, Visit
 from cosched.pool.radix import TOKEN_BYTES, Shared, common_bytes
-
-
-class LeafListener(Protocol):
-    """Hears which nodes can be evicted (`KvNode.is_leaf`), or which copies in host memory can be
-    given up (`KvNode.has_spare_copy`)."""
-
-    def add(self, node: KvNode) -> None:
-        """It can be now, and could not before."""
-        ...
-
-    def discard(self, node: KvNode) -> None:
-        """It cannot be any more, or it is gone."""
-        ...
-
-    def changed(self, node: KvNode) -> None:
-        """It still can be, but something about it has changed."""
-        ...
 
 
 class KvTree:
     """See the module's docstring. Requests of different namespaces share nothing.
 
-    copies  hears which copies in host memory can be given up; None: there is no host memory
+    leaves  is told which nodes can be evicted (`KvNode.is_leaf`)
+    copies  is told which copies in host memory can be given up (`KvNode.has_spare_copy`); None:
+            there is no host memory
     future  requests that wait for a path (`PrefixPool.future_references`); asked for new nodes
             only, and only where some wait for what is above them
     """
@@ -48,8 +33,8 @@ class KvTree:
         self,
         *,
         page_size: int,
-        leaves: LeafListener,
-        copies: LeafListener | None = None,
+        leaves: Leaves,
+        copies: Leaves | None = None,
         future: Callable[[bytes, Hashable], Sequence[Shared]] | None = None,
     ) -> None:
         self._page_bytes = page_size * TOKEN_BYTES

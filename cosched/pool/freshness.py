@@ -8,6 +8,7 @@ the coin is an account, so that every rank of a server decides alike and a bound
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
@@ -74,10 +75,7 @@ class UtilityMix:
 
     def fork(self) -> UtilityMix:
         """A copy to forecast with."""
-        fork = UtilityMix.__new__(UtilityMix)
-        for name in UtilityMix.__slots__:
-            setattr(fork, name, getattr(self, name))
-        return fork
+        return copy.copy(self)
 
     def max_passed_over(self, num_older: int) -> int | None:
         """After how many admissions of others a request is overdue at the latest; None: never for
