@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from cosched.core.plan import PreemptMode
 from cosched.papers.bros.policy import BrosOptions, BrosPolicy
@@ -11,52 +10,47 @@ from cosched.papers.bros.round_robin import RoundRobinPolicy
 from cosched.pool.prefix_pool import PoolConfig
 from cosched.schedule.entry import MIXED_CHUNK, PolicyEntry
 
-
-def _bros(
-    name: str, summary: str, source: str, *, predictor: str | None = None, **options: Any
-) -> PolicyEntry:
-    return PolicyEntry(
-        name=name,
-        summary=summary,
-        source=source,
-        make=partial(BrosPolicy, options=BrosOptions(**options)),
-        # First come, first served, but it knows for which preempted requests KV is kept.
-        pool=PoolConfig(utility_ratio=0.0),
-        timed=True,
-        predictor=predictor,
-        server_flags=MIXED_CHUNK,
-    )
-
-
-ENTRIES = (
-    _bros(
-        "bros",
+_BROS = {
+    "bros": (
         "online by time left, offline in what is left or in their place",
         "BROS §4, Algorithm 1",
+        BrosOptions(),
     ),
-    _bros(
-        "bros-late-last",
+    "bros-late-last": (
         "bros with online requests that are late behind those in time",
         "cosched (the order that BROS does not mean)",
-        late_last=True,
+        BrosOptions(late_last=True),
     ),
-    _bros(
-        "bros-literal-cost",
+    "bros-literal-cost": (
         "bros with its own cost model, where a profile is given",
         "BROS §4.1 (cost model C)",
-        predictor="bros",
+        BrosOptions(),
     ),
-    _bros(
-        "bros-rt",
+    "bros-rt": (
         "bros with offline work only while nothing is online",
         "BROS §7.3 (Fig. 12)",
-        beside=False,
+        BrosOptions(beside=False),
     ),
-    _bros(
-        "bros-nobi",
+    "bros-nobi": (
         "bros that frees all KV of what it preempts",
         "BROS §7.4.1 (No Bi-cache)",
-        stop=PreemptMode.RECOMPUTE,
+        BrosOptions(stop=PreemptMode.RECOMPUTE),
+    ),
+}
+ENTRIES = (
+    *(
+        PolicyEntry(
+            name=name,
+            summary=summary,
+            source=source,
+            make=partial(BrosPolicy, options=options),
+            # First come, first served, but it knows for which preempted requests KV is kept.
+            pool=PoolConfig(utility_ratio=0.0),
+            timed=True,
+            predictor="bros" if name == "bros-literal-cost" else None,
+            server_flags=MIXED_CHUNK,
+        )
+        for name, (summary, source, options) in _BROS.items()
     ),
     PolicyEntry(
         name="bros-rr",
