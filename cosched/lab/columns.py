@@ -10,11 +10,21 @@ from cosched.lab.metrics.summary import Summary
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """A number of a run, multiplied by `scale`, with so many digits after the point."""
+    """A number of a run, multiplied by `scale`, with `digits` digits after the point."""
 
     of: Callable[[Summary], float | None]
     digits: int = 1
     scale: float = 1.0
+
+    def shown(self, summary: Summary) -> str:
+        """Empty if the run has no such number."""
+        value = self.of(summary)
+        return "" if value is None else f"{self.scale * value:,.{self.digits}f}"
+
+
+def _num_evicted(s: Summary) -> int | None:
+    known = [n for n in (s.online.num_lost_tokens, s.offline.num_lost_tokens) if n is not None]
+    return sum(known) if known else None
 
 
 COLUMNS: Mapping[str, Column] = {
@@ -25,6 +35,7 @@ COLUMNS: Mapping[str, Column] = {
     "JCT met %": Column(of=lambda s: s.online.attainment.jct.ratio, scale=100),
     "TTFT p50 s": Column(of=lambda s: s.online.ttft_s.p50, digits=2),
     "TTFT p99 s": Column(of=lambda s: s.online.ttft_s.p99, digits=2),
+    "missed TTFT p99 s": Column(of=lambda s: s.online.missed_ttft_s.p99, digits=2),
     "TPOT p50 ms": Column(of=lambda s: s.online.tpot_s.p50, scale=1e3),
     "TPOT p99 ms": Column(of=lambda s: s.online.tpot_s.p99, scale=1e3),
     "TBT mean ms": Column(of=lambda s: s.online.tbt_s.mean, scale=1e3),
@@ -42,6 +53,7 @@ COLUMNS: Mapping[str, Column] = {
     "offline req/s": Column(of=lambda s: s.offline.requests_per_s, digits=2),
     "online hit %": Column(of=lambda s: s.online.hit_ratio, scale=100),
     "offline hit %": Column(of=lambda s: s.offline.hit_ratio, scale=100),
+    "evicted prompt tokens": Column(of=_num_evicted, digits=0),
     "preemptions": Column(
         of=lambda s: s.online.num_preemptions + s.offline.num_preemptions, digits=0
     ),
@@ -51,4 +63,4 @@ COLUMNS: Mapping[str, Column] = {
     "planning p50 ms": Column(of=lambda s: s.host.planning_s.p50, digits=2, scale=1e3),
     "planning p99 ms": Column(of=lambda s: s.host.planning_s.p99, digits=2, scale=1e3),
 }
-"""By the names that suites and pages use."""
+"""By the names that suites, pages and tables use."""

@@ -145,3 +145,7 @@ def interval_of(values: Sequence[float | None]) -> Interval | None:
     t = _T_975[len(known) - 2]
     half_width = t * statistics.stdev(known) / math.sqrt(len(known))
     return Interval(mean=statistics.fmean(known), half_width=half_width)
+
+
+def ratio(amount: float | None, of: float | None) -> float | None:
+    return None if amount is None or not of else amount / of

@@ -9,6 +9,12 @@ from typing import Any
 import numpy as np
 
 from cosched.core.request import RequestClass, Slo
+from cosched.lab.metrics.iterations import (
+    HostSummary,
+    IterationMetrics,
+    IterationSummary,
+    KvSummary,
+)
 from cosched.lab.metrics.job import JobSummary, summarize_job
 from cosched.lab.metrics.records import Floats, IterationLog, RequestRecord
 from cosched.lab.metrics.slo import (
@@ -20,7 +26,14 @@ from cosched.lab.metrics.slo import (
     judge,
     with_defaults,
 )
-from cosched.lab.metrics.stats import EMPTY, Distribution, Window, last_event_s, to_dict
+from cosched.lab.metrics.stats import (
+    EMPTY,
+    Distribution,
+    Window,
+    last_event_s,
+    ratio,
+    to_dict,
+)
 from cosched.predict.work import LineCost
 
 
@@ -76,46 +89,6 @@ class ClassSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IterationSummary:
-    """The iterations that ended in the window.
-
-    prediction_error_ratio  |predicted - measured| / measured; its mean is HyGen's MAPE
-    """
-
-    num_iterations: int
-    busy_ratio: float | None
-    duration_s: Distribution
-    num_tokens: Distribution
-    prediction_error_ratio: Distribution
-    underpredicted_ratio: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvShare:
-    """Shares of the KV capacity: mean over busy time, and maximum."""
-
-    mean_ratio: float | None = None
-    max_ratio: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvSummary:
-    capacity_tokens: int | None = None
-    online: KvShare = KvShare()
-    offline: KvShare = KvShare()
-    cached: KvShare = KvShare()
-    free: KvShare = KvShare()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostSummary:
-    """Host time; differs between runs of the same simulation."""
-
-    planning_s: Distribution
-    planning_total_s: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """Metrics over `window` of a run that was observed until `observed_until_s`. `job` is about the
     whole run."""
@@ -162,7 +135,7 @@ def summarize(
     window = Window.covering(records, log) if window is None else window
     if observed_until_s is None:
         observed_until_s = max(window.end_s, last_event_s(records, log))
-    rows = _Rows(log, window)
+    rows = IterationMetrics(log, window)
     slos = default_slos or {}
 
     def of_class(request_class: RequestClass) -> ClassSummary:
@@ -337,7 +310,7 @@ def _class_summary(
         tbt_s=Distribution.of(mine.gaps()),
         worst_tbt_s=_distribution(r.worst_tbt_s for r in finished),
         e2e_s=_distribution(r.e2e_s for r in finished),
-        normalized_latency_s=_distribution(_ratio(r.e2e_s, r.num_output_tokens) for r in finished),
+        normalized_latency_s=_distribution(ratio(r.e2e_s, r.num_output_tokens) for r in finished),
         attainment=AttainmentSummary(
             tbt=mine.gap_attainment(default),
             **{
@@ -363,7 +336,7 @@ def _class_summary(
         computed_tokens_per_s=window.per_s(num_computed_tokens),
         num_prompt_tokens=num_prompt,
         num_cached_tokens=num_cached,
-        hit_ratio=_ratio(num_cached, num_prompt),
+        hit_ratio=ratio(num_cached, num_prompt),
         num_lost_tokens=_num_lost(admitted),
         num_preemptions=sum(r.num_preemptions for r in mine.population),
         num_preempted_requests=sum(r.num_preemptions > 0 for r in mine.population),
@@ -389,88 +362,13 @@ def _recomputed_ratio(finished: Iterable[RequestRecord]) -> float | None:
     known = [r for r in finished if r.num_cached_tokens is not None]
     again = sum(r.num_recomputed_tokens for r in known)
     once = sum(r.num_prompt_tokens - (r.num_cached_tokens or 0) for r in known)
-    return _ratio(again, once + again)
+    return ratio(again, once + again)
 
 
 def _num_lost(admitted: Iterable[RequestRecord]) -> int | None:
     """None if not known for any request."""
     known = [r.num_lost_tokens for r in admitted if r.num_lost_tokens is not None]
     return sum(known) if known else None
-
-
-class _Rows:
-    """The iterations of a run inside the window."""
-
-    def __init__(self, log: IterationLog, window: Window) -> None:
-        self._log = log
-        self._window = window
-        self._starts, self._ends = log.column("start_s"), log.end_s
-        self._ended = window.holds(self._ends)
-        self._overlap = window.overlap(self._starts, self._ends)
-
-    def _ended_column(self, name: str) -> Floats:
-        return self._log.column(name)[self._ended]
-
-    def computed_tokens(self, request_class: RequestClass) -> int | None:
-        """Tokens that the iterations of the window computed for a class; None: not known."""
-        if not len(self._log):
-            return None
-        name = request_class.value
-        prefill = self._ended_column(f"num_{name}_prefill_tokens")
-        decodes = self._ended_column(f"num_{name}_decodes")
-        return int(prefill.sum() + decodes.sum())
-
-    def summary(self) -> IterationSummary:
-        durations = self._ended_column("duration_s")
-        predicted = self._ended_column("predicted_s")
-        asked = ~np.isnan(predicted) & (durations > 0)
-        errors = predicted[asked] / durations[asked] - 1
-        num_tokens = sum(
-            self._ended_column(f"num_{name}")
-            for name in (
-                "online_prefill_tokens",
-                "offline_prefill_tokens",
-                "online_decodes",
-                "offline_decodes",
-            )
-        )
-        busy_s = float(self._overlap.sum()) if len(self._log) else None
-        return IterationSummary(
-            num_iterations=len(durations),
-            busy_ratio=self._window.per_s(busy_s),
-            duration_s=Distribution.of(durations),
-            num_tokens=Distribution.of(np.asarray(num_tokens)),
-            prediction_error_ratio=Distribution.of(np.abs(errors)),
-            underpredicted_ratio=_ratio(int((errors < 0).sum()), len(errors)),
-        )
-
-    def kv(self) -> KvSummary:
-        names = ("online", "offline", "cached", "free")
-        inside = self._overlap > 0
-        weights = self._overlap[inside]
-        tokens = {name: self._log.column(f"kv_{name}_tokens")[inside] for name in names}
-        totals = np.sum(list(tokens.values()), axis=0)
-        if not (len(weights) and totals.all()):
-            return KvSummary()
-        shares = {name: tokens[name] / totals for name in names}
-        return KvSummary(
-            capacity_tokens=int(totals.max()),
-            **{
-                name: KvShare(
-                    mean_ratio=float(np.average(share, weights=weights)),
-                    max_ratio=float(share.max()),
-                )
-                for name, share in shares.items()
-            },
-        )
-
-    def host(self) -> HostSummary:
-        planning = self._ended_column("planning_s")
-        planning = planning[~np.isnan(planning)]
-        return HostSummary(
-            planning_s=Distribution.of(planning),
-            planning_total_s=float(planning.sum()) if len(planning) else None,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -494,7 +392,7 @@ def compare(summary: Summary, baseline: Summary) -> Comparison:
     ours, theirs = summary.online, baseline.online
     joint, base_joint = ours.attainment.joint.ratio, theirs.attainment.joint.ratio
     ratios = {
-        f"{metric}_{statistic}_ratio": _ratio(
+        f"{metric}_{statistic}_ratio": ratio(
             getattr(getattr(ours, f"{metric}_s"), statistic),
             getattr(getattr(theirs, f"{metric}_s"), statistic),
         )
@@ -512,7 +410,3 @@ def _distribution(values: Iterable[float | None]) -> Distribution:
 
 def _sum_in(window: Window, times: Floats, amounts: Floats) -> float:
     return float(np.sort(amounts[window.holds(times)]).sum())
-
-
-def _ratio(amount: float | None, of: float | None) -> float | None:
-    return None if amount is None or not of else amount / of

@@ -12,9 +12,10 @@ import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.batch.prometheus import METRICS as OF_BATCHES
 from cosched.batch.prometheus import Kind
 from cosched.engine.exporter import METRICS
+from cosched.lab.metrics.iterations import KvShare
 from cosched.lab.metrics.slo import Attainment
 from cosched.lab.metrics.stats import Distribution
-from cosched.lab.metrics.summary import Comparison, KvShare, summarize
+from cosched.lab.metrics.summary import Comparison, summarize
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
 LEAVES = [set(c.__dataclass_fields__) for c in (Distribution, Attainment, KvShare)]
