@@ -10,8 +10,7 @@
 2. *load*: a model of --shape with dummy weights, in bfloat16. Chats arrive as in --online, and
    --offline work is there from the start; one server after the other, each fresh. Offline tokens/s,
    TTFT and TPOT of the chats. Dummy weights give logits that lie close together, so the tokens of
-   two backends in bfloat16 part sooner or later; how many replies are alike to the end is told, and
-   no more is asked.
+   two backends in bfloat16 diverge sooner or later; the number of equal replies is reported only.
 
 DIR gets the servers' logs, end_to_end.json and end_to_end.md (a table for docs/results).
 Options of SGLang come behind `--`, for all servers. On a GPU the servers need SGLang and its
@@ -83,8 +82,8 @@ def write_model(folder: Path, name: str) -> Path:
 
 
 def prompts(seed: int, *, length: int, documents: int, questions: int) -> dict[str, list[int]]:
-    """Rid -> token ids: `d*` the documents alone, `q*` questions about them, of which some go on
-    alike for a while, and `c*` chats."""
+    """Rid -> token ids: `d*` documents, `q*` questions about them, some with a further common
+    prefix, and `c*` chats."""
     rng = np.random.default_rng(seed)
 
     def some(n: int) -> list[int]:

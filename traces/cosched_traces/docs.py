@@ -18,7 +18,7 @@ TABLES = {"workloads": workload_table, "formats": format_table, "datasets": data
 
 
 def with_tables(page: str) -> str:
-    """The page with its tables made anew. Raises `ValueError` where a mark is missing."""
+    """The page with new tables. Raises `ValueError` if a mark is missing."""
     for name, table in TABLES.items():
         opening, closing = f"<!-- {name} -->\n", f"<!-- /{name} -->\n"
         before, _, rest = page.partition(opening)

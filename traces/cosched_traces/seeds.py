@@ -13,7 +13,7 @@ def key_base(*labels: str | int) -> int:
     """First key of a key space of its own: use ``base``, ``base + 1``, … as segment keys.
 
     Spread over `KEYS`, so that spaces of different labels do not meet: workloads are merged, and
-    equal keys would share a prefix that nobody meant.
+    equal keys would share a prefix by accident.
     """
     digest = hashlib.blake2b(repr(labels).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % KEYS

@@ -1,12 +1,11 @@
-"""The same scenarios against a live server: stock SGLang, cosched, vLLM.
+"""The workloads of the simulation against a live server: stock SGLang, cosched, vLLM.
 
-Prompts go as token ids through ``/v1/completions``, so a live run sees exactly the prompts, and the
-sharing between them, that a simulated one sees. Every request streams; times are the client's.
+Prompts are sent as token ids to ``/v1/completions``, so that prompts and shared prefixes are those
+of a simulated run. Every request streams; times are the client's.
 
-A reply ends after its trace's number of tokens, which the server must not know: it is asked for as
-many as the request's limit allows, told to ignore the end of a reply, and stopped by the client
-when enough have come (SGLang's ``/abort_request``; elsewhere by hanging up).
-"""
+The server must not know the length of a reply: the client asks for the limit of the request with
+``ignore_eos`` and stops the reply after the tokens of the trace (SGLang's ``/abort_request``, else
+by closing the connection)."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ from cosched.lab.simulation.run import RunSpec, summarize_run
 from cosched_traces.workload import TraceRequest
 
 VOCAB_SIZE = 2000
-"""Token ids that every model knows lie below."""
+"""Every model has token ids below it."""
 
 _CONNECT_S = 10.0
 _KEPT = 256
@@ -44,12 +43,12 @@ _LATE_SHARE = 0.5
 
 
 class ServerError(CoschedError):
-    """The server is not there, or does not answer as an OpenAI-compatible one does."""
+    """The server is unreachable, or not OpenAI-compatible."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveTarget:
-    """Where to send.
+    """A server.
 
     vocab_size     prompts made from segments get token ids below it
     send_priority  also send ``priority`` (stock SGLang with priority scheduling, vLLM)
@@ -68,7 +67,7 @@ class LiveTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveProgress:
-    """How far a run is. `now_s` counts from where it is measured: before, it is negative."""
+    """Progress of a run. `now_s` is negative before the measured window."""
 
     now_s: float
     num_online_sent: int
@@ -78,7 +77,7 @@ class LiveProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveResult:
-    """What a client saw of a server in ``[0, spec.duration_s)``."""
+    """Results of a client in ``[0, spec.duration_s)``."""
 
     spec: RunSpec
     summary: Summary
@@ -86,19 +85,19 @@ class LiveResult:
 
     @property
     def max_client_delay_s(self) -> float:
-        """The most by which an online request was sent after its arrival [s]."""
+        """Maximum delay between arrival and sending of an online request [s]."""
         online = (r for r in self.records if r.request_class is RequestClass.ONLINE)
         return max((r.sent_s - r.arrival_s for r in online if r.sent_s is not None), default=0.0)
 
     @property
     def is_client_late(self) -> bool:
-        """Whether the numbers say more of a client that did not get the processor than of the
-        server: it was later, once, than half of the TTFT target."""
+        """True if this client was ever late by more than half of the TTFT target, so that the
+        results are not those of the server."""
         ttft_s = self.spec.slo.ttft_s
         return ttft_s is not None and self.max_client_delay_s > _LATE_SHARE * ttft_s
 
     def notes(self) -> list[str]:
-        """What its row of the table does not say and the reader should know."""
+        """Remarks for the reader of the table."""
         name, online, lines = self.spec.setting.name, self.summary.online, []
         if self.is_client_late:
             lines.append(
@@ -124,7 +123,7 @@ class LiveResult:
         return next((r.finish_reason for r in failed), None)
 
     def to_row(self) -> dict[str, Any]:
-        """Its part of the last line; as those of `bench run`."""
+        """Its part of the last line, as in `bench run`."""
         return {
             "scenario": self.spec.setting.name,
             "attainment": self.summary.online.attainment.joint.ratio,
@@ -136,7 +135,7 @@ class LiveResult:
 
 
 def print_live(results: Sequence[LiveResult], *, baseline: str | None = None) -> None:
-    """One row for each, marked where the client was late, and what else is to be known."""
+    """One row per result, marked if the client was late, and remarks."""
     print_table(
         {result.spec.setting.name: result.summary for result in results},
         baseline=baseline,
@@ -156,9 +155,7 @@ async def measure_live(
     grace_s: float = 0.0,
     on_progress: Callable[[LiveProgress], None] = lambda progress: None,
 ) -> LiveResult:
-    """Online requests open-loop at their times, or in sessions whose next turn is sent when the
-    answer before it, which it holds, has come and been thought about; offline ones as the
-    specification's setting sends them. The clients are those of the simulation."""
+    """Run the clients of the simulation against a server."""
     sources: list[Source] = [online_client(online, vocab_size=target.vocab_size)]
     if offline:
         sources.append(offline_client(spec, offline, vocab_size=target.vocab_size))
@@ -183,13 +180,11 @@ async def run_live(
     grace_s: float = 0.0,
     on_progress: Callable[[LiveProgress], None] = lambda progress: None,
 ) -> list[RequestRecord]:
-    """Send what the sources have due until they have nothing more and all is answered, or for
-    `duration_s`, and then for up to `grace_s` more until the online requests that came in it are
-    answered too. What is unanswered then is cut off and its record left open.
+    """Send the requests of the sources for `duration_s`, or until all are answered; then wait up to
+    `grace_s` for the online requests of that time. The records of unanswered requests stay open.
 
-    Times in the records are seconds since `lead_s` after the run began: what measures a server that
-    offline work fills already lets that come first.
-    """
+    Times in the records count from `lead_s` after the start, so that offline work can fill the
+    server before."""
     run = _LiveRun(target)
     async with contextlib.aclosing(run):
         await run.check()
@@ -203,8 +198,8 @@ async def run_live(
 
 
 def with_misses(records: Sequence[RequestRecord]) -> list[RequestRecord]:
-    """A server that reports cache hits leaves the field out where there was none (SGLang does):
-    once one reply had it, a complete reply without it found nothing in the cache."""
+    """SGLang reports cached tokens only if there are some: if one reply has them, complete replies
+    without them had none."""
     if all(record.num_cached_tokens is None for record in records):
         return list(records)
     return [
@@ -236,7 +231,7 @@ class _LiveRun:
         await self._client.aclose()
 
     async def check(self) -> None:
-        """ServerError unless the server is there."""
+        """ServerError unless the server answers."""
         try:
             response = await self._client.get("/v1/models")
         except httpx.HTTPError as error:
@@ -281,7 +276,7 @@ class _LiveRun:
                         task = sends.create_task(self._send(arrival, sources))
                         sent.add(task)
                         task.add_done_callback(sent.discard)
-                # Only then: what came in time counts also where this client was late.
+                # After sending: requests that arrived in time count even if this client was late.
                 is_closed = now_s >= duration_s
                 if is_closed and (now_s >= duration_s + grace_s or not self._num_open[online]):
                     break
@@ -292,7 +287,7 @@ class _LiveRun:
                 with contextlib.suppress(TimeoutError):
                     wait_s = max(next_s - self.now_s(), 0.0)
                     await asyncio.wait_for(self._something_ended.wait(), wait_s)
-            await asyncio.sleep(0)  # a task that has not begun would leave no record
+            await asyncio.sleep(0)  # a task that has not started would leave no record
             for task in sent:
                 task.cancel()
 
@@ -320,8 +315,7 @@ class _LiveRun:
         self._something_ended.set()
 
     async def _stop(self, chunk: dict[str, Any]) -> bool:
-        """Have the server end a reply whose client has enough. False where it knows no such wish;
-        it then sees the connection close."""
+        """Stop a reply. False if the server has no such endpoint."""
         response = await self._client.post("/abort_request", json={"rid": chunk["id"]})
         return response.status_code == 200
 
@@ -366,8 +360,7 @@ class _LiveRun:
 
 
 class _Reply:
-    """What has come of one reply. It is whole after `num_wanted` tokens; what comes then, until the
-    server has stopped, does not count."""
+    """One reply so far. It is complete after `num_wanted` tokens; later tokens do not count."""
 
     def __init__(self, num_wanted: int, *, sent_s: float) -> None:
         self._num_wanted = num_wanted
@@ -378,9 +371,9 @@ class _Reply:
         self._finish_reason: str | None = None
         self._whole_s: float | None = None
         self.output_ids: list[int] = []
-        """As far as the server tells them: they are no part of the OpenAI protocol."""
+        """If the server sends them: they are not part of the OpenAI protocol."""
         self.is_to_stop = False
-        """Its last token has come just now, and the server would go on."""
+        """It is complete, and the server must be stopped."""
 
     def take(self, chunk: dict[str, Any], *, now_s: float) -> None:
         usage = chunk.get("usage") or {}

@@ -1,8 +1,5 @@
-"""Runs against servers of one's own: what a simulation does with a specification, live.
-
-Each run has a fresh server, so that none finds anything in its cache, or in what its predictor has
-learned, that another left there.
-"""
+"""Live runs of a specification, each on a fresh server: nothing in its cache or its predictor
+comes from an earlier run."""
 
 from __future__ import annotations
 
@@ -34,12 +31,12 @@ _WARM_UP_S = 120.0
 _LEAD_S = 3.0  # by which offline work is ahead of the window, which then sees it under way
 
 Show = Callable[[str, float], None]
-"""Gets what a run is at, and how much of its time is over [s]."""
+"""Gets the phase of a run, and the time of it that has passed [s]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnRun:
-    """What the client saw, and how busy the machine was before the load began."""
+    """load_average: of the machine before the load began."""
 
     result: LiveResult
     server_start_s: float
@@ -48,11 +45,11 @@ class OwnRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnServers:
-    """How the server of each run is started; its policy and configuration are the run's.
+    """How the server of each run is started; policy and configuration are those of the run.
 
     flags    of SGLang and of `cosched.launch_server`
-    port     None: one that is free
-    grace_s  how long online requests are followed that are unanswered at the end of the run
+    port     None: a free one
+    grace_s  how long unanswered online requests are followed after the end of the run
     """
 
     model_path: str
@@ -64,11 +61,8 @@ class OwnServers:
     async def run(
         self, spec: RunSpec, *, log_path: Path, show: Show = lambda text, done_s: None
     ) -> OwnRun:
-        """Start a server, warm it up, run the load, stop the server, whatever happens. Its output
-        goes to `log_path`.
-
-        Raises CoschedError when the server does not start, does not answer, or dies.
-        """
+        """Start a server, warm it up, run the load, stop the server. Its output goes to `log_path`.
+        CoschedError if it does not start, does not answer, or dies."""
         config = msgspec.structs.replace(config_of(spec), strict=False)
         began_s = time.monotonic()
         show("server starts", 0.0)
@@ -118,7 +112,7 @@ class OwnServers:
 
 
 async def _warm_up(target: LiveTarget, spec: RunSpec) -> None:
-    """Some requests of both classes that share no prefix with those to be measured."""
+    """Requests of both classes that share no prefix with the measured ones."""
     warm_up = RunSpec(
         setting=replace(spec.setting, has_online=True, has_offline=True),
         online=WorkloadSpec(name="demo-chat", rate=10.0, num_requests=_WARM_UP_REQUESTS),
@@ -135,9 +129,6 @@ async def _warm_up(target: LiveTarget, spec: RunSpec) -> None:
 
 
 def leave_a_core_free() -> None:
-    """One core is for the tokenizer, the detokenizer and the client.
-
-    With a compute thread on every core each of its barriers waits for a thread that they keep from
-    running: on two busy cores a token took a hundred times as long.
-    """
+    """Leave a core for tokenizer, detokenizer and client: with a compute thread on every core each
+    barrier waits for one that cannot run, and a token took 100 times as long on two cores."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) - 1)))

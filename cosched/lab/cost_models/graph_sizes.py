@@ -1,4 +1,4 @@
-"""The sizes that SGLang captures CUDA graphs for, unless told otherwise.
+"""The sizes for which SGLang captures CUDA graphs by default.
 
 ``tests/lab/simulation/test_sglang_defaults.py`` asks the installed SGLang.
 """

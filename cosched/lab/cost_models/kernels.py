@@ -223,7 +223,7 @@ class ContextAttention:
 
     def _rates(self, batch: int, lengths: Sequence[int], cells: Cells) -> list[float]:
         measured = [length for length in lengths if (batch, length) in cells]
-        # 1 % of the floor stands for work too small to be told from it.
+        # 1 % of the floor stands for work too small to be measured.
         works = [
             max(cells[batch, length] - self.floor_s, 0.01 * self.floor_s) for length in measured
         ]

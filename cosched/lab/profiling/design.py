@@ -1,9 +1,9 @@
-"""Which batches to measure: numbers of requests, chunks, contexts and cached prefixes, spread over
-their range evenly in the logarithm.
+"""Batches to measure: numbers of requests, chunks, contexts and cached prefixes, spread evenly in
+the logarithm of their ranges.
 
-A round is a pool of requests that have been prefilled, and batches made of it: some of the pool
-decode, the others sit out, and prefills beside them compute new tokens over nothing or over the
-head of a prompt of the pool. So the contexts are paid for once in a round, not once in a batch.
+A round is a pool of prefilled requests and batches of it: some of the pool decode, the others are
+paused, and prefills compute new tokens over no context or over a prefix of the pool. So a round
+pays for its contexts once.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ MOST_DECODES = 512
 
 _LEAST_CONTEXT = 32
 _POOL_SHARE = 0.5
-"""Of the KV memory, for the pool; the rest is for prefills beside it and for what decodes add."""
+"""Share of the KV memory for the pool; the rest is for prefills and new tokens of decodes."""
 
 _CHUNK_SHARE = 0.25
 _KV_PER_REQUEST = 256
-"""Least KV memory for each request of a pool [tokens]: it also holds what they will generate."""
+"""Least KV memory per request of a pool, its output included [tokens]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What the engine can run.
+    """Limits of the engine.
 
     max_tokens   most tokens in one iteration
     max_running  most requests at a time
@@ -55,8 +55,8 @@ class Limits:
 
     @property
     def num_beside(self) -> int:
-        """Requests kept free for prefills: those of an iteration and of the one before it, which
-        are not known to have ended yet."""
+        """Request slots for prefills: of an iteration and of the one before, whose end is not
+        known yet."""
         return min(2 * MOST_PREFILLS, self.max_running // 2)
 
 
@@ -86,9 +86,9 @@ class Round:
 
 
 def design_rounds(limits: Limits, *, num_batches: int, seed: int) -> list[Round]:
-    """Rounds of growing contexts; the same for the same seed. Every kind of batch that the engine
-    can run comes equally often: decodes alone, prefills, prefills over cached tokens, mixed ones
-    (half of them over cached tokens)."""
+    """Rounds of growing contexts, by seed. Each kind of batch that the engine can run is equally
+    frequent: decodes, prefills, prefills over cached tokens, mixed ones (half over cached
+    tokens)."""
     rng = np.random.default_rng(seed)
     longest = min(limits.max_context, int(_POOL_SHARE * limits.kv_tokens)) // 2
     scales = [_LEAST_CONTEXT]

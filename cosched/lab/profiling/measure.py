@@ -1,8 +1,5 @@
-"""Designed batches on a real scheduler: each is planned as it is designed, run, and timed.
-
-A policy object that follows a script takes the place of the engine's own; shape and time of every
-iteration come from its `IterationObserver`, as they do while it serves.
-"""
+"""Designed batches on a real scheduler: a scripted policy plans each as designed, and the engine's
+observer measures it."""
 
 from __future__ import annotations
 
@@ -28,12 +25,12 @@ from cosched.predict.profile_file import MeasuredPoint
 from cosched.schedule.ledger import Ledger
 
 DOUBTFUL = 0.1
-"""Repeats that differ from their median by more than this share of it, in the median, are repeated
-once more; if they still do, the batch is discarded."""
+"""If the median deviation of repeats from their median is above this share of it, the batch is
+repeated once more, then discarded."""
 
 _FIRST_ID = 10
 _SPARE_TOKENS = 16
-"""Tokens a request of the pool may generate while the script waits for requests to come in."""
+"""Tokens that a request of the pool may generate while the script waits for requests."""
 
 _MAX_ITERATIONS = 1_000_000
 
@@ -119,9 +116,9 @@ class _Step:
 
 
 class _Phase(Enum):
-    FILL = "prefill whatever waits, nobody decodes"
+    FILL = "prefill waiting requests without decodes"
     FOLLOW = "follow the steps; one request decodes when there are none"
-    DRAIN = "everybody decodes"
+    DRAIN = "all requests decode"
 
 
 class _Script:
@@ -176,8 +173,8 @@ class _Script:
         return plan
 
     def _rest(self, request: Request, view: View) -> Plan:
-        """Finish a prefill that had more to compute than was designed: what should have been cached
-        was not. Its batch counts as not run."""
+        """Finish a prefill that had more to compute than designed, because its prefix was not
+        cached. Its batch counts as not run."""
         num_tokens = Ledger(view).chunk(request, request.num_computed_tokens)
         running = frozenset(r.rid for r in view.running)
         return Plan(
@@ -239,7 +236,7 @@ class _RoundRun:
         return self._script.phase is _Phase.FOLLOW and self._script.is_done
 
     def _actions(self) -> Iterator[None]:
-        """What to do whenever the script has come to its end."""
+        """One step for each time the script is done."""
         every = range(len(self._round.batches))
         self._script.phase = _Phase.FILL
         self._send_pool()
@@ -271,8 +268,8 @@ class _RoundRun:
         return f"{self._name}-pool{index}"
 
     def _send_steps(self, indices: Sequence[int]) -> None:
-        """Send the prefills of these batches, then have them run; the first twice, for what the
-        arrival of so many requests costs."""
+        """Send the prefills of these batches, then run them; the first one twice, to exclude the
+        cost of the arrivals."""
         steps = [self._step(indices[0], counts=False)]
         for _ in range(self._repeats):
             steps += [self._step(index, counts=True) for index in indices]
@@ -296,8 +293,7 @@ class _RoundRun:
 
 
 class _Prompts:
-    """Random prompts, of which no two near each other begin with the same token: nothing but what
-    is designed to be cached is found in the cache."""
+    """Random prompts with different first tokens, so that only designed prefixes are cached."""
 
     def __init__(self, vocab_size: int, seed: int) -> None:
         self._rng = np.random.default_rng(seed)

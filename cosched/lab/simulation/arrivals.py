@@ -1,4 +1,4 @@
-"""What clients send, and what a server, simulated or live, asks them."""
+"""Requests as clients send them, and the interface of clients, simulated or live."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ VOCAB_SIZE = 32_000
 class Arrival:
     """One request that a client sends.
 
-    num_output_tokens  after so many tokens it ends; a simulated scheduler sees only
-                       `max_new_tokens`
-    output_ids         the tokens of a simulated reply, where they matter: a later prompt holds
-                       them; empty: made up. The last token is the end of the reply in any case
+    num_output_tokens  length of the reply; the scheduler sees only `max_new_tokens`
+    output_ids         tokens of a simulated reply that a later prompt contains; empty: any. The
+                       last token is always the end of the reply
     """
 
     rid: str
@@ -35,19 +34,18 @@ class Arrival:
 
 
 class Source(Protocol):
-    """Where requests come from, in virtual time or live: a trace, sessions, a client with so many
-    in flight, a gateway."""
+    """A client, in virtual time or live: open loop, sessions, closed loop, a gateway."""
 
     def due(self, now_s: float) -> Iterable[Arrival]:
-        """Requests that arrive at `now_s` or came before it, each once."""
+        """Requests that have arrived by `now_s`, each once."""
         ...
 
     def next_s(self) -> float | None:
-        """When the next request comes, or something else happens here [s]; None: not unless a
-        request finishes first."""
+        """Time of the next request or of another event here [s]; None: not before a request
+        finishes."""
         ...
 
     def on_finish(self, record: RequestRecord, output_ids: Sequence[int] | None = None) -> None:
-        """A request of any source ended. output_ids: what it was answered, where that is not what
-        `Arrival.output_ids` says."""
+        """A request of any source ended. output_ids: the reply, if it differs from that of the
+        arrival."""
         ...

@@ -1,4 +1,4 @@
-"""Clients: how requests reach the server, in virtual time and live."""
+"""Clients that send requests, in virtual time and live."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cosched_traces.workload import TraceRequest
 def online_client(
     requests: Sequence[TraceRequest], *, vocab_size: int = VOCAB_SIZE
 ) -> OpenLoopClient | SessionClient:
-    """Who sends them: where some wait for the answers to others, in sessions."""
+    """Sessions if some requests wait for the replies to others, else an open loop."""
     if any(request.after is not None for request in requests):
         return SessionClient(requests, vocab_size=vocab_size)
     return OpenLoopClient(requests, vocab_size=vocab_size)
@@ -28,7 +28,7 @@ def online_client(
 def arrivals_of(
     requests: Iterable[TraceRequest], *, vocab_size: int = VOCAB_SIZE
 ) -> Iterator[Arrival]:
-    """Requests with their tokens, made when they are needed."""
+    """Requests with their tokens, made lazily."""
     for request in requests:
         yield _arrival_of(request, request.prompt(vocab_size=vocab_size))
 
@@ -46,7 +46,7 @@ def _arrival_of(request: TraceRequest, input_ids: array[int]) -> Arrival:
 
 
 class OpenLoopClient:
-    """Sends each request at its time, whatever the server does."""
+    """Sends each request at its arrival time."""
 
     def __init__(self, requests: Sequence[TraceRequest], *, vocab_size: int = VOCAB_SIZE) -> None:
         self._requests = requests
@@ -70,23 +70,20 @@ class OpenLoopClient:
 
 
 class SessionClient:
-    """Sends each request at its time, and one that waits for another's answer when that has come
-    and its think time is over, whatever became of the answer.
+    """Sends first turns at their arrival times, later ones a think time after the reply before.
 
-    The next prompt holds the answer before it: where it goes on from this prompt by at least as
-    many tokens as the answer has, the answer consists of just these, and their KV can be found. A
-    trace where it does not (it leaves the model's reasoning out) has the answer computed again.
-    A live server answers what it likes: that takes their place.
-    """
+    If the next prompt continues this prompt by at least the length of the reply, the simulated
+    reply consists of these tokens, so that their KV can be reused. Where a trace leaves out the
+    model's reasoning, it is computed again. The reply of a live server replaces these tokens."""
 
     def __init__(self, requests: Sequence[TraceRequest], *, vocab_size: int = VOCAB_SIZE) -> None:
         self._vocab_size = vocab_size
         self._followers: dict[str, list[TraceRequest]] = defaultdict(list)
-        self._prompts: dict[str, array[int]] = {}  # made when the request before was sent
+        self._prompts: dict[str, array[int]] = {}
         self._answered: set[str] = set()
-        """Requests whose prompts hold live answers."""
+        """Requests whose prompts contain live replies."""
         self._answers: dict[str, slice] = {}
-        """Of the prompts among these that hold the answer to the request before: where."""
+        """Place of the reply before in these prompts."""
         self._due: list[tuple[float, int, TraceRequest]] = []
         self._num_pushed = itertools.count()
         for request in requests:
@@ -124,7 +121,7 @@ class SessionClient:
             later = follower.prompt(vocab_size=self._vocab_size)
             self._prompts[follower.rid] = later
             if request.rid in self._answered:
-                # What was answered before stays in the context.
+                # Earlier live replies stay in the context.
                 traced = request.prompt(vocab_size=self._vocab_size)
                 if later[: len(traced)] == traced:
                     later = self._prompts[follower.rid] = prompt + later[len(traced) :]
@@ -137,8 +134,8 @@ class SessionClient:
 
 
 class ClosedLoopClient:
-    """Keeps at most `concurrency` requests in flight: a gateway with a static cap, or a batch
-    runner. A request counts as arrived when it is sent."""
+    """Keeps at most `concurrency` requests in flight, as a gateway with a static cap or a batch
+    runner does. A request arrives when it is sent."""
 
     def __init__(
         self,
@@ -172,8 +169,8 @@ class ClosedLoopClient:
 
 
 class WaveClient(ClosedLoopClient):
-    """Sends so many requests at once, and the next wave when all of the last have ended (BROS §7.1:
-    "periodically submitted in a batch manner"). A request counts as arrived when it is sent."""
+    """Sends `size` requests at once, and the next wave when all of them have ended (BROS §7.1:
+    "periodically submitted in a batch manner"). A request arrives when it is sent."""
 
     def __init__(
         self, requests: Sequence[TraceRequest], *, size: int, vocab_size: int = VOCAB_SIZE
@@ -186,11 +183,10 @@ class WaveClient(ClosedLoopClient):
 
 
 class AimdClient(ClosedLoopClient):
-    """A gateway outside the engine: additive increase, multiplicative decrease of the cap.
+    """A gateway with additive increase and multiplicative decrease of its cap.
 
-    Every `period_s` it looks at the online requests that ended since: when more than `max_missed`
-    of them missed a target, the cap is halved, otherwise it grows by one, up to `max_concurrency`.
-    This is what batch gateways do with the metrics they scrape; it knows nothing of iterations.
+    Every `period_s` the cap is halved if more than the share `max_missed` of the online requests
+    that ended since missed a target; otherwise it grows by one, up to `max_concurrency`.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """Capacity questions (Echo §5.4): the least resources, or the most load, that meet the SLO.
 
-Each question is a search over one number for the point where the online attainment falls below the
-share asked for. Attainment is taken to be monotone in that number; near the boundary it is not
-quite (one burst more or less), which the tolerance covers.
+Each is a search over one number for the point where the online attainment falls below a share. The
+attainment is assumed to be monotone in that number, within the tolerance.
 """
 
 from __future__ import annotations
@@ -25,18 +24,17 @@ from cosched.lab.simulation.setting import OfflineClient
 class Question:
     """One search.
 
-    at          the run's specification at a value of the number
-    least       True: the least value that is enough; False: the most that is still good
-    is_integer  the number counts things
-    bounds      where to search, from the specification
+    at          the specification of a run with this value
+    bounds      range of values
+    least       the least sufficient value; False: the largest good one
+    is_integer  the values are counts
     """
 
-    summary: str
     unit: str
     at: Callable[[RunSpec, float], RunSpec]
-    least: bool
-    is_integer: bool
     bounds: Callable[[RunSpec], tuple[float, float]]
+    least: bool = False
+    is_integer: bool = True
 
 
 def _online(spec: RunSpec) -> WorkloadSpec:
@@ -61,53 +59,42 @@ def _with_rate(spec: RunSpec, rate: float) -> RunSpec:
 
 
 def _with_cap(spec: RunSpec, cap: float) -> RunSpec:
-    setting = replace(spec.setting, client=OfflineClient.CAP)
-    return replace(spec, setting=setting, cap=int(cap))
+    return replace(spec, setting=replace(spec.setting, client=OfflineClient.CAP), cap=int(cap))
 
 
 QUESTIONS: Mapping[str, Question] = {
     "min-kv": Question(
-        summary="least KV capacity",
         unit="tokens",
         at=_with_kv,
-        least=True,
-        is_integer=True,
         bounds=lambda spec: (4096.0, float(spec.machine.capacity())),
+        least=True,
     ),
+    # Replicas that each serve an equal sample of the online requests.
     "min-gpus": Question(
-        summary="least replicas, each serving an equal sample of the online requests",
         unit="replicas",
         at=lambda spec, num: _with_rate(spec, _rate(spec) / num),
-        least=True,
-        is_integer=True,
         bounds=lambda spec: (1.0, 64.0),
+        least=True,
     ),
+    # Offline requests in flight.
     "max-offline": Question(
-        summary="most offline requests in flight",
         unit="requests",
         at=_with_cap,
-        least=False,
-        is_integer=True,
         bounds=lambda spec: (1.0, float(spec.max_concurrency)),
     ),
     "max-online-rate": Question(
-        summary="highest rate of online requests",
         unit="req/s",
         at=_with_rate,
-        least=False,
-        is_integer=False,
         bounds=lambda spec: (_rate(spec) / 16, _rate(spec) * 16),
+        is_integer=False,
     ),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What was found.
-
-    value   None: no value in the bounds meets the SLO
-    probes  every value tried and what it gave, in ascending order
-    """
+    """value: None if no value within the bounds meets the SLO. probes: every value tried and its
+    result, in ascending order."""
 
     question: str
     value: float | None
@@ -141,7 +128,7 @@ def find(
     num_jobs: int = 2,
     quiet: bool = False,
 ) -> Answer:
-    """Search. `tolerance` is relative; `num_jobs` values are tried at a time."""
+    """Answer a question. `tolerance` is relative; `num_jobs` values are tried at a time."""
     if name not in QUESTIONS:
         raise ConfigError(f"unknown question {name!r}; choose from {choices(QUESTIONS)}")
     if not 0 < attainment <= 1:
@@ -157,7 +144,7 @@ def find(
         for index, result in execute_all(specs, num_jobs=num_jobs):
             summary = result.summary
             ratio = summary.online.attainment.joint.ratio
-            # A run that refuses its whole offline set is over before anybody is online.
+            # A run that refuses its whole offline set ends before online requests arrive.
             refuses = 0 < summary.offline.num_failed == summary.offline.num_requests
             good[index] = ratio is not None and ratio >= attainment and not refuses
             probes[values[index]] = {

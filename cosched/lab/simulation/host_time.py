@@ -1,13 +1,9 @@
-"""What the host costs in virtual time: ``--host-time none|measured|FACTOR``.
+"""Host time in virtual time: ``--host-time none|measured|FACTOR``.
 
-Under the overlap scheduler the host prepares the next iteration and processes the results of the
-last one while the device runs. The virtual clock is the host's, so host time that passes before the
-device is done delays nothing; the rest is idle time of the device (`virtual`).
-
-Not included: HTTP, tokenizer and detokenizer, which are processes of their own, and what the stub
-forward does not do: inputs copied to the device and kernels launched. The cost models have a
-constant for that (`cosched.lab.cost_models.base.OVERLAPPED`).
-"""
+The overlap scheduler prepares the next iteration and processes the results of the last one while
+the device runs; host time beyond that is idle time of the device (`virtual`). HTTP, tokenizer and
+detokenizer are other processes and not included; copies of inputs and kernel launches are a
+constant of the cost models (`cosched.lab.cost_models.base.OVERLAPPED`)."""
 
 from __future__ import annotations
 
@@ -25,10 +21,10 @@ from cosched.policies import PolicyEntry
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What the host's work depends on.
+    """Load of the host.
 
-    num_running   requests that hold a slot; of a result: requests in its batch
-    num_prefills  requests of the batch that compute prompt tokens
+    num_running   requests with a slot; of a result: requests in its batch
+    num_prefills  requests of the batch with prompt tokens
     num_waiting   requests in the queue
     """
 
@@ -40,27 +36,27 @@ class Load:
 class HostTime(Protocol):
     @property
     def after_wait_s(self) -> float:
-        """From the end of a wait for the last moment to the launch, beside `launch_s` [s]."""
+        """From the end of a wait for the last moment to the launch, without `launch_s` [s]."""
         ...
 
     def launch_s(self, load: Load) -> float:
-        """Receiving requests, planning and building a batch [s]."""
+        """Receive requests, plan and build a batch [s]."""
         ...
 
     def result_s(self, load: Load) -> float:
-        """Processing the result of a batch [s]."""
+        """Process the result of a batch [s]."""
         ...
 
     def left_out(self) -> contextlib.AbstractContextManager[None]:
-        """What runs in it is the simulation's own work."""
+        """Context for work of the simulation itself."""
         ...
 
 
 class NoHostTime:
-    """A host that costs nothing, but for a constant after each wait for the last moment."""
+    """A host that takes no time, except for a constant after each wait for the last moment."""
 
     after_wait_s = 0.006
-    """What scheduling takes on average on a slow machine (docs/results/host_time.md)."""
+    """Mean time of scheduling on a slow machine (docs/results/host_time.md)."""
 
     def launch_s(self, load: Load) -> float:
         return 0.0
@@ -73,7 +69,7 @@ class NoHostTime:
 
 
 class Measured:
-    """The time that this run takes."""
+    """Wall time of this run."""
 
     after_wait_s = 0.0
 
@@ -103,7 +99,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """Host time is linear in these [s]; all are at least 0.
+    """Coefficients of host time, which is linear [s]; all are at least 0.
 
     each               of every iteration
     running            for each running request
@@ -122,7 +118,7 @@ class Terms:
 
     @staticmethod
     def factors(load: Load) -> tuple[float, ...]:
-        """Of the terms, in their order."""
+        """Of the terms, in order."""
         prefilling = load.num_prefills > 0
         waiting = load.num_waiting
         return 1, load.num_running, prefilling, load.num_prefills, waiting, prefilling * waiting
@@ -134,7 +130,7 @@ class Terms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """Host time of a kind of scheduling, times a factor."""
+    """Host time of a kind of scheduling times a factor."""
 
     launch: Terms
     result: Terms
@@ -192,7 +188,7 @@ def kind_of(entry: PolicyEntry) -> str:
 
 
 def read_host_time(text: str) -> str:
-    """A setting as `host_time` takes it. ConfigError when it is none."""
+    """A valid setting of `host_time`, else ConfigError."""
     if text in ("none", "measured"):
         return text
     try:
@@ -207,7 +203,7 @@ def read_host_time(text: str) -> str:
 
 
 def host_time(setting: str, entry: PolicyEntry) -> HostTime:
-    """What the host costs under a policy."""
+    """Host time under a policy."""
     if setting == "none":
         return NoHostTime()
     if setting == "measured":

@@ -1,7 +1,7 @@
-"""Searching the boundary between values that are good and values that are not, in few runs.
+"""Searches for the boundary between good and bad values, in few runs.
 
-Values are a list: a range becomes one whose neighbours differ by the tolerance (`values_between`).
-So searches over one range try the same values, whatever they look for, and share kept results.
+A range is a list of values whose neighbours differ by the tolerance (`values_between`), so that
+different searches over one range try the same values and share kept results.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TypeVar
 V = TypeVar("V")
 
 Probe = Callable[[Sequence[V]], Sequence[bool]]
-"""Tries values, side by side, and says of each whether it is good."""
+"""Tries values side by side; True for each good one."""
 
 NUM_SCANNED = 8
 
@@ -26,8 +26,8 @@ def values_between(
     is_integer: bool = False,
     digits: int | None = None,
 ) -> list[float]:
-    """From `low` to `high`, ascending, each at most a share of `tolerance` above the one before, or
-    by one where they count something. digits: significant ones they are rounded to."""
+    """Ascending values from `low` to `high`, each at most `tolerance` (relative) above the one
+    before, integers at least one. digits: significant digits they are rounded to."""
     assert 0 < low <= high and tolerance > 0, f"{low=} {high=} {tolerance=}"
     values = [low]
     while values[-1] < high:
@@ -47,8 +47,8 @@ def last_good(
     num_at_once: int = 1,
     on_round: Callable[[], None] = lambda: None,
 ) -> V | None:
-    """The last good one of values that are good up to somewhere and then not; None when the first
-    is not good. `num_at_once` are tried side by side."""
+    """The last good value of a list that begins with good values and ends with bad ones; None if
+    the first is bad. `num_at_once` are tried side by side."""
     is_good, *rest = probe([values[0], values[-1]][: len(values)])
     on_round()
     if not is_good:
@@ -69,9 +69,9 @@ def last_good(
 
 
 def largest_good(values: Sequence[V], probe: Probe[V], *, num_at_once: int = 1) -> V | None:
-    """The largest good one of ascending values, of which small ones may be as bad as large ones:
-    one in some is tried from the largest on, down to the first good one, and then those up to the
-    bad one above it are searched. None when none of those tried is good. Each is tried once."""
+    """The largest good one of ascending values, of which small ones may be bad, too: some values
+    are tried from the largest down to the first good one, then those up to the bad one above it are
+    searched. None if none of those tried is good. Each is tried once."""
     known: dict[V, bool] = {}
 
     def once(wanted: Sequence[V]) -> list[bool]:

@@ -1,4 +1,4 @@
-"""Scenarios: who sends what to which scheduling. The same names in virtual time and live."""
+"""Settings: which policy schedules which requests. The same names in virtual time and live."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from cosched.predict.fitted import PREDICTORS
 
 
 class OfflineClient(Enum):
-    """How the offline requests reach the server.
+    """The client of the offline requests.
 
-    ALL   all at once: the server has the whole set from the start
-    CAP   a gateway that keeps a fixed number in flight
-    AIMD  a gateway that moves that number by the online requests' misses
+    ALL   sends all at the start
+    CAP   a gateway with a fixed number in flight
+    AIMD  a gateway that adapts that number to the missed targets of online requests
     """
 
     ALL = "all"
@@ -27,15 +27,13 @@ class OfflineClient(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One column of the comparison.
+    """A policy with its options.
 
-    policy           cosched policy that schedules; ``sglang`` is stock
-    eviction         which KV goes first (`KvConfig`); where stock schedules SGLang's
-                     ``--radix-eviction-policy``; None: as the configuration has it, and SGLang's
-                     default
-    predictor        that the policy plans with (`Config.predictor`); None: as the configuration
-                     has it
-    schedule_policy  ``--schedule-policy`` where stock schedules; None: the machine's
+    policy           ``sglang`` is stock
+    eviction         order of eviction (`KvConfig`); under stock scheduling SGLang's
+                     ``--radix-eviction-policy``; None: that of the configuration
+    predictor        of the policy (`Config.predictor`); None: that of the configuration
+    schedule_policy  ``--schedule-policy`` under stock scheduling; None: the machine's
     flags            of SGLang, in place of the machine's
     """
 

@@ -1,11 +1,8 @@
-"""The SLO-aware profiler (HyGen §4.2): the most interference that online requests bear.
-
-It searches the largest value of one parameter of a policy (the time budget of an iteration, or the
-rate at which offline requests are admitted) with which a workload meets all goals. The larger the
-value, the more offline work is served and the longer online requests wait, down to where the budget
-is too small to serve the online requests themselves. So the range is first scanned from its upper
-end, and then the interval between the first value that meets the goals and the one above it that
-does not is halved (on a logarithmic scale) until it is known to the tolerance.
+"""The SLO-aware profiler (HyGen §4.2): the largest value of one parameter of a policy (the time
+budget of an iteration, or the admission rate of offline requests) with which a workload meets all
+goals. Larger values serve more offline work and delay online requests; very small budgets delay
+online requests, too. So the range is scanned from its upper end, and then searched between the
+first value that meets the goals and the one above it.
 """
 
 from __future__ import annotations
@@ -22,20 +19,14 @@ from cosched.lab.simulation.parallel import execute_all
 from cosched.lab.simulation.run import RunResult, RunSpec, config_of
 from cosched.lab.simulation.search import largest_good, values_between
 from cosched.lab.simulation.setting import setting_of
-from cosched.lab.simulation.store import ResultStore
 
 _DIGITS = 4
-"""Significant ones of a value, in a configuration too."""
+"""Significant digits of a value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """What is searched.
-
-    key     of `Config`
-    policy  that reads it
-    low     where to search unless told otherwise
-    """
+    """key: of `Config`, which `policy` reads. low, high: default range."""
 
     summary: str
     key: str
@@ -43,9 +34,6 @@ class Search:
     policy: str
     low: float
     high: float
-
-    def say(self, value: float) -> str:
-        return f"{value:g} {self.unit}"
 
 
 SEARCHES: Mapping[str, Search] = {
@@ -70,7 +58,7 @@ SEARCHES: Mapping[str, Search] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """One run: what it reached of each goal, in their order, and of offline work."""
+    """One run: its value of each goal, and its offline throughput."""
 
     value: float
     reached: tuple[float | None, ...]
@@ -80,11 +68,9 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SloAnswer:
-    """What was found.
-
-    value     None: no value in the range meets all goals
-    bounds    of each goal, in seconds or as a share; None: there is nothing to compare with
-    baseline  what online requests alone reached of each goal; None: no goal asked
+    """value     None: no value in the range meets all goals
+    bounds    of each goal, in seconds or as a share; None: there is no baseline
+    baseline  value of each goal with online requests alone; None: no goal is relative
     probes    every value tried, in ascending order
     """
 
@@ -126,17 +112,15 @@ def find_largest(
     high: float | None = None,
     tolerance: float = 0.05,
     num_jobs: int = 1,
-    store: ResultStore | None = None,
     on_run: Callable[[str, RunResult], None] = lambda what, result: None,
 ) -> SloAnswer:
-    """Search in virtual time. `spec` names the policy; `tolerance` is relative; `num_jobs` values
-    are tried at a time; `on_run` gets each run that is done, and what it is. What `store` has is
-    not run again."""
+    """Search in virtual time. `tolerance` is relative; `num_jobs` values are tried at a time;
+    `on_run` gets the name and the result of each run."""
     return search_largest(
         name,
         spec,
         goals,
-        run_all=lambda specs: execute_all(specs, num_jobs=num_jobs, store=store),
+        run_all=lambda specs: execute_all(specs, num_jobs=num_jobs),
         low=low,
         high=high,
         tolerance=tolerance,
@@ -157,12 +141,12 @@ def search_largest(
     num_at_once: int = 1,
     on_run: Callable[[str, R], None] = lambda what, result: None,
 ) -> SloAnswer:
-    """The same with runs of whatever kind: `run_all` gets `num_at_once` specifications at a time,
-    each as `spec` with another value."""
+    """Search with any kind of run: `run_all` gets `num_at_once` specifications at a time, which are
+    `spec` with different values."""
     wanted = SEARCHES[name]
     low, high = wanted.low if low is None else low, wanted.high if high is None else high
     _check(spec, goals, low=low, high=high, tolerance=tolerance)
-    config_of(_at(spec, wanted.key, high))  # a wrong key shows before anything runs
+    config_of(spec.configured(**{wanted.key: high}))  # a wrong key is an error before the runs
     baseline = None
     if any(goal.is_relative for goal in goals):
         alone = replace(spec, setting=setting_of("s0"), config=())
@@ -175,7 +159,7 @@ def search_largest(
     probes: dict[float, Probe] = {}
 
     def probe(values: Sequence[float]) -> list[bool]:
-        specs = [_at(spec, wanted.key, value) for value in values]
+        specs = [spec.configured(**{wanted.key: value}) for value in values]
         for index, result in run_all(specs):
             value = values[index]
             reached = _reached(goals, result)
@@ -186,7 +170,7 @@ def search_largest(
                 is_good=all(met),
                 offline_tokens_per_s=result.summary.offline.tokens_per_s,
             )
-            on_run(wanted.say(probes[value].value), result)
+            on_run(f"{value:g} {wanted.unit}", result)
         return [probes[value].is_good for value in values]
 
     values = values_between(low, high, tolerance=tolerance, digits=_DIGITS)
@@ -214,10 +198,6 @@ def _check(
         raise ConfigError(f"the range is {low:g} to {high:g}; it must be above 0 and ascend")
     if not 0 < tolerance < 1:
         raise ConfigError(f"tolerance is {tolerance}; it must be in (0, 1)")
-
-
-def _at(spec: RunSpec, key: str, value: float) -> RunSpec:
-    return spec.configured(**{key: value})
 
 
 def _reached(goals: Sequence[Goal], result: Ran) -> tuple[float | None, ...]:

@@ -1,9 +1,9 @@
-"""Host memory in virtual time: copies take as long as the link says, and copy nothing.
+"""Host memory in virtual time: copies take time and copy nothing.
 
-SGLang's HiCache runs as it is, with its queues, locks and events; only what moves the bytes
-(`L2TransferEngine`) is replaced. Both directions go on at once, beside the model's computation,
-each copy after the one before it and after the iteration that was launched before it, as SGLang's
-streams wait for each other. An iteration that loads computes a layer as soon as that is there.
+SGLang's HiCache runs unchanged, with its queues, locks and events; only `L2TransferEngine`, which
+moves the bytes, is replaced. Both directions run in parallel with the model; a copy waits for the
+one before it and for the iteration launched before it, as SGLang's streams do. An iteration that
+loads KV computes a layer as soon as it is loaded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class _Clock(Protocol):
 
 
 class _Event:
-    """Done at a moment of virtual time; whoever waits for it moves the clock there."""
+    """Done at a virtual time; waiting for it moves the clock there."""
 
     def __init__(self, clock: _Clock, done_s: float) -> None:
         self._clock = clock
@@ -36,7 +36,7 @@ class _Event:
 
 
 class _Completion(NamedTuple):
-    """What SGLang's `TransferCompletion` holds."""
+    """The fields of SGLang's `TransferCompletion`."""
 
     start_event: _Event
     finish_event: _Event
@@ -44,10 +44,10 @@ class _Completion(NamedTuple):
 
 
 class VirtualTransfers:
-    """Takes the place of an `L2TransferEngine`.
+    """In place of an `L2TransferEngine`.
 
-    s_per_token  of a token's KV, either way
-    gpu_free_s   when what was launched on the modelled GPU is done
+    s_per_token  time of a token's KV in either direction [s]
+    gpu_free_s   when the simulated GPU has finished what was launched
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class VirtualTransfers:
         self._num_layers = num_layers
         self._gpu_free_s = gpu_free_s
         self._to_host_s = self._to_device_s = 0.0
-        """When the latest copy is done, each way."""
+        """End of the latest copy in each direction."""
 
     def submit_device_to_host(self, transfers: list[Any]) -> _Completion:
         start_s = self._start_s(self._to_host_s)
@@ -78,14 +78,14 @@ class VirtualTransfers:
         return self._completion(start_s, self._to_device_s)
 
     def iteration_s(self, start_s: float, compute_s: float) -> float:
-        """Of an iteration that starts then and needs what is being loaded: the first layer waits
-        for its part, the last for all."""
+        """Time of an iteration that needs KV that is being loaded: the first layer waits for its
+        part, the last one for all."""
         loading_s = max(self._to_device_s - start_s, 0.0)
         layers = self._num_layers
         return max(loading_s / layers + compute_s, loading_s + compute_s / layers)
 
     def next_done_s(self) -> float | None:
-        """When a copy is done that is still under way [s]."""
+        """End of the next unfinished copy [s]."""
         now_s = self._clock.now_s()
         ends = [end_s for end_s in (self._to_host_s, self._to_device_s) if end_s > now_s]
         return min(ends, default=None)

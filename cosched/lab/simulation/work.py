@@ -1,8 +1,8 @@
-"""What the lines of a job cost in the best batch of the job alone, and the most of a job that the
-device can do beside online requests. By a cost model; docs/metrics.md has the derivation.
+"""Cost of the lines of a job in the best batch of the job alone, and the upper bound of offline
+work beside online requests, by a cost model. docs/metrics.md has the derivation.
 
-A load is reduced to its number of prompt tokens and decodes, each of the mean length, and divided
-among equal iterations: prompts and decodes then share the time of the weights all the time.
+A load is reduced to prompt tokens and decodes of the mean length and divided among equal
+iterations, so that prompts and decodes always share the time of reading the weights.
 """
 
 from __future__ import annotations
@@ -24,18 +24,17 @@ from cosched_traces.summary import prefix_parts
 from cosched_traces.workload import TraceRequest
 
 SIZES = (0.0, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.15, 1.25, 1.5, 2.0, 4.0)
-"""Prompt tokens of an iteration, by their mean: iterations of two sizes can be faster than equal
-ones."""
+"""Prompt tokens of an iteration over their mean: two sizes can be faster than equal ones."""
 
 NUM_HALVINGS = 24
 """Steps of a bisection."""
 
 MOST_DOUBLINGS = 8
-"""An iteration that online requests make 256 times as long leaves no time for a job."""
+"""An iteration 256 times as long because of online requests leaves no time for a job."""
 
 
 class _Part(NamedTuple):
-    """Consecutive tokens of a prompt that the same number of lines have in common."""
+    """Consecutive tokens of a prompt that the same number of lines share."""
 
     start: int
     num_tokens: int
@@ -92,7 +91,7 @@ _NOTHING = _Load()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobWork:
-    """A job: what it costs, and the most of it that the device can do.
+    """The cost of a job, and upper bounds of its throughput.
 
     costs    rid -> cost of a line
     total_s  their sum: the time of the job in its best mix alone [s]
@@ -109,9 +108,9 @@ class JobWork:
     def bound_per_s(
         self, online: Iterable[RequestRecord], window: Window, *, tpot_s: float | None
     ) -> float:
-        """The most work per second [s/s] beside these online requests (docs/metrics.md).
+        """Upper bound of work per second [s/s] beside these online requests (docs/metrics.md).
 
-        tpot_s  target of online requests; iterations last no longer while one of them decodes
+        tpot_s  target of online requests: limit of an iteration while one of them decodes
         """
         records = [record for record in online if record.ok and record.first_s is not None]
         beside = _load_of(records, window).times(1 / window.length_s)
@@ -135,12 +134,10 @@ def job_work(
     kv_tokens: int,
     max_running: int,
 ) -> JobWork:
-    """Cost the lines of a job. A prompt token that several lines share is computed once, and its
-    cost divided equally among them.
+    """Cost of the lines of a job. Lines share the cost of prompt tokens that they have in common.
 
-    A line costs its prompt in full iterations of like prompts, and for each decode a share of the
-    largest batch that memory and slots hold. These costs are scaled to add up to the time of the
-    best mix of both.
+    A line costs its prompt in full iterations of equal prompts, and for each decode a share of the
+    largest batch that memory and slots allow, scaled to add up to the time of the best mix of both.
 
     kv_tokens    capacity of the KV memory
     max_running  most requests that decode in one iteration
@@ -219,9 +216,8 @@ def _jobs_per_s(
 
 
 def _iteration_s(cost_model: CostModel, load: _Load) -> float:
-    """Mean time of iterations with this mean load: linear between whole numbers of decodes, and
-    with the prompt tokens in iterations of two sizes where that is faster than in equal ones, as
-    it is where kernels take a step."""
+    """Mean time of iterations with this mean load: linear between whole numbers of decodes, with
+    prompt tokens in iterations of two sizes if that is faster, as at steps of kernels."""
     context = max(round(load.contexts / load.num_decodes), 1) if load.num_decodes else 1
     whole = math.floor(load.num_decodes)
 
@@ -245,7 +241,7 @@ def _iteration_s(cost_model: CostModel, load: _Load) -> float:
 
 
 def _least(holds: Callable[[float], bool], *, most: float) -> float:
-    """The least number from which on `holds` is true, at most `most`."""
+    """The least number, at most `most`, from which on `holds` is true."""
     low, high = 0.0, most
     for _ in range(NUM_HALVINGS):
         middle = (low + high) / 2
@@ -254,8 +250,8 @@ def _least(holds: Callable[[float], bool], *, most: float) -> float:
 
 
 def _load_of(online: Iterable[RequestRecord], window: Window) -> _Load:
-    """What had to be computed for online requests in a window. A prompt counts at its first token,
-    without the tokens that an earlier request had computed."""
+    """The load of online requests in a window. A prompt counts at its first token, without tokens
+    that an earlier request had computed."""
     loads = [_NOTHING]
     for record in online:
         num_prompt = record.num_prompt_tokens
@@ -269,7 +265,7 @@ def _load_of(online: Iterable[RequestRecord], window: Window) -> _Load:
 
 
 def _decoding_share(online: Iterable[RequestRecord], window: Window) -> float:
-    """Of a window, the share in which an online request decodes."""
+    """Share of a window in which an online request decodes."""
     total_s, until_s = 0.0, window.start_s
     for start_s, end_s in sorted(
         (record.first_s, window.end_s if record.finish_s is None else record.finish_s)
@@ -288,7 +284,7 @@ def _mean_context(request: TraceRequest) -> float:
 
 
 def _parts(requests: Sequence[TraceRequest]) -> list[list[_Part]]:
-    """Of each prompt, as many parts as there are numbers of lines that share them."""
+    """The parts of each prompt, split where the number of lines that share it changes."""
     paths = list(prefix_parts(requests))
     num_lines = Counter(node for path in paths for node, _ in path)
     parts: list[list[_Part]] = []
