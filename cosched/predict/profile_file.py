@@ -166,30 +166,6 @@ class Profile:
         write_whole(path, json.dumps(data, allow_nan=False) + "\n")
 
 
-def read_iteration_log(path: Path) -> list[MeasuredPoint]:
-    """The iterations that a server wrote with --cosched-iteration-log; a last line that is half
-    written is left out. ConfigError naming the file when it cannot be read, or the line that is
-    none."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(f"cannot read the iteration log {path}: {error.strerror}") from error
-    points = []
-    for i, line in enumerate(lines):
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError as error:
-            if i == len(lines) - 1:
-                break
-            raise ConfigError(f"{path}, line {i + 1} is not JSON: {error}") from None
-        if isinstance(entry, dict):
-            entry.pop("start_s", None)
-            if entry.get("seconds") == 0:
-                continue  # Shorter than the log's resolution: nothing to learn.
-        points.append(_point(entry, where=f"{path}, line {i + 1}"))
-    return points
-
-
 def _read_json(path: Path) -> Mapping[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))

@@ -34,7 +34,6 @@ ITEM_FIELDS = (
     "unused",  # so that an item is 32 bytes
 )
 _FIRST, _NUM, _REQUEST, _BEGIN, _END, _LIMIT, _PIECE = range(7)
-_ONLY = -1
 _UNLIMITED = 2**30  # every token sees all of a shared prefix
 _Ints = npt.NDArray[np.integer[Any]]
 _MIN_SPLIT = 256

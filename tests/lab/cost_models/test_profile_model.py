@@ -13,7 +13,7 @@ from cosched.errors import ConfigError
 from cosched.lab.cost_models.noise import NoisyModel
 from cosched.lab.cost_models.profile_model import FEATURES, MIN_POINTS, ProfileModel
 from cosched.lab.cost_models.registry import make_cost_model
-from cosched.predict.profile_file import FILE_VERSION, MeasuredPoint, Profile, read_iteration_log
+from cosched.predict.profile_file import FILE_VERSION, MeasuredPoint, Profile
 from tests.lab.cost_models.batches import typical_batches
 
 BATCHES = typical_batches(seed=5, num=300, max_kv_tokens=100_000)
@@ -117,29 +117,3 @@ class TestBadFiles:
         good = {"prefills": [[8, 0]], "decodes": [], "seconds": 0.01}
         with pytest.raises(ConfigError, match=r"bad\.json: points\[1\]: .*" + message):
             self.load(tmp_path, self.file(good, point))
-
-
-class TestIterationLog:
-    ENTRY = json.dumps({"start_s": 0.0, "seconds": 0.25, "prefills": [[10, 5]], "decodes": [7, 8]})
-
-    def read(self, tmp_path, text):
-        path = tmp_path / "log.jsonl"
-        path.write_text(text)
-        return read_iteration_log(path)
-
-    def test_one_that_ends_in_the_middle_of_a_line_is_read(self, tmp_path):
-        [point] = self.read(tmp_path, f"{self.ENTRY}\n{self.ENTRY[:20]}")
-        assert point.seconds == 0.25
-        assert point.batch == BatchShape(prefills=[Prefill(10, 5)], decodes=[7, 8])
-
-    def test_another_bad_line_is_named(self, tmp_path):
-        with pytest.raises(ConfigError, match=r"log\.jsonl, line 1 is not JSON"):
-            self.read(tmp_path, f"{self.ENTRY[:20]}\n{self.ENTRY}")
-        with pytest.raises(
-            ConfigError, match=r"log\.jsonl, line 2: Expected `object`, got `array`"
-        ):
-            self.read(tmp_path, f"{self.ENTRY}\n[]\n")
-
-    def test_one_that_is_not_there(self, tmp_path):
-        with pytest.raises(ConfigError, match=r"cannot read .*none\.jsonl"):
-            read_iteration_log(tmp_path / "none.jsonl")
