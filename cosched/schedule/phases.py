@@ -80,16 +80,6 @@ def youngest_first(builder: PlanBuilder) -> list[Request]:
     return unfinished + victims
 
 
-def largest_first(builder: PlanBuilder) -> list[Request]:
-    """The same with the request that holds the most KV tokens first (HyGen §4.1: priority and
-    memory consumption decide; HyGen states no rule that joins them)."""
-    unfinished = [*builder.unfinished()]
-    return sorted(
-        youngest_first(builder),
-        key=lambda r: (r not in unfinished, -r.num_computed_tokens),
-    )
-
-
 def admit_in_order(
     builder: PlanBuilder, pace: Pace, order: OfflineOrder, *, most: int | None = None
 ) -> None:
