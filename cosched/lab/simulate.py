@@ -98,8 +98,8 @@ class Simulate(JsonOption):
             name=self.policy,
             summary="",
             policy=self.policy,
-            has_online=self.run.workload.online is not None,
-            has_offline=self.run.workload.offline is not None,
+            has_online=self.run.online.name is not None,
+            has_offline=self.run.offline.name is not None,
         )
         if self.kv_eviction is not None:
             setting = with_eviction(setting, self.kv_eviction)

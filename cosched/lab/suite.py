@@ -273,7 +273,7 @@ def _spec(
                 options[role] = suite.generated[str(options[role])]
     run = parse(RunOptions, as_arguments(options))
     run.policy.cosched_config = json.dumps(setting.config)
-    run.workload.data_dir = data_dir
+    run.length.data_dir = data_dir
     spec = run_spec_of(run, setting_of(setting.policy or setting_name))
     if given.cheap:
         spec = replace(spec, data_dir=None, cost=replace(spec.cost, name="roofline"))

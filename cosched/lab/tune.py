@@ -112,7 +112,7 @@ class Tune(JsonOption):
     run: Annotated[RunOptions, Parameter(name="*")] = field(default_factory=RunOptions)
 
     def __call__(self) -> int:
-        if self.run.workload.online is None or self.run.workload.offline is None:
+        if self.run.online.name is None or self.run.offline.name is None:
             raise ConfigError("a choice weighs both classes: name --online and --offline")
         if not policy_entry(self.policy).timed:
             timed = choices(name for name in policy_names() if policy_entry(name).timed)

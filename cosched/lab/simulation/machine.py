@@ -15,8 +15,8 @@ from cosched.lab.cost_models.specs import gpu_spec, model_spec
 class Machine:
     """The simulated machine. These are the help texts of its options; "default:" explains None.
 
-    model                 the modelled model
-    gpu                   the modelled GPU
+    model                 the served model
+    gpu                   the simulated GPU
     tp                    number of GPUs (tensor parallelism)
     kv_tokens             KV capacity [tokens]; default: what fits beside the model's weights
     page_size             tokens per KV page

@@ -58,12 +58,12 @@ DATA_ENV = "COSCHED_DATA"
 
 _MACHINE, _COST = Machine(), CostSpec()
 
-_WORKLOAD_SECTION = section("Workload")
+_WORKLOAD_SECTION = section("Workload (docs/workloads.md)")
+_RUN_SECTION = section("Run")
 _MACHINE_SECTION = section("Simulated machine")
 _COST_SECTION = section("Iteration times of the simulated machine")
 _POLICY_SECTION = section("Policy")
 
-Workload = Annotated[str | None, Parameter(metavar="NAME|FILE")]
 DataDir = Annotated[Path | None, Parameter(metavar="DIR")]
 Factor = Annotated[float, number(gte=1, lte=10)]
 
@@ -74,34 +74,36 @@ def _chunk(text: str) -> int:
     raise ValueError(f"{text!r} is not a whole number of at least 1, or -1")
 
 
-@explained_by(RunSpec)
+@explained_by(WorkloadSpec)
 @dataclass(kw_only=True)
-class WorkloadOptions:
-    online: Workload = None
-    """online requests: a workload of the catalogue, or a file (docs/workloads.md)"""
-    online_rate: Positive | None = None
-    """mean rate of the online requests [requests/s]; of a workload in sessions: of their starts"""
-    online_sessions: Count | None = None
-    """concurrent sessions, of an online workload in sessions; a new one begins when one ends"""
-    offline: Workload = None
-    """offline requests: a workload of the catalogue, or a file"""
-    offline_requests: Count | None = None
-    """size of the offline set"""
-    offline_wave: Count | None = None
-    """send N offline requests at once, the next N when all of them have ended; default: the whole
-    set at the start"""
-    offline_refill: Count | None = None
-    """keep N offline requests at the server: when one ends, send the next, as a job that never ends
-    does"""
-    peak_window: Positive | None = None
-    """run only the busiest stretch of the online workload of this length [s]"""
-    online_faster: Positive = 1.0
-    """replay the online workload this many times as fast, bursts kept; --online-rate is the rate
-    after that"""
+class OnlineOptions:
+    name: Annotated[str | None, Parameter(name="--online", metavar="NAME|FILE")] = None
+    rate: Annotated[Positive | None, Parameter(name="--online-rate")] = None
+    num_sessions: Annotated[Count | None, Parameter(name="--online-sessions")] = None
+    peak_window_s: Annotated[Positive | None, Parameter(name="--peak-window")] = None
+    faster: Annotated[Positive, Parameter(name="--online-faster")] = 1.0
+
+
+@explained_by(WorkloadSpec)
+@dataclass(kw_only=True)
+class OfflineOptions:
+    name: Annotated[str | None, Parameter(name="--offline", metavar="NAME|FILE")] = None
+    num_requests: Annotated[Count | None, Parameter(name="--offline-requests")] = None
+    wave: Annotated[Count | None, Parameter(name="--offline-wave")] = None
+    refill: Annotated[Count | None, Parameter(name="--offline-refill")] = None
+
+
+@dataclass(kw_only=True)
+class SloOptions:
     slo_ttft: Positive = DEFAULT_SLO.ttft_s or 0.0
     """TTFT target of online requests [s]"""
     slo_tpot: Positive = DEFAULT_SLO.tpot_s or 0.0
     """TPOT target of online requests [s]"""
+
+
+@explained_by(RunSpec)
+@dataclass(kw_only=True)
+class LengthOptions:
     duration_s: Annotated[Positive, Parameter(name="--duration")] = 3600.0
     clairvoyant: bool = False
     seed: Seed = 0
@@ -182,7 +184,10 @@ class MachineAndPolicy:
 class RunOptions(MachineAndPolicy):
     """All options of a run."""
 
-    workload: Annotated[WorkloadOptions, _WORKLOAD_SECTION] = field(default_factory=WorkloadOptions)
+    online: Annotated[OnlineOptions, _WORKLOAD_SECTION] = field(default_factory=OnlineOptions)
+    offline: Annotated[OfflineOptions, _WORKLOAD_SECTION] = field(default_factory=OfflineOptions)
+    slo: Annotated[SloOptions, _WORKLOAD_SECTION] = field(default_factory=SloOptions)
+    length: Annotated[LengthOptions, _RUN_SECTION] = field(default_factory=LengthOptions)
 
 
 def config_pairs(options: PolicyOptions) -> tuple[tuple[str, Any], ...]:
@@ -211,38 +216,22 @@ def data_dir_of(given: Path | None) -> Path | None:
 
 def run_spec_of(options: RunOptions, setting: Setting) -> RunSpec:
     """The run that the options describe. ConfigError when they contradict each other."""
-    workload = options.workload
-    if workload.online is None and workload.offline is None:
+    online, offline = (
+        WorkloadSpec(**asdict(given)) if given.name else None
+        for given in (options.online, options.offline)
+    )
+    if online is None and offline is None:
         raise ConfigError("nothing to run: name --online, --offline or both")
-    data_dir = data_dir_of(workload.data_dir)
+    data_dir = data_dir_of(options.length.data_dir)
     return RunSpec(
         setting=setting,
         machine=machine_of(options.machine),
-        online=WorkloadSpec(
-            name=workload.online,
-            rate=workload.online_rate,
-            num_sessions=workload.online_sessions,
-            peak_window_s=workload.peak_window,
-            faster=workload.online_faster,
-        )
-        if workload.online
-        else None,
-        offline=WorkloadSpec(
-            name=workload.offline,
-            num_requests=workload.offline_requests,
-            wave=workload.offline_wave,
-            refill=workload.offline_refill,
-        )
-        if workload.offline
-        else None,
+        online=online,
+        offline=offline,
         cost=cost_of(options.cost, data_dir),
-        slo=Slo(ttft_s=workload.slo_ttft, tpot_s=workload.slo_tpot),
-        duration_s=workload.duration_s,
-        seed=workload.seed,
-        data_dir=str(data_dir) if data_dir else None,
-        clairvoyant=workload.clairvoyant,
-        host_time=workload.host_time,
+        slo=Slo(ttft_s=options.slo.slo_ttft, tpot_s=options.slo.slo_tpot),
         config=config_pairs(options.policy),
+        **asdict(options.length) | {"data_dir": str(data_dir) if data_dir else None},
     )
 
 

@@ -48,14 +48,16 @@ _ASKED_EVERY = 200
 class WorkloadSpec:
     """A workload of the catalogue and its parameters (`cosched_traces.catalogue.load_workload`).
 
-    name           of the catalogue, or a file
-    rate           mean rate of the online requests, or of the starts of their sessions [1/s]
-    num_sessions   concurrent sessions; a new one begins when one ends
+    name           a workload of the catalogue, or a file
+    rate           mean rate of the requests, or of the starts of sessions [1/s]
+    num_sessions   concurrent sessions, of a workload in sessions; a new one begins when one ends
     num_requests   size of the offline set
-    peak_window_s  length of the busiest stretch, which alone is run
-    wave           offline requests sent at once, the next when all of them have ended; None: all
-    refill         offline requests kept at the server: when one ends, the next is sent
-    faster         factor on the speed of the online workload, bursts kept; `rate` is after it
+    peak_window_s  run only the busiest stretch of the online workload of this length [s]
+    wave           offline requests sent at once; the next follow when all of them have ended;
+                   default: the whole set at the start
+    refill         offline requests kept at the server: when one ends, the next is sent, as a job
+                   that never ends does
+    faster         factor on the speed of the online workload, bursts kept; its rate is after that
     """
 
     name: str
