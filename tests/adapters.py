@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -99,3 +99,16 @@ def _unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return make(*arguments, **options)
 
     return made
+
+
+def load_adapters(scheduler: Any, folders: Mapping[str, Path]) -> dict[str, str]:
+    """Load LoRA adapters into a running scheduler; name -> id in requests."""
+    from sglang.srt.lora.lora_registry import LoRARef
+
+    manager = scheduler.tp_worker.model_runner.lora_manager
+    for name, folder in folders.items():
+        loaded = manager.load_lora_adapter(
+            LoRARef(lora_name=name, lora_path=str(folder), pinned=False)
+        )
+        assert loaded.success, loaded.error_message
+    return {ref.lora_name: lora_id for lora_id, ref in manager.lora_refs.items()}

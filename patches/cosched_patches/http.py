@@ -32,12 +32,12 @@ from cosched_patches.seam import Seam, after, around, before
 logger = logging.getLogger(__name__)
 
 _WRONG_VALUES = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, re.error)
-"""What Python raises where code meets a value that it did not expect."""
+"""What Python raises when code gets a value that it does not expect."""
 
 
 @cache
 def front() -> Front:
-    """The one HTTP side of this process."""
+    """Of this process."""
     return Front(load_config() or Config())
 
 
@@ -64,7 +64,7 @@ def check_server(server_args: Any, *_: Any, **__: Any) -> None:
         if config is not None:
             check_arguments(server_args, config)
     except ConfigError as error:
-        # Whichever program called: one sentence, no traceback, no process started.
+        # One sentence, no traceback, no process started.
         print(f"cosched: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 
@@ -119,9 +119,9 @@ async def _in_form(request: Any, error: HTTPException) -> Any:
 def announce_ready(
     original: Any, server_args: Any, launch_callback: Any = None, **options: Any
 ) -> None:
-    """SGLang's warm-up asks its own address: if another server has the port, that one answers, and
-    a server that then fails is called ready. Here the server must listen itself. Behind the line
-    that says ready stand cosched's policy, targets and two requests to try."""
+    """SGLang's warm-up sends a request to its own address. If another server has the port, that one
+    answers, and a server that then fails is called ready. Here this process must listen itself.
+    The log then shows cosched's policy, targets and two requests to try."""
     config = load_config()
     if config is None:
         original(server_args, launch_callback, **options)
@@ -138,9 +138,9 @@ def announce_ready(
 
 
 async def drain_first(original: Any, manager: Any) -> None:
-    """On SIGTERM chats finish and offline work is dropped, within ``drain_s``. Stock waits without
-    a bound until every request is answered, and takes new ones: with a batch in progress a server
-    does not end before the batch."""
+    """On SIGTERM online requests finish and offline requests are dropped, within ``drain_s``. Stock
+    waits without a limit until every request is answered, and accepts new ones: a server with a
+    batch in progress does not end before the batch."""
     config = load_config()
     if config is None:
         await original(manager)
@@ -166,7 +166,7 @@ async def read_body(original: Any, request: Any) -> Any:
         front().read(request, body, route=route)
     except (RequestError, LimitError) as error:
         status = 400 if isinstance(error, RequestError) else 429
-        # FastAPI lets this one type through from here; SGLang gives it the endpoint's form.
+        # FastAPI passes on only this type; SGLang gives it the endpoint's form.
         raise HTTPException(status_code=status, detail=str(error)) from None
     return body
 
@@ -243,7 +243,7 @@ def send_created_time(state: Any, times: Any) -> Any:
 # --- How they are answered ---
 
 _NO_TOKEN = "Grammar accept_token failed"
-"""How the message begins with which SGLang ends a request whose grammar matches no text."""
+"""Start of SGLang's message for a request whose grammar matches no text."""
 
 
 async def answer_abort(

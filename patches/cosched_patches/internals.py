@@ -1,7 +1,5 @@
-"""What cosched reads and writes inside SGLang beside the seams, and the check that it exists.
-
-Otherwise a missing name would show as an AttributeError in the middle of a request, or not at all.
-"""
+"""What cosched uses inside SGLang beside the seams, and the check that it exists. Without the check
+a missing name would be an AttributeError in the middle of a request, or stay unnoticed."""
 
 from __future__ import annotations
 
@@ -99,7 +97,7 @@ INTERNALS: Mapping[str, tuple[str, ...]] = {
 
 
 def check_internals(internals: Mapping[str, tuple[str, ...]]) -> None:
-    """SeamError naming the first class, and what of it is gone."""
+    """SeamError names the first class that lacks something, and what it lacks."""
     for target, names in internals.items():
         try:
             owner = pkgutil.resolve_name(target)
@@ -110,12 +108,12 @@ def check_internals(internals: Mapping[str, tuple[str, ...]]) -> None:
             raise SeamError(
                 f"SGLang's {target} has no {', '.join(gone)}, which cosched uses. {running_on()}"
             )
-    _parsed.cache_clear()  # what was found stays; the trees are large
+    _parsed.cache_clear()  # the syntax trees are large
 
 
 def _has(owner: type, name: str) -> bool:
-    """Whether its objects have the attribute: a method, a field, or what a method of it, or of
-    a class it is made from, assigns to ``self``."""
+    """Whether its objects have the attribute: a method, a field, or what a method of it or of a
+    base class assigns to ``self``."""
     return hasattr(owner, name) or any(name in _fields(base) for base in owner.__mro__)
 
 
@@ -141,12 +139,12 @@ def _fields(base: type) -> frozenset[str]:
 
 @cache
 def _parsed(module: str) -> ast.AST:
-    """Once for all of its classes: `inspect.getsource` of a class parses the whole file."""
+    """Cached, because `inspect.getsource` of a class parses the whole file."""
     return ast.parse(inspect.getsource(sys.modules[module]))
 
 
 def _defined_in(node: ast.AST, name: str) -> Iterator[ast.AST]:
-    """The classes and functions of that name in a node, but not those inside others."""
+    """The classes and functions of that name in a node, without nested ones."""
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield from _defined_in(child, name)

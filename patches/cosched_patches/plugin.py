@@ -17,7 +17,7 @@ def register() -> None:
     try:
         if load_config() is None:
             return
-        import cosched.bootstrap  # before SGLang's heavy modules are imported
+        import cosched.bootstrap  # before SGLang's modules
         from cosched_patches import internals, seam
 
         seam.check_version()

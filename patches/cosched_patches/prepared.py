@@ -1,5 +1,5 @@
-"""Import this in a process that others are forked from, each to make a scheduler of its own: what
-SGLang imports then is there, and hooked, which is the same for every configuration."""
+"""For a process that is forked, where each fork makes a scheduler: imports SGLang's modules and
+hooks them, which is the same for every configuration."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from unittest import mock
 from cosched.config import ENV_VAR, Config
 from cosched_patches.plugin import register
 
-__all__: list[str] = []
-
-# All models are imported when a scheduler is made; those that lack a package are said to.
+# SGLang imports all models when a scheduler is made, and logs those that lack a package.
 logging.getLogger("sglang.srt.models.registry").setLevel(logging.ERROR)
 try:
     with without_collections():
@@ -26,9 +24,9 @@ try:
         with mock.patch.dict(os.environ, {ENV_VAR: Config().to_json()}):
             register()
 except SystemExit as error:
-    # The fork server goes on without a module that it cannot import, and each fork says why.
+    # The fork server ignores modules that it cannot import; then each fork reports why.
     raise ImportError(str(error)) from error
 
-# Forks share these objects: they neither look through them nor, by that, copy them.
+# The garbage collector of a fork does not scan these objects, which would copy them.
 gc.collect()
 gc.freeze()

@@ -26,7 +26,7 @@ from cosched.engine.checks import check_received, scope_of
 from cosched.engine.guard import note_or_raise
 from cosched.engine.offline_gate import is_for_gate
 from cosched.engine.port import finish_by_pattern as finish
-from cosched.engine.port import most_tail_tokens, refuse
+from cosched.engine.port import most_tail_tokens, refuse, under_way
 from cosched.engine.port.attention import launching
 from cosched.engine.port.building import adder_class
 from cosched.engine.port.penalties import count_outputs
@@ -47,10 +47,14 @@ def _faults(scheduler: Any) -> Any | None:
     return getattr(scheduler, "cosched_faults", None)
 
 
+def _is_offline(req: Any) -> bool:
+    return class_of_priority(req.priority) is RequestClass.OFFLINE
+
+
 @contextlib.contextmanager
 def _showing(scheduler: Any, reqs: Iterable[Any]) -> Iterator[list[Any]]:
-    """SGLang sees these waiting requests only. Yields a list, which holds afterwards those that
-    SGLang took out."""
+    """SGLang sees only these waiting requests. Yields a list, which afterwards holds those that
+    SGLang has removed."""
     waiting, shown, taken = scheduler.waiting_queue, list(reqs), list[Any]()
     scheduler.waiting_queue = list(shown)
     try:
@@ -65,8 +69,8 @@ def _showing(scheduler: Any, reqs: Iterable[Any]) -> Iterator[list[Any]]:
 
 
 def take_over(original: Any, scheduler: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
-    """Puts controller and observer beside a scheduler, and the waiting queue (online queue and
-    offline pool) in the place of SGLang's list. Arguments that the policy does not support are
+    """Attaches controller and observer to a scheduler, and replaces SGLang's list of waiting
+    requests by online queue and offline pool. Arguments that the policy does not support are
     refused before the model is loaded. (sgl-project/sglang#5603)"""
     config = load_config()
     try:
@@ -85,8 +89,8 @@ def take_over(original: Any, scheduler: Any, server_args: Any, *args: Any, **kwa
 
 def wait_for_requests(scheduler: Any, *_: Any, **__: Any) -> None:
     """Under the overlap scheduler SGLang plans an iteration as soon as the previous one has begun.
-    Requests are received later, just in time before the next iteration must be planned, so that
-    requests that arrive in between are part of that plan."""
+    Here requests are received just before the next iteration must be planned, so that its plan
+    includes those that arrive in between."""
     controller = _controller(scheduler)
     if controller is not None:
         controller.wait_for_requests()
@@ -119,7 +123,7 @@ def limit_online_queue(original: Any, scheduler: Any, recv_req: Any) -> bool:
     them with 503, and aborts waiting ones for requests of higher priority. Offline requests have
     ``--cosched-max-offline-waiting``; a server that is shutting down takes none.
     (sgl-project/sglang#8743)"""
-    if class_of_priority(recv_req.priority) is RequestClass.OFFLINE:
+    if _is_offline(recv_req):
         gate = getattr(scheduler, "cosched_offline", None)
         return gate is not None and gate.turns_away(recv_req)
     if scheduler.max_queued_requests is None:
@@ -148,14 +152,7 @@ def time_out_online(original: Any, scheduler: Any) -> Any:
     except Exception as error:
         note_or_raise(scheduler, "waiting_timeout", error)
         return []
-    batches = (scheduler.running_batch, scheduler.last_batch)
-    offline = {
-        req.rid
-        for batch in batches
-        if batch is not None
-        for req in batch.reqs
-        if class_of_priority(req.priority) is RequestClass.OFFLINE
-    }
+    offline = {req.rid for req in under_way(scheduler) if _is_offline(req)}
     return [abort for abort in aborts if abort.rid not in offline]
 
 

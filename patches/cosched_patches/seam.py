@@ -9,20 +9,24 @@ import os
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from cosched.errors import SeamError
 from cosched.versions import SGLANG_VERSION
 
 ALLOW_VARIABLE = "COSCHED_ALLOW_SGLANG"
-"""Environment variable: another version of SGLang that is let through at the operator's risk."""
+"""Environment variable: another version of SGLang that the operator allows at their own risk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seam:
-    """One hook.
+    """One hook into SGLang; made by `before`, `after` and `around`.
 
-    kind        ``before``, ``after`` or ``around`` (SGLang's `HookType`)
+    kind        ``before``: the hook gets the arguments of the original and runs before it;
+                ``after``: it gets its result and arguments, and what it returns, if not None,
+                replaces the result; ``around``: it gets the original and its arguments, and calls
+                it
     target      dotted path of a function or method of SGLang
     parameters  names of its parameters, in order, which the hook relies on
     hook        the function; its docstring says what it is for
@@ -34,27 +38,14 @@ class Seam:
     hook: Callable[..., Any]
 
 
-def before(target: str, parameters: str, hook: Callable[..., Any]) -> Seam:
-    """The hook runs before the original, with its arguments."""
-    return Seam("before", target, parameters, hook)
-
-
-def after(target: str, parameters: str, hook: Callable[..., Any]) -> Seam:
-    """The hook gets the original's result and arguments; what it returns, if not None, replaces the
-    result."""
-    return Seam("after", target, parameters, hook)
-
-
-def around(target: str, parameters: str, hook: Callable[..., Any]) -> Seam:
-    """The hook gets the original and its arguments, and calls it."""
-    return Seam("around", target, parameters, hook)
+before = partial(Seam, "before")
+after = partial(Seam, "after")
+around = partial(Seam, "around")
 
 
 def install(seams: Iterable[Seam]) -> None:
     """Check, hook and check again. SeamError names the seam, what was expected and what was found.
-
-    SGLang's own `apply_hooks` logs failures and continues; a server that serves without half of its
-    scheduler is worse than one that does not start.
+    SGLang's `apply_hooks` only logs failures.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -69,8 +60,8 @@ def install(seams: Iterable[Seam]) -> None:
 
 @contextlib.contextmanager
 def _quick_for_methods() -> Iterator[None]:
-    """SGLang searches all modules for imports of each function that it hooks, which takes a second
-    or two for all seams. Methods are not imported by name, so the search is left out for them."""
+    """SGLang searches all modules for imports of each function that it hooks, which takes one or
+    two seconds in all. Methods are not imported by name, so they need no search."""
     from sglang.srt.plugins import hook_registry
 
     propagate = getattr(hook_registry, "_propagate_patch", None)
@@ -111,18 +102,18 @@ def check_wrapped(seams: Iterable[Seam]) -> None:
 
 def check_version() -> None:
     """SeamError unless the installed SGLang is the supported version, or the one that
-    `ALLOW_VARIABLE` names. Signatures may fit a later version whose insides have changed."""
+    `ALLOW_VARIABLE` names. In another version signatures may fit although the code has changed."""
     from sglang.version import __version__
 
     if __version__ == SGLANG_VERSION:
         return
     if os.environ.get(ALLOW_VARIABLE, "").strip() != __version__:
         raise SeamError(
-            f"{running_on()} To try it all the same, set {ALLOW_VARIABLE}={__version__}: answers "
-            "and scheduling are then untested."
+            f"{running_on()} To try this version, set {ALLOW_VARIABLE}={__version__}: answers and "
+            "scheduling are then untested."
         )
     logging.getLogger("cosched").warning(
-        "%s %s lets it through: ANSWERS AND SCHEDULING ARE UNTESTED with this version.",
+        "%s %s allows it: ANSWERS AND SCHEDULING ARE UNTESTED with this version.",
         running_on(),
         ALLOW_VARIABLE,
     )

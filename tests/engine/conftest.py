@@ -9,6 +9,8 @@ import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.config import ENV_VAR
 from tests.memory.integrity import check_kv_tree
 
+OFFLINE = -1  # the priority
+
 FLAGS = {
     "--device": "cpu",
     "--attention-backend": "torch_native",
@@ -131,6 +133,11 @@ def random_traffic(
     return prompts
 
 
+def outputs(engine) -> dict[str, list[int]]:
+    """The output tokens of each request."""
+    return {rid: reply.output_ids for rid, reply in engine.replies.items()}
+
+
 def prompt(seed: int, length: int) -> list[int]:
     """A prompt that shares no prefix with one of another seed."""
     return [(seed * 31 + position * (seed % 7 + 1)) % 500 + 2 for position in range(length)]
@@ -162,6 +169,20 @@ def assert_drained(engine) -> None:
             if controller.kv.copies is not None:
                 pool = scheduler.tree_cache.cache_controller.mem_pool_host
                 assert controller.kv.kv_tree.num_on_host == pool.size - pool.available_size()
+
+
+def watch_plans(engine, *, before=lambda: None, after=lambda plan: None) -> None:
+    """Call `before` before each plan is made, and `after` with it."""
+    controller = engine.scheduler.cosched
+    original = controller._plan
+
+    def plan(*args, **kwargs):
+        before()
+        made = original(*args, **kwargs)
+        after(made)
+        return made
+
+    controller._plan = plan
 
 
 def view_now(scheduler):

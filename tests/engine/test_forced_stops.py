@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from cosched.core.plan import Preemption, PreemptMode
-from tests.engine.conftest import assert_drained, prompt
+from tests.engine.conftest import assert_drained, outputs, prompt
 
 NUM_REQUESTS = int(os.environ.get("COSCHED_STOPPED_REQUESTS", "120"))
 """500 were run when this was written."""
@@ -64,7 +64,7 @@ def answers(engine):
 
     engine.run_until_idle(on_iteration=more)
     assert_drained(engine)
-    return {rid: reply.output_ids for rid, reply in engine.replies.items()}
+    return outputs(engine)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from sglang.srt.mem_cache.l2_transfer import TransferCompletion
 from cosched.core.plan import PreemptMode, SkipReason
 from cosched.engine import port
 from cosched.memory.occupancy import HostOccupancy
-from tests.engine.conftest import assert_drained, prompt, view_now
+from tests.engine.conftest import assert_drained, outputs, prompt, view_now, watch_plans
 
 HOST = {"switches": ["--enable-hierarchical-cache"], "hicache_size": 0}
 
@@ -81,7 +81,7 @@ def serve(engine, *, seed=1, num_rounds=6):
             number += 1
         engine.run_until_idle()
     assert_drained(engine)
-    return {rid: reply.output_ids for rid, reply in engine.replies.items()}
+    return outputs(engine)
 
 
 @pytest.fixture(scope="module")
@@ -174,15 +174,12 @@ def test_what_takes_long_is_loaded_before_it_is_admitted(make_engine, monkeypatc
     overflow(engine, "other", 500, seed=2)
     kv = scheduler.cosched.kv
     waits, decoded, reasons = [], [], set()
-    plan = scheduler.cosched._plan
 
-    def planned(*args, **kwargs):
-        made = plan(*args, **kwargs)
+    def note(plan):
         if kv._restoring:
-            reasons.add(made.skipped.get("second"))
-        return made
+            reasons.add(plan.skipped.get("second"))
 
-    monkeypatch.setattr(scheduler.cosched, "_plan", planned)
+    watch_plans(engine, after=note)
 
     def watch(iteration):
         if iteration == 3:
@@ -207,15 +204,12 @@ def test_the_view_counts_what_is_on_the_host(make_engine):
     engine.run_until_idle()
     overflow(engine, "other", 500, seed=2)
     matches = []
-    controller = scheduler.cosched
-    plan = controller._plan
 
-    def planned(*args, **kwargs):
+    def look():
         view = view_now(scheduler)
         matches.extend(view.match(request) for request in view.online)
-        return plan(*args, **kwargs)
 
-    controller._plan = planned
+    watch_plans(engine, before=look)
     engine.submit("second", prompt(1, 300) + prompt(3, 40), max_new_tokens=2)
     engine.run_until_idle()
     first = matches[0]
@@ -305,7 +299,7 @@ def test_copies_are_exact_in_every_layer(make_engine):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-def test_a_stopped_request_is_copied_and_goes_on(make_engine, monkeypatch):
+def test_a_stopped_request_is_copied_and_goes_on(make_engine):
     """With the mode that the plan has chosen; the tokens are those of an engine with room."""
 
     def submit(engine):
@@ -316,21 +310,14 @@ def test_a_stopped_request_is_copied_and_goes_on(make_engine, monkeypatch):
                 engine.submit("online", prompt(2, 420), max_new_tokens=20)
 
         engine.run_until_idle(on_iteration=more)
-        return {rid: reply.output_ids for rid, reply in engine.replies.items()}
+        return outputs(engine)
 
     expected = submit(make_engine(policy="hygen", max_total_tokens=4000))
     engine = with_host(make_engine)
     LateTransfers(engine, 2)
     modes = []
+    watch_plans(engine, after=lambda plan: modes.extend(p.mode for p in plan.preempt))
     controller = engine.scheduler.cosched
-    original = controller._plan
-
-    def plan(*args, **kwargs):
-        made = original(*args, **kwargs)
-        modes.extend(preemption.mode for preemption in made.preempt)
-        return made
-
-    monkeypatch.setattr(controller, "_plan", plan)
     assert submit(engine) == expected
     assert PreemptMode.CHECKPOINT in modes
     host = controller.kv.occupancy().host

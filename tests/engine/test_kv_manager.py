@@ -10,10 +10,9 @@ import cosched.bootstrap  # noqa: F401  # before SGLang
 from cosched.core.plan import Plan
 from cosched.engine import kv
 from cosched.engine.kv import KvManager
-from cosched.engine.timekeeper import Moment
 from cosched.engine.view_of import num_cached
 from cosched.memory.config import KvConfig
-from tests.engine.conftest import prompt
+from tests.engine.conftest import prompt, view_now, watch_plans
 
 
 @pytest.mark.parametrize(
@@ -67,23 +66,21 @@ def test_a_prompt_is_looked_up_only_where_the_tree_begins_like_it(
 ):
     """And what a plan is told of it is what the engine would find."""
     engine = make_engine(policy="hygen", max_running_requests=2, page_size=page_size)
-    controller = engine.scheduler.cosched
-    plan, seen, looked_up = controller._plan, set(), []
+    seen, looked_up = set(), []
     monkeypatch.setattr(
         kv.port, "peek", lambda *args, peek=kv.port.peek: looked_up.append(0) or peek(*args)
     )
 
-    def planned(*args):
-        view = controller.view(args[0], Moment(0.0, 0.0))
+    def look():
+        view = view_now(engine.scheduler)
         for request in view.online:
             before = len(looked_up)
             cached = view.match(request).cached
             is_looked_up = len(looked_up) > before
             assert cached == num_cached(engine.scheduler.tree_cache, request)
             seen.add((cached > 0, is_looked_up))
-        return plan(*args)
 
-    controller._plan = planned
+    watch_plans(engine, before=look)
     for i in range(8):
         engine.submit(f"r{i}", prompt(i // 2, 70), max_new_tokens=3)
     engine.run_until_idle()

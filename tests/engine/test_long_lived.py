@@ -5,13 +5,7 @@ from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
 from cosched.engine.view_of import num_cached
-from tests.engine.conftest import assert_drained, prompt
-
-OFFLINE = -100
-
-
-def outputs(engine):
-    return {rid: reply.output_ids for rid, reply in engine.replies.items()}
+from tests.engine.conftest import OFFLINE, assert_drained, outputs, prompt
 
 
 @pytest.mark.parametrize("policy", ["sglang", "sarathi", "hygen"])

@@ -5,9 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from tests.engine.conftest import assert_drained, prompt, random_traffic, without_model
-
-OFFLINE = -1
+from tests.engine.conftest import (
+    OFFLINE,
+    assert_drained,
+    outputs,
+    prompt,
+    random_traffic,
+    without_model,
+)
 
 
 class HoldingPolicy:
@@ -54,7 +59,7 @@ def answers(engine, seed):
         engine.submit(f"r{i}", tokens, max_new_tokens=12, priority=priority)
     engine.run_until_idle(max_iterations=3000)
     assert_drained(engine)
-    return {rid: reply.output_ids for rid, reply in engine.replies.items()}
+    return outputs(engine)
 
 
 @pytest.mark.parametrize(("overlap", "mixed"), [(False, True), (True, True), (True, False)])

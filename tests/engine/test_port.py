@@ -1,4 +1,4 @@
-"""What is asked of SGLang's insides has an answer in every supported version."""
+"""Only the port uses SGLang's names, and what it says of SGLang is true."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import pytest
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.engine import port
 from cosched_patches.internals import INTERNALS, _has
-from tests.engine.conftest import assert_drained, prompt, view_now
+from tests.engine.conftest import OFFLINE, assert_drained, prompt, view_now
 
-OFFLINE = -1
 ROOT = Path(__file__).resolve().parent.parent.parent
 PORT = ROOT / "cosched" / "engine" / "port"
 
@@ -33,7 +32,7 @@ NAMES = {
 
 
 def modules_above_the_port():
-    for folder in ("engine", "simulation", "profiling"):
+    for folder in ("engine", "lab/simulation", "lab/profiling"):
         for path in sorted((ROOT / "cosched" / folder).rglob("*.py")):
             if PORT not in path.parents:
                 yield path

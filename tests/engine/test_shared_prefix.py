@@ -16,11 +16,10 @@ from sglang.srt.model_executor.runner_utils import capture_mode
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.errors import ConfigError
 from cosched_kernels.picker import DeviceModel, write_model
-from tests.engine.conftest import FLAGS, assert_drained, prompt
+from tests.engine.conftest import FLAGS, OFFLINE, assert_drained, outputs, prompt
 
 NAME = "cosched_shared_prefix"
 SWITCHES = ("--enable-mixed-chunk", "--disable-overlap-schedule")
-OFFLINE = -1
 
 
 def questions(engine, *, documents=2, each=3, num_new=8, length=40):
@@ -58,10 +57,6 @@ def with_interruptions(engine):
     assert stopped
 
 
-def replies(engine):
-    return {rid: reply.output_ids for rid, reply in engine.replies.items()}
-
-
 def shared_of(engine):
     return engine.scheduler.tp_worker.model_runner.attn_backend.cosched_shared
 
@@ -73,7 +68,7 @@ def run(make_engine, attention, work, **options):
         check_groups(engine)
     work(engine)
     assert_drained(engine)
-    return engine, replies(engine)
+    return engine, outputs(engine)
 
 
 def check_groups(engine):
@@ -172,7 +167,7 @@ def test_decodes_of_a_mixed_batch_are_packed_though_nothing_is_shared(make_engin
 
         engine.run_until_idle(on_iteration=act)
         assert_drained(engine)
-        return replies(engine)
+        return outputs(engine)
 
     expected = chats(make_engine(attention_backend="torch_native", page_size=16))
     engine = make_engine(attention_backend=NAME, page_size=16)
@@ -222,7 +217,7 @@ def test_tokens_of_decodes_in_graphs(make_engine, monkeypatch):
 
     monkeypatch.setattr(shared, "prepare", begin)
     questions(engine)
-    assert replies(engine) == expected
+    assert outputs(engine) == expected
     assert set(chosen) == {"plain", "shared"}
     assert addresses == (
         shared._fixed.tensors.items.data_ptr(),
@@ -241,7 +236,7 @@ def test_a_failure_of_the_plan_costs_no_server(make_engine, monkeypatch):
 
     monkeypatch.setattr(shared, "_groups", broken)
     questions(engine)
-    assert replies(engine) == expected
+    assert outputs(engine) == expected
     assert shared.num_shared_batches == 0
 
 
@@ -297,7 +292,7 @@ def asked_in_turns(engine):
 
     engine.run_until_idle(on_iteration=act)
     assert stopped
-    return replies(engine)
+    return outputs(engine)
 
 
 INTERPRETED = """

@@ -1,34 +1,46 @@
-"""Requests that the engine treats in a way of its own: penalties, adapters, logprobs, beams,
-alignment, large pages. None of them may end, hang or starve the scheduler."""
+"""Requests that the engine treats specially: penalties, adapters, logprobs, beams, alignment, large
+pages. None of them may end, hang or starve the scheduler."""
 
 import random
 from array import array
 from types import SimpleNamespace
 
 import pytest
+from sglang.srt.managers.io_struct import (
+    CloseSessionReqInput,
+    OpenSessionReqInput,
+    SessionParams,
+)
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from cosched.engine.port.local import load_adapters, made_up
+from cosched.engine import port
+from cosched.engine.port.local import made_up
 from cosched.engine.tracked import TrackedRequest
+from cosched.engine.view_of import num_cached
 from tests.adapters import FLAGS as LORA_FLAGS
-from tests.adapters import make_adapters, without_pinned_memory
-from tests.engine.conftest import assert_drained, prompt, view_now
+from tests.adapters import load_adapters, make_adapters, without_pinned_memory
+from tests.engine.conftest import OFFLINE, assert_drained, outputs, prompt, view_now
 from tests.engine.test_partial_decode import hold_at_random
 
-OFFLINE = -1
+PENALTIES = (
+    {"frequency_penalty": 1.5},
+    {"presence_penalty": 1.0},
+    {"repetition_penalty": 1.4},
+    {"frequency_penalty": 0.7, "repetition_penalty": 1.2},
+    {},
+)
+
+
+def submit(engine, rid, *args, params, **fields):
+    """params: sampling parameters beside those of `LocalEngine.submit`."""
+    engine.submit(rid, *args, **fields)
+    for name, value in params.items():
+        setattr(engine._inbox[-1].sampling_params, name, value)
 
 
 def submit_with_penalties(engine, rid, index, tokens, *, count, priority):
-    engine.submit(rid, tokens, max_new_tokens=count, priority=priority)
-    params = engine._inbox[-1].sampling_params
-    match index % 5:
-        case 0:
-            params.frequency_penalty = 1.5
-        case 1:
-            params.presence_penalty = 1.0
-        case 2:
-            params.repetition_penalty = 1.4
-        case 3:
-            params.frequency_penalty, params.repetition_penalty = 0.7, 1.2
+    params = PENALTIES[index % 5]
+    submit(engine, rid, tokens, max_new_tokens=count, priority=priority, params=params)
 
 
 def penalized_answers(engine, *, max_iterations=3000, when=lambda iteration: None):
@@ -39,7 +51,7 @@ def penalized_answers(engine, *, max_iterations=3000, when=lambda iteration: Non
         submit_with_penalties(engine, f"r{i}", i, tokens, count=24, priority=priority)
     engine.run_until_idle(max_iterations=max_iterations, on_iteration=when)
     assert_drained(engine)
-    return {rid: reply.output_ids for rid, reply in engine.replies.items()}
+    return outputs(engine)
 
 
 @pytest.mark.parametrize("mixed", [True, False])
@@ -66,7 +78,7 @@ def test_penalties_survive_a_preemption(make_engine):
 
         engine.run_until_idle(max_iterations=3000, on_iteration=act)
         assert_drained(engine)
-        return {rid: reply.output_ids for rid, reply in engine.replies.items()}
+        return outputs(engine)
 
     expected = run(make_engine(max_running_requests=8))
     engine = make_engine(max_running_requests=4)
@@ -234,10 +246,8 @@ def test_prompts_are_cut_where_the_engine_aligns_them(make_engine, policy, prior
     """Deterministic inference cuts at multiples of some thousand tokens only."""
     engine = make_engine(policy=policy, max_total_tokens=20000, chunked_prefill_size=1024)
     engine.scheduler.truncation_align_size = 512
-    from cosched.engine.port import caps_of
-
     controller = engine.scheduler.cosched
-    controller.caps = caps_of(engine.scheduler)
+    controller.caps = port.caps_of(engine.scheduler)
     for i in range(3):
         engine.submit(f"r{i}", prompt(i, 1500), max_new_tokens=4, priority=priority)
     engine.run_until_idle(max_iterations=500)
@@ -249,9 +259,8 @@ def test_prompts_are_cut_where_the_engine_aligns_them(make_engine, policy, prior
 def test_beams_are_never_stopped_or_held(make_engine, overlap):
     engine = make_engine(policy="sarathi", overlap=overlap, max_running_requests=6)
     hold_at_random(engine, seed=1)
-    engine.submit("beam", prompt(1, 60), max_new_tokens=60, priority=OFFLINE, stream=False)
-    params = engine._inbox[-1].sampling_params
-    params.beam_width, params.n = 3, 1
+    fields = {"priority": OFFLINE, "stream": False, "params": {"beam_width": 3, "n": 1}}
+    submit(engine, "beam", prompt(1, 60), max_new_tokens=60, **fields)
     engine.submit("off", prompt(2, 100), max_new_tokens=60, priority=OFFLINE)
 
     def act(iteration):
@@ -280,10 +289,10 @@ def test_decodes_find_their_pages_beside_prefills(make_engine, policy, seed):
     engine.replace_forward(lambda batch, **options: made_up([5] * len(batch.reqs)))
     rng = random.Random(seed)
     for i in range(30):
-        engine.submit(f"off{i}", prompt(100 + i, page * 2), max_new_tokens=212, priority=OFFLINE)
+        engine.submit(f"off{i}", prompt(100 + i, page * 2), max_new_tokens=140, priority=OFFLINE)
 
     def act(iteration):
-        if iteration % 7 == 3 and iteration < 210:
+        if iteration % 7 == 3 and iteration < 140:
             tokens = prompt(300 + iteration, rng.randint(page, page * 10))
             engine.submit(f"on{iteration}", tokens, max_new_tokens=30, priority=0)
 
@@ -293,31 +302,24 @@ def test_decodes_find_their_pages_beside_prefills(make_engine, policy, seed):
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_beams_get_the_same_from_a_prompt_in_chunks(make_engine, overlap):
-    outputs = []
+    answers = []
     for chunk in (512, 64):
         engine = make_engine(overlap=overlap, chunked_prefill_size=chunk)
-        engine.submit("beams", prompt(1, 200), max_new_tokens=5, stream=False)
-        params = engine._inbox[-1].sampling_params
-        params.beam_width, params.n = 2, 1
+        fields = {"stream": False, "params": {"beam_width": 2, "n": 1}}
+        submit(engine, "beams", prompt(1, 200), max_new_tokens=5, **fields)
         for i in range(3):
             engine.submit(f"off{i}", prompt(2 + i, 150), max_new_tokens=30, priority=OFFLINE)
         engine.run_until_idle(max_iterations=500)
         assert engine.replies["beams"].finish_reason == "length"
         assert_drained(engine)
-        outputs.append({rid: reply.output_ids for rid, reply in engine.replies.items()})
-    assert outputs[0] == outputs[1]
+        answers.append(outputs(engine))
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("priority", [0, OFFLINE])
 def test_a_session_that_keeps_most_of_the_memory_goes_on(make_engine, priority):
     """Its KV is its own: the tree knows of the first prompt alone, and there is no room to compute
     all of it once more."""
-    from sglang.srt.managers.io_struct import (
-        CloseSessionReqInput,
-        OpenSessionReqInput,
-        SessionParams,
-    )
-
     engine = make_engine(switches=("--enable-streaming-session",))
     scheduler = engine.scheduler
     scheduler.open_session(
@@ -351,9 +353,6 @@ def test_no_prompt_is_taken_that_the_memory_has_no_page_left_for(make_engine, po
 def test_looking_changes_nothing_that_eviction_sees(make_engine):
     """Prompts looked at again and again are evicted in the order in which they were computed, as if
     nobody had looked."""
-    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-
-    from cosched.engine.view_of import num_cached
 
     def left_after_eviction(num_looks):
         engine = make_engine(max_total_tokens=1000, config={"kv": {"eviction": "lru"}})

@@ -31,7 +31,7 @@ from cosched.config import ENV_VAR
 from cosched.core.batch import BatchShape
 from cosched.engine import port
 from cosched.engine.attach import use_virtual_device
-from cosched.engine.port.local import LocalEngine, Reply, lengths_of, load_adapters, made_up
+from cosched.engine.port.local import LocalEngine, Reply, lengths_of, made_up
 from cosched.lab.demo_model import ensure_demo_model
 from cosched.lab.simulation.clock import VirtualClock
 from cosched.policies import policy_entry
@@ -114,7 +114,7 @@ class SoakEngine:
         self.controller = getattr(self.scheduler, "cosched", None)
         self.lora_ids = {}
         if spec.has("lora"):
-            self.lora_ids = load_adapters(self.scheduler, folders)
+            self.lora_ids = adapters.load_adapters(self.scheduler, folders)
         self.ears = Ears(self.local.outbox)
         self.local.send_to(self.ears)
         self._take_over()

@@ -19,7 +19,6 @@ from sglang.srt.distributed.parallel_state import (
     destroy_distributed_environment,
     destroy_model_parallel,
 )
-from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.managers.io_struct import (
     AbortReq,
@@ -303,14 +302,3 @@ def made_up(next_tokens: Sequence[int]) -> Any:
     """A result that was not computed: the next token of each request."""
     ids = torch.tensor(next_tokens, dtype=torch.int64)
     return GenerationBatchResult(next_token_ids=ids)
-
-
-def load_adapters(scheduler: Any, folders: Mapping[str, Path]) -> dict[str, str]:
-    """Load LoRA adapters into a running scheduler; name -> id in requests."""
-    manager = scheduler.tp_worker.model_runner.lora_manager
-    for name, folder in folders.items():
-        loaded = manager.load_lora_adapter(
-            LoRARef(lora_name=name, lora_path=str(folder), pinned=False)
-        )
-        assert loaded.success, loaded.error_message
-    return {ref.lora_name: lora_id for lora_id, ref in manager.lora_refs.items()}
