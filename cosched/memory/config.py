@@ -20,7 +20,7 @@ RESERVATIONS = ("cosched", "echo")
 class KvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is evicted first, and what offline work may take.
 
-    eviction        value: what is worth least per token, by future references and learned returns;
+    eviction        value: the least value per token, by future references and learned reuse;
                     echo: the order of Echo §4.2; lru, slru, priority: SGLang's; None: the policy's
                     own (`cosched.policies.PolicyEntry.eviction`)
     reserve         keep what online requests are expected to need from offline ones (Echo §5.3)
@@ -29,8 +29,8 @@ class KvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                     as published
     deviations      of their demand above its mean that are kept
     window_s        over which the demand is looked at [s]
-    admission       an offline request is not admitted while what it would evict is worth more than
-                    it computes
+    admission       an offline request is not admitted while what it would evict has more value than
+                    what it computes
     recompute_share share of the device's time that may go into recomputing after preemptions;
                     beyond it no offline request is admitted beside one that runs
     late_weight     how much more a second weighs that makes an online request miss its target
