@@ -12,11 +12,6 @@ from hypothesis import strategies as st
 from cosched.core.batch import BatchShape, Prefill
 from cosched.errors import ConfigError
 from cosched.lab.cost_models.base import CpuOverhead
-from cosched.lab.cost_models.graph_sizes import (
-    decode_graph_sizes,
-    padded_sizes,
-    prefill_graph_sizes,
-)
 from cosched.lab.cost_models.kernel_table import KernelTableModel
 from tests.lab.cost_models.synthetic import (
     GPU,
@@ -161,25 +156,6 @@ def test_an_iteration_runs_in_the_next_larger_graph(toy):
     assert gemms_s(1281) > gemms_s(1280)
 
 
-def test_graph_sizes_are_those_of_sglang():
-    assert prefill_graph_sizes(4096)[:10] == [4, 8, 12, 16, 20, 24, 28, 32, 48, 64]
-    assert prefill_graph_sizes(8192)[-2:] == [7680, 8192]
-    assert decode_graph_sizes(256)[:7] == [1, 2, 4, 8, 12, 16, 24]
-    assert decode_graph_sizes(256)[-1] == 256
-    assert padded_sizes([4, 8], 10) == [0, 4, 4, 4, 4, 8, 8, 8, 8, 9, 10]
-
-
-def test_nothing_takes_no_time(toy):
-    assert toy.iteration_s(BatchShape()) == 0.0
-
-
-def test_iterations_beyond_the_table_grow_in_proportion(exact):
-    half, full = (
-        exact.iteration_s(BatchShape(prefills=[Prefill(16384, 0)] * count)) for count in (1, 2)
-    )
-    assert full == pytest.approx(2 * half, rel=0.02)
-
-
 def test_two_gpus_share_the_work_and_pay_for_the_link(table_dir):
     batch = BatchShape(prefills=[Prefill(4096, 0)], decodes=[500] * 20)
     one, two = (
@@ -207,9 +183,3 @@ def test_a_call_costs_little_more_than_looking_at_the_batch(toy):
     look = min(timeit.repeat(lambda: (sum(batch.decodes), max(batch.decodes)), **often))
     call = min(timeit.repeat(lambda: toy.iteration_s(batch), **often))
     assert call < 20 * look  # about 4 in practice: no loop over requests but these
-
-
-def test_the_description_is_json(toy):
-    described = toy.describe()
-    assert described["cost_model"] == "kernel-table"
-    assert "t1_any_gemm.csv.gz" in described["tables"]

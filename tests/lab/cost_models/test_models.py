@@ -19,7 +19,7 @@ from cosched.lab.cost_models.noise import NoisyModel
 from cosched.lab.cost_models.registry import COST_MODELS, make_cost_model
 from cosched.lab.cost_models.roofline import RooflineModel
 from cosched.lab.cost_models.specs import GPUS, MODELS
-from tests.lab.cost_models.batches import roofline_ratio, typical_batches
+from tests.lab.cost_models.batches import typical_batches
 from tests.lab.cost_models.synthetic import GPU, MODEL
 
 BATCH = BatchShape(prefills=[Prefill(512, 1024)], decodes=[700] * 30)
@@ -226,10 +226,3 @@ class TestRegistry:
     def test_an_overhead_in_milliseconds_is_refused(self):
         with pytest.raises(ConfigError, match="fixed_s is 5"):
             CpuOverhead(fixed_s=5)
-
-
-def test_errors_are_summarised_by_kind_of_batch(toy):
-    batches = typical_batches(seed=1, num=100, max_kv_tokens=100_000)
-    errors = roofline_ratio(toy, toy, batches)
-    assert sum(error.num_points for error in errors.values()) == 100
-    assert all(error.mean == 0 for error in errors.values())

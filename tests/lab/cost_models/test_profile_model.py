@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cosched.core.batch import BatchShape, Prefill
 from cosched.errors import ConfigError
 from cosched.lab.cost_models.noise import NoisyModel
-from cosched.lab.cost_models.profile_model import FEATURES, MIN_POINTS, ProfileModel
+from cosched.lab.cost_models.profile_model import MIN_POINTS, ProfileModel
 from cosched.lab.cost_models.registry import make_cost_model
 from cosched.predict.profile_file import FILE_VERSION, MeasuredPoint, Profile
 from tests.lab.cost_models.batches import typical_batches
@@ -58,16 +58,6 @@ def test_a_file_gives_the_same_model_back(fitted, tmp_path):
     assert make_cost_model("profile", profile=path).iteration_s(BATCHES[0]) == pytest.approx(
         fitted.iteration_s(BATCHES[0])
     )
-
-
-def test_the_description_is_json_and_names_every_coefficient(fitted):
-    described = json.loads(json.dumps(fitted.describe()))
-    assert described["coefficients_s"].keys() == set(FEATURES)
-    assert described["held_out_error"]["num_points"] == 60
-
-
-def test_nothing_takes_no_time(fitted):
-    assert fitted.iteration_s(BatchShape()) == 0.0
 
 
 class TestBadFiles:

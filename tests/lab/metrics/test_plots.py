@@ -12,7 +12,7 @@ import pytest
 
 from cosched.core.request import Slo
 from cosched.lab.metrics import plots
-from cosched.lab.metrics.figure import Bins, style
+from cosched.lab.metrics.figure import Bins
 from cosched.lab.metrics.plots import (
     HOST_USES,
     KV_USES,
@@ -194,7 +194,3 @@ def test_matplotlib_is_imported_only_to_draw():
         "assert not {'matplotlib', 'pandas', 'rich'} & sys.modules.keys()"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_no_two_of_twenty_series_have_one_colour():
-    assert len({style(index)["color"] for index in range(20)}) == 20

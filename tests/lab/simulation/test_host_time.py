@@ -10,7 +10,7 @@ import pytest
 import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.errors import ConfigError
 from cosched.lab.simulation import run as run_module
-from cosched.lab.simulation.host_time import Load, Model, Terms, host_time, read_host_time
+from cosched.lab.simulation.host_time import Model, Terms, read_host_time
 from cosched.lab.simulation.run import execute
 from tests.lab.simulation.test_virtual_time import bytes_of, lengths, make_spec
 
@@ -117,18 +117,6 @@ def test_the_lead_of_a_wait_for_the_last_moment_follows_the_host_time(costs, mon
         assert state["num_waits"] > 400 and state["num_dry"] < 0.05 * state["num_waits"]
         leads_s.append(state["lead_s"])
     assert leads_s[0] < 0.004 < 0.0055 < leads_s[1] < 0.010
-
-
-def test_host_time_grows_with_what_runs_waits_and_is_prefilled():
-    for name in ("sglang", "priority", "cosched"):
-        host = host_time("1", run_module.policy_entry(name))
-        least = Load(num_running=10, num_prefills=1, num_waiting=10)
-        for more in ({"num_running": 500}, {"num_prefills": 9}, {"num_waiting": 10_000}):
-            load = replace(least, **more)
-            assert host.launch_s(load) >= host.launch_s(least) > 0
-            assert host.result_s(load) >= host.result_s(least) > 0
-        twice = host_time("2", run_module.policy_entry(name))
-        assert twice.launch_s(least) == pytest.approx(2 * host.launch_s(least))
 
 
 @pytest.mark.parametrize("text", ["", "slow", "0", "-1", "nan", "inf", "1000"])
