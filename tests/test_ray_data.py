@@ -86,7 +86,7 @@ def write(path, entries):
 HEADS = [f"{head:02d}" * 200 for head in range(12)]
 
 
-def test_a_data_set_is_answered_once_in_prefix_order_and_a_restart_goes_on(two, tmp_path):
+def test_a_data_set_is_answered_once_in_prefix_order_and_a_restart_resumes(two, tmp_path):
     replicas, urls = two
     lines = [line(f"c{n}", f"{HEADS[n % 12]} {n}") for n in range(600)]
     lines[100:100] = ["{broken", line("refused", "refuse")]
@@ -234,7 +234,7 @@ def test_a_line_that_cannot_be_answered_cancels_its_block(two, tmp_path):
     assert set(first.asked) == {"c0", "c1", "c2"} and len(records(tmp_path)) == 3
 
 
-def test_a_folder_that_cannot_be_had_is_told(tmp_path):
+def test_an_unusable_folder_is_reported(tmp_path):
     (tmp_path / "out").write_text("a file")
     with pytest.raises(CoschedError, match="out"):
         finished_keys(str(tmp_path / "out"))

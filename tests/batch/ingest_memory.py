@@ -47,7 +47,7 @@ def run(folder, num_lines):
         folder=str(folder / "batches"), max_lines=num_lines, max_file_mb=size / 1e6 + 1
     )
     stand_in = StandIn(config)
-    stand_in.is_held = True  # nothing is answered: as many lines are under way as there may be
+    stand_in.is_held = True  # no line is answered, so as many as allowed are in flight
     with serving(stand_in) as url:
         api = Api(url)
         seen = {"lines": num_lines, "file_mb": round(size / 1e6, 1), "at_start": peak_mb()}
@@ -64,10 +64,10 @@ def run(folder, num_lines):
         api.wait(batch, "in_progress", timeout_s=1200)
         seen["validated"], seen["validation_s"] = peak_mb(), round(time.monotonic() - began_s, 1)
         deadline_s = time.monotonic() + 120
-        while stand_in.num_under_way < min(num_lines, config.high_watermark):
-            assert time.monotonic() < deadline_s, stand_in.num_under_way
+        while stand_in.num_in_flight < min(num_lines, config.high_watermark):
+            assert time.monotonic() < deadline_s, stand_in.num_in_flight
             time.sleep(0.05)
-        seen["under_way"], seen["fed"] = stand_in.num_under_way, peak_mb()
+        seen["in_flight"], seen["fed"] = stand_in.num_in_flight, peak_mb()
         assert api.batches.retrieve(batch.id).request_counts.total == num_lines
         api.batches.cancel(batch.id)
         ended = api.wait(batch, timeout_s=1200)

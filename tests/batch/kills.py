@@ -3,12 +3,12 @@
     scripts/kill_batches [--kills 100] [--seed 1] [--server | --replicas 2] [--lease 2]
         [--files URL]
 
-While batches are uploaded, created, validated, fed or ended, the server is killed at a moment of
-chance, and started anew. No finished line may be lost or sent again, and in the end every line has
-one result. By default the engine is a stand-in, so that a start takes no time; ``--server`` takes a
+While batches are uploaded, created, validated, fed or ended, the server is killed at random moments
+and restarted. No finished line may be lost or sent again, and in the end every line has one result.
+By default the engine is a stand-in, so that a start takes no time; ``--server`` takes a
 real server with the tiny model. With ``--replicas`` servers share a store in a PostgreSQL of the
-test's own; each time one of them is killed, and the others go on with its lines. One that lives,
-but was so slow that it was taken for dead, may then answer a line that another one has taken: those
+test's own; each time one of them is killed, and the others take its lines. One that lives,
+but was so slow that the others found it dead, may answer a line that another one has taken: these
 count as computed twice. With ``--files`` uploads and results are kept where fsspec finds that URL.
 Prints one JSON object, and ends with 1 when something was wrong.
 """
@@ -224,7 +224,7 @@ def run(servers, *, kills, seed):
         wait_ready(server)
     api = Api(rng.choice(servers).url)
     num_lines = 0
-    # Also those that were created, but whose client never heard of it.
+    # Also batches whose client never got the answer.
     for batch in api.batches.list(limit=100):
         ended = api.wait(batch, timeout_s=300)
         assert ended.status == "completed", ended

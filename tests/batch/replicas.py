@@ -1,4 +1,4 @@
-"""Two real servers with one store; one is killed while a batch runs, and chats go on.
+"""Two real servers with one store; one is killed while a batch runs and chats continue.
 
     scripts/kill_replica [--lines 600] [--max-tokens 60] [--users 2] [--router PYTHON]
 
@@ -36,11 +36,11 @@ from tests.serving import ServerError, free_port, start_server
 
 LEASE_S = 3.0
 CHATS_BESIDE_S = 5.0
-"""Chats go on so long before the batch, and after it."""
+"""Duration of chats before the batch, and after it."""
 
 
 class Chats:
-    """Users who ask one after the other. `seen`: (when it ended [s], how long it took [s], what was
+    """Users with one request at a time. `seen`: (when it ended [s], how long it took [s], what was
     wrong or None)."""
 
     pause_s = 0.2

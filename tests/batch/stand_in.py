@@ -34,14 +34,14 @@ class StandIn:
         self.deadlines = {}
         self.usage = {"prompt_tokens": 3, "completion_tokens": 2}
         self.hung_up = 0
-        self.note = None  # a file that is told each prompt
+        self.note = None  # a file to which each prompt is written
         self.is_held = False
         self.is_paused = False
         self.models_asked = []
         self.refusal = "not this one"
         self.names, self.adapters = ["m"], []
-        self.num_under_way = 0
-        self.most_under_way = 0
+        self.num_in_flight = 0
+        self.most_in_flight = 0
         self.service = BatchService(config, clock=clock)
 
         @asynccontextmanager
@@ -86,8 +86,8 @@ class StandIn:
         self.deadlines[prompt] = request.state.deadline_s
         if self.note is not None:
             os.write(self.note, f"{prompt}\n".encode())
-        self.num_under_way += 1
-        self.most_under_way = max(self.most_under_way, self.num_under_way)
+        self.num_in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.num_in_flight)
         try:
             await asyncio.sleep(self.delay_s)
             while self.is_held:
@@ -96,7 +96,7 @@ class StandIn:
                     break
                 await asyncio.sleep(0.01)
         finally:
-            self.num_under_way -= 1
+            self.num_in_flight -= 1
         if prompt == "refuse":
             message = self.refusal
             return JSONResponse({"error": {"message": message}}, status_code=400)

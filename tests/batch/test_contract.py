@@ -124,7 +124,7 @@ def test_cancel_keeps_what_is_finished(api, stand_in):
     api.wait(batch, "in_progress")
     until(lambda: api.batches.retrieve(batch.id).request_counts.completed)
     stand_in.is_held = True
-    until(lambda: stand_in.num_under_way)
+    until(lambda: stand_in.num_in_flight)
     cancelling = api.batches.cancel(batch.id)
     assert cancelling.status in ("cancelling", "cancelled") and cancelling.cancelling_at
     ended = api.wait(batch)
@@ -133,8 +133,8 @@ def test_cancel_keeps_what_is_finished(api, stand_in):
     assert 0 < counts.completed < 400 and counts.completed + counts.failed == 400
     codes = [code for code in api.outcome(ended).values() if not code.startswith("to ")]
     assert codes == ["batch_cancelled"] * counts.failed
-    # The engine is told, and works on nothing more.
-    until(lambda: not stand_in.num_under_way)
+    # The engine gets the disconnects, and works on nothing more.
+    until(lambda: not stand_in.num_in_flight)
     assert stand_in.hung_up
     with pytest.raises(openai.ConflictError, match="cancelled cannot be cancelled"):
         api.batches.cancel(batch.id)
@@ -145,7 +145,7 @@ def test_expiry_returns_what_is_finished(api, stand_in, folder):
     batch = api.create(lines(600))
     until(lambda: api.batches.retrieve(batch.id).request_counts.completed)
     stand_in.is_held = True
-    until(lambda: stand_in.num_under_way)
+    until(lambda: stand_in.num_in_flight)
     with sqlite3.connect(folder / "batches.sqlite", timeout=30) as store:
         store.execute("UPDATE batches SET expires_at = ?", (int(time.time()),))
     store.close()
@@ -265,7 +265,7 @@ def test_a_deleted_file_is_gone(api):
 def test_an_input_file_may_be_deleted_while_its_batch_runs(api, stand_in, folder):
     stand_in.is_held = True
     batch = api.create(lines(600))
-    until(lambda: stand_in.num_under_way)
+    until(lambda: stand_in.num_in_flight)
     api.files.delete(batch.input_file_id)
     stand_in.is_held = False
     assert len(api.outcome(api.wait(batch))) == 600
@@ -304,16 +304,16 @@ def test_names_are_only_names(api, name):
 
 
 @pytest.mark.parametrize("stand_in", [{"high_watermark": 20, "low_watermark": 10}], indirect=True)
-def test_lines_under_way_stay_between_the_watermarks(api, stand_in):
+def test_lines_in_flight_stay_between_the_watermarks(api, stand_in):
     api.wait(api.create(lines(200)))
-    assert 10 <= stand_in.most_under_way <= 20
+    assert 10 <= stand_in.most_in_flight <= 20
 
 
 @pytest.mark.parametrize("stand_in", [{"high_watermark": 8, "low_watermark": 4}], indirect=True)
 def test_batches_and_tenants_share(api, stand_in):
     stand_in.is_held = True
     first = api.create(lines(100, "first"), metadata={"tenant": "big"})
-    until(lambda: stand_in.num_under_way == 8)
+    until(lambda: stand_in.num_in_flight == 8)
     second = api.create(lines(100, "second"), metadata={"tenant": "big"})
     third = api.create(lines(20, "third"), metadata={"tenant": "small"})
     for batch in (second, third):
@@ -327,7 +327,7 @@ def test_batches_and_tenants_share(api, stand_in):
     assert abs(begins.count("first") - begins.count("second")) <= 12
 
 
-def test_lines_that_begin_alike_go_together(folder):
+def test_lines_with_a_common_prefix_are_sent_together(folder):
     config = BatchesConfig(folder=str(folder), high_watermark=4, low_watermark=3)
     stand_in = StandIn(config)
     documents = [f"document {n} " * 60 for n in range(5)]
@@ -340,7 +340,7 @@ def test_lines_that_begin_alike_go_together(folder):
     assert changes == 4
 
 
-def test_a_restart_goes_on_where_it_was(folder):
+def test_a_restart_resumes(folder):
     config = BatchesConfig(folder=str(folder))
     before, after = StandIn(config), None
     with serving(before) as url:
@@ -354,7 +354,7 @@ def test_a_restart_goes_on_where_it_was(folder):
         done = api.wait(batch)
         assert api.outcome(done) == {f"c{n}": f"to c{n}" for n in range(700)}
     again = counted & set(after.asked)
-    assert len(again) <= config.high_watermark, "only what was under way is sent again"
+    assert len(again) <= config.high_watermark, "only lines that were in flight are sent again"
     assert len(counted | set(after.asked)) == 700
 
 
@@ -384,7 +384,7 @@ def test_a_window_that_ends_while_the_server_is_down(folder):
 def test_input_that_is_damaged_later_is_an_error_of_its_lines(api, stand_in, folder):
     stand_in.is_held = True
     batch = api.create(lines(600))
-    until(lambda: stand_in.num_under_way)
+    until(lambda: stand_in.num_in_flight)
     path = folder / "files" / batch.input_file_id
     path.write_bytes(b"\0" * path.stat().st_size)
     stand_in.is_held = False
@@ -445,7 +445,7 @@ def test_lines_have_the_deadline_of_their_window(api, stand_in):
     assert all(1790 < deadline_s <= 1800 for deadline_s in stand_in.deadlines.values())
 
 
-def test_the_next_batch_has_an_estimate_at_once_also_after_a_restart(folder):
+def test_the_next_batch_has_an_estimate_immediately_also_after_a_restart(folder):
     for is_first in (True, False):
         stand_in = StandIn(BatchesConfig(folder=str(folder)))
         with serving(stand_in) as url:
@@ -467,7 +467,7 @@ def test_a_small_batch_is_not_expected_before_what_is_at_the_scheduler(api, stan
     monkeypatch.setattr(stand_in.service._feeder._meter, "rate", lambda: rate)
     stand_in.is_held = True
     large = api.create(lines(300))
-    until(lambda: stand_in.num_under_way == 256)
+    until(lambda: stand_in.num_in_flight == 256)
     num_tokens = api.files.retrieve(large.input_file_id).bytes * rate.tokens_per_byte
     small = api.create(lines(1, "small"))
     for batch in (small, api.batches.retrieve(small.id)):
@@ -588,7 +588,7 @@ def test_error_lines_name_no_paths_of_the_server(api, stand_in, folder, caplog):
     for text in (record["error"]["message"], record["response"]["body"]["error"]["message"]):
         assert not [path for path in own if path.partition(":")[0] in text]
         assert text.count("[path]") == 4 and text.endswith(", ".join(kept))
-    assert all(path in caplog.text for path in own), "the operator is told"
+    assert all(path in caplog.text for path in own), "the log has the paths"
 
 
 def test_an_open_server_shows_the_same_batches_to_any_token_and_to_none(folder):
@@ -663,7 +663,7 @@ def test_ended_batches_are_removed_after_the_configured_time(api, stand_in):
         api.files.content(done.output_file_id)
 
 
-def test_prometheus_is_told_what_batches_do(api, stand_in):
+def test_metrics_of_batches(api, stand_in):
     def told():
         reply = httpx.get(f"{api.url}/cosched/metrics")
         families = text_string_to_metric_families(reply.text)
@@ -675,7 +675,7 @@ def test_prometheus_is_told_what_batches_do(api, stand_in):
 
     stand_in.is_held = True
     batch = api.create([*lines(300), line("bad", "refuse")], window="1h")
-    until(lambda: stand_in.num_under_way == 256)
+    until(lambda: stand_in.num_in_flight == 256)
     found = told()
     assert found["cosched:batches", "in_progress"] == 1
     states = {

@@ -1,4 +1,4 @@
-"""Files: what is kept, for whom, how long."""
+"""Files: what is kept, who sees it, for how long."""
 
 from __future__ import annotations
 
@@ -91,15 +91,13 @@ def test_a_deleted_file_stays_for_the_batch_that_reads_it(files, database, clock
 
 
 def test_what_an_interrupted_upload_left_is_removed_after_a_while(files, tmp_path):
-    left, under_way, unlisted = (
-        tmp_path / "files" / f"file-{n}" for n in ("1.part", "2.part", "3")
-    )
-    for path in (left, under_way, unlisted):
+    left, running, unlisted = (tmp_path / "files" / f"file-{n}" for n in ("1.part", "2.part", "3"))
+    for path in (left, running, unlisted):
         path.write_text("half")
     an_hour_ago_s = time.time() - 3601
     os.utime(left, (an_hour_ago_s, an_hour_ago_s))
     files.sweep()
-    assert on_disk(tmp_path) == {under_way.name}
+    assert on_disk(tmp_path) == {running.name}
 
 
 def test_servers_that_share_a_store_do_not_remove_each_others_uploads(

@@ -182,10 +182,10 @@ def test_the_chance_to_miss_is_how_often_they_are_missed():
         assert missed / runs - 0.03 < told < missed / runs + 0.1
 
 
-def measured(meter, clock, *, seconds, tokens_per_s, under_way):
+def measured(meter, clock, *, seconds, tokens_per_s, in_flight):
     for _ in range(seconds):
         clock.now_s += 1.0
-        meter.look(under_way)
+        meter.look(in_flight)
         meter.finished(Ended(tokens_per_s, 0), num_bytes=4 * tokens_per_s)
 
 
@@ -193,19 +193,19 @@ def test_the_meter_measures_while_there_is_work():
     clock = Clock()
     meter = RateMeter(clock)
     assert meter.rate() is None
-    measured(meter, clock, seconds=4, tokens_per_s=100, under_way=200)
+    measured(meter, clock, seconds=4, tokens_per_s=100, in_flight=200)
     assert meter.rate() is None, "too short a time"
-    measured(meter, clock, seconds=600, tokens_per_s=100, under_way=200)
+    measured(meter, clock, seconds=600, tokens_per_s=100, in_flight=200)
     rate = meter.rate()
     assert rate.tokens_per_s == pytest.approx(100, rel=0.02)
     assert rate.spread < 0.05 and rate.tokens_per_byte == 0.25
     # The tail, then nothing at all, says nothing of how fast the engine is.
-    measured(meter, clock, seconds=300, tokens_per_s=1, under_way=20)
+    measured(meter, clock, seconds=300, tokens_per_s=1, in_flight=20)
     clock.now_s += 3600
     meter.look(0)
     assert meter.rate().tokens_per_s == pytest.approx(100, rel=0.03)
     # It follows what is new, within an hour of work.
-    measured(meter, clock, seconds=3700, tokens_per_s=20, under_way=200)
+    measured(meter, clock, seconds=3700, tokens_per_s=20, in_flight=200)
     assert meter.rate().tokens_per_s == pytest.approx(20, rel=0.1)
 
 

@@ -66,7 +66,7 @@ def test_what_is_kept_is_jsonl_without_the_nulls(api):
     assert (uploaded.bytes, uploaded.filename) == (len(kept.encode()), "in.parquet")
 
 
-def test_wrong_rows_are_told_by_their_numbers(api):
+def test_wrong_rows_are_reported_by_number(api):
     bodies = ['{"prompt": "a"}', "{no", "[]", '{"prompt": "d"}', None]
     rows = [{**line(f"c{n}"), "body": body} for n, body in enumerate(bodies)]
     rows[3]["custom_id"] = None

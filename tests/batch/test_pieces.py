@@ -41,7 +41,7 @@ def demands(draw):
 
 
 @given(found=demands(), num_free=st.integers(0, 60))
-def test_all_room_is_used_and_by_who_has_least(found, num_free):
+def test_all_free_places_go_to_the_tenant_with_the_fewest_lines(found, num_free):
     given_to = shares(found, num_free=num_free)
     assert sum(given_to.values()) == min(num_free, sum(one.num_waiting for one in found))
     load = {one.batch_id: one.num_in_flight + given_to.get(one.batch_id, 0) for one in found}
@@ -71,7 +71,7 @@ def chat(*texts):
     return json.dumps({"model": "m", "messages": messages}).encode()
 
 
-def test_prompts_with_the_same_head_stand_together():
+def test_prompts_with_a_common_prefix_are_neighbours():
     documents = [f"document {n} " * 200 for n in range(4)]
     prompts = {(d, q): prefix_key(chat(documents[d] + str(q))) for q in range(5) for d in range(4)}
     order = [document for document, _ in sorted(prompts, key=prompts.__getitem__)]
@@ -123,7 +123,7 @@ def test_an_application_that_fails_is_an_error_of_the_connection():
             asyncio.run(ask(app))
 
 
-def test_whoever_goes_away_is_seen_to_go():
+def test_a_cancelled_request_is_a_disconnect():
     seen = []
 
     async def app(scope, receive, send):
@@ -181,7 +181,7 @@ def test_a_store_has_one_folder_and_a_folder_one_store(tmp_path, postgres_url):
             check_store(BatchesConfig(folder=folder, url=url))
 
 
-def test_a_database_that_is_not_there_is_told_in_one_sentence(tmp_path):
+def test_a_missing_database_is_reported_in_one_sentence(tmp_path):
     pytest.importorskip("psycopg")
     url = f"postgresql://me:secret@/batches?host={tmp_path}"
     with pytest.raises(ConfigError, match="the store of batches cannot be opened") as error:

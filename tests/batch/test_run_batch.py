@@ -233,7 +233,7 @@ def test_what_the_server_refuses_is_told(job, folder, capsys):
         assert job.run(url) == 3
         assert "a batch may have 5 lines (batches.max_lines)" in capsys.readouterr().err
         assert not job.out.read_text()
-        assert not Api(url).files.list().data, "nobody else would take it away"
+        assert not Api(url).files.list().data, "no other client would delete it"
 
 
 def test_a_wrong_window_is_refused_and_the_next_call_may_have_another(api, job, capsys):

@@ -72,12 +72,12 @@ def test_any_server_is_asked_and_all_answer(two):
     assert (first.asked + second.asked).total() == 1500, "no line is sent twice"
 
 
-def test_a_cancelled_batch_is_let_go_by_all(two):
+def test_all_servers_drop_a_cancelled_batch(two):
     (first, at_first), (second, _) = two
     for stand_in in (first, second):
         stand_in.is_held = True
     batch = at_first.create(lines(1500))
-    until(lambda: first.num_under_way and second.num_under_way)
+    until(lambda: first.num_in_flight and second.num_in_flight)
     at_first.batches.cancel(batch.id)
     ended = at_first.wait(batch)
     assert ended.status == "cancelled"
@@ -95,7 +95,7 @@ def test_a_server_that_ends_leaves_its_lines_at_once(folder, postgres_url):
             both_live(first)
             second.is_held = True
             batch = Api(url).create(lines(600))
-            until(lambda: first.num_under_way and second.num_under_way)
+            until(lambda: first.num_in_flight and second.num_in_flight)
             second.is_held = False
         assert len(Api(url).outcome(Api(url).wait(batch))) == 600
 
@@ -115,11 +115,11 @@ def test_what_another_server_validates_is_left_to_it(folder, postgres_url):
         until(lambda: store.get(first.id).status == "failed")  # there is no such file
 
 
-def test_a_server_that_was_taken_for_dead_goes_on(two, caplog):
+def test_a_server_that_was_found_dead_continues(two, caplog):
     (first, at_first), (second, _) = two
     first.is_held = True
     batch = at_first.create(lines(900))
-    until(lambda: first.num_under_way)
+    until(lambda: first.num_in_flight)
     with caplog.at_level(logging.WARNING, logger="cosched.batch.feeder"):
         for name in (first.service._feeder._name, second.service._feeder._name):
             first.service.store.leave(name)
@@ -149,18 +149,18 @@ def test_a_database_that_goes_away_for_a_moment_costs_nothing(two):
     assert outcome == {f"{n}": f"to {n}" for n in range(1500)}
 
 
-def test_a_database_that_is_stopped_is_told_and_comes_back(cluster, folder, caplog):
-    """The rest of the server goes on. Answers that come meanwhile are written afterwards."""
+def test_a_stopped_database_is_reported_and_may_come_back(cluster, folder, caplog):
+    """The rest of the server continues. Answers from that time are written afterwards."""
     stand_in = StandIn(BatchesConfig(folder=str(folder), url=cluster.url, lease_s=LEASE_S))
     stand_in.is_held = True
     with serving(stand_in) as url, caplog.at_level(logging.INFO, logger="cosched"):
         api = Api(url)
         batch = api.create(lines(400))
-        until(lambda: stand_in.num_under_way > 100)
+        until(lambda: stand_in.num_in_flight > 100)
         cluster.stop()
         try:
             stand_in.is_held = False  # their answers come while there is nowhere to put them
-            until(lambda: not stand_in.num_under_way)
+            until(lambda: not stand_in.num_in_flight)
             for method, path in (
                 ("GET", f"/v1/batches/{batch.id}"),
                 ("POST", f"/v1/batches/{batch.id}/cancel"),

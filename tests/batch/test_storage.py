@@ -133,7 +133,7 @@ def test_what_is_written_is_read_here_and_there(place):
             read("file-2")
 
 
-def test_what_nobody_lists_is_removed_after_an_hour_and_what_is_deleted_at_once(place):
+def test_unlisted_files_are_removed_after_an_hour_and_deleted_ones_immediately(place):
     clock = Clock()
     storage = UrlStorage(place, clock=clock)
     storage.get_id()
@@ -189,7 +189,7 @@ def test_cancelled_batches_and_files_without_good_lines(place, sqlite):
     with running(place, sqlite) as (stand_in, api):
         stand_in.is_held = True
         batch = api.create(lines(300))
-        until(lambda: stand_in.num_under_way)
+        until(lambda: stand_in.num_in_flight)
         api.files.delete(batch.input_file_id)
         api.batches.cancel(batch.id)
         ended = api.wait(batch)
@@ -217,7 +217,7 @@ def test_while_files_are_away_nothing_is_lost_and_it_is_told(moody, sqlite, capl
     with running(moody, sqlite) as (stand_in, api), caplog.at_level(logging.INFO, "cosched"):
         stand_in.is_held = True
         running_batch = api.create(lines(600))
-        until(lambda: stand_in.num_under_way == 256)
+        until(lambda: stand_in.num_in_flight == 256)
         file, other = api.upload(lines(20)), api.upload(lines(30))
         Moody.is_away = True
         waiting = api.batches.create(
@@ -233,7 +233,7 @@ def test_while_files_are_away_nothing_is_lost_and_it_is_told(moody, sqlite, capl
         assert reply.status_code == 503 and int(reply.headers["retry-after"]) > 0
         assert reply.json()["error"]["code"] == "store_away"
         assert api.files.delete(other.id).deleted
-        # What was read already goes on, up to where its results become files.
+        # Lines that were read are answered, until results become files.
         stand_in.is_held = False
         api.wait(running_batch, "finalizing")
         assert api.batches.retrieve(waiting.id).status == "validating"
@@ -262,7 +262,7 @@ def test_an_upload_that_breaks_off_leaves_nothing(moody, sqlite):
     assert objects(moody) == set()
 
 
-def test_a_place_that_cannot_be_had_is_told_in_one_sentence(sqlite, moody, monkeypatch):
+def test_an_unreachable_folder_is_reported_in_one_sentence(sqlite, moody, monkeypatch):
     from fsspec.registry import known_implementations
 
     monkeypatch.setitem(

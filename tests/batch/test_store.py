@@ -241,7 +241,7 @@ class Machine(RuleBasedStateMachine):
         name = self.some(data, Status.FINALIZING, Status.CANCELLING)
         if name is None:
             return
-        self.let_go(name)
+        self.drop(name)
         code = {Status.EXPIRED: "batch_expired", Status.CANCELLED: "batch_cancelled"}
         for _ in range(steps):
             self.store.close_lines(name, limit=limit)
@@ -270,8 +270,8 @@ class Machine(RuleBasedStateMachine):
         if batch.ending is None:
             return
         if self.taken[name]:
-            assert not self.store.end(name), "lines are under way"
-        self.let_go(name)
+            assert not self.store.end(name), "lines are in flight"
+        self.drop(name)
         while self.store.close_lines(name, limit=2):
             pass
         assert self.store.end(name)
@@ -290,7 +290,7 @@ class Machine(RuleBasedStateMachine):
         assert len(good) + len(bad) == after.total == len(self.model[name])
         assert after.input_tokens == 2 * len(good) and after.output_tokens == 3 * len(good)
 
-    def let_go(self, name):
+    def drop(self, name):
         for server in self.names:
             self.store.release(name, server=server)
         self.taken[name] = {}
@@ -401,7 +401,7 @@ def shared(postgres_url, clock):
         yield store
 
 
-def test_lines_that_begin_alike_go_to_one_server(shared):
+def test_lines_with_a_common_prefix_go_to_one_server(shared):
     name = in_progress(shared, [new_line(n, b"%d" % (n % 4)) for n in range(40)])
     taken = {"me": [], "you": []}
     has_more = True
@@ -587,11 +587,11 @@ def test_ended_batches_go_after_a_while_with_their_results_and_nothing_else(
         store.end(name)
         return name
 
-    old, under_way = ended(), in_progress(store, [new_line(1)], window_s=10**6)
+    old, running = ended(), in_progress(store, [new_line(1)], window_s=10**6)
     clock.now_s += 100
     young = ended()
     assert store.remove_ended(kept_s=99) == 1
-    assert [b.id for b in store.page(owner="a", after=None, limit=9)[0]] == [young, under_way]
+    assert [b.id for b in store.page(owner="a", after=None, limit=9)[0]] == [young, running]
     with pytest.raises(ApiError, match="no batch"):
         store.get(old)
     [left] = files.page(owner="a", purpose=None, after=None, limit=9, newest_first=True)[0]

@@ -108,7 +108,7 @@ def test_records_have_the_promised_form(files):
 @given(
     cut=st.floats(0, 1), order=st.permutations(range(1, NUM_LINES + 1)), tail=st.binary(max_size=9)
 )
-def test_a_file_cut_anywhere_keeps_its_whole_records_and_goes_on(files, cut, order, tail):
+def test_a_file_cut_anywhere_keeps_its_whole_records_and_resumes(files, cut, order, tail):
     with files.open(overwrite=True) as journal:
         sizes = []
         for number in order[:4]:
@@ -166,7 +166,7 @@ def test_a_setting_that_would_mix_the_outputs_is_refused(files, change, tmp_path
         files.open(**change)
 
 
-def test_a_file_of_somebody_else_is_not_touched(files):
+def test_a_file_of_another_program_is_not_touched(files):
     files.out.write_text("my results\n")
     with pytest.raises(JobFileError, match="was not written by this program"):
         files.open()

@@ -120,7 +120,7 @@ def test_a_program_that_is_not_there_is_a_clear_error(tmp_path, own):
 
 
 def test_kill_9_of_the_job_leaves_no_server(tmp_path):
-    """The server is told by the kernel; nobody else is left to do it."""
+    """The kernel sends the signal: no other process is left to do it."""
     job = textwrap.dedent(f"""
         import sys, time
         from cosched.batch.jsonl.server import OwnServer
@@ -145,6 +145,6 @@ def test_the_command_starts_cosched_with_the_users_flags():
     ]  # fmt: skip
 
 
-def test_a_free_port_is_none_that_linux_gives_to_clients():
+def test_a_free_port_is_below_the_range_of_client_connections():
     found = {free_port() for _ in range(20)}
     assert all(10_000 <= port < 32_768 for port in found) and len(found) > 1

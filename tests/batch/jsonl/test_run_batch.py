@@ -1,4 +1,4 @@
-"""run_batch as its users call it, against a server that answers at once or misbehaves."""
+"""run_batch as its users call it, against a server that answers or misbehaves."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_ordered_answers_come_in_the_order_of_the_input(batch, tools):
     assert batch.server.prompts().index("a16") >= 16
 
 
-def test_an_ordered_job_goes_on_in_order(batch, tools):
+def test_an_ordered_job_resumes_in_order(batch, tools):
     batch.write([tools.completion(f"a{n}") for n in range(60)])
     batch.server.behave = lambda asked: tools.answer(asked, delay_s=0.05)
     process = batch.start("--ordered", "--concurrency", "4")
@@ -151,7 +151,7 @@ def test_no_more_requests_are_sent_at_a_time_than_allowed(batch, tools):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_job_says_how_to_go_on_and_does(batch, tools, number):
+def test_an_interrupted_job_says_how_to_resume_and_does(batch, tools, number):
     batch.write([tools.completion(f"a{n}") for n in range(40)])
     slow = [True]
     batch.server.behave = lambda asked: tools.answer(
@@ -211,7 +211,7 @@ def test_a_server_that_never_comes_is_exit_code_3(batch, tools):
     assert ids(batch.answers()) == ["a"]
 
 
-def test_a_port_that_nobody_listens_on_is_told_in_seconds(batch, tools):
+def test_a_port_without_a_listener_is_reported_in_seconds(batch, tools):
     batch.server.stop()
     batch.write([tools.completion("a")])
     report = batch.run("--wait-s", "0.3", code=3)  # and not the ten minutes of --max-wait
