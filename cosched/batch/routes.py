@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import ClientDisconnect
 
 from cosched.batch.api import (
     batch_json,
@@ -72,6 +73,8 @@ def _with_errors(handler: Handler, log_failure: Callable[[StoreUnavailableError]
     async def answer(request: Request) -> Response:
         try:
             return await handler(request)
+        except ClientDisconnect:  # in the middle of an upload: no error of the server
+            return Response(status_code=400)
         except ApiError as error:
             if isinstance(error, StoreUnavailableError):
                 log_failure(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import socket
 import sqlite3
 import sys
 import time
@@ -233,6 +234,19 @@ def test_wrong_uploads_are_refused(api):
     ]
     for reply in replies:
         assert reply.status_code == 400 and reply.json()["error"]["message"], reply.text
+
+
+def test_an_upload_that_its_client_cuts_off_is_no_error_of_the_server(api, folder, caplog):
+    head = b"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Length: 999\r\n"
+    head += b"Content-Type: multipart/form-data; boundary=b\r\n\r\n--b\r\n"
+    url = httpx.URL(api.url)
+    with socket.create_connection((url.host, url.port)) as connection:
+        connection.sendall(head)
+        time.sleep(0.2)
+    assert not api.files.list().data
+    time.sleep(0.2)
+    assert "Exception in ASGI application" not in caplog.text
+    assert not list((folder / "files").iterdir())
 
 
 def test_lists_are_paged(api):
