@@ -71,7 +71,7 @@ def _value(text: str) -> float:
 
 
 def _number(cell: str) -> float | None:
-    """The first number of a cell. A job that was not done has none."""
+    """The first number of a cell; None for an unfinished job."""
     found = _NUMBER.search(cell)
     return None if found is None or cell.startswith(">") else _value(found[0])
 
@@ -129,21 +129,15 @@ class Page:
     def _targets(self, suite: SuiteFile) -> str:
         lines = []
         for target in suite.targets:
-            met: list[str] = []
-            missed: list[str] = []
+            cases: dict[bool, list[str]] = {True: [], False: []}
             for key, ratio in self._measured(suite, target):
-                is_met = (
-                    ratio <= target.at_most
-                    if target.at_most is not None
-                    else ratio >= (target.at_least or 0.0)
-                )
                 where = f"{key.scenario} {key.value}".strip()
-                (met if is_met else missed).append(f"{where} ({ratio:.3g})")
-            lines.append([_said(target), ", ".join(met), ", ".join(missed)])
+                cases[target.is_met(ratio)].append(f"{where} ({ratio:.3g})")
+            lines.append([str(target), *(", ".join(cases[is_met]) for is_met in (True, False))])
         return markdown_rows(["target", "met", "missed"], lines)
 
     def _measured(self, suite: SuiteFile, target: SuiteTarget) -> Iterator[tuple[Key, float]]:
-        """What the target bounds, in each case that has it."""
+        """The value that the target bounds, in each case."""
         best_of: Callable[[list[float]], float] = min if target.at_most is not None else max
         for name in suite.scenarios:
             for key, cells in self._of(suite, name):
@@ -168,57 +162,38 @@ class Page:
             rows = list(self._of(suite, name))
             if scenario.varied is None or not rows:
                 continue
-            grid.append(
-                [
-                    Panel(
-                        title=scenario.title or name,
-                        x=scenario.varied,
-                        y=column,
-                        lines={
-                            setting: [
-                                (float(key.value), _number(cells.get(column, "")))
-                                for key, cells in rows
-                                if key.setting == setting
-                            ]
-                            for setting in dict.fromkeys(key.setting for key, _ in rows)
-                        },
-                    )
-                    for column in suite.columns
-                ]
-            )
+            panels = []
+            for column in suite.columns:
+                lines: dict[str, list[tuple[float, float | None]]] = {}
+                for key, cells in rows:
+                    point = float(key.value), _number(cells.get(column, ""))
+                    lines.setdefault(key.setting, []).append(point)
+                title = scenario.title or name
+                panels.append(Panel(title=title, x=scenario.varied, y=column, lines=lines))
+            grid.append(panels)
         if not grid:
             raise ConfigError("nothing to draw: no scenario of this suite varies an option")
         plot_panels(grid, path)
 
 
-def _said(target: SuiteTarget) -> str:
-    sign, bound = "≤", target.at_most
-    if bound is None:
-        sign, bound = "≥", target.at_least
-    of = f" times the best of {', '.join(f'`{name}`' for name in target.of)}" if target.of else ""
-    return f"`{target.setting}`: {target.column} {sign} {bound:g}{of}"
-
-
 def plot_results(folder: Path, results: Mapping[str, RunResult]) -> None:
-    """The pictures that compare runs, of those with online requests."""
-    shown = {name: run for name, run in results.items() if run.spec.setting.has_online}
-    write_comparison_plots(
-        folder,
-        summaries={name: run.summary for name, run in shown.items()},
-        runs={
-            name: Run(
-                records=run.records,
-                observed_until_s=run.end_s,
-                iterations=run.iterations,
-                default_slo=run.spec.slo,
-            )
-            for name, run in shown.items()
-        },
-    )
+    """Plots that compare the runs with online requests."""
+    shown = {name: one for name, one in results.items() if one.spec.setting.has_online}
+    runs = {
+        name: Run(
+            records=one.records,
+            observed_until_s=one.end_s,
+            iterations=one.iterations,
+            default_slo=one.spec.slo,
+        )
+        for name, one in shown.items()
+    }
+    summaries = {name: one.summary for name, one in shown.items()}
+    write_comparison_plots(folder, summaries=summaries, runs=runs)
 
 
 def read_page(path: Path) -> Page:
-    """The rows of a page. ConfigError where it cannot be read."""
+    """The rows of a page. ConfigError if it cannot be read."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -243,32 +218,12 @@ def read_page(path: Path) -> Page:
     return page
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StaleCell:
-    """A recorded number that the code no longer gives."""
-
-    key: Key
-    column: str
-    recorded: str
-    now: str
-    commit: str
-
-    def __str__(self) -> str:
-        row = " ".join(part for part in self.key if part)
-        return f"{row}: {self.column} was {self.recorded} at {self.commit}, now {self.now}"
-
-
-def stale_cells(page: Page, key: Key, cells: Mapping[str, str]) -> list[StaleCell]:
-    """The cells of a row that differ from those of a page, beyond `TOLERANCE`."""
+def stale_cells(page: Page, key: Key, cells: Mapping[str, str]) -> list[str]:
+    """One sentence for each cell of a row that differs from the page beyond `TOLERANCE`."""
     recorded = page.rows[key]
+    row, commit = " ".join(part for part in key if part), recorded.get("commit", "")
     return [
-        StaleCell(
-            key=key,
-            column=column,
-            recorded=recorded[column],
-            now=now,
-            commit=recorded.get("commit", ""),
-        )
+        f"{row}: {column} was {recorded[column]} at {commit}, now {now}"
         for column, now in cells.items()
         if column in recorded and not _is_same(recorded[column], now)
     ]

@@ -116,6 +116,16 @@ class SuiteTarget(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         if (self.at_most is None) == (self.at_least is None):
             raise ValueError("a target has either `at_most` or `at_least`")
 
+    def is_met(self, ratio: float) -> bool:
+        if self.at_most is not None:
+            return ratio <= self.at_most
+        return ratio >= (self.at_least or 0.0)
+
+    def __str__(self) -> str:
+        sign, bound = ("≤", self.at_most) if self.at_least is None else ("≥", self.at_least)
+        of = f" times the best of {', '.join(f'`{name}`' for name in self.of)}" if self.of else ""
+        return f"`{self.setting}`: {self.column} {sign} {bound:g}{of}"
+
 
 class SuiteFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """An experiment.

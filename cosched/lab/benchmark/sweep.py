@@ -1,8 +1,7 @@
-"""What is left to choose of a server, chosen by simulation: one knob after another.
+"""Choose the options of a server by simulation, one knob after another.
 
-Each knob is tried at a few values with the others as they are best so far. A value takes the place
-of the one before only where it serves clearly more offline work at no more harm to chat
-(`best_of`): what is left of a difference below `LEAST_GAIN` is chance.
+Each knob is tried at a few values, with the best values of the others so far. A value replaces the
+current one only if it serves more offline work by `LEAST_GAIN` at no more harm to online requests.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from cosched.lab.simulation.run import RunResult, RunSpec
 from cosched.schedule.base import Budgets
 
 LEAST_GAIN = 0.01
-"""By how much more offline work a value must serve to be worth a change."""
+"""Relative gain in offline work that is worth a change."""
 
 TOLERANCE = 0.01
-"""Of the attainment of online requests alone."""
+"""Allowed loss of the attainment of online requests alone."""
 
 
 class Tried(Protocol):
@@ -43,23 +42,26 @@ class Tried(Protocol):
 K = TypeVar("K")
 
 
-def best_of(tried: Mapping[K, Tried]) -> K:
+def best_of(tried: Mapping[K, Tried], *, current: K | None = None) -> K:
     """The key of the run with the most offline work among those within `TOLERANCE` of the
-    attainment of online requests alone; where none is, that with the highest attainment. Of equals
-    the first."""
+    attainment of online requests alone; without such a run, that with the highest attainment. Of
+    equals the first. current: the others must be better by `LEAST_GAIN`."""
 
     def rank(key: K) -> tuple[float, float]:
         one = tried[key]
-        lacking = math.inf  # of a run that gave up nothing is known but that it is too much
+        lacking = math.inf  # of a run that gave up
         if not one.gave_up:
             lacking = max((one.baseline_attainment or 0.0) - (one.attainment or 0.0), 0.0)
-        return -lacking if lacking > TOLERANCE else 0.0, one.offline_tokens_per_s or 0.0
+        rate = one.offline_tokens_per_s or 0.0
+        if current is not None and key != current:
+            rate /= 1 + LEAST_GAIN
+        return -lacking if lacking > TOLERANCE else 0.0, rate
 
     return max(tried, key=rank)
 
 
 def most_misses(alone: RunResult) -> int:
-    """With how many a run may still be good. alone: online requests alone."""
+    """The most misses of a good run. alone: online requests alone."""
     attainment = alone.summary.online.attainment.joint
     num_decided = attainment.num_met + attainment.num_missed
     return attainment.num_missed + int(TOLERANCE * num_decided)
@@ -67,10 +69,10 @@ def most_misses(alone: RunResult) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knob:
-    """Something to choose.
+    """An option to choose.
 
-    values  that are tried; the one that holds is tried in any case
-    flag    of SGLang's, for a knob of the engine; empty: a key of `Budgets`
+    values  that are tried beside the current one
+    flag    of SGLang; empty: a key of `Budgets`
     """
 
     name: str
@@ -145,15 +147,12 @@ KNOBS: Mapping[str, Knob] = {
         ),
     )
 }
-"""In the order in which they are tried."""
+"""In the order of trial."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swept:
-    """What was tried: of each knob its values and what came of them, the one that held among them.
-
-    spec  with the best value of each
-    """
+    """tried: the runs of each knob by value. spec: with the best value of each."""
 
     spec: RunSpec
     tried: Mapping[str, Mapping[float, Tried]] = field(default_factory=dict)
@@ -164,7 +163,7 @@ def sweep(
     knobs: Sequence[Knob],
     run: Callable[[Mapping[str, RunSpec]], Mapping[str, Tried]],
 ) -> Swept:
-    """`run` runs some side by side, by name. Every run is asked for once."""
+    """`run` runs specifications side by side, by name."""
     first = run({"as it is": spec})["as it is"]
     tried: dict[str, dict[float, Tried]] = {}
     for knob in knobs:
@@ -173,31 +172,7 @@ def sweep(
         results = run({knob.say(value): knob.set(spec, value) for value in others})
         known = {now: first} | {value: results[knob.say(value)] for value in others}
         tried[knob.name] = dict(sorted(known.items()))
-        rivals = {value: _Rival(of=one) for value, one in known.items() if value != now}
-        best = best_of({now: first, **rivals})
+        best = best_of({now: first, **known}, current=now)
         if best != now:
             spec, first = knob.set(spec, best), known[best]
     return Swept(spec=spec, tried=tried)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rival:
-    """A run that would take the place of another: it has to be better by `LEAST_GAIN`."""
-
-    of: Tried
-
-    @property
-    def attainment(self) -> float | None:
-        return self.of.attainment
-
-    @property
-    def baseline_attainment(self) -> float | None:
-        return self.of.baseline_attainment
-
-    @property
-    def offline_tokens_per_s(self) -> float | None:
-        return (self.of.offline_tokens_per_s or 0.0) / (1 + LEAST_GAIN)
-
-    @property
-    def gave_up(self) -> bool:
-        return self.of.gave_up
