@@ -62,12 +62,12 @@ def test_sharing_pages_changes_no_token(
         ({"page_size": 16, "tp": 2}, (), "several ranks"),
     ],
 )
-def test_where_pages_cannot_be_shared_the_start_is_refused(make_engine, flags, switches, reason):
+def test_if_pages_cannot_be_shared_the_server_does_not_start(make_engine, flags, switches, reason):
     with pytest.raises(ConfigError, match=reason):
         make_engine(config=SHARED, switches=switches, **flags)
 
 
-def test_without_the_key_the_allocator_is_sglangs(make_engine):
+def test_by_default_the_allocator_is_sglangs(make_engine):
     from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
     engine = make_engine(page_size=16)

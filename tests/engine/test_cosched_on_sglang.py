@@ -1,4 +1,4 @@
-"""The default policy on SGLang's scheduler: who is late makes way, and nobody is lost by it."""
+"""The default policy on SGLang's scheduler: late prefills are preempted, and all are answered."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tests.engine.conftest import assert_drained, prompt, with_virtual_time
 
 
 @pytest.mark.parametrize(("page_size", "overlap"), [(1, True), (16, False)])
-def test_prefills_of_the_late_make_way_and_everybody_is_answered(make_engine, page_size, overlap):
-    """Targets that most miss from the start, prompts of many chunks; SGLang's strict memory check
-    holds in each iteration."""
+def test_late_prefills_are_preempted_and_all_requests_are_answered(make_engine, page_size, overlap):
+    """Most targets are missed from the start, and prompts have many chunks. SGLang's strict memory
+    check passes in each iteration."""
     rng = random.Random(page_size)
     engine = with_virtual_time(make_engine(policy="cosched", overlap=overlap, page_size=page_size))
     stopped_online, sent = set(), {}
@@ -39,5 +39,5 @@ def test_prefills_of_the_late_make_way_and_everybody_is_answered(make_engine, pa
     assert answers == sent
     counters = engine.scheduler.cosched.counters
     assert counters.num_engine_refusals == counters.num_safe_plans == 0
-    assert stopped_online, "no prefill of a late one made way"
+    assert stopped_online, "no late prefill was preempted"
     assert_drained(engine)

@@ -1,5 +1,5 @@
-"""Requests stopped at random, in every mode: the real model's greedy tokens are those of an engine
-that stops nobody."""
+"""Random preemptions in every mode: the greedy tokens are those of an engine without
+preemptions."""
 
 import os
 import random
@@ -11,17 +11,16 @@ from cosched.core.plan import Preemption, PreemptMode
 from tests.engine.conftest import assert_drained, outputs, prompt
 
 NUM_REQUESTS = int(os.environ.get("COSCHED_STOPPED_REQUESTS", "120"))
-"""500 were run when this was written."""
 
 ROOM = 60_000
 TIGHT = 800
-"""Tokens of KV: for all that is under way and all that was, or for hardly what is under way."""
+"""Tokens of KV: enough for all requests ever, or hardly enough for the running ones."""
 
 HOST = ("--enable-hierarchical-cache",)
 
 
 class StoppingPolicy:
-    """Another policy's plans, with more of what is under way stopped, and all in one mode."""
+    """Another policy's plans with more preemptions, all in one mode."""
 
     def __init__(self, inner, mode, *, seed):
         self._inner = inner
@@ -30,8 +29,8 @@ class StoppingPolicy:
         self.initial = inner.initial
         self.stopped = []
 
-    def plan(self, view, carry):
-        plan, carry = self._inner.plan(view, carry)
+    def plan(self, view, state):
+        plan, state = self._inner.plan(view, state)
         prefill = dict(plan.prefill)
         stopped = [preemption.rid for preemption in plan.preempt]
         for request in [*view.unfinished, *view.running]:
@@ -45,11 +44,11 @@ class StoppingPolicy:
         self.stopped += stopped
         preempt = tuple(Preemption(rid=rid, mode=self._mode) for rid in stopped)
         hold = plan.hold - {*stopped}
-        return replace(plan, prefill=prefill, hold=hold, preempt=preempt), carry
+        return replace(plan, prefill=prefill, hold=hold, preempt=preempt), state
 
 
 def answers(engine):
-    """Of requests of both classes, many of which begin alike."""
+    """Of requests of both classes, many with shared prefixes."""
     draw = random.Random(11)
     asked = []
     for i in range(NUM_REQUESTS):
@@ -69,7 +68,7 @@ def answers(engine):
 
 @pytest.fixture(scope="module")
 def undisturbed():
-    """Filled by the first test that asks."""
+    """Filled by the first test."""
     return {}
 
 
@@ -82,7 +81,9 @@ def undisturbed():
         pytest.param(PreemptMode.RECOMPUTE, TIGHT, (), id="recomputed"),
     ],
 )
-def test_stops_change_no_token(make_engine, monkeypatch, undisturbed, mode, num_tokens, switches):
+def test_preemptions_change_no_token(
+    make_engine, monkeypatch, undisturbed, mode, num_tokens, switches
+):
     if not undisturbed:
         undisturbed |= answers(make_engine(policy="sglang", max_total_tokens=ROOM))
         assert len(undisturbed) == NUM_REQUESTS
@@ -112,7 +113,7 @@ def test_stops_change_no_token(make_engine, monkeypatch, undisturbed, mode, num_
     assert answers(engine) == undisturbed
     assert len(policy.stopped) > NUM_REQUESTS / 2
     counters = controller.counters
-    # Where there is room, all that was stopped is found again.
+    # With enough memory, all KV of preempted requests is found again.
     assert (counters.recomputed_tokens > 0) == any(cut) == (num_tokens == TIGHT)
     if switches:
         assert core.transferred["to_device"] > 0

@@ -1,4 +1,4 @@
-"""A grammar that compiles for long costs its own request, and no other."""
+"""A grammar that takes long to compile delays only its own request."""
 
 from concurrent.futures import Future
 

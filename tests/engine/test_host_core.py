@@ -156,7 +156,7 @@ class HostMachine(Machine):
         self.loading.append((node_id, self.core.inc_lock_ref(node_id).to_dec_params(), host_lock))
 
     def finish(self):
-        """Some transfers are done."""
+        """Some transfers end."""
         for node_id in list(self.cache.ongoing_write_through):
             if self.draw.random() < 0.5:
                 self.finish_write(node_id)
@@ -231,7 +231,7 @@ HOST_OPERATIONS = {getattr(HostMachine, op.__name__): n for op, n in OPERATIONS.
     ("core", "page_size", "is_write_back"),
     [("rust", 1, True), ("rust", 4, True), ("rust", 1, False), ("python", 4, True)],
 )
-def test_the_copy_agrees_on_both_tiers(monkeypatch, core, page_size, is_write_back):
+def test_the_mirror_agrees_on_both_tiers(monkeypatch, core, page_size, is_write_back):
     monkeypatch.setattr("cosched.engine.tree_core._LEAST_TAIL", 2)  # nodes are short here
     machine = HostMachine(core, page_size=page_size, seed=page_size, is_write_back=is_write_back)
     run(machine, HOST_OPERATIONS, seed=5)
@@ -240,7 +240,7 @@ def test_the_copy_agrees_on_both_tiers(monkeypatch, core, page_size, is_write_ba
     assert machine.core.evicted["demoted"] > 0
 
 
-def test_where_the_copy_is_wrong_the_engines_orders_take_over(caplog):
+def test_if_the_mirror_is_wrong_sglangs_orders_are_used(caplog):
     """Both memories can still be used up, and nothing is lost."""
     machine = HostMachine("rust", page_size=1, seed=3, is_write_back=True)
     steps = (HostMachine.insert, HostMachine.match, HostMachine.evict, HostMachine.finish)
@@ -255,7 +255,7 @@ def test_where_the_copy_is_wrong_the_engines_orders_take_over(caplog):
     assert machine.core.is_off
     assert caplog.text.count("SGLang's own eviction order") == before + 1
     assert not machine.core._locks
-    # All of both can be given up in the engine's own order.
+    # Both can be emptied in SGLang's order.
     while machine.cache.ongoing_write_through:
         machine.finish()
     held = machine.core.full_evictable_size()

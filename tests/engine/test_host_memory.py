@@ -16,8 +16,8 @@ HOST = {"switches": ["--enable-hierarchical-cache"], "hicache_size": 0}
 
 
 class LateTransfers:
-    """Copies nothing until the event of a copy has been asked a few times or waited for, or until a
-    batch waits for what it loads: whoever reads too early reads something else."""
+    """Copies only after the event of a copy was polled a few times or waited for, or when a batch
+    waits for a load: reading too early gives wrong data."""
 
     def __init__(self, engine, num_polls):
         self.num_polls = num_polls
@@ -57,13 +57,13 @@ class LateEvent:
         return self not in self.transfers.pending
 
     def synchronize(self):
-        """Its copy is done, and those before it."""
+        """Do this copy and those before it."""
         while self in self.transfers.pending:
             self.transfers.pending.pop(0).copy()
 
 
 def serve(engine, *, seed=1, num_rounds=6):
-    """Sessions of both classes that share and continue heads, more than the device holds."""
+    """Sessions of both classes with shared prefixes, more than the device holds."""
     draw = random.Random(seed)
     heads = [prompt(i, 120) for i in range(6)]
     number = 0
@@ -86,7 +86,7 @@ def serve(engine, *, seed=1, num_rounds=6):
 
 @pytest.fixture(scope="module")
 def undisturbed():
-    """Filled by the first test that asks: the tokens of an engine with room."""
+    """Filled by the first test: the tokens of an engine with enough memory."""
     return {}
 
 
@@ -132,7 +132,7 @@ def test_tokens_are_the_same_with_host_memory(
 
 
 def overflow(engine, rid, num_tokens, *, seed):
-    """Push what is idle off the device."""
+    """Evict what is idle from the device."""
     engine.submit(rid, prompt(seed, num_tokens), max_new_tokens=2)
     engine.run_until_idle()
 
@@ -163,8 +163,8 @@ def test_a_context_on_the_host_is_loaded_and_not_computed(make_engine):
     assert_drained(engine)
 
 
-def test_what_takes_long_is_loaded_before_it_is_admitted(make_engine, monkeypatch):
-    """Others go on meanwhile."""
+def test_a_long_load_ends_before_its_request_is_admitted(make_engine, monkeypatch):
+    """Other requests run meanwhile."""
     monkeypatch.setattr("cosched.engine.kv._MIN_LOAD_S", 0.0)
     engine = with_host(make_engine)
     scheduler = engine.scheduler
@@ -242,7 +242,7 @@ def test_what_is_not_worth_it_is_not_copied(make_engine, priority, kv):
     assert_drained(engine)
 
 
-def test_a_full_host_keeps_what_is_worth_more(make_engine):
+def test_a_full_host_memory_keeps_the_most_valuable_copies(make_engine):
     engine = with_host(make_engine, hicache_ratio=0.6)
     ask_each(engine, 10)
     kv = engine.scheduler.cosched.kv
@@ -269,7 +269,7 @@ def test_a_flush_empties_both(make_engine):
 
 
 def test_copies_are_exact_in_every_layer(make_engine):
-    """What is loaded is what was there before, slot by slot."""
+    """Loaded KV equals what was copied, slot by slot."""
     engine = with_host(make_engine, page_size=4)
     scheduler = engine.scheduler
     engine.submit("first", prompt(1, 300), max_new_tokens=2)
@@ -299,8 +299,8 @@ def test_copies_are_exact_in_every_layer(make_engine):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-def test_a_stopped_request_is_copied_and_goes_on(make_engine):
-    """With the mode that the plan has chosen; the tokens are those of an engine with room."""
+def test_a_preempted_request_is_copied_and_resumes(make_engine):
+    """In the mode of the plan; its tokens are those of an engine with enough memory."""
 
     def submit(engine):
         engine.submit("offline", prompt(1, 250), max_new_tokens=60, priority=-1)
@@ -326,8 +326,8 @@ def test_a_stopped_request_is_copied_and_goes_on(make_engine):
     assert_drained(engine)
 
 
-def test_a_load_that_fails_leaves_one_prefill_unfinished_at_most(make_engine):
-    """What the plan admits whole is cut then, beside another that the plan cuts."""
+def test_after_a_failed_load_at_most_one_prefill_is_unfinished(make_engine):
+    """The load is of a prompt that the plan admits whole, beside another that it cuts."""
     asked = {
         "second": prompt(1, 200) + prompt(3, 3),
         "third": prompt(2, 200) + prompt(4, 3),

@@ -1,4 +1,4 @@
-"""What the manager of the KV memory keeps for online requests."""
+"""The KV manager: online reservation, failures, lookups."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from tests.engine.conftest import prompt, view_now, watch_plans
         (110_000, 120_000, 110_000),
     ],
 )
-def test_more_than_the_demand_of_now_is_kept_of_what_that_leaves(monkeypatch, now, reserve, kept):
+def test_growth_of_the_demand_is_reserved_up_to_a_share_of_the_rest(
+    monkeypatch, now, reserve, kept
+):
     monkeypatch.setattr(kv.port, "kv_total", lambda scheduler: 100_000)
     manager = object.__new__(KvManager)
     manager.config = KvConfig()
@@ -33,7 +35,7 @@ def test_more_than_the_demand_of_now_is_kept_of_what_that_leaves(monkeypatch, no
     assert manager.kept == kept
 
 
-def test_the_published_reservation_counts_what_online_requests_hold_and_nothing_else(make_engine):
+def test_the_reservation_of_echo_counts_only_what_online_requests_hold(make_engine):
     config = {"kv": {"reservation": "echo", "window_s": 3600}}
     engine = make_engine(policy="hygen", config=config)
     manager = engine.scheduler.cosched.kv
@@ -48,7 +50,7 @@ def test_the_published_reservation_counts_what_online_requests_hold_and_nothing_
     assert manager.kept < manager.demand.now + 2_000, "a burst counts by its share of the window"
 
 
-def test_where_it_cannot_be_said_what_goes_the_engines_order_holds(make_engine):
+def test_if_the_eviction_list_fails_sglangs_order_is_used(make_engine):
     controller = make_engine(policy="hygen", config={"strict": False}).scheduler.cosched
 
     def fail(num_tokens):
@@ -61,10 +63,10 @@ def test_where_it_cannot_be_said_what_goes_the_engines_order_holds(make_engine):
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_a_prompt_is_looked_up_only_where_the_tree_begins_like_it(
+def test_a_prompt_is_looked_up_only_if_the_tree_has_its_first_page(
     make_engine, monkeypatch, page_size
 ):
-    """And what a plan is told of it is what the engine would find."""
+    """And the view reports what the engine would find."""
     engine = make_engine(policy="hygen", max_running_requests=2, page_size=page_size)
     seen, looked_up = set(), []
     monkeypatch.setattr(

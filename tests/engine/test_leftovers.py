@@ -20,7 +20,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def shared_memory():
-    """Files of SGLang's in /dev/shm that this process has open: it closes none that it leaves."""
+    """Files of SGLang in /dev/shm that this process has open."""
     targets = []
     for link in Path("/proc/self/fd").iterdir():
         try:
@@ -39,8 +39,8 @@ def test_an_engine_leaves_nothing(make_engine, folder):
     assert list(folder.iterdir()) == [] and shared_memory() == []
 
 
-def test_a_simulation_leaves_nothing_even_where_it_is_killed(folder):
-    """Nothing is there while it runs, so nothing is left when it cannot clean up."""
+def test_a_simulation_leaves_nothing_even_if_it_is_killed(folder):
+    """There are no files while it runs, so none are left when it cannot clean up."""
     seen = []
     spec = RunSpec(
         setting=setting_of("sarathi"),

@@ -1,4 +1,4 @@
-"""Offline requests that wait, stop and resume: timeouts, pauses, flushes, SGLang's retractions."""
+"""Offline requests that wait, are preempted and resume: timeouts, pauses, flushes, retractions."""
 
 import pytest
 from sglang.srt.environ import envs
@@ -27,7 +27,7 @@ def test_the_running_timeout_spares_offline_requests(make_engine, policy):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_cache_can_be_flushed_while_paused_requests_wait(make_engine, overlap):
-    """`flush_cache` wants an idle scheduler; paused by retraction, it does not mind a queue."""
+    """`flush_cache` needs an idle scheduler, or one that is paused by retraction."""
 
     def run(disturbed):
         engine = make_engine(policy="hygen", overlap=overlap, max_running_requests=2)
@@ -55,9 +55,9 @@ def test_the_cache_can_be_flushed_while_paused_requests_wait(make_engine, overla
     assert run(disturbed=True) == run(disturbed=False)
 
 
-def test_what_the_engine_retracts_leads_the_pool_with_its_prompt_cached(make_engine, monkeypatch):
-    """The pool takes a request that comes back for one whose KV is cached. SGLang's own retraction
-    keeps of it what the tree had: the prompt."""
+def test_a_request_that_the_engine_retracts_leads_the_pool(make_engine, monkeypatch):
+    """The pool assumes that the KV of a returning request is cached. After a retraction by SGLang
+    its prompt is."""
     engine = make_engine(policy="hygen")
     scheduler = engine.scheduler
     requeue = scheduler._add_request_to_queue

@@ -28,7 +28,7 @@ from tests.engine.conftest import assert_drained, view_now
 NUM_OPERATIONS = int(os.environ.get("COSCHED_SLOT_OPERATIONS", "1000"))
 
 PER_ROUND = 500
-"""Operations after which all must end, and what is left is counted."""
+"""Operations after which all requests must end, and leaks are counted."""
 PER_ITERATION = 3
 
 
@@ -57,7 +57,7 @@ class Traffic:
             self.num_done += 1
 
     def check_view(self):
-        """What is kept of it from plan to plan is what asking about each would give."""
+        """What is kept from plan to plan equals what is computed from each request."""
         view = view_now(self.engine.scheduler)
         kept, asked = view.outlook(), Outlook.of(view)
         assert kept.held.tolist() == asked.held
@@ -98,7 +98,7 @@ class Traffic:
         return rid
 
     def crowd(self, iteration):
-        """Offline requests take the memory, and then a chat needs it."""
+        """Offline requests take the memory, and then an online request needs it."""
         if iteration == 0:
             for number in range(12):
                 ids = [10 + number] * 100
@@ -109,7 +109,7 @@ class Traffic:
             self.engine.submit("chat", [30] * 1200, max_new_tokens=4, priority=0)
 
         if self.is_over("chat"):
-            self.check_view()  # those that were stopped run again: nobody has asked meanwhile
+            self.check_view()  # preempted requests run again
 
     def submit(self):
         if len(self.live) < 40:

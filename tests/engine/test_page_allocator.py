@@ -11,7 +11,6 @@ import cosched.bootstrap  # noqa: F401  # before sglang
 from cosched.engine.port.bidirectional import BidirectionalAllocator, allocate_for, free_row
 
 NUM_OPERATIONS = int(os.environ.get("COSCHED_PAGE_OPERATIONS", "2000"))
-"""100,000 were run when this was written."""
 
 NUM_ROWS, WIDTH = 12, 400
 
@@ -78,8 +77,8 @@ class Machine:
         )
 
     def extend(self, wanted):
-        """wanted: of each request how many tokens. As SGLang: the rows of the requests are written
-        again from what they were before the allocation."""
+        """wanted: requests and their new tokens. As in SGLang, the rows are then written again as
+        they were before the allocation."""
         reqs = [req for req, _ in wanted]
         need = sum(n // self.page_size + 2 for _, n in wanted) * self.page_size
         if need > self.allocator.available_size() + len(self.tree) * self.page_size:
@@ -158,7 +157,7 @@ class Machine:
             self.append(req, slot[None])
 
     def publish(self):
-        """What is whole goes into the tree, as between two chunks."""
+        """Whole pages go into the tree, as between two chunks."""
         if self.reqs:
             self.insert(self.draw.choice(list(self.reqs.values())))
 
@@ -173,7 +172,7 @@ class Machine:
         row = self.rows.req_to_token[req.kv.req_pool_idx]
         for start in range(0, req.num_protected, self.page_size):
             self.tree.append(row[start : start + self.page_size].long().clone())
-        # The engine may have taken a token more than the request turns out to have.
+        # The engine may have allocated one token too many.
         owned = max(len(req.tokens) - self.draw.choice([0, 0, 1]), req.num_protected)
 
         def free(cache, kv, ranges):

@@ -1,4 +1,4 @@
-"""Running requests sit out iterations on a real in-process SGLang scheduler."""
+"""The decode of running requests is paused in SGLang's scheduler."""
 
 import random
 from dataclasses import replace
@@ -16,7 +16,7 @@ from tests.engine.conftest import (
 
 
 class HoldingPolicy:
-    """Another policy's plans, with some of the running requests held."""
+    """Another policy's plans, with some of the decodes paused."""
 
     def __init__(self, inner, *, seed, most_in_a_row=3):
         self._inner = inner
@@ -26,8 +26,8 @@ class HoldingPolicy:
         self.num_held = 0
         self.initial = inner.initial
 
-    def plan(self, view, carry):
-        plan, carry = self._inner.plan(view, carry)
+    def plan(self, view, state):
+        plan, state = self._inner.plan(view, state)
         stopped = {p.rid for p in plan.preempt}
         running = [r.rid for r in view.running if r.rid not in stopped]
         may_wait = {r.rid for r in view.running if view.can_hold(r)}
@@ -42,7 +42,7 @@ class HoldingPolicy:
             held = set(running[1:]) & may_wait
         self._in_a_row = {rid: self._in_a_row.get(rid, 0) + 1 for rid in held}
         self.num_held += len(held)
-        return replace(plan, hold=frozenset(held)), carry
+        return replace(plan, hold=frozenset(held)), state
 
 
 def hold_at_random(engine, *, seed):
@@ -63,7 +63,7 @@ def answers(engine, seed):
 
 
 @pytest.mark.parametrize(("overlap", "mixed"), [(False, True), (True, True), (True, False)])
-def test_sitting_out_changes_no_token(make_engine, overlap, mixed):
+def test_pauses_change_no_token(make_engine, overlap, mixed):
     flags = {"overlap": overlap, "mixed": mixed, "page_size": 1 if overlap else 16}
     expected = answers(make_engine(**flags), seed=1)
     engine = make_engine(**flags)
@@ -73,7 +73,7 @@ def test_sitting_out_changes_no_token(make_engine, overlap, mixed):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_held_request_is_seen_and_aborted_like_any_other(make_engine, overlap):
+def test_a_paused_request_is_visible_and_can_be_aborted(make_engine, overlap):
     engine = make_engine(overlap=overlap)
     for rid in ("a", "b", "c"):
         engine.submit(rid, prompt(ord(rid), 40), max_new_tokens=30)
@@ -84,7 +84,7 @@ def test_a_held_request_is_seen_and_aborted_like_any_other(make_engine, overlap)
     class HoldB:
         initial = None
 
-        def plan(self, view, carry):
+        def plan(self, view, state):
             plan, _ = policy.plan(view, None)
             hold = frozenset(r.rid for r in view.running if view.can_hold(r)) & held
             return replace(plan, hold=hold), None
@@ -112,8 +112,8 @@ def test_a_held_request_is_seen_and_aborted_like_any_other(make_engine, overlap)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_random_traffic_with_held_requests_leaks_nothing(make_engine, seed):
-    """And the more so with preemptions and memory pressure."""
+def test_random_traffic_with_pauses_leaks_nothing(make_engine, seed):
+    """With preemptions and memory pressure."""
     engine = make_engine(
         overlap=bool(seed % 2),
         mixed=seed != 1,

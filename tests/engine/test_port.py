@@ -17,8 +17,8 @@ from tests.engine.conftest import OFFLINE, assert_drained, prompt, view_now
 ROOT = Path(__file__).resolve().parent.parent.parent
 PORT = ROOT / "cosched" / "engine" / "port"
 
-# Modules that stand before a part of SGLang, and know it as a port module does: the tree core, the
-# HTTP server, the command line, the stand-ins for a CPU.
+# Modules that wrap a part of SGLang, as port modules do: the tree core, the HTTP server, the
+# command line, the CPU engine.
 TREE_CORE = {"tree_core", "host_core", "kv"}
 OUTSIDE = {"admin", "shutdown", "startup", "arguments", "cpu"}
 
@@ -45,7 +45,7 @@ def words():
     return {owner: set(re.findall(r"`(\w+)`", names)) for owner, names in rows if owner in NAMES}
 
 
-def test_only_the_port_names_what_sglang_calls_things():
+def test_only_the_port_uses_sglangs_names():
     allowed = words()
     assert allowed.keys() == NAMES.keys()
     owners = {
@@ -85,7 +85,7 @@ def test_only_the_port_imports_sglang():
 
 @pytest.mark.parametrize("ignore_eos", [True, False])
 def test_the_reserve_is_what_the_engine_keeps(make_engine, ignore_eos):
-    """A view and SGLang's adder see the same room beside what runs."""
+    """A view and SGLang's adder see the same headroom."""
     from sglang.srt.managers.schedule_policy import PrefillAdder
 
     engine = make_engine(schedule_conservativeness=0.5)
@@ -115,7 +115,7 @@ def test_the_reserve_is_what_the_engine_keeps(make_engine, ignore_eos):
 
 
 @pytest.mark.parametrize("tokens", [0, 50])
-def test_what_stopping_gains_is_free_or_evictable_afterwards(make_engine, tokens):
+def test_what_preemption_gains_is_free_or_evictable_afterwards(make_engine, tokens):
     engine = make_engine()
     shared = prompt(7, tokens)
     engine.submit("first", shared + prompt(1, 60), max_new_tokens=2)

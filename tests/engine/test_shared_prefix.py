@@ -23,22 +23,21 @@ SWITCHES = ("--enable-mixed-chunk", "--disable-overlap-schedule")
 
 
 def questions(engine, *, documents=2, each=3, num_new=8, length=40):
-    """Questions about documents; each document is asked about first, so that its KV is in the tree
-    when the others come."""
+    """Questions about documents. The first one about each puts its KV into the tree."""
     for document in range(documents):
         head = prompt(document + 1, length)
         engine.submit(f"d{document}", head, max_new_tokens=2, priority=OFFLINE)
     engine.run_until_idle()
     for index in range(documents * each):
         document = index % documents
-        # Some go on alike, so that there are levels below the document.
+        # Some continue alike, so that there are levels below the document.
         tokens = prompt(document + 1, length) + prompt(50 + index % 4, 16) + prompt(90 + index, 5)
         engine.submit(f"q{index}", tokens, max_new_tokens=num_new, priority=-(index % 2))
     engine.run_until_idle()
 
 
 def with_interruptions(engine):
-    """Offline questions about one document are stopped by online ones and go on later."""
+    """Offline questions about one document are preempted by online ones and resume."""
     stopped = []
     engine.watch_stops(stopped.append)
     head = prompt(1, 40)
@@ -72,7 +71,7 @@ def run(make_engine, attention, work, **options):
 
 
 def check_groups(engine):
-    """From now on, what a plan takes for shared must be: the same slots in the rows of all."""
+    """Check from now on that what a plan shares is the same slots in the rows of all members."""
     shared = shared_of(engine)
     groups_of, rows = shared._groups, shared._req_to_token
 
@@ -96,7 +95,7 @@ def test_tokens_of_prefills_decodes_and_mixed_batches(make_engine, page_size, ov
 
 
 @pytest.mark.parametrize("policy", ["sarathi", "hygen"])
-def test_tokens_of_requests_that_were_stopped_and_go_on(make_engine, policy):
+def test_tokens_of_preempted_requests(make_engine, policy):
     options = {"policy": policy, "max_running_requests": 4}
     _, expected = run(make_engine, "torch_native", with_interruptions, **options)
     engine, found = run(make_engine, NAME, with_interruptions, **options)
@@ -105,7 +104,7 @@ def test_tokens_of_requests_that_were_stopped_and_go_on(make_engine, policy):
 
 
 class NotCpu:
-    """SGLang's platform, but for the question whether it is a CPU."""
+    """SGLang's platform, which denies that it is a CPU."""
 
     def __init__(self, platform):
         self._platform = platform
@@ -119,8 +118,8 @@ class NotCpu:
 
 @pytest.mark.parametrize("dtype, work", [("fp8_e5m2", questions), ("fp8_e4m3", with_interruptions)])
 def test_tokens_with_float8_kv(make_engine, monkeypatch, dtype, work):
-    """SGLang refuses float8 KV on a CPU, or wants Intel's AMX. Its pools and its torch_native
-    backend do it all the same."""
+    """SGLang refuses float8 KV on most CPUs, but its pools and its torch_native backend support
+    it."""
     for module in (kv_cache_dtype, kv_cache_configurator):
         monkeypatch.setattr(module, "current_platform", NotCpu(module.current_platform))
     options = {"kv_cache_dtype": dtype, "max_running_requests": 4}
@@ -157,7 +156,7 @@ def test_without_a_radix_tree_nothing_is_shared(make_engine):
 
 
 def test_decodes_of_a_mixed_batch_are_packed_though_nothing_is_shared(make_engine):
-    """Beside a backend that computes a tile for each of their heads, as Triton's does."""
+    """With an inner backend that computes a tile for each of their heads, as Triton's does."""
 
     def chats(engine):
         def act(iteration):
@@ -225,7 +224,7 @@ def test_tokens_of_decodes_in_graphs(make_engine, monkeypatch):
     )
 
 
-def test_a_failure_of_the_plan_costs_no_server(make_engine, monkeypatch):
+def test_an_error_in_planning_does_not_end_the_server(make_engine, monkeypatch):
     _, expected = run(make_engine, "torch_native", questions)
     config = {"shared_prefix": {"min_saved_tokens": 1}, "strict": False}
     engine = make_engine(attention_backend=NAME, config=config)
@@ -240,7 +239,7 @@ def test_a_failure_of_the_plan_costs_no_server(make_engine, monkeypatch):
     assert shared.num_shared_batches == 0
 
 
-def test_layers_that_the_kernels_do_not_do_go_to_the_other_backend(make_engine):
+def test_the_inner_backend_computes_layers_that_the_kernels_do_not_support(make_engine):
     engine = make_engine(attention_backend=NAME, config={"shared_prefix": {"min_saved_tokens": 1}})
     shared, asked = shared_of(engine), []
     traits = {"logit_cap": 30.0, "sliding_window_size": 8, "is_cross_attention": True}

@@ -32,7 +32,7 @@ PENALTIES = (
 
 
 def submit(engine, rid, *args, params, **fields):
-    """params: sampling parameters beside those of `LocalEngine.submit`."""
+    """params: more sampling parameters."""
     engine.submit(rid, *args, **fields)
     for name, value in params.items():
         setattr(engine._inbox[-1].sampling_params, name, value)
@@ -55,7 +55,7 @@ def penalized_answers(engine, *, max_iterations=3000, when=lambda iteration: Non
 
 
 @pytest.mark.parametrize("mixed", [True, False])
-def test_penalties_count_the_same_tokens_when_requests_sit_out(make_engine, mixed):
+def test_penalties_count_the_same_tokens_with_pauses(make_engine, mixed):
     expected = penalized_answers(make_engine(mixed=mixed))
     engine = make_engine(mixed=mixed)
     policy = hold_at_random(engine, seed=2)
@@ -86,9 +86,9 @@ def test_penalties_survive_a_preemption(make_engine):
     assert engine.scheduler.cosched.counters.num_preemptions > 1
 
 
-def test_penalties_and_holds_with_overlap_end_well(make_engine):
-    """Under overlap a penalty lags by the token in flight, so answers may differ from those of a
-    run without holds; each token counts once all the same."""
+def test_penalties_count_each_token_once_with_pauses_and_overlap(make_engine):
+    """Under overlap a penalty lags by the token in flight, so answers may differ from those without
+    pauses."""
     engine = make_engine(overlap=True)
     policy = hold_at_random(engine, seed=3)
     counted = {}
@@ -100,14 +100,14 @@ def test_penalties_and_holds_with_overlap_end_well(make_engine):
     answers = penalized_answers(engine, when=note)
     assert policy.num_held > 20
     assert all(len(output) == 24 for output in answers.values())
-    # r4 and r9 have no penalty, so nothing of theirs is counted.
+    # r4 and r9 have no penalty.
     assert all(
         known - num <= 2 if int(rid[1:]) % 5 != 4 else num == 0
         for rid, (num, known) in counted.items()
     )
 
 
-def test_a_penalty_that_joins_while_another_request_is_held_ends_nothing(make_engine):
+def test_a_request_with_penalties_can_join_while_another_is_paused(make_engine):
     engine = make_engine(policy="hygen", overlap=True, max_total_tokens=20000)
     policy = hold_at_random(engine, seed=1)
     for i in range(6):
@@ -127,7 +127,7 @@ def test_a_penalty_that_joins_while_another_request_is_held_ends_nothing(make_en
 
 @pytest.fixture
 def lora_engine(make_engine, tmp_path):
-    """An engine with adapters A, B and C of which two fit at once, counting the model itself."""
+    """An engine with adapters A, B and C. Two fit at once, including the model itself."""
 
     def make(**flags):
         engine = make_engine(
@@ -141,7 +141,7 @@ def lora_engine(make_engine, tmp_path):
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_adapters_of_held_requests_stay_in_use(lora_engine, overlap):
+def test_adapters_of_paused_requests_stay_in_use(lora_engine, overlap):
     engine, ids = lora_engine(overlap=overlap)
     hold_at_random(engine, seed=4)
     for i in range(15):
@@ -155,7 +155,7 @@ def test_adapters_of_held_requests_stay_in_use(lora_engine, overlap):
     assert engine.scheduler.cosched.counters.num_engine_refusals == 0
 
 
-def test_an_online_request_takes_the_place_of_an_adapter_that_offline_work_uses(lora_engine):
+def test_an_online_request_replaces_an_adapter_of_offline_requests(lora_engine):
     engine, ids = lora_engine(max_running_requests=8)
     for i in range(4):
         lora_id = ids["AB"[i % 2]]
@@ -176,7 +176,7 @@ def test_an_online_request_takes_the_place_of_an_adapter_that_offline_work_uses(
     assert all(len(reply.output_ids) in (3, 60) for reply in engine.replies.values())
 
 
-def test_a_request_that_the_engine_keeps_refusing_stops_nobody_for_it(make_engine):
+def test_a_request_that_the_engine_keeps_refusing_causes_no_preemptions(make_engine):
     engine = make_engine(max_total_tokens=20000, max_running_requests=4)
     scheduler = engine.scheduler
     scheduler.enable_lora = True
@@ -203,8 +203,10 @@ def test_a_request_that_the_engine_keeps_refusing_stops_nobody_for_it(make_engin
     ("policy", "overlap"),
     [("sarathi", True), ("hygen", False), ("echo-bs+e+s", False)],
 )
-def test_decodes_go_on_beside_prefills_that_cannot_be_mixed_with_them(make_engine, policy, overlap):
-    """With logprobs SGLang decodes and prefills in turns, if it is left to."""
+def test_decodes_continue_beside_prefills_that_cannot_be_mixed_with_them(
+    make_engine, policy, overlap
+):
+    """SGLang does not mix batches with logprobs."""
     engine = make_engine(
         policy=policy, overlap=overlap, max_total_tokens=40000, max_running_requests=64
     )
@@ -228,8 +230,8 @@ def test_decodes_go_on_beside_prefills_that_cannot_be_mixed_with_them(make_engin
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_an_idle_engine_that_refuses_what_is_planned_cuts_it_itself(make_engine, overlap):
-    """A rule of the engine that cosched does not know must not stop everything."""
+def test_an_idle_engine_that_refuses_a_plan_cuts_the_prompts_itself(make_engine, overlap):
+    """A rule of the engine that cosched does not know must not block the scheduler."""
     engine = make_engine(
         policy="hygen", overlap=overlap, max_total_tokens=20000, chunked_prefill_size=1024
     )
@@ -243,7 +245,7 @@ def test_an_idle_engine_that_refuses_what_is_planned_cuts_it_itself(make_engine,
 
 @pytest.mark.parametrize(("policy", "priority"), [("hygen", 0), ("echo-bs+e+s", OFFLINE)])
 def test_prompts_are_cut_where_the_engine_aligns_them(make_engine, policy, priority):
-    """Deterministic inference cuts at multiples of some thousand tokens only."""
+    """Deterministic inference cuts prompts only at multiples of some thousand tokens."""
     engine = make_engine(policy=policy, max_total_tokens=20000, chunked_prefill_size=1024)
     engine.scheduler.truncation_align_size = 512
     controller = engine.scheduler.cosched
@@ -256,7 +258,7 @@ def test_prompts_are_cut_where_the_engine_aligns_them(make_engine, policy, prior
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_beams_are_never_stopped_or_held(make_engine, overlap):
+def test_beams_are_never_preempted_or_paused(make_engine, overlap):
     engine = make_engine(policy="sarathi", overlap=overlap, max_running_requests=6)
     hold_at_random(engine, seed=1)
     fields = {"priority": OFFLINE, "stream": False, "params": {"beam_width": 3, "n": 1}}
@@ -275,7 +277,7 @@ def test_beams_are_never_stopped_or_held(make_engine, overlap):
 
 @pytest.mark.parametrize(("policy", "seed"), [("sarathi", 2), ("hygen", 1)])
 def test_decodes_find_their_pages_beside_prefills(make_engine, policy, seed):
-    """With large pages a decode may open one; SGLang's mixed batches check nothing."""
+    """A decode may need a new page, which SGLang does not check in mixed batches."""
     page = 64
     engine = make_engine(
         policy=policy,
@@ -317,9 +319,9 @@ def test_beams_get_the_same_from_a_prompt_in_chunks(make_engine, overlap):
 
 
 @pytest.mark.parametrize("priority", [0, OFFLINE])
-def test_a_session_that_keeps_most_of_the_memory_goes_on(make_engine, priority):
-    """Its KV is its own: the tree knows of the first prompt alone, and there is no room to compute
-    all of it once more."""
+def test_a_session_that_holds_most_of_the_memory_continues(make_engine, priority):
+    """Only its first prompt is in the tree, and there is too little memory to compute the rest
+    again."""
     engine = make_engine(switches=("--enable-streaming-session",))
     scheduler = engine.scheduler
     scheduler.open_session(
@@ -338,7 +340,7 @@ def test_a_session_that_keeps_most_of_the_memory_goes_on(make_engine, priority):
 
 
 @pytest.mark.parametrize("policy", ["hygen", "sglang"])
-def test_no_prompt_is_taken_that_the_memory_has_no_page_left_for(make_engine, policy):
+def test_a_prompt_that_leaves_no_page_is_refused(make_engine, policy):
     engine = make_engine(policy=policy, page_size=16, max_total_tokens=640)
     longest = engine.scheduler.max_req_input_len - 1
     for rid, length in (("fits", longest), ("long", longest + 1), ("behind", 60)):
@@ -350,9 +352,8 @@ def test_no_prompt_is_taken_that_the_memory_has_no_page_left_for(make_engine, po
     assert_drained(engine)
 
 
-def test_looking_changes_nothing_that_eviction_sees(make_engine):
-    """Prompts looked at again and again are evicted in the order in which they were computed, as if
-    nobody had looked."""
+def test_lookups_do_not_change_the_order_of_eviction(make_engine):
+    """Prompts are evicted in the order in which they were computed."""
 
     def left_after_eviction(num_looks):
         engine = make_engine(max_total_tokens=1000, config={"kv": {"eviction": "lru"}})

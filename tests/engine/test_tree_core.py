@@ -150,7 +150,7 @@ class Machine:
         assert gone == expected[: len(gone)]
 
     def evict_some(self):
-        """The nodes that went."""
+        """Returns the evicted nodes."""
         wanted = self.draw.randrange(1, 40)
         tracker = {FULL: 0}
         before = self.tree.num_evictable
@@ -225,7 +225,7 @@ OPERATIONS = {
 
 
 def run(machine, operations, *, seed):
-    """Random operations by their weights, and an audit after each."""
+    """Random operations by weight, with an audit after each."""
     drawn = random.Random(seed).choices(
         list(operations), list(operations.values()), k=NUM_OPERATIONS
     )
@@ -238,13 +238,13 @@ def run(machine, operations, *, seed):
     ("core", "page_size", "order"),
     [("rust", 1, "value"), ("rust", 4, "value"), ("rust", 1, "echo"), ("python", 4, "value")],
 )
-def test_the_copy_agrees_with_the_engine_after_every_operation(monkeypatch, core, page_size, order):
+def test_the_mirror_agrees_after_every_operation(monkeypatch, core, page_size, order):
     monkeypatch.setattr("cosched.engine.tree_core._LEAST_TAIL", 2)  # nodes are short here
     machine = Machine(core, page_size=page_size, order=order, seed=page_size)
     run(machine, OPERATIONS, seed=3)
 
 
-def test_where_the_copy_is_wrong_the_engines_order_takes_over(caplog):
+def test_if_the_mirror_is_wrong_sglangs_order_is_used(caplog):
     machine = Machine("rust", page_size=1, order="value", seed=1)
     for _ in range(20):
         machine.insert()
@@ -286,7 +286,7 @@ CHANGES = (
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_all_ranks_evict_what_rank_0_says(page_size):
+def test_all_ranks_evict_the_nodes_of_rank_0(page_size):
     """With the Rust core: the Python core numbers the nodes of all trees of a process."""
     source, other = (
         Rank("rust", page_size=page_size, seed=1, is_source=is_source)
@@ -296,7 +296,7 @@ def test_all_ranks_evict_what_rank_0_says(page_size):
     num_given = num_alike = 0
     for _ in range(NUM_OPERATIONS):
         if draw.random() < 0.2:
-            # More or fewer than will go; now and then the engine's own order.
+            # More or fewer nodes than are evicted; sometimes SGLang's order.
             evictions = source.leaves.next_to_go(draw.randrange(60))
             given = None if draw.random() < 0.1 else evictions
             for rank in (source, other):
@@ -318,7 +318,7 @@ def test_all_ranks_evict_what_rank_0_says(page_size):
     assert num_alike > num_given / 2 > 0
 
 
-def test_a_rank_that_lost_track_since_it_was_told_says_so():
+def test_a_rank_that_lost_track_after_it_got_the_list_says_so():
     rank = Rank("python", page_size=1, seed=0, is_source=True)
     for _ in range(30):
         rank.insert()

@@ -33,7 +33,7 @@ from tests.serving import ROOT, SEARCH_PATH
 
 @pytest.fixture
 def registry():
-    """SGLang's, which is process-wide: what the test registers is taken out again."""
+    """SGLang's global registry, restored after the test."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     hooks, patched = dict(HookRegistry._hooks), set(HookRegistry._patched)
@@ -46,7 +46,7 @@ def registry():
 
 @pytest.fixture
 def toy(monkeypatch):
-    """A module in the place of SGLang's."""
+    """A module that is hooked instead of SGLang."""
     module = ModuleType("toy")
 
     class Engine:
@@ -117,7 +117,7 @@ class TestInstall:
         assert toy.double(3) == 8
         assert toy.Engine(4).run([1, 2]) == [1, 2, 0]
 
-    def test_who_imported_a_function_gets_the_hooked_one_too(self, toy, registry, monkeypatch):
+    def test_modules_that_imported_a_function_get_the_hooked_one(self, toy, registry, monkeypatch):
         user = ModuleType("user")
         user.double, user.Engine = toy.double, toy.Engine
         monkeypatch.setitem(sys.modules, "user", user)
@@ -155,7 +155,7 @@ class TestSeams:
         found = [each.target for each in SEAMS]
         assert len(found) == len(set(found))
 
-    def test_say_what_a_reader_needs(self):
+    def test_are_documented(self):
         for each in SEAMS:
             assert each.target.startswith("sglang."), each
             assert each.kind in ("before", "after", "around"), each
@@ -199,11 +199,11 @@ class TestVersion:
         assert "This is sglang 0.5.24" in refusal(check_version)
 
     @pytest.mark.parametrize("allowed", ["0.5.23", "1", "", "all"])
-    def test_only_the_very_version_can_be_let_through(self, other, monkeypatch, allowed):
+    def test_only_the_exact_version_can_be_allowed(self, other, monkeypatch, allowed):
         monkeypatch.setenv(ALLOW_VARIABLE, allowed)
         assert f"set {ALLOW_VARIABLE}=0.5.24" in refusal(check_version)
 
-    def test_it_is_let_through_with_a_warning(self, other, monkeypatch):
+    def test_it_is_allowed_with_a_warning(self, other, monkeypatch):
         said = []
         logger = logging.getLogger("cosched")
         monkeypatch.setattr(logger, "warning", lambda text, *args: said.append(text % args))
@@ -241,11 +241,11 @@ class TestInternals:
         ],
     )
     def test_the_list_is_whole(self, owner, names):
-        """What the adapter uses under these names stands in the list."""
+        """The list has every attribute that the engine uses under these names."""
         [listed] = [set(v) for k, v in INTERNALS.items() if k.rpartition(".")[2] == owner]
         used = set()
         for path in (ROOT / "cosched" / "engine").rglob("*.py"):
-            # Those build engines of their own, on SGLang's public constructors.
+            # These build engines with SGLang's public constructors.
             if path.stem not in ("local", "cpu"):
                 used |= set(re.findall(rf"(?<!cosched\.)\b(?:{names})\.(\w+)", path.read_text()))
         own = {
@@ -282,7 +282,7 @@ class Assigned(_Base):
 
 
 class TestProcess:
-    """Each in a process of its own: SGLang's plugin state cannot be rolled back."""
+    """Each in its own process: SGLang's plugin state cannot be undone."""
 
     @pytest.mark.parametrize("module", ["sglang.launch_server", "cosched.launch_server"])
     def test_changed_sglang_stops_the_server(self, forks, module, tiny_model):
