@@ -156,19 +156,15 @@ def config_from(options: ServeOptions) -> Config:
     """The configuration: flags over ``COSCHED_CONFIG`` over defaults. ConfigError if one is bad."""
     base = load_config() or Config()
     given = _given(Config, options)
-    try:
-        given["slo"] = msgspec.structs.replace(base.slo, **_given(SloConfig, options))
-    except ValueError as error:
-        raise ConfigError(f"--cosched-slo: {error}") from None
     if "claims" in given:
         given["claims"] = read_claims(given["claims"], source="--cosched-claims")
     if "tolerance" in given:
         given["tolerance"] = parse_tolerance(given["tolerance"])
-    given["kv"] = msgspec.structs.replace(base.kv, **_given(KvConfig, options))
-    try:
-        given["batches"] = msgspec.structs.replace(base.batches, **_given(BatchesConfig, options))
-    except ValueError as error:
-        raise ConfigError(f"--cosched-batches: {error}") from None
+    for key, struct in (("slo", SloConfig), ("kv", KvConfig), ("batches", BatchesConfig)):
+        try:
+            given[key] = msgspec.structs.replace(getattr(base, key), **_given(struct, options))
+        except ValueError as error:
+            raise ConfigError(f"--cosched-{key}: {error}") from None
     try:
         return msgspec.structs.replace(base, **given)
     except ValueError as error:

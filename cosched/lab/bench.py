@@ -85,6 +85,8 @@ RUN_COLUMNS = (
 )
 """Columns of the table of `run`."""
 
+RUN_SETTINGS = ("s0", "s1", "priority", "hygen", "cosched")
+
 RESULTS = Path("out/results")
 
 app = new_app("bench", __doc__)
@@ -254,13 +256,7 @@ class StaleResultsError(CoschedError):
 class Run(_Simulations):
     """Compare settings on one workload."""
 
-    settings: Annotated[Names, Parameter(name=("--settings", "--scenarios"))] = (
-        "s0",
-        "s1",
-        "priority",
-        "hygen",
-        "cosched",
-    )
+    settings: Annotated[Names, Parameter(name=("--settings", "--scenarios"))] = RUN_SETTINGS
     """policies, your own as module:Class too, and the settings below; NAME/ORDER for one that
     evicts KV in another order (docs/kv_memory.md), such as hygen/lru"""
     seeds: Seeds = 1

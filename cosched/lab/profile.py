@@ -35,7 +35,9 @@ import msgspec
 import numpy as np
 import torch
 from cyclopts import Parameter
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from cosched.cli import (
     Count,
@@ -297,9 +299,6 @@ def _fitted(points: Sequence[MeasuredPoint], graphs: GraphSizes | None) -> Fitte
 
 @dataclass(kw_only=True)
 class LiveServers:
-    """With a model each value is tried on a server started with it, as it is served: SGLang's flags
-    follow --, and the machine options have no effect."""
-
     model_path: Annotated[str | None, Parameter(metavar="MODEL")] = None
     """search on live servers of this model, each with the SGLang flags that follow --; the options
     of the simulated machine then have no effect"""
@@ -418,22 +417,19 @@ class Slo(JsonOption):
 
 def _show(answer: SloAnswer, goals: Sequence[Goal]) -> None:
     """Every value tried and what it reached, then the answer."""
-    titles = [f"{answer.unit:>10}", *(f"{goal.text:>20}" for goal in goals)]
-    print("".join(titles) + f"{'offline tokens/s':>20}")
-    limits = [_amount(goal, bound) for goal, bound in zip(goals, answer.bounds, strict=True)]
-    print(f"{'limit':>10}" + "".join(f"{limit:>20}" for limit in limits))
+    table = Table(answer.unit, *(goal.text for goal in goals), "offline tokens/s", "")
+    table.add_row("limit", *map(_amount, goals, answer.bounds))
     if answer.baseline is not None:
-        alone = [_amount(goal, x) for goal, x in zip(goals, answer.baseline, strict=True)]
-        print(f"{'alone':>10}" + "".join(f"{x:>20}" for x in alone))
+        table.add_row("isolated baseline", *map(_amount, goals, answer.baseline))
     for probe in answer.probes:
-        reached = [_amount(goal, x) for goal, x in zip(goals, probe.reached, strict=True)]
         tokens = probe.offline_tokens_per_s
-        print(
-            f"{probe.value:>10g}"
-            + "".join(f"{x:>20}" for x in reached)
-            + f"{'-' if tokens is None else f'{tokens:.0f}':>20}"
-            + ("" if probe.is_good else "  misses")
+        table.add_row(
+            f"{probe.value:g}",
+            *map(_amount, goals, probe.reached),
+            "-" if tokens is None else f"{tokens:.0f}",
+            "" if probe.is_good else "misses",
         )
+    Console().print(table)
     if answer.value is None:
         print(f"no {answer.key} in the range meets all goals")
     else:

@@ -34,15 +34,6 @@ def test_a_shape_is_a_model_without_weights(tmp_path):
     assert (folder / "tokenizer.json").exists() and not list(folder.glob("*.safetensors"))
 
 
-def test_where_replies_part_is_told():
-    compared = script("gpu_end_to_end").compared
-    assert compared({"a": [1, 2], "b": [3, 4]}, {"a": [1, 2], "b": [3, 5]}) == {
-        "replies": 2,
-        "same": 1,
-        "parted_at": {"b": 1},
-    }
-
-
 def test_the_table_has_a_row_for_each_server():
     load = {
         "step": "load",

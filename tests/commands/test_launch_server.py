@@ -134,11 +134,6 @@ def test_a_tolerance_is_a_flag_of_policies_that_keep_one(monkeypatch):
         config_from()
 
 
-def test_a_bad_target_is_named():
-    with pytest.raises(ConfigError, match=r"tpot_ms must be a positive.*-5"):
-        config_from("--cosched-slo-tpot-ms", "-5")
-
-
 def test_policy_flags_and_cpu_flags_are_added_unless_given(monkeypatch):
     monkeypatch.setattr(bootstrap, "has_cuda", lambda: False)
     added = serve.engine_arguments(
@@ -340,6 +335,7 @@ class TestEarlyChecks:
     @pytest.mark.parametrize(
         ("flags", "message"),
         [
+            (["--cosched-slo-tpot-ms", "-5"], r"--cosched-slo: tpot_ms must be a positive.*-5"),
             (["--cosched-drain-s", "-1"], "drain_s must be 0 or more"),
             (["--cosched-drain-s", "nan"], "drain_s must be 0 or more"),
             (["--cosched-kv-eviction", "fifo"], "kv.eviction 'fifo' is unknown.*slru"),
@@ -355,31 +351,29 @@ class TestEarlyChecks:
             config_from(*flags)
 
 
-class TestTheModel:
-    def refusal(self, capsys, *argv):
-        with pytest.raises(SystemExit) as ended:
-            serve.main(argv)
-        assert ended.value.code == 2
-        shown = capsys.readouterr().err
-        assert shown.startswith("cosched: ") and shown.count("\n") == 1
-        return shown
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--port", "31000"], "no model: --model-path takes a folder"),
+        (["--model-path", "{}/absent"], "--model-path '{}/absent' does not exist"),
+        (["--model={}/absent"], "--model-path '{}/absent' does not exist"),
+        (["{}/absent"], "--model-path '{}/absent' does not exist"),
+        (["--model-path", "{}"], "'{}' is no model: it has no config.json"),
+    ],
+)
+def test_a_model_that_is_none_is_named_in_one_sentence(words, message, capsys, tmp_path):
+    with pytest.raises(SystemExit) as ended:
+        serve.main([word.format(tmp_path) for word in words])
+    assert ended.value.code == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("cosched: ") and shown.count("\n") == 1
+    assert message.format(tmp_path) in shown
 
-    def test_that_is_not_named(self, capsys):
-        assert "no model: --model-path takes a folder" in self.refusal(capsys, "--port", "31000")
 
-    def test_that_does_not_exist(self, capsys, tmp_path):
-        absent = str(tmp_path / "absent")
-        for argv in (["--model-path", absent], [f"--model={absent}"], [absent]):
-            assert f"--model-path {absent!r} does not exist" in self.refusal(capsys, *argv)
-
-    def test_that_is_a_folder_of_other_things(self, capsys, tmp_path):
-        shown = self.refusal(capsys, "--model-path", str(tmp_path))
-        assert f"{str(tmp_path)!r} is no model: it has no config.json" in shown
-
-    @pytest.mark.parametrize("name", ["gpt2", "meta-llama/Llama-3.1-8B", "s3://bucket/a/model"])
-    def test_that_is_elsewhere_is_left_to_sglang(self, name):
-        engine_side.check_model(["--model-path", name])
-        engine_side.check_model(["--config", "model.yaml"])
+@pytest.mark.parametrize("name", ["gpt2", "meta-llama/Llama-3.1-8B", "s3://bucket/a/model"])
+def test_a_model_that_is_elsewhere_is_left_to_sglang(name):
+    engine_side.check_model(["--model-path", name])
+    engine_side.check_model(["--config", "model.yaml"])
 
 
 class TestBeforeTheModelIsLoaded:
