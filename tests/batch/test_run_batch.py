@@ -176,6 +176,30 @@ def test_a_batch_that_the_server_has_lost_is_sent_again(api, job, stand_in, caps
     assert "has lost batch" in capsys.readouterr().err
 
 
+def test_overwrite_cancels_the_batches_of_the_earlier_job(api, job, stand_in):
+    stand_in.is_held = True
+    job.write([line(f"old{n}") for n in range(10)])
+    job.run(api.url, "--detach")
+    [old] = api.batches.list().data
+    api.wait(old, "in_progress")
+    job.write([line(f"c{n}") for n in range(10)])
+    job.run(api.url, "--detach", "--overwrite")
+    assert api.wait(old).status == "cancelled"
+    stand_in.is_held = False
+    assert job.run(api.url) == 0 and job.outcome() == ANSWERED
+    names = [file.filename for file in api.files.list()]
+    assert names == [f"{old.id}_error.jsonl"], "written after it was cancelled"
+
+
+def test_overwrite_needs_no_server_of_the_earlier_job(api, job, capsys):
+    job.write([line(f"c{n}") for n in range(10)])
+    job.run(api.url, "--detach")
+    manifest = job.out.with_name("out.jsonl.batches.json")
+    manifest.write_text(manifest.read_text().replace(api.url, "http://127.0.0.1:1"))
+    assert job.run(api.url, "--overwrite") == 0 and job.outcome() == ANSWERED
+    assert "cannot cancel the batches of the earlier job" in capsys.readouterr().err
+
+
 def test_waiting_asks_for_its_own_batches_only(api, job, stand_in, monkeypatch):
     """A server may have thousands of others; the list of all is read once."""
     stand_in.delay_s = 0.5

@@ -117,6 +117,10 @@ def _run(config: JobConfig, progress: _Progress) -> tuple[ExitCode, str | None]:
     _allow_connections(config.concurrency)
     progress.source = source = read_source(config.input)
     paths = JournalPaths(out=config.out, errors=config.errors)
+    dropped = None
+    if config.overwrite:
+        with contextlib.suppress(JobFileError):
+            dropped = load_manifest(paths.batches)
     with Journal.open(
         paths=paths,
         source=source,
@@ -136,6 +140,8 @@ def _run(config: JobConfig, progress: _Progress) -> tuple[ExitCode, str | None]:
                 f"{journal.num_retried} failed lines are sent again"
                 + f"; their errors are kept in {paths.before_retry}" * bool(journal.num_retried)
             )
+        if dropped is not None:
+            asyncio.run(_drop_batches(config, dropped))
         asyncio.run(_run_until_end(config, progress, load_manifest(paths.batches)))
     if progress.is_at_server:
         exit_code = ExitCode.GOING_ON if config.fetch_only else ExitCode.ANSWERED
@@ -242,6 +248,21 @@ async def _check_all(source: Source, max_line_bytes: int) -> JobCounts:
         _say(f"and {counts.failed_by_code.total() - _MAX_SHOWN_FAULTS} more bad lines")
     source.check_unchanged()
     return counts
+
+
+async def _drop_batches(config: JobConfig, manifest: Manifest) -> None:
+    """Cancel the batches of a job that --overwrite replaces, and delete their files. One try."""
+    rules = RetryRules(max_wait_s=0.0)
+    try:
+        async with BatchApi(base_url=manifest.base_url, api_key=config.api_key, rules=rules) as api:
+            for one in await batches_of(manifest, api):
+                if one.status not in ENDED:
+                    await api.cancel(one.id)
+                for name in (one.input_file_id, one.output_file_id, one.error_file_id):
+                    if name:
+                        await api.delete(name)
+    except CoschedError as error:
+        _say(f"cannot cancel the batches of the earlier job: {error}")
 
 
 async def _run_until_end(config: JobConfig, progress: _Progress, manifest: Manifest | None) -> None:
