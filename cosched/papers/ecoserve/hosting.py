@@ -43,8 +43,6 @@ def find_guests(work: Work, queue: Sequence[Entry]) -> None:
         return
     patient.sort(key=itemgetter(0))
     lengths = [length * (1 + work.config.buffer) for length, _ in patient]
-    if lengths[0] >= longest_place(work):
-        return
     for num_tokens, host, offset, num_free, region in places(work):
         for _ in range(num_free):
             found = bisect_left(lengths, num_tokens) - 1
@@ -62,7 +60,7 @@ def places(work: Work) -> list[Place]:
     """Where guests may grow, the longest first. O(active)."""
     taken = Counter(work.guests.values())
     lending = {host for host, _ in work.guests.values()}
-    page, least = work.page, _least_place(work)
+    page, least = work.page, max(_LEAST_PLACE, work.page + 1)
     found = []
     for rid, now, region in _hosts(work):
         start, size = region
@@ -77,18 +75,6 @@ def places(work: Work) -> list[Place]:
                 found.append((offset - now, work.running[rid], offset, count, region))
     found.sort(key=itemgetter(0), reverse=True)
     return found
-
-
-def longest_place(work: Work) -> int:
-    """Tokens that none of `places` has more of, at a fraction of its cost; 0: there is none.
-    O(active)."""
-    tokens = (start + (size >> 1) - now for _, now, (start, size) in _hosts(work))
-    longest = max(tokens, default=0)
-    return longest if longest >= _least_place(work) else 0
-
-
-def _least_place(work: Work) -> int:
-    return max(_LEAST_PLACE, work.page + 1)
 
 
 def _hosts(work: Work) -> Iterator[tuple[str, int, tuple[int, int]]]:

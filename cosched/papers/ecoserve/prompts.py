@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from cosched.core.plan import SkipReason
 from cosched.core.request import Request, RequestClass, num_tokens_of
-from cosched.papers.ecoserve.hosting import longest_place, places
+from cosched.papers.ecoserve.hosting import places
 from cosched.papers.ecoserve.queues import Promises
 from cosched.papers.ecoserve.work import Work
 from cosched.schedule.phases import must_wait, offline_room
@@ -142,38 +142,21 @@ class _Gate:
     def those_that_fit(self, queue: Iterable[_Prompt]) -> deque[_Prompt]:
         """Of prompts in order those that may be let in. Many that are too long come before one that
         fits: prompts are ordered by their own lengths, and places are taken by those of outputs."""
-        work = self._work
-        own = float(self._account.most) if work.is_due else 0.0
+        work, sizes = self._work, self._places[0]
+        longest = float(self._account.most) if work.is_due else 0.0
+        if sizes:
+            longest = max(longest, (sizes[-1] - _BEYOND) / (1 + work.config.buffer))
         room = work.reserve - self._pinned
-
-        def fitting(queue: Iterable[_Prompt], longest: float) -> deque[_Prompt]:
-            return deque(i for i in queue if i[0] <= room or work.length(i[1]) <= longest)
-
-        longest = max(own, self._guest_of(self._longest_place))
-        found = fitting(queue, longest)
-        if found and longest > own:
-            sizes = self._places[0]
-            found = fitting(found, max(own, self._guest_of(sizes[-1] if sizes else 0)))
-        return found
-
-    @cached_property
-    def _longest_place(self) -> int:
-        return longest_place(self._work) if self._work.options.pipeline else 0
+        return deque(i for i in queue if i[0] <= room or work.length(i[1]) <= longest)
 
     @cached_property
     def _places(self) -> tuple[list[int], list[int]]:
         """That are free: tokens of each, rising, and the guests that find room."""
-        found = places(self._work)[::-1] if self._longest_place else []
+        found = places(self._work)[::-1] if self._work.options.pipeline else []
         return [place[0] for place in found], [place[3] for place in found]
-
-    def _guest_of(self, num_tokens: int) -> float:
-        """Length of the longest guest of a place."""
-        return (num_tokens - _BEYOND) / (1 + self._work.config.buffer)
 
     def _takes_place(self, num_tokens: float) -> bool:
         """It is computed first, and then a guest."""
-        if num_tokens > self._longest_place:
-            return False
         sizes, free = self._places
         found = bisect_left(sizes, num_tokens)
         if found == len(sizes):
