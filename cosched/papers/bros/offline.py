@@ -58,13 +58,6 @@ def add_offline(packing: Packing, num_passed: int) -> int:
     return num_passed
 
 
-def pause_offline(packing: Packing, requests: Sequence[Request], contexts: Sequence[int]) -> bool:
-    """True: some of them pause."""
-    if not requests or not packing.view.rules.partial:
-        return False
-    return len(packing.pause(requests, contexts)) < len(requests)
-
-
 def _decode(packing: Packing) -> bool:
     """Running offline requests decode, oldest first. True: some pause."""
     decodes = packing.builder.running_of(RequestClass.OFFLINE)
@@ -80,7 +73,8 @@ def _decode(packing: Packing) -> bool:
         if num_fitting == len(requests) or not _exchange_decode(packing, contexts[num_fitting]):
             break
         num_fitting += 1
-    return pause_offline(packing, requests[num_fitting:], contexts[num_fitting:])
+    rest = requests[num_fitting:]
+    return len(packing.pause(rest, contexts[num_fitting:])) < len(rest)
 
 
 def _num_decodes_that_fit(packing: Packing, contexts: Sequence[int]) -> int:
@@ -93,7 +87,8 @@ def _exchange_decode(packing: Packing, context: int) -> bool:
     trial = packing.without_least_urgent()
     if trial is None or trial.ledger.seconds_with_decodes((context,)) > trial.limit_s:
         return False
-    packing.exchange(trial)
+    put_aside(trial.out, packing.builder)
+    packing.exchange(trial, packing.builder)
     packing.add_decodes((context,))
     return True
 
@@ -166,12 +161,10 @@ class _Admission:
         preempted = [request for request in self._ahead if request.num_preemptions]
         if not preempted or self._num_passed >= PATIENCE:
             return self._ahead[0]
-        return min(preempted, key=self._num_to_restore)  # of equals the first
-
-    def _num_to_restore(self, request: Request) -> int:
-        """Tokens of KV to load or to recompute (M^cpu, and what no host memory holds)."""
-        match = self._view.match(request)
-        return num_tokens_of(request) - match.cached + match.host
+        matches = [(request, self._view.match(request)) for request in preempted]
+        # Tokens of KV to load or to recompute (M^cpu, and what no host memory holds).
+        need = [num_tokens_of(request) - match.cached + match.host for request, match in matches]
+        return preempted[need.index(min(need))]
 
     def _why_none_fits(self, room: int | None) -> SkipReason | None:
         """Why no waiting offline request can be admitted at all; None: one may be. room: requests

@@ -44,6 +44,7 @@ class OnlineOrder:
                 can
     limit_s     T_min^res: the least residual that can still be met [s]
     shortest_s  predicted time of the shortest iteration [s]
+    idle_s      most time of an iteration with offline work, for requests that arrive during it [s]
     """
 
     def __init__(
@@ -54,23 +55,15 @@ class OnlineOrder:
         self._slo = settings.slo
         self._budgets = settings.budgets
         self.shortest_s = self._isolated_s(None, 1)
+        self.idle_s = self._budgets.idle_share * _target(None, self._slo.ttft_s)
         self.entries = self._by_residual()
         first = self._first_attainable()
-        if settings.latency_budget_s is not None:
-            self.limit_s = settings.latency_budget_s
-        else:
-            self.limit_s = self._least_residual_s(first)
-        num_late = 0
+        fixed_s, num_late = settings.latency_budget_s, 0
+        self.limit_s = self._least_residual_s(first) if fixed_s is None else fixed_s
         if late_last and first is not None:
             self.entries = self.entries[first:] + self.entries[:first]
             num_late = first
         self._keep_unfinished_ahead(num_late)
-
-    @property
-    def idle_s(self) -> float:
-        """Most time of an iteration with offline work in it, for requests that arrive during it
-        [s]."""
-        return self._budgets.idle_share * _target(None, self._slo.ttft_s)
 
     def _by_residual(self) -> list[Entry]:
         """The waiting ones are in order already where all have one target; sorting two ordered runs

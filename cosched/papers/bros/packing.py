@@ -76,7 +76,8 @@ class Packing:
     """size, most: requests in the batch, and the most there may be. online_s, offline_s: most time
     of the iteration before and with offline work [s]. chosen: running online requests that are in,
     the least urgent last. decodes_only: nothing may be prefilled. is_early: an online request did
-    not fit the limit (lines 11-12). is_short: one waits for memory or a slot."""
+    not fit the limit (lines 11-12). is_short: one waits for memory or a slot. is_left_out: an
+    unfinished online prefill had its place in the order, and does not fit."""
 
     def __init__(
         self, builder: PlanBuilder, order: OnlineOrder, *, most: int, replaces: bool
@@ -91,6 +92,7 @@ class Packing:
         self.decodes_only = is_turn_of_decodes(builder)
         self.is_early = False
         self.is_short = False
+        self.is_left_out = False
         self._replaces = replaces
         self._shortest_s = order.shortest_s
 
@@ -123,12 +125,9 @@ class Packing:
         ledger.drop_decode(out.context)
         return Trial(out, ledger, limit_s)
 
-    def exchange(self, trial: Trial, builder: PlanBuilder | None = None) -> None:
-        """The trial's request pauses. builder: in which it pauses already; None: not yet."""
-        if builder is None:
-            put_aside(trial.out, self.builder)
-        else:
-            self.builder = builder
+    def exchange(self, trial: Trial, builder: PlanBuilder) -> None:
+        """The trial's request pauses in this builder."""
+        self.builder = builder
         self.chosen.pop()
         self.size -= 1
         self.offline_s = trial.limit_s
@@ -142,112 +141,105 @@ def put_aside(out: Entry, builder: PlanBuilder) -> None:
 
 def take_online(packing: Packing, order: OnlineOrder) -> None:
     """What is left out pauses, and bounds offline work (Eq. 6)."""
-    _pause_the_rest(packing, _Filling(packing, order.entries).left_out(), order.shortest_s)
+    rest = _take_in_order(packing, order.entries)
+    _pause_the_rest(packing, rest, order.shortest_s)
 
 
-class _Filling:
-    """is_left_out: an unfinished online prefill had its turn, and does not fit."""
-
-    def __init__(self, packing: Packing, queue: Sequence[Entry]) -> None:
-        self._packing = packing
-        self._queue = queue
-        self._view = packing.view
-        self._is_left_out = False
-
-    def left_out(self) -> Sequence[Entry]:
-        """Take entries in order; returns those that are not in."""
-        packing, queue, builder = self._packing, self._queue, self._packing.builder
-        for request in builder.unfinished():
-            if not request.traits.can_stop and not packing.decodes_only:
-                continue_online(builder, Within(builder, packing.online_s), _STEPS, request)
-                packing.size += 1
-        if not self._view.rules.partial:
-            # No request can pause (decision 10).
-            for request_class in RequestClass:
-                packing.add_decodes(builder.running_of(request_class).contexts)
-        index = 0
-        passed: list[Entry] = []
-        while index < len(queue) and not packing.is_full:
-            entry = queue[index]
-            if entry.context:
-                num_run, num_fitting = self._take_decodes(index)
-                index += num_fitting
-                if num_fitting < num_run:
-                    packing.is_early = True
-                    break
-                continue
-            if packing.decodes_only or self._take_prefill(entry, queue[index + 1 :]):
-                index += 1
-                continue
-            if builder.skipped[entry.request.rid] is not SkipReason.LATENCY_BUDGET:
-                packing.is_short = True
-            else:
+def _take_in_order(packing: Packing, queue: Sequence[Entry]) -> Sequence[Entry]:
+    """Returns those that are not in."""
+    builder, is_partial = packing.builder, packing.view.rules.partial
+    for request in builder.unfinished():
+        if not request.traits.can_stop and not packing.decodes_only:
+            continue_online(builder, Within(builder, packing.online_s), _STEPS, request)
+            packing.size += 1
+    if not is_partial:
+        # No request can pause (decision 10).
+        for request_class in RequestClass:
+            packing.add_decodes(builder.running_of(request_class).contexts)
+    index = 0
+    passed: list[Entry] = []
+    while index < len(queue) and not packing.is_full:
+        entry = queue[index]
+        if entry.context:
+            num_run, num_fitting = _take_decodes(packing, queue, index)
+            index += num_fitting
+            if num_fitting < num_run:
                 packing.is_early = True
-                if packing.size:
-                    break
-                passed.append(entry)  # nothing is in: it must not keep all others out
+                break
+            continue
+        if packing.decodes_only or _take_prefill(packing, entry, queue[index + 1 :]):
             index += 1
-        rest = [*passed, *queue[index:]]
-        if passed and not packing.size:
-            # Nothing fits the time, and something must run.
-            rest = [e for e in rest if packing.size or not self._take_whatever_it_takes(e)]
-        return rest
-
-    def _take_decodes(self, index: int) -> tuple[int, int]:
-        """The decodes that follow each other from there, and how many of them fit."""
-        packing, queue = self._packing, self._queue
-        if not self._view.rules.partial:
-            return 1, 1  # counted already
-        end, most = index, min(len(queue), index + packing.most - packing.size)
-        while end < most and queue[end].context:
-            end += 1
-        run = queue[index:end]
-        contexts = [entry.context for entry in run]
-        num_fitting = Within(packing.builder, packing.online_s).offline_decodes(contexts)
-        packing.add_decodes(contexts[:num_fitting])
-        packing.chosen += run[:num_fitting]
-        return len(run), num_fitting
-
-    def _take_prefill(self, entry: Entry, behind: Sequence[Entry]) -> bool:
-        """Compute what fits of a prompt; True also where it cannot take part now, with or without
-        others."""
-        packing, builder, request = self._packing, self._packing.builder, entry.request
-        is_partial = self._view.rules.partial
-        pace = Within(builder, packing.online_s, beside=behind if is_partial else ())
-        is_unfinished = self._view.waiting(request.rid) is None
-        if is_unfinished:
-            num_cached = request.num_computed_tokens
-            continue_online(builder, pace, _STEPS, request)
+            continue
+        if builder.skipped[entry.request.rid] is not SkipReason.LATENCY_BUDGET:
+            packing.is_short = True
         else:
-            if must_wait(builder, request):
-                return True
-            if self._is_left_out and builder.stops_online_prefill():
-                builder.skip(request, SkipReason.UNFINISHED_PREFILL)
-                return False
-            num_cached = self._view.match(request).cached
-            if not admit_online(builder, pace, _STEPS, request):
-                return False
-        num_tokens = builder.prefill.get(request.rid, 0)
-        if not num_tokens:
-            self._is_left_out |= is_unfinished
-            return False
-        num_left = num_tokens_of(request) - num_cached - num_tokens
-        if num_left and builder.ledger.tokens > 0:
-            packing.is_early = True  # not the engine's chunk, but the time has cut it
-        packing.size += 1
-        return True
+            packing.is_early = True
+            if packing.size:
+                break
+            passed.append(entry)  # nothing is in: it must not keep all others out
+        index += 1
+    rest = [*passed, *queue[index:]]
+    if passed and not packing.size:
+        # Nothing fits the time, and something must run.
+        rest = [e for e in rest if packing.size or not _take_whatever_it_takes(packing, e)]
+    return rest
 
-    def _take_whatever_it_takes(self, entry: Entry) -> bool:
-        packing, builder = self._packing, self._packing.builder
-        pace = Within(builder, math.inf)
-        if self._view.waiting(entry.request.rid) is None:
-            continue_online(builder, pace, _STEPS, entry.request)
-        elif not admit_online(builder, pace, _STEPS, entry.request):
+
+def _take_decodes(packing: Packing, queue: Sequence[Entry], index: int) -> tuple[int, int]:
+    """The number of decodes that follow each other from there, and how many of them fit."""
+    if not packing.view.rules.partial:
+        return 1, 1  # counted already
+    end, most = index, min(len(queue), index + packing.most - packing.size)
+    while end < most and queue[end].context:
+        end += 1
+    run = queue[index:end]
+    contexts = [entry.context for entry in run]
+    num_fitting = Within(packing.builder, packing.online_s).offline_decodes(contexts)
+    packing.add_decodes(contexts[:num_fitting])
+    packing.chosen += run[:num_fitting]
+    return len(run), num_fitting
+
+
+def _take_prefill(packing: Packing, entry: Entry, behind: Sequence[Entry]) -> bool:
+    """Compute what fits of a prompt; True also where it cannot take part now, with or without
+    others."""
+    view, builder, request = packing.view, packing.builder, entry.request
+    pace = Within(builder, packing.online_s, beside=behind if view.rules.partial else ())
+    is_unfinished = view.waiting(request.rid) is None
+    if is_unfinished:
+        num_cached = request.num_computed_tokens
+        continue_online(builder, pace, _STEPS, request)
+    else:
+        if must_wait(builder, request):
+            return True
+        if packing.is_left_out and builder.stops_online_prefill():
+            builder.skip(request, SkipReason.UNFINISHED_PREFILL)
             return False
-        if entry.request.rid not in builder.prefill:
-            return False  # it cannot take part now
-        packing.size += 1
-        return True
+        num_cached = view.match(request).cached
+        if not admit_online(builder, pace, _STEPS, request):
+            return False
+    num_tokens = builder.prefill.get(request.rid, 0)
+    if not num_tokens:
+        packing.is_left_out |= is_unfinished
+        return False
+    num_left = num_tokens_of(request) - num_cached - num_tokens
+    if num_left and builder.ledger.tokens > 0:
+        packing.is_early = True  # not the engine's chunk, but the time has cut it
+    packing.size += 1
+    return True
+
+
+def _take_whatever_it_takes(packing: Packing, entry: Entry) -> bool:
+    builder = packing.builder
+    pace = Within(builder, math.inf)
+    if packing.view.waiting(entry.request.rid) is None:
+        continue_online(builder, pace, _STEPS, entry.request)
+    elif not admit_online(builder, pace, _STEPS, entry.request):
+        return False
+    if entry.request.rid not in builder.prefill:
+        return False  # it cannot take part now
+    packing.size += 1
+    return True
 
 
 def _pause_the_rest(packing: Packing, rest: Sequence[Entry], shortest_s: float) -> None:

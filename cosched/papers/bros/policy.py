@@ -14,15 +14,9 @@ Bad          a request that ran ahead lends nothing: every gap is measured from 
 Parameters   TTFT and TPOT targets [s], per request or the server's; `Budgets.idle_share`,
              `Budgets.token_group`; `BrosOptions` for the ablations.
 
-Steps (Alg. 1)
-1. `OnlineOrder`: online requests, waiting and running, by residual time. The least residual that
-   can still be met is the limit of the iteration.
-2. `take_online`: they are taken in this order until B requests are in or the next one does not fit
-   the limit (the early return). Where KV memory is missing offline requests are preempted.
-3. `add_offline`: those that run, then those that wait. One that does not fit takes the place of the
-   online request with most time to spare, if that one and all others left out stay in time.
-4. B doubles after an iteration without early return, up to the request slots, and is 128 again
-   after one with it.
+Steps (Alg. 1): `OnlineOrder` (lines 3 and 4), `take_online` (5 to 14), `add_offline` (15 to 33). B,
+the most requests in an iteration, doubles after one in which all online requests fit, up to the
+request slots, and is 128 again after another (the early return).
 
 Deviations from the paper, with reasons: docs/policies/bros.md.
 """
@@ -37,7 +31,7 @@ import msgspec
 from cosched.core.plan import Plan, PreemptMode
 from cosched.core.request import RequestClass
 from cosched.core.view import View
-from cosched.papers.bros.offline import add_offline, pause_offline
+from cosched.papers.bros.offline import add_offline
 from cosched.papers.bros.order import OnlineOrder
 from cosched.papers.bros.packing import Packing, take_online
 from cosched.schedule.base import PolicySettings
@@ -99,8 +93,8 @@ class BrosPolicy:
         num_passed = carry.num_passed
         if options.beside or not order.entries:
             num_passed = add_offline(packing, num_passed)
-        else:
-            pause_offline(packing, *packing.builder.running_of(RequestClass.OFFLINE))
+        elif view.rules.partial:
+            packing.pause(*builder.running_of(RequestClass.OFFLINE))
         batch_size = BASE_SIZE if packing.is_early else min(2 * carry.batch_size, most)
         limits = {"online": packing.online_s, "offline": packing.offline_s}
         limits = {phase: limit_s for phase, limit_s in limits.items() if limit_s < math.inf}
