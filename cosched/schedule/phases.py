@@ -462,8 +462,7 @@ def offline_tokens(
     least = max(_LEAST_CHUNK, builder.view.caps.chunk_unit)
     if num_tokens >= (min(remaining, least) if request.traits.can_cut else remaining):
         return num_tokens
-    # On an idle device it runs in any case: otherwise nothing corrects a prediction that is too
-    # long.
+    # On an idle device it runs in any case, and corrects a prediction that is too long.
     return 0 if builder.runs_anything() else _least(builder, request, remaining)
 
 
