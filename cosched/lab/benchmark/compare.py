@@ -15,7 +15,7 @@ from cosched.errors import ConfigError
 
 
 def compare_files(paths: Sequence[Path]) -> dict[str, Any]:
-    """Print one table over the scenarios of several results; ratios to s0 of the first."""
+    """Print one table of several results, with ratios to s0 of the first."""
     rows: dict[str, Mapping[str, Any]] = {}
     for path in paths:
         for name, row in _scenarios(path).items():

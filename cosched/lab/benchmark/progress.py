@@ -1,9 +1,9 @@
-"""What a command shows while its runs are under way."""
+"""Progress of runs."""
 
 from __future__ import annotations
 
+import itertools
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -18,62 +18,36 @@ from rich.progress import (
 
 from cosched.lab.simulation.run import RunResult
 
-_AT_ONCE_S = 0.1
-"""A result that follows so soon was kept from an earlier call: it says nothing of the others."""
-
 
 @contextmanager
 def progress_of_runs(
-    label: str, *, total: int | None, quiet: bool, is_estimate: bool = False
+    label: str, *, total: int, quiet: bool
 ) -> Iterator[Callable[[str, RunResult], None]]:
-    """Gives a function to call with the name and the result of each run that is done: a bar on a
-    terminal, else a line on stderr. `total` None: not known; `is_estimate`: a few more or fewer."""
+    """A function to call with the name and the result of each finished run: it shows a bar on a
+    terminal, else a line on stderr."""
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TextColumn("{task.fields[left]}"),
+        TimeRemainingColumn(),
         disable=quiet or not sys.stderr.isatty(),
     )
-    began_s = last_s = time.monotonic()
-    num_done = num_run = 0
-    about = "about " if is_estimate else ""
+    numbers = itertools.count(1)
     with bar:
-        task = bar.add_task(label or "runs", total=total, left="")
+        task = bar.add_task(label or "runs", total=total)
 
         def on_run(name: str, result: RunResult) -> None:
-            nonlocal num_done, num_run, last_s
-            now_s = time.monotonic()
-            num_done += 1
-            num_run += now_s - last_s > _AT_ONCE_S
-            last_s = now_s
-            num_left = 0 if total is None else total - num_done
-            left = time_left(num_run, num_left, elapsed_s=now_s - began_s)
-            bar.update(task, advance=1, left=left, description=f"{label} {name} done")
+            bar.update(task, advance=1, description=f"{label} {name} done")
             if bar.disable and not quiet:
-                count = f"{num_done}" if total is None else f"{num_done} of {about}{total}"
                 print(
-                    f"{label} {count} {name}: {result.end_s:.0f} s in {result.wall_s:.0f} s"
-                    + (f"; {left}" if left else ""),
+                    f"{label} {next(numbers)} of {total} {name}: "
+                    f"{result.end_s:.0f} s in {result.wall_s:.0f} s",
                     file=sys.stderr,
                     flush=True,
                 )
 
         yield on_run
-
-
-def time_left(num_run: int, num_left: int, *, elapsed_s: float) -> str:
-    """As though the rest took as long per run; empty where that is not known, or nothing is left.
-
-    Runs differ by a factor of ten and the slowest end last, so it is no more than an order of size.
-    """
-    if num_left <= 0 or num_run <= 0:
-        return ""
-    left_s = elapsed_s * num_left / num_run
-    if left_s < 90:
-        return f"about {max(5, round(left_s / 5) * 5)} s left"
-    return f"about {left_s / 60:.0f} min left"
 
 
 def virtual_time_bar(*, quiet: bool) -> Progress:

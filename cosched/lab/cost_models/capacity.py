@@ -1,4 +1,4 @@
-"""How many tokens of KV cache SGLang has room for."""
+"""Capacity of SGLang's KV cache in tokens."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from cosched.lab.cost_models.graph_sizes import (
 from cosched.lab.cost_models.specs import GpuSpec, ModelSpec
 
 RUNTIME_BYTES = int(0.85 * 2**30)
-"""CUDA context and libraries, taken before SGLang looks at the free memory: 79.65 GiB of an H100
-are 78.81 GiB when it starts to load weights (server log in SGLang's documentation)."""
+"""CUDA context and libraries: of the 79.65 GiB of an H100 SGLang finds 78.81 GiB free before it
+loads weights (server log in SGLang's documentation)."""
 
 
 def default_mem_fraction(gpu: GpuSpec, tp: int = 1) -> float:
@@ -40,14 +40,12 @@ def kv_capacity_tokens(
 ) -> int:
     """Tokens that fit into SGLang's KV pool, whole pages [tokens].
 
-    SGLang (`_profile_available_bytes`): free memory after loading, less (1 - mem_fraction) of the
-    free memory before it, divided by the KV bytes of a token. So
+    As in SGLang (`_profile_available_bytes`):
 
         ((memory - RUNTIME_BYTES) * mem_fraction - weights) / kv_bytes_per_token
 
-    `mem_fraction` is --mem-fraction-static, None: SGLang's choice; activations and CUDA graphs live
-    in the rest. Check: Llama-3.1-8B on an H100 at 0.88 gives 445,500 here, and 444,500 in the
-    server log of SGLang's documentation.
+    `mem_fraction` is --mem-fraction-static; None: SGLang's default. Llama-3.1-8B on an H100 at 0.88
+    gives 445,500 here and 444,500 in the server log of SGLang's documentation.
     """
     if mem_fraction is None:
         mem_fraction = default_mem_fraction(gpu, tp)

@@ -30,7 +30,7 @@ from cosched.lab.cost_models.tables import find_tables, read_table
 from cosched.predict.fitted import FloatArray, GraphSizes
 
 MAX_TOKENS = 16384
-"""Iterations up to this size are looked up; larger ones grow in proportion."""
+"""Largest iteration of the lookup table; larger ones grow in proportion."""
 
 KERNEL_FLOOR_S = 2.5e-6
 """Least time of an elementwise kernel inside a CUDA graph (LLMServingSim `dense` tables: norms,
@@ -50,13 +50,13 @@ bfloat16 and written as float32 once."""
 
 class KernelTableModel:
     """Iteration time = layers * (GEMMs + all-reduces + elementwise + attention) + lm_head +
-    sampler + CPU overhead, every term from tables except elementwise and sampler (bandwidth).
+    sampler + CPU overhead, all from tables except elementwise and sampler (bandwidth).
 
-    Everything that depends on the number of tokens only is one lookup, made at construction. SGLang
-    runs an iteration in the next larger CUDA graph, so its GEMMs see the padded number of tokens
-    (`graphs`); attention does not. A batch of prefills costs at least the reading of its longest
-    context. A mixed batch costs its prefills' attention plus its decodes', less one launch: SGLang
-    runs both in one call of the prefill kernel, for which there is no table.
+    What depends on the number of tokens only is looked up. SGLang runs an iteration in the next
+    larger CUDA graph, so GEMMs see the padded number of tokens (`graphs`); attention does not. A
+    batch of prefills costs at least reading its longest context. A mixed batch costs the attention
+    of its prefills plus that of its decodes, less one launch: SGLang runs both in one call of the
+    prefill kernel, for which there is no table.
     """
 
     name = "kernel-table"
@@ -83,7 +83,7 @@ class KernelTableModel:
         mixed_decode_factor  how many times longer the attention of a decode takes in a mixed batch
                              than among decodes; unknown for SGLang's kernels, 1.6 to 2 in the
                              median for vLLM's FlashAttention-2 (docs/cost_models.md)
-        prefix_reads      how decodes read what they have in common; tables hold EACH
+        prefix_reads         how decodes read shared prefixes; the tables are those of EACH
         """
         if mixed_decode_factor < 1:
             raise ConfigError(
@@ -187,7 +187,7 @@ class KernelTableModel:
         return total + attention * self.model.num_layers + overhead
 
     def _decode_attention(self, batch: BatchShape) -> float:
-        """Of one layer, as the tables' GPU takes for it [s]."""
+        """Of one layer on the GPU of the tables [s]."""
         decodes = batch.decodes
         seconds = self.generation.seconds(decodes)
         if not batch.num_repeated:

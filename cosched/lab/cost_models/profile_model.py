@@ -14,8 +14,8 @@ from cosched.predict.fitted import ErrorSummary, relative_fit, summarise
 from cosched.predict.profile_file import MeasuredPoint, Profile
 
 KNOTS = (32, 64, 128, 256, 512, 1024)
-"""Where the cost of one more token may rise [tokens]: up to a few hundred tokens an iteration reads
-the weights whatever it computes, beyond them every token counts in full."""
+"""Numbers of tokens at which the cost of a token may rise: small iterations are bound by reading
+the weights, large ones by computation."""
 
 FEATURES = (
     "iteration",
@@ -37,14 +37,12 @@ _SEED = 0
 class ProfileModel:
     """Iteration time as a sum of non-negative costs: of the iteration, of each token (rising at
     `KNOTS`), of each (query, key) pair of prefill attention, n * (c + n / 2) for n new tokens over
-    c cached, of each prefill and decode, and of each token of their contexts.
-
-    Costs that cannot be negative make it safe between and beyond the points: more work is never
+    c cached, of each prefill and decode, and of each token of their contexts. So more work is never
     predicted to be cheaper. The fit minimises the relative error.
 
-    coefficients  seconds per unit of each of `FEATURES`
-    held_out      error of a fit to 80 % of the points on the rest; `coefficients` come from all
-    source        what the file says of the engine and of how it was measured
+    coefficients  seconds per unit of each of `FEATURES`, fitted to all points
+    held_out      error of a fit to 80 % of the points on the rest
+    source        engine and measurement, as the file describes them
     """
 
     coefficients: tuple[float, ...]
@@ -64,7 +62,7 @@ class ProfileModel:
     def fit(
         cls, points: Iterable[MeasuredPoint], *, source: Mapping[str, object] | None = None
     ) -> ProfileModel:
-        """ConfigError when there are too few points. Same points, same model."""
+        """ConfigError for too few points. Deterministic."""
         points = tuple(points)
         if len(points) < MIN_POINTS:
             raise ConfigError(
@@ -85,7 +83,7 @@ class ProfileModel:
 
     @classmethod
     def load(cls, path: Path) -> ProfileModel:
-        """Fit the points of a profile file. ConfigError naming the file when that cannot be."""
+        """Fit the points of a profile file. ConfigError names the file."""
         profile = Profile.load(path)
         engine = {} if profile.engine is None else {"engine": asdict(profile.engine)}
         try:

@@ -19,11 +19,11 @@ class Gemm(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A dense decoder-only transformer, as its config.json gives it.
+    """A dense decoder-only transformer, with the values of its config.json.
 
-    intermediate     width of the MLP (of one of its two input halves where it is gated)
+    intermediate     width of the MLP (of one of the two input projections if it is gated)
     gated_mlp        gate and up projection, as in Llama; False: one input projection, as in OPT
-    tied_embeddings  lm_head is the embedding: counted once in the weights
+    tied_embeddings  lm_head is the embedding and counted once
     dtype_bytes      of weights, activations and KV cache
     """
 
@@ -76,11 +76,8 @@ class ModelSpec:
         return self.num_layers * 2 * self.heads_per_gpu(tp)[1] * self.head_dim * self.dtype_bytes
 
     def elementwise_bytes_per_token(self, tp: int = 1) -> int:
-        """Memory traffic of one layer's operations that are no GEMM and no attention, per token.
-
-        Two norms with residual (read and write both), rotary embedding on q and k, the write of
-        k and v, and the MLP's activation.
-        """
+        """Memory traffic per token and layer without GEMMs and attention: two norms with residual
+        (read and write), rotary embedding on q and k, the write of k and v, and the activation."""
         heads, kv_heads = self.heads_per_gpu(tp)
         norms = 2 * 4 * self.hidden
         rope_and_store = (2 * heads + 4 * kv_heads) * self.head_dim
@@ -90,14 +87,14 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSpec:
-    """One GPU and its links.
+    """A GPU.
 
-    memory_bytes            what the driver reports
-    bandwidth_bytes_per_s   device memory, peak
-    flops_per_s             dense bfloat16, peak
-    link_bytes_per_s        NVLink in one direction, peak
-    tables                  how the names of its kernel tables begin
-    tables_bandwidth        memory bandwidth of the GPU the tables were measured on [bytes/s]
+    memory_bytes            as the driver reports it
+    bandwidth_bytes_per_s   peak of the device memory
+    flops_per_s             peak of dense bfloat16
+    link_bytes_per_s        peak of NVLink in one direction
+    tables                  beginning of the names of its kernel tables
+    tables_bandwidth        memory bandwidth of the GPU of the tables [bytes/s]
     """
 
     name: str

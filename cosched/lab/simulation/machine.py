@@ -1,4 +1,4 @@
-"""The simulated machine: a model on a GPU, and SGLang's settings on it."""
+"""The simulated machine: a model on a GPU, and SGLang's settings."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Machine:
         if not self.radix_cache:
             flags.append("--disable-radix-cache")
         if self.host_kv_tokens:
-            # SGLang's own size is in bytes, which the modelled machine has none of.
+            # SGLang's own size is in bytes of the tiny model.
             ratio = self.host_kv_tokens / capacity
             flags += ["--enable-hierarchical-cache", "--hicache-ratio", str(ratio)]
             flags += ["--hicache-size", "0"]
