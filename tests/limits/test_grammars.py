@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
 
 import pytest
 from hypothesis import given
@@ -112,3 +114,23 @@ def test_whatever_the_text_is_the_check_ends_with_a_reason_or_none(name, value):
     text = value if isinstance(value, str) else json.dumps(value)
     fault = grammar_fault(name, text)
     assert fault is None or fault
+
+
+def test_a_long_chain_of_references_is_checked_in_linear_time():
+    """The check runs in the server's event loop."""
+    names = [f"a{n}" for n in range(8000)]
+    chain = {one: {"$ref": f"#/d/{next_one}"} for one, next_one in itertools.pairwise(names)}
+    text = json.dumps({"$ref": "#/d/a0", "d": {**chain, names[-1]: {"type": "string"}}})
+    began_s = time.perf_counter()
+    assert grammar_fault("json_schema", text) is None
+    assert time.perf_counter() - began_s < 2
+    circle = json.dumps({"$ref": "#/d/a0", "d": {**chain, names[-1]: {"$ref": "#/d/a0"}}})
+    assert "back to itself" in grammar_fault("json_schema", circle)
+
+
+@pytest.mark.parametrize("text", ["{" + " " * 30_000, "{1" * 15_000, "{1 " * 10_000])
+def test_repetitions_are_found_in_linear_time(text):
+    began_s = time.perf_counter()
+    assert grammar_fault("regex", text) is None
+    assert grammar_fault("json_schema", json.dumps({"pattern": text})) is None
+    assert time.perf_counter() - began_s < 1
