@@ -1,16 +1,53 @@
-"""Totals that grow request by request, and tables of them."""
+"""What predictors are fitted to, and how: totals of batches, non-negative least squares, errors."""
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cosched.core.batch import QUERY_TILE, BatchShape, BatchTotals, Prefill
-from cosched.predict.fitted import TotalsTable
+from cosched.predict.fitted import TotalsTable, nnls, summarise
 
 PREFILLS = st.lists(st.builds(Prefill, st.integers(1, 9000), st.integers(0, 40000)), max_size=4)
 DECODES = st.lists(st.integers(1, 40000), max_size=6)
 BATCHES = st.builds(lambda p, d: BatchShape(prefills=p, decodes=d), PREFILLS, DECODES)
+
+
+class TestNnls:
+    @given(st.integers(0, 10_000))
+    def test_meets_the_conditions_of_a_minimum(self, seed):
+        rng = np.random.default_rng(seed)
+        a, b = rng.standard_normal((20, 6)), rng.standard_normal(20)
+        x = nnls(a.T @ a, a.T @ b)
+        gradient = a.T @ (b - a @ x)
+        assert np.all(x >= 0)
+        assert np.all(gradient <= 1e-6)
+        assert np.allclose(gradient[x > 0], 0, atol=1e-6)
+
+    def test_columns_of_very_different_size(self):
+        rng = np.random.default_rng(0)
+        a = rng.random((50, 3)) * [1.0, 1e5, 1e9]
+        truth = np.array([0.01, 2e-6, 3e-11])
+        assert nnls(a.T @ a, a.T @ a @ truth) == pytest.approx(truth, rel=1e-6)
+
+    def test_a_column_of_zeros_gets_nothing(self):
+        a = np.array([[1.0, 0.0], [2.0, 0.0]])
+        assert nnls(a.T @ a, a.T @ np.array([2.0, 4.0])).tolist() == pytest.approx([2.0, 0.0])
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e6, 1e-6])
+def test_a_coefficient_of_just_nothing_ends_the_search(scale):
+    found = nnls(np.eye(3), np.array([scale, 0.0, -scale]))
+    assert found.tolist() == pytest.approx([scale, 0.0, 0.0])
+
+
+def test_a_summary_of_errors():
+    summary = summarise([1.1, 0.9, 2.0], [1.0, 1.0, 2.0])
+    assert summary.bias == pytest.approx(0)
+    assert summary.mean == pytest.approx(0.2 / 3)
+    assert summary.p50 == pytest.approx(0.1)
 
 
 @given(BATCHES)
