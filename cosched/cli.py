@@ -98,7 +98,7 @@ def _shown(default: Any) -> str | None:
     return f"{default:g}" if isinstance(default, float) else str(default)
 
 
-def _root(chosen: str) -> App:
+def _root(*, chosen: str) -> App:
     root = new_app(
         "cosched",
         "Co-serving of online and offline LLM requests on one SGLang replica.",
@@ -112,15 +112,16 @@ def _root(chosen: str) -> App:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. The exit code, which is 2 and one sentence where the arguments are wrong, 1
-    where a server failed or an output could not be written, 130 after an interrupt."""
+    """Run one command and return its exit code. Ends with one sentence and 2 if the arguments are
+    wrong, 1 if a server failed or an output could not be written, 130 after an interrupt."""
     words = list(sys.argv[1:] if argv is None else argv)
     # As with `python -m`, a policy in the current folder can be imported. Last in the path, so that
     # no file there shadows an installed package.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        code = _root("".join(words[:1]))(words, exit_on_error=False, print_error=False)
+        root = _root(chosen=words[0] if words else "")
+        code = root(words, exit_on_error=False, print_error=False)
     except CycloptsError as error:
         command = " ".join(["cosched", *_commands_of(error)])
         _end(2, f"{_sentence(error)} ({command} --help lists the options)")
@@ -150,8 +151,7 @@ def run(command: str, argv: Sequence[str] | None = None) -> int:
 
 
 def parse(options: type[T], words: Sequence[str]) -> T:
-    """A data class of options from words that stand elsewhere than on the command line.
-    ConfigError."""
+    """A data class of options from words that are not on the command line. ConfigError."""
     app = new_app("options")
     app.default(options)
     try:
