@@ -1,16 +1,15 @@
 #!/usr/bin/env python3
-"""The attention kernels on a card: right, how fast, and from where on sharing pays.
+"""The attention kernels on a GPU: correctness, times, and the prefix from which sharing is faster.
 
     scripts/gpu_kernels.py             # minutes on a GPU; writes gpu_kernels.jsonl as it goes
     scripts/gpu_kernels.py --on cpu    # the same steps as far as they go without one
 
 1. *copy*: bandwidth of memory.
-2. *check*: outputs in bf16 and fp16 against float64, with NaN where nothing was written yet.
-3. *time*: decodes over one or several documents. Ours; SGLang's Triton kernels on the same slots,
-   and on distinct slots. The latter two tell what the cache of the device does for a shared prefix
-   by itself. Launches are captured in a CUDA graph over several layers' KV, so that no layer finds
-   its KV in the cache because it was read a moment ago.
-4. *crossover*: for each batch, from which prefix on ours is faster.
+2. *check*: outputs in bf16 and fp16 against float64, in memory filled with NaN.
+3. *time*: decodes over one or several documents: our kernels, and SGLang's Triton kernels on the
+   same slots and on distinct slots, which shows what the cache of the device does for a shared
+   prefix. A CUDA graph spans the KV of several layers, so that no layer finds its KV in the cache.
+4. *crossover*: for each batch, the prefix from which ours is faster.
 
 Without a GPU, 2 runs in Triton's interpreter on small shapes, and 3 counts bytes instead of time.
 SGLang is needed for its own kernels only. The last line is JSON.
@@ -54,6 +53,14 @@ class Shape:
     documents: int
     prefix: int
     suffix: int = 200
+
+
+SHAPES = [
+    Shape(batch=batch, documents=documents, prefix=prefix)
+    for batch in (8, 16, 32, 64)
+    for documents in (1, 4)
+    for prefix in (500, 1000, 2000, 4000, 10_000, 32_000)
+]
 
 
 class Work:
@@ -309,6 +316,19 @@ def crossover(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {"step": "crossover", "prefix": found}
 
 
+class Rows:
+    """Rows of results, which are printed and written to a file as JSON lines at once."""
+
+    def __init__(self, path: Path) -> None:
+        self.all: list[dict[str, Any]] = []
+        self._file = path.open("w")
+
+    def note(self, row: dict[str, Any]) -> None:
+        self.all.append(row)
+        print(json.dumps(row), file=self._file, flush=True)
+        print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--on", choices=("cuda", "cpu"), default="cuda")
@@ -320,34 +340,28 @@ def main() -> None:
         sys.exit("gpu_kernels: torch sees no CUDA GPU; --on cpu runs what goes without one")
     torch.manual_seed(args.seed)
     card = Card(args.on)
-    rows: list[dict[str, Any]] = []
-
-    with args.out.open("w") as log:
-
-        def note(row: dict[str, Any]) -> None:
-            rows.append(row)
-            print(json.dumps(row), file=log, flush=True)
-            print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
-
-        if card.is_gpu:
-            note(copy_bandwidth(card))
-            for head_dim in (64, 96, 128, 256):
-                heads = HeadShape(num_q_heads=32, num_kv_heads=8, head_dim=head_dim)
-                for dtype in (torch.float16, torch.bfloat16):
-                    note(check(card, Shape(batch=37, documents=3, prefix=3000), heads, dtype))
-            for batch in (8, 16, 32, 64):
-                for documents in (1, 4):
-                    for prefix in (500, 1000, 2000, 4000, 10_000, 32_000):
-                        shape = Shape(batch=batch, documents=documents, prefix=prefix)
-                        note(times(card, shape, LLAMA_8B, args.layers))
-            note(crossover(rows))
-        else:
-            tiny = Shape(batch=3, documents=1, prefix=40, suffix=5)
-            for dtype in (torch.float32, torch.float16):
-                note(check(card, tiny, SMALL, dtype))
-            note(times(card, tiny, SMALL, 1))
+    rows = Rows(args.out)
+    if card.is_gpu:
+        rows.note(copy_bandwidth(card))
+        for head_dim in (64, 96, 128, 256):
+            heads = HeadShape(num_q_heads=32, num_kv_heads=8, head_dim=head_dim)
+            for dtype in (torch.float16, torch.bfloat16):
+                rows.note(check(card, Shape(batch=37, documents=3, prefix=3000), heads, dtype))
+        for shape in SHAPES:
+            rows.note(times(card, shape, LLAMA_8B, args.layers))
+        rows.note(crossover(rows.all))
+    else:
+        tiny = Shape(batch=3, documents=1, prefix=40, suffix=5)
+        for dtype in (torch.float32, torch.float16):
+            rows.note(check(card, tiny, SMALL, dtype))
+        rows.note(times(card, tiny, SMALL, 1))
     config = {"layers": args.layers, "seed": args.seed, "on": args.on}
-    result = {"device": card.name, "config": config, "versions": versions("triton"), "rows": rows}
+    result = {
+        "device": card.name,
+        "config": config,
+        "versions": versions("triton"),
+        "rows": rows.all,
+    }
     print(json.dumps(result))
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""What the shared-prefix kernels take on this card, beside SGLang's: times, bandwidth, the picker's
-numbers, and how far the latency model is off.
+"""Times and bandwidth of the shared-prefix kernels on this GPU beside SGLang's, the parameters of
+the picker, and the error of the cost models.
 
     scripts/gpu_profile.py --out DIR                 # some minutes on a GPU
     scripts/gpu_profile.py --device cpu --out DIR    # tiny shapes in Triton's interpreter
@@ -38,7 +38,18 @@ from typing import Any, NamedTuple
 import gpu_kernels
 import numpy as np
 import torch
-from gpu_kernels import LLAMA_8B, SMALL, Card, Shape, Work, copy_bandwidth, seconds, stock_module
+from gpu_kernels import (
+    LLAMA_8B,
+    SHAPES,
+    SMALL,
+    Card,
+    Rows,
+    Shape,
+    Work,
+    copy_bandwidth,
+    seconds,
+    stock_module,
+)
 
 from cosched.core.batch import BatchShape
 from cosched.lab.cost_models.base import L2_SPEEDUP, ONCE_OVERHEAD, PrefixReads
@@ -52,12 +63,6 @@ from cosched_kernels.plan import HeadShape, Plan, bytes_moved, make_plan
 
 MODEL = "Llama-3.1-8B"
 TINY = Shape(batch=2, documents=1, prefix=24, suffix=5)
-SHAPES = [
-    Shape(batch=batch, documents=documents, prefix=prefix)
-    for batch in (8, 16, 32, 64)
-    for documents in (1, 4)
-    for prefix in (500, 1000, 2000, 4000, 10_000, 32_000)
-]
 FEW_SHAPES = [Shape(batch=b, documents=1, prefix=p) for b in (8, 32) for p in (1000, 10_000)]
 
 
@@ -386,30 +391,28 @@ def main() -> None:
     torch.manual_seed(args.seed)
     card = Card(args.device)
     args.out.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, Any]] = []
-    with (args.out / "profile.jsonl").open("w") as log:
-
-        def note(row: dict[str, Any]) -> None:
-            rows.append(row)
-            print(json.dumps(row), file=log, flush=True)
-            print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
-
-        profile = Profile(card, num_layers=args.layers, note=note)
-        if card.is_gpu:
-            note(copy_bandwidth(card))
-        shapes = FEW_SHAPES if args.quick else SHAPES
-        for shape in shapes if card.is_gpu else [TINY]:
-            profile.decodes(shape)
-        tiny = Mixed(chunk=5, decodes=2, context=20, is_one=True)
-        for mixed in MIXED if card.is_gpu else [tiny]:
-            profile.mixed(mixed)
-        if profile.cases:
-            profile.picker(args.out / "picker.json")
-            profile.latency(args.gpu)
+    rows = Rows(args.out / "profile.jsonl")
+    profile = Profile(card, num_layers=args.layers, note=rows.note)
+    if card.is_gpu:
+        rows.note(copy_bandwidth(card))
+    shapes = FEW_SHAPES if args.quick else SHAPES
+    for shape in shapes if card.is_gpu else [TINY]:
+        profile.decodes(shape)
+    tiny = Mixed(chunk=5, decodes=2, context=20, is_one=True)
+    for mixed in MIXED if card.is_gpu else [tiny]:
+        profile.mixed(mixed)
+    if profile.cases:
+        profile.picker(args.out / "picker.json")
+        profile.latency(args.gpu)
     config = {"gpu": args.gpu, "layers": args.layers, "quick": args.quick, "seed": args.seed}
-    result = {"device": card.name, "config": config, "versions": versions("torch"), "rows": rows}
+    result = {
+        "device": card.name,
+        "config": config,
+        "versions": versions("torch"),
+        "rows": rows.all,
+    }
     (args.out / "profile.json").write_text(json.dumps(result, indent=2) + "\n")
-    (args.out / "profile.md").write_text(markdown(rows, card.name))
+    (args.out / "profile.md").write_text(markdown(rows.all, card.name))
     print(json.dumps(result))
 
 
