@@ -21,6 +21,8 @@ SOURCES = [
 MODULE = re.compile(r"python -m\s+(cosched[\w.]*)(?: +([a-z][\w-]*))?")
 COMMAND = re.compile(r"(?:`|^ {4,})cosched ([a-z][a-z-]*)(?: +([a-z][\w-]*))?(?=[ `\n])", re.M)
 SCRIPT = re.compile(r"\bscripts/(\w+)(?:\.py)?\b")
+OF_A_COMMIT = re.compile(r"(?:of commit|# at) [0-9a-f]{7}")
+"""A script that was removed is named with the commit that has it."""
 NO_PROGRAM = re.compile(r"(?<!\.)\brun_batch (status|cancel|fetch)\b")
 """The module `cosched.run_batch` is no program by itself."""
 
@@ -60,7 +62,8 @@ def fault_of(name, word):
 def faults_in(text):
     yield from (fault for name, word in named_in(text) if (fault := fault_of(name, word)))
     scripts = {one.stem for one in (ROOT / "scripts").iterdir()}
-    yield from (f"there is no scripts/{n}" for n in SCRIPT.findall(text) if n not in scripts)
+    now = "\n".join(line for line in text.splitlines() if not OF_A_COMMIT.search(line))
+    yield from (f"there is no scripts/{n}" for n in SCRIPT.findall(now) if n not in scripts)
     yield from (f"run_batch {word} is no command" for word in NO_PROGRAM.findall(text))
 
 
