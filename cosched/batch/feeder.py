@@ -246,7 +246,7 @@ class Feeder:
                 and batch.validated_by in (None, self._name)
             ):
                 self._validation = asyncio.create_task(self._validate(batch))
-        self._forecasts = self._forecasts_of(found)
+        self._forecasts = await asyncio.to_thread(self._forecasts_of, found)
         await self._refill([batch for batch in found if batch.status is Status.IN_PROGRESS])
         self._meter.look(0 if self._is_paused() else self.num_in_flight)
         self.rate = self._meter.rate()

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
+from heapq import heapify, heappop, heappush
 from itertools import accumulate
 from statistics import NormalDist
 
@@ -51,24 +52,33 @@ def shares(demands: Sequence[Demand], *, num_free: int) -> dict[str, int]:
     batch. So the share of a tenant depends neither on the number of its batches nor on their
     windows, and what one tenant cannot use goes to the others.
     """
-    by_tenant: Counter[tuple[str, str]] = Counter()
-    for one in demands:
-        by_tenant[one.tenant] += one.num_in_flight
+    load: Counter[tuple[str, str]] = Counter()
+    queues: dict[tuple[str, str], list[tuple[float, int, int]]] = {}
+    for index, one in enumerate(demands):
+        load[one.tenant] += one.num_in_flight
+        if one.num_waiting > 0:
+            due = math.inf if one.due is None else one.due
+            heappush(queues.setdefault(one.tenant, []), (due, one.num_in_flight, index))
+
+    def entry(tenant: tuple[str, str]) -> tuple[float, float, int, int]:
+        due, num_in_flight, index = queues[tenant][0]
+        return load[tenant] / demands[index].weight, due, num_in_flight, index
+
+    tenants = [entry(tenant) for tenant in queues]
+    heapify(tenants)
     given: Counter[str] = Counter()
     for _ in range(num_free):
-        left = [one for one in demands if given[one.batch_id] < one.num_waiting]
-        if not left:
+        if not tenants:
             break
-        next_one = min(
-            left,
-            key=lambda one: (
-                by_tenant[one.tenant] / one.weight,
-                math.inf if one.due is None else one.due,
-                one.num_in_flight + given[one.batch_id],
-            ),
-        )
-        by_tenant[next_one.tenant] += 1
-        given[next_one.batch_id] += 1
+        _, due, num_in_flight, index = heappop(tenants)
+        one = demands[index]
+        heappop(queues[one.tenant])
+        load[one.tenant] += 1
+        given[one.batch_id] += 1
+        if given[one.batch_id] < one.num_waiting:
+            heappush(queues[one.tenant], (due, num_in_flight + 1, index))
+        if queues[one.tenant]:
+            heappush(tenants, entry(one.tenant))
     return dict(given)
 
 
@@ -91,7 +101,8 @@ class Left:
 
     def end_s(self, finish_s: float, *, replies: Replies | None, rate: Rate) -> float:
         """When its last reply ends, if its work takes `finish_s` at its share of the rate [s]."""
-        if not self.num_tokens or replies is None or not rate.iteration_s:
+        is_at_scheduler = bool(self.share or self.num_waiting)
+        if not self.num_tokens or not is_at_scheduler or replies is None or not rate.iteration_s:
             return finish_s
         begun_s = finish_s * (1 - self.num_running / self.num_tokens)
         num_tokens = replies.tail(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cosched.batch.data import Status
-from cosched.batch.forecast import Load, _finish_times, forecasts
+from cosched.batch.forecast import (
+    Demand,
+    Load,
+    _finish_times,
+    forecasts,
+    forecasts_of,
+    shares,
+)
 from cosched.batch.rate import (
     Ended,
     Progress,
@@ -306,3 +314,31 @@ def test_a_batch_is_late_when_its_last_replies_take_longer_than_its_window_leave
         [replace(load, end_s=lambda finish_s: finish_s + 800)], rate=RATE, margin_s=0.0
     )["b"]
     assert told.finish_s == 1100 and told.slack_s == -100 and told.is_late
+
+
+def test_thousands_of_open_batches_cost_little_time():
+    """Each step of the feeder makes the forecasts, and each refill the shares."""
+    meter = RateMeter(Clock())
+    for n in range(1000):
+        meter.finished(Ended(100 + n, 50 + n % 300), num_bytes=400)
+    meter.progressed(Progress(running=[Running(100 + n, n, 2000) for n in range(200)]))
+    batches = [batch_of(id=f"{n}", num_bytes=10**6, total=99, expires_at=99) for n in range(5000)]
+    began_s = time.perf_counter()
+    found = forecasts_of(
+        batches,
+        now=0,
+        sizes={f"{n}": [500] for n in range(20)},
+        meter=meter,
+        rate=replace(RATE, iteration_s=0.02, tail_iteration_s=0.02),
+        num_servers=1,
+        weight=lambda batch: 1.0,
+        margin_s=600.0,
+    )
+    assert len(found) == 5000 and time.perf_counter() - began_s < 2
+    demands = [
+        Demand(batch_id=f"{n}", tenant=("", f"{n % 50}"), num_in_flight=0, num_waiting=9)
+        for n in range(20_000)
+    ]
+    began_s = time.perf_counter()
+    assert len(shares(demands, num_free=256)) == 256
+    assert time.perf_counter() - began_s < 1
