@@ -253,18 +253,18 @@ class Feeder:
 
     def outlooks(self, found: Sequence[Batch], *, taken: Mapping[str, int]) -> dict[str, Outlook]:
         """Of batches with lines to send. For any thread. `taken`: batch -> lines in flight."""
-        known: dict[str, Forecast] = {}
+        names = [batch.id for batch in found if batch.status in _WITH_LINES]
+        known: Mapping[str, Forecast] = {}
         if self._is_paused() and self.num_servers == 1:
             state = OutlookState.PAUSED
         else:
-            known = self._forecasts_of(found)
+            known = self._forecasts  # of the last step, unless a batch is newer
+            if not known.keys() >= set(names):
+                known = self._forecasts_of(found)
             state = OutlookState.MEASURED if known else OutlookState.ESTIMATING
         return {
-            batch.id: Outlook(
-                state=state, num_running=taken.get(batch.id, 0), forecast=known.get(batch.id)
-            )
-            for batch in found
-            if batch.status in _WITH_LINES
+            name: Outlook(state=state, num_running=taken.get(name, 0), forecast=known.get(name))
+            for name in names
         }
 
     def _forecasts_of(self, found: Sequence[Batch]) -> dict[str, Forecast]:
