@@ -44,6 +44,7 @@ WITH_SERVERS = (
 
 
 def pytest_collection_modifyitems(config, items):
+    gc.freeze()  # modules stay: no collection looks through them
     gc.enable()
     for item in items:
         if "servers" in getattr(item, "fixturenames", ()):
