@@ -10,7 +10,7 @@
     title = "MMLU in a small cache"
     options = { online = "azure-conv", online-rate = [1, 2], offline = "mmlu", duration = 600 }
 
-    [settings.hygen]                                            # who schedules, and how
+    [settings.hygen]                                            # a policy and its options
     [settings."hygen, large chunks"]
     policy = "hygen"
     options = { chunked-prefill-size = 8192 }
@@ -86,7 +86,7 @@ class SuiteScenario(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class SuiteSetting(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """Who schedules, and how.
+    """A policy and its options.
 
     policy   a policy or a name of `cosched.lab.simulation.setting`; default: the setting's name
     options  of `cosched.simulate`, over those of the scenario

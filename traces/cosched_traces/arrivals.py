@@ -1,8 +1,7 @@
 """Arrival times: rate curves, and point processes that follow them.
 
-A process of any burstiness follows a curve by change of time: arrivals of a process with mean gap 1
-are laid on the integral of the rate and read back as times. So the number of requests per minute
-follows the curve, and gaps inside a minute have the coefficient of variation asked for.
+Arrivals of a process with mean gap 1 are mapped through the integral of the rate, so that requests
+per minute follow the curve and gaps within a minute have the given coefficient of variation.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ def correlated_rate(
     correlation: float = 0.83,
     step_s: float = 60.0,
 ) -> RateCurve:
-    """A rate that wanders from minute to minute, as in the Azure conversation trace of 2023.
+    """A rate that varies from minute to minute, as in the Azure conversation trace of 2023.
 
     The log of each step's rate is a first-order autoregression: log r' = c·log r + noise, with c =
     `correlation` and a stationary spread that gives the rates the coefficient of variation `cv`.
@@ -112,9 +111,8 @@ def with_bursts(
 ) -> RateCurve:
     """Bursts on a curve: rates vary by 3x within minutes (HyGen §2).
 
-    One burst in each stretch of `every_s`, at a drawn place within it: over `ramp_s` the rate rises
-    to `factor` times the curve, stays for `burst_s` and falls again over `ramp_s`. The mean of the
-    curve is kept, so that a load with bursts compares with one without.
+    One burst at a random place in each stretch of `every_s`: the rate rises over `ramp_s` to
+    `factor` times the curve, stays for `burst_s` and falls over `ramp_s`. The mean is kept.
     """
     length_s = burst_s + 2 * ramp_s
     if every_s < length_s or factor < 1:
@@ -151,7 +149,7 @@ def arrival_times(curve: RateCurve, *, seed: int, cv: float = 1.0) -> tuple[floa
         units = np.concatenate([units, last + np.cumsum(gaps)])
         last = float(units[-1])
     if cv == 0:
-        units = units - 1  # the first request of a fixed interval comes at once
+        units = units - 1  # the first request arrives at 0
     times = np.interp(units[units < area[-1]], area, edges)
     return tuple(times[times < curve.duration_s].tolist())
 

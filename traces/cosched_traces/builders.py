@@ -110,8 +110,8 @@ def chat(dataset: str, *, max_prompt_tokens: int | None = None) -> Build:
 
 
 def sessions(sessions_of: Callable[[Asked], Sessions]) -> Build:
-    """Sessions, in a closed loop: starts as a Poisson process of the rate, or a fixed number under
-    way at a time (without either, `NUM_SESSIONS`)."""
+    """Sessions in a closed loop: starts as a Poisson process of the rate, or a fixed number of
+    active sessions (default: `NUM_SESSIONS`)."""
 
     def build(asked: Asked) -> Workload:
         begun = sessions_of(asked)
@@ -151,8 +151,8 @@ def azure_like(asked: Asked) -> Workload:
 
 
 def diurnal(asked: Asked) -> Workload:
-    """One day in the duration asked for; bursts of two minutes, 36 a day or one in 20 minutes,
-    whichever is fewer."""
+    """One day in the duration; bursts of two minutes, 36 per day or one in 20 minutes, whichever is
+    fewer."""
     duration_s = asked.duration_s or DURATION_S
     tide = diurnal_rate(asked.rate or CHAT_RATE, duration_s=duration_s, day_s=duration_s)
     every_s = max(duration_s / 36, 1200.0)
@@ -163,8 +163,7 @@ def diurnal(asked: Asked) -> Workload:
 
 
 def burst(asked: Asked) -> Workload:
-    """A Poisson process whose rate is four times as high in the sixth in the middle; the mean is
-    what is asked for."""
+    """A Poisson process with four times the rate in the sixth in the middle; the mean is kept."""
     duration_s = asked.duration_s or DURATION_S
     rates = [1.0] * 12
     rates[5:7] = [4.0, 4.0]
@@ -173,8 +172,7 @@ def burst(asked: Asked) -> Workload:
 
 
 def demo_chat(asked: Asked) -> Workload:
-    """A Poisson process whose rate is three times as high in the two bursts; the mean is what is
-    asked for."""
+    """A Poisson process with three times the rate in two bursts; the mean is kept."""
     duration_s = asked.duration_s or DURATION_S
     centres = [(step + 0.5) / 20 for step in range(20)]
     in_burst = [any(a <= centre < b for a, b in DEMO_BURSTS) for centre in centres]
@@ -198,7 +196,7 @@ def demo_job(asked: Asked) -> Workload:
 
 
 def arxiv(asked: Asked) -> Workload:
-    """The file's lengths, shuffled, or lengths of their distribution where there is no file."""
+    """The lengths of the file, shuffled, or without a file lengths of their distribution."""
     if asked.files:
         read = read_trace(
             asked.files[0], name=asked.name, request_class=asked.request_class, format="lengths"
@@ -245,9 +243,9 @@ def documents(asked: Asked) -> Workload:
 
 
 def summaries_and_stories(asked: Asked) -> Workload:
-    """Work for the arithmetic and work for the memory: a third are prompts of 6,000-10,000 tokens
-    with answers of 32-96, two thirds prompts of 100-300 tokens with answers of 1,000-2,000, which
-    take an A100 about as long. 1,200 requests, or `num_requests`, shuffled; nothing is shared."""
+    """Compute-bound and memory-bound work: a third are prompts of 6,000-10,000 tokens with answers
+    of 32-96, two thirds prompts of 100-300 tokens with answers of 1,000-2,000, which take an A100
+    about as long. 1,200 requests, or `num_requests`, shuffled; nothing is shared."""
     num_requests = asked.num_requests or 1200
     num_summaries = -(-num_requests // 3)
     kinds = (
@@ -281,8 +279,8 @@ def loogle(*, num_documents: int, num_questions: int, max_output_tokens: int) ->
 
 
 def servegen(asked: Asked) -> Workload:
-    """What the clients of a folder send, at their own rates where none is asked for; offline, that
-    of an hour at 0."""
+    """The requests of the clients of a folder, at their own rates by default; offline, those of an
+    hour at 0."""
     workload = read_servegen(
         asked.files[0],
         seed=asked.seed,

@@ -1,10 +1,8 @@
 """Lengths of public datasets as distributions, each with its source.
 
-Where a source gives a standard deviation, the fit has it; where it gives only mean, minimum and
-maximum, the fit assumes a coefficient of variation of 1 before truncation (chat lengths lie around
-it: 1.15 and 1.14 for ShareGPT, 1.64 and 0.96 for LMSYS-Chat-1M in BROS Table 2). What each fit
-yields stands in docs/workloads.md, in a table that `dataset_table` writes and a test compares.
-"""
+A fit has the mean and the standard deviation of its source. Without a standard deviation it assumes
+a coefficient of variation of 1 before truncation (BROS Table 2: 1.15 and 1.14 for ShareGPT, 1.64
+and 0.96 for LMSYS-Chat-1M). docs/workloads.md has the results of the fits (`dataset_table`)."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from cosched_traces.lengths import Lengths, LogNormal, Quantiles, Uniform, fit_l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """What a source says of one length [tokens]; None: it does not say."""
+    """Published statistics of one length [tokens]."""
 
     mean: float
     low: int
@@ -27,7 +25,7 @@ class Published:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetLengths:
-    """Prompt and output lengths of a dataset, with where the numbers are from."""
+    """Prompt and output lengths of a dataset, with their source."""
 
     source: str
     prompt: Published | Lengths

@@ -1,5 +1,5 @@
-"""MMLU 5-shot as an offline set: 57 subjects, each with a head of five worked examples that all its
-questions share. From the real files, or generated with their statistics."""
+"""MMLU 5-shot as an offline set: 57 subjects whose questions share a head of five worked examples.
+From the real files, or generated with their statistics."""
 
 from __future__ import annotations
 

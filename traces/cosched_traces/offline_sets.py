@@ -1,4 +1,4 @@
-"""Offline request sets, made: with prefix sharing under control, or with none."""
+"""Generated offline sets, with given prefix sharing or none."""
 
 from __future__ import annotations
 
@@ -105,11 +105,11 @@ def independent_requests(
 def length_pairs(
     prompt: Lengths, output: Lengths, *, size: int, seed: int, max_total_tokens: int | None = None
 ) -> list[tuple[int, int]]:
-    """(prompt, output) lengths drawn apart from each other.
+    """(prompt, output) lengths, drawn independently.
 
-    Where a pair exceeds `max_total_tokens` its prompt is exchanged with another pair's: a long
-    reply then goes with a short prompt, as in sets filtered by context length, and both
-    distributions stay as they are. What cannot be exchanged in 1,000 rounds is cut.
+    A pair above `max_total_tokens` exchanges its prompt with that of another pair, as in sets
+    filtered by context length, which keeps both distributions. Pairs that cannot be exchanged in
+    1,000 rounds are cut.
     """
     rng = rng_of(seed, "pairs")
     prompts, outputs = prompt.sample(rng, size), output.sample(rng, size)

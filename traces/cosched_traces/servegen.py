@@ -73,13 +73,12 @@ def read_servegen(
 ) -> Workload:
     """Requests of all clients in ``[start_s, start_s + duration_s)``, drawn from the fits.
 
-    Gaps of a client's window follow its pattern and shape, scaled to a mean of 1/rate: the rate was
-    counted, and the fitted scale only comes near it. Prompt and output lengths are drawn apart from
-    each other, as published; a length of 0 becomes 1. A window of rate 0 is silent; one with a rate
-    and no pattern is a Poisson process. With `rate` every client's rate is multiplied so that the
-    mean of their sum is `rate`. Raises `RowError` for bad rows and `WorkloadError` for a client
-    without lengths in a window in which it sends.
-    """
+    Gaps of a client's window follow its pattern and shape, scaled to a mean of 1/rate, which is
+    more exact than the fitted scale. Prompt and output lengths are independent, as published; a
+    length of 0 becomes 1. A window of rate 0 has no requests; one without a pattern is a Poisson
+    process. With `rate` the rates of all clients are scaled so that their sum is `rate`. Raises
+    `RowError` for bad rows and `WorkloadError` for a client without lengths in a window in which it
+    sends."""
     clients = sorted(path.name.split("-")[1] for path in folder.glob("chunk-*-trace.csv"))
     if not clients:
         raise WorkloadError(f"{folder}: no chunk-*-trace.csv here")
@@ -191,8 +190,8 @@ def _gaps(window: Window, size: int, rng: np.random.Generator) -> npt.NDArray[np
 
 
 def _lengths(path: Path) -> dict[float, tuple[Histogram, Histogram]]:
-    """Histograms by the start of their window; windows of empty ones are left to the one before, as
-    ServeGen's own loader does."""
+    """Histograms by the start of their window; empty ones are left out, as ServeGen's loader
+    does."""
     try:
         data = json.loads("".join(line for _, line in numbered_lines(path)))
     except json.JSONDecodeError as error:

@@ -1,1 +1,1 @@
-"""Runs in virtual time: a machine, clients, scenarios, and what comes out."""
+"""Runs in virtual time: machine, clients, settings, results."""

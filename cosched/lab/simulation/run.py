@@ -162,9 +162,9 @@ class RunResult:
     end_s       virtual time at which it ended: the duration, the end of the offline set, or when it
                 gave up [s]
     wall_s      host time of the run, without building the engine [s]
-    cosched     the controller's counters, None where stock schedules
-    kv          who has the KV memory, a row a second (`KvOccupancy`); empty where SGLang's own
-                order of eviction holds
+    cosched     counters of the controller; None under stock scheduling
+    kv          KV memory by use (`KvOccupancy`), one row per second; empty if SGLang evicts in its
+                own order
     """
 
     spec: RunSpec
