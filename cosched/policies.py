@@ -157,7 +157,7 @@ def _imported(name: str, target: str) -> PolicyEntry:
         )
     if isinstance(found, type) and not callable(getattr(found, "plan", None)):
         raise ConfigError(
-            f"policy {name!r}: class {found.__name__} has no method plan(view, carry)"
+            f"policy {name!r}: class {found.__name__} has no method plan(view, state)"
         )
     about = (inspect.getdoc(found) or "").partition("\n")[0]
     return PolicyEntry(
@@ -184,7 +184,7 @@ def _checked(
             raise ConfigError(f"policy {name!r} cannot be built: {error!r}") from error
         if not callable(getattr(policy, "plan", None)):
             raise ConfigError(
-                f"policy {name!r}: {type(policy).__name__} has no method plan(view, carry)"
+                f"policy {name!r}: {type(policy).__name__} has no method plan(view, state)"
             )
         if not hasattr(policy, "initial"):
             raise ConfigError(

@@ -32,19 +32,19 @@ class BatchSize:
             return (request.slo.ttft_s or self.slo.ttft_s) - waited_s
         return (request.slo.tpot_s or self.slo.tpot_s) - gap_s
 
-    def plan(self, view: View, carry: Active) -> tuple[Plan, Active]:
-        builder, most = PlanBuilder(view), min(2 * carry.most, view.caps.max_running_requests)
+    def plan(self, view: View, state: Active) -> tuple[Plan, Active]:
+        builder, most = PlanBuilder(view), min(2 * state.most, view.caps.max_running_requests)
         known = [*view.running, *view.unfinished, *view.online]
         online = (r for r in known if r.request_class is RequestClass.ONLINE)
         left_s = {r.rid: self.residual_s(builder, r) for r in online}
         # One that an average iteration makes late limits nobody any more.
         limit_s = min((s for s in left_s.values() if s > view.mean_iteration_s), default=inf)
-        bound = {r.rid for r in view.running if not view.can_hold(r)}  # these run in any case
-        bound |= {r.rid for r in view.unfinished if not r.traits.can_stop}
+        bound = {r.rid for r in view.running if not view.can_pause(r)}  # these run in any case
+        bound |= {r.rid for r in view.unfinished if not r.traits.can_preempt}
         known.sort(key=lambda r: (r.rid not in bound, left_s.get(r.rid, inf), r.arrival_seq))
         taken: set[str] = set()
-        for request in filterfalse(view.why_barred, chain(known, view.offline_order())):
-            if len(taken) >= carry.most:
+        for request in filterfalse(view.why_blocked, chain(known, view.offline_order())):
+            if len(taken) >= state.most:
                 builder.skip(request, SkipReason.BATCH_SIZE)
                 break
             if builder.take(request, limit_s):
@@ -56,5 +56,5 @@ class BatchSize:
                 break
         for request in view.running:
             if request.rid not in taken:
-                builder.hold(request)
+                builder.pause(request)
         return builder.build(), Active(most)

@@ -23,18 +23,18 @@ class IdleOnly:
     def __init__(self, settings: PolicySettings) -> None:
         """`settings` holds the engine's limits and the targets; this needs none."""
 
-    def plan(self, view: View, carry: None) -> tuple[Plan, None]:
+    def plan(self, view: View, state: None) -> tuple[Plan, None]:
         builder = PlanBuilder(view)  # plan and ledger in one: what it accepts, the engine runs
         under_way = [*view.running, *view.unfinished]
         is_busy = any(r.request_class is RequestClass.ONLINE for r in chain(view.online, under_way))
         if is_busy:  # stopped requests keep their KV in the radix tree, and resume where they were
             for request in under_way:
-                if request.request_class is RequestClass.OFFLINE and request.traits.can_stop:
+                if request.request_class is RequestClass.OFFLINE and request.traits.can_preempt:
                     builder.preempt(request)
         for request in builder.unfinished():  # one that does not go on is stopped by `build`
-            builder.go_on(request, sys.maxsize)
+            builder.continue_prefill(request, sys.maxsize)
         for request in chain(view.online, () if is_busy else view.offline_order()):
-            if (reason := view.why_barred(request)) is not None:
+            if (reason := view.why_blocked(request)) is not None:
                 builder.skip(request, reason)
             elif not builder.admit(request, view.match(request), sys.maxsize):
                 break  # in order: nobody overtakes

@@ -192,7 +192,7 @@ class FakeView:
     def waiting(self, rid: str) -> FakeRequest | None:
         return next((r for r in (*self.online, *self.offline) if r.rid == rid), None)
 
-    def can_hold(self, request: Request) -> bool:
+    def can_pause(self, request: Request) -> bool:
         return self.rules.partial and request.rid not in self.unholdable
 
     def length(self, request: Request) -> LengthEstimate:
@@ -202,7 +202,7 @@ class FakeView:
     def promised(self, request: Request) -> int | None:
         return self.promises.get(request.rid)
 
-    def why_barred(self, request: Request) -> SkipReason | None:
+    def why_blocked(self, request: Request) -> SkipReason | None:
         return SkipReason.ENGINE_REFUSED if request.rid in self.barred else None
 
     @property

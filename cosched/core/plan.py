@@ -83,7 +83,7 @@ class Plan:
                 it
     decodes     running requests that are neither paused nor preempted decode one token each. False:
                 none does, as where prefill and decode cannot share an iteration
-    hold        running requests whose decode pauses in this iteration, with their KV kept
+    paused      running requests whose decode pauses in this iteration, with their KV kept
     preempt     running requests and unfinished prefills to preempt before others are admitted
     promise     rid -> output tokens, generated ones included, for which KV is set aside until a
     plan
@@ -99,7 +99,7 @@ class Plan:
 
     prefill: Mapping[str, int] = field(default_factory=dict)
     decodes: bool = True
-    hold: frozenset[str] = frozenset()
+    paused: frozenset[str] = frozenset()
     preempt: tuple[Preemption, ...] = ()
     promise: Mapping[str, int] = field(default_factory=dict)
     hosts: Mapping[str, Hosting] = field(default_factory=dict)

@@ -59,14 +59,14 @@ class Slo:
 class Traits:
     """What the engine can do with a request; fixed when it arrives.
 
-    can_stop  it may be preempted: that frees its slot and its KV, and it can resume
+    can_preempt  it may be preempted: that frees its slot and its KV, and it can resume
     can_mix   its prefill may share an iteration with decodes, and its decodes with a prefill
     can_cut   its prompt may be computed in several iterations
     num_rows  request slots that it takes once it decodes (beams have one each)
     adapter   LoRA adapter it needs; None: the model's own weights
     """
 
-    can_stop: bool = True
+    can_preempt: bool = True
     can_mix: bool = True
     can_cut: bool = True
     num_rows: int = 1

@@ -31,7 +31,7 @@ class BatchRules:
     """What the next batch may be, with the requests that run now; narrower than `EngineCaps`.
 
     mixed        prefill and the decodes of all running requests may share it
-    partial      the decode of some requests may pause (`View.can_hold` says which)
+    partial      the decode of some requests may pause (`View.can_pause` says which)
     decodes_due  the iteration before this one was a prefill that could not mix: now the running
                  requests decode
     """
@@ -312,11 +312,11 @@ class View(Protocol):
         """The request of this id, if it waits. O(1)."""
         ...
 
-    def can_hold(self, request: Request) -> bool:
-        """True if the decode of this running request may pause for an iteration (`Plan.hold`)."""
+    def can_pause(self, request: Request) -> bool:
+        """True if the decode of this running request may pause for an iteration (`Plan.paused`)."""
         ...
 
-    def why_barred(self, request: Request) -> SkipReason | None:
+    def why_blocked(self, request: Request) -> SkipReason | None:
         """Why this waiting request cannot be admitted now, whatever the headroom; None: it can.
 
         engine_refused: the engine refused it for a reason that no plan knows (for example an

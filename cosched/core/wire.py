@@ -82,6 +82,9 @@ HINT_KEY = "output_tokens_hint"
 
 MOST_HINT = 2**31
 
+_LEAST_NUMBER = 1e-300
+"""Smaller targets count as 0: in seconds they might be."""
+
 LATE_HEADER = "x-cosched-late"
 """Of a request: the reply shall say whether the TTFT target was out of reach; of that reply: why it
 was, or ``no``."""
@@ -303,7 +306,7 @@ def parse_positive(value: Any, *, field: str) -> float:
         number = float(value)
     except OverflowError:
         number = math.inf
-    if not 0 < number < math.inf:
+    if not _LEAST_NUMBER <= number < math.inf:
         raise RequestError(field, f"must be positive and finite, not {shown(value)}")
     return number
 

@@ -151,7 +151,7 @@ class Controller:
         taken = self.table.promise(plan, self.waiting, running_batch, scheduler.chunked_req)
         self._preempt(plan, running_batch)
         self.decodes_due = False
-        self.split = split(running_batch, plan.hold) if plan.hold else None
+        self.split = split(running_batch, plan.paused) if plan.paused else None
         if self.split is not None:
             running_batch = self.split.active
         if not plan.prefill:
@@ -295,7 +295,7 @@ class Controller:
             moment=moment,
             predictor=self.predictor,
             decodes_due=self.decodes_due,
-            why_barred=self._why_barred,
+            why_blocked=self._why_blocked,
             lengths=self.lengths,
             table=self.table,
             recompute_debt_s=self.recompute.debt_s(moment.now_s),
@@ -335,7 +335,7 @@ class Controller:
             self.counters.num_replans += 1
             return self.plan(running_batch, is_again=True)
         left = {req.rid for req in running_batch.reqs}
-        return replace(plan, hold=plan.hold & left)
+        return replace(plan, paused=plan.paused & left)
 
     def _evictions(self, plan: Plan, running_batch: Any) -> Sequence[Eviction] | None:
         """What is evicted for a plan on all ranks; None: the engine's order holds."""
@@ -382,7 +382,7 @@ class Controller:
         self.counters.num_preemptions += 1
         tracked = TrackedRequest.of(req)
         if tracked is not None:
-            tracked.num_stopped_at = tracked.num_computed_tokens
+            tracked.num_preempted_at = tracked.num_computed_tokens
             self.table.forget(tracked)
         port.release(self.scheduler.tree_cache, req, keep=mode is not PreemptMode.RECOMPUTE)
         if mode is PreemptMode.CHECKPOINT and self.kv is not None:
@@ -407,8 +407,8 @@ class Controller:
         tracked.num_refusals = 0
         self.table.forget(tracked)
         num_cached = tracked.num_prefix_tokens
-        num_recomputed = tracked.num_stopped_at - num_cached
-        tracked.num_stopped_at = 0
+        num_recomputed = tracked.num_preempted_at - num_cached
+        tracked.num_preempted_at = 0
         if num_recomputed > 0:
             self.counters.recomputed_tokens += num_recomputed
             totals = BatchTotals()
@@ -422,13 +422,13 @@ class Controller:
         self.counters.num_engine_refusals += 1
         tracked.num_refusals += 1
         plans = min(2**tracked.num_refusals, MAX_BACKOFF_PLANS)
-        tracked.barred_until = self.counters.num_plans + plans
+        tracked.backoff_until = self.counters.num_plans + plans
 
-    def _why_barred(self, request: Request) -> SkipReason | None:
+    def _why_blocked(self, request: Request) -> SkipReason | None:
         assert isinstance(request, TrackedRequest), f"{type(request)=}"
         if self.kv is not None and self.kv.is_restoring(request):
             return SkipReason.RESTORING
-        if request.barred_until > self.counters.num_plans:
+        if request.backoff_until > self.counters.num_plans:
             return SkipReason.ENGINE_REFUSED
         return None
 
@@ -453,7 +453,7 @@ class Controller:
     # --- Changes while it runs ---
 
     @property
-    def held_adapters(self) -> frozenset[str | None]:
+    def paused_adapters(self) -> frozenset[str | None]:
         """LoRA adapters of the requests whose decode is paused in the iteration being built."""
         return frozenset() if self.split is None else frozenset(self.split.adapters)
 

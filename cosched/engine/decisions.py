@@ -174,7 +174,7 @@ class DecisionLog:
             unfinished=[request.rid for request in view.unfinished],
             aborted=self._aborted,
             prefill=dict(plan.prefill),
-            paused=sorted(plan.hold),
+            paused=sorted(plan.paused),
             preempted={preemption.rid: preemption.mode for preemption in plan.preempt},
             late=dict(plan.late),
             skipped=dict(plan.skipped),

@@ -64,19 +64,19 @@ class Guard:
         return self._num_in_a_row >= MOST_FAILURES
 
     def plan(
-        self, policy: Policy[Any], name: str, view: View, carry: Any
+        self, policy: Policy[Any], name: str, view: View, state: Any
     ) -> tuple[Plan, Any] | None:
         """The policy's plan, validated, and its next state. None: it failed, or was given up."""
         if self.has_given_up:
             return None
         if self.is_strict:
-            plan, carry = policy.plan(view, carry)
+            plan, state = policy.plan(view, state)
             validate(plan, view)
-            return plan, carry
+            return plan, state
         started_s = time.perf_counter()
         try:
             with time_limit(PLAN_LIMIT_S):
-                plan, carry = policy.plan(view, carry)
+                plan, state = policy.plan(view, state)
             validate(plan, view)
         except PlanTimeout as error:
             self._num_in_a_row = MOST_FAILURES
@@ -87,7 +87,7 @@ class Guard:
             self._report(name, error, view)
             return None
         self._judge(name, time.perf_counter() - started_s)
-        return plan, carry
+        return plan, state
 
     def safe_plan(self, view: View) -> Plan:
         """The safe rule; where that fails too, running requests decode and nothing is admitted."""

@@ -32,7 +32,7 @@ class _Message(msgspec.Struct, array_like=True, frozen=True):
     """The fields of a plan that applying it needs."""
 
     prefill: list[tuple[str, int]] = []
-    hold: list[str] = []
+    paused: list[str] = []
     preempt: list[tuple[str, PreemptMode]] = []
     evictions: list[tuple[int, bool]] | None = None
     promise: dict[str, int] = {}
@@ -86,7 +86,7 @@ class Ranks:
         return self._encoder.encode(
             _Message(
                 list(plan.prefill.items()),
-                sorted(plan.hold),
+                sorted(plan.paused),
                 [(p.rid, p.mode) for p in plan.preempt],
                 None if evictions is None else [*evictions],
                 dict(plan.promise),
@@ -98,7 +98,7 @@ class Ranks:
 def _shared_of(message: _Message) -> Shared:
     plan = Plan(
         prefill=dict(message.prefill),
-        hold=frozenset(message.hold),
+        paused=frozenset(message.paused),
         preempt=tuple(Preemption(rid=rid, mode=mode) for rid, mode in message.preempt),
         promise=message.promise,
         hosts={

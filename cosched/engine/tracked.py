@@ -24,7 +24,7 @@ class TrackedRequest:
         "_host",
         "arrival_s",
         "arrival_seq",
-        "barred_until",
+        "backoff_until",
         "first_reported_s",
         "first_token_s",
         "has_penalties",
@@ -38,11 +38,11 @@ class TrackedRequest:
         "length",
         "max_new_tokens",
         "num_penalized",
+        "num_preempted_at",
         "num_prompt_tokens",
         "num_queued_tokens",
         "num_refusals",
         "num_reported_tokens",
-        "num_stopped_at",
         "promised",
         "req",
         "request_class",
@@ -77,7 +77,7 @@ class TrackedRequest:
         """The engine reserves its whole output, not a share of it."""
         self.num_penalized = 0
         """Generated tokens that its penalties have counted (`cosched.engine.port.penalties`)."""
-        self.num_stopped_at = 0
+        self.num_preempted_at = 0
         """Tokens whose KV it had when it was preempted; 0: it was not, or has resumed."""
         self.promised: int | None = None
         """Output tokens, generated ones included, for which a plan has set KV aside; None: none
@@ -88,7 +88,7 @@ class TrackedRequest:
         """Its host, and the number of preemptions of both at that time."""
         self.num_refusals = 0
         """Times in a row that the engine refused it although a plan admitted it."""
-        self.barred_until = 0
+        self.backoff_until = 0
         """Number of the first plan that may admit it again."""
         self.has_penalties = port.has_penalties(req)
         self.num_queued_tokens = 0

@@ -60,7 +60,7 @@ class SchedulerView:
         moment: Moment,
         predictor: Predictor,
         decodes_due: bool,
-        why_barred: Callable[[Request], SkipReason | None],
+        why_blocked: Callable[[Request], SkipReason | None],
         lengths: Lengths,
         table: RunningTable,
         recompute_debt_s: float = 0.0,
@@ -81,7 +81,7 @@ class SchedulerView:
         self.mean_iteration_s: float = moment.mean_iteration_s
         self.ended: Sequence[Ended] = moment.ended
         self.predictor = predictor
-        self.why_barred = why_barred
+        self.why_blocked = why_blocked
         self._lengths = lengths
         self._table = table
         self.recompute_debt_s = recompute_debt_s
@@ -113,7 +113,8 @@ class SchedulerView:
             mixed=caps.mixed_batches
             and self._running.mixes
             and all(request.traits.can_mix for request in self.unfinished),
-            partial=caps.partial_decode and (self._running.are_plain or port.can_hold(self._batch)),
+            partial=caps.partial_decode
+            and (self._running.are_plain or port.can_pause(self._batch)),
             decodes_due=self._decodes_due,
         )
 
@@ -131,7 +132,7 @@ class SchedulerView:
     def waiting(self, rid: str) -> TrackedRequest | None:
         return self._waiting.get(rid)
 
-    def can_hold(self, request: Request) -> bool:
+    def can_pause(self, request: Request) -> bool:
         """A request that is about to end cannot pause: the engine would not see its end."""
         return self.rules.partial and not port.is_ending(_req(request))
 

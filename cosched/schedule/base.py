@@ -13,9 +13,9 @@ from cosched.core.request import Slo
 from cosched.core.view import View
 from cosched.errors import ConfigError, choices
 
-__all__ = ["OVERRUNS", "REPLANS", "Budgets", "Carry", "EcoConfig", "Policy", "PolicySettings"]
+__all__ = ["OVERRUNS", "REPLANS", "Budgets", "EcoConfig", "Policy", "PolicySettings", "State"]
 
-Carry = TypeVar("Carry")
+State = TypeVar("State")
 
 
 class Budgets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -121,19 +121,19 @@ class PolicySettings:
     ecoserve: EcoConfig = field(default_factory=EcoConfig)
 
 
-class Policy(Protocol[Carry]):
+class Policy(Protocol[State]):
     """Pure: no clock, no randomness, no torch, no sglang, and it changes nothing, not even itself.
 
     The same object plans in production and under the virtual clock.
     """
 
-    initial: Carry
+    initial: State
     """State for the first plan: an immutable value, None for a policy without state."""
 
-    def plan(self, view: View, carry: Carry) -> tuple[Plan, Carry]:
+    def plan(self, view: View, state: State) -> tuple[Plan, State]:
         """The next iteration, and the state for the plan after it. Called once per iteration.
 
-        Its inputs are `view`, `carry` (the state that it returned with the last plan that was not
+        Its inputs are `view`, `state` (the state that it returned with the last plan that was not
         discarded) and the settings that it was built with: equal inputs give equal plans.
         """
         ...

@@ -14,7 +14,7 @@ from cosched.core.request import LateReason, Request, RequestClass, num_tokens_o
 from cosched.core.view import Decodes, Match, View
 from cosched.schedule.forecast import KvForecast
 from cosched.schedule.ledger import Ledger
-from cosched.schedule.preemption import stop_mode
+from cosched.schedule.preemption import preempt_mode
 
 __all__ = ["PlanBuilder", "mixes"]
 
@@ -22,7 +22,7 @@ __all__ = ["PlanBuilder", "mixes"]
 class PlanBuilder:
     """Admit, continue, pause, preempt and exchange requests; then `build`.
 
-    Running requests decode unless they are paused (`hold`) or preempted. Their time counts once
+    Running requests decode unless they are paused (`pause`) or preempted. Their time counts once
     `ledger.add_decodes` names them, so a policy decides in which order time is given out.
     """
 
@@ -33,14 +33,14 @@ class PlanBuilder:
         stop: PreemptMode | None = None,
         forecast: KvForecast | None = None,
     ) -> None:
-        """stop: default mode of `preempt`; None: the cheapest (`stop_mode`). forecast: admission by
-        expected lengths; None: by the engine's rule, or by promises."""
+        """stop: default mode of `preempt`; None: the cheapest (`preempt_mode`). forecast: admission
+        by expected lengths; None: by the engine's rule, or by promises."""
         self.view = view
         self._stop = stop
         self.ledger = Ledger(view, forecast=forecast)
         self.prefill: dict[str, int] = {}
         """rid -> prompt tokens to compute."""
-        self.held: set[str] = set()
+        self.paused: set[str] = set()
         self.skipped: dict[str, SkipReason] = {}
         self.hosts: dict[str, Hosting] = {}
         self._preempted: dict[str, Preemption] = {}
@@ -52,7 +52,7 @@ class PlanBuilder:
         other._stop = self._stop
         other.ledger = self.ledger.fork()
         other.prefill = self.prefill.copy()
-        other.held = self.held.copy()
+        other.paused = self.paused.copy()
         other.skipped = self.skipped.copy()
         other.hosts = self.hosts.copy()
         other._preempted = self._preempted.copy()
@@ -81,9 +81,9 @@ class PlanBuilder:
             if request.rid not in self._preempted:
                 yield request
 
-    def stops_online_prefill(self) -> bool:
+    def preempts_online_prefill(self) -> bool:
         """True if admitting a request now would preempt an unfinished online prefill
-        (`stop_unfinished`), which the plan neither continues nor preempts."""
+        (`preempt_unfinished`), which the plan neither continues nor preempts."""
         return not self.prefill and any(
             request.request_class is RequestClass.ONLINE for request in self.unfinished()
         )
@@ -97,7 +97,7 @@ class PlanBuilder:
 
     def decodes_any(self) -> bool:
         """True if some running request is neither paused nor preempted."""
-        held, preempted = self.held, self._preempted
+        held, preempted = self.paused, self._preempted
         if len(held) + len(preempted) < len(self.view.running):
             return True
         return any(r.rid not in held and r.rid not in preempted for r in self.view.running)
@@ -129,7 +129,7 @@ class PlanBuilder:
         self.skipped.pop(request.rid, None)
         return True
 
-    def go_on(self, request: Request, at_most: int, *, unreserved: bool = False) -> bool:
+    def continue_prefill(self, request: Request, at_most: int, *, unreserved: bool = False) -> bool:
         """Compute up to `at_most` more prompt tokens of an unfinished prefill. False: it cannot
         continue, and the reason is noted, `SkipReason.LATENCY_BUDGET` if `at_most` is too small.
 
@@ -163,7 +163,7 @@ class PlanBuilder:
         num_tokens = num_tokens_of(request) - num_cached
         at_most = view.predictor.max_prefill(ledger.totals, num_cached, limit_s, num_tokens)
         if match is None:
-            return self.go_on(request, at_most)
+            return self.continue_prefill(request, at_most)
         return self.admit(request, match, at_most)
 
     def gap_s(self, request: Request) -> float | None:
@@ -174,46 +174,46 @@ class PlanBuilder:
         latest_s = request.last_token_s
         return None if latest_s is None else self.view.start_s - latest_s
 
-    def hold(self, request: Request, reason: SkipReason = SkipReason.LATENCY_BUDGET) -> bool:
+    def pause(self, request: Request, reason: SkipReason = SkipReason.LATENCY_BUDGET) -> bool:
         """Pause the decode of a running request for this iteration. False: it cannot pause."""
-        return not self.hold_all((request,), reason)
+        return not self.pause_all((request,), reason)
 
-    def hold_all(
+    def pause_all(
         self, requests: Iterable[Request], reason: SkipReason = SkipReason.LATENCY_BUDGET
     ) -> list[Request]:
         """Pause the decode of running requests for this iteration. Returns those that cannot
         pause."""
-        can_hold, held = self.view.can_hold, self.held
+        can_pause, held = self.view.can_pause, self.paused
         going: list[Request] = []
         staying: list[Request] = []
         for request in requests:
-            is_free = request.rid not in held and can_hold(request)
+            is_free = request.rid not in held and can_pause(request)
             (going if is_free else staying).append(request)
-        self.ledger.refund_holds(going)
+        self.ledger.refund_pauses(going)
         rids = [request.rid for request in going]
         held.update(rids)
         self.skipped.update(dict.fromkeys(rids, reason))
         return staying
 
-    def release(self, request: Request) -> bool:
+    def resume(self, request: Request) -> bool:
         """Let a paused request decode. False: prefills have taken its memory, and it stays
         paused."""
-        if self.prefill and not self.ledger.has_room_to_decode(request):
+        if self.prefill and not self.ledger.can_decode(request):
             return False
-        self._release(request)
+        self._resume(request)
         return True
 
-    def _release(self, request: Request) -> None:
-        self.held.remove(request.rid)
-        self.ledger.charge_hold(request)
+    def _resume(self, request: Request) -> None:
+        self.paused.remove(request.rid)
+        self.ledger.charge_pause(request)
         del self.skipped[request.rid]
 
     def preempt(self, request: Request, mode: PreemptMode | None = None) -> None:
         """Preempt a running request or an unfinished prefill. mode: None: the builder's."""
         if mode is None:
-            mode = self._stop or stop_mode(self.view, request)
-        if request.rid in self.held:
-            self._release(request)
+            mode = self._stop or preempt_mode(self.view, request)
+        if request.rid in self.paused:
+            self._resume(request)
         self.hosts.pop(request.rid, None)
         for guest in [rid for rid, h in self.hosts.items() if h.host == request.rid]:
             del self.hosts[guest]
@@ -224,20 +224,20 @@ class PlanBuilder:
         """Pause a running request in favour of another: a paused one decodes, a waiting one is
         admitted with up to `at_most` prompt tokens (None: all). False: it does not fit, and nothing
         has changed."""
-        is_held = into.rid in self.held
+        is_held = into.rid in self.paused
         match = None if is_held else self.view.match(into)
         if match is not None:
             if at_most is None:
                 at_most = num_tokens_of(into) - match.cached
             trial = self.ledger.fork()
-            trial.refund_holds((out,))
+            trial.refund_pauses((out,))
             if trial.refusal(into, match, at_most=at_most) is not None:
                 return False
-        if not self.hold(out):
+        if not self.pause(out):
             return False
         if match is None:
-            if not self.release(into):
-                self._release(out)
+            if not self.resume(into):
+                self._resume(out)
                 return False
             return True
         assert at_most is not None
@@ -255,12 +255,12 @@ class PlanBuilder:
         self.promise(guest, guest.num_output_tokens)
         self.hosts[guest.rid] = Hosting(host=host.rid, offset=offset)
 
-    def stop_unfinished(self) -> None:
+    def preempt_unfinished(self) -> None:
         """Preempt unfinished prefills that do not continue; if one cannot be preempted nothing is
         prefilled."""
         for request in self.unfinished():
             if request.rid not in self.prefill:
-                if request.traits.can_stop:
+                if request.traits.can_preempt:
                     self.preempt(request)
                 else:
                     self.prefill.clear()
@@ -274,14 +274,15 @@ class PlanBuilder:
         """The plan, with what the engine requires: if anything is prefilled, unfinished prefills
         continue or are preempted; and an iteration has some work."""
         if self.prefill:
-            self.stop_unfinished()
+            self.preempt_unfinished()
         self._keep_one_running()
         preempted = self._preempted
         return Plan(
             prefill=self.prefill,
-            decodes=not self.prefill or mixes(self.view, self.ledger, self.held | preempted.keys()),
+            decodes=not self.prefill
+            or mixes(self.view, self.ledger, self.paused | preempted.keys()),
             preempt=tuple(preempted.values()),
-            hold=frozenset(self.held),
+            paused=frozenset(self.paused),
             promise={r: n for r, n in self.ledger.promises.items() if r not in self.hosts},
             hosts=self.hosts,
             late={} if late is None else late,
@@ -292,10 +293,10 @@ class PlanBuilder:
     def _keep_one_running(self) -> None:
         """The engine would take an iteration without work for idleness: the oldest request
         decodes."""
-        if self.held and not self.prefill and not self.decodes_any():
+        if self.paused and not self.prefill and not self.decodes_any():
             running = [r for r in self.view.running if not self.is_preempted(r)]
             oldest = min(running, key=lambda r: r.arrival_seq)
-            self._release(oldest)
+            self._resume(oldest)
 
 
 def mixes(view: View, ledger: Ledger, idle: Set[str]) -> bool:

@@ -81,7 +81,7 @@ def admit_best(
 
 def _benefit(builder: PlanBuilder) -> int:
     """Of what is in already: running requests that decode, and prefills."""
-    num_idle = len(builder.held) + builder.num_preempted
+    num_idle = len(builder.paused) + builder.num_preempted
     return len(builder.view.running) - num_idle + sum(builder.prefill.values())
 
 

@@ -99,7 +99,7 @@ class CoschedPolicy:
         self._options = options
         self._steps = _LONGEST_FIRST if options.longest_first else Steps()
 
-    def plan(self, view: View, carry: Past) -> tuple[Plan, Past]:
+    def plan(self, view: View, state: Past) -> tuple[Plan, Past]:
         options = self._options
         by_length = options.timeline and view.caps.promises
         builder = PlanBuilder(view, forecast=KvForecast(view) if by_length else None)
@@ -108,11 +108,11 @@ class CoschedPolicy:
             order = by_feasibility(view, deadlines)
         else:
             order = OnlineOrder([*online_prefills(view)], [], {})
-        turn = self._turn(order, carry, view, deadlines)
+        turn = self._turn(order, state, view, deadlines)
         ahead = [r for r in order.late if r.rid == turn]
         behind = [r for r in order.late if r.rid != turn]
         if ahead or order.due:
-            _stop_unfinished(builder, behind)
+            _preempt_unfinished(builder, behind)
         budget = self._time_budget(deadlines, order, view)
         unfinished = {request.rid for request in view.unfinished}
         waiting = [r for r in (*ahead, *order.due, *behind) if r.rid not in unfinished]
@@ -121,7 +121,7 @@ class CoschedPolicy:
         )
         plan = builder.build(limits=budget.limits(), late=order.newly_late)
         begun = plan.prefill.keys() - unfinished
-        num_due = carry.num_due + sum(request.rid in begun for request in order.due)
+        num_due = state.num_due + sum(request.rid in begun for request in order.due)
         if not order.late or any(request.rid in plan.prefill for request in order.late):
             num_due = 0
         return plan, Past(num_due=min(num_due, LATE_TURN), rid=turn)
@@ -148,23 +148,23 @@ class CoschedPolicy:
             room=room,
         )
 
-    def _turn(self, order: OnlineOrder, carry: Past, view: View, deadlines: Deadlines) -> str:
+    def _turn(self, order: OnlineOrder, state: Past, view: View, deadlines: Deadlines) -> str:
         """The late request that comes before the due ones, "" for none."""
-        if any(request.rid == carry.rid for request in order.late):
-            return carry.rid
+        if any(request.rid == state.rid for request in order.late):
+            return state.rid
         if not order.late:
             return ""
         oldest = order.late[0]
         bound_s = self._settings.budgets.late_bound * deadlines.ttft_s(oldest)
         left = max(1 - (view.start_s - oldest.arrival_s) / bound_s, 0.0)
-        return oldest.rid if carry.num_due >= (LATE_TURN - 1) * left else ""
+        return oldest.rid if state.num_due >= (LATE_TURN - 1) * left else ""
 
 
-def _stop_unfinished(builder: PlanBuilder, behind: Sequence[Request]) -> None:
+def _preempt_unfinished(builder: PlanBuilder, behind: Sequence[Request]) -> None:
     """Preempt unfinished prefills of requests that come behind: others need their place."""
     rids = {request.rid for request in behind}
     for request in [*builder.unfinished()]:
-        if request.rid in rids and request.traits.can_stop:
+        if request.rid in rids and request.traits.can_preempt:
             builder.preempt(request)
 
 

@@ -23,7 +23,7 @@ class Ledger:
     beside the next step of all decodes, which the engine does not check in a mixed batch.
 
     Limits count the decodes of all running requests from the start; pausing and preempting refund
-    them (`refund_holds`, `refund_preemption`). Time counts those that `add_decodes` names.
+    them (`refund_pauses`, `refund_preemption`). Time counts those that `add_decodes` names.
     """
 
     __slots__ = (
@@ -358,23 +358,23 @@ class Ledger:
         if self._adapters is not None:
             self._adapters[request.traits.adapter] -= 1
         if not is_unfinished:
-            self.refund_holds((request,))
+            self.refund_pauses((request,))
 
-    def refund_holds(self, requests: Sequence[Request]) -> None:
+    def refund_pauses(self, requests: Sequence[Request]) -> None:
         """Refund the decodes of running requests that pause."""
         self.available += sum(map(self.step_of, requests))
         if self._caps.mixed_batches:
             self.tokens += len(requests)
             self.headroom += len(requests)
 
-    def charge_hold(self, request: Request) -> None:
-        """The inverse of `refund_holds`."""
+    def charge_pause(self, request: Request) -> None:
+        """The inverse of `refund_pauses`."""
         self.available -= self.step_of(request)
         if self._caps.mixed_batches:
             self.tokens -= 1
             self.headroom -= 1
 
-    def has_room_to_decode(self, request: Request) -> bool:
+    def can_decode(self, request: Request) -> bool:
         """True if a paused request can decode beside the prefills."""
         if self._caps.mixed_batches and min(self.tokens, self.headroom) < 1:
             return False

@@ -72,10 +72,10 @@ def youngest_first(builder: PlanBuilder) -> list[Request]:
     unfinished = [
         r
         for r in builder.unfinished()
-        if r.request_class is RequestClass.OFFLINE and r.traits.can_stop
+        if r.request_class is RequestClass.OFFLINE and r.traits.can_preempt
     ]
     running = builder.running_of(RequestClass.OFFLINE).requests
-    victims = [r for r in running if r.traits.can_stop]
+    victims = [r for r in running if r.traits.can_preempt]
     victims.sort(key=_arrival_seq, reverse=True)
     return unfinished + victims
 
@@ -151,9 +151,9 @@ def two_phases(
     """Fill a plan. The builder's ledger has the running online requests' decodes already. waiting:
     online requests in the order of admission; None: oldest first. before_offline: called when all
     online work is in."""
-    stop_beyond_limit(builder, steps)
+    preempt_beyond_limit(builder, steps)
     make_room_for_decodes(builder, steps)
-    if is_turn_of_decodes(builder):
+    if must_decode(builder):
         before_offline()
         _decode_offline(builder, pace, steps)
         return
@@ -163,10 +163,10 @@ def two_phases(
     _decode_offline(builder, pace, steps)
     if is_online_served:
         _prefill_offline(builder, pace, steps)
-    _stop_offline_left_out(builder)
+    _preempt_offline_left_out(builder)
 
 
-def stop_beyond_limit(builder: PlanBuilder, steps: Steps) -> None:
+def preempt_beyond_limit(builder: PlanBuilder, steps: Steps) -> None:
     """Preempt running offline requests beyond the operator's limit, if the operator says so."""
     limits = builder.view.offline_limits
     if limits.stop_running and limits.most_running is not None:
@@ -181,28 +181,28 @@ def make_room_for_decodes(builder: PlanBuilder, steps: Steps) -> None:
     if builder.ledger.available >= 0:
         return
     victims = steps.victims(builder)
-    unfinished = [r for r in builder.unfinished() if r.traits.can_stop and r not in victims]
+    unfinished = [r for r in builder.unfinished() if r.traits.can_preempt and r not in victims]
     for victim in (*victims, *unfinished):
         builder.preempt(victim)
         if builder.ledger.available >= 0:
             break
 
 
-def is_turn_of_decodes(builder: PlanBuilder) -> bool:
+def must_decode(builder: PlanBuilder) -> bool:
     """True if prefill and decode cannot share a batch, alternate, and it is time to decode. An
     unfinished prefill stays as it is."""
     rules = builder.view.rules
     return rules.decodes_due and not rules.mixed and builder.decodes_any()
 
 
-def _stop_offline_left_out(builder: PlanBuilder) -> None:
+def _preempt_offline_left_out(builder: PlanBuilder) -> None:
     """An unfinished offline prefill that does not continue releases its memory; an online one keeps
     what it has computed."""
     for request in [*builder.unfinished()]:
         if (
             request.request_class is RequestClass.OFFLINE
             and request.rid not in builder.prefill
-            and request.traits.can_stop
+            and request.traits.can_preempt
         ):
             builder.preempt(request)
 
@@ -213,10 +213,10 @@ def _serve_online(
     """Online prefills. False: a request still waits, so no offline prefill may start. An unfinished
     prefill comes before waiting requests."""
     for request in builder.unfinished():
-        if request.request_class is RequestClass.ONLINE or not request.traits.can_stop:
+        if request.request_class is RequestClass.ONLINE or not request.traits.can_preempt:
             _admit_beside(builder, pace, request, waiting)
             continue_online(builder, pace, steps, request)
-    if builder.stops_online_prefill():
+    if builder.preempts_online_prefill():
         return False
     return all(
         admit_online(builder, pace, steps, r) for r in waiting if r.rid not in builder.prefill
@@ -262,7 +262,7 @@ def continue_online(builder: PlanBuilder, pace: Pace, steps: Steps, request: Req
                 break
     # An online prefill does not wait for memory that its output may need later: it continues if
     # there is memory for the chunk itself.
-    builder.go_on(request, at_most, unreserved=True)
+    builder.continue_prefill(request, at_most, unreserved=True)
 
 
 def admit_online(builder: PlanBuilder, pace: Pace, steps: Steps, request: Request) -> bool:
@@ -312,7 +312,7 @@ def _decode_offline(builder: PlanBuilder, pace: Pace, steps: Steps) -> None:
             running, reads = [running[i] for i in places], [reads[i] for i in places]
             num_fitting = pace.offline_decodes(reads)
         decoding, reads = running[:num_fitting], reads[:num_fitting]
-        unheld = builder.hold_all(running[num_fitting:])
+        unheld = builder.pause_all(running[num_fitting:])
         if unheld:
             reads = builder.reads_of(Decodes.of([*decoding, *unheld]))
     builder.ledger.add_decodes(reads)
@@ -320,13 +320,13 @@ def _decode_offline(builder: PlanBuilder, pace: Pace, steps: Steps) -> None:
 
 def _prefill_offline(builder: PlanBuilder, pace: Pace, steps: Steps) -> None:
     for request in builder.unfinished():
-        if request.request_class is RequestClass.OFFLINE and request.traits.can_stop:
-            builder.go_on(
+        if request.request_class is RequestClass.OFFLINE and request.traits.can_preempt:
+            builder.continue_prefill(
                 request, offline_tokens(builder, pace, request, request.num_computed_tokens)
             )
     order = builder.view.offline_order()
     # Running requests come before waiting ones, which would only take their memory.
-    reason = SkipReason.LATENCY_BUDGET if builder.held else None
+    reason = SkipReason.LATENCY_BUDGET if builder.paused else None
     if owes_recomputing(builder):
         reason = SkipReason.RECOMPUTE_DEBT
     if reason is not None:
@@ -365,7 +365,7 @@ def follow(order: OfflineOrder, request: Request, num_cached: int) -> None:
 def must_wait(builder: PlanBuilder, request: Request) -> bool:
     """True if a waiting request cannot be admitted whatever the headroom; others may be."""
     view = builder.view
-    if (reason := view.why_barred(request)) is not None:
+    if (reason := view.why_blocked(request)) is not None:
         builder.skip(request, reason)
         return True
     if (

@@ -26,7 +26,7 @@ def recompute_s(view: View, request: Request) -> float:
     return view.predictor.predict_s(chunk) * num_tokens / num_chunk
 
 
-def stop_mode(view: View, request: Request) -> PreemptMode:
+def preempt_mode(view: View, request: Request) -> PreemptMode:
     """The mode in which a running request or an unfinished prefill resumes soonest.
 
     What is lost (`num_lost`) is recomputed, or loaded if it was copied to host memory.

@@ -23,21 +23,21 @@ class SafePolicy:
 
     initial = None
 
-    def plan(self, view: View, carry: None) -> tuple[Plan, None]:
+    def plan(self, view: View, state: None) -> tuple[Plan, None]:
         rules = view.rules
         if rules.decodes_due and not rules.mixed and view.running:
             return EMPTY_PLAN, None
         builder = PlanBuilder(view)
         for request in view.unfinished:
-            if not builder.go_on(request, sys.maxsize):
-                if not request.traits.can_stop:
+            if not builder.continue_prefill(request, sys.maxsize):
+                if not request.traits.can_preempt:
                     return EMPTY_PLAN, None
                 builder.preempt(request)
         waiting: Iterable[Request] = view.online
         if not view.running_of(RequestClass.ONLINE).requests and not any(True for _ in waiting):
             waiting = view.offline_order()
         for request in waiting:
-            if (reason := view.why_barred(request)) is not None:
+            if (reason := view.why_blocked(request)) is not None:
                 builder.skip(request, reason)
             elif not builder.admit(request, view.match(request), sys.maxsize):
                 break

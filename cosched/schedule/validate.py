@@ -18,7 +18,7 @@ def validate(plan: Plan, view: View) -> None:
     """
     _check_late(plan, view)
     if plan.decodes and not (
-        plan.prefill or plan.preempt or plan.hold or plan.promise or plan.hosts
+        plan.prefill or plan.preempt or plan.paused or plan.promise or plan.hosts
     ):
         return
     _check_caps(plan, view)
@@ -26,7 +26,7 @@ def validate(plan: Plan, view: View) -> None:
     running: dict[str, Request] = {}
     waits = {rid: view.waiting(rid) for rid in plan.promise}
     if (
-        plan.hold
+        plan.paused
         or plan.hosts
         or None in waits.values()
         or any(preemption.rid not in unfinished for preemption in plan.preempt)
@@ -35,7 +35,7 @@ def validate(plan: Plan, view: View) -> None:
     ledger = Ledger(view)
     preempted = _replay_preemptions(plan, ledger, running, unfinished)
     _replay_promises(plan, view, ledger, waits, running, unfinished, preempted)
-    _replay_holds(plan, view, ledger, running, preempted)
+    _replay_pauses(plan, view, ledger, running, preempted)
     for rid in unfinished if plan.prefill else ():
         if rid not in plan.prefill and rid not in preempted:
             raise PlanError(
@@ -84,7 +84,7 @@ def _replay_preemptions(
         request = unfinished.get(rid) or running.get(rid)
         if request is None:
             raise PlanError(f"preempted but not running: {rid}")
-        if not request.traits.can_stop:
+        if not request.traits.can_preempt:
             raise PlanError(f"preempted, but it cannot be: {rid}")
         preempted.add(rid)
         ledger.refund_preemption(request)
@@ -134,20 +134,20 @@ def _replay_promises(
         raise PlanError(f"promises {-ledger.headroom} KV tokens more than there are")
 
 
-def _replay_holds(
+def _replay_pauses(
     plan: Plan, view: View, ledger: Ledger, running: dict[str, Request], preempted: set[str]
 ) -> None:
     held: list[Request] = []
-    for rid in plan.hold:
+    for rid in plan.paused:
         request = running.get(rid)
         if request is None or rid in preempted:
             raise PlanError(f"paused but not running: {rid}")
-        if not view.can_hold(request):
+        if not view.can_pause(request):
             raise PlanError(f"paused, but its decode cannot pause now: {rid}")
         held.append(request)
-    ledger.refund_holds(held)
+    ledger.refund_pauses(held)
     num_running = len(running) - len(preempted & running.keys())
-    if plan.hold and not plan.prefill and len(plan.hold) == num_running:
+    if plan.paused and not plan.prefill and len(plan.paused) == num_running:
         raise PlanError("all running requests are paused and nothing is prefilled")
 
 
@@ -179,7 +179,7 @@ def _check_decodes(plan: Plan, view: View, ledger: Ledger, preempted: set[str]) 
         if not plan.decodes:
             raise PlanError("nothing decodes and nothing is prefilled")
         return
-    if plan.decodes != mixes(view, ledger, preempted | plan.hold):
+    if plan.decodes != mixes(view, ledger, preempted | plan.paused):
         raise PlanError(
             "prefill and decodes cannot share the iteration"
             if plan.decodes

@@ -204,14 +204,14 @@ def use_planned_adder(stock: Any, scheduler: Any) -> Any:
     return adder_class(scheduler)
 
 
-def count_held_adapters(
+def count_paused_adapters(
     original: Any, scheduler: Any, req: Any, running_loras: set[str | None]
 ) -> bool:
     """The LoRA adapters of requests whose decode is paused stay in use. Stock counts those of the
     batch that runs, and would admit one too many."""
     controller = _controller(scheduler)
     if controller is not None:
-        running_loras = running_loras | controller.held_adapters
+        running_loras = running_loras | controller.paused_adapters
     return bool(original(scheduler, req, running_loras))
 
 
@@ -364,7 +364,9 @@ SEAMS: tuple[Seam, ...] = (
         plan_prefill,
     ),
     after(f"{_SCHEDULER}.get_prefill_adder_class", "self", use_planned_adder),
-    around(f"{_SCHEDULER}.can_schedule_lora_req", "self, req, running_loras", count_held_adapters),
+    around(
+        f"{_SCHEDULER}.can_schedule_lora_req", "self, req, running_loras", count_paused_adapters
+    ),
     around(f"{_BATCH}.cumulate_penalty_output_tokens", "self", count_penalties),
     around(
         f"{_SCHEDULER}.get_next_batch_to_run", "self, running_batch, last_batch", complete_batch

@@ -19,13 +19,13 @@ class Raises:
         self._inner = policy_entry("sarathi").make(settings)
         self.initial = self._inner.initial
 
-    def plan(self, view, carry):
+    def plan(self, view, state):
         there = chain(view.online, view.running, view.unfinished)
         if any(request.max_new_tokens == TRIGGER for request in there):
-            return self.fail(view, carry)
-        return self._inner.plan(view, carry)
+            return self.fail(view, state)
+        return self._inner.plan(view, state)
 
-    def fail(self, view, carry):
+    def fail(self, view, state):
         raise ZeroDivisionError("on purpose")
 
 
@@ -34,21 +34,21 @@ class Garbage(Raises):
 
     made = (None, "plan", (), (None, None), ({"prefill": {"nobody": 5}}, None), 7)
 
-    def fail(self, view, carry):
+    def fail(self, view, state):
         return self.made[int(view.now_s * 1e6) % len(self.made)]
 
 
 class Slow(Raises):
     """takes 5 s for a plan"""
 
-    def fail(self, view, carry):
+    def fail(self, view, state):
         time.sleep(5)
-        return self._inner.plan(view, carry)
+        return self._inner.plan(view, state)
 
 
 class Hangs(Raises):
     """does not return from a plan"""
 
-    def fail(self, view, carry):
+    def fail(self, view, state):
         while True:
             time.sleep(1000)

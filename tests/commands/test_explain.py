@@ -74,7 +74,7 @@ def stopped_and_resumed(recorder):
     step(recorder, Plan(skipped={"f": FULL}), FakeView(offline=[back], now_s=1.7))
     step(recorder, Plan(prefill={"f": 1}), FakeView(offline=[back], now_s=1.8), back)
     run = decoding(f, 3)
-    held = Plan(hold=frozenset({"f"}), skipped={"f": LATE})
+    held = Plan(paused=frozenset({"f"}), skipped={"f": LATE})
     for now_s in (2.0, 2.1):
         step(recorder, held, FakeView(running=(run, decoding(a)), now_s=now_s), decoding(a))
     step(recorder, Plan(), FakeView(running=(run,), now_s=2.2), run, finishing=("f",))

@@ -17,12 +17,12 @@ class Crowded:
         self.initial = inner.initial
         self.num_exchanged = 0
 
-    def plan(self, view, carry):
-        carry = msgspec.structs.replace(carry, batch_size=self._size)
+    def plan(self, view, state):
+        state = msgspec.structs.replace(state, batch_size=self._size)
         without = BrosPolicy(self._inner._settings, BrosOptions(replaces=False))
-        plan, after = self._inner.plan(view, carry)
-        plain, _ = without.plan(view, carry)
-        if (plan.hold, plan.prefill) != (plain.hold, plain.prefill):
+        plan, after = self._inner.plan(view, state)
+        plain, _ = without.plan(view, state)
+        if (plan.paused, plan.prefill) != (plain.paused, plain.prefill):
             self.num_exchanged += 1
         return plan, after
 

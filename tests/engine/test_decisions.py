@@ -108,7 +108,7 @@ class TestWhatIsWritten:
         view = FakeView(running=tuple(running), online=[new], offline=[waits], now_s=0.5)
         plan = Plan(
             prefill={"new": 34},
-            hold=frozenset({"paused"}),
+            paused=frozenset({"paused"}),
             preempt=(Preemption(rid="gone"),),
             skipped={"waits": SkipReason.MEMORY_BUDGET},
             limits={"online": 0.05},

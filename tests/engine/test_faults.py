@@ -69,9 +69,9 @@ class FailsSometimes:
         self.num_calls = 0
         self.initial = inner.initial
 
-    def plan(self, view, carry):
+    def plan(self, view, state):
         self.num_calls += 1
-        return self._fails(self.num_calls) or self._inner.plan(view, carry)
+        return self._fails(self.num_calls) or self._inner.plan(view, state)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -151,7 +151,7 @@ def test_slow_plans_are_used_and_named_and_too_many_in_a_row_are_the_last(
     [
         Plan(prefill={"nobody": 5}),
         Plan(prefill={"r0": 0}),
-        Plan(hold=frozenset({"nobody"})),
+        Plan(paused=frozenset({"nobody"})),
     ],
     ids=["unknown request", "no tokens", "held, not running"],
 )

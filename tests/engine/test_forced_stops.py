@@ -34,17 +34,18 @@ class StoppingPolicy:
         prefill = dict(plan.prefill)
         stopped = [preemption.rid for preemption in plan.preempt]
         for request in [*view.unfinished, *view.running]:
-            runs = [r.rid for r in view.running if r.rid not in stopped and r.rid not in plan.hold]
+            idle = {*stopped, *plan.paused}
+            runs = [r.rid for r in view.running if r.rid not in idle]
             is_left = len(prefill.keys() - {request.rid}) + len({*runs} - {request.rid}) > 0
-            if request.rid in stopped or not request.traits.can_stop or not is_left:
+            if request.rid in stopped or not request.traits.can_preempt or not is_left:
                 continue
             if self._draw.random() < 0.1:
                 prefill.pop(request.rid, None)
                 stopped.append(request.rid)
         self.stopped += stopped
         preempt = tuple(Preemption(rid=rid, mode=self._mode) for rid in stopped)
-        hold = plan.hold - {*stopped}
-        return replace(plan, prefill=prefill, hold=hold, preempt=preempt), state
+        hold = plan.paused - {*stopped}
+        return replace(plan, prefill=prefill, paused=hold, preempt=preempt), state
 
 
 def answers(engine):

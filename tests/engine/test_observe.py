@@ -117,7 +117,7 @@ def test_without_overlap_the_device_is_waited_for(monkeypatch):
 
 def test_a_plan_its_launch_and_its_result_are_one_iteration():
     loop = Loop(device="cuda")
-    plans = [Plan(prefill={"a": 3}), Plan(hold=frozenset({"b"}))]
+    plans = [Plan(prefill={"a": 3}), Plan(paused=frozenset({"b"}))]
     for plan in plans:
         loop.observer.planned = Iteration(plan=plan)
         loop.launch()

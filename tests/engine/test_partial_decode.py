@@ -30,7 +30,7 @@ class HoldingPolicy:
         plan, state = self._inner.plan(view, state)
         stopped = {p.rid for p in plan.preempt}
         running = [r.rid for r in view.running if r.rid not in stopped]
-        may_wait = {r.rid for r in view.running if view.can_hold(r)}
+        may_wait = {r.rid for r in view.running if view.can_pause(r)}
         held = {
             rid
             for rid in running
@@ -42,7 +42,7 @@ class HoldingPolicy:
             held = set(running[1:]) & may_wait
         self._in_a_row = {rid: self._in_a_row.get(rid, 0) + 1 for rid in held}
         self.num_held += len(held)
-        return replace(plan, hold=frozenset(held)), state
+        return replace(plan, paused=frozenset(held)), state
 
 
 def hold_at_random(engine, *, seed):
@@ -86,8 +86,8 @@ def test_a_paused_request_is_visible_and_can_be_aborted(make_engine, overlap):
 
         def plan(self, view, state):
             plan, _ = policy.plan(view, None)
-            hold = frozenset(r.rid for r in view.running if view.can_hold(r)) & held
-            return replace(plan, hold=hold), None
+            hold = frozenset(r.rid for r in view.running if view.can_pause(r)) & held
+            return replace(plan, paused=hold), None
 
     scheduler.cosched.policy = HoldB()
     lengths = []

@@ -37,27 +37,27 @@ class Promising:
     def __init__(self, settings):
         pass
 
-    def plan(self, view, carry):
+    def plan(self, view, state):
         builder = PlanBuilder(view)
         running = sorted(view.running, key=lambda request: request.arrival_seq)
         for request in running:
             if not request.num_output_tokens % 4:
                 builder.promise(request, wanted(request))
         while len(running) > 1 and min(builder.ledger.headroom, builder.ledger.available) < 0:
-            if running[-1].traits.can_stop:
+            if running[-1].traits.can_preempt:
                 builder.preempt(running[-1])
             del running[-1]
         if builder.ledger.headroom < 0 and builder.ledger.promises:
-            return PlanBuilder(view).build(), carry
+            return PlanBuilder(view).build(), state
         for request in builder.unfinished():
-            builder.go_on(request, sys.maxsize, unreserved=True)
+            builder.continue_prefill(request, sys.maxsize, unreserved=True)
         if not builder.num_preempted:
             for request in (*view.online, *view.offline_order()):
                 builder.promise(request, wanted(request))
                 if not builder.take(request, float("inf")):
                     del builder.ledger.promises[request.rid]
                     break
-        return builder.build(), carry
+        return builder.build(), state
 
 
 @pytest.mark.parametrize(
@@ -108,16 +108,16 @@ def test_the_engine_admits_what_fits_beside_promises(make_engine, overlap, mixed
 class Nothing(Promising):
     """nobody is promised anything"""
 
-    def plan(self, view, carry):
+    def plan(self, view, state):
         builder = PlanBuilder(view)
         for request in builder.unfinished():
-            builder.go_on(request, sys.maxsize)
+            builder.continue_prefill(request, sys.maxsize)
         for request in view.offline_order():
             builder.promise(request, 0)
             if not builder.take(request, float("inf")):
                 del builder.ledger.promises[request.rid]
                 break
-        return builder.build(), carry
+        return builder.build(), state
 
 
 def test_what_is_promised_decides_how_many_run(make_engine):

@@ -18,10 +18,10 @@ ranks = Ranks(dist.group.WORLD, is_source=rank == 0)
 long = "r" * 50
 plans = [
     EMPTY_PLAN,
-    Plan(prefill={"b": 5, "a": 7}, hold=frozenset({"x", "y"})),
+    Plan(prefill={"b": 5, "a": 7}, paused=frozenset({"x", "y"})),
     Plan(preempt=(Preemption(rid="p"), Preemption(rid="q", mode=PreemptMode.RECOMPUTE))),
     Plan(prefill={"a": 7}, promise={"a": 30, "r": 0}),
-    Plan(hold=frozenset(f"{long}{i}" for i in range(1000))),
+    Plan(paused=frozenset(f"{long}{i}" for i in range(1000))),
     EMPTY_PLAN,
 ]
 evictions = [None, [], [Eviction(3, True)], None, [Eviction(n, False) for n in range(5000)], None]

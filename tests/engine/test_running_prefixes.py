@@ -145,28 +145,28 @@ def test_a_group_that_saves_little_is_none():
     assert prefixes.num_repeated(reqs) == 0
 
 
-def test_while_a_batch_is_launched_nobody_is_looked_at_twice():
-    """Its timing asks about the decodes of a mixed batch, then its attention about all of it."""
+def test_the_groups_of_a_launched_batch_are_found_once():
+    """Its time prediction asks about the decodes of a mixed batch, then its attention about all."""
     tokens = [[1] * 300 + [index] for index in range(4)]
-    expected = RunningPrefixes(page_size=1).groups([running(own) for own in tokens])
     prefill, *decodes = reqs = [running(own) for own in tokens]
     prefixes = RunningPrefixes(page_size=1)
     assert prefixes.groups(decodes).saved_tokens == 600
     prefill.kv.cache_protected_len = 200
     with launching(SimpleNamespace(reqs=reqs)):
         assert prefixes.groups(decodes).saved_tokens == 600
-        kvs = [req.kv for req in decodes]
-        for req in decodes:
+        groups = prefixes.groups(reqs)
+        assert groups.saved_tokens == 600
+        kvs = [req.kv for req in reqs]
+        for req in reqs:
             del req.kv
-        assert prefixes.groups(reqs).saved_tokens == 600
-        assert prefixes.groups(reqs) is prefixes.groups(reqs)
+        assert prefixes.groups(reqs) is groups
+        for req, kv in zip(reqs, kvs, strict=True):
+            req.kv = kv
         assert prefixes.groups(reqs, min_saved=100).saved_tokens == 800
-    for req, kv in zip(decodes, kvs, strict=True):
-        req.kv = kv
     prefill.kv.cache_protected_len = 301
     with launching(SimpleNamespace(reqs=reqs)):
         found = prefixes.groups(reqs)
-    assert found.saved_tokens == expected.saved_tokens == 900
+    assert found.saved_tokens == 900
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

@@ -101,7 +101,7 @@ class Problem:
         return late_s <= self.left_s + 1e-9
 
     def outcome(self, plan: Plan) -> Outcome:
-        idle = plan.hold | {p.rid for p in plan.preempt}
+        idle = plan.paused | {p.rid for p in plan.preempt}
         taken = {r.rid for r in self.view.running if r.rid not in idle} | plan.prefill.keys()
         chosen = np.array([[r.rid in taken for r in self.requests]], dtype=float)
         seconds = float(self.seconds(chosen)[0])

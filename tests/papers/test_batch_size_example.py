@@ -31,8 +31,8 @@ def policy(example):
     return example.BatchSize(PolicySettings(caps=CAPS, slo=Slo(ttft_s=1.0, tpot_s=0.05)))
 
 
-def planned(policy, view, carry=None):
-    plan, after = policy.plan(view, policy.initial if carry is None else carry)
+def planned(policy, view, state=None):
+    plan, after = policy.plan(view, policy.initial if state is None else state)
     validate(plan, view)
     return plan, after.most
 
@@ -45,12 +45,12 @@ def running(rid, last_token_s=0.0, make=online, **fields):
 def test_it_doubles_up_to_the_rows_while_there_is_time(policy, example):
     view = FakeView(caps=CAPS, running=(running("chat"),), offline=(offline("job"),))
     assert policy.initial.most == 128
-    sizes, carry = [], policy.initial
+    sizes, state = [], policy.initial
     for _ in range(4):
-        plan, most = planned(policy, view, carry)
-        assert plan.prefill == {"job": 100} and not plan.hold
+        plan, most = planned(policy, view, state)
+        assert plan.prefill == {"job": 100} and not plan.paused
         sizes.append(most)
-        carry = example.Active(most)
+        state = example.Active(most)
     assert sizes == [256, 512, 512, 512]
 
 
@@ -59,7 +59,7 @@ def test_an_online_request_without_time_takes_it_back_to_128(policy, example):
     due = tuple(running(f"r{i}", last_token_s=0.0002 - 0.045 + 0.0001 * i) for i in range(5))
     view = FakeView(caps=CAPS, running=due, online=(online("late-comer"),))
     plan, most = planned(policy, view, example.Active(512))
-    assert (plan.hold, plan.prefill, most) == ({"r2", "r3", "r4"}, {}, 128)
+    assert (plan.paused, plan.prefill, most) == ({"r2", "r3", "r4"}, {}, 128)
 
 
 def test_an_offline_request_without_time_does_not(policy):
@@ -67,14 +67,14 @@ def test_an_offline_request_without_time_does_not(policy):
     due = running("other", last_token_s=-0.0448)
     view = FakeView(caps=CAPS, running=(job, chat, due))
     plan, most = planned(policy, view)
-    assert (plan.hold, most) == ({"job"}, 256)
+    assert (plan.paused, most) == ({"job"}, 256)
 
 
 def test_no_more_than_the_batch_size_run_and_the_least_urgent_are_held(policy, example):
     chats = tuple(running(f"r{i}", last_token_s=-0.001 * i) for i in range(5))
     view = FakeView(caps=CAPS, running=chats, online=(online("waits"),))
     plan, most = planned(policy, view, example.Active(3))
-    assert (plan.hold, plan.prefill, most) == ({"r0", "r1"}, {}, 6)
+    assert (plan.paused, plan.prefill, most) == ({"r0", "r1"}, {}, 6)
 
 
 def test_who_waits_goes_before_who_has_more_time(policy, example):
@@ -83,13 +83,13 @@ def test_who_waits_goes_before_who_has_more_time(policy, example):
         caps=CAPS, running=(running("chat"),), online=(waits,), offline=(offline("job"),)
     )
     plan, _ = planned(policy, view, example.Active(1))
-    assert (plan.prefill, plan.hold) == ({"waits": 100}, {"chat"})
+    assert (plan.prefill, plan.paused) == ({"waits": 100}, {"chat"})
 
 
 def test_a_prompt_is_cut_where_the_time_ends(policy):
     view = FakeView(caps=CAPS, running=(running("chat"),), online=(online("long", 2000),))
     plan, most = planned(policy, view)
-    assert (plan.prefill, plan.hold, most) == ({"long": 449}, set(), 256)
+    assert (plan.prefill, plan.paused, most) == ({"long": 449}, set(), 256)
 
 
 def test_where_nobody_can_be_held_all_that_runs_counts_first(policy):
@@ -98,7 +98,7 @@ def test_where_nobody_can_be_held_all_that_runs_counts_first(policy):
     waits = online("waits", arrival_s=-0.98)  # 20 ms left, of which 15 ms are taken
     view = FakeView(caps=caps, total_kv=40_000, running=jobs, online=(waits,))
     plan, _ = planned(policy, view)
-    assert (plan.prefill, plan.hold) == ({"waits": 50}, set())
+    assert (plan.prefill, plan.paused) == ({"waits": 50}, set())
 
 
 def test_nothing_waits_for_late_requests(policy):

@@ -34,10 +34,10 @@ def bros_settings(caps=CAPS, **budgets):
     return PolicySettings(caps=caps, slo=slo, budgets=Budgets(**budgets))
 
 
-def planned(view, carry=None, *, budgets=None, policy=None, **options):
+def planned(view, state=None, *, budgets=None, policy=None, **options):
     if policy is None:
         policy = BrosPolicy(bros_settings(view.caps, **(budgets or {})), BrosOptions(**options))
-    plan, after = policy.plan(view, carry or policy.initial)
+    plan, after = policy.plan(view, state or policy.initial)
     validate(plan, view)
     return plan, after
 
@@ -53,7 +53,7 @@ def running(rid, gap_s=0.0, make=online, num_prompt_tokens=100, **fields):
 
 
 def runs(plan, view):
-    return {r.rid for r in view.running} - plan.hold
+    return {r.rid for r in view.running} - plan.paused
 
 
 # 1. What is late already does not stop everything.
@@ -73,7 +73,7 @@ def test_the_limit_is_the_least_time_that_can_still_be_kept():
 def test_where_none_can_be_kept_the_limit_is_the_tpot_target_or_what_one_takes():
     view = FakeView(caps=CAPS, running=(running("late", 2.0), running("later", 3.0)))
     plan, _ = planned(view)
-    assert plan.limits["online"] == pytest.approx(TPOT_S) and not plan.hold
+    assert plan.limits["online"] == pytest.approx(TPOT_S) and not plan.paused
     waits = online("waits", 600, arrival_s=-5.0)
     plan, _ = planned(FakeView(caps=make_caps(max_chunk_tokens=None), online=(waits,)))
     assert plan.limits["online"] == pytest.approx(0.005 + 0.06) and plan.prefill == {"waits": 600}
@@ -95,9 +95,9 @@ def test_online_requests_go_by_the_time_that_they_have_left_running_or_waiting()
     later = online("later", arrival_s=-0.5)
     view = FakeView(caps=CAPS, running=(running("chat", 0.01),), online=(waits, later))
     plan, _ = planned(view, Pressure(batch_size=1))
-    assert (plan.prefill, plan.hold) == ({"waits": 100}, {"chat"})
+    assert (plan.prefill, plan.paused) == ({"waits": 100}, {"chat"})
     plan, _ = planned(view, Pressure(batch_size=2))
-    assert (plan.prefill, plan.hold) == ({"waits": 100}, set())
+    assert (plan.prefill, plan.paused) == ({"waits": 100}, set())
     assert plan.skipped["later"] is SkipReason.BATCH_SIZE
 
 
@@ -106,7 +106,7 @@ def test_a_late_prompt_that_fits_no_iteration_keeps_nobody_out():
     late, chat = online("late", 900, arrival_s=-5.0), running("chat")
     view = FakeView(caps=caps, running=(chat,), online=(late,))
     plan, after = planned(view)
-    assert (plan.prefill, plan.hold) == ({}, set()) and after.batch_size == 128
+    assert (plan.prefill, plan.paused) == ({}, set()) and after.batch_size == 128
     barred = FakeView(caps=caps, online=(late, online("soon", 100, arrival_s=-0.98)))
     assert planned(barred)[0].prefill, "the limit is what neither can keep"
 
@@ -122,18 +122,18 @@ def crowd(mean_iteration_s, num_offline=1):
 
 def test_where_the_batch_is_full_the_least_urgent_changes_places_with_offline_work():
     plan, _ = planned(crowd(0.01), Pressure(batch_size=2))
-    assert plan.hold == {"calm"}
+    assert plan.paused == {"calm"}
     plan, _ = planned(crowd(0.01), Pressure(batch_size=2), replaces=False)
-    assert plan.hold == {"job0"}
+    assert plan.paused == {"job0"}
 
 
 def test_nobody_steps_aside_who_would_be_late_for_it():
     # Left out now and in the next iteration's batch: 49 ms less its 45, less 5.2 of this one.
     plan, _ = planned(crowd(0.045), Pressure(batch_size=2))
-    assert plan.hold == {"job0"}
+    assert plan.paused == {"job0"}
     # The second exchange would be at the expense of the urgent one: 20 - 15 < 5.2 ms.
     plan, _ = planned(crowd(0.015, num_offline=2), Pressure(batch_size=2))
-    assert plan.hold == {"calm", "job1"}
+    assert plan.paused == {"calm", "job1"}
 
 
 def test_a_waiting_online_request_does_not_step_aside():
@@ -142,7 +142,7 @@ def test_a_waiting_online_request_does_not_step_aside():
         caps=CAPS, running=(chat, job), online=(online("fresh", 60),), mean_iteration_s=0.02
     )
     plan, _ = planned(view, Pressure(batch_size=2))
-    assert (plan.prefill, plan.hold) == ({"fresh": 60}, {"job"})
+    assert (plan.prefill, plan.paused) == ({"fresh": 60}, {"job"})
 
 
 def test_what_waits_offline_takes_a_place_with_its_whole_prompt_only():
@@ -150,11 +150,11 @@ def test_what_waits_offline_takes_a_place_with_its_whole_prompt_only():
         caps=CAPS, running=(running("chat"),), offline=(offline("job", 200),), mean_iteration_s=0.01
     )
     plan, _ = planned(view, Pressure(batch_size=1))
-    assert (plan.prefill, plan.hold) == ({"job": 200}, {"chat"})
+    assert (plan.prefill, plan.paused) == ({"job": 200}, {"chat"})
     plan, _ = planned(
         replace(view, offline=(offline("long", 500),)), Pressure(batch_size=1)
     )  # 55 ms, and 40 are left
-    assert (plan.prefill, plan.hold) == ({}, set())
+    assert (plan.prefill, plan.paused) == ({}, set())
 
 
 def test_offline_work_leaves_those_that_were_left_out_the_time_they_need():
@@ -163,7 +163,7 @@ def test_offline_work_leaves_those_that_were_left_out_the_time_they_need():
     jobs = tuple(running(f"job{i}", make=offline) for i in range(4))
     view = FakeView(caps=CAPS, running=(*chats, *jobs), mean_iteration_s=0.0146)
     plan, _ = planned(view, Pressure(batch_size=2), replaces=False)
-    assert plan.hold == {"c", *(job.rid for job in jobs)}
+    assert plan.paused == {"c", *(job.rid for job in jobs)}
     assert plan.limits["offline"] == pytest.approx(0.02 - 0.0146)
 
 
@@ -188,10 +188,10 @@ def test_a_prompt_is_computed_whole_where_it_fits_and_else_cut_beside_the_decode
     caps = make_caps(max_chunk_tokens=2048, max_running_requests=512, partial_decode=True)
     long = FakeView(caps=caps, running=chats, online=(online("p", 480, arrival_s=-0.96),))
     plan, after = planned(long)  # 49 ms, of which ten decodes take one
-    assert plan.prefill == {"p": 430} and not plan.hold and after.batch_size == 128
+    assert plan.prefill == {"p": 430} and not plan.paused and after.batch_size == 128
     short = FakeView(caps=caps, running=chats, online=(online("p", 300, arrival_s=-0.95),))
     plan, after = planned(short)
-    assert plan.prefill == {"p": 300} and not plan.hold and after.batch_size > 128
+    assert plan.prefill == {"p": 300} and not plan.paused and after.batch_size > 128
 
 
 def test_only_one_prompt_is_cut():
@@ -214,9 +214,9 @@ def test_offline_work_that_runs_comes_before_what_waits():
     jobs = tuple(running(f"job{i}", make=offline) for i in range(3))
     view = FakeView(caps=CAPS, running=jobs, offline=(offline("waits"),))
     plan, _ = planned(view, Pressure(batch_size=3))
-    assert (plan.prefill, plan.hold) == ({}, set())
+    assert (plan.prefill, plan.paused) == ({}, set())
     plan, _ = planned(view, Pressure(batch_size=2))
-    assert (plan.prefill, plan.hold) == ({}, {"job2"})
+    assert (plan.prefill, plan.paused) == ({}, {"job2"})
 
 
 def test_of_those_that_were_stopped_the_one_with_least_to_restore_goes_first():
@@ -259,7 +259,7 @@ def longest_passed_over(seed):
     halfway with some of their KV cached, and resume."""
     draw = random.Random(seed)
     caps = make_caps(max_running_requests=4)
-    policy, carry = BrosPolicy(bros_settings(caps)), Pressure(batch_size=1)
+    policy, state = BrosPolicy(bros_settings(caps)), Pressure(batch_size=1)
     pool, begun = ArrivalQueue(), []
     longest = passed = 0
     for number in range(120):
@@ -267,8 +267,8 @@ def longest_passed_over(seed):
             pool.add(offline(f"r{number}", 100))
         front = next(iter(pool))
         cached = {r.rid: Match(cached=draw.randint(0, 99), evictable=0) for r in pool}
-        plan, carry = planned(
-            FakeView(caps=caps, offline=pool, cached=cached), carry, policy=policy
+        plan, state = planned(
+            FakeView(caps=caps, offline=pool, cached=cached), state, policy=policy
         )
         (rid,) = plan.prefill
         passed = 0 if rid == front.rid else passed + 1
@@ -277,7 +277,7 @@ def longest_passed_over(seed):
         while len(begun) > draw.randint(0, 5):
             request = begun.pop(draw.randrange(len(begun)))
             pool.add(replace(request, num_preemptions=request.num_preemptions + 1))
-        carry = msgspec.structs.replace(carry, batch_size=1)
+        state = msgspec.structs.replace(state, batch_size=1)
     return longest
 
 
@@ -355,16 +355,16 @@ def test_where_nobody_can_sit_out_offline_work_is_only_added():
         caps=caps, running=(running("chat", 0.03), *jobs), offline=(offline("new", 500),)
     )
     plan, _ = planned(view, Pressure(batch_size=2))
-    assert (plan.prefill, plan.hold) == ({}, set())
+    assert (plan.prefill, plan.paused) == ({}, set())
     plan, _ = planned(view)
-    assert not plan.hold and 100 < plan.prefill["new"] <= 150
+    assert not plan.paused and 100 < plan.prefill["new"] <= 150
 
 
 def test_one_that_is_about_to_end_decodes_and_counts():
     jobs = tuple(running(f"job{i}", make=offline) for i in range(3))
     view = FakeView(caps=CAPS, running=jobs, unholdable={"job2"})
     plan, _ = planned(view, Pressure(batch_size=1))
-    assert plan.hold == {"job1"}
+    assert plan.paused == {"job1"}
 
 
 # 11. Memory.
@@ -375,7 +375,7 @@ def test_an_online_request_without_memory_is_skipped_and_the_others_go_on():
     chats = tuple(running(f"chat{i}") for i in range(3))
     view = FakeView(caps=CAPS, total_kv=1200, running=chats, online=(hungry,))
     plan, after = planned(view)
-    assert plan.skipped["hungry"] is SkipReason.MEMORY_BUDGET and not plan.hold
+    assert plan.skipped["hungry"] is SkipReason.MEMORY_BUDGET and not plan.paused
     assert after.batch_size == 256
 
 
@@ -403,7 +403,7 @@ def test_offline_work_is_stopped_for_an_online_request_and_none_is_admitted_whil
 
 def computed_until_both_are_done(view, policy, rids=("a", "b"), most=100):
     """Prompt tokens computed in all, where a stop loses everything; and who was stopped."""
-    num_computed, stopped, carry = 0, [], policy.initial
+    num_computed, stopped, state = 0, [], policy.initial
     waits, part, now_s = {r.rid: r for r in view.online}, None, 0.0
     while (waits or part is not None) and most:
         most -= 1
@@ -415,7 +415,7 @@ def computed_until_both_are_done(view, policy, rids=("a", "b"), most=100):
             start_s=now_s,
             mean_iteration_s=0.05,
         )
-        plan, carry = planned(view, carry, policy=policy)
+        plan, state = planned(view, state, policy=policy)
         for preemption in plan.preempt:
             stopped.append(preemption.rid)
             waits[preemption.rid], part = replace(part, num_computed_tokens=0), None
@@ -492,12 +492,12 @@ def test_the_batch_size_doubles_up_to_the_rows_and_starts_anew_after_an_early_re
     calm = FakeView(caps=CAPS, running=(running("chat"),))
     due = tuple(running(f"r{i}", 0.0449 - 0.0001 * i) for i in range(5))
     pressed = FakeView(caps=CAPS, running=due)
-    sizes, carry = [], Pressure()
+    sizes, state = [], Pressure()
     for view in (calm, calm, calm, pressed, calm, pressed, pressed):
-        _, carry = planned(view, carry)
-        sizes.append(carry.batch_size)
+        _, state = planned(view, state)
+        sizes.append(state.batch_size)
     assert sizes == [256, 512, 512, 128, 256, 128, 128]
-    assert planned(pressed)[0].hold == {"r1", "r2", "r3", "r4"}
+    assert planned(pressed)[0].paused == {"r1", "r2", "r3", "r4"}
 
 
 def test_offline_work_that_lacks_time_is_no_early_return():
@@ -505,7 +505,7 @@ def test_offline_work_that_lacks_time_is_no_early_return():
     chat = running("chat", 0.0448)
     view = FakeView(caps=CAPS, running=(chat, *jobs), mean_iteration_s=0.02)
     plan, after = planned(view)
-    assert plan.hold == {"job1", "job2", "job3"} and after.batch_size == 256
+    assert plan.paused == {"job1", "job2", "job3"} and after.batch_size == 256
 
 
 # The other names.
@@ -515,25 +515,25 @@ def test_bros_rt_runs_offline_work_only_while_nothing_is_online():
     job, waits = running("job", make=offline), offline("waits")
     view = FakeView(caps=CAPS, running=(job, running("chat")), offline=(waits,))
     plan, _ = planned(view, beside=False)
-    assert (plan.prefill, plan.hold) == ({}, {"job"})
+    assert (plan.prefill, plan.paused) == ({}, {"job"})
     plan, _ = planned(replace(view, running=(job,)), beside=False)
-    assert (plan.prefill, plan.hold) == ({"waits": 100}, set())
+    assert (plan.prefill, plan.paused) == ({"waits": 100}, set())
 
 
 def test_round_robin_takes_turns():
     policy = POLICIES["bros-rr"].make(bros_settings())
     chat, job = running("chat"), running("job", make=offline)
     view = FakeView(caps=CAPS, running=(chat, job), online=(online("a"),), offline=(offline("b"),))
-    plan, carry = planned(view, policy=policy)
-    assert (plan.prefill, plan.hold) == ({"a": 100}, {"job"})
-    plan, carry = planned(view, carry, policy=policy)
-    assert (plan.prefill, plan.hold) == ({"b": 100}, {"chat"})
-    plan, carry = planned(view, carry, policy=policy)
-    assert plan.hold == {"job"}
+    plan, state = planned(view, policy=policy)
+    assert (plan.prefill, plan.paused) == ({"a": 100}, {"job"})
+    plan, state = planned(view, state, policy=policy)
+    assert (plan.prefill, plan.paused) == ({"b": 100}, {"chat"})
+    plan, state = planned(view, state, policy=policy)
+    assert plan.paused == {"job"}
     # Where the class of the turn has nothing to do the other goes on, and the turn stays.
     alone = FakeView(caps=CAPS, running=(chat,))
-    plan, after = planned(alone, carry, policy=policy)
-    assert not plan.hold and after == carry
+    plan, after = planned(alone, state, policy=policy)
+    assert not plan.paused and after == state
     plan, _ = planned(FakeView(caps=CAPS), policy=policy)
     assert not plan.prefill
 
@@ -567,10 +567,10 @@ def test_nothing_is_admitted_offline_beside_what_runs_while_recomputing_is_owed(
 )
 def test_no_plan_is_refused(name, view, batch_size):
     policy = POLICIES[name].make(bros_settings(view.caps))
-    carry = policy.initial
-    if isinstance(carry, Pressure):
-        carry = Pressure(batch_size=batch_size)
-    plan, after = planned(view, carry, policy=policy)
+    state = policy.initial
+    if isinstance(state, Pressure):
+        state = Pressure(batch_size=batch_size)
+    plan, after = planned(view, state, policy=policy)
     if isinstance(after, Pressure):
         assert after.batch_size in (128, min(2 * batch_size, view.caps.max_running_requests))
     assert not any(rid in plan.prefill for rid in view.barred)

@@ -54,9 +54,9 @@ def policy_of(name, view):
     return POLICIES[name].make(PolicySettings(caps=view.caps, slo=Slo(ttft_s=1.0, tpot_s=0.05)))
 
 
-def planned(name, view, carry=None):
+def planned(name, view, state=None):
     policy = policy_of(name, view)
-    plan, after = policy.plan(view, policy.initial if carry is None else carry)
+    plan, after = policy.plan(view, policy.initial if state is None else state)
     validate(plan, view)
     return plan, after
 
@@ -364,15 +364,15 @@ def grouped(**fields):
 
 @pytest.mark.parametrize("name", GROUPED)
 def test_requests_of_equal_expected_length_start_together(name):
-    plan, carry = planned(name, grouped())
-    assert carry == Groups(chosen=(("a1", "a2"), ("b1", "b2"), ("c1",)), is_open=True)
+    plan, state = planned(name, grouped())
+    assert state == Groups(chosen=(("a1", "a2"), ("b1", "b2"), ("c1",)), is_open=True)
     assert list(plan.prefill) == ["a1", "a2", "b1", "b2", "c1"]
 
 
 def test_a_group_is_split_where_memory_ends_and_others_wait_for_the_end_of_one():
     view = grouped(total_kv=400)
-    plan, carry = planned("eco-synccoupled", view)
-    assert carry == Groups(chosen=(("a1", "a2"), ("b1",)), is_open=False)
+    plan, state = planned("eco-synccoupled", view)
+    assert state == Groups(chosen=(("a1", "a2"), ("b1",)), is_open=False)
     assert list(plan.prefill) == ["a1", "a2", "b1"]
 
     def later(*rids, total_kv=400):
@@ -382,12 +382,12 @@ def test_a_group_is_split_where_memory_ends_and_others_wait_for_the_end_of_one()
         return replace(view, running=some, online=left, promises=promises, total_kv=total_kv)
 
     # There is room, but none of the groups is over.
-    plan, after = planned("eco-synccoupled", later("a1", "b1", total_kv=9000), carry)
+    plan, after = planned("eco-synccoupled", later("a1", "b1", total_kv=9000), state)
     assert not plan.prefill and after == Groups(chosen=(("a1",), ("b1",)), is_open=False)
     # One is, and what fits now is taken.
     plan, after = planned("eco-synccoupled", later("b1"), after)
     assert after == Groups(chosen=(("b1",), ("c1",)), is_open=False)
-    plan, after = planned("eco-synccoupled", later("b1", total_kv=9000), carry)
+    plan, after = planned("eco-synccoupled", later("b1", total_kv=9000), state)
     assert after == Groups(chosen=(("b1",), ("c1",), ("b2",)), is_open=True)
 
 
@@ -395,9 +395,9 @@ def test_a_group_is_split_where_memory_ends_and_others_wait_for_the_end_of_one()
 def test_who_does_not_fit_the_iteration_follows_before_others_are_chosen(name):
     first, second, third = asks("first", 400), asks("second", 400), asks("third", 400)
     view = view_of(online=(first, second, third))
-    plan, carry = planned(name, view)
+    plan, state = planned(name, view)
     assert plan.prefill == {"first": 400, "second": LEAST - 400}
-    assert carry.chosen == (("first", "second", "third"),)
+    assert state.chosen == (("first", "second", "third"),)
     chat = asks("chat", 10, max_new_tokens=32)
     view = view_of(
         running=(decoding(first),),
@@ -405,25 +405,25 @@ def test_who_does_not_fit_the_iteration_follows_before_others_are_chosen(name):
         online=(third, chat),
         promises={"first": 400},
     )
-    plan, after = planned(name, view, carry)
-    assert plan.prefill == {"second": 288, "third": LEAST - 1 - 288} and after == carry
+    plan, after = planned(name, view, state)
+    assert plan.prefill == {"second": 288, "third": LEAST - 1 - 288} and after == state
 
 
 @pytest.mark.parametrize("name", GROUPED)
 def test_offline_requests_that_were_chosen_keep_no_online_one_out(name):
-    carry = Groups(chosen=(("runs", "job"),), is_open=True)
+    state = Groups(chosen=(("runs", "job"),), is_open=True)
     view = view_of(
         running=(runs("runs", make=offline),),
         offline=(asks("job", make=offline), asks("other", make=offline)),
         online=(asks("chat"),),
     )
     paused = replace(view, offline_limits=OfflineLimits(paused=True))
-    plan, after = planned(name, paused, carry)
+    plan, after = planned(name, paused, state)
     assert list(plan.prefill) == ["chat"] and after.chosen == (("runs", "job"), ("chat",))
     owing = replace(view, recompute_debt_s=1.0)
-    assert list(planned(name, owing, carry)[0].prefill) == ["chat"]
+    assert list(planned(name, owing, state)[0].prefill) == ["chat"]
     tight = replace(view, total_kv=3000, offline=(asks("job", 2900, make=offline),))
-    assert list(planned(name, tight, carry)[0].prefill) == ["chat"]
+    assert list(planned(name, tight, state)[0].prefill) == ["chat"]
     # Whoever the engine refuses for now does not either, nor one who is gone.
     only = Groups(chosen=(("chat", "gone"),), is_open=False)
     alone = replace(view, running=(), online=(asks("chat"), asks("next")), barred=("chat",))
@@ -488,7 +488,7 @@ def views(draw):
     )
     traits = st.builds(
         Traits,
-        can_stop=st.booleans(),
+        can_preempt=st.booleans(),
         can_mix=st.booleans(),
         can_cut=st.booleans(),
         num_rows=st.sampled_from([1, 1, 2]),
@@ -546,12 +546,12 @@ rids = st.sampled_from(["run0", "run1", "part0", "on0", "on1", "off0", "off1", "
     is_open=st.booleans(),
 )
 def test_no_plan_is_refused(name, view, chosen, is_open):
-    carry = Groups(chosen=chosen, is_open=is_open) if name in GROUPED else None
-    plan, after = planned(name, view, carry)
+    state = Groups(chosen=chosen, is_open=is_open) if name in GROUPED else None
+    plan, after = planned(name, view, state)
     assert not any(rid in plan.prefill for rid in view.barred)
-    assert (after is None) is (carry is None)
+    assert (after is None) is (state is None)
     under_way = {r.rid: r for r in (*view.running, *view.unfinished)}
-    assert all(under_way[rid].traits.can_stop for rid in stopped(plan))
+    assert all(under_way[rid].traits.can_preempt for rid in stopped(plan))
     if under_way:
         first = min(
             under_way.values(),

@@ -153,8 +153,8 @@ def test_the_shortest_contexts_decode_when_not_all_can():
         total_kv=999_999,
     )
     plan = plan_of(view, predictor=Linear(token_s=0.0002))
-    assert 1 < len(plan.hold) < 400
-    assert plan.hold == {"long", *(f"o{i}" for i in range(401 - len(plan.hold), 400))}
+    assert 1 < len(plan.paused) < 400
+    assert plan.paused == {"long", *(f"o{i}" for i in range(401 - len(plan.paused), 400))}
 
 
 def test_who_loses_least_is_stopped_for_an_online_request():
@@ -215,7 +215,7 @@ def test_every_plan_keeps_the_limits_and_online_comes_first(view, token_s, longe
     assert len(plan.prefill.keys() - {"u"}) - len(plan.preempt) <= view.free_slots
     assert plan.num_prefill_tokens <= CAPS.max_chunk_tokens
     if admitted:
-        assert not plan.hold, "running before waiting"
+        assert not plan.paused, "running before waiting"
         assert all(request.rid in plan.prefill for request in view.online), "online before offline"
     if has_offline_work(plan, view) and len(decoding_in(plan, view)) + len(plan.prefill) > 1:
         # What is alone runs however long it takes.
@@ -227,8 +227,8 @@ def test_every_plan_keeps_the_limits_and_online_comes_first(view, token_s, longe
             next(r for r in (*view.running, *view.unfinished) if r.rid == preemption.rid)
         )
     for request in view.running:
-        if request.rid in plan.hold:
-            budget.refund_holds((request,))
+        if request.rid in plan.paused:
+            budget.refund_pauses((request,))
     known = {r.rid: r for r in (*view.online, *view.unfinished, *view.offline)}
     for rid, num_tokens in plan.prefill.items():
         request = known[rid]
@@ -237,7 +237,7 @@ def test_every_plan_keeps_the_limits_and_online_comes_first(view, token_s, longe
         else:
             assert budget.refusal(request, view.match(request), at_most=num_tokens) is None
             budget.charge_admission(request, view.match(request), num_tokens)
-    assert bool(plan.prefill or len(plan.hold) < len(view.running)) == bool(view.running or known)
+    assert bool(plan.prefill or len(plan.paused) < len(view.running)) == bool(view.running or known)
 
 
 @given(view=views(), token_s=st.floats(1e-6, 1e-4), longest_s=st.sampled_from([0.0, 1e-5]))

@@ -76,17 +76,17 @@ def view_of(*gts, **fields):
     )
 
 
-def planned(view, carry=None, *, config=FREELY, options=PLAIN):
+def planned(view, state=None, *, config=FREELY, options=PLAIN):
     slo = Slo(ttft_s=1.0, tpot_s=0.05)
     policy = EcoServePolicy(PolicySettings(caps=view.caps, slo=slo, ecoserve=config), options)
-    plan, after = policy.plan(view, carry or policy.initial)
+    plan, after = policy.plan(view, state or policy.initial)
     validate(plan, view)
     return plan, after
 
 
 def active(plan, view):
     stopped = {stop.rid for stop in plan.preempt}
-    return {r.rid for r in view.running} - plan.hold - stopped
+    return {r.rid for r in view.running} - plan.paused - stopped
 
 
 # Decoupling
@@ -130,8 +130,8 @@ def test_prompts_fill_the_iteration_up_to_the_forward_size():
     queue = [online(f"p{i}", 100, max_new_tokens=9) for i in range(9)]
     caps = replace(CAPS, max_chunk_tokens=4096, max_prefill_tokens=8192)
     view = KnownLengths(caps=caps, online=queue, lengths={r.rid: 5 for r in queue})
-    plan, carry = planned(view)
-    assert carry.forward_size == 896, "95 % of the linear model's best rate"
+    plan, state = planned(view)
+    assert state.forward_size == 896, "95 % of the linear model's best rate"
     assert [*plan.prefill.values()] == [100] * 8 + [96], "whole ones, and one in part"
 
 
@@ -170,16 +170,16 @@ def test_an_unfinished_prompt_goes_on_first():
 def test_outputs_of_one_length_run_as_a_group_and_the_next_when_all_of_it_have_ended():
     synced = replace(PLAIN, synced=True)
     view = view_of(gt("a", 64), gt("long", 300), gt("b", 60), total_kv=330)
-    plan, carry = planned(view, options=synced)
-    assert active(plan, view) == {"a", "b"} and carry.groups["a"] == carry.groups["b"]
+    plan, state = planned(view, options=synced)
+    assert active(plan, view) == {"a", "b"} and state.groups["a"] == state.groups["b"]
     assert plan.promise == {"a": 64, "b": 64}, "all of a group until the longest ends"
     held = view.running[1]
     one_left = view_of(gt("a", 64, num_output_tokens=50), (held, 300), total_kv=2000)
     one_left = replace(one_left, promises={"a": 64, "long": 1}, ended=(ended("b"),))
-    plan, after = planned(one_left, carry, options=synced)
+    plan, after = planned(one_left, state, options=synced)
     assert active(plan, one_left) == {"a"}, "b has left room, but a goes on"
     by_request = msgspec.structs.replace(FREELY, replan_on="request")
-    plan, _ = planned(one_left, carry, options=synced, config=by_request)
+    plan, _ = planned(one_left, state, options=synced, config=by_request)
     assert active(plan, one_left) == {"a", "long"}
     none_left = view_of((held, 300), total_kv=2000, ended=(ended("a"),))
     plan, _ = planned(none_left, after, options=synced)
@@ -192,8 +192,8 @@ def ended(rid):
 
 def test_a_group_is_split_where_the_kv_ends():
     view = view_of(*(gt(f"r{i}", 33) for i in range(5)), total_kv=100 + 2 * 32 + 10)
-    plan, carry = planned(view, options=replace(PLAIN, synced=True))
-    assert active(plan, view) == {"r0", "r1"} and not carry.is_due
+    plan, state = planned(view, options=replace(PLAIN, synced=True))
+    assert active(plan, view) == {"r0", "r1"} and not state.is_due
 
 
 # Order
@@ -215,8 +215,8 @@ def test_whose_deadline_is_nearer_by_range_comes_first_then_who_holds_more_then_
     for _ in range(5):
         held = sum(request.num_computed_tokens for request, _ in gts)
         view = view_of(*gts, total_kv=held + 2 * len(gts) + max(n for _, n in gts))
-        _, carry = planned(view, options=ordered)
-        chosen = next(iter(carry.groups))
+        _, state = planned(view, options=ordered)
+        chosen = next(iter(state.groups))
         first.append(chosen)
         gts = [pair for pair in gts if pair[0].rid != chosen]
     assert first == ["near", "far", "holds", "long", "short"]
@@ -239,14 +239,14 @@ def test_what_is_left_goes_to_the_longest_that_fits():
 def test_an_output_that_outruns_its_promise_takes_of_the_reserve():
     config = EcoConfig(reserve=0.3)
     a, b = gt("a", 90, num_output_tokens=40), gt("b", 45, num_output_tokens=5)
-    _, carry = planned(view_of(a, b, total_kv=900), config=config)
+    _, state = planned(view_of(a, b, total_kv=900), config=config)
     view = view_of(a, b, total_kv=180, promises={"a": 40, "b": 45})
-    plan, _ = planned(view, carry, config=config)
+    plan, _ = planned(view, state, config=config)
     assert plan.promise["a"] == 90, "what it is believed to need now"
-    plan, _ = planned(replace(view, total_kv=165), carry, config=config)
+    plan, _ = planned(replace(view, total_kv=165), state, config=config)
     assert plan.promise["a"] == 40 + 32, "a block, where there is no more"
     waits = EcoConfig(reserve=0.3, overrun="free")
-    plan, after = planned(view, carry, config=waits)
+    plan, after = planned(view, state, config=waits)
     assert active(plan, view) == {"b"} and "a" not in after.groups
 
 
@@ -254,9 +254,9 @@ def test_where_it_is_to_be_offloaded_it_is_stopped():
     config = EcoConfig(reserve=0.3, overrun="offload")
     caps = replace(CAPS, host_tokens=10_000)
     a, b = gt("a", 90, num_output_tokens=40), gt("b", 45, num_output_tokens=5)
-    _, carry = planned(view_of(a, b, caps=caps, total_kv=900), config=config)
+    _, state = planned(view_of(a, b, caps=caps, total_kv=900), config=config)
     view = view_of(a, b, caps=caps, total_kv=180, promises={"a": 40, "b": 45})
-    plan, _ = planned(view, carry, config=config)
+    plan, _ = planned(view, state, config=config)
     assert [(stop.rid, stop.mode) for stop in plan.preempt] == [("a", PreemptMode.CHECKPOINT)]
 
 
@@ -273,9 +273,9 @@ def test_where_nobody_can_be_promised_anything_the_last_stop_until_the_first_run
 def test_an_offline_output_stops_for_an_online_one():
     chat = gt("chat", 90, make=online)
     job = gt("job", 60, num_output_tokens=20)
-    _, carry = planned(view_of(job, total_kv=900))
+    _, state = planned(view_of(job, total_kv=900))
     view = view_of(job, chat, total_kv=130, promises={"job": 60, "chat": 1})
-    plan, _ = planned(view, carry)
+    plan, _ = planned(view, state)
     assert [stop.rid for stop in plan.preempt] == ["job"] and active(plan, view) == {"chat"}
 
 
@@ -287,8 +287,8 @@ def test_an_online_output_sits_out_no_longer_than_its_tpot_target_allows():
     def active_at(start_s):
         view = view_of(job, chat, patient, total_kv=60 + 900 + 6, start_s=start_s)
         view = replace(view, promises=view.promises | {"job": 900}, mean_iteration_s=0.01)
-        carry = Batch(groups={"job": 1}, is_due=False)
-        return active(planned(view, carry)[0], view)
+        state = Batch(groups={"job": 1}, is_due=False)
+        return active(planned(view, state)[0], view)
 
     assert active_at(0.03) == {"job"}
     assert active_at(0.05) == {"job", "chat"}, "50 ms a token"
@@ -300,11 +300,11 @@ def test_an_online_output_sits_out_no_longer_than_its_tpot_target_allows():
 def test_a_short_output_runs_in_the_second_half_of_a_long_one():
     pipeline = replace(PLAIN, pipeline=True)
     view = view_of(gt("host", 201), gt("guest", 91), gt("other", 120), total_kv=60 + 200 + 6)
-    plan, carry = planned(view, options=pipeline)
+    plan, state = planned(view, options=pipeline)
     assert active(plan, view) == {"host", "guest"}
     hosting = plan.hosts["guest"]
     assert (hosting.host, hosting.offset) == ("host", 101)
-    assert carry.guests == {"guest": ("host", 101)}
+    assert state.guests == {"guest": ("host", 101)}
     plan, _ = planned(view, options=pipeline, config=msgspec.structs.replace(FREELY, buffer=0.2))
     assert active(plan, view) == {"host"}, "90 tokens and the buffer are more than 100"
 
@@ -341,32 +341,32 @@ def test_online_requests_that_wait_for_tokens_are_no_guests():
 def test_a_guest_whose_host_is_over_gets_kv_of_its_own():
     pipeline = replace(PLAIN, pipeline=True)
     view = view_of(gt("host", 201), gt("guest", 91), total_kv=244)
-    _, carry = planned(view, options=pipeline)
+    _, state = planned(view, options=pipeline)
     guest = gt("guest", 91, num_output_tokens=30)
     after = view_of(guest, total_kv=243, promises={"guest": 1}, ended=(ended("host"),))
-    plan, carry = planned(after, carry, options=pipeline)
-    assert plan.promise["guest"] == 91 and not carry.guests and "guest" in carry.groups
+    plan, state = planned(after, state, options=pipeline)
+    assert plan.promise["guest"] == 91 and not state.guests and "guest" in state.groups
 
 
 def test_a_guest_that_is_still_there_when_its_host_needs_the_kv_is_stopped():
     pipeline = replace(PLAIN, pipeline=True)
     view = view_of(gt("host", 201), gt("guest", 91), total_kv=243)
-    _, carry = planned(view, options=pipeline)
+    _, state = planned(view, options=pipeline)
     host, guest = gt("host", 201, num_output_tokens=101), gt("guest", 300, num_output_tokens=101)
     late = replace(
         view_of(host, guest, total_kv=243),
         promises={"host": 201, "guest": 1},
-        hosts=carry_hosts(carry),
+        hosts=carry_hosts(state),
     )
-    plan, _ = planned(late, carry, options=pipeline)
+    plan, _ = planned(late, state, options=pipeline)
     assert [stop.rid for stop in plan.preempt] == ["guest"]
     roomy = replace(late, total_kv=900)
-    plan, after = planned(roomy, carry, options=pipeline)
+    plan, after = planned(roomy, state, options=pipeline)
     assert not plan.preempt and plan.promise["guest"] == 300 and not after.guests
 
 
-def carry_hosts(carry):
-    return {guest: host for guest, (host, _) in carry.guests.items()}
+def carry_hosts(state):
+    return {guest: host for guest, (host, _) in state.guests.items()}
 
 
 # All of it, followed step by step
@@ -417,7 +417,7 @@ class Follower:
             self.num_stopped += 1
         self.ended = []
         if plan.decodes:
-            for rid in self.running.keys() - plan.hold:
+            for rid in self.running.keys() - plan.paused:
                 self._advance(rid)
         for rid, num_tokens in plan.prefill.items():
             request = self.unfinished.pop(rid, None)
@@ -457,12 +457,12 @@ class Follower:
 def run_all(follower, options, config=PAPER, most=4000):
     slo = Slo(ttft_s=1.0, tpot_s=0.05)
     policy = EcoServePolicy(PolicySettings(caps=CAPS, slo=slo, ecoserve=config), options)
-    carry = policy.initial
+    state = policy.initial
     for _ in range(most):
         if not (follower.waiting or follower.running or follower.unfinished):
             return
         view = follower.view()
-        plan, carry = policy.plan(view, carry)
+        plan, state = policy.plan(view, state)
         validate(plan, view)
         follower.follow(plan)
     raise AssertionError(f"not over: {follower.running.keys()} {len(follower.waiting)}")

@@ -118,7 +118,7 @@ def test_a_late_request_stops_offline_work_but_not_online_prefills():
         start_s=1.0,
     )
     plan = plan_of(view)
-    assert plan.hold == {"off"}
+    assert plan.paused == {"off"}
     assert plan.prefill.keys() == {"new"}
     assert seconds_of(plan, view) == pytest.approx(TPOT_S, rel=0.02)
 
@@ -172,8 +172,8 @@ def test_decodes_that_do_not_fit_sit_out_youngest_first_and_nothing_new_begins()
         total_kv=999_999,
     )
     plan = plan_of(view)
-    held = {f"o{i}" for i in range(600 - len(plan.hold), 600)}
-    assert 0 < len(plan.hold) < 600 and plan.hold == held
+    held = {f"o{i}" for i in range(600 - len(plan.paused), 600)}
+    assert 0 < len(plan.paused) < 600 and plan.paused == held
     assert not plan.prefill
     assert seconds_of(plan, view) <= TPOT_S + 1e-9
 
@@ -187,7 +187,7 @@ def test_who_waits_behind_held_decodes_is_told_why():
         total_kv=999_999,
     )
     plan = plan_of(view, predictor=Linear(token_s=0.01))
-    assert plan.hold and plan.skipped["next"] is SkipReason.LATENCY_BUDGET
+    assert plan.paused and plan.skipped["next"] is SkipReason.LATENCY_BUDGET
     assert "later" not in plan.skipped
 
 
@@ -202,7 +202,7 @@ def test_decodes_that_cannot_sit_out_take_their_time():
         start_s=0.05,
     )
     plan = plan_of(view)
-    assert plan.prefill and not plan.hold
+    assert plan.prefill and not plan.paused
     assert seconds_of(plan, view) <= 0.05 + 1e-9
 
 
@@ -211,14 +211,14 @@ def test_without_partial_decode_all_running_requests_decode():
         caps=replace(CAPS, partial_decode=False),
         running=(running_online(num_tokens=1), *(decoding(offline(f"o{i}", 9)) for i in range(60))),
     )
-    assert plan_of(view, predictor=Linear(token_s=0.01)).hold == frozenset()
+    assert plan_of(view, predictor=Linear(token_s=0.01)).paused == frozenset()
 
 
 def test_something_always_runs():
     running = tuple(decoding(offline(f"o{i}", 50), 3) for i in range(3))
     view = FakeView(caps=CAPS, running=running)
     slow = Linear(fixed_s=10.0)
-    assert len(plan_of(view, predictor=slow).hold) == 2
+    assert len(plan_of(view, predictor=slow).paused) == 2
     idle = FakeView(caps=CAPS, offline=[offline("off", 500)])
     assert plan_of(idle, predictor=slow).prefill == {"off": 64}
     waiting = FakeView(caps=CAPS, online=[online("on", 100)])
@@ -409,11 +409,11 @@ def test_every_plan_is_valid_and_offline_work_keeps_the_limits(
         limit_s = offline_limit_s(view, Slo(ttft_s=TTFT_S, tpot_s=TPOT_S), BUDGETS)
         assert seconds_of(plan, view) <= limit_s + 1e-9
     has_work = view.running or prompts or offline_lengths
-    decodes = [r for r in view.running if r.rid not in plan.hold]
+    decodes = [r for r in view.running if r.rid not in plan.paused]
     assert bool(decodes or plan.prefill) == bool(has_work)
-    assert all(r.rid not in plan.hold for r in view.running if r.rid.startswith("r"))
+    assert all(r.rid not in plan.paused for r in view.running if r.rid.startswith("r"))
     if any(rid.startswith("q") for rid in plan.prefill):
-        assert not plan.hold, "running before waiting"
+        assert not plan.paused, "running before waiting"
         classes = [r.request_class for r in view.online if r.rid not in plan.prefill]
         assert RequestClass.ONLINE not in classes, "online before offline"
 
@@ -619,7 +619,7 @@ def test_short_prompts_beside_a_long_one_leave_it_memory():
 
 
 def test_who_cannot_be_stopped_is_not():
-    beam = decoding(offline("beam", 300, traits=Traits(can_stop=False)), 3)
+    beam = decoding(offline("beam", 300, traits=Traits(can_preempt=False)), 3)
     plain = decoding(offline("plain", 300), 3)
     caps = replace(CAPS, max_running_requests=2)
     view = FakeView(caps=caps, running=(plain, beam), online=[online("on", 100)])
@@ -651,5 +651,5 @@ def test_decodes_on_a_prefix_that_is_read_once_all_fit():
         view = FakeView(
             running=(run, *members), shared=shared, caps=caps, start_s=0.095, total_kv=200_000
         )
-        held.append(len(plan_of(view, predictor=PerKv()).hold))
+        held.append(len(plan_of(view, predictor=PerKv()).paused))
     assert held[0] > 0 and held[1] == 0

@@ -239,13 +239,13 @@ class TestThrottle:
 
     def setup_method(self):
         self.policy = ThrottledPolicy(2.0)
-        self.carry = self.policy.initial
+        self.state = self.policy.initial
         self.waiting = [offline(f"o{i}", 10) for i in range(20)]
 
     def admit(self, now_s, *, refused=()):
         """How many are admitted, and then wait no longer but for those the engine refuses."""
         view = FakeView(offline=self.waiting, now_s=now_s)
-        plan, self.carry = self.policy.plan(view, self.carry)
+        plan, self.state = self.policy.plan(view, self.state)
         validate(plan, view)
         if len(plan.prefill) < len(self.waiting):
             assert set(plan.skipped.values()) == {SkipReason.RATE_LIMIT}

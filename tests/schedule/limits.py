@@ -11,7 +11,7 @@ def is_online(request):
 
 def decoding_in(plan, view):
     stopped = {preemption.rid for preemption in plan.preempt}
-    return [r for r in view.running if r.rid not in plan.hold and r.rid not in stopped]
+    return [r for r in view.running if r.rid not in plan.paused and r.rid not in stopped]
 
 
 def has_offline_work(plan, view):

@@ -28,20 +28,20 @@ def test_a_hold_taken_back_leaves_no_trace():
     running = decoding(offline("a"))
     builder = PlanBuilder(FakeView(running=(running, decoding(online("b"))), caps=PARTIAL))
     before = state_of(builder)
-    assert builder.hold(running) and builder.skipped == {"a": SkipReason.LATENCY_BUDGET}
+    assert builder.pause(running) and builder.skipped == {"a": SkipReason.LATENCY_BUDGET}
     assert state_of(builder) != before
-    assert not builder.hold(running), "it is held already"
-    builder.release(running)
+    assert not builder.pause(running), "it is held already"
+    builder.resume(running)
     assert state_of(builder) == before and not builder.skipped
-    assert builder.build().hold == frozenset()
+    assert builder.build().paused == frozenset()
 
 
 def test_who_cannot_sit_out_is_not_held():
     running = decoding(offline("a"))
     builder = PlanBuilder(FakeView(running=(running,), caps=PARTIAL, unholdable={"a"}))
-    assert not builder.hold(running)
+    assert not builder.pause(running)
     whole = PlanBuilder(FakeView(running=(running,)))
-    assert not whole.hold(running), "this engine divides no batch"
+    assert not whole.pause(running), "this engine divides no batch"
 
 
 def test_one_whose_place_was_taken_stays_held():
@@ -50,11 +50,11 @@ def test_one_whose_place_was_taken_stays_held():
     view = FakeView(running=tuple(running), online=[waiting], caps=PARTIAL)
     builder = PlanBuilder(view)
     for request in running:
-        builder.hold(request)
+        builder.pause(request)
     assert builder.admit(waiting, NOTHING, 511)
-    assert builder.release(running[0]) and not builder.release(running[1])
+    assert builder.resume(running[0]) and not builder.resume(running[1])
     urgent = running[2]
-    assert builder.exchange(running[0], urgent) and urgent.rid not in builder.held
+    assert builder.exchange(running[0], urgent) and urgent.rid not in builder.paused
     validate(builder.build(), view)
 
 
@@ -81,20 +81,20 @@ def test_the_one_that_runs_in_any_case_is_not_said_to_sit_out():
     running = [decoding(offline(f"r{i}")) for i in range(2)]
     builder = PlanBuilder(FakeView(running=tuple(running), caps=PARTIAL))
     for request in running:
-        builder.hold(request)
+        builder.pause(request)
     plan = builder.build()
-    assert plan.hold == plan.skipped.keys() == {"r1"}
+    assert plan.paused == plan.skipped.keys() == {"r1"}
 
 
 def test_an_exchange_lets_a_held_one_run_for_another():
     urgent, relaxed = decoding(online("urgent")), decoding(online("relaxed"))
     view = FakeView(running=(urgent, relaxed), caps=PARTIAL)
     builder = PlanBuilder(view)
-    builder.hold(urgent)
+    builder.pause(urgent)
     assert builder.exchange(relaxed, urgent)
     plan = builder.build()
     validate(plan, view)
-    assert plan.hold == {"relaxed"}
+    assert plan.paused == {"relaxed"}
 
 
 def test_an_exchange_admits_one_that_waits():
@@ -106,7 +106,7 @@ def test_an_exchange_admits_one_that_waits():
     assert builder.exchange(running, waiting)
     plan = builder.build()
     validate(plan, view)
-    assert (plan.hold, plan.prefill) == ({"running"}, {"waiting": 50})
+    assert (plan.paused, plan.prefill) == ({"running"}, {"waiting": 50})
 
 
 def test_an_exchange_that_does_not_work_changes_nothing():
@@ -120,7 +120,7 @@ def test_an_exchange_that_does_not_work_changes_nothing():
     )
     assert not unholdable.exchange(running, waiting)
     for each in (builder, unholdable):
-        assert not each.held and not each.prefill
+        assert not each.paused and not each.prefill
     assert state_of(builder) == before
 
 
@@ -139,7 +139,7 @@ def test_an_unfinished_prefill_that_does_not_go_on_is_stopped():
     builder = PlanBuilder(view)
     builder.admit(view.online[0], NOTHING, sys.maxsize)
     assert builder.build().preempt == (Preemption(rid="u"),)
-    fixed = prefilled(offline("u", 500, traits=Traits(can_stop=False)), 100)
+    fixed = prefilled(offline("u", 500, traits=Traits(can_preempt=False)), 100)
     builder = PlanBuilder(FakeView(unfinished=(fixed,), online=[online("a")]))
     builder.admit(online("a"), NOTHING, sys.maxsize)
     plan = builder.build()
@@ -150,11 +150,11 @@ def test_one_that_is_held_can_still_be_preempted():
     held = decoding(offline("held"))
     view = FakeView(running=(held, decoding(online("on"))), caps=PARTIAL)
     builder = PlanBuilder(view)
-    builder.hold(held)
+    builder.pause(held)
     builder.preempt(held, PreemptMode.RECOMPUTE)
     plan = builder.build()
     validate(plan, view)
-    assert plan.hold == frozenset()
+    assert plan.paused == frozenset()
     assert plan.preempt == (Preemption(rid="held", mode=PreemptMode.RECOMPUTE),)
 
 
@@ -168,7 +168,7 @@ def views(draw):
         partial_decode=draw(st.booleans()),
     )
     make = st.sampled_from([online, offline])
-    traits = st.builds(Traits, can_stop=st.booleans(), can_mix=st.booleans())
+    traits = st.builds(Traits, can_preempt=st.booleans(), can_mix=st.booleans())
     running = [
         decoding(draw(make)(f"r{i}", draw(st.integers(1, 300)), traits=draw(traits)), 2)
         for i in range(draw(st.integers(0, caps.max_running_requests)))
@@ -206,22 +206,22 @@ def test_whatever_is_built_passes_the_check(view, steps):
         elif step == "g":
             for request in view.unfinished:
                 if not builder.is_preempted(request) and request.rid not in builder.prefill:
-                    builder.go_on(request, 16 * (1 + index))
+                    builder.continue_prefill(request, 16 * (1 + index))
         elif step == "c" and waiting and all(u.rid in builder.prefill for u in view.unfinished):
             builder.admit(waiting[index % len(waiting)], NOTHING, sys.maxsize)
         elif step == "h" and running:
-            builder.hold(running[index % len(running)])
-        elif step == "r" and builder.held:
-            held = [r for r in running if r.rid in builder.held]
-            builder.release(held[index % len(held)])
+            builder.pause(running[index % len(running)])
+        elif step == "r" and builder.paused:
+            held = [r for r in running if r.rid in builder.paused]
+            builder.resume(held[index % len(held)])
         elif step == "p" and running:
             victim = running[index % len(running)]
-            if victim.traits.can_stop:
+            if victim.traits.can_preempt:
                 builder.preempt(victim)
         elif step == "x" and running and waiting and not view.unfinished:
             builder.exchange(running[index % len(running)], waiting[index % len(waiting)])
     plan = builder.build()
-    if plan.hold or plan.prefill or plan.preempt:
+    if plan.paused or plan.prefill or plan.preempt:
         validate(plan, view)
 
 
@@ -269,7 +269,7 @@ def test_a_prefill_that_must_stop_says_why(reason, fields, at_most):
     builder = PlanBuilder(FakeView(unfinished=(unfinished,), running=running, **fields))
     if reason is SkipReason.REQUEST_SLOTS:
         assert builder.admit(online("first", 5), NOTHING, 5)
-    assert not builder.go_on(unfinished, at_most)
+    assert not builder.continue_prefill(unfinished, at_most)
     assert builder.skipped == {"unfinished": reason}
 
 

@@ -24,11 +24,11 @@ CAPS = make_caps(partial_decode=True, promises=True, max_chunk_tokens=4096, max_
 BUDGETS = Budgets(aim=1.0, ttft_aim=1.0, burst=2.0, idle_share=0.3)
 
 
-def planned(view, carry=None, *, predictor=None, slo=SLO, **options):
+def planned(view, state=None, *, predictor=None, slo=SLO, **options):
     settings = PolicySettings(caps=view.caps, slo=slo, budgets=BUDGETS)
     policy = CoschedPolicy(settings, CoschedOptions(**options))
     view = replace(view, predictor=predictor or Linear())
-    plan, after = policy.plan(view, carry or policy.initial)
+    plan, after = policy.plan(view, state or policy.initial)
     validate(plan, view)
     return plan, after
 
@@ -62,17 +62,17 @@ def test_one_of_so_many_is_late_until_it_has_its_first_token():
         late,
         *(chat(f"due{i}", 4200 // (LATE_TURN - 1), seq=1 + i) for i in range(LATE_TURN - 1)),
     ]
-    plan, carry = planned(view_of(online=queue))
+    plan, state = planned(view_of(online=queue))
     begun = [rid for rid in plan.prefill if rid.startswith("due")]
-    assert carry == Past(num_due=len(begun)) and len(begun) == LATE_TURN - 1
+    assert state == Past(num_due=len(begun)) and len(begun) == LATE_TURN - 1
     more = [late, chat("new", 100, seq=99)]
-    plan, carry = planned(view_of(online=more), carry)
-    assert next(iter(plan.prefill)) == "late" and carry == Past(num_due=0, rid="late")
+    plan, state = planned(view_of(online=more), state)
+    assert next(iter(plan.prefill)) == "late" and state == Past(num_due=0, rid="late")
     going = view_of(unfinished=(prefilled(late, 3000),), online=more[1:])
-    plan, carry = planned(going, carry)
-    assert "late" in plan.prefill and carry.rid == "late"
-    plan, carry = planned(view_of(online=more[1:]), carry)
-    assert carry.rid == ""
+    plan, state = planned(going, state)
+    assert "late" in plan.prefill and state.rid == "late"
+    plan, state = planned(view_of(online=more[1:]), state)
+    assert state.rid == ""
 
 
 @pytest.mark.parametrize(
@@ -338,10 +338,10 @@ def views(draw):
 
 @given(views(), st.booleans(), st.integers(0, LATE_TURN))
 def test_every_plan_is_valid_and_something_always_runs(view, feasible, num_due):
-    plan, carry = planned(view, Past(num_due=num_due), feasible=feasible)
-    assert 0 <= carry.num_due <= LATE_TURN
+    plan, state = planned(view, Past(num_due=num_due), feasible=feasible)
+    assert 0 <= state.num_due <= LATE_TURN
     work = [*view.running, *view.unfinished, *view.online, *view.offline]
-    assert bool(plan.prefill or len(plan.hold) < len(view.running)) == bool(work)
+    assert bool(plan.prefill or len(plan.paused) < len(view.running)) == bool(work)
     if any(rid.startswith("off") for rid in plan.prefill):
         admitted = {p.rid for p in plan.preempt} | plan.prefill.keys()
         assert all(r.rid in admitted for r in view.online), "online before offline"
@@ -349,12 +349,12 @@ def test_every_plan_is_valid_and_something_always_runs(view, feasible, num_due):
 
 def test_nobody_waits_for_ever_while_there_is_always_somebody_due():
     """Each iteration brings two new ones, more than the device can do."""
-    carry, waits, num_plans = None, [chat(f"late{i}", 900, age_s=5.0, seq=i) for i in range(4)], 0
+    state, waits, num_plans = None, [chat(f"late{i}", 900, age_s=5.0, seq=i) for i in range(4)], 0
     while any(r.rid.startswith("late") for r in waits):
         num_plans += 1
         assert num_plans < 12 * LATE_TURN, "they wait for ever"
         new = [chat(f"n{num_plans}.{i}", 900, seq=10 * num_plans + i) for i in range(2)]
-        plan, carry = planned(view_of(online=[*waits, *new]), carry)
+        plan, state = planned(view_of(online=[*waits, *new]), state)
         waits = [r for r in waits if plan.prefill.get(r.rid, 0) < 900]
 
 
@@ -386,8 +386,8 @@ def test_what_decodes_offline_sits_out_where_there_is_no_room():
     jobs = [decoding(offline(f"job{i}", 100, max_new_tokens=50), 5) for i in range(8)]
     view = view_of(running=(replying(num_tokens=30, ago_s=0.3), *jobs), room=Room(share=0.02))
     plan, _ = planned(view)
-    assert 0 < len(plan.hold) < len(jobs) and "run" not in plan.hold
-    assert not planned(replace(view, room=None))[0].hold
+    assert 0 < len(plan.paused) < len(jobs) and "run" not in plan.paused
+    assert not planned(replace(view, room=None))[0].paused
 
 
 def test_prompts_are_not_cut_for_decodes_where_a_share_of_ttft_is_promised():
@@ -412,9 +412,9 @@ def test_offline_work_does_not_ride_with_prompts_where_a_share_of_ttft_alone_is_
     ):
         plan, _ = planned(replace(view, room=room))
         assert plan.prefill == {"new": 100}
-        assert set(plan.hold) == (set() if rides else {job.rid for job in jobs})
+        assert set(plan.paused) == (set() if rides else {job.rid for job in jobs})
     plan, _ = planned(replace(view, online=[], room=Room(wait_s=0.05)))
-    assert not plan.hold, "decodes alone"
+    assert not plan.paused, "decodes alone"
 
 
 def test_prompts_are_cut_as_ever_where_somebody_is_late():

@@ -146,7 +146,7 @@ def test_chunks_leave_room_for_the_pages_that_decodes_open():
     assert budget.chunk(online("a", 1000), 0) == 2 * 64
     budget.charge_continuation(prefilled(online("a", 1000), 0), 128)
     assert budget.chunk(online("b", 10), 0) == 0
-    budget.refund_holds((running[0],))
+    budget.refund_pauses((running[0],))
     assert budget.available == 64
 
 

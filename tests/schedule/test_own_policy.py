@@ -26,7 +26,7 @@ class Good:
 
     initial = None
 
-    def plan(self, view, carry):
+    def plan(self, view, state):
         raise NotImplementedError
 
 
@@ -99,7 +99,7 @@ def test_an_installed_one_has_a_name_of_its_own(theirs, installed):
         ("theirs:Absent", r"cannot import 'theirs:Absent': AttributeError"),
         ("theirs:", "cannot import|must be a PolicyEntry"),
         (":Good", "cannot import"),
-        ("theirs:Planless", r"class Planless has no method plan\(view, carry\)"),
+        ("theirs:Planless", r"class Planless has no method plan\(view, state\)"),
         ("theirs:number", r"is int 7; it must be a PolicyEntry"),
         ("hygne", r"unknown policy 'hygne'; choose from .*hygen.*module:Class"),
     ],
@@ -112,7 +112,7 @@ def test_what_is_no_policy_is_refused(theirs, name, message):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("theirs:gives_nothing", r"object has no method plan\(view, carry\)"),
+        ("theirs:gives_nothing", r"object has no method plan\(view, state\)"),
         ("theirs:forgetful", "SimpleNamespace has no attribute initial"),
         ("theirs:fails", r"'theirs:fails' cannot be built: ZeroDivisionError"),
     ],

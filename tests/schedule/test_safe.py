@@ -22,7 +22,7 @@ def test_online_requests_come_in_order_until_one_does_not_fit():
     plan = plan_of(view)
     assert plan.prefill == {"a": 100, "b": 411}
     assert plan.skipped == {"c": SkipReason.TOKEN_BUDGET}
-    assert not plan.preempt and not plan.hold
+    assert not plan.preempt and not plan.paused
 
 
 def test_offline_requests_are_served_where_no_online_request_is():
@@ -38,7 +38,7 @@ def test_an_unfinished_prefill_goes_on_or_is_stopped():
     assert plan_of(FakeView(unfinished=(begun,))).prefill == {"begun": 300}
     tight = FakeView(unfinished=(begun,), total_kv=100)
     assert [p.rid for p in plan_of(tight).preempt] == ["begun"]
-    fixed = prefilled(offline("begun", 400, traits=Traits(can_stop=False)), 100)
+    fixed = prefilled(offline("begun", 400, traits=Traits(can_preempt=False)), 100)
     plan = plan_of(FakeView(unfinished=(fixed,), total_kv=100, online=[online("a", 1)]))
     assert not plan.prefill and not plan.preempt
 

@@ -5,7 +5,7 @@ import pytest
 from cosched.core.batch import BatchTotals
 from cosched.core.plan import PreemptMode
 from cosched.schedule.builder import PlanBuilder
-from cosched.schedule.preemption import stop_mode
+from cosched.schedule.preemption import preempt_mode
 from tests.factories import FakeView, decoding, make_caps, offline
 
 
@@ -44,7 +44,7 @@ def view_of(*, total, host, load_s, evictable=0):
 )
 def test_the_mode_that_takes_least_time(total, host, load_s, mode):
     view, running = view_of(total=total, host=host, load_s=load_s)
-    assert stop_mode(view, running) is mode
+    assert preempt_mode(view, running) is mode
     builder = PlanBuilder(view)
     builder.preempt(running)
     (stopped,) = builder.build().preempt
@@ -54,6 +54,6 @@ def test_the_mode_that_takes_least_time(total, host, load_s, mode):
 def test_only_the_tail_that_goes_counts():
     """390 of 401 tokens find a place that is free: the rest is computed anew at once."""
     view, running = view_of(total=791, host=1000, load_s=2e-3)
-    assert stop_mode(view, running) is PreemptMode.KEEP_KV
+    assert preempt_mode(view, running) is PreemptMode.KEEP_KV
     view, running = view_of(total=791, host=1000, load_s=1e-4)
-    assert stop_mode(view, running) is PreemptMode.CHECKPOINT
+    assert preempt_mode(view, running) is PreemptMode.CHECKPOINT

@@ -20,7 +20,7 @@ RUNNING = decoding(online("r"))
         (Plan(prefill={"u": 5}, preempt=(Preemption(rid="u"),)), "preempted and prefilled"),
         (Plan(preempt=(Preemption(rid="u"), Preemption(rid="u"))), "twice"),
         (Plan(prefill={"u": 5}, preempt=(Preemption(rid="nobody"),)), "not running"),
-        (Plan(prefill={"u": 5}, hold=frozenset({"r"})), "cannot pause now"),
+        (Plan(prefill={"u": 5}, paused=frozenset({"r"})), "cannot pause now"),
         (Plan(prefill={"u": 5, "gone": 5}), "neither waits nor is unfinished"),
         (Plan(prefill={"u": 500}), "500 tokens; 400 fit"),
         (Plan(prefill={"u": 5, "a": 5}), "no room: a .unfinished_prefill"),
@@ -43,10 +43,10 @@ def test_broken_plans_are_refused_with_the_reason(plan, message):
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (Plan(hold=frozenset({"nobody"})), "not running"),
-        (Plan(hold=frozenset({"r"}), preempt=(Preemption(rid="r"),)), "not running"),
-        (Plan(hold=frozenset({"r", "s"})), "all running requests are paused"),
-        (Plan(hold=frozenset({"r"}), preempt=(Preemption(rid="s"),)), "all running requests"),
+        (Plan(paused=frozenset({"nobody"})), "not running"),
+        (Plan(paused=frozenset({"r"}), preempt=(Preemption(rid="r"),)), "not running"),
+        (Plan(paused=frozenset({"r", "s"})), "all running requests are paused"),
+        (Plan(paused=frozenset({"r"}), preempt=(Preemption(rid="s"),)), "all running requests"),
     ],
 )
 def test_only_some_of_the_running_requests_can_be_held(plan, message):
@@ -57,8 +57,8 @@ def test_only_some_of_the_running_requests_can_be_held(plan, message):
     )
     with pytest.raises(PlanError, match=message):
         validate(plan, view)
-    validate(Plan(hold=frozenset({"r"})), view)
-    validate(Plan(prefill={"a": 5}, hold=frozenset({"r", "s"})), view)
+    validate(Plan(paused=frozenset({"r"})), view)
+    validate(Plan(prefill={"a": 5}, paused=frozenset({"r", "s"})), view)
 
 
 def test_memory_and_slots_are_counted_again():
@@ -88,7 +88,7 @@ def test_decodes_are_said_not_to_run_beside_a_prefill_that_cannot_be_mixed():
     with pytest.raises(PlanError, match="cannot share"):
         validate(Plan(prefill={"alone": 100}), view)
     # Where the one that runs is held, nothing is left to share it with.
-    validate(Plan(prefill={"alone": 100}, hold=frozenset({"r"}), decodes=False), view)
+    validate(Plan(prefill={"alone": 100}, paused=frozenset({"r"}), decodes=False), view)
 
 
 def test_one_that_is_about_to_end_cannot_be_held():
@@ -97,9 +97,9 @@ def test_one_that_is_about_to_end_cannot_be_held():
         running=(RUNNING, decoding(online("s"))),
         unholdable={"r"},
     )
-    validate(Plan(hold=frozenset({"s"})), view)
+    validate(Plan(paused=frozenset({"s"})), view)
     with pytest.raises(PlanError, match="its decode cannot pause now: r"):
-        validate(Plan(hold=frozenset({"r"})), view)
+        validate(Plan(paused=frozenset({"r"})), view)
 
 
 @pytest.mark.parametrize(

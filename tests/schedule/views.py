@@ -20,8 +20,10 @@ def views(draw):
         mixed_batches=draw(st.booleans()),
         partial_decode=draw(st.booleans()),
     )
-    cut_traits = st.builds(Traits, can_stop=st.booleans(), can_mix=st.booleans())
-    traits = st.builds(Traits, can_stop=st.booleans(), can_mix=st.booleans(), can_cut=st.booleans())
+    cut_traits = st.builds(Traits, can_preempt=st.booleans(), can_mix=st.booleans())
+    traits = st.builds(
+        Traits, can_preempt=st.booleans(), can_mix=st.booleans(), can_cut=st.booleans()
+    )
 
     def requests(name, at_most):
         made = []

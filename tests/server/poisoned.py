@@ -30,5 +30,5 @@ class Poisoned:
         self.initial = self._inner.initial
         Req.update_finish_state = _fail
 
-    def plan(self, view, carry):
-        return self._inner.plan(view, carry)
+    def plan(self, view, state):
+        return self._inner.plan(view, state)

@@ -139,7 +139,7 @@ class SoakEngine:
 
     def held(self) -> set[str]:
         """Requests that sat out the iteration planned last."""
-        return set() if self.last_plan is None else set(self.last_plan.hold)
+        return set() if self.last_plan is None else set(self.last_plan.paused)
 
     def send(self, ask: Ask) -> None:
         params = SamplingParams(temperature=0.0, **ask.sampling)

@@ -89,7 +89,7 @@ def test_a_request_that_gets_nothing_is_found(monkeypatch):
         class OnlineOnly:
             initial = None
 
-            def plan(self, view, carry):
+            def plan(self, view, state):
                 plan, _ = policy.plan(view, None)
                 offline = {request.rid for request in view.offline_order()}
                 kept = {rid: n for rid, n in plan.prefill.items() if rid not in offline}

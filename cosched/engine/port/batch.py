@@ -13,7 +13,7 @@ from cosched.engine.port.memory import num_committed
 from cosched.engine.port.scheduler import runs_on_cpu
 
 
-def can_hold(running_batch: Any) -> bool:
+def can_pause(running_batch: Any) -> bool:
     """Whether a part of the running batch can run alone: beams have rows behind the requests'."""
     return all([req.beam_group is None for req in running_batch.reqs])
 

@@ -64,7 +64,7 @@ class SplitBatch:
 
 
 def split(running_batch: Any, held: Set[str]) -> SplitBatch | None:
-    """Divide a running batch (see `port.can_hold`). None if nothing is paused: requests that are
+    """Divide a running batch (see `port.can_pause`). None if nothing is paused: requests that are
     about to end are not."""
     held = {req.rid for req in running_batch.reqs if req.rid in held and not is_ending(req)}
     return SplitBatch(running_batch, held) if held else None

@@ -55,7 +55,7 @@ def traits_of(req: Any) -> Traits:
     return Traits(
         # Beams share rows that are released together, a streaming session keeps its row and KV,
         # and with embeddings the engine would generate the output again.
-        can_stop=beams is None and not streams_session and not has_embeds,
+        can_preempt=beams is None and not streams_session and not has_embeds,
         # SGLang does not mix decodes into a batch with one of these (`_get_new_batch_prefill_raw`).
         can_mix=beams is None and not req.return_logprob and not has_embeds,
         num_rows=1 if beams is None else int(beams.beam_width),

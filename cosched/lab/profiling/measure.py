@@ -157,17 +157,17 @@ class _Script:
         if self.phase is _Phase.FILL:
             plan, _ = self._fill_policy.plan(view, None)
             if plan.prefill:
-                return replace(plan, hold=frozenset(running))
+                return replace(plan, paused=frozenset(running))
             self.phase = _Phase.FOLLOW
         if view.unfinished:
             return self._rest(view.unfinished[0], view)
         if not self._steps:
-            return Plan(hold=frozenset(running[1:]))
+            return Plan(paused=frozenset(running[1:]))
         step = self._steps.popleft()
         plan = Plan(
             prefill=step.prefill,
             decodes=not step.prefill or view.caps.mixed_batches,
-            hold=frozenset(running) - step.decodes,
+            paused=frozenset(running) - step.decodes,
         )
         self._launched.append((plan, step))
         return plan
@@ -178,7 +178,7 @@ class _Script:
         num_tokens = Ledger(view).chunk(request, request.num_computed_tokens)
         running = frozenset(r.rid for r in view.running)
         return Plan(
-            prefill={request.rid: num_tokens}, decodes=view.caps.mixed_batches, hold=running
+            prefill={request.rid: num_tokens}, decodes=view.caps.mixed_batches, paused=running
         )
 
     def on_result(self, iteration: Iteration) -> None:

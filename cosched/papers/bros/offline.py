@@ -38,13 +38,13 @@ def add_offline(packing: Packing, num_passed: int) -> int:
     if packing.decodes_only:
         return num_passed
     for request in builder.unfinished():
-        if request.request_class is RequestClass.OFFLINE and request.traits.can_stop:
+        if request.request_class is RequestClass.OFFLINE and request.traits.can_preempt:
             _continue_prefill(packing, request)
     order = packing.view.offline_order()
     reason = None
     if owes_recomputing(builder):
         reason = SkipReason.RECOMPUTE_DEBT
-    elif builder.stops_online_prefill():
+    elif builder.preempts_online_prefill():
         reason = SkipReason.UNFINISHED_PREFILL
     elif packing.is_short:
         reason = SkipReason.MEMORY_BUDGET
@@ -100,7 +100,7 @@ def _continue_prefill(packing: Packing, request: Request) -> None:
         return
     pace = Within(builder, packing.offline_s)
     at_most = offline_tokens(builder, pace, request, request.num_computed_tokens)
-    packing.size += builder.go_on(request, at_most)
+    packing.size += builder.continue_prefill(request, at_most)
 
 
 class _Admission:

@@ -89,7 +89,7 @@ class OnlineOrder:
                 residual_s -= (num_left - 1) * mean_s
             entries.append(Entry(residual_s, request.arrival_seq, request, context))
         for request in builder.unfinished():
-            if request.request_class is RequestClass.ONLINE and request.traits.can_stop:
+            if request.request_class is RequestClass.ONLINE and request.traits.can_preempt:
                 entries.append(self._prefill_entry(request))
         entries += map(self._prefill_entry, view.online)
         entries.sort()

@@ -17,7 +17,7 @@ from cosched.schedule.phases import (
     Steps,
     admit_online,
     continue_online,
-    is_turn_of_decodes,
+    must_decode,
     must_wait,
 )
 
@@ -89,7 +89,7 @@ class Packing:
         self.online_s = order.limit_s
         self.offline_s = min(order.limit_s, order.idle_s)
         self.chosen: list[Entry] = []
-        self.decodes_only = is_turn_of_decodes(builder)
+        self.decodes_only = must_decode(builder)
         self.is_early = False
         self.is_short = False
         self.is_left_out = False
@@ -107,7 +107,7 @@ class Packing:
     def pause(self, requests: Sequence[Request], contexts: Sequence[int]) -> set[str]:
         """Running requests that are not in pause. Those that cannot are in; returns their rids."""
         reason = SkipReason.BATCH_SIZE if self.is_full else SkipReason.LATENCY_BUDGET
-        stuck = {request.rid for request in self.builder.hold_all(requests, reason)}
+        stuck = {request.rid for request in self.builder.pause_all(requests, reason)}
         if stuck:
             self.add_decodes([c for r, c in zip(requests, contexts, strict=True) if r.rid in stuck])
         return stuck
@@ -119,7 +119,7 @@ class Packing:
             return None
         out = self.chosen[-1]
         limit_s = min(self.offline_s, out.residual_s - self.view.mean_iteration_s)
-        if limit_s < self._shortest_s or not self.view.can_hold(out.request):
+        if limit_s < self._shortest_s or not self.view.can_pause(out.request):
             return None
         ledger = self.builder.ledger.fork()
         ledger.drop_decode(out.context)
@@ -135,7 +135,7 @@ class Packing:
 
 def put_aside(out: Entry, builder: PlanBuilder) -> None:
     """A running online request that was in pauses."""
-    builder.hold(out.request)
+    builder.pause(out.request)
     builder.ledger.drop_decode(out.context)
 
 
@@ -149,7 +149,7 @@ def _take_in_order(packing: Packing, queue: Sequence[Entry]) -> Sequence[Entry]:
     """Returns those that are not in."""
     builder, is_partial = packing.builder, packing.view.rules.partial
     for request in builder.unfinished():
-        if not request.traits.can_stop and not packing.decodes_only:
+        if not request.traits.can_preempt and not packing.decodes_only:
             continue_online(builder, Within(builder, packing.online_s), _STEPS, request)
             packing.size += 1
     if not is_partial:
@@ -212,7 +212,7 @@ def _take_prefill(packing: Packing, entry: Entry, behind: Sequence[Entry]) -> bo
     else:
         if must_wait(builder, request):
             return True
-        if packing.is_left_out and builder.stops_online_prefill():
+        if packing.is_left_out and builder.preempts_online_prefill():
             builder.skip(request, SkipReason.UNFINISHED_PREFILL)
             return False
         num_cached = view.match(request).cached

@@ -36,7 +36,7 @@ from cosched.papers.bros.order import OnlineOrder
 from cosched.papers.bros.packing import Packing, take_online
 from cosched.schedule.base import PolicySettings
 from cosched.schedule.builder import PlanBuilder
-from cosched.schedule.phases import Steps, make_room_for_decodes, stop_beyond_limit
+from cosched.schedule.phases import Steps, make_room_for_decodes, preempt_beyond_limit
 
 BASE_SIZE = 128
 """Requests in an iteration at first and after an early return (§4.2, B_base)."""
@@ -81,21 +81,21 @@ class BrosPolicy:
         self._settings = settings
         self._options = options
 
-    def plan(self, view: View, carry: Pressure) -> tuple[Plan, Pressure]:
+    def plan(self, view: View, state: Pressure) -> tuple[Plan, Pressure]:
         options, most = self._options, view.caps.max_running_requests
         builder = PlanBuilder(view, stop=options.stop)
-        stop_beyond_limit(builder, Steps())
+        preempt_beyond_limit(builder, Steps())
         make_room_for_decodes(builder, Steps())
         order = OnlineOrder(builder, self._settings, late_last=options.late_last)
-        size = min(carry.batch_size, most)
+        size = min(state.batch_size, most)
         packing = Packing(builder, order, most=size, replaces=options.replaces)
         take_online(packing, order)
-        num_passed = carry.num_passed
+        num_passed = state.num_passed
         if options.beside or not order.entries:
             num_passed = add_offline(packing, num_passed)
         elif view.rules.partial:
             packing.pause(*builder.running_of(RequestClass.OFFLINE))
-        batch_size = BASE_SIZE if packing.is_early else min(2 * carry.batch_size, most)
+        batch_size = BASE_SIZE if packing.is_early else min(2 * state.batch_size, most)
         limits = {"online": packing.online_s, "offline": packing.offline_s}
         limits = {phase: limit_s for phase, limit_s in limits.items() if limit_s < math.inf}
         plan = packing.builder.build(limits=limits)

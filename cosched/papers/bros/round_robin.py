@@ -26,12 +26,12 @@ from cosched.core.view import View
 from cosched.schedule.builder import PlanBuilder
 from cosched.schedule.phases import (
     Steps,
-    is_turn_of_decodes,
     make_room_for_decodes,
+    must_decode,
     must_wait,
     offline_room,
     owes_recomputing,
-    stop_beyond_limit,
+    preempt_beyond_limit,
 )
 
 
@@ -46,17 +46,17 @@ class RoundRobinPolicy:
 
     initial = Turn()
 
-    def plan(self, view: View, carry: Turn) -> tuple[Plan, Turn]:
+    def plan(self, view: View, state: Turn) -> tuple[Plan, Turn]:
         builder = PlanBuilder(view)
-        stop_beyond_limit(builder, _STEPS)
+        preempt_beyond_limit(builder, _STEPS)
         make_room_for_decodes(builder, _STEPS)
-        served = RequestClass.OFFLINE if carry.offline else RequestClass.ONLINE
-        other = RequestClass.ONLINE if carry.offline else RequestClass.OFFLINE
+        served = RequestClass.OFFLINE if state.offline else RequestClass.ONLINE
+        other = RequestClass.ONLINE if state.offline else RequestClass.OFFLINE
         trial = builder.fork()
         if not _serve(trial, served, other):
             _serve(builder, other, served)
-            return builder.build(), carry
-        return trial.build(), Turn(offline=not carry.offline)
+            return builder.build(), state
+        return trial.build(), Turn(offline=not state.offline)
 
 
 _STEPS = Steps()
@@ -68,13 +68,13 @@ def _serve(builder: PlanBuilder, served: RequestClass, other: RequestClass) -> b
     running = builder.running_of(served).requests
     held = builder.running_of(other).requests
     if view.rules.partial:
-        builder.hold_all(held)
-    if not is_turn_of_decodes(builder):
+        builder.pause_all(held)
+    if not must_decode(builder):
         for request in builder.unfinished():
             if _continues(request, served):
-                builder.go_on(request, sys.maxsize, unreserved=True)
+                builder.continue_prefill(request, sys.maxsize, unreserved=True)
         if not (
-            builder.stops_online_prefill()
+            builder.preempts_online_prefill()
             or (served is RequestClass.OFFLINE and owes_recomputing(builder))
         ):
             _admit(builder, served)
@@ -84,7 +84,7 @@ def _serve(builder: PlanBuilder, served: RequestClass, other: RequestClass) -> b
 def _continues(request: Request, served: RequestClass) -> bool:
     """An unfinished online prefill continues in each iteration: preempted, it would lose what it
     has computed in every other one."""
-    return request.request_class in (served, RequestClass.ONLINE) or not request.traits.can_stop
+    return request.request_class in (served, RequestClass.ONLINE) or not request.traits.can_preempt
 
 
 def _admit(builder: PlanBuilder, served: RequestClass) -> None:

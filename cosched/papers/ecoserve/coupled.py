@@ -38,12 +38,12 @@ from cosched.schedule.base import PolicySettings
 from cosched.schedule.builder import PlanBuilder
 from cosched.schedule.phases import (
     Steps,
-    is_turn_of_decodes,
     make_room_for_decodes,
+    must_decode,
     must_wait,
     offline_room,
     owes_recomputing,
-    stop_beyond_limit,
+    preempt_beyond_limit,
 )
 
 BLOCK = 32
@@ -121,21 +121,21 @@ class CoupledPolicy:
         self.options = options
         self.initial = Groups() if options.order is Order.GROUPS else None
 
-    def plan(self, view: View, carry: Groups | None) -> tuple[Plan, Groups | None]:
+    def plan(self, view: View, state: Groups | None) -> tuple[Plan, Groups | None]:
         packing = _Packing(view, self.options)
         packing.make_room()
-        if carry is not None:
-            carry = packing.without_ended(carry)
+        if state is not None:
+            state = packing.without_ended(state)
         if packing.continue_prefill() and not packing.builder.num_preempted:
-            if carry is not None:
-                carry = packing.admit_groups(carry)
+            if state is not None:
+                state = packing.admit_groups(state)
             elif self.options.order is Order.DISTANCE:
                 packing.admit_closest()
             elif self.options.order.preempts:
                 packing.admit_ranked()
             else:
                 packing.admit_in_order(packing.waiting())
-        return packing.builder.build(), carry
+        return packing.builder.build(), state
 
 
 class _Demand(NamedTuple):
@@ -165,7 +165,7 @@ class _Packing:
 
     def make_room(self) -> None:
         """Preempt the last in the order until what runs can write its next tokens."""
-        stop_beyond_limit(self.builder, Steps())
+        preempt_beyond_limit(self.builder, Steps())
         make_room_for_decodes(self.builder, Steps(victims=self._last_first))
         caps = self._view.caps
         if (
@@ -180,7 +180,7 @@ class _Packing:
         under_way = [r for r in self._view.running if not builder.is_preempted(r)]
         under_way += builder.unfinished()
         under_way.sort(key=self._place, reverse=True)
-        return [request for request in under_way[:-1] if request.traits.can_stop]
+        return [request for request in under_way[:-1] if request.traits.can_preempt]
 
     def _renew_blocks(self) -> None:
         """A block more for those that have used theirs up, in the order; the last are preempted
@@ -289,12 +289,12 @@ class _Packing:
     def continue_prefill(self) -> bool:
         """Continue the unfinished prefill. False: nothing may be admitted in this iteration."""
         builder = self.builder
-        if not self._options.prefill_first and is_turn_of_decodes(builder):
+        if not self._options.prefill_first and must_decode(builder):
             return False
         # It is not dropped halfway for what it may generate later.
         return all(
             [
-                builder.go_on(
+                builder.continue_prefill(
                     request, self._at_most(request, request.num_computed_tokens), unreserved=True
                 )
                 for request in builder.unfinished()
@@ -312,7 +312,7 @@ class _Packing:
 
     def admit_ranked(self) -> None:
         """In the order, preempting those that come later in it where that makes one fit."""
-        running = [(self._place(r), r) for r in self._view.running if r.traits.can_stop]
+        running = [(self._place(r), r) for r in self._view.running if r.traits.can_preempt]
         running.sort(key=itemgetter(0), reverse=True)
         for window in self._windows():
             waiting = [(self._place(request), request) for request in window]

@@ -41,7 +41,7 @@ from cosched.papers.ecoserve.queues import Entry, Promises, begins_online, entri
 from cosched.papers.ecoserve.work import Batch, EcoOptions, Work, is_impatient
 from cosched.schedule.base import PolicySettings
 from cosched.schedule.builder import PlanBuilder
-from cosched.schedule.phases import Steps, is_turn_of_decodes, stop_beyond_limit, youngest_first
+from cosched.schedule.phases import Steps, must_decode, preempt_beyond_limit, youngest_first
 
 REFRESHED = 512
 """Plans after which the target forward size is computed again: the predictor learns."""
@@ -58,19 +58,19 @@ class EcoServePolicy:
         self._settings = settings
         self._options = options
 
-    def plan(self, view: View, carry: Batch) -> tuple[Plan, Batch]:
-        state = msgspec.structs.replace(carry, num_plans=carry.num_plans + 1)
+    def plan(self, view: View, state: Batch) -> tuple[Plan, Batch]:
+        state = msgspec.structs.replace(state, num_plans=state.num_plans + 1)
         if not state.forward_size or state.num_plans >= REFRESHED:
             size = target_forward_size(view.predictor)
             state = msgspec.structs.replace(state, forward_size=size, num_plans=0)
         builder = PlanBuilder(view)
-        stop_beyond_limit(builder, Steps())
+        preempt_beyond_limit(builder, Steps())
         work = Work(builder, self._settings, self._options, state)
         _settle(work)
         _choose(work)
         _pause_others(work)
         # What is preempted may be on its way to host memory, and not free yet.
-        if not builder.num_preempted and not is_turn_of_decodes(builder):
+        if not builder.num_preempted and not must_decode(builder):
             add_prompts(work)
         after = msgspec.structs.replace(
             state,
@@ -102,7 +102,7 @@ def _settle(work: Work) -> None:
 
 def _choose(work: Work) -> None:
     """Step 2: GTs until the KV is full, and guests for them."""
-    waiting = [r for r in work.waiting() if work.view.can_hold(r)]
+    waiting = [r for r in work.waiting() if work.view.can_pause(r)]
     if not waiting:
         return
     if not (work.is_due or not work.groups or any(map(is_impatient, waiting))):
@@ -139,7 +139,7 @@ def _start_one(work: Work, queue: list[Entry]) -> None:
     ]
     while not (chosen := fill(singles, Promises(work, 0), by_search=True)):
         last = singles[-1].members[0]
-        if len(singles) == 1 or not last.traits.can_stop:
+        if len(singles) == 1 or not last.traits.can_preempt:
             chosen = [[last]]
             break
         del singles[-1]
@@ -158,7 +158,7 @@ def _pause_others(work: Work) -> None:
     rest: list[Request] = []
     for request in work.waiting():
         (due if _is_token_due(work, request) else rest).append(request)
-    builder.hold_all(rest, SkipReason.MEMORY_BUDGET)
+    builder.pause_all(rest, SkipReason.MEMORY_BUDGET)
     if ledger.available >= 0:
         return
     active = [*map(work.running.__getitem__, work.groups), *due]
@@ -166,15 +166,15 @@ def _pause_others(work: Work) -> None:
         request = active.pop()
         if request.rid in work.groups:
             work.leave(request.rid)
-        builder.hold(request, SkipReason.MEMORY_BUDGET)
+        builder.pause(request, SkipReason.MEMORY_BUDGET)
     if ledger.available >= 0:
         return
     # What holds memory and generates nothing goes first, of either class.
-    for victim in [r for r in builder.unfinished() if r.traits.can_stop]:
+    for victim in [r for r in builder.unfinished() if r.traits.can_preempt]:
         builder.preempt(victim)
         if ledger.available >= 0:
             return
-    others = [r for r in work.running.values() if r not in active and r.traits.can_stop]
+    others = [r for r in work.running.values() if r not in active and r.traits.can_preempt]
     for victim in (*youngest_first(builder), *reversed(others)):
         if victim.rid in work.running:
             work.preempt(victim)

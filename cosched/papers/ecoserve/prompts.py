@@ -39,7 +39,7 @@ def add_prompts(work: Work) -> None:
     builder, is_ordered = work.builder, work.options.ordered
     for request in builder.unfinished():
         left = max(work.forward_size - len(work.groups), _LEAST_CHUNK)
-        if not builder.go_on(request, left, unreserved=True):
+        if not builder.continue_prefill(request, left, unreserved=True):
             return
     queue, cut = deque(_prompts(work) if builder.ledger.slots > 0 else ()), None
     if not queue:

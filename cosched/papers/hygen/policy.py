@@ -39,7 +39,7 @@ class HygenPolicy:
     def __init__(self, settings: PolicySettings) -> None:
         self._settings = settings
 
-    def plan(self, view: View, carry: None) -> tuple[Plan, None]:
+    def plan(self, view: View, state: None) -> tuple[Plan, None]:
         builder = PlanBuilder(view)
         pace = time_budget(builder, self._settings)
         two_phases(builder, pace)

@@ -32,7 +32,7 @@ class SarathiPolicy:
 
     initial = None
 
-    def plan(self, view: View, carry: None) -> tuple[Plan, None]:
+    def plan(self, view: View, state: None) -> tuple[Plan, None]:
         return _build(view, Steps()), None
 
 
@@ -59,12 +59,12 @@ class ThrottledPolicy:
         """offline_rate: most offline requests admitted per second while some wait [1/s]."""
         self._offline_rate = offline_rate
 
-    def plan(self, view: View, carry: Backlog) -> tuple[Plan, Backlog]:
+    def plan(self, view: View, state: Backlog) -> tuple[Plan, Backlog]:
         if not view.num_offline:
             return _build(view, Steps()), self.initial
-        since_s = view.now_s if carry.since_s is None else carry.since_s
-        num_refused = sum(1 for rid in carry.last if _waits_unserved(view, rid))
-        num_admitted = carry.num_admitted - num_refused
+        since_s = view.now_s if state.since_s is None else state.since_s
+        num_refused = sum(1 for rid in state.last if _waits_unserved(view, rid))
+        num_admitted = state.num_admitted - num_refused
         due = 1 + int(self._offline_rate * (view.now_s - since_s))
         most = max(due - num_admitted, 0)
         plan = _build(view, Steps(admit=partial(admit_in_order, most=most)))

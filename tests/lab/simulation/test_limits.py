@@ -16,8 +16,8 @@ def test_offline_work_keeps_the_deadlines_of_online_requests(monkeypatch, name, 
     shares = []
     plan_of = policy.plan
 
-    def plan(self, view, carry):
-        plan, after = plan_of(self, view, carry)
+    def plan(self, view, state):
+        plan, after = plan_of(self, view, state)
         is_alone = len(decoding_in(plan, view)) + len(plan.prefill) == 1  # runs however long
         if has_offline_work(plan, view) and not is_alone:
             limit_s = offline_limit_s(view, self._settings.slo, self._settings.budgets)

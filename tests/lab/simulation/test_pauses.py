@@ -83,7 +83,7 @@ def test_pauses_are_written_and_read(stopped, tmp_path):
 def test_deadlines_reach_the_policy_and_are_judged(monkeypatch):
     seen = {}
 
-    def look(policy, view, carry, made):
+    def look(policy, view, state, made):
         seen.update((r.rid, r.slo.deadline_s) for r in (*view.online, *view.running))
 
     watch_plans(monkeypatch, look)

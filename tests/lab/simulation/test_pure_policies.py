@@ -17,7 +17,7 @@ OVERLOAD = {"online": WorkloadSpec(name="azure-like", rate=25.0), "duration_s": 
     [
         ("hygen", True, {}, lambda plan: plan.preempt and plan.skipped),
         ("hygen", False, MANY_PREFIXES, lambda plan: plan.prefill),
-        ("hygen", True, {"config": (("predictor_error", 0.2),)}, lambda plan: plan.hold),
+        ("hygen", True, {"config": (("predictor_error", 0.2),)}, lambda plan: plan.paused),
         ("hygen-throttled", False, {"config": (("offline_rate", 4.0),)}, lambda plan: plan.skipped),
         ("sarathi", True, CHEAP, lambda plan: plan.prefill),
         ("cosched", True, OVERLOAD, lambda plan: plan.late),
