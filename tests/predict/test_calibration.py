@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.predict.test_features import DECODES, PREFILLS
 
 from cosched.core.batch import BatchShape, BatchTotals, Prefill
 from cosched.errors import ConfigError
@@ -17,6 +16,7 @@ from cosched.lab.cost_models.registry import make_cost_model
 from cosched.predict.calibration import Calibrator, cold_start_s
 from cosched.predict.fitted import fit_predictor
 from tests.predict.batches import scheduler_batches
+from tests.predict.test_fitted import DECODES, PREFILLS
 
 TRUTH = make_cost_model("roofline", model="Llama-3.1-8B", gpu="A100-80")
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.predict.test_features import DECODES, PREFILLS
 
 from cosched.core.batch import BatchShape, BatchTotals, Prefill
 from cosched.errors import ConfigError
@@ -21,6 +20,7 @@ from cosched.papers.echo.predictor import EchoPredictor
 from cosched.papers.hygen.predictor import HygenPredictor
 from cosched.predict.fitted import PREDICTORS, GraphSizes, fit_predictor, predictor_from_dict
 from tests.predict.batches import scheduler_batches
+from tests.predict.test_fitted import DECODES, PREFILLS
 
 NAMES = sorted(PREDICTORS)
 GRAPHS = default_graph_sizes(GPUS["A100-80"], 1)
