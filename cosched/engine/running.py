@@ -8,7 +8,6 @@ only new requests. With hundreds of requests most of its time would otherwise go
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from enum import IntEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from cosched.engine.waiting import WaitingQueue
 
 
-class _Column(IntEnum):
+class _Column:
     """Of the table; one row of the array each.
 
     OUTPUT    generated tokens
