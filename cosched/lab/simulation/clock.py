@@ -63,29 +63,12 @@ class VirtualEvent(NamedTuple):
 @contextlib.contextmanager
 def quiet_host() -> Iterator[None]:
     """Keeps torch's threads and the garbage collector out of a loop of many tiny operations:
-    objects from before it are frozen and collections in it are rare. A process that has frozen its
-    objects itself keeps them frozen."""
+    collections in it are rare. `LocalEngine` has frozen the modules."""
     num_threads, thresholds = torch.get_num_threads(), gc.get_threshold()
     torch.set_num_threads(1)
-    freezes = not _is_frozen()
-    if freezes:
-        gc.collect()
-        gc.freeze()
     gc.set_threshold(50_000, 20, 100)
     try:
         yield
     finally:
         gc.set_threshold(*thresholds)
-        if freezes:
-            gc.unfreeze()
         torch.set_num_threads(num_threads)
-
-
-_was_frozen = False
-
-
-def _is_frozen() -> bool:
-    """True if the process froze objects itself. Counting many is slow, so the answer is kept."""
-    global _was_frozen
-    _was_frozen = _was_frozen or gc.get_freeze_count() > 0
-    return _was_frozen
