@@ -33,30 +33,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from cosched.core.plan import Plan
 from cosched.core.request import Request
-from cosched.core.view import OfflineOrder, View
-from cosched.schedule.base import PolicySettings
+from cosched.core.view import OfflineOrder
+from cosched.papers.hygen.policy import HygenPolicy
 from cosched.schedule.builder import PlanBuilder
 from cosched.schedule.candidates import Candidate, admit_best, punishments
-from cosched.schedule.online_order import time_budget
-from cosched.schedule.phases import Steps, shortest_first, two_phases, youngest_first
-
-
-class EchoPolicy:
-    """Two phases over a budget of predicted time, offline admissions by score. See the module's
-    docstring and `phases`."""
-
-    initial = None
-
-    def __init__(self, settings: PolicySettings) -> None:
-        self._settings = settings
-
-    def plan(self, view: View, state: None) -> tuple[Plan, None]:
-        builder = PlanBuilder(view)
-        pace = time_budget(builder, self._settings)
-        two_phases(builder, pace, _STEPS)
-        return builder.build(limits=pace.limits()), None
+from cosched.schedule.phases import Steps, shortest_first, youngest_first
 
 
 def best_batch(
@@ -91,8 +73,12 @@ def _least_loss_first(builder: PlanBuilder) -> list[Request]:
 _VICTIMS = 8
 """Running requests among which the one to stop is chosen."""
 
-_STEPS = Steps(
-    admit=partial(admit_best, choose=best_batch),
-    victims=_least_loss_first,
-    decode_order=shortest_first,
-)
+
+class EchoPolicy(HygenPolicy):
+    """HyGen's two phases with offline admissions by score. See the module's docstring."""
+
+    steps = Steps(
+        admit=partial(admit_best, choose=best_batch),
+        victims=_least_loss_first,
+        decode_order=shortest_first,
+    )

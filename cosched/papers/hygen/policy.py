@@ -28,13 +28,14 @@ from cosched.core.view import View
 from cosched.schedule.base import PolicySettings
 from cosched.schedule.builder import PlanBuilder
 from cosched.schedule.online_order import time_budget
-from cosched.schedule.phases import two_phases
+from cosched.schedule.phases import Steps, two_phases
 
 
 class HygenPolicy:
     """Two phases over a budget of predicted time. See the module's docstring and `phases`."""
 
     initial = None
+    steps = Steps()
 
     def __init__(self, settings: PolicySettings) -> None:
         self._settings = settings
@@ -42,5 +43,5 @@ class HygenPolicy:
     def plan(self, view: View, state: None) -> tuple[Plan, None]:
         builder = PlanBuilder(view)
         pace = time_budget(builder, self._settings)
-        two_phases(builder, pace)
+        two_phases(builder, pace, self.steps)
         return builder.build(limits=pace.limits()), None
