@@ -15,7 +15,6 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -40,7 +39,6 @@ from cosched.errors import ConfigError
 from cosched.limits.claims import read_claims
 from cosched.memory.config import EVICTION_ORDERS, KvConfig
 from cosched.policies import policy_entry, policy_names
-from cosched.predict.profile_file import Profile
 from cosched.predict.tolerance import TOLERANCE_HELP, TOLERANCE_METAVAR, parse_tolerance
 
 _COMMON_POLICIES = ("cosched", "hygen", "sarathi", "priority", "sglang")
@@ -251,14 +249,11 @@ def _import_first_in_children() -> None:
 def check_latency_model(server_args: Any, config: Config) -> None:
     """ConfigError when the latency model is not of this engine. The scheduler checks it again, but
     only after the model is loaded."""
-    if config.latency_model is None or not policy_entry(config.policy).timed:
-        return
     from sglang.srt.configs.model_config import ModelConfig
 
-    from cosched.engine.identity import identity_of
+    from cosched.engine.identity import given_predictor
 
-    expected = identity_of(server_args, ModelConfig.from_server_args(server_args))
-    Profile.predictor_for(Path(config.latency_model), expected, name=config.predictor)
+    given_predictor(server_args, lambda: ModelConfig.from_server_args(server_args), config)
 
 
 def _check_plugin_active() -> None:

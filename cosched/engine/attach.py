@@ -20,7 +20,7 @@ from cosched.engine.decisions import DecisionLog
 from cosched.engine.exporter import MetricsExporter
 from cosched.engine.faults import RequestFaults
 from cosched.engine.guard import Guard
-from cosched.engine.identity import identity_of
+from cosched.engine.identity import given_predictor
 from cosched.engine.isolated import IsolatedWatch
 from cosched.engine.kv import KvManager, transfer_s_of
 from cosched.engine.last_moment import Arrivals, LastMoment
@@ -45,8 +45,7 @@ from cosched.policies import PolicyEntry, policy_entry
 from cosched.pool.pool import ArrivalQueue, OfflinePool
 from cosched.pool.prefix_pool import PrefixPool
 from cosched.predict.calibration import Calibrator
-from cosched.predict.fitted import FittedPredictor, GraphSizes
-from cosched.predict.profile_file import Profile
+from cosched.predict.fitted import GraphSizes
 from cosched.schedule.base import PolicySettings
 
 RECOMPUTE_WINDOW_S = 60.0
@@ -123,7 +122,8 @@ def _controller(
         ecoserve=config.ecoserve,
     )
     predictor = Calibrator(
-        _given_predictor(scheduler, entry, config), graphs=port.graph_sizes_of(scheduler)
+        given_predictor(scheduler.server_args, lambda: scheduler.model_config, config),
+        graphs=port.graph_sizes_of(scheduler),
     )
     ranks = None
     parallel = port.parallel()
@@ -213,16 +213,6 @@ def _controller(
     scheduler.waiting_queue = waiting
     port.report_waiting(scheduler, WaitingSummary(waiting))
     return controller
-
-
-def _given_predictor(scheduler: Any, entry: PolicyEntry, config: Config) -> FittedPredictor | None:
-    """The predictor of the configuration's profile, None without one. ConfigError when the profile
-    is of another engine."""
-    if config.latency_model is None or not entry.timed:
-        return None
-    expected = identity_of(scheduler.server_args, scheduler.model_config)
-    name = config.predictor or entry.predictor
-    return Profile.predictor_for(Path(config.latency_model), expected, name=name)
 
 
 def use_virtual_device(scheduler: Any, clock: Clock, graphs: GraphSizes | None) -> None:

@@ -4,16 +4,33 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from cosched.predict.profile_file import EngineIdentity
+from cosched.config import Config
+from cosched.policies import policy_entry
+from cosched.predict.fitted import FittedPredictor
+from cosched.predict.profile_file import EngineIdentity, Profile
 
 STANDS_FOR = "cosched_stands_for"
 """Key in the ``config.json`` of a stand-in model: the identity of the engine that it plays."""
+
+
+def given_predictor(
+    server_args: Any, model_config: Callable[[], Any], config: Config
+) -> FittedPredictor | None:
+    """The predictor of the configuration's profile; None without one, or where no plan depends on
+    time. ConfigError when the profile is of another engine."""
+    entry = policy_entry(config.policy)
+    if config.latency_model is None or not entry.timed:
+        return None
+    expected = identity_of(server_args, model_config())
+    name = config.predictor or entry.predictor
+    return Profile.predictor_for(Path(config.latency_model), expected, name=name)
 
 
 def identity_of(server_args: Any, model_config: Any) -> EngineIdentity:

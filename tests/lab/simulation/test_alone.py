@@ -93,7 +93,7 @@ SHARE = 0.05
 
 def test_what_is_promised_is_kept_and_is_not_without_the_promise(monkeypatch):
     monkeypatch.setattr(run, "cost_model_of", lambda spec: ExactTimes())
-    monkeypatch.setattr(attach, "_given_predictor", lambda *arguments: EXACT)
+    monkeypatch.setattr(attach, "given_predictor", lambda *arguments: EXACT)
     beside = replace(SPEC, setting=setting_of("cosched"))
     promised = beside.configured(tolerance={"ttft": SHARE, "tpot": SHARE})
     alone, free, kept = (execute(spec) for spec in (SPEC, beside, promised))
