@@ -203,7 +203,7 @@ class Measure(JsonOption):
             )
         from cosched.engine import identity
         from cosched.engine.port import graph_sizes_of
-        from cosched.engine.port.local import LocalEngine
+        from cosched.lab.local_engine import LocalEngine
 
         config = Config(policy=_POLICY)
         flags = engine_arguments(self.flags, config, mixed_chunk=True)

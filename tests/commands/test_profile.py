@@ -113,7 +113,7 @@ def test_a_live_engine_is_measured_and_starts_from_its_profile(tiny_model, tmp_p
     from sglang.srt.server_args import prepare_server_args
 
     from cosched.engine.arguments import engine_arguments
-    from cosched.engine.port.local import LocalEngine
+    from cosched.lab.local_engine import LocalEngine
 
     config = Config(policy="hygen", latency_model=str(path))
     arguments = engine_arguments([*flags, "--log-level", "error"], config, mixed_chunk=True)

@@ -26,7 +26,7 @@ FLAGS = {
 @pytest.fixture
 def make_engine(tiny_model, monkeypatch):
     """`make_engine(policy=..., overlap=..., config={...}, **{flag: value})` -> LocalEngine."""
-    from cosched.engine.port.local import LocalEngine
+    from cosched.lab.local_engine import LocalEngine
 
     engines = []
 
@@ -61,7 +61,7 @@ def make_engine(tiny_model, monkeypatch):
 
 def without_model(engine):
     """Its engine, which computes nothing: where only lengths, memory and who runs matter."""
-    from cosched.engine.port.local import made_up
+    from cosched.lab.local_engine import made_up
 
     engine.replace_forward(lambda batch, **options: made_up([10] * len(batch.reqs)))
     return engine

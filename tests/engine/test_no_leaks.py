@@ -19,8 +19,8 @@ from sglang.srt.managers.io_struct import (
 
 from cosched.core.request import RequestClass
 from cosched.core.view import Decodes, Outlook, Progress
-from cosched.engine.port.local import made_up
 from cosched.engine.running import own_tokens
+from cosched.lab.local_engine import made_up
 from tests.adapters import FLAGS as LORA_FLAGS
 from tests.adapters import load_adapters, make_adapters, without_pinned_memory
 from tests.engine.conftest import assert_drained, view_now

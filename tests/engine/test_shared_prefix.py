@@ -299,7 +299,7 @@ import json, sys
 import cosched.bootstrap
 from cosched_kernels.interpret import repair_interpreter
 repair_interpreter()
-from cosched.engine.port.local import LocalEngine
+from cosched.lab.local_engine import LocalEngine
 from tests.engine.test_shared_prefix import asked_in_turns, shared_of
 
 with LocalEngine(sys.argv[1:]) as engine:

@@ -14,9 +14,9 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from cosched.engine import port
-from cosched.engine.port.local import made_up
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.view_of import num_cached
+from cosched.lab.local_engine import made_up
 from tests.adapters import FLAGS as LORA_FLAGS
 from tests.adapters import load_adapters, make_adapters, without_pinned_memory
 from tests.engine.conftest import OFFLINE, assert_drained, outputs, prompt, view_now

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from cosched.core.wire import class_of_priority
-from cosched.engine.port.local import Reply
 from cosched.engine.waiting import WaitingQueue
+from cosched.lab.local_engine import Reply
 from cosched.pool.prefix_pool import PrefixPool
 from tests.pool.integrity import check_pool
 from tests.soak.engine import SoakEngine

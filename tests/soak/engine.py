@@ -31,8 +31,8 @@ from cosched.config import ENV_VAR
 from cosched.core.batch import BatchShape
 from cosched.engine import port
 from cosched.engine.attach import use_virtual_device
-from cosched.engine.port.local import LocalEngine, Reply, lengths_of, made_up
 from cosched.lab.demo_model import ensure_demo_model
+from cosched.lab.local_engine import LocalEngine, Reply, lengths_of, made_up
 from cosched.lab.simulation.clock import VirtualClock
 from cosched.policies import policy_entry
 from tests import adapters

@@ -17,8 +17,8 @@ from cosched.core.request import Request
 from cosched.core.view import View
 from cosched.engine import port
 from cosched.engine.observe import Iteration
-from cosched.engine.port.local import LocalEngine
 from cosched.errors import ConfigError
+from cosched.lab.local_engine import LocalEngine
 from cosched.lab.profiling.design import DesignedBatch, Limits, Round
 from cosched.papers.hygen.sarathi import SarathiPolicy
 from cosched.predict.profile_file import MeasuredPoint

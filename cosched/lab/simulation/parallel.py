@@ -1,8 +1,8 @@
 """Runs side by side, each in a process of its own.
 
 SGLang keeps state per process, and a fresh process returns the memory of long prompts. Processes
-are forked from one that has imported and hooked SGLang (`cosched_patches.prepared`), which takes
-longer than simulating a minute.
+are forked from one that has imported and hooked SGLang (`cosched.lab.simulation.prepared`), which
+takes longer than simulating a minute.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cosched.errors import CoschedError
 from cosched.lab.simulation.run import RunResult, RunSpec, execute
 from cosched.lab.simulation.store import ResultStore
 
-_PRELOADED = ["cosched_patches.prepared", "cosched.lab.simulation.virtual"]
+_PRELOADED = ["cosched.lab.simulation.prepared", "cosched.lab.simulation.virtual"]
 
 
 def execute_all(

@@ -36,10 +36,10 @@ from cosched.engine.attach import use_virtual_device
 from cosched.engine.identity import STANDS_FOR
 from cosched.engine.observe import Iteration
 from cosched.engine.port.attention import assuming_one_reading
-from cosched.engine.port.local import LocalEngine, lengths_of, made_up
 from cosched.engine.port.prefixes import RunningPrefixes, with_repeated
 from cosched.errors import ConfigError
 from cosched.lab.cost_models.base import PrefixReads
+from cosched.lab.local_engine import LocalEngine, lengths_of, made_up
 from cosched.lab.metrics.records import ColumnLog, IterationLog, IterationRecord, RequestRecord
 from cosched.lab.simulation.arrivals import VOCAB_SIZE, Arrival, Source
 from cosched.lab.simulation.clock import VirtualClock, VirtualEvent, quiet_host

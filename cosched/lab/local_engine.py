@@ -1,7 +1,8 @@
 """SGLang's scheduler in this process, without a server, sockets or other processes.
 
-For tests and for the simulator. The event loop is SGLang's; the sources of requests and the
-destinations of outputs are replaced.
+For tests, profiling and the simulator. The event loop is SGLang's; the sources of requests and the
+destinations of outputs are replaced. Beside the engine this is the only module of cosched that uses
+SGLang's names.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def _release_groups() -> None:
 
 
 @cache
-def _freeze_imports() -> None:
+def freeze_imports() -> None:
     """Exclude all modules from garbage collection. SGLang collects garbage for each engine, and 70
     % of the time to build a small one went into searching the modules."""
     import sglang.srt.models.registry  # noqa: F401  # imports all models, as a scheduler does
@@ -126,7 +127,7 @@ class LocalEngine:
     def __init__(self, flags: Sequence[str], *, tokenizer: bool = False) -> None:
         """tokenizer: load it, for grammars and ``min_new_tokens``."""
         load_plugins()
-        _freeze_imports()
+        freeze_imports()
         without = [] if tokenizer else ["--skip-tokenizer-init"]
         server_args = prepare_server_args([*flags, *without])
         server_args.resolve_once()

@@ -17,10 +17,9 @@ from cosched_patches.plugin import register
 logging.getLogger("sglang.srt.models.registry").setLevel(logging.ERROR)
 try:
     with without_collections():
-        import sglang.srt.models.registry  # noqa: F401
+        from cosched.lab.local_engine import freeze_imports
 
-        import cosched.engine.port.local  # noqa: F401
-
+        freeze_imports()
         with mock.patch.dict(os.environ, {ENV_VAR: Config().to_json()}):
             register()
 except SystemExit as error:
