@@ -353,8 +353,8 @@ class JsonOption:
     _has_lost_output = False
 
     def save(self, path: Path | None, write: Callable[[Path], object]) -> None:
-        """Write one output after the run, if it was asked for. If that fails the command goes on,
-        prints its result, and ends with 1."""
+        """Write one output after the run, if it was asked for. If that fails the command
+        continues, prints its result, and ends with 1."""
         if path is None:
             return
         try:

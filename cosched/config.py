@@ -230,8 +230,8 @@ def parse_config(text: str, *, source: str) -> Config:
 
 @contextlib.contextmanager
 def configured(config: Config) -> Iterator[None]:
-    """What is built in this process meanwhile runs with this configuration; what the environment
-    says is as before afterwards."""
+    """Engines built inside the block run with this configuration; the environment is restored
+    after it."""
     before = os.environ.get(ENV_VAR)
     os.environ[ENV_VAR] = config.to_json()
     try:

@@ -74,9 +74,9 @@ def offline(backend: Any = None) -> Iterator[OfflineEndpoint]:
     begins stays what it is.
 
     The switch is on the backend object, not on the thread: ``run_batch`` starts programs in threads
-    of its own, which see no context of the caller's. So programs that other threads start meanwhile
-    on the same object are offline too; give those an endpoint of their own. Blocks may nest and
-    overlap.
+    of its own, which see no context of the caller's. So programs that other threads start on the
+    same object during the block are offline too; give those an endpoint of their own. Blocks may
+    nest and overlap.
 
     Gives the offline twin of the endpoint, to be passed as ``backend`` explicitly if you like.
     ConfigError when there is no SGLang endpoint to switch.

@@ -37,7 +37,7 @@ class BatchSize:
         known = [*view.running, *view.unfinished, *view.online]
         online = (r for r in known if r.request_class is RequestClass.ONLINE)
         left_s = {r.rid: self.residual_s(builder, r) for r in online}
-        # One that an average iteration makes late limits nobody any more.
+        # A request that an average iteration makes late sets no limit.
         limit_s = min((s for s in left_s.values() if s > view.mean_iteration_s), default=inf)
         bound = {r.rid for r in view.running if not view.can_pause(r)}  # these run in any case
         bound |= {r.rid for r in view.unfinished if not r.traits.can_preempt}

@@ -1,4 +1,4 @@
-"""A policy of one's own: offline requests run only while nobody chats.
+"""A policy of one's own: offline requests run only while there is no chat.
 
 docs/policies/own_policy.md explains it.
 
@@ -27,15 +27,15 @@ class IdleOnly:
         builder = PlanBuilder(view)  # plan and ledger in one: what it accepts, the engine runs
         under_way = [*view.running, *view.unfinished]
         is_busy = any(r.request_class is RequestClass.ONLINE for r in chain(view.online, under_way))
-        if is_busy:  # stopped requests keep their KV in the radix tree, and resume where they were
+        if is_busy:  # preempted requests keep their KV in the radix tree, and resume from there
             for request in under_way:
                 if request.request_class is RequestClass.OFFLINE and request.traits.can_preempt:
                     builder.preempt(request)
-        for request in builder.unfinished():  # one that does not go on is stopped by `build`
+        for request in builder.unfinished():  # `build` preempts those that do not continue
             builder.continue_prefill(request, sys.maxsize)
         for request in chain(view.online, () if is_busy else view.offline_order()):
             if (reason := view.why_blocked(request)) is not None:
                 builder.skip(request, reason)
             elif not builder.admit(request, view.match(request), sys.maxsize):
-                break  # in order: nobody overtakes
+                break  # in order: no request overtakes
         return builder.build(), None

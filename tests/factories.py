@@ -19,7 +19,7 @@ from cosched.core.view import (
     OfflineLimits,
     Outlook,
     Progress,
-    Room,
+    ToleranceHeadroom,
 )
 from cosched.pool.pool import ArrivalOrder
 from cosched.schedule.ledger import promised_tokens
@@ -133,7 +133,7 @@ class FakeView:
     online: Iterable[FakeRequest] = ()
     offline: Iterable[FakeRequest] = ()
     cached: Mapping[str, Match] = field(default_factory=dict)
-    decodes_due: bool = False
+    must_decode: bool = False
     barred: Collection[str] = ()
     now_s: float = 0.0
     start_s: float = 0.0
@@ -143,7 +143,7 @@ class FakeView:
     unholdable: Collection[str] = ()
     loss_per_token_s: float = 0.0
     recompute_debt_s: float = 0.0
-    room: Room | None = None
+    tolerance_headroom: ToleranceHeadroom | None = None
     kept: int = 0
     offline_in_sessions: int = 0
     host_free: int = 0
@@ -181,7 +181,7 @@ class FakeView:
             mixed=self.caps.mixed_batches
             and all(r.traits.can_mix for r in (*self.running, *self.unfinished)),
             partial=self.caps.partial_decode,
-            decodes_due=self.decodes_due,
+            must_decode=self.must_decode,
         )
 
     def offline_order(self):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 
 import msgspec
 
 from cosched.batch.storage import folder_of, without_secrets
-from cosched.limits.claims import digest_of
+from cosched.limits.claims import configured_digest, digest_of
 
 OFF = "off"
 """As `BatchesConfig.folder`: no Batch API, even where the program has a default folder."""
@@ -105,10 +104,10 @@ class BatchesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             )
         if not 0 <= self.late_margin_s < math.inf:
             raise ValueError(f"late_margin_s must be 0 or more, not {self.late_margin_s}")
-        hashed = {name: tuple(map(digest_of, keys)) for name, keys in self.owners.items()}
-        for key in (key for keys in self.owners.values() for key in keys):
-            if key.startswith("sha256:") and digest_of(key) != key:
-                raise ValueError("owners: after 'sha256:' come 64 hexadecimal digits in lower case")
+        hashed = {
+            name: tuple(configured_digest(key, "owners") for key in keys)
+            for name, keys in self.owners.items()
+        }
         every = [key for keys in hashed.values() for key in keys]
         if len(set(every)) < len(every):
             raise ValueError("owners: one key is there twice")
@@ -132,8 +131,7 @@ class BatchesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         first key of its owner; "" without a key."""
         if not key:
             return ""
-        # A digest is not a key: whoever sends one has only read the configuration.
-        digest = f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"
+        digest = digest_of(key)
         keys = next((keys for keys in self.owners.values() if digest in keys), (digest,))
         return keys[0].removeprefix("sha256:")
 

@@ -134,7 +134,7 @@ class FolderStorage:
     def sweep(self, listed: set[str], *, in_use: set[str]) -> None:
         for path in self._folder.iterdir():
             is_part = path.suffix == _PART
-            with suppress(FileNotFoundError):  # published or discarded meanwhile
+            with suppress(FileNotFoundError):  # published or discarded by another server
                 if is_part and time.time() - path.stat().st_mtime <= _ORPHAN_S:
                     continue
             if is_part or path.name not in listed:

@@ -31,10 +31,10 @@ class BatchShape:
 
     prefills    the prefill part, one entry per request
     decodes     context length of each decoding request: tokens attended to, its new one included
-    num_loaded  tokens whose KV comes back from host memory meanwhile, layer by layer
+    num_loaded  tokens whose KV is loaded from host memory during it, layer by layer
     num_repeated KV tokens of the decodes that others of them read as well, on the same slots: of a
-                prefix that k share, k - 1 times its tokens. 0 where nobody looked, as where the
-                engine reads every context for itself anyway
+                prefix that k share, k - 1 times its tokens. 0 where this was not looked up, as
+                where the engine reads every context separately
     """
 
     prefills: Sequence[Prefill] = ()
@@ -134,7 +134,7 @@ class BatchTotals:
             self.max_decode_context = max(self.max_decode_context, max(contexts))
 
     def add_load(self, num_tokens: int) -> None:
-        """A request whose `num_tokens` tokens of KV come back from host memory meanwhile."""
+        """A request whose `num_tokens` tokens of KV are loaded from host memory."""
         self.num_loaded += num_tokens
 
     def copy(self) -> BatchTotals:

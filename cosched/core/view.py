@@ -21,7 +21,7 @@ __all__ = [
     "OfflineOrder",
     "Outlook",
     "Progress",
-    "Room",
+    "ToleranceHeadroom",
     "View",
 ]
 
@@ -32,13 +32,13 @@ class BatchRules:
 
     mixed        prefill and the decodes of all running requests may share it
     partial      the decode of some requests may pause (`View.can_pause` says which)
-    decodes_due  the iteration before this one was a prefill that could not mix: now the running
+    must_decode  the iteration before this one was a prefill that could not mix: now the running
                  requests decode
     """
 
     mixed: bool = True
     partial: bool = False
-    decodes_due: bool = False
+    must_decode: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +121,8 @@ class OfflineLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
-    """Headroom of tolerance mode: how much offline work may lengthen iterations, when online
+class ToleranceHeadroom:
+    """How much offline work may lengthen iterations in tolerance mode, where online
     latency may exceed its isolated baseline by a share (`cosched.predict`).
 
     wait_s  of iterations in which online requests wait or compute their prompts [s]; None: TTFT has
@@ -358,8 +358,8 @@ class View(Protocol):
         ...
 
     @property
-    def room(self) -> Room | None:
-        """Headroom of tolerance mode; None: the targets alone count."""
+    def tolerance_headroom(self) -> ToleranceHeadroom | None:
+        """None: the targets alone count."""
         ...
 
     def reserve_of(self, request: Request) -> int:

@@ -125,14 +125,14 @@ def _keeps_offline_waiting(app: Any) -> bool:
 async def _offline_progress() -> Progress:
     """Progress of offline requests of all schedulers; empty if SGLang itself schedules."""
     states = [state.get("cosched", {}) for state in await _manager().get_internal_state()]
-    told = [state for state in states if "offline_progress" in state]
-    if not told:
+    replied = [state for state in states if "offline_progress" in state]
+    if not replied:
         return Progress()
-    far = [state["offline_progress"] for state in told]
+    far = [state["offline_progress"] for state in replied]
     return Progress(
         running=[Running(*one) for some in far for one in some["begun"]],
-        num_iterations=fmean(state["num_iterations"] for state in told),
-        num_online=fmean(state["online_prefill_tokens"] for state in told),
+        num_iterations=fmean(state["num_iterations"] for state in replied),
+        num_online=fmean(state["online_prefill_tokens"] for state in replied),
         prefill_token_s=fmean(one["prefill_token_s"] for one in far),
         decode_s=fmean(one["tail_decode_s"] for one in far),
     )

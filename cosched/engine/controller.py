@@ -108,7 +108,7 @@ class Controller:
     """Planned, and not launched yet."""
     split: SplitBatch | None = None
     """Of the iteration that is being built, when the decode of some requests is paused."""
-    decodes_due: bool = False
+    must_decode: bool = False
     """See `BatchRules`."""
     latest_plan: Plan = EMPTY_PLAN
     _before: _Before | None = None
@@ -150,7 +150,7 @@ class Controller:
             plan = self._after_draining(plan, running_batch)
         taken = self.table.promise(plan, self.waiting, running_batch, scheduler.chunked_req)
         self._preempt(plan, running_batch)
-        self.decodes_due = False
+        self.must_decode = False
         self.split = split(running_batch, plan.paused) if plan.paused else None
         if self.split is not None:
             running_batch = self.split.active
@@ -168,7 +168,7 @@ class Controller:
         self._admit(candidates, left)
         if batch is not None:
             self._count_prefills(batch)
-            self.decodes_due = not port.decodes_of(batch) and not running_batch.is_empty()
+            self.must_decode = not port.decodes_of(batch) and not running_batch.is_empty()
             count_resumed(batch)
         return batch, running_batch
 
@@ -294,14 +294,14 @@ class Controller:
             caps=self.caps,
             moment=moment,
             predictor=self.predictor,
-            decodes_due=self.decodes_due,
+            must_decode=self.must_decode,
             why_blocked=self._why_blocked,
             lengths=self.lengths,
             table=self.table,
             recompute_debt_s=self.recompute.debt_s(moment.now_s),
             kv=self.kv if self.kv is not None and not self.kv.core.is_off else None,
             prefixes=self.prefixes,
-            room=None if self.isolated is None else self.isolated.room,
+            tolerance_headroom=None if self.isolated is None else self.isolated.headroom,
         )
 
     def _record(self, plan: Plan, view: SchedulerView, planning_s: float) -> None:
@@ -322,7 +322,7 @@ class Controller:
     def _after_draining(self, plan: Plan, running_batch: Any) -> Plan:
         """What is left of a plan now that all results are known.
 
-        Requests that ended leave more room than the plan counted on, so it still fits; it is made
+        Requests that ended leave more memory than the plan counted on, so it still fits; it is made
         again only where that may spare a running request that it preempts.
         """
         num_running = len(running_batch.reqs)
@@ -443,7 +443,7 @@ class Controller:
     def abandon(self, requests: Sequence[TrackedRequest]) -> None:
         """The iteration was taken back: these requests have released their memory and wait."""
         self.iteration = self.split = None
-        self.decodes_due = False
+        self.must_decode = False
         for tracked in requests:
             self.table.forget(tracked)
         with self._logging() as log:

@@ -1,9 +1,9 @@
 """The HTTP side of a server: the class and the targets that a request gets, and its reply headers.
 
 Every reply to a request with a class has the header ``x-cosched-class``, and ``x-cosched-targets``
-if the request named targets. A request with ``x-cosched-late: 1`` is told if its TTFT target was
-out of reach. Replies of OpenAI's endpoints that have the field ``service_tier`` carry it, streamed
-ones in every chunk.
+if the request named targets. The reply to a request with ``x-cosched-late: 1`` says if its TTFT
+target was out of reach. Replies of OpenAI's endpoints that have the field ``service_tier`` carry
+it, streamed ones in every chunk.
 """
 
 from __future__ import annotations
@@ -145,8 +145,8 @@ class Front:
         late = None
         for each in reply if isinstance(reply, list) else (reply,):
             meta_info = each.get("meta_info") if isinstance(each, dict) else None
-            told = meta_info.pop(LATE_KEY, None) if meta_info else None
-            late = late or next((reason for reason in told or () if reason), None)
+            reported = meta_info.pop(LATE_KEY, None) if meta_info else None
+            late = late or next((reason for reason in reported or () if reason), None)
         state = getattr(request, "state", None)
         if state is not None and (late or not hasattr(state, _LATE)):
             setattr(state, _LATE, late or _NOT_LATE)
@@ -205,7 +205,7 @@ class _Reply:
         self._mark: Callable[[bytes], bytes] | None = None
         self._is_stream = False
         self._late: str | None = None
-        """The lateness that the client was told."""
+        """The lateness that the reply reports."""
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":

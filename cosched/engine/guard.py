@@ -136,7 +136,7 @@ class Guard:
             return
         _log.error(
             "cosched: policy %r took %.1f s for a plan (%d slow plans since the start, %d failures "
-            "in a row); all requests wait meanwhile%s",
+            "in a row); all requests wait during a plan%s",
             name,
             took_s,
             num,

@@ -11,7 +11,7 @@ SGLang copies either everything that it inserts (``write_through``) or everythin
 * loads the KV of a waiting request before it is admitted (`restore`), while iterations run: SGLang
   loads it in the iteration that admits the request, and all decodes of that iteration wait.
 
-The tree core cannot be told which copy to give up, but it keeps copies that are locked in host
+The tree core takes no choice of the copy to give up, but it keeps copies that are locked in host
 memory. So every copy is locked, and the one to give up is unlocked. With the other write policies
 SGLang copies as it does, and only the two orders of eviction are cosched's.
 """
@@ -374,7 +374,7 @@ class HostedTreeCore(WatchedTreeCore):
 
     @property
     def num_writing(self) -> int:
-        """Tokens that are being copied to host memory and cannot be evicted meanwhile."""
+        """Tokens that are being copied to host memory and cannot be evicted until that ends."""
         pending = self._cache.ongoing_write_through.values()
         nodes = (self._tree.nodes.get(node_id) for p in pending for node_id in p.publish_node_ids)
         return sum(node.num_tokens for node in nodes if node is not None)

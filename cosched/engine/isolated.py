@@ -10,7 +10,7 @@ import msgspec
 from cosched.core.batch import BatchTotals
 from cosched.core.caps import EngineCaps
 from cosched.core.request import RequestClass
-from cosched.core.view import Room
+from cosched.core.view import ToleranceHeadroom
 from cosched.engine import port
 from cosched.engine.tracked import TrackedRequest
 from cosched.predict.calibration import Calibrator
@@ -131,9 +131,9 @@ class IsolatedWatch:
         return self._predictor.estimate_s(totals) * self._predictor.error
 
     @property
-    def room(self) -> Room:
+    def headroom(self) -> ToleranceHeadroom:
         ttft, tpot = self._promises.get("ttft"), self._promises.get("tpot")
-        return Room(
+        return ToleranceHeadroom(
             wait_s=None if ttft is None else ttft.headroom * ttft.mean_baseline_s / self._waits,
             share=None if tpot is None else tpot.headroom,
         )

@@ -354,7 +354,7 @@ class KvManager:
             now_s=self.leaves.now_s,
             free=port.kv_free(self._scheduler),
             own=(own[RequestClass.ONLINE], own[RequestClass.OFFLINE]),
-            kept=self.kept,
+            kept=self.online_reservation,
             evicted=self.core.evicted,
             shared_pages=bidirectional.savings(self._scheduler),
             is_watched=not self.core.is_off,
@@ -381,7 +381,7 @@ class KvManager:
         return self.leaves.loss_s(num_tokens)
 
     @property
-    def kept(self) -> int:
+    def online_reservation(self) -> int:
         """Tokens that are reserved for online requests (`KvState.kept`)."""
         if not self.config.reserve:
             return 0

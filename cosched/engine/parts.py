@@ -77,11 +77,11 @@ class PartWriter:
             self._file.close()
 
     def _delete_oldest(self, parts: Sequence[Path]) -> None:
-        room = (NUM_PARTS - 1) * self._max_part_bytes
+        left_bytes = (NUM_PARTS - 1) * self._max_part_bytes
         for count, part in enumerate(reversed(parts)):
             # A full part is a line longer than it may be.
-            room -= min(part.stat().st_size, self._max_part_bytes)
-            if room < 0 or count >= _MOST_FILES:
+            left_bytes -= min(part.stat().st_size, self._max_part_bytes)
+            if left_bytes < 0 or count >= _MOST_FILES:
                 part.unlink()
 
 

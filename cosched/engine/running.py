@@ -1,6 +1,6 @@
 """What plans need to know of all running requests, kept from plan to plan.
 
-Little changes for a request that goes on decoding, and what changes is known without reading it:
+Little changes for a request that keeps decoding, and what changes is known without reading it:
 the batch has all lengths in one array, and each result says whose tokens it holds. So a plan reads
 only new requests. With hundreds of requests most of its time would otherwise go into reading them.
 """

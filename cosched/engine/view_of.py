@@ -22,7 +22,7 @@ from cosched.core.view import (
     OfflineOrder,
     Outlook,
     Progress,
-    Room,
+    ToleranceHeadroom,
 )
 from cosched.engine import port
 from cosched.engine.kv import KvManager
@@ -59,17 +59,17 @@ class SchedulerView:
         caps: EngineCaps,
         moment: Moment,
         predictor: Predictor,
-        decodes_due: bool,
+        must_decode: bool,
         why_blocked: Callable[[Request], SkipReason | None],
         lengths: Lengths,
         table: RunningTable,
         recompute_debt_s: float = 0.0,
         kv: KvManager | None = None,
         prefixes: RunningPrefixes | None = None,
-        room: Room | None = None,
+        tolerance_headroom: ToleranceHeadroom | None = None,
     ) -> None:
         """prefixes: None: the engine reads a shared prefix for each request."""
-        self.room = room
+        self.tolerance_headroom = tolerance_headroom
         self._kv = kv
         self._prefixes = prefixes
         self._scheduler = scheduler
@@ -85,7 +85,7 @@ class SchedulerView:
         self._lengths = lengths
         self._table = table
         self.recompute_debt_s = recompute_debt_s
-        self._decodes_due = decodes_due
+        self._must_decode = must_decode
         self._matches: dict[Request, Match] = {}
         self._gains: dict[Request, int] = {}
         self._shared: dict[RequestClass, Mapping[Request, int]] = {}
@@ -115,7 +115,7 @@ class SchedulerView:
             and all(request.traits.can_mix for request in self.unfinished),
             partial=caps.partial_decode
             and (self._running.are_plain or port.can_pause(self._batch)),
-            decodes_due=self._decodes_due,
+            must_decode=self._must_decode,
         )
 
     def outlook(self) -> Outlook:
@@ -171,7 +171,7 @@ class SchedulerView:
             next_step=running.next_step,
             host_free=port.host_free(scheduler),
             shared_offline=0 if self._kv is None else self._kv.kv_tree.num_held_offline,
-            kept=0 if self._kv is None else self._kv.kept,
+            kept=0 if self._kv is None else self._kv.online_reservation,
         )
 
     @cached_property

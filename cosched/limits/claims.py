@@ -107,11 +107,11 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         for sign in self.ignore:
             if sign not in SIGNS:
                 raise ValueError(f"ignore: unknown sign {sign!r}; choose from {choices(SIGNS)}")
-        for key in self.keys:
-            if key.startswith("sha256:") and not _DIGEST.fullmatch(key):
-                raise ValueError("keys: after 'sha256:' come 64 hexadecimal digits in lower case")
         # The environment of the server's processes must not have keys in clear text.
-        hashed = {key if key == ANY_KEY else digest_of(key): it for key, it in self.keys.items()}
+        hashed = {
+            key if key == ANY_KEY else configured_digest(key, "keys"): it
+            for key, it in self.keys.items()
+        }
         if len(hashed) != len(self.keys):
             raise ValueError("keys: one key is there twice, in clear text and as sha256")
         msgspec.structs.force_setattr(self, "keys", hashed)
@@ -136,10 +136,18 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def digest_of(key: str) -> str:
-    """A key as its digest, for the configuration."""
-    if _DIGEST.fullmatch(key):
-        return key
+    """The digest of a key that a client sends. A digest is no key: its sender has only read the
+    configuration."""
     return f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"
+
+
+def configured_digest(key: str, field: str) -> str:
+    """The digest of a key in this field of the configuration, where it may be a digest already."""
+    if not key.startswith("sha256:"):
+        return digest_of(key)
+    if not _DIGEST.fullmatch(key):
+        raise ValueError(f"{field}: after 'sha256:' come 64 hexadecimal digits in lower case")
+    return key
 
 
 def presented_key(headers: Mapping[str, str]) -> str:
@@ -246,7 +254,6 @@ class KeyGate:
         if not keys:
             return None
         presented = presented_key(headers)
-        # A digest is not a key: whoever sends one has only read the configuration.
-        if presented and not _DIGEST.fullmatch(presented) and digest_of(presented) in keys:
+        if presented and digest_of(presented) in keys:
             return digest_of(presented)
         return ANY_KEY if ANY_KEY in keys else None

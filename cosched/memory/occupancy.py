@@ -42,7 +42,7 @@ class KvOccupancy(msgspec.Struct, kw_only=True, frozen=True):
     free             not allocated
     running_online   held by online requests, in the tree and outside
     running_offline  held by offline requests alone
-    returning        cached, of sessions that are likely to go on
+    returning        cached, of sessions that are likely to continue
     referenced       cached, and waiting offline requests begin with it
     dead             cached, and no request is expected to use it
     kept             what offline requests leave to online ones

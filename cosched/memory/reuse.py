@@ -41,7 +41,7 @@ _PRIOR_HAZARDS = (
     *(0.12, 0.10, 0.08, 0.06, 0.04, 0.02, 0.02),
 )
 """Share of those that reach a bin that come back in it, as long as nothing is known: three of four
-go on, half of them within half a minute. Too high costs offline work until it is learned better,
+continue, half of them within half a minute. Too high costs offline work until it is learned better,
 too low costs chat."""
 _PRIOR_WEIGHT = 2.0
 """Visits that the prior counts as, in each bin."""
@@ -218,8 +218,8 @@ class ReuseModel:
         return BIN_EDGES_S[index] if index < _NUM_BINS else _END_S
 
     def chance(self, kind: int, age_s: float, *, on_host: bool = False) -> float:
-        """That a visit of this kind and age comes back, discounted as `refresh` was told: as long
-        as it can stay on the device, or in host memory."""
+        """That a visit of this kind and age comes back, discounted by `refresh`: while it
+        can stay on the device, or in host memory."""
         if age_s >= _END_S:
             return 0.0
         chances = self._host_chances if on_host else self._chances

@@ -1,8 +1,8 @@
 """The engine's radix tree as eviction sees it: its nodes, locks on them, and requests that wait for
 them.
 
-The engine's own tree stays the truth; this one follows it, told of every insertion, lock and
-eviction (`cosched.engine.tree_core`). It knows beside the tokens what the engine's tree does not:
+The engine's own tree is authoritative; this one mirrors each insertion, lock and eviction
+(`cosched.engine.tree_core`). It knows beside the tokens what the engine's tree does not:
 when a node was last used and by which class, and how many waiting requests will read it.
 
 A node is on the device, in host memory, or both: nothing on the device hangs below what is not.
@@ -22,8 +22,8 @@ from cosched.pool.radix import TOKEN_BYTES, Shared, common_bytes
 class KvTree:
     """See the module's docstring. Requests of different namespaces share nothing.
 
-    leaves  is told which nodes can be evicted (`KvNode.is_leaf`)
-    copies  is told which copies in host memory can be given up (`KvNode.has_spare_copy`); None:
+    leaves  receives the nodes that can be evicted (`KvNode.is_leaf`)
+    copies  receives the copies in host memory that can be given up (`KvNode.has_spare_copy`); None:
             there is no host memory
     future  requests that wait for a path (`PrefixPool.future_references`); asked for new nodes
             only, and only where some wait for what is above them

@@ -85,7 +85,7 @@ class KvValue:
     *Waiting online requests*, new or preempted: it is certain that they resume, and a user waits.
     What they will use has `_CERTAIN` times its cost and is evicted last.
 
-    *Online*: the chance that the session goes on (`ReuseModel`), times what is recomputed then. A
+    *Online*: the chance that the session continues (`ReuseModel`), times what is recomputed then. A
     second of recomputation that makes a chat user wait weighs more than one of throughput, by
     `late_weight`: each beyond `free_share` of the TTFT target, which goes unnoticed (the idea of
     tail-optimized LRU, Zhang et al. 2025), up to the target. What is lost beyond the target makes
@@ -138,7 +138,7 @@ class KvValue:
         """Per token, of copying it to host memory before it is evicted: `of_copy` less the way
         there. Above 0: it is worth it.
 
-        is_ahead: iterations go on meanwhile, so that the way costs little
+        is_ahead: iterations run during the copy, so that it costs little
         """
         if not self.has_host:
             return 0.0
@@ -188,7 +188,7 @@ class KvValue:
         return min(seconds, (end - start) * self.transfer_s) if is_loaded else seconds
 
     def chance_of_reuse(self, node: KvNode, now_s: float, *, on_host: bool = False) -> float:
-        """That the session of an online context goes on while it can be kept on the device, or in
+        """That the session of an online context continues while it can be kept on the device, or in
         host memory; 1 where its request waits already."""
         if node.awaiting:
             return 1.0

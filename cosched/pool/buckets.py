@@ -67,7 +67,7 @@ class LengthBuckets(Generic[P]):
         self._sample.clear()
 
     def take_turn(self, request: P) -> None:
-        """The order goes on in this request's bucket."""
+        """The order continues in this request's bucket."""
         self.turn = self.index_of(request)
 
     def in_turn(self) -> Iterator[RadixTree[P]]:

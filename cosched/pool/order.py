@@ -189,7 +189,7 @@ class PoolOrder(Iterator[P]):
 
 
 class _Front(Generic[P]):
-    """The first places of a bucket, and where its depth-first order goes on behind them."""
+    """The first places of a bucket, and where its depth-first order continues behind them."""
 
     __slots__ = ("cursor", "places")
 

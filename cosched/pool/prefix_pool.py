@@ -11,8 +11,8 @@ What is next, in this order:
    is put off, but not for long: else a prefix in use would be left, and computed again later.
 3. The depth-first order of the bucket that is next in rotation, then that of the other buckets.
 
-The depth-first order goes on where the last admission was made: when a request was admitted out of
-order, those that share most with it lead the order from then on. So a stale or an urgent request
+The depth-first order continues where the last admission was made: after an admission out of order,
+those that share most with it lead the order from then on. So a stale or an urgent request
 brings its siblings with it while their common prefix is cached, and a subtree once begun is
 finished before another, except where one of these cuts in. What the cache holds from online
 requests or earlier jobs comes right behind the prefix in use, before it is evicted.

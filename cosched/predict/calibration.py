@@ -111,7 +111,7 @@ class Calibrator(Predictor):
 
     def predict_s(self, totals: BatchTotals) -> float:
         seconds = self.estimate_s(totals) * (1 + self.margin)
-        # Loading goes on beside the computation, layer by layer (max, as in BROS §4.1).
+        # Loading runs beside the computation, layer by layer (max, as in BROS §4.1).
         return max(seconds, totals.num_loaded * self.load_s_per_token) * self.error
 
     def estimate_s(self, totals: BatchTotals) -> float:

@@ -7,8 +7,8 @@ predictions are.
 
 The order is SGLang's own: prompts before decodes, first come, first served, in chunks, at most one
 of them unfinished; all that run decode together. With the overlap scheduler a batch is planned
-when the one before the last is done, so a request that comes meanwhile waits for up to two of
-them, and one that has ended is in one batch more.
+when the one before the last is done, so an arriving request waits for up to two of them, and a
+request that has ended is in one more batch.
 
 Not modelled: KV memory (no request waits for it), what the prefix cache would have held in place of
 what it holds, and preemption.
@@ -34,7 +34,7 @@ _KEPT_ENDS = 1 << 16
 turn out to be."""
 
 _LEAST_S = 1e-5
-"""No iteration is shorter [s]: time goes on whatever is predicted."""
+"""No iteration is shorter [s]: time advances whatever is predicted."""
 
 
 class BaselineLatency(NamedTuple):

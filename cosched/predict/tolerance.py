@@ -165,7 +165,7 @@ class Promise:
 
 
 _STEP = math.log1p(0.0025)
-"""Values are told apart to a quarter of a percent."""
+"""Values are distinguished to a quarter of a percent."""
 
 _LEAST, _MOST = 1e-6, 1e6
 

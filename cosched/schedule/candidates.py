@@ -20,7 +20,7 @@ from cosched.schedule.phases import (
     has_time,
     is_worth_its_place,
     must_wait,
-    offline_room,
+    offline_admissions_left,
 )
 
 CANDIDATES_PER_BUCKET = 2
@@ -61,8 +61,8 @@ def admit_best(
     """Admit offline requests one by one, each time the best of the candidates that fit."""
     search = _Search(builder, pace, order)
     benefit = _benefit(builder)
-    room = offline_room(builder)
-    while room != 0 and builder.ledger.slots > 0 and has_time(builder, pace):
+    num_left = offline_admissions_left(builder)
+    while num_left != 0 and builder.ledger.slots > 0 and has_time(builder, pace):
         seconds = builder.ledger.seconds()
         fitting = search.fitting(seconds)
         if not fitting:
@@ -76,7 +76,7 @@ def admit_best(
         benefit += builder.prefill[request.rid] + match.cached
         order.take(request)
         follow(order, request, match.cached)
-        room = None if room is None else room - 1
+        num_left = None if num_left is None else num_left - 1
 
 
 def _benefit(builder: PlanBuilder) -> int:

@@ -128,9 +128,9 @@ class CoschedPolicy:
 
     def _time_budget(self, deadlines: Deadlines, order: OnlineOrder, view: View) -> TimeBudget:
         """What chat needs of the iteration, and what offline work may take of it."""
-        slacks, room = deadlines.slacks, view.room
+        slacks, headroom = deadlines.slacks, view.tolerance_headroom
         prefills = deadlines.prefill_slacks(order.due)
-        is_whole = room is not None and room.wait_s is not None and not order.late
+        is_whole = headroom is not None and headroom.wait_s is not None and not order.late
         if is_whole:
             online_s = math.inf  # prompts are not cut for the sake of decodes
         elif self._options.feasible and not order.borrows:
@@ -145,7 +145,7 @@ class CoschedPolicy:
             online_s=online_s,
             offline_s=min(deadlines.offline_s(prefills), deadlines.idle_s(prefills)),
             most_s=most_s,
-            room=room,
+            headroom=headroom,
         )
 
     def _turn(self, order: OnlineOrder, state: Past, view: View, deadlines: Deadlines) -> str:

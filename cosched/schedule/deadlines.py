@@ -36,7 +36,7 @@ from typing import NamedTuple
 from cosched.core.batch import BatchTotals
 from cosched.core.estimates import Predictor
 from cosched.core.request import Request, RequestClass, Slo, num_tokens_of
-from cosched.core.view import Room, View
+from cosched.core.view import ToleranceHeadroom, View
 from cosched.schedule.base import PolicySettings
 from cosched.schedule.builder import PlanBuilder
 from cosched.schedule.ledger import Ledger
@@ -139,15 +139,15 @@ class Deadlines:
             num_misses += 2.0 ** (-before / median) - 2.0 ** (-after / median)
         return num_misses
 
-    def _longer_s(self, room: Room, online_s: float) -> float:
+    def _longer_s(self, headroom: ToleranceHeadroom, online_s: float) -> float:
         """Most time of an iteration that takes `online_s` without offline work [s]."""
         if not online_s:
             # A request that arrives finds it running; no iteration is shorter than the shortest.
             least_s = _LEAST_IDLE * _shortest_s(self._builder.view.predictor)
-            return math.inf if room.wait_s is None else max(room.wait_s, least_s)
-        added_s = math.inf if room.wait_s is None else room.wait_s
-        if room.share is not None and self.slacks.contexts:
-            added_s = min(added_s, room.share * online_s)
+            return math.inf if headroom.wait_s is None else max(headroom.wait_s, least_s)
+        added_s = math.inf if headroom.wait_s is None else headroom.wait_s
+        if headroom.share is not None and self.slacks.contexts:
+            added_s = min(added_s, headroom.share * online_s)
         return online_s + added_s
 
     def prefill_slacks(self, prefills: Iterable[Request]) -> PrefillSlacks:
@@ -215,11 +215,11 @@ class Deadlines:
         online_s: float,
         offline_s: float,
         most_s: float = math.inf,
-        room: Room | None = None,
+        headroom: ToleranceHeadroom | None = None,
     ) -> TimeBudget:
         """Of an iteration of `online_s` with online prefills, `offline_s` with offline work, and at
-        most `most_s` beside online decodes [s]. room: of tolerance mode, by how much offline work
-        may lengthen the iteration; where it bounds TTFT only, none is beside online prefills."""
+        most `most_s` beside online decodes [s]. headroom: of tolerance mode; where
+        it bounds TTFT only, no offline work runs beside online prefills."""
         view, slacks = self._builder.view, self.slacks
         # A disturbed iteration is made up for by those after it.
         online_s *= self._margin
@@ -234,7 +234,7 @@ class Deadlines:
         if not slacks.contexts:
             most_s = math.inf
         beside = None
-        if room is None and _may_cut_online(view, prefills.least_s, self._settings.slo):
+        if headroom is None and _may_cut_online(view, prefills.least_s, self._settings.slo):
             beside = self._builder.reads_of(view.running_of(RequestClass.OFFLINE))
         return TimeBudget(
             view.predictor,
@@ -243,8 +243,8 @@ class Deadlines:
             ends_s=min(ends_s, most_s),
             offline_s=min(offline_s, most_s),
             beside_online=beside,
-            longer_s=None if room is None else partial(self._longer_s, room),
-            rides=room is None or room.wait_s is None or room.share is not None,
+            longer_s=None if headroom is None else partial(self._longer_s, headroom),
+            rides=headroom is None or headroom.wait_s is None or headroom.share is not None,
         )
 
 

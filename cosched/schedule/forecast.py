@@ -43,7 +43,7 @@ class KvForecast:
         """reserve_share: of the KV memory, that is kept for outputs longer than expected."""
         kv = view.kv
         self._view = view
-        self._room = int(kv.total * (1 - reserve_share))
+        self._capacity = int(kv.total * (1 - reserve_share))
         self._used = kv.total - kv.free - kv.evictable
         self._shared = 0
         """KV tokens in use that no single request holds; valid once there is an outlook."""
@@ -65,7 +65,7 @@ class KvForecast:
         new = self._new(request, match)
         deviations = _DEVIATIONS[request.request_class]
         most = self._most.with_one(new.held, new.ends)
-        if most.peak(deviations) + self._shared <= self._room - spare:
+        if most.peak(deviations) + self._shared <= self._capacity - spare:
             return True
         return self._beyond(self._with(new), deviations) <= -spare
 
@@ -104,7 +104,7 @@ class KvForecast:
 
     def _beyond(self, load: LoadAhead, deviations: float) -> int:
         """KV tokens by which its peak is above the memory."""
-        return math.ceil(load.peak(deviations)) + self._shared - self._room
+        return math.ceil(load.peak(deviations)) + self._shared - self._capacity
 
     def _look(self) -> Outlook:
         """Read the running requests, once."""

@@ -40,7 +40,7 @@ class Ledger:
         "_view",
         "available",
         "headroom",
-        "offline_room",
+        "offline_headroom",
         "prefills_mix",
         "promises",
         "slots",
@@ -72,11 +72,11 @@ class Ledger:
         """KV tokens for new requests and their output; may be negative."""
         self.available = kv.free + kv.evictable - kv.next_step
         """KV tokens for chunks of this iteration beside the decodes; may be negative."""
-        self.offline_room: int | None = None
+        self.offline_headroom: int | None = None
         """KV tokens that offline requests may take beside the online reservation (`KvState.kept`);
         None: any number, as for the first one, or a large request would never run."""
         if kv.kept and kv.offline_held and _runs_offline(view):
-            self.offline_room = kv.total - kv.kept - kv.offline_held
+            self.offline_headroom = kv.total - kv.kept - kv.offline_held
         self._spare = kv.free - kv.reserved - sum(map(num_tokens_left, view.unfinished))
         self.slots = view.free_slots
         """Requests that may still be admitted."""
@@ -150,15 +150,15 @@ class Ledger:
         if not self.fits(request, match):
             return SkipReason.MEMORY_BUDGET
         if (
-            self.offline_room is not None
+            self.offline_headroom is not None
             and request.request_class is RequestClass.OFFLINE
-            and self._new_tokens(request, match) > self.offline_room
+            and self._new_tokens(request, match) > self.offline_headroom
         ):
             return SkipReason.ONLINE_RESERVE
         if self.tokens <= 0 and request.traits.can_cut:
             return SkipReason.TOKEN_BUDGET
         if self.chunk(request, match.cached, at_most=at_most, num_loaded=match.host) <= 0:
-            if self._room(match.host) <= 0:
+            if self._chunk_headroom(match.host) <= 0:
                 return SkipReason.MEMORY_BUDGET
             return (
                 SkipReason.UNFINISHED_PREFILL if self.unfinished <= 0 else SkipReason.TOKEN_BUDGET
@@ -180,7 +180,7 @@ class Ledger:
         assert self._caps.max_adapters is not None
         return sum(1 for count in adapters.values() if count > 0) < self._caps.max_adapters
 
-    def _room(self, num_loaded: int = 0) -> int:
+    def _chunk_headroom(self, num_loaded: int = 0) -> int:
         """KV tokens of one more chunk: the engine may need a page more for it."""
         return self.available - self._caps.page_size - num_loaded
 
@@ -220,22 +220,22 @@ class Ledger:
         num_loaded: tokens of its cached prefix that must be loaded from the host
         """
         remaining = num_tokens_of(request) - num_cached
-        room = self._room(num_loaded)
+        available = self._chunk_headroom(num_loaded)
         if not request.traits.can_cut:
             # The first one may use the tokens that are counted for decodes.
             limit = self.tokens if self._num_prefills else self._most_tokens
             if at_most is not None and remaining > at_most:
                 return 0
-            return remaining if self._caps.ceil_to_page(remaining) <= min(limit, room) else 0
-        tokens = min(self.tokens, room)
+            return remaining if self._caps.ceil_to_page(remaining) <= min(limit, available) else 0
+        tokens = min(self.tokens, available)
         if self._caps.max_chunk_tokens is None and self._num_prefills:
-            tokens = min(self.tokens - 1, room)  # the engine asks for strictly less
+            tokens = min(self.tokens - 1, available)  # the engine asks for strictly less
         if self._caps.ceil_to_page(remaining) <= tokens and (
             at_most is None or remaining <= at_most
         ):
             return remaining
         if self._caps.max_chunk_tokens is None:
-            if (at_most is not None and remaining > at_most) or remaining > room:
+            if (at_most is not None and remaining > at_most) or remaining > available:
                 return 0
             # Without chunked prefill the engine runs the first prompt whole, whatever its length.
             limit = self._caps.max_prefill_tokens
@@ -417,10 +417,10 @@ class Ledger:
 
     def _charge_offline(self, num_tokens: int) -> None:
         kv = self._view.kv
-        if self.offline_room is not None:
-            self.offline_room -= num_tokens
+        if self.offline_headroom is not None:
+            self.offline_headroom -= num_tokens
         elif kv.kept:
-            self.offline_room = kv.total - kv.kept - kv.offline_held - num_tokens
+            self.offline_headroom = kv.total - kv.kept - kv.offline_held - num_tokens
 
     def _reserve(self, request: Request) -> int:
         remaining = self._most_output(request) - request.num_output_tokens

@@ -85,11 +85,11 @@ def admit_in_order(
 ) -> None:
     """Admit offline requests in the pool's order until one does not fit. most: None: any number."""
     num_admitted = 0
-    room = offline_room(builder)
+    num_left = offline_admissions_left(builder)
     for request in order:
         if must_wait(builder, request):
             continue
-        if num_admitted == room:
+        if num_admitted == num_left:
             builder.skip(request, SkipReason.OPERATOR_LIMIT)
             break
         if num_admitted == most:
@@ -192,7 +192,7 @@ def must_decode(builder: PlanBuilder) -> bool:
     """True if prefill and decode cannot share a batch, alternate, and it is time to decode. An
     unfinished prefill stays as it is."""
     rules = builder.view.rules
-    return rules.decodes_due and not rules.mixed and builder.decodes_any()
+    return rules.must_decode and not rules.mixed and builder.decodes_any()
 
 
 def _preempt_offline_left_out(builder: PlanBuilder) -> None:
@@ -369,7 +369,7 @@ def must_wait(builder: PlanBuilder, request: Request) -> bool:
         builder.skip(request, reason)
         return True
     if (
-        view.rules.decodes_due
+        view.rules.must_decode
         and not request.traits.can_mix
         and view.caps.mixed_batches
         and builder.decodes_any()
@@ -379,7 +379,7 @@ def must_wait(builder: PlanBuilder, request: Request) -> bool:
     return False
 
 
-def offline_room(builder: PlanBuilder) -> int | None:
+def offline_admissions_left(builder: PlanBuilder) -> int | None:
     """Offline requests that may be admitted by the operator's limit; None: any number."""
     most = builder.view.offline_limits.most_running
     return None if most is None else max(most - num_offline_running(builder), 0)

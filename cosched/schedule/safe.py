@@ -1,10 +1,10 @@
 """The rule that plans where a policy cannot: nothing in it depends on time, order or estimates.
 
-Idea         what runs decodes; an unfinished prefill goes on, or is stopped where there is no room;
-             waiting online requests are admitted in the order in which they came, as far as the
-             engine's limits allow. Offline requests are admitted only while no online request is
-             there, so that a job ends even where the rule stays.
-Bad          keeps no target, and nothing is stopped for an online request.
+Idea         running requests decode; an unfinished prefill continues, or is preempted if it does
+             not fit; waiting online requests are admitted in order of arrival, within the engine's
+             limits. Offline requests are admitted only while there is no online request, so that a
+             job ends even where the rule stays.
+Bad          keeps no target, and preempts nothing for an online request.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class SafePolicy:
 
     def plan(self, view: View, state: None) -> tuple[Plan, None]:
         rules = view.rules
-        if rules.decodes_due and not rules.mixed and view.running:
+        if rules.must_decode and not rules.mixed and view.running:
             return EMPTY_PLAN, None
         builder = PlanBuilder(view)
         for request in view.unfinished:

@@ -33,7 +33,7 @@ def launch(
 
 
 def is_interpreting() -> bool:
-    """Whether this process was told to interpret kernels (``TRITON_INTERPRET=1``)."""
+    """Whether this process interprets kernels (``TRITON_INTERPRET=1``)."""
     return bool(knobs.runtime.interpret)
 
 

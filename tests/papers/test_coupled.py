@@ -235,7 +235,7 @@ def test_only_vllm_has_prompts_first_where_batches_are_not_mixed(name):
     view = view_of(
         running=(runs("r"),),
         online=(asks("a"),),
-        decodes_due=True,
+        must_decode=True,
         caps=caps(mixed_batches=False),
     )
     plan = plan_of(name, view)
@@ -528,7 +528,7 @@ def views(draw):
         online=tuple(requests("on", 6)),
         offline=tuple(requests("off", 4)),
         barred=draw(st.sets(st.sampled_from(["on0", "off0"]))),
-        decodes_due=draw(st.booleans()),
+        must_decode=draw(st.booleans()),
         promises=promises,
         lengths=lengths,
         cached=cached,

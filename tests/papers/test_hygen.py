@@ -565,7 +565,7 @@ def test_where_prefill_and_decode_cannot_mix_they_take_turns():
         offline=[offline("off", 100)],
     )
     assert "new" in plan_of(view).prefill
-    turn = plan_of(replace(view, decodes_due=True))
+    turn = plan_of(replace(view, must_decode=True))
     assert not turn.prefill and not turn.preempt
 
 
@@ -577,7 +577,7 @@ def test_a_prompt_that_cannot_mix_waits_for_decodes_that_are_due():
         online=[with_logprobs, online("plain", 100)],
     )
     assert list(plan_of(view).prefill) == ["logprobs", "plain"]
-    plan = plan_of(replace(view, decodes_due=True))
+    plan = plan_of(replace(view, must_decode=True))
     assert list(plan.prefill) == ["plain"]
     assert plan.skipped["logprobs"] is SkipReason.DECODES_DUE
 

@@ -25,7 +25,7 @@ class TableMachine(RuleBasedStateMachine):
         find = table.find_preempt_block if is_online else table.find_block
         beside = find(count)
         lone = [t.count for t in table if t.peer is None and t.is_online is not is_online]
-        fits = bool(lone) and min(lone) + count + table.least_room <= self.page_size
+        fits = bool(lone) and min(lone) + count + table.least_empty <= self.page_size
         assert (beside is not None) == fits
         if beside is not None:
             assert beside.count == min(lone)  # the most empty slots

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from cosched.core.estimates import LengthEstimate
 from cosched.core.request import LateReason, Slo
-from cosched.core.view import Match, Room
+from cosched.core.view import Match
+from cosched.core.view import ToleranceHeadroom as Headroom
 from cosched.pool.prefix_pool import PoolConfig, PrefixPool
 from cosched.schedule.base import Budgets, PolicySettings
 from cosched.schedule.cosched import GAPS, CoschedOptions, CoschedPolicy, Past
@@ -358,44 +359,46 @@ def test_nobody_waits_for_ever_while_there_is_always_somebody_due():
         waits = [r for r in waits if plan.prefill.get(r.rid, 0) < 900]
 
 
-def beside_decodes(room, **fields):
+def beside_decodes(headroom, **fields):
     """(seconds without offline work, seconds with it) of the iteration that is planned."""
     running = tuple(replying(f"run{i}", num_tokens=30, ago_s=0.3) for i in range(4))
     queue = [offline(f"job{i}", 400, max_new_tokens=20) for i in range(20)]
-    view = view_of(running=running, offline=queue, room=room, **fields)
+    view = view_of(running=running, offline=queue, tolerance_headroom=headroom, **fields)
     alone = seconds_of(planned(replace(view, offline=()))[0], view)
     return alone, seconds_of(planned(view)[0], view)
 
 
-def test_offline_work_lengthens_iterations_beside_decodes_by_no_more_than_the_room():
+def test_offline_work_lengthens_iterations_beside_decodes_by_no_more_than_the_headroom():
     alone_s, free_s = beside_decodes(None)
     assert free_s > 2 * alone_s
-    for room, most_s in (
-        (Room(share=0.5), 1.5 * alone_s),
-        (Room(wait_s=0.003), alone_s + 0.003),
-        (Room(share=0.5, wait_s=0.003), alone_s + min(0.5 * alone_s, 0.003)),
+    for headroom, most_s in (
+        (Headroom(share=0.5), 1.5 * alone_s),
+        (Headroom(wait_s=0.003), alone_s + 0.003),
+        (Headroom(share=0.5, wait_s=0.003), alone_s + min(0.5 * alone_s, 0.003)),
     ):
-        _, seconds = beside_decodes(room)
+        _, seconds = beside_decodes(headroom)
         assert alone_s < seconds <= most_s + 1e-9
-    assert beside_decodes(Room(wait_s=0.0))[1] == alone_s
-    assert beside_decodes(Room(share=0.0))[1] == alone_s
-    assert beside_decodes(Room(share=100.0))[1] == free_s, "targets stay in force"
+    assert beside_decodes(Headroom(wait_s=0.0))[1] == alone_s
+    assert beside_decodes(Headroom(share=0.0))[1] == alone_s
+    assert beside_decodes(Headroom(share=100.0))[1] == free_s, "targets stay in force"
 
 
-def test_what_decodes_offline_sits_out_where_there_is_no_room():
+def test_what_decodes_offline_pauses_where_there_is_no_headroom():
     jobs = [decoding(offline(f"job{i}", 100, max_new_tokens=50), 5) for i in range(8)]
-    view = view_of(running=(replying(num_tokens=30, ago_s=0.3), *jobs), room=Room(share=0.02))
+    view = view_of(
+        running=(replying(num_tokens=30, ago_s=0.3), *jobs), tolerance_headroom=Headroom(share=0.02)
+    )
     plan, _ = planned(view)
     assert 0 < len(plan.paused) < len(jobs) and "run" not in plan.paused
-    assert not planned(replace(view, room=None))[0].paused
+    assert not planned(replace(view, tolerance_headroom=None))[0].paused
 
 
 def test_prompts_are_not_cut_for_decodes_where_a_share_of_ttft_is_promised():
     view = view_of(running=(replying(num_tokens=2),), online=[chat("new", 3000)])
     cut, _ = planned(view)
-    whole, _ = planned(replace(view, room=Room(wait_s=0.001)))
+    whole, _ = planned(replace(view, tolerance_headroom=Headroom(wait_s=0.001)))
     assert cut.prefill["new"] < 3000 == whole.prefill["new"]
-    only_tpot, _ = planned(replace(view, room=Room(share=0.05)))
+    only_tpot, _ = planned(replace(view, tolerance_headroom=Headroom(share=0.05)))
     assert only_tpot.prefill == cut.prefill
 
 
@@ -403,17 +406,17 @@ def test_offline_work_does_not_ride_with_prompts_where_a_share_of_ttft_alone_is_
     jobs = [decoding(offline(f"job{i}", 100, max_new_tokens=50), 5) for i in range(8)]
     running = (replying(num_tokens=30, ago_s=0.3), *jobs)
     view = view_of(running=running, online=[chat("new", 100)])
-    both = Room(wait_s=0.05, share=1.0)
-    for room, rides in (
+    both = Headroom(wait_s=0.05, share=1.0)
+    for headroom, rides in (
         (None, True),
-        (Room(share=1.0), True),
+        (Headroom(share=1.0), True),
         (both, True),
-        (Room(wait_s=0.05), False),
+        (Headroom(wait_s=0.05), False),
     ):
-        plan, _ = planned(replace(view, room=room))
+        plan, _ = planned(replace(view, tolerance_headroom=headroom))
         assert plan.prefill == {"new": 100}
         assert set(plan.paused) == (set() if rides else {job.rid for job in jobs})
-    plan, _ = planned(replace(view, online=[], room=Room(wait_s=0.05)))
+    plan, _ = planned(replace(view, online=[], tolerance_headroom=Headroom(wait_s=0.05)))
     assert not plan.paused, "decodes alone"
 
 
@@ -421,13 +424,18 @@ def test_prompts_are_cut_as_ever_where_somebody_is_late():
     queue = [chat("late", 500, age_s=3.0), chat("due", 3000, seq=1)]
     view = view_of(running=(replying(num_tokens=2),), online=queue)
     plan, _ = planned(view)
-    promised, _ = planned(replace(view, room=Room(wait_s=0.001, share=0.05)))
+    promised, _ = planned(replace(view, tolerance_headroom=Headroom(wait_s=0.001, share=0.05)))
     assert promised.prefill == plan.prefill and promised.prefill["due"] < 3000
 
 
 def test_an_idle_engine_takes_short_steps_so_that_who_comes_does_not_wait():
     jobs = [offline(f"job{i}", 2000, max_new_tokens=20) for i in range(4)]
     view = view_of(offline=jobs)
-    free, careful = (planned(replace(view, room=room))[0] for room in (None, Room(wait_s=0.001)))
+    free, careful = (
+        planned(replace(view, tolerance_headroom=headroom))[0]
+        for headroom in (None, Headroom(wait_s=0.001))
+    )
     assert 0 < careful.num_prefill_tokens < free.num_prefill_tokens / 5
-    assert planned(replace(view, room=Room(share=0.02)))[0] == free, "nothing was promised of TTFT"
+    assert planned(replace(view, tolerance_headroom=Headroom(share=0.02)))[0] == free, (
+        "nothing was promised of TTFT"
+    )

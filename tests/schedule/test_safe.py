@@ -48,6 +48,6 @@ def test_decodes_have_their_turn_where_they_cannot_be_mixed():
         caps=make_caps(mixed_batches=False),
         running=(decoding(online("r")),),
         online=[online("a")],
-        decodes_due=True,
+        must_decode=True,
     )
     assert not plan_of(view).prefill

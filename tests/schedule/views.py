@@ -58,5 +58,5 @@ def views(draw):
         barred=draw(st.sets(st.sampled_from(["on0", "off0"]))),
         unholdable=draw(st.sets(st.sampled_from(["run0", "run1"]))),
         mean_iteration_s=draw(st.sampled_from([0.0, 0.02])),
-        decodes_due=draw(st.booleans()),
+        must_decode=draw(st.booleans()),
     )

@@ -84,8 +84,8 @@ class Job:
         )
 
     async def run(self) -> None:
-        """CoschedError if the job cannot go on; cancelling it cancels all requests in flight. What
-        is written stays, so the same call resumes."""
+        """CoschedError if the job cannot continue; cancelling it cancels all requests in flight.
+        What is written stays, so the same call resumes."""
         try:
             async with asyncio.TaskGroup() as group:
                 upkeep = [

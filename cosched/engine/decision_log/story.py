@@ -166,12 +166,12 @@ class Story:
 
     def _told(self) -> list[tuple[float, str]]:
         ends = [start_s for start_s, _ in self._chapters[1:]] + [self._last_s]
-        told = [
+        events = [
             (start_s, chapter.text(end_s - start_s))
             for (start_s, chapter), end_s in zip(self._chapters, ends, strict=True)
         ]
-        told = sorted([*told, *self._late], key=lambda event: event[0])
-        return told if self._is_over else [*told, (self._last_s, "the log ends")]
+        events = sorted([*events, *self._late], key=lambda event: event[0])
+        return events if self._is_over else [*events, (self._last_s, "the log ends")]
 
     def _tell(self, entry: Entry) -> None:
         decision, rid = entry.decision, self._facts.rid

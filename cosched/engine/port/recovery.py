@@ -111,8 +111,8 @@ def take_back(scheduler: Any, failed: Any | None, admitted: Iterable[Any]) -> li
 
 
 def forget_results(scheduler: Any, *, launched: bool) -> None:
-    """Drop the results in flight. launched: SGLang's loop goes on with the batch that failed and
-    expects a result, which is None; else it goes on without a batch."""
+    """Drop the results in flight. launched: SGLang's loop continues with the batch that failed and
+    expects a result, which is None; else it continues without a batch."""
     results = getattr(scheduler, "result_queue", None)
     if results:
         emptied = [(batch, None) for batch, _ in results] if launched else []

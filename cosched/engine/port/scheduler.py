@@ -164,7 +164,7 @@ def is_idle(scheduler: Any) -> bool:
 
 
 def under_way(scheduler: Any) -> list[Any]:
-    """Running requests. Those that decode in a mixed batch are only in that batch meanwhile."""
+    """Running requests. Those that decode in a mixed batch are only in that batch until it ends."""
     batches = [batch for batch in (scheduler.running_batch, scheduler.last_batch) if batch]
     reqs = {req.rid: req for batch in batches for req in batch.reqs if not req.finished()}
     return list(reqs.values())

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from cosched.core.batch import BatchShape
 from cosched.errors import ConfigError
+from cosched.lab.cost_models.specs import GpuSpec, ModelSpec
 from cosched.predict.fitted import GraphSizes
 
 
@@ -67,6 +68,38 @@ class CostModel(Protocol):
     def describe(self) -> dict[str, object]:
         """Parameters for a results file: plain JSON values only."""
         ...
+
+
+class GpuModel:
+    """What a cost model of one model on one kind of GPU is made of."""
+
+    name: str
+
+    def __init__(
+        self,
+        *,
+        model: ModelSpec,
+        gpu: GpuSpec,
+        tp: int,
+        overhead: CpuOverhead,
+        prefix_reads: PrefixReads,
+    ) -> None:
+        model.check_tp(tp)
+        self.model = model
+        self.gpu = gpu
+        self.tp = tp
+        self.overhead = overhead
+        self.prefix_reads = prefix_reads
+
+    def describe(self) -> dict[str, object]:
+        return {
+            "cost_model": self.name,
+            "model": self.model.name,
+            "gpu": self.gpu.name,
+            "tp": self.tp,
+            "prefix_reads": self.prefix_reads.value,
+            "cpu_overhead": asdict(self.overhead),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

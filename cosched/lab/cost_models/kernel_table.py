@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
 from cosched.core.batch import BatchShape
 from cosched.errors import ConfigError
-from cosched.lab.cost_models.base import OVERLAPPED, CpuOverhead, PrefixReads
+from cosched.lab.cost_models.base import OVERLAPPED, CpuOverhead, GpuModel, PrefixReads
 from cosched.lab.cost_models.graph_sizes import (
     decode_graph_sizes,
     default_chunk_tokens,
@@ -48,7 +47,7 @@ SAMPLER_BYTES = 6
 bfloat16 and written as float32 once."""
 
 
-class KernelTableModel:
+class KernelTableModel(GpuModel):
     """Iteration time = layers * (GEMMs + all-reduces + elementwise + attention) + lm_head +
     sampler + CPU overhead, all from tables except elementwise and sampler (bandwidth).
 
@@ -89,14 +88,9 @@ class KernelTableModel:
             raise ConfigError(
                 f"mixed_decode_factor is {mixed_decode_factor}; it must be at least 1"
             )
-        model.check_tp(tp)
-        self.model = model
-        self.gpu = gpu
-        self.tp = tp
-        self.overhead = overhead
+        super().__init__(model=model, gpu=gpu, tp=tp, overhead=overhead, prefix_reads=prefix_reads)
         self.graph_sizes: GraphSizes | None = None
         self._mixed_decode_factor = mixed_decode_factor
-        self._prefix_reads = prefix_reads
         self._paths = paths = find_tables(data_dir, gpu.tables)
         heads = (*model.heads_per_gpu(tp), model.head_dim)
 
@@ -193,21 +187,15 @@ class KernelTableModel:
         if not batch.num_repeated:
             return seconds
         distinct = (sum(decodes) - batch.num_repeated) / len(decodes)
-        return self._prefix_reads.attention_s(
+        return self.prefix_reads.attention_s(
             seconds, self.generation.equal_s(len(decodes), distinct)
         )
 
     def describe(self) -> dict[str, object]:
-        return {
-            "cost_model": self.name,
-            "model": self.model.name,
-            "gpu": self.gpu.name,
-            "tp": self.tp,
+        return super().describe() | {
             "tables": [path.name for path in self._paths.values()],
             "cuda_graphs": self.graph_sizes is not None,
             "mixed_decode_factor": self._mixed_decode_factor,
-            "prefix_reads": self._prefix_reads.value,
-            "cpu_overhead": asdict(self.overhead),
         }
 
 

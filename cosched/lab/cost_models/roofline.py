@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from cosched.core.batch import BatchShape
-from cosched.lab.cost_models.base import OVERLAPPED, CpuOverhead, PrefixReads
+from cosched.lab.cost_models.base import OVERLAPPED, CpuOverhead, GpuModel, PrefixReads
 from cosched.lab.cost_models.specs import GpuSpec, ModelSpec
 
 
@@ -31,7 +31,7 @@ class Efficiency:
     sampler_floor_s: float = 25e-6
 
 
-class RooflineModel:
+class RooflineModel(GpuModel):
     """Each GEMM takes the longer of its FLOPs and its bytes; prefill attention the longer of its
     pairs' FLOPs (4 * heads * head_dim each) and reading its keys and values; decode attention reads
     its KV. Needs no files. Right within a factor of 2 of the tables, mostly within 20 %
@@ -51,12 +51,7 @@ class RooflineModel:
         efficiency: Efficiency | None = None,
         prefix_reads: PrefixReads = PrefixReads.EACH,
     ) -> None:
-        model.check_tp(tp)
-        self.model = model
-        self.gpu = gpu
-        self.tp = tp
-        self.overhead = overhead
-        self._prefix_reads = prefix_reads
+        super().__init__(model=model, gpu=gpu, tp=tp, overhead=overhead, prefix_reads=prefix_reads)
         self.efficiency = e = efficiency or Efficiency()
         bandwidth, flops = gpu.bandwidth_bytes_per_s, gpu.flops_per_s
 
@@ -96,7 +91,7 @@ class RooflineModel:
         for compute, memory, memory_per_token in self._layer:
             layer += max(compute * tokens, memory + memory_per_token * tokens, e.gemm_floor_s)
         num_read = sum(decodes)
-        layer += max(pairs * self._pair, num_keys * self._kv) + self._prefix_reads.attention_s(
+        layer += max(pairs * self._pair, num_keys * self._kv) + self.prefix_reads.attention_s(
             num_read * self._kv, (num_read - batch.num_repeated) * self._kv
         )
         layer += e.attention_floor_s
@@ -108,12 +103,4 @@ class RooflineModel:
         return layer * self.model.num_layers + head + e.sampler_floor_s + overhead
 
     def describe(self) -> dict[str, object]:
-        return {
-            "cost_model": self.name,
-            "model": self.model.name,
-            "gpu": self.gpu.name,
-            "tp": self.tp,
-            "efficiency": asdict(self.efficiency),
-            "prefix_reads": self._prefix_reads.value,
-            "cpu_overhead": asdict(self.overhead),
-        }
+        return super().describe() | {"efficiency": asdict(self.efficiency)}

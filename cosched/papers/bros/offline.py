@@ -15,7 +15,7 @@ from cosched.schedule.phases import (
     has_time,
     is_worth_its_place,
     must_wait,
-    offline_room,
+    offline_admissions_left,
     offline_tokens,
     owes_recomputing,
 )
@@ -116,8 +116,8 @@ class _Admission:
 
     def run(self) -> int:
         order, ahead, view = self._order, self._ahead, self._view
-        room = offline_room(self._packing.builder)
-        reason = self._why_none_fits(room)
+        num_left = offline_admissions_left(self._packing.builder)
+        reason = self._why_none_fits(num_left)
         if order.knows_prefixes and reason is None:
             for request in (*view.running, *view.unfinished):
                 if request.num_output_tokens == 0:
@@ -138,8 +138,8 @@ class _Admission:
             ahead.remove(request)
             follow(order, request, view.match(request).cached)
             self._num_passed = 0 if request is front else self._num_passed + 1
-            room = None if room is None else room - 1
-            reason = self._why_none_fits(room)
+            num_left = None if num_left is None else num_left - 1
+            reason = self._why_none_fits(num_left)
         first = ahead[0] if ahead else next(order, None)
         if first is not None:
             self._packing.builder.skip(first, reason)
@@ -166,11 +166,11 @@ class _Admission:
         need = [num_tokens_of(request) - match.cached + match.host for request, match in matches]
         return preempted[need.index(min(need))]
 
-    def _why_none_fits(self, room: int | None) -> SkipReason | None:
-        """Why no waiting offline request can be admitted at all; None: one may be. room: requests
-        that the operator allows; None: any number. Looks nothing up in the tree, which is the
+    def _why_none_fits(self, num_left: int | None) -> SkipReason | None:
+        """Why no waiting offline request can be admitted at all; None: one may be. num_left: what
+        the operator still allows; None: any number. Looks nothing up in the tree, which is the
         slowest part of a plan."""
-        if room == 0:
+        if num_left == 0:
             return SkipReason.OPERATOR_LIMIT
         if self._packing.builder.ledger.slots <= 0:
             return SkipReason.REQUEST_SLOTS

@@ -70,7 +70,7 @@ class PreemptionTable:
         """page_size: tokens, above 1."""
         assert page_size > 1, f"nothing to share: {page_size=}"
         self.page_size = page_size
-        self.least_room = max(2, page_size // 4)
+        self.least_empty = max(2, page_size // 4)
         """Slots that stay empty where sharing begins: below 2 the page would be parted in the next
         iteration, and each parting costs a copy."""
         self._tails: dict[int, Tail] = {}
@@ -125,7 +125,7 @@ class PreemptionTable:
 
     def _emptiest(self, tails: Mapping[int, Tail], count: int) -> Tail | None:
         best = min(tails.values(), key=lambda tail: tail.count, default=None)
-        if best is None or best.count + count + self.least_room > self.page_size:
+        if best is None or best.count + count + self.least_empty > self.page_size:
             return None
         return best
 

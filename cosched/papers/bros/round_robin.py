@@ -29,7 +29,7 @@ from cosched.schedule.phases import (
     make_room_for_decodes,
     must_decode,
     must_wait,
-    offline_room,
+    offline_admissions_left,
     owes_recomputing,
     preempt_beyond_limit,
 )
@@ -90,15 +90,15 @@ def _continues(request: Request, served: RequestClass) -> bool:
 def _admit(builder: PlanBuilder, served: RequestClass) -> None:
     view = builder.view
     waiting: Iterable[Request] = view.online
-    room = None
+    num_left = None
     if served is RequestClass.OFFLINE:
-        waiting, room = view.offline_order(), offline_room(builder)
+        waiting, num_left = view.offline_order(), offline_admissions_left(builder)
     for request in waiting:
         if must_wait(builder, request):
             continue
-        if room == 0:
+        if num_left == 0:
             builder.skip(request, SkipReason.OPERATOR_LIMIT)
             return
         if not builder.admit(request, view.match(request), sys.maxsize):
             return
-        room = None if room is None else room - 1
+        num_left = None if num_left is None else num_left - 1

@@ -41,7 +41,7 @@ from cosched.schedule.phases import (
     make_room_for_decodes,
     must_decode,
     must_wait,
-    offline_room,
+    offline_admissions_left,
     owes_recomputing,
     preempt_beyond_limit,
 )
@@ -214,8 +214,8 @@ class _Packing:
         else:
             num_tokens = request.num_output_tokens + self._block
         # One that needs all the memory there is would never be admitted for the rounding.
-        room = self._view.kv.total - request.num_prompt_tokens - 3 * self._view.caps.page_size
-        return max(min(num_tokens, request.max_new_tokens, room), 0)
+        most = self._view.kv.total - request.num_prompt_tokens - 3 * self._view.caps.page_size
+        return max(min(num_tokens, request.max_new_tokens, most), 0)
 
     def _num_blocks(self, request: Request) -> int:
         """Of the output that it is expected to generate in all, at the most."""
@@ -378,12 +378,12 @@ class _Packing:
         return builder.admit(request, match, self._at_most(request, match.cached))
 
     def _is_kept_back(self, request: Request) -> bool:
-        """An offline request that is not admitted whatever room there is."""
+        """An offline request that is not admitted whatever the headroom."""
         if request.request_class is RequestClass.ONLINE:
             return False
         builder = self.builder
-        room = offline_room(builder)
-        if room is not None and self._num_offline_admitted() >= room:
+        most = offline_admissions_left(builder)
+        if most is not None and self._num_offline_admitted() >= most:
             builder.skip(request, SkipReason.OPERATOR_LIMIT)
             return True
         if owes_recomputing(builder):
@@ -459,7 +459,7 @@ class _Packing:
         """Groups for which there is memory, those whose first request came first before others, and
         whether all have found some. A group is split where memory ends."""
         ledger = self.builder.ledger
-        room, slots = ledger.headroom, ledger.slots
+        headroom, slots = ledger.headroom, ledger.slots
         is_idle = not self.builder.runs_anything()
         chosen: list[list[Request]] = []
         for window in islice(self._windows(), 1 if only_online else None):
@@ -470,9 +470,9 @@ class _Packing:
             for group in by_length.values():
                 fitting: list[Request] = []
                 for request in group:
-                    room -= self._need(request)
+                    headroom -= self._need(request)
                     slots -= request.traits.num_rows
-                    if (room < 0 or slots < 0) and (chosen or fitting or not is_idle):
+                    if (headroom < 0 or slots < 0) and (chosen or fitting or not is_idle):
                         break
                     fitting.append(request)
                 if fitting:

@@ -15,7 +15,7 @@ from cosched.core.request import Request, RequestClass, num_tokens_of
 from cosched.papers.ecoserve.hosting import places
 from cosched.papers.ecoserve.queues import Promises
 from cosched.papers.ecoserve.work import Work
-from cosched.schedule.phases import must_wait, offline_room
+from cosched.schedule.phases import must_wait, offline_admissions_left
 
 WINDOW = 128
 """Waiting prompts of each class that are looked at (own)."""
@@ -45,7 +45,7 @@ def add_prompts(work: Work) -> None:
     if not queue:
         return
     gate = _Gate(work)
-    room = offline_room(builder)
+    num_left = offline_admissions_left(builder)
     misses, most = (_MOST_MISSES if is_ordered else 0), sys.maxsize
     is_searched = False
     while queue and builder.ledger.slots > 0:
@@ -56,7 +56,7 @@ def add_prompts(work: Work) -> None:
         if left <= 0 and work.runs_anything():
             break
         is_offline = request.request_class is RequestClass.OFFLINE
-        if is_offline and room == 0:
+        if is_offline and num_left == 0:
             builder.skip(request, SkipReason.OPERATOR_LIMIT)
             continue
         if (
@@ -67,15 +67,15 @@ def add_prompts(work: Work) -> None:
             cut = request
             queue = deque(_shorter(queue, left) if is_ordered else ())
         elif gate.admit(request, left):
-            if is_offline and room is not None:
-                room -= 1
+            if is_offline and num_left is not None:
+                num_left -= 1
         elif not misses:
             break
         else:
             misses, most = misses - 1, builder.ledger.headroom
             if not is_searched:
                 queue, is_searched = gate.those_that_fit(queue), True
-    if cut is None or (room == 0 and cut.request_class is RequestClass.OFFLINE):
+    if cut is None or (num_left == 0 and cut.request_class is RequestClass.OFFLINE):
         return
     left = _tokens_left(work)
     if left >= _LEAST_CHUNK or not work.runs_anything():
@@ -146,8 +146,8 @@ class _Gate:
         longest = float(self._account.most) if work.is_due else 0.0
         if sizes:
             longest = max(longest, (sizes[-1] - _BEYOND) / (1 + work.config.buffer))
-        room = work.reserve - self._pinned
-        return deque(i for i in queue if i[0] <= room or work.length(i[1]) <= longest)
+        spare = work.reserve - self._pinned
+        return deque(i for i in queue if i[0] <= spare or work.length(i[1]) <= longest)
 
     @cached_property
     def _places(self) -> tuple[list[int], list[int]]:
