@@ -1,11 +1,13 @@
-"""Print the keys of the configuration. With an argument, validate it and print it with defaults.
+"""Print the keys of the configuration, check one, or say what cosched can plan of a server.
 
-Without an argument COSCHED_CONFIG is validated if it is set. The texts are those of the structs;
-docs/configuration.md is made from them too.
+Without an argument COSCHED_CONFIG is validated if it is set. With a model and flags, as `cosched
+serve` takes them, nothing is loaded: the answer is whether the policy plans this server, what it
+does not have there, or why it refuses. Exit code 1: it refuses.
 
     cosched config                    the keys, their defaults, what they do
     cosched config my.json            check a file
     cosched config '{"policy": "cosched", "kv": {"eviction": "lru"}}'
+    cosched config --model-path MODEL --tp 8 --cosched-policy hygen
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from rich.table import Table
 
 from cosched.batch.database import url_without_password
 from cosched.batch.storage import without_secrets
-from cosched.cli import JsonOption, field_texts, new_app, run
+from cosched.cli import JsonOption, field_texts, new_app, parse, run
 from cosched.config import ENV_VAR, Config, load_config, parse_config
 from cosched.errors import ConfigError
 
@@ -139,17 +141,18 @@ def _cell(text: str) -> str:
     return text.replace("``", "`").replace("|", "\\|")
 
 
-app = new_app("config", __doc__)
+app = new_app(
+    "config", __doc__, usage="Usage: cosched config [JSON|FILE | --model-path MODEL [flags]]"
+)
 main = partial(run, "config")
 
 
 @app.default
 @dataclass(kw_only=True)
 class CheckConfig(JsonOption):
-    config: Annotated[str | None, Parameter(metavar="JSON|FILE")] = field(
-        default=None, kw_only=False
+    words: Annotated[tuple[str, ...], Parameter(allow_leading_hyphen=True, show=False)] = field(
+        default=(), kw_only=False
     )
-    """a configuration, as COSCHED_CONFIG takes it"""
     write_page: bool = False
     """write docs/configuration.md, from the root of the repository"""
 
@@ -157,7 +160,11 @@ class CheckConfig(JsonOption):
         if self.write_page:
             PAGE.write_text(page(), encoding="utf-8")
             return self.finish({"program": "config", "written": str(PAGE)})
-        config = load_config() if self.config is None else _read(self.config)
+        if any(word.startswith("-") for word in self.words):
+            return self._check_server()
+        if len(self.words) > 1:
+            raise ConfigError(f"unexpected argument {self.words[1]!r}")
+        config = _read(self.words[0]) if self.words else load_config()
         if config is None:
             _print_keys()
             return self.finish({"program": "config", "config": None})
@@ -168,6 +175,19 @@ class CheckConfig(JsonOption):
             checked["batches"]["folder"] = without_secrets(config.batches.folder)
         print(json.dumps(checked, indent=2))
         return self.finish({"program": "config", "config": checked})
+
+    def _check_server(self) -> int:
+        from cosched.engine.options import ServerFlags, config_from
+        from cosched.engine.support import support
+
+        server = parse(ServerFlags, self.words)
+        config = config_from(server.options)
+        found = support(server.server_args(config), config)
+        print(found.verdict())
+        for reason in found.refused:
+            print(f"  {reason}")
+        code = self.finish({"program": "config", "verdict": found.verdict(), **found._asdict()})
+        return code or (1 if found.refused else 0)
 
 
 def _read(text: str) -> Config:

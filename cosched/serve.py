@@ -13,33 +13,25 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from cyclopts import Parameter
 
-from cosched.batch.config import OFF, BatchesConfig
+from cosched.batch.config import OFF
 from cosched.batch.opening import check_store, default_folder
-from cosched.cli import explained_by, new_app, run
-from cosched.config import ENV_VAR, Config, SloConfig, load_config
+from cosched.cli import new_app, run
+from cosched.config import ENV_VAR, Config
 from cosched.engine.arguments import (
-    bind_cpu_threads,
-    check_arguments,
     check_files,
-    check_flags,
-    check_model,
     check_ports,
-    engine_arguments,
     engine_parser,
-    resolve,
 )
+from cosched.engine.options import ServerFlags, config_from
+from cosched.engine.support import check_arguments, other_front_end, resolved_arguments
 from cosched.errors import ConfigError
-from cosched.limits.claims import read_claims
-from cosched.memory.config import EVICTION_ORDERS, KvConfig
 from cosched.policies import policy_entry, policy_names
-from cosched.predict.tolerance import TOLERANCE_HELP, TOLERANCE_METAVAR, parse_tolerance
 
 _COMMON_POLICIES = ("cosched", "hygen", "sarathi", "priority", "sglang")
 """Those that `--help` describes; `--help-all` describes all."""
@@ -60,118 +52,24 @@ app = new_app(
 )
 main = partial(run, "serve")
 
-Name = Annotated[str | None, Parameter(metavar="NAME")]
-File = Annotated[str | None, Parameter(metavar="FILE")]
-
-
-@explained_by(Config, SloConfig, BatchesConfig)
-@dataclass(kw_only=True)
-class ServeOptions:
-    """None: the environment decides, or else the default."""
-
-    policy: Annotated[
-        str | None,
-        Parameter(
-            name="--cosched-policy",
-            metavar="NAME",
-            help="one of those below, or your own as module:Class",
-            show_default=Config().policy,
-        ),
-    ] = None
-    ttft_ms: Annotated[float | None, Parameter(name="--cosched-slo-ttft-ms")] = None
-    tpot_ms: Annotated[float | None, Parameter(name="--cosched-slo-tpot-ms")] = None
-    claims: Annotated[str | None, Parameter(name="--cosched-claims", metavar="JSON|FILE")] = None
-    tolerance: Annotated[
-        str | None,
-        Parameter(name="--cosched-tolerance", metavar=TOLERANCE_METAVAR, help=TOLERANCE_HELP),
-    ] = None
-    latency_model: Annotated[
-        File, Parameter(name=("--cosched-latency-model", "--latency-model"))
-    ] = None
-    eviction: Annotated[
-        str | None,
-        Parameter(
-            name="--cosched-kv-eviction",
-            metavar="NAME",
-            help=f"which KV is evicted first (docs/kv_memory.md): {', '.join(EVICTION_ORDERS)}; "
-            "default: the policy's own, value for most",
-        ),
-    ] = None
-    max_offline_waiting: Annotated[int | None, Parameter(name="--cosched-max-offline-waiting")] = (
-        None
-    )
-    folder: Annotated[
-        str | None,
-        Parameter(
-            name="--cosched-batches",
-            metavar="FOLDER|URL|off",
-            help="where OpenAI's Files and Batches keep their files: a folder, or a URL that "
-            "fsspec knows (s3://BUCKET/PATH), which needs the next flag; off: the server has none; "
-            "default: a folder in the user's data directory, by model and port",
-        ),
-    ] = None
-    url: Annotated[str | None, Parameter(name="--cosched-batches-url", metavar="URL")] = None
-    drain_s: Annotated[float | None, Parameter(name="--cosched-drain-s")] = None
-    decision_log: Annotated[File, Parameter(name=("--cosched-decision-log", "--decision-log"))] = (
-        None
-    )
-    iteration_log: Annotated[File, Parameter(name="--cosched-iteration-log")] = None
-    cosched_no_mixed_chunk: bool = False
-    """do not add --enable-mixed-chunk: prefill and decode then take turns"""
-    help_all: bool = False
-    """show all policies, and SGLang's flags too"""
-
 
 @app.default
 @dataclass(kw_only=True)
-class Serve:
-    flags: Annotated[tuple[str, ...], Parameter(allow_leading_hyphen=True, show=False)] = field(
-        default=(), kw_only=False
-    )
-    options: Annotated[ServeOptions, Parameter(name="*")] = field(default_factory=ServeOptions)
-
+class Serve(ServerFlags):
     def __call__(self) -> None:
         if self.options.help_all:
             _print_all_help()
             return
-        flags = list(self.flags)
-        if flags and not flags[0].startswith("-"):
-            flags.insert(0, "--model-path")  # `serve MODEL`, as `sglang serve` takes it
         config = config_from(self.options)
-        check_model(flags)
         check_files(config)
-        arguments = engine_arguments(
-            flags, config, mixed_chunk=not self.options.cosched_no_mixed_chunk
-        )
-        os.environ[ENV_VAR] = config.to_json()
-        own = [name for one in app.assemble_argument_collection() for name in one.names]
-        check_flags(arguments, own=own)
-        bind_cpu_threads(arguments, os.environ)
-        _serve(arguments, config)
-
-
-def config_from(options: ServeOptions) -> Config:
-    """The configuration: flags over ``COSCHED_CONFIG`` over defaults. ConfigError if one is bad."""
-    base = load_config() or Config()
-    given = _given(Config, options)
-    if "claims" in given:
-        given["claims"] = read_claims(given["claims"], source="--cosched-claims")
-    if "tolerance" in given:
-        given["tolerance"] = parse_tolerance(given["tolerance"])
-    for key, struct in (("slo", SloConfig), ("kv", KvConfig), ("batches", BatchesConfig)):
-        try:
-            given[key] = msgspec.structs.replace(getattr(base, key), **_given(struct, options))
-        except ValueError as error:
-            raise ConfigError(f"--cosched-{key}: {error}") from None
-    try:
-        return msgspec.structs.replace(base, **given)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-
-
-def _given(struct: type[msgspec.Struct], options: ServeOptions) -> dict[str, Any]:
-    values = vars(options)
-    return {name: values[name] for name in struct.__struct_fields__ if values.get(name) is not None}
+        server_args = self.server_args(config)
+        _check_plugin_active()
+        check_arguments(server_args, config)
+        check_ports(server_args)
+        check_latency_model(server_args, config)
+        resolved = resolved_arguments(server_args)
+        os.environ[ENV_VAR] = with_batches(config, resolved).to_json()
+        _serve(server_args)
 
 
 def _print_all_help() -> None:
@@ -189,21 +87,13 @@ def _print_all_help() -> None:
     engine.print_help()
 
 
-def _serve(arguments: list[str], config: Config) -> None:
+def _serve(server_args: Any) -> None:
     from sglang.launch_server import run_server
-    from sglang.srt.plugins import load_plugins
     from sglang.srt.utils import kill_process_tree
 
     from cosched.engine.shutdown import end_on_sigterm
 
     _import_first_in_children()
-    load_plugins()
-    _check_plugin_active()
-    server_args = resolve(arguments)
-    check_arguments(server_args, config)
-    check_ports(server_args)
-    check_latency_model(server_args, config)
-    os.environ[ENV_VAR] = with_batches(config, server_args).to_json()
     try:
         end_on_sigterm()
         run_server(server_args)
@@ -211,14 +101,15 @@ def _serve(arguments: list[str], config: Config) -> None:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
-def with_batches(config: Config, server_args: Any) -> Config:
+def with_batches(config: Config, resolved: Any) -> Config:
     """With a folder for batches unless the configuration names one. Where the default folder cannot
     be used, the server says why and has no batches."""
     if config.batches.folder is not None:
         return config
-    from sglang.srt.arg_groups.overrides import resolving_view
-
-    resolved = resolving_view(server_args)
+    if other_front_end(resolved) is not None:
+        return msgspec.structs.replace(
+            config, batches=msgspec.structs.replace(config.batches, folder=OFF)
+        )
     try:
         folder = default_folder(model=resolved.served_model_name, port=resolved.port)
         batches = msgspec.structs.replace(config.batches, folder=str(folder))

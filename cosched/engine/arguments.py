@@ -16,11 +16,10 @@ from typing import Any, NoReturn
 import cosched.bootstrap
 from cosched.batch.opening import check_store
 from cosched.config import Config
-from cosched.errors import ConfigError, choices
-from cosched.memory.config import ENGINE_ORDERS
+from cosched.engine.support import EVICTION_FLAG, resolved_arguments
+from cosched.errors import ConfigError
 from cosched.policies import policy_entry
 
-EVICTION_FLAG = "--radix-eviction-policy"
 HOST_WRITE_FLAG = "--hicache-write-policy"
 
 _MODEL_FLAGS = ("--model-path", "--model")
@@ -59,12 +58,14 @@ def kv_arguments(argv: Sequence[str], config: Config) -> list[str]:
     kv = config.named_kv()
     if policy_entry(config.policy).make is None:
         return []
-    if kv.is_ours:
-        has_host = _given(argv, "--enable-hierarchical-cache")
-        chooses = has_host and not _given(argv, HOST_WRITE_FLAG)
-        return [HOST_WRITE_FLAG, "write_back"] if chooses else []
     assert kv.eviction is not None
-    return [] if _given(argv, EVICTION_FLAG) else [EVICTION_FLAG, kv.eviction]
+    # Some models set SGLang's order where none is given.
+    order = "lru" if kv.is_ours else kv.eviction
+    flags = [] if _given(argv, EVICTION_FLAG) else [EVICTION_FLAG, order]
+    has_host = _given(argv, "--enable-hierarchical-cache")
+    if kv.is_ours and has_host and not _given(argv, HOST_WRITE_FLAG):
+        flags += [HOST_WRITE_FLAG, "write_back"]
+    return flags
 
 
 def _check_no_gpu_is_left_out() -> None:
@@ -216,87 +217,14 @@ def _given(argv: Sequence[str], *flags: str) -> bool:
     return any(arg.split("=", 1)[0] in flags for arg in argv)
 
 
-REFUSED_ARGUMENTS: tuple[tuple[str, Any, str], ...] = (
-    ("disaggregation_mode", "null", "prefill/decode disaggregation has no shared iteration"),
-    ("attn_dp_size", 1, "DP attention needs one plan for all ranks"),
-    ("pp_size", 1, "pipeline parallelism plans several micro-batches at once"),
-    ("speculative_algorithm", None, "speculative decoding makes tokens per iteration unknown"),
-    ("dllm_algorithm", None, "diffusion language models have no decode iterations"),
-    ("enable_pdmux", False, "PD multiplexing schedules prefill and decode on its own"),
-    ("enable_prefill_delayer", False, "the prefill delayer would undo the plan"),
-    ("min_free_slots_delay", None, "the slot delay would undo the plan"),
-    ("prefill_decode_interval", 0, "that many iterations after a prefill would have no plan"),
-    ("enable_hisparse", False, "HiSparse moves requests between prefill and decode on its own"),
-    ("enable_priority_scheduling", False, "the policy orders the requests itself"),
-    ("disable_radix_cache", False, "preempted requests keep their KV in the radix cache"),
-    ("enable_session_radix_cache", False, "session caches hold KV outside the plan"),
-)
-"""Server argument, the only value that planning policies support, and why."""
-
-
-def check_arguments(server_args: Any, config: Config) -> None:
-    """ConfigError if a planning policy does not support the arguments. Looks at what SGLang has
-    made of them, because a model or another flag may decide what was not given."""
-    if policy_entry(config.policy).make is None:
-        return
-    resolved = _resolved(server_args)
-    for name, expected, why in REFUSED_ARGUMENTS:
-        value = getattr(resolved, name)
-        if value != expected and not (expected in (False, None) and not value):
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(
-                f"{flag} {value} cannot go with --cosched-policy {config.policy}: {why}; "
-                f"drop the flag or use --cosched-policy sglang"
-            )
-    order = resolved.radix_eviction_policy
-    kv = config.named_kv()
-    expected = "lru" if kv.is_ours else kv.eviction
-    if order != expected:
-        raise ConfigError(
-            f"{EVICTION_FLAG} {order} cannot go with kv.eviction {kv.eviction!r}: drop the "
-            f"flag, or set kv.eviction to {choices(ENGINE_ORDERS)}"
-        )
-    if config.kv.bidirectional_pages:
-        _check_shared_pages(resolved)
-
-
-def _check_shared_pages(resolved: Any) -> None:
-    """ConfigError if an online and an offline request cannot share a page."""
-    from sglang.srt.arg_groups.overrides import attention_backends_of
-
-    by_slot = ("torch_native", "triton", "flashinfer")
-    others = [name for name in attention_backends_of(resolved) if name not in by_slot]
-    reason = None
-    if resolved.page_size == 1:
-        reason = "with --page-size 1 a page has one slot, and nothing to share"
-    elif others:
-        reason = (
-            f"attention backend {others[0]} reads whole pages in their order, not slots; give "
-            f"--attention-backend {choices(by_slot)}"
-        )
-    elif resolved.enable_hierarchical_cache:
-        reason = "host memory (--enable-hierarchical-cache) copies pages in ascending order"
-    elif resolved.tp_size > 1:
-        reason = "it is not tested with several ranks (--tp)"
-    if reason is not None:
-        raise ConfigError(f"kv.bidirectional_pages is not possible: {reason}")
-
-
 def check_ports(server_args: Any) -> None:
     """ConfigError if a port of the server is taken or invalid."""
-    resolved = _resolved(server_args)
+    resolved = resolved_arguments(server_args)
     _check_port("--port", resolved.host or "127.0.0.1", resolved.port)
     for name in ("nccl_port", "grpc_port"):
         port = getattr(resolved, name)
         if port is not None:
             _check_port("--" + name.replace("_", "-"), "127.0.0.1", port)
-
-
-def _resolved(server_args: Any) -> Any:
-    from sglang.srt.arg_groups.overrides import resolving_view
-
-    server_args.resolve_once()
-    return resolving_view(server_args)
 
 
 def _check_port(flag: str, host: str, port: int) -> None:

@@ -34,6 +34,7 @@ from cosched.engine.running import RunningTable
 from cosched.engine.service import ServiceRecord
 from cosched.engine.startup import describe
 from cosched.engine.state import Log
+from cosched.engine.support import resolved_arguments, why_sglang_evicts
 from cosched.engine.timekeeper import Timekeeper
 from cosched.engine.tracked import TrackedRequest
 from cosched.engine.tree_core import can_watch
@@ -75,11 +76,6 @@ def attach(scheduler: Any, config: Config) -> None:
     port.leave_a_page(scheduler)
     if entry.make is None:
         return
-    if not port.has_one_pool(scheduler):
-        raise ConfigError(
-            f"policy {config.policy!r} does not support models with sliding-window or state-space "
-            "layers yet (their KV has a second pool); use --cosched-policy sglang"
-        )
     if config.kv.bidirectional_pages:
         reason = bidirectional.why_not(scheduler)
         if reason is not None:
@@ -167,7 +163,7 @@ def _controller(
         )
     kv = None
     named_kv = config.named_kv()
-    if named_kv.is_ours and can_watch(scheduler):
+    if _evicts(scheduler, config):
         kv = KvManager(
             scheduler,
             # A loss in seconds can be weighed where seconds are predicted.
@@ -213,6 +209,21 @@ def _controller(
     scheduler.waiting_queue = waiting
     port.report_waiting(scheduler, WaitingSummary(waiting))
     return controller
+
+
+def _evicts(scheduler: Any, config: Config) -> bool:
+    """Whether cosched chooses what is evicted."""
+    if not config.named_kv().is_ours:
+        return False
+    if why_sglang_evicts(resolved_arguments(scheduler.server_args), config) is not None:
+        return False  # `describe` says so
+    if not can_watch(scheduler):
+        logger.warning(
+            "cosched: SGLang's order evicts KV: cosched does not know the radix tree %s",
+            type(scheduler.tree_cache).__name__,
+        )
+        return False
+    return True
 
 
 def use_virtual_device(scheduler: Any, clock: Clock, graphs: GraphSizes | None) -> None:

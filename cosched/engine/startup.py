@@ -14,6 +14,7 @@ import psutil
 from sglang.srt.arg_groups.overrides import resolving_view
 
 from cosched.config import Config
+from cosched.engine.support import support, why_sglang_evicts
 from cosched.policies import policy_entry
 
 logger = logging.getLogger(__name__)
@@ -41,9 +42,12 @@ def describe(config: Config, server_args: Any) -> str:
     facts.append(f"mixed chunks {'on' if resolved.enable_mixed_chunk else 'off'}")
     if resolved.enable_hierarchical_cache:
         facts.append(f"host memory at {config.kv.host_bandwidth_gb_s:g} GB/s")
-    facts.append(f"KV evicted by {config.named_kv().eviction}")
+    found = support(server_args, config)
+    if why_sglang_evicts(resolved, config) is None:
+        facts.append(f"KV evicted by {config.named_kv().eviction}")
     is_by_arrival = config.pool is None and entry.pool is None
     facts.append(f"offline pool in {'order of arrival' if is_by_arrival else 'prefix order'}")
+    facts += [f"without {what}" for what in found.without]
     return "; ".join(facts)
 
 

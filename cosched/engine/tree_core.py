@@ -50,18 +50,15 @@ core."""
 
 
 def can_watch(scheduler: Any) -> bool:
-    """Whether cosched can choose what this scheduler's tree evicts."""
+    """Whether cosched knows the radix tree of this scheduler. `cosched.engine.support` has already
+    ruled out the arguments with which it does not follow it."""
     tree = scheduler.tree_cache
-    if type(tree) is not UnifiedRadixCache or tree.disable or tree.tree_core.is_eagle:
-        return False
-    if tuple(tree.tree_components) != (ComponentType.FULL,):
-        return False
-    if not scheduler.enable_hierarchical_cache:
-        return True
-    # Storage below host memory is not supported. When KV is copied depends on clocks, which differ
-    # between ranks.
-    is_plain = tree.host_memory_mode == "cache" and not tree.enable_storage
-    return is_plain and port.parallel().tp_size == 1
+    return (
+        type(tree) is UnifiedRadixCache
+        and not tree.disable
+        and not tree.tree_core.is_eagle
+        and tuple(tree.tree_components) == (ComponentType.FULL,)
+    )
 
 
 class WatchedTreeCore:

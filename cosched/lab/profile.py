@@ -54,7 +54,8 @@ from cosched.cli import (
 )
 from cosched.config import Config, configured
 from cosched.core.batch import BatchShape, BatchTotals
-from cosched.engine.arguments import bind_cpu_threads, check_arguments, engine_arguments, resolve
+from cosched.engine.arguments import bind_cpu_threads, engine_arguments, resolve
+from cosched.engine.support import check_arguments
 from cosched.errors import ConfigError, choices
 from cosched.files import write_whole
 from cosched.lab.benchmark.live import VOCAB_SIZE, LiveResult

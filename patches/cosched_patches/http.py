@@ -18,13 +18,13 @@ from sglang.srt.environ import envs
 
 from cosched.config import Config, load_config
 from cosched.engine.admin import add_batches, add_routes
-from cosched.engine.arguments import check_arguments
 from cosched.engine.checks import check_input, check_params, check_tokenized, scope_of
 from cosched.engine.front import Front, ReplyMiddleware
 from cosched.engine.middleware import BodyLimit
 from cosched.engine.port import pace_checks
 from cosched.engine.shutdown import drain, signals_left_to_parent
 from cosched.engine.startup import log_ready, wait_until_listening
+from cosched.engine.support import check_arguments
 from cosched.errors import ConfigError, LimitError, RequestError
 from cosched.limits.bodies import check_body
 from cosched_patches.seam import Seam, after, around, before

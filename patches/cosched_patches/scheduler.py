@@ -20,7 +20,6 @@ from sglang.srt.managers.scheduler import NextBatchPlan
 from cosched.config import load_config
 from cosched.core.request import RequestClass
 from cosched.core.wire import class_of_priority
-from cosched.engine.arguments import check_arguments
 from cosched.engine.attach import attach
 from cosched.engine.checks import check_received, scope_of
 from cosched.engine.guard import note_or_raise
@@ -31,6 +30,7 @@ from cosched.engine.port.attention import launching
 from cosched.engine.port.building import adder_class
 from cosched.engine.port.penalties import count_outputs
 from cosched.engine.state import offline_progress
+from cosched.engine.support import check_arguments
 from cosched.engine.waiting import WaitingQueue, online_requests
 from cosched.errors import ConfigError, RequestError
 from cosched_patches.seam import Seam, after, around, before

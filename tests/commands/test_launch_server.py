@@ -14,12 +14,13 @@ from cosched.batch.opening import lock_file
 from cosched.cli import parse
 from cosched.config import ENV_VAR, Config
 from cosched.engine import arguments as engine_side
+from cosched.engine import options
+from cosched.engine.options import ServeOptions
 from cosched.errors import ConfigError
 from cosched.memory.config import ENGINE_ORDERS, KvConfig
-from cosched.memory.eviction import ORDERS
 from cosched.policies import POLICIES
 from cosched.predict.tolerance import ToleranceConfig
-from cosched.serve import Serve, ServeOptions
+from cosched.serve import Serve
 from tests.serving import TEST_FLAGS
 
 
@@ -30,13 +31,13 @@ def own_environment(monkeypatch):
 
 
 def config_from(*words):
-    return serve.config_from(parse(ServeOptions, words))
+    return options.config_from(parse(ServeOptions, words))
 
 
 def test_flags_win_over_the_environment_and_that_over_defaults(monkeypatch):
     monkeypatch.setenv(ENV_VAR, '{"policy": "priority", "slo": {"ttft_ms": 300, "tpot_ms": 30}}')
     command = parse(Serve, ["--cosched-slo-ttft-ms", "700", "--port", "1", "--model-path", "x"])
-    config = serve.config_from(command.options)
+    config = options.config_from(command.options)
     assert (config.policy, config.slo.ttft_ms, config.slo.tpot_ms) == ("priority", 700, 30)
     assert command.flags == ("--port", "1", "--model-path", "x")
 
@@ -51,7 +52,8 @@ def test_batches_have_a_folder_and_perhaps_a_database():
 
 
 def served(name, port=30000):
-    return SimpleNamespace(served_model_name=name, port=port)
+    other = dict.fromkeys(("smg_grpc_mode", "grpc_mode", "use_ray"), False)
+    return SimpleNamespace(served_model_name=name, port=port, **other)
 
 
 @pytest.fixture
@@ -107,7 +109,7 @@ def test_a_server_whose_default_folder_cannot_be_used_has_no_batches_and_says_wh
 def test_a_folder_that_was_named_and_cannot_be_used_is_refused(data_home):
     data_home.write_text("")
     with pytest.raises(ConfigError, match=r"batches\.folder .*data/f"):
-        serve.check_files(config_from("--cosched-batches", str(data_home / "f")))
+        engine_side.check_files(config_from("--cosched-batches", str(data_home / "f")))
 
 
 def test_the_decision_log_is_a_flag_that_needs_a_policy_that_decides(monkeypatch):
@@ -136,13 +138,13 @@ def test_a_tolerance_is_a_flag_of_policies_that_keep_one(monkeypatch):
 
 def test_policy_flags_and_cpu_flags_are_added_unless_given(monkeypatch):
     monkeypatch.setattr(bootstrap, "has_cuda", lambda: False)
-    added = serve.engine_arguments(
+    added = engine_side.engine_arguments(
         ["--model-path", "x"], Config(policy="sarathi"), mixed_chunk=True
     )
     assert "--enable-mixed-chunk" in added
     assert added[added.index("--device") + 1] == "cpu"
     assert added[added.index("--attention-backend") + 1] == "torch_native"
-    added = serve.engine_arguments(
+    added = engine_side.engine_arguments(
         ["--model-path", "x", "--attention-backend=intel_amx", "--max-total-tokens", "9"],
         Config(policy="priority"),
         mixed_chunk=True,
@@ -154,78 +156,24 @@ def test_policy_flags_and_cpu_flags_are_added_unless_given(monkeypatch):
 def test_nothing_is_added_on_a_gpu_but_what_the_policy_needs(monkeypatch):
     monkeypatch.setattr(bootstrap, "has_cuda", lambda: True)
     given = ["--model-path", "x"]
-    assert serve.engine_arguments(given, Config(policy="sglang"), mixed_chunk=True) == given
+    assert engine_side.engine_arguments(given, Config(policy="sglang"), mixed_chunk=True) == given
     sarathi = Config(policy="sarathi")
-    # Whatever SGLang makes of the model: a planned iteration follows each.
-    interval = ["--prefill-decode-interval", "0"]
-    added = serve.engine_arguments(given, sarathi, mixed_chunk=False)
-    assert added == [*given, *interval]
-    given += ["--prefill-decode-interval=3"]
-    assert serve.engine_arguments(given, sarathi, mixed_chunk=False) == given
-
-
-def resolved_arguments(monkeypatch):
-    """Server arguments with which everything is well, to be changed."""
-    resolved = SimpleNamespace(**{flag: good for flag, good, _ in engine_side.REFUSED_ARGUMENTS})
-    resolved.radix_eviction_policy = "lru"
-    monkeypatch.setattr(engine_side, "_resolved", lambda server_args: resolved)
-    return resolved
-
-
-@pytest.mark.parametrize("ours", ORDERS)
-def test_an_order_of_eviction_of_sglang_is_not_given_beside_one_of_cosched(monkeypatch, ours):
-    resolved = resolved_arguments(monkeypatch)
-    resolved.radix_eviction_policy = "priority"
-    with pytest.raises(ConfigError) as error:
-        serve.check_arguments(None, Config(kv=KvConfig(eviction=ours)))
-    assert f"--radix-eviction-policy priority cannot go with kv.eviction '{ours}'" in str(
-        error.value
-    )
-    serve.check_arguments(None, Config(kv=KvConfig(eviction="priority")))
-    serve.check_arguments(None, Config(policy="sglang"))
+    # Whatever SGLang makes of the model: a planned iteration follows each, and the order is ours.
+    needed = ["--radix-eviction-policy", "lru", "--prefill-decode-interval", "0"]
+    added = engine_side.engine_arguments(given, sarathi, mixed_chunk=False)
+    assert added == [*given, *needed]
+    given += ["--prefill-decode-interval=3", "--radix-eviction-policy", "slru"]
+    assert engine_side.engine_arguments(given, sarathi, mixed_chunk=False) == given
 
 
 @pytest.mark.parametrize("theirs", ENGINE_ORDERS)
 def test_an_order_of_sglang_is_told_to_it(theirs):
     config = Config(kv=KvConfig(eviction=theirs))
-    added = serve.engine_arguments(["--model-path", "x"], config, mixed_chunk=True)
+    added = engine_side.engine_arguments(["--model-path", "x"], config, mixed_chunk=True)
     assert added[added.index("--radix-eviction-policy") + 1] == theirs
     given = ["--radix-eviction-policy", "slru"]
-    added = serve.engine_arguments(given, config, mixed_chunk=True)
+    added = engine_side.engine_arguments(given, config, mixed_chunk=True)
     assert added.count("--radix-eviction-policy") == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("disaggregation_mode", "prefill"),
-        ("pp_size", 2),
-        ("speculative_algorithm", "EAGLE"),
-        ("dllm_algorithm", "LLaDA"),
-        ("attn_dp_size", 2),
-        ("enable_priority_scheduling", True),
-        ("disable_radix_cache", True),
-        ("prefill_decode_interval", 3),
-    ],
-)
-def test_flags_that_cannot_go_together_are_refused_in_one_sentence(monkeypatch, name, value):
-    resolved = resolved_arguments(monkeypatch)
-    serve.check_arguments(None, Config(policy="sarathi"))
-    setattr(resolved, name, value)
-    with pytest.raises(ConfigError) as error:
-        serve.check_arguments(None, Config(policy="sarathi"))
-    message = str(error.value)
-    assert "--" + name.replace("_", "-") in message and "sarathi" in message
-    assert "\n" not in message
-    serve.check_arguments(None, Config(policy="sglang"))
-
-
-def test_every_refused_flag_is_a_server_argument_of_sglang():
-    from sglang.srt.server_args import ServerArgs
-
-    fields = {field for cls in ServerArgs.__mro__ for field in getattr(cls, "__annotations__", {})}
-    for name, *_ in engine_side.REFUSED_ARGUMENTS:
-        assert name in fields or hasattr(ServerArgs, name), name
 
 
 @pytest.mark.parametrize(
@@ -241,7 +189,7 @@ def test_cpu_ranks_share_the_cores(monkeypatch, argv, expected):
     monkeypatch.setattr(bootstrap, "has_cuda", lambda: False)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
     environ = {}
-    serve.bind_cpu_threads(argv, environ)
+    engine_side.bind_cpu_threads(argv, environ)
     assert environ.get("SGLANG_CPU_OMP_THREADS_BIND") == expected
 
 

@@ -165,7 +165,7 @@ class TestGate:
 
 def test_the_flag_wins_over_the_environment(monkeypatch):
     from cosched.cli import parse
-    from cosched.serve import ServeOptions, config_from
+    from cosched.engine.options import ServeOptions, config_from
 
     monkeypatch.setenv("COSCHED_CONFIG", '{"claims": {"floor_ratio": 0.5, "ignore": ["priority"]}}')
     assert config_from(parse(ServeOptions, [])).claims.floor_ratio == 0.5

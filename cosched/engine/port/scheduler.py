@@ -88,12 +88,6 @@ def rank_group(scheduler: Any) -> Any:
     return scheduler.tp_cpu_group
 
 
-def has_one_pool(scheduler: Any) -> bool:
-    """Whether all KV of its model is in one pool. Sliding-window and state-space layers have their
-    own."""
-    return not (scheduler.is_hybrid_swa or scheduler.is_hybrid_ssm)
-
-
 def runs_on_cpu(scheduler: Any) -> bool:
     """Whether a forward pass is done when its call returns."""
     return bool(scheduler.device == "cpu")

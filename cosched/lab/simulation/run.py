@@ -14,7 +14,8 @@ import msgspec
 
 from cosched.config import Config, SloConfig, configured, parse_config
 from cosched.core.request import RequestClass, Slo
-from cosched.engine.arguments import EVICTION_FLAG, kv_arguments
+from cosched.engine.arguments import kv_arguments
+from cosched.engine.support import EVICTION_FLAG
 from cosched.errors import ConfigError, CoschedError
 from cosched.lab.cost_models.base import OVERLAPPED, SYNCHRONOUS, CostModel, PrefixReads
 from cosched.lab.cost_models.registry import make_cost_model

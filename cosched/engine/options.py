@@ -1,0 +1,153 @@
+"""The flags of ``cosched serve``: cosched's become a configuration, the others go to SGLang."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import msgspec
+from cyclopts import Parameter
+
+from cosched.batch.config import BatchesConfig
+from cosched.cli import explained_by, new_app
+from cosched.config import ENV_VAR, Config, SloConfig, load_config
+from cosched.engine.arguments import (
+    bind_cpu_threads,
+    check_flags,
+    check_model,
+    engine_arguments,
+    resolve,
+)
+from cosched.errors import ConfigError
+from cosched.limits.claims import read_claims
+from cosched.memory.config import EVICTION_ORDERS, KvConfig
+from cosched.predict.tolerance import TOLERANCE_HELP, TOLERANCE_METAVAR, parse_tolerance
+
+Name = Annotated[str | None, Parameter(metavar="NAME")]
+File = Annotated[str | None, Parameter(metavar="FILE")]
+
+
+@explained_by(Config, SloConfig, BatchesConfig)
+@dataclass(kw_only=True)
+class ServeOptions:
+    """None: the environment decides, or else the default."""
+
+    policy: Annotated[
+        str | None,
+        Parameter(
+            name="--cosched-policy",
+            metavar="NAME",
+            help="one of those below, or your own as module:Class",
+            show_default=Config().policy,
+        ),
+    ] = None
+    ttft_ms: Annotated[float | None, Parameter(name="--cosched-slo-ttft-ms")] = None
+    tpot_ms: Annotated[float | None, Parameter(name="--cosched-slo-tpot-ms")] = None
+    claims: Annotated[str | None, Parameter(name="--cosched-claims", metavar="JSON|FILE")] = None
+    tolerance: Annotated[
+        str | None,
+        Parameter(name="--cosched-tolerance", metavar=TOLERANCE_METAVAR, help=TOLERANCE_HELP),
+    ] = None
+    latency_model: Annotated[
+        File, Parameter(name=("--cosched-latency-model", "--latency-model"))
+    ] = None
+    eviction: Annotated[
+        str | None,
+        Parameter(
+            name="--cosched-kv-eviction",
+            metavar="NAME",
+            help=f"which KV is evicted first (docs/kv_memory.md): {', '.join(EVICTION_ORDERS)}; "
+            "default: the policy's own, value for most",
+        ),
+    ] = None
+    max_offline_waiting: Annotated[int | None, Parameter(name="--cosched-max-offline-waiting")] = (
+        None
+    )
+    folder: Annotated[
+        str | None,
+        Parameter(
+            name="--cosched-batches",
+            metavar="FOLDER|URL|off",
+            help="where OpenAI's Files and Batches keep their files: a folder, or a URL that "
+            "fsspec knows (s3://BUCKET/PATH), which needs the next flag; off: the server has none; "
+            "default: a folder in the user's data directory, by model and port",
+        ),
+    ] = None
+    url: Annotated[str | None, Parameter(name="--cosched-batches-url", metavar="URL")] = None
+    drain_s: Annotated[float | None, Parameter(name="--cosched-drain-s")] = None
+    decision_log: Annotated[File, Parameter(name=("--cosched-decision-log", "--decision-log"))] = (
+        None
+    )
+    iteration_log: Annotated[File, Parameter(name="--cosched-iteration-log")] = None
+    cosched_no_mixed_chunk: bool = False
+    """do not add --enable-mixed-chunk: prefill and decode then take turns"""
+    help_all: bool = False
+    """show all policies, and SGLang's flags too"""
+
+
+@dataclass(kw_only=True)
+class ServerFlags:
+    """A server as its user names it."""
+
+    flags: Annotated[tuple[str, ...], Parameter(allow_leading_hyphen=True, show=False)] = field(
+        default=(), kw_only=False
+    )
+    options: Annotated[ServeOptions, Parameter(name="*")] = field(default_factory=ServeOptions)
+
+    def server_args(self, config: Config) -> Any:
+        """SGLang's arguments: those given and what cosched adds, resolved. ConfigError."""
+        from sglang.srt.plugins import load_plugins
+
+        flags = list(self.flags)
+        if flags and not flags[0].startswith("-"):
+            flags.insert(0, "--model-path")  # `serve MODEL`, as `sglang serve` takes it
+        check_model(flags)
+        os.environ[ENV_VAR] = config.to_json()
+        mixed_chunk = not self.options.cosched_no_mixed_chunk
+        arguments = engine_arguments(flags, config, mixed_chunk=mixed_chunk)
+        command = new_app("server")
+        command.default(ServerFlags)
+        own = [name for one in command.assemble_argument_collection() for name in one.names]
+        check_flags(arguments, own=own)
+        bind_cpu_threads(arguments, os.environ)
+        load_plugins()
+        try:
+            return resolve(arguments)
+        except ConfigError as error:
+            unmixed = engine_arguments(flags, config, mixed_chunk=False)
+            if unmixed == arguments or not re.search("mixed.?(chunk|prefill)", str(error)):
+                raise
+            # The user did not give the flag that SGLang refuses.
+            server_args = resolve(unmixed)
+            print(
+                f"cosched: prefill and decode take turns (no --enable-mixed-chunk): {error}",
+                file=sys.stderr,
+            )
+            return server_args
+
+
+def config_from(options: ServeOptions) -> Config:
+    """The configuration: flags over ``COSCHED_CONFIG`` over defaults. ConfigError if one is bad."""
+    base = load_config() or Config()
+    given = _given(Config, options)
+    if "claims" in given:
+        given["claims"] = read_claims(given["claims"], source="--cosched-claims")
+    if "tolerance" in given:
+        given["tolerance"] = parse_tolerance(given["tolerance"])
+    for key, struct in (("slo", SloConfig), ("kv", KvConfig), ("batches", BatchesConfig)):
+        try:
+            given[key] = msgspec.structs.replace(getattr(base, key), **_given(struct, options))
+        except ValueError as error:
+            raise ConfigError(f"--cosched-{key}: {error}") from None
+    try:
+        return msgspec.structs.replace(base, **given)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _given(struct: type[msgspec.Struct], options: ServeOptions) -> dict[str, Any]:
+    values = vars(options)
+    return {name: values[name] for name in struct.__struct_fields__ if values.get(name) is not None}

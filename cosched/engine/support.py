@@ -1,0 +1,220 @@
+"""What cosched can plan of a server: from SGLang's arguments and the model's configuration.
+
+Known before anything is loaded: `cosched config --model-path` prints it, a start that cannot be
+planned ends with it. docs/operate.md has the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from cosched.config import Config
+from cosched.errors import ConfigError, choices
+from cosched.memory.config import ENGINE_ORDERS
+from cosched.policies import policy_entry
+
+EVICTION_FLAG = "--radix-eviction-policy"
+
+REFUSED_ARGUMENTS: tuple[tuple[str, Any, str], ...] = (
+    ("disaggregation_mode", "null", "prefill/decode disaggregation has no shared iteration"),
+    ("attn_dp_size", 1, "DP attention (--enable-dp-attention) needs one plan for all ranks"),
+    ("pp_size", 1, "pipeline parallelism plans several micro-batches at once"),
+    ("speculative_algorithm", None, "speculative decoding makes tokens per iteration unknown"),
+    ("dllm_algorithm", None, "diffusion language models have no decode iterations"),
+    ("enable_pdmux", False, "PD multiplexing schedules prefill and decode on its own"),
+    ("enable_prefill_delayer", False, "the prefill delayer would undo the plan"),
+    ("min_free_slots_delay", None, "the slot delay would undo the plan"),
+    ("prefill_decode_interval", 0, "that many iterations after a prefill would have no plan"),
+    ("enable_hisparse", False, "HiSparse moves requests between prefill and decode on its own"),
+    ("enable_priority_scheduling", False, "the policy orders the requests itself"),
+    ("disable_radix_cache", False, "preempted requests keep their KV in the radix cache"),
+    ("enable_session_radix_cache", False, "session caches hold KV outside the plan"),
+    ("encoder_only", False, "an encoder generates nothing"),
+)
+"""Server argument, the only value that planning policies support, and why."""
+
+_WAY_OUT = "use --cosched-policy sglang"
+
+_OTHER_FRONT_ENDS = (
+    ("smg_grpc_mode", "--smg-grpc-mode"),
+    ("grpc_mode", "--grpc-mode"),
+    ("use_ray", "--use-ray"),
+)
+
+
+class Support(NamedTuple):
+    """What cosched does on a server.
+
+    policy   its name
+    plans    the policy plans iterations; False: SGLang schedules, and nothing is refused
+    refused  why the server cannot start with the policy, and what to drop; empty: it can
+    without  what it does not have there, and why
+    """
+
+    policy: str
+    plans: bool
+    refused: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+
+    def verdict(self) -> str:
+        """One line."""
+        if self.refused:
+            return "refused"
+        if not self.plans:
+            return f"policy {self.policy}: SGLang schedules, cosched reads classes only"
+        return "planned without: " + "; ".join(self.without) if self.without else "planned"
+
+
+def support(server_args: Any, config: Config) -> Support:
+    """Look at what SGLang has made of the arguments, because a model or another flag may decide
+    what was not given."""
+    resolved = resolved_arguments(server_args)
+    plans = policy_entry(config.policy).make is not None
+    return Support(
+        policy=config.policy,
+        plans=plans,
+        refused=(
+            *(_refused(server_args, resolved, config) if plans else ()),
+            *_refused_batches(resolved, config),
+        ),
+        without=(
+            *(_without_kv_order(resolved, config) if plans else ()),
+            *_without_front_end(resolved),
+        ),
+    )
+
+
+def check_arguments(server_args: Any, config: Config) -> None:
+    """ConfigError, one sentence for each reason, if the policy does not support the arguments."""
+    found = support(server_args, config)
+    if found.refused:
+        raise ConfigError("; ".join(found.refused))
+
+
+def resolved_arguments(server_args: Any) -> Any:
+    """SGLang's view of the arguments, completed from the model and from each other."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    server_args.resolve_once()
+    return resolving_view(server_args)
+
+
+def why_sglang_evicts(resolved: Any, config: Config) -> str | None:
+    """Why KV is evicted in SGLang's order although one of cosched's is configured."""
+    if not config.named_kv().is_ours:
+        return None
+    for name in ("enable_lmcache", "enable_flexkv"):
+        if getattr(resolved, name):
+            return f"{_flag(name)} replaces SGLang's radix tree"
+    if not resolved.enable_hierarchical_cache:
+        return None
+    if resolved.hicache_storage_backend is not None:
+        return "KV below host memory (--hicache-storage-backend) is SGLang's"
+    if resolved.hicache_host_memory_mode != "cache":
+        return f"host memory is a {resolved.hicache_host_memory_mode}, not a cache"
+    if resolved.tp_size > 1:
+        return "with host memory, ranks (--tp) copy KV at times of their own"
+    return None
+
+
+def _refused(server_args: Any, resolved: Any, config: Config) -> Iterator[str]:
+    for name, expected, why in REFUSED_ARGUMENTS:
+        value = getattr(resolved, name)
+        if value == expected or (expected in (False, None) and not value):
+            continue
+        if getattr(server_args, name) == value:
+            remedy = f"drop the flag or {_WAY_OUT}"
+        else:
+            remedy = f"the model or another flag sets it; {_WAY_OUT}"
+        shown = f"{_flag(name)} {value}"
+        yield f"{shown} cannot go with --cosched-policy {config.policy}: {why}; {remedy}"
+    yield from _refused_model(server_args, config)
+    order, kv = resolved.radix_eviction_policy, config.named_kv()
+    if order != ("lru" if kv.is_ours else kv.eviction):
+        yield (
+            f"{EVICTION_FLAG} {order} cannot go with kv.eviction {kv.eviction!r}: drop the flag, "
+            f"or set kv.eviction to {choices(ENGINE_ORDERS)}"
+        )
+    if config.kv.bidirectional_pages:
+        reason = _why_no_shared_pages(resolved)
+        if reason is not None:
+            yield f"kv.bidirectional_pages is not possible: {reason}"
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _refused_model(server_args: Any, config: Config) -> Iterator[str]:
+    """Models whose layers keep more than one kind of state."""
+    from sglang.srt.arg_groups.overrides import model_config_of
+    from sglang.srt.mem_cache.kv_cache_builder import uses_ssm_state
+
+    model = model_config_of(server_args)
+    subject = f"--cosched-policy {config.policy} does not support this model:"
+    if uses_ssm_state(model):
+        yield (
+            f"{subject} its state-space or linear-attention layers keep a state beside the KV; "
+            f"{_WAY_OUT}"
+        )
+    if model.is_hybrid_swa:
+        remedy = _WAY_OUT
+        if not model.is_deepseek_v4_arch:
+            remedy = (
+                "give --disable-hybrid-swa-memory (these layers then keep the KV of all tokens, so "
+                f"fewer tokens fit), or {_WAY_OUT}"
+            )
+        yield f"{subject} its sliding-window layers have a KV pool of their own; {remedy}"
+
+
+def _why_no_shared_pages(resolved: Any) -> str | None:
+    """Why an online and an offline request cannot share a page."""
+    from sglang.srt.arg_groups.overrides import attention_backends_of
+
+    by_slot = ("torch_native", "triton", "flashinfer")
+    others = [name for name in attention_backends_of(resolved) if name not in by_slot]
+    if resolved.page_size == 1:
+        return "with --page-size 1 a page has one slot, and nothing to share"
+    if others:
+        return (
+            f"attention backend {others[0]} reads whole pages in their order, not slots; give "
+            f"--attention-backend {choices(by_slot)}"
+        )
+    if resolved.enable_hierarchical_cache:
+        return "host memory (--enable-hierarchical-cache) copies pages in ascending order"
+    if resolved.tp_size > 1:
+        return "it is not tested with several ranks (--tp)"
+    return None
+
+
+def other_front_end(resolved: Any) -> str | None:
+    """The flag of a front end that is not SGLang's HTTP server."""
+    for name, flag in _OTHER_FRONT_ENDS:
+        if getattr(resolved, name):
+            return flag
+    return None
+
+
+def _refused_batches(resolved: Any, config: Config) -> Iterator[str]:
+    flag = other_front_end(resolved)
+    if flag is not None and config.batches.is_on:
+        yield (
+            f"--cosched-batches cannot go with {flag}: its front end is not SGLang's HTTP server; "
+            "drop one of them"
+        )
+
+
+def _without_front_end(resolved: Any) -> Iterator[str]:
+    flag = other_front_end(resolved)
+    if flag is not None:
+        yield (
+            "Files and Batches, service_tier, x-cosched headers and /cosched "
+            f"({flag} has a front end of its own: it passes `priority` only)"
+        )
+
+
+def _without_kv_order(resolved: Any, config: Config) -> Iterator[str]:
+    reason = why_sglang_evicts(resolved, config)
+    if reason is not None:
+        yield f"KV eviction by {config.named_kv().eviction}: SGLang's LRU holds ({reason})"

@@ -1,0 +1,131 @@
+"""What cosched says of a server before anything is loaded, asked of SGLang's own argument code."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from cosched.engine.support import REFUSED_ARGUMENTS
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+}
+QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], **SIZES}
+QWEN3_NEXT = {"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"], **SIZES}
+GPT_OSS = {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], **SIZES}
+QWEN3_VL = {
+    "model_type": "qwen3_vl",
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "text_config": {"model_type": "qwen3_vl_text", **SIZES},
+    "vision_config": {"model_type": "qwen3_vl", "hidden_size": 64, "out_hidden_size": 64},
+}
+EMBEDDING_GEMMA = {
+    "model_type": "gemma3_text",
+    "architectures": ["Gemma3TextModel"],
+    "use_bidirectional_attention": True,
+    **SIZES,
+}
+HOST = ["--enable-hierarchical-cache"]
+BATCHES = {"batches": {"folder": "/tmp/batches"}}
+
+CASES = {
+    "plain": (QWEN3, [], {}),
+    "tp": (QWEN3, ["--tp", "2"], {}),
+    "qwen3-vl": (QWEN3_VL, [], {}),
+    "qwen3-vl with SGLang's order": (QWEN3_VL, ["--radix-eviction-policy", "priority"], {}),
+    "state space": (QWEN3_NEXT, [], {}),
+    "sliding window": (GPT_OSS, [], {}),
+    "one pool": (GPT_OSS, ["--disable-hybrid-swa-memory"], {}),
+    "stock": (GPT_OSS, ["--disable-radix-cache"], {"policy": "sglang"}),
+    "two flags": (QWEN3, ["--disable-radix-cache", "--enable-pdmux"], {"policy": "hygen"}),
+    "a model's flag": (EMBEDDING_GEMMA, ["--is-embedding"], {}),
+    "host memory": (QWEN3, HOST, {}),
+    "host memory, two ranks": (QWEN3, [*HOST, "--tp", "2"], {}),
+    "host memory over files": (QWEN3, [*HOST, "--hicache-storage-backend", "file"], {}),
+    "LRU, two ranks": (QWEN3, [*HOST, "--tp", "2"], {"kv": {"eviction": "lru"}}),
+    "gRPC": (QWEN3, ["--smg-grpc-mode"], {}),
+    "gRPC and batches": (QWEN3, ["--smg-grpc-mode"], BATCHES),
+    "encoder": (QWEN3_VL, ["--encoder-only"], {}),
+}
+
+
+@pytest.fixture(scope="module")
+def answers():
+    """By the name of the case. One process: importing SGLang takes longest."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.resolve_servers"],
+        input=json.dumps(list(CASES.values())),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return dict(zip(CASES, json.loads(ended.stdout.splitlines()[-1]), strict=True))
+
+
+@pytest.mark.parametrize("name", ["plain", "tp", "one pool", "host memory", "LRU, two ranks"])
+def test_plain_models_are_planned(answers, name):
+    assert answers[name]["verdict"] == "planned"
+
+
+def test_a_default_of_the_model_is_not_held_against_the_user(answers):
+    """On an H100 SGLang evicts Qwen3-VL's KV by priority, unless an order is given."""
+    assert answers["qwen3-vl"]["verdict"] == "planned"
+    assert "drop the flag" in answers["qwen3-vl with SGLang's order"]["refused"][0]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("state space", "keep a state beside the KV"),
+        ("sliding window", "give --disable-hybrid-swa-memory"),
+        ("encoder", "an encoder generates nothing"),
+        ("gRPC and batches", "--cosched-batches cannot go with --smg-grpc-mode"),
+    ],
+)
+def test_a_refusal_says_why_and_what_to_do(answers, name, reason):
+    assert answers[name]["verdict"] == "refused"
+    assert any(reason in one for one in answers[name]["refused"])
+
+
+def test_all_reasons_are_given_at_once(answers):
+    refused = answers["two flags"]["refused"]
+    assert len(refused) == 2
+    assert all("drop the flag or use --cosched-policy sglang" in reason for reason in refused)
+
+
+def test_nobody_is_asked_to_drop_a_flag_that_the_model_set(answers):
+    (reason,) = answers["a model's flag"]["refused"]
+    assert "disable-radix-cache" in reason and "the model or another flag sets it" in reason
+    assert "drop" not in reason
+
+
+def test_sglangs_own_policy_refuses_nothing(answers):
+    assert not answers["stock"]["plans"] and not answers["stock"]["refused"]
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("host memory, two ranks", "KV eviction by value"),
+        ("host memory over files", "KV eviction by value"),
+        ("gRPC", "service_tier"),
+    ],
+)
+def test_what_a_server_does_not_have_is_said(answers, name, what):
+    assert answers[name]["verdict"].startswith("planned without: ")
+    assert any(what in one for one in answers[name]["without"])
+
+
+def test_every_refused_flag_is_a_server_argument_of_sglang():
+    from sglang.srt.server_args import ServerArgs
+
+    fields = {field for cls in ServerArgs.__mro__ for field in getattr(cls, "__annotations__", {})}
+    for name, *_ in REFUSED_ARGUMENTS:
+        assert name in fields or hasattr(ServerArgs, name), name
