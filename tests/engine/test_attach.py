@@ -31,24 +31,6 @@ def test_settings_that_cannot_go_together(make_engine, switches, flag):
     assert "\n" not in message
 
 
-def test_what_sglang_made_of_an_argument_counts(make_engine, monkeypatch):
-    """A model may switch the radix cache off without a flag."""
-    from cosched.engine import arguments
-
-    real = arguments._resolved
-
-    class Decided:
-        def __init__(self, view):
-            self._view = view
-
-        def __getattr__(self, name):
-            return True if name == "disable_radix_cache" else getattr(self._view, name)
-
-    monkeypatch.setattr(arguments, "_resolved", lambda args: Decided(real(args)))
-    with pytest.raises(ConfigError, match="--disable-radix-cache True cannot go with"):
-        make_engine(policy="hygen")
-
-
 def test_stock_policies_take_them(make_engine):
     engine = make_engine(policy="sglang", switches=["--disable-radix-cache"])
     assert getattr(engine.scheduler, "cosched", None) is None
