@@ -39,11 +39,10 @@ class KvForecast:
     last ones. Tokens that several requests share count for ever.
     """
 
-    def __init__(self, view: View, *, reserve_share: float = 0.0) -> None:
-        """reserve_share: of the KV memory, that is kept for outputs longer than expected."""
+    def __init__(self, view: View) -> None:
         kv = view.kv
         self._view = view
-        self._capacity = int(kv.total * (1 - reserve_share))
+        self._capacity = kv.total
         self._used = kv.total - kv.free - kv.evictable
         self._shared = 0
         """KV tokens in use that no single request holds; valid once there is an outlook."""

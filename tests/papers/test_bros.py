@@ -7,22 +7,18 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from cosched.core.plan import PreemptMode, SkipReason
 from cosched.core.request import Slo
-from cosched.core.view import Match, OfflineLimits
+from cosched.core.view import Match
 from cosched.papers.bros.offline import PATIENCE
 from cosched.papers.bros.policy import BrosOptions, BrosPolicy, Pressure
 from cosched.policies import POLICIES
 from cosched.pool.pool import ArrivalQueue
 from cosched.schedule.base import Budgets, PolicySettings
 from cosched.schedule.preemption import recompute_s
-from cosched.schedule.safe import SafePolicy
 from cosched.schedule.validate import validate
-from tests.factories import FakeView, Linear, decoding, make_caps, offline, online, prefilled
-from tests.schedule.views import views
+from tests.factories import FakeView, decoding, make_caps, offline, online, prefilled
 
 TTFT_S, TPOT_S = 1.0, 0.05
 CAPS = make_caps(max_running_requests=512, partial_decode=True)
@@ -88,17 +84,6 @@ def test_late_requests_go_first_as_printed_or_behind_those_in_time():
     one = Pressure(batch_size=1)
     assert runs(planned(view, one, replaces=False)[0], view) == {"late"}
     assert runs(planned(view, one, replaces=False, late_last=True)[0], view) == {"calm"}
-
-
-def test_online_requests_go_by_the_time_that_they_have_left_running_or_waiting():
-    waits = online("waits", arrival_s=-0.97)
-    later = online("later", arrival_s=-0.5)
-    view = FakeView(caps=CAPS, running=(running("chat", 0.01),), online=(waits, later))
-    plan, _ = planned(view, Pressure(batch_size=1))
-    assert (plan.prefill, plan.paused) == ({"waits": 100}, {"chat"})
-    plan, _ = planned(view, Pressure(batch_size=2))
-    assert (plan.prefill, plan.paused) == ({"waits": 100}, set())
-    assert plan.skipped["later"] is SkipReason.BATCH_SIZE
 
 
 def test_a_late_prompt_that_fits_no_iteration_keeps_nobody_out():
@@ -244,16 +229,6 @@ def test_of_those_that_were_stopped_the_one_with_least_to_restore_goes_first():
     assert list(plan.prefill) == ["fresh"]
 
 
-def test_where_that_one_does_not_fit_the_front_has_its_turn():
-    front = offline("front", 300, num_preemptions=1)
-    near = offline("near", 100, num_preemptions=1, max_new_tokens=4000)
-    cached = {"near": Match(cached=90, evictable=0)}
-    view = FakeView(caps=CAPS, total_kv=2000, offline=(front, near), cached=cached)
-    plan, _ = planned(view)
-    assert list(plan.prefill) == ["front"]
-    assert plan.skipped["near"] is SkipReason.MEMORY_BUDGET
-
-
 def longest_passed_over(seed):
     """Most admissions in a row that pass over who is in front, where requests come, are stopped
     halfway with some of their KV cached, and resume."""
@@ -285,30 +260,6 @@ def test_who_is_in_front_is_passed_over_as_often_as_patience_allows():
     assert max(map(longest_passed_over, range(60))) == PATIENCE
 
 
-class Unseen(FakeView):
-    def match(self, request):
-        raise AssertionError(f"{request.rid} was looked up")
-
-
-@pytest.mark.parametrize(
-    ("fields", "batch_size", "reason"),
-    [
-        ({"caps": replace(CAPS, max_running_requests=4)}, 128, SkipReason.REQUEST_SLOTS),
-        ({}, 4, SkipReason.BATCH_SIZE),
-        ({"predictor": Linear(token_s=0.01)}, 128, SkipReason.LATENCY_BUDGET),
-    ],
-)
-def test_where_nobody_can_come_nothing_is_looked_up(fields, batch_size, reason):
-    view = Unseen(
-        running=tuple(running(f"chat{i}") for i in range(4)),
-        offline=(offline("first", num_preemptions=1), offline("second", num_preemptions=1)),
-        mean_iteration_s=0.045,
-        **{"caps": CAPS, **fields},
-    )
-    plan, _ = planned(view, Pressure(batch_size=batch_size))
-    assert (plan.prefill, plan.skipped) == ({}, {"first": reason})
-
-
 # 7. Nothing online.
 
 
@@ -324,13 +275,6 @@ def test_without_online_requests_the_iteration_is_bounded_by_the_ttft_target():
 
 
 # 8. Its own cost model.
-
-
-def test_the_published_cost_model_is_an_ablation():
-    assert POLICIES["bros-literal-cost"].predictor == "bros"
-    assert all(
-        entry.predictor is None for entry in POLICIES.values() if entry.name != "bros-literal-cost"
-    )
 
 
 # 9. Overlap.
@@ -455,25 +399,6 @@ def test_an_unfinished_prompt_is_stopped_for_one_that_is_more_urgent_by_more_tha
             assert next(iter(plan.prefill)) == first, (free, left_s)
 
 
-def test_nothing_else_is_prefilled_while_an_unfinished_online_prompt_cannot_go_on():
-    unfinished = prefilled(online("unfinished", 4000), 2000)
-    chats = tuple(running(f"chat{i}", 0.0449, num_prompt_tokens=600) for i in range(3))
-    waits, job = online("waits", 10, arrival_s=0.0), offline("job", 10)
-    # No memory for a page of it; a short prompt whose beginning is cached would find some.
-    view = FakeView(
-        caps=CAPS,
-        total_kv=2000 + sum(r.num_computed_tokens for r in chats) + 3,
-        running=chats,
-        unfinished=(unfinished,),
-        online=(waits,),
-        offline=(job,),
-        cached={rid: Match(cached=9, evictable=0) for rid in ("waits", "job")},
-    )
-    for name, make in ((name, info.make) for name, info in POLICIES.items() if info.make):
-        plan, _ = planned(view, policy=make(bros_settings(view.caps)))
-        assert "unfinished" not in [p.rid for p in plan.preempt] and not plan.prefill, name
-
-
 def test_an_unfinished_prompt_does_not_go_on_in_a_slot_that_another_has_taken():
     """The one slot goes to the urgent request, and the unfinished one counts as admitted too."""
     unfinished = prefilled(online("unfinished", 4000), 500)
@@ -536,51 +461,3 @@ def test_round_robin_takes_turns():
     assert not plan.paused and after == state
     plan, _ = planned(FakeView(caps=CAPS), policy=policy)
     assert not plan.prefill
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_operator_s_limits_are_obeyed(name):
-    limits = OfflineLimits(max_running=1, stop_running=True)
-    jobs = tuple(running(f"job{i}", make=offline) for i in range(3))
-    view = FakeView(caps=CAPS, running=jobs, offline=(offline("waits"),), offline_limits=limits)
-    plan, _ = planned(view, policy=POLICIES[name].make(bros_settings()))
-    assert [p.rid for p in plan.preempt] == ["job2", "job1"] and not plan.prefill
-
-
-def test_nothing_is_admitted_offline_beside_what_runs_while_recomputing_is_owed():
-    view = FakeView(
-        caps=CAPS,
-        running=(running("job", make=offline),),
-        offline=(offline("waits"),),
-        recompute_debt_s=1.0,
-    )
-    for name in NAMES:
-        plan, _ = planned(view, policy=POLICIES[name].make(bros_settings()))
-        assert not plan.prefill, name
-
-
-@settings(max_examples=400)
-@given(
-    name=st.sampled_from(NAMES),
-    view=views(),
-    batch_size=st.sampled_from([1, 3, 128]),
-)
-def test_no_plan_is_refused(name, view, batch_size):
-    policy = POLICIES[name].make(bros_settings(view.caps))
-    state = policy.initial
-    if isinstance(state, Pressure):
-        state = Pressure(batch_size=batch_size)
-    plan, after = planned(view, state, policy=policy)
-    if isinstance(after, Pressure):
-        assert after.batch_size in (128, min(2 * batch_size, view.caps.max_running_requests))
-    assert not any(rid in plan.prefill for rid in view.barred)
-    if not view.running and not view.unfinished:
-        # An idle engine is not left idle, whatever is late or takes too long.
-        safe, _ = SafePolicy().plan(view, None)
-        assert plan.prefill or not safe.prefill
-
-
-def test_targets_of_their_own_count():
-    quick = running("quick", 0.01, slo=Slo(tpot_s=0.03))
-    view = FakeView(caps=CAPS, running=(quick, running("calm", 0.01)), predictor=Linear())
-    assert planned(view)[0].limits["online"] == pytest.approx(0.02)

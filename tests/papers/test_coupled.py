@@ -6,18 +6,17 @@ from dataclasses import dataclass, field, replace
 from math import hypot
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cosched.core.estimates import LengthEstimate
 from cosched.core.plan import PreemptMode, SkipReason
-from cosched.core.request import RequestClass, Slo, Traits
-from cosched.core.view import Match, OfflineLimits
+from cosched.core.request import Slo, Traits
+from cosched.core.view import OfflineLimits
 from cosched.papers.ecoserve.coupled import BLOCK, WINDOW, Groups, _Packing
 from cosched.papers.ecoserve.forward_size import LEAST
 from cosched.policies import POLICIES
 from cosched.schedule.base import PolicySettings
-from cosched.schedule.safe import SafePolicy
 from cosched.schedule.validate import validate
 from tests.factories import FakeView, Linear, decoding, make_caps, offline, online, prefilled
 
@@ -270,14 +269,6 @@ def test_srtf_takes_who_ends_first_and_stops_who_ends_last():
     assert stopped(plan_of("eco-srtf", view)) == ["short"]
 
 
-def test_nobody_is_stopped_where_that_makes_no_room():
-    view = view_of(
-        running=(runs("long", num_tokens=20),), online=(asks("short", 3000),), total_kv=3300
-    )
-    plan = plan_of("eco-srtf", replace(view, lengths={"long": 300, "short": 20}, total_kv=3000))
-    assert not plan.preempt and plan.skipped["short"] is SkipReason.MEMORY_BUDGET
-
-
 # Multi-level feedback queue
 
 
@@ -344,13 +335,6 @@ def test_multires_takes_the_closest_of_those_that_fit(prompts, num_running, tota
     closest = min(fitting, key=distance)
     assert next(iter(plan.prefill)) == closest.rid
     assert sum(plan.prefill.values()) + num_running <= LEAST
-
-
-def test_offline_requests_get_what_no_online_one_waits_for():
-    fits, large, job = asks("fits"), asks("large", 5000), asks("job", make=offline)
-    view = view_of(online=(large, fits), offline=(job,), total_kv=2000)
-    assert list(plan_of("eco-multires", view).prefill) == ["fits"]
-    assert list(plan_of("eco-multires", replace(view, online=(fits,))).prefill) == ["fits", "job"]
 
 
 # Groups
@@ -434,21 +418,6 @@ def test_offline_requests_that_were_chosen_keep_no_online_one_out(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_operator_s_limits_are_obeyed(name):
-    limits = OfflineLimits(max_running=1, stop_running=True)
-    jobs = tuple(runs(f"job{i}", make=offline) for i in range(3))
-    # It has had more than they, so that it stops none of them.
-    waits = (asks("waits", make=offline, num_output_tokens=30),)
-    view = view_of(running=jobs, offline=waits, offline_limits=limits)
-    plan = plan_of(name, view)
-    assert stopped(plan) == ["job2", "job1"] and not plan.prefill
-    two = replace(view, running=(), offline=(*waits, replace(waits[0], rid="more")))
-    assert list(plan_of(name, two).prefill) == ["waits"]
-    owing = view_of(running=jobs[:1], offline=waits, recompute_debt_s=1.0)
-    assert not plan_of(name, owing).prefill
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_only_a_window_of_those_that_wait_is_looked_at(name):
     looked_at = []
 
@@ -467,99 +436,3 @@ def test_only_a_window_of_those_that_wait_is_looked_at(name):
     assert not policy.plan(view, policy.initial)[0].prefill
     most = 5000 + WINDOW if name in ("eco-srtf", "eco-fastserve") else WINDOW
     assert len(looked_at) <= most
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_who_never_fits_keeps_nobody_out_of_an_idle_engine(name):
-    whole = asks("whole", 300, traits=Traits(can_cut=False))
-    view = view_of(online=(whole, asks("other", 30)), caps=caps(max_chunk_tokens=64))
-    assert list(plan_of(name, view).prefill) == ["other"]
-
-
-@st.composite
-def views(draw):
-    own = caps(
-        page_size=draw(st.sampled_from([1, 16, 32])),
-        max_chunk_tokens=draw(st.sampled_from([None, 64, 512])),
-        max_running_requests=16,
-        mixed_batches=draw(st.booleans()),
-        partial_decode=draw(st.booleans()),
-        host_tokens=draw(st.sampled_from([0, 5000])),
-    )
-    traits = st.builds(
-        Traits,
-        can_preempt=st.booleans(),
-        can_mix=st.booleans(),
-        can_cut=st.booleans(),
-        num_rows=st.sampled_from([1, 1, 2]),
-    )
-    lengths, promises, cached = {}, {}, {}
-
-    def requests(name, at_most):
-        made = []
-        for i in range(draw(st.integers(0, at_most))):
-            make = online if name == "on" or (name != "off" and draw(st.booleans())) else offline
-            rid = f"{name}{i}"
-            request = make(
-                rid,
-                draw(st.integers(1, 700)),
-                max_new_tokens=draw(st.integers(6, 300)),
-                traits=draw(traits),
-            )
-            lengths[rid] = draw(st.integers(1, request.max_new_tokens))
-            if draw(st.booleans()):
-                promises[rid] = draw(st.integers(0, request.max_new_tokens))
-            if name in ("on", "off") and draw(st.booleans()):
-                num_cached = (request.num_prompt_tokens - 1) // 2 // own.page_size * own.page_size
-                cached[rid] = Match(cached=num_cached, evictable=0)
-            made.append(request)
-        return made
-
-    begun = requests("part", 1)
-    return View(
-        caps=own,
-        total_kv=draw(st.sampled_from([3_008, 6_016, 20_000])),
-        running=tuple(decoding(r, draw(st.integers(1, 6))) for r in requests("run", 8)),
-        unfinished=tuple(
-            prefilled(r, r.num_prompt_tokens // 2 // own.page_size * own.page_size)
-            for r in begun
-            if r.traits.can_cut
-        ),
-        online=tuple(requests("on", 6)),
-        offline=tuple(requests("off", 4)),
-        barred=draw(st.sets(st.sampled_from(["on0", "off0"]))),
-        must_decode=draw(st.booleans()),
-        promises=promises,
-        lengths=lengths,
-        cached=cached,
-    )
-
-
-rids = st.sampled_from(["run0", "run1", "part0", "on0", "on1", "off0", "off1", "gone"])
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    name=st.sampled_from(NAMES),
-    view=views(),
-    chosen=st.lists(st.lists(rids, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
-    is_open=st.booleans(),
-)
-def test_no_plan_is_refused(name, view, chosen, is_open):
-    state = Groups(chosen=chosen, is_open=is_open) if name in GROUPED else None
-    plan, after = planned(name, view, state)
-    assert not any(rid in plan.prefill for rid in view.barred)
-    assert (after is None) is (state is None)
-    under_way = {r.rid: r for r in (*view.running, *view.unfinished)}
-    assert all(under_way[rid].traits.can_preempt for rid in stopped(plan))
-    if under_way:
-        first = min(
-            under_way.values(),
-            key=lambda r: (r.request_class is RequestClass.OFFLINE, r.arrival_seq),
-        )
-        if name not in ("eco-srtf", "eco-fastserve"):
-            assert first.rid not in stopped(plan)
-    else:
-        # An idle engine is not left idle.
-        safe, _ = SafePolicy().plan(view, None)
-        assert plan.prefill or not safe.prefill

@@ -20,7 +20,7 @@ from cosched.papers.ecoserve.work import Batch, EcoOptions
 from cosched.schedule.base import EcoConfig, PolicySettings
 from cosched.schedule.ledger import promised_tokens
 from cosched.schedule.validate import validate
-from tests.factories import FakeView, decoding, make_caps, offline, online, prefilled
+from tests.factories import FakeView, decoding, make_caps, offline, online
 
 CAPS = make_caps(max_running_requests=512, partial_decode=True, promises=True, hosts=True)
 FREELY = EcoConfig(reserve=0.0, buffer=0.0)
@@ -115,17 +115,6 @@ def test_the_reserve_is_for_prompts():
     assert plan.prefill == {"p": 30} and plan.promise["p"] == 0
 
 
-def test_prompts_that_cannot_run_next_do_not_fill_the_memory():
-    view = view_of(
-        gt("a", 60),
-        total_kv=200,
-        online=[online(f"p{i}", 30, max_new_tokens=900) for i in range(4)],
-        lengths={f"p{i}": 500 for i in range(4)},
-    )
-    plan, _ = planned(view, config=EcoConfig(reserve=0.2))
-    assert list(plan.prefill) == ["p0"], "30 of 40 tokens; another one would wait beside it"
-
-
 def test_prompts_fill_the_iteration_up_to_the_forward_size():
     queue = [online(f"p{i}", 100, max_new_tokens=9) for i in range(9)]
     caps = replace(CAPS, max_chunk_tokens=4096, max_prefill_tokens=8192)
@@ -153,17 +142,6 @@ def test_the_operator_s_limit_counts_those_who_are_admitted():
     assert not planned(full)[0].prefill
 
 
-def test_an_unfinished_prompt_goes_on_first():
-    begun = prefilled(online("begun", 300, max_new_tokens=9), 100)
-    view = KnownLengths(
-        unfinished=(begun,),
-        online=[online("p", 100, max_new_tokens=9)],
-        lengths={"begun": 5, "p": 5},
-    )
-    plan, _ = planned(view)
-    assert plan.prefill == {"begun": 200, "p": 100}
-
-
 # Groups
 
 
@@ -188,12 +166,6 @@ def test_outputs_of_one_length_run_as_a_group_and_the_next_when_all_of_it_have_e
 
 def ended(rid):
     return Ended(rid=rid, request_class=RequestClass.OFFLINE, num_tokens=1)
-
-
-def test_a_group_is_split_where_the_kv_ends():
-    view = view_of(*(gt(f"r{i}", 33) for i in range(5)), total_kv=100 + 2 * 32 + 10)
-    plan, state = planned(view, options=replace(PLAIN, synced=True))
-    assert active(plan, view) == {"r0", "r1"} and not state.is_due
 
 
 # Order

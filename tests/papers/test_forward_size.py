@@ -37,15 +37,3 @@ def test_attention_makes_long_prompts_slower_and_the_best_is_before_that():
 
 def test_a_machine_that_nobody_has_measured_has_one_too():
     assert target_forward_size(Calibrator()) == LEAST
-
-
-def test_it_takes_few_predictions():
-    asked = []
-
-    class Counted(Linear):
-        def predict_s(self, totals):
-            asked.append(totals.num_new)
-            return super().predict_s(totals)
-
-    target_forward_size(Counted(0.01, 1e-5))
-    assert len(asked) <= 10

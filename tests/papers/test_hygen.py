@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from cosched.core.plan import SkipReason
 from cosched.core.request import RequestClass, Slo, Traits
-from cosched.core.view import Match
 from cosched.papers.hygen.policy import HygenPolicy
 from cosched.schedule.base import Budgets, PolicySettings
 from cosched.schedule.validate import validate
@@ -34,21 +33,6 @@ def plan_of(view, *, predictor=None, latency_budget_s=None, budgets=BUDGETS):
     plan, _ = HygenPolicy(settings).plan(view, None)
     validate(plan, view)
     return plan
-
-
-def test_the_youngest_offline_request_is_preempted_for_an_online_one():
-    running = (
-        decoding(offline("large", 3000, max_new_tokens=50, arrival_seq=0), 2),
-        decoding(offline("young", 1500, max_new_tokens=50, arrival_seq=1), 2),
-    )
-    view = FakeView(caps=CAPS, total_kv=5000, running=running, online=[online("on", 1000)])
-    view = replace(view, predictor=Linear())
-    settings = PolicySettings(
-        caps=CAPS, slo=Slo(ttft_s=TTFT_S, tpot_s=TPOT_S), latency_budget_s=None, budgets=BUDGETS
-    )
-    plan, _ = HygenPolicy(settings).plan(view, None)
-    validate(plan, view)
-    assert [p.rid for p in plan.preempt] == ["young"]
 
 
 @pytest.mark.parametrize("rest", [[], [offline("off", 500)]])
@@ -80,15 +64,6 @@ def test_offline_prefill_stops_where_the_next_online_token_would_be_late():
     )
     plan = plan_of(view)
     assert 0.03 < seconds_of(plan, view) <= 0.10 - 0.06 + 1e-9
-
-
-@pytest.mark.parametrize(("ttft_s", "most_s"), [(None, 0.3 * TTFT_S), (0.1, 0.3 * 0.1)])
-def test_a_late_request_waits_no_longer_for_offline_work_than_its_own_target_says(ttft_s, most_s):
-    late = online("late", 50, arrival_s=-2.0, slo=Slo(ttft_s=ttft_s))
-    view = FakeView(caps=CAPS, online=[late], offline=[offline("off", 5000)])
-    plan = plan_of(view)
-    assert plan.prefill.keys() == {"late", "off"}
-    assert 0.5 * most_s < seconds_of(plan, view) <= most_s + 1e-9
 
 
 def test_a_request_that_ran_ahead_lends_its_slack_up_to_the_burst():
@@ -123,27 +98,6 @@ def test_a_late_request_stops_offline_work_but_not_online_prefills():
     assert seconds_of(plan, view) == pytest.approx(TPOT_S, rel=0.02)
 
 
-def test_nothing_online_opens_the_budget():
-    view = FakeView(caps=CAPS, offline=[offline(f"o{i}", 1000) for i in range(9)], total_kv=99_999)
-    assert 0.25 < seconds_of(plan_of(view), view) <= 0.3 * TTFT_S
-
-
-def test_a_waiting_online_request_keeps_its_first_token_in_time():
-    arrived = online("on", 100, arrival_s=0.0)
-    view = FakeView(
-        caps=CAPS, online=[arrived], offline=[offline("off", 4000)], now_s=0.98, start_s=0.98
-    )
-    plan = plan_of(view)
-    assert plan.prefill["on"] == 100
-    assert seconds_of(plan, view) <= 0.02 + 1e-9
-
-
-def test_time_counts_from_when_the_iteration_can_begin():
-    view = FakeView(caps=CAPS, running=(running_online(num_tokens=4),), offline=[offline("o", 900)])
-    later = replace(view, start_s=0.15)
-    assert seconds_of(plan_of(later), later) < seconds_of(plan_of(view), view)
-
-
 @pytest.mark.parametrize(
     ("total_kv", "limit_s"), [(1000, 0.06), (202, 0.05 * 0.5 / 0.8), (101, 0.0)]
 )
@@ -152,14 +106,6 @@ def test_the_fuller_online_requests_make_the_memory_the_shorter_iterations_get(t
     running = running_online(num_tokens=3, first_token_s=0.0)
     view = FakeView(caps=CAPS, running=(running,), total_kv=total_kv, now_s=0.09, start_s=0.09)
     assert plan_of(view).limits["offline"] == pytest.approx(limit_s, rel=0.02, abs=2e-3)
-
-
-def test_a_request_of_its_own_target_tightens_the_budget():
-    strict = running_online("strict", num_tokens=1, slo=Slo(tpot_s=0.02))
-    view = FakeView(
-        caps=CAPS, running=(running_online(num_tokens=30), strict), offline=[offline("off", 900)]
-    )
-    assert seconds_of(plan_of(view), view) <= 0.02 + 1e-9
 
 
 def test_decodes_that_do_not_fit_sit_out_youngest_first_and_nothing_new_begins():
@@ -178,19 +124,6 @@ def test_decodes_that_do_not_fit_sit_out_youngest_first_and_nothing_new_begins()
     assert seconds_of(plan, view) <= TPOT_S + 1e-9
 
 
-def test_who_waits_behind_held_decodes_is_told_why():
-    running = [decoding(offline(f"d{i}", 100), 2) for i in range(12)]
-    view = FakeView(
-        caps=CAPS,
-        running=(running_online(num_tokens=2), *running),
-        offline=[offline("next", 90), offline("later", 90)],
-        total_kv=999_999,
-    )
-    plan = plan_of(view, predictor=Linear(token_s=0.01))
-    assert plan.paused and plan.skipped["next"] is SkipReason.LATENCY_BUDGET
-    assert "later" not in plan.skipped
-
-
 def test_decodes_that_cannot_sit_out_take_their_time():
     jobs = tuple(decoding(offline(f"o{i}", 20), 3) for i in range(200))
     view = FakeView(
@@ -204,14 +137,6 @@ def test_decodes_that_cannot_sit_out_take_their_time():
     plan = plan_of(view)
     assert plan.prefill and not plan.paused
     assert seconds_of(plan, view) <= 0.05 + 1e-9
-
-
-def test_without_partial_decode_all_running_requests_decode():
-    view = FakeView(
-        caps=replace(CAPS, partial_decode=False),
-        running=(running_online(num_tokens=1), *(decoding(offline(f"o{i}", 9)) for i in range(60))),
-    )
-    assert plan_of(view, predictor=Linear(token_s=0.01)).paused == frozenset()
 
 
 def test_something_always_runs():
@@ -246,17 +171,6 @@ class Stairs(Linear):
     def predict_s(self, totals):
         tokens = totals.num_new + totals.num_decodes
         return self.fixed_s + 0.015 * -(-tokens // 256) + 1e-6 * tokens if tokens else 0.0
-
-
-def test_a_tile_is_not_begun_for_a_few_tokens():
-    view = FakeView(
-        caps=CAPS,
-        running=(running_online(num_tokens=2),),
-        offline=[offline(f"o{i}", 90) for i in range(20)],
-        total_kv=99_999,
-    )
-    plan = plan_of(view, predictor=Stairs())
-    assert -(plan.num_prefill_tokens + 1) % 256 < 16, "less than that is no chunk"
 
 
 @pytest.mark.parametrize("num_slots", [2, 3, 4, 5, 6])
@@ -326,53 +240,6 @@ def test_an_iteration_is_a_little_longer_where_a_prompt_ends_in_it_and_no_decode
     most = tokens(3000)
     assert 300 < most < 500 and (tokens(most + 40) == most + 40) is is_longer
     assert tokens(most + 80) == most
-
-
-class Order:
-    """An order that knows who shares a prefix: equal letters."""
-
-    knows_prefixes = True
-
-    def __init__(self, requests):
-        self._requests = list(requests)
-
-    def __next__(self):
-        if not self._requests:
-            raise StopIteration
-        return self._requests.pop(0)
-
-    def __iter__(self):
-        return self
-
-    def skip_sharing(self, request, num_tokens):
-        if num_tokens <= 400:
-            self._requests = [r for r in self._requests if r.rid[0] != request.rid[0]]
-
-
-class Pool:
-    def __init__(self, *requests):
-        self._requests = requests
-
-    def __iter__(self):
-        return iter(self._requests)
-
-    def order(self):
-        return Order(self._requests)
-
-
-def test_a_head_is_computed_by_one_request_and_the_others_follow():
-    pool = Pool(offline("a1", 500), offline("a2", 500), offline("b1", 500), offline("b2", 500))
-    view = FakeView(caps=CAPS, offline=pool, total_kv=99_999)
-    assert list(plan_of(view).prefill) == ["a1", "b1"]
-    cached = {rid: Match(cached=400, evictable=0) for rid in ("a1", "a2", "b1", "b2")}
-    assert list(plan_of(replace(view, cached=cached)).prefill) == ["a1", "a2", "b1", "b2"]
-
-
-def test_those_whose_head_is_still_on_its_way_wait_for_it():
-    on_its_way = replace(prefilled(offline("a0", 500), 500), num_prefix_tokens=0)
-    pool = Pool(offline("a1", 500), offline("b1", 500))
-    view = FakeView(caps=CAPS, running=(on_its_way,), offline=pool, total_kv=99_999)
-    assert list(plan_of(view).prefill) == ["b1"]
 
 
 def only_the_least(plan, view):
@@ -454,32 +321,6 @@ def test_a_first_token_that_would_be_late_at_the_pace_of_the_decodes_goes_faster
     assert seconds_of(plan, view) == pytest.approx(0.25 * 0.0051 / 0.05, abs=2e-4)
 
 
-@pytest.mark.parametrize(("num_output", "waits"), [(2, True), (195, False)])
-def test_decodes_wait_for_a_first_token_only_where_they_can_win_that_back(num_output, waits):
-    """4,000 tokens take 0.4 s, 0.42 are left; at the pace of the decodes they would take 0.45.
-    Replies of 200 tokens: three would be late for one first token where five tokens are left."""
-    ago_s = num_output * TPOT_S
-    running = [
-        running_online(f"run{i}", num_tokens=num_output, first_token_s=10.0 - ago_s)
-        for i in range(3)
-    ]
-    new = online("new", 4000, arrival_s=9.42)
-    view = FakeView(caps=CAPS, total_kv=50_000, running=running, online=[new])
-    view = replace(view, now_s=10.0, start_s=10.0)
-    assert (seconds_of(plan_of(view), view) > 1.5 * TPOT_S) == waits
-
-
-def test_a_first_token_that_is_late_in_any_case_does_not_stretch_decodes():
-    view = FakeView(
-        caps=CAPS,
-        running=(running_online(num_tokens=2, first_token_s=0.98, slo=Slo(tpot_s=0.02)),),
-        online=[online("new", 2000, arrival_s=0.1)],
-        now_s=1.0,
-        start_s=1.0,
-    )
-    assert seconds_of(plan_of(view), view) <= 0.02 + 1e-9
-
-
 @dataclass(frozen=True)
 class CarefulBeyond(Linear):
     """Knows chunks of up to 512 tokens, and is careful with larger ones, as `Calibrator` is."""
@@ -555,20 +396,6 @@ def test_offline_work_leaves_the_time_that_waiting_prompts_still_need():
     assert plan.limits["offline"] == pytest.approx(0.24 - 0.22, abs=1e-3)
 
 
-def test_where_prefill_and_decode_cannot_mix_they_take_turns():
-    caps = replace(CAPS, mixed_batches=False)
-    view = FakeView(
-        caps=caps,
-        running=(running_online(num_tokens=2),),
-        unfinished=[prefilled(offline("half", 500), 64)],
-        online=[online("new", 100)],
-        offline=[offline("off", 100)],
-    )
-    assert "new" in plan_of(view).prefill
-    turn = plan_of(replace(view, must_decode=True))
-    assert not turn.prefill and not turn.preempt
-
-
 def test_a_prompt_that_cannot_mix_waits_for_decodes_that_are_due():
     with_logprobs = online("logprobs", 100, traits=Traits(can_mix=False))
     view = FakeView(
@@ -625,18 +452,6 @@ def test_who_cannot_be_stopped_is_not():
     view = FakeView(caps=caps, running=(plain, beam), online=[online("on", 100)])
     assert [p.rid for p in plan_of(view).preempt] == ["plain"]
     assert not plan_of(replace(view, running=(beam, replace(beam, rid="b2")))).preempt
-
-
-def test_a_request_that_the_engine_refused_stands_back_and_stops_nobody():
-    view = FakeView(
-        caps=replace(CAPS, max_running_requests=1),
-        running=(decoding(offline("runs", 300), 3),),
-        online=[online("refused", 100)],
-        barred={"refused"},
-    )
-    plan = plan_of(view)
-    assert not plan.preempt and not plan.prefill
-    assert plan.skipped["refused"] is SkipReason.ENGINE_REFUSED
 
 
 def test_decodes_on_a_prefix_that_is_read_once_all_fit():

@@ -6,7 +6,8 @@ from bisect import bisect_right
 from fractions import Fraction
 
 from cosched.pool.prefix_pool import PoolConfig
-from tests.pool.prefixes import NaiveTree, PrefixedRequest, prefixed, shared_len
+from tests.factories import FakeRequest
+from tests.pool.prefixes import NaiveTree, prefixed, shared_len
 
 
 class NaivePool:
@@ -23,8 +24,8 @@ class NaivePool:
         self.num_put_off = 0
         self.patience = config.patience if config.utility_ratio else 0
         self.least_shared = config.least_shared
-        self.last: PrefixedRequest | None = None
-        self.waiting: list[PrefixedRequest] = []
+        self.last: FakeRequest | None = None
+        self.waiting: list[FakeRequest] = []
         self.seen: set[str] = set()
         self.now_s = 0.0
 

@@ -4,41 +4,21 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 
-from cosched.core.request import RequestClass, Slo
+from tests.factories import FakeRequest, offline
 
 _seq = itertools.count()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrefixedRequest:
-    """A waiting offline request. The prompt is all of its tokens unless told otherwise."""
-
-    rid: str
-    token_ids: array
-    prefix_key: Hashable = None
-    num_prompt_tokens: int
-    num_output_tokens: int = 0
-    arrival_seq: int
-    arrival_s: float = 0.0
-    slo: Slo = field(default_factory=Slo)
-    request_class: RequestClass = RequestClass.OFFLINE
-    max_new_tokens: int = 1
-    num_computed_tokens: int = 0
-
-
-def prefixed(token_ids: Iterable[int], **fields) -> PrefixedRequest:
-    """A request that arrives after all that were made before it."""
-    seq = fields.pop("arrival_seq", None)
-    seq = next(_seq) if seq is None else seq
+def prefixed(token_ids: Iterable[int], *, rid: str | None = None, **fields) -> FakeRequest:
+    """An offline request whose prompt is these tokens, behind all that were made before it."""
     ids = array("q", token_ids)
-    fields = {"rid": f"r{seq}", "num_prompt_tokens": len(ids), **fields}
-    return PrefixedRequest(token_ids=ids, arrival_seq=seq, **fields)
+    fields = {"num_prompt_tokens": len(ids), "max_new_tokens": 1, **fields}
+    return offline(rid or f"r{next(_seq)}", token_ids=ids, **fields)
 
 
-def shared_len(one: PrefixedRequest, other: PrefixedRequest) -> int:
+def shared_len(one: FakeRequest, other: FakeRequest) -> int:
     """Tokens of the longest common prefix; -1 for different keys."""
     if one.prefix_key != other.prefix_key:
         return -1
@@ -50,9 +30,9 @@ class NaiveTree:
     """The depth-first order of a radix tree as a flat list: O(n) for everything."""
 
     def __init__(self) -> None:
-        self.order: list[PrefixedRequest] = []
+        self.order: list[FakeRequest] = []
 
-    def insert(self, request: PrefixedRequest, *, front: bool = False) -> None:
+    def insert(self, request: FakeRequest, *, front: bool = False) -> None:
         shared = [shared_len(request, other) for other in self.order]
         most = max(shared, default=-1)
         end = max((i + 1 for i, n in enumerate(shared) if n == most), default=0)
@@ -62,14 +42,14 @@ class NaiveTree:
             self.order.remove(request)
             self.order.insert(0, request)
 
-    def remove(self, request: PrefixedRequest) -> None:
+    def remove(self, request: FakeRequest) -> None:
         self.order.remove(request)
 
-    def lead(self, request: PrefixedRequest) -> None:
+    def lead(self, request: FakeRequest) -> None:
         """Those that share more come first; otherwise the order stays."""
         self.order.sort(key=lambda other: -shared_len(request, other))
 
-    def lead_behind_head(self, request: PrefixedRequest) -> None:
+    def lead_behind_head(self, request: FakeRequest) -> None:
         """Those that share more with the request than with the head come right behind the head's
         branch where the two part; in there those first that share more."""
         head = self.order[0]
@@ -91,5 +71,5 @@ class NaiveTree:
             }
         )
 
-    def sharing(self, request: PrefixedRequest, num_tokens: int) -> list[PrefixedRequest]:
+    def sharing(self, request: FakeRequest, num_tokens: int) -> list[FakeRequest]:
         return [other for other in self.order if shared_len(request, other) >= num_tokens]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 import sys
-import tracemalloc
-from array import array
 
 import pytest
 
@@ -169,85 +167,6 @@ def test_depth_first_order_computes_each_distinct_token_once():
         cached = path
         tree.admit(place)
     assert computed == distinct < total
-
-
-def test_a_subtree_once_begun_is_finished_before_another():
-    rng = random.Random(0)
-    tree: RadixTree = RadixTree()
-    documents = [[rng.randrange(1000) for _ in range(50)] for _ in range(10)]
-    open_document, waiting = None, dict.fromkeys(range(10), 0)
-    for _ in range(3000):
-        for _ in range(rng.randrange(3)):  # arrivals are in no order
-            which = rng.randrange(10)
-            request = prefixed([1, *documents[which], rng.randrange(1000)], rid=str(which))
-            tree.insert(Place(request), request.token_ids, key=None)
-            waiting[which] += 1
-        if tree.head is not None:
-            which = int(tree.head.item.rid)
-            assert open_document in (which, None)
-            waiting[which] -= 1
-            open_document = which if waiting[which] else None
-            tree.admit(tree.head)
-
-
-def test_a_preempted_request_comes_first_and_its_siblings_next():
-    tree: RadixTree = RadixTree()
-    for ids in ([1, 2, 3], [1, 5, 6], [9, 9], [1, 2, 4]):
-        request = prefixed(ids)
-        tree.insert(Place(request), request.token_ids, key=None)
-    back = prefixed([9, 9, 7])
-    tree.insert(Place(back), back.token_ids, key=None, front=True)
-    assert [list(place.item.token_ids) for place in tree] == [
-        [9, 9, 7],
-        [9, 9],
-        [1, 2, 3],
-        [1, 2, 4],
-        [1, 5, 6],
-    ]
-
-
-def shapes():
-    """(name, requests): what is shared differs, so does what the tree is made of."""
-    rng = random.Random(0)
-
-    def tokens(count):
-        return [rng.randrange(150_000) for _ in range(count)]
-
-    heads = [tokens(900) for _ in range(57)]
-    yield "shared prefixes", [heads[rng.randrange(57)] + tokens(100) for _ in range(5000)]
-    documents = [tokens(2000) for _ in range(100)]
-    yield "documents", [documents[i % 100] + tokens(30) for i in range(2000)]
-    yield "unique", [tokens(500) for _ in range(2000)]
-    yield "short", [tokens(32) for _ in range(10_000)]
-
-
-@pytest.mark.parametrize("name", ["shared prefixes", "documents", "unique", "short"])
-def test_memory_is_the_distinct_tokens_and_little_more(name):
-    requests = [array("q", ids) for ids in dict(shapes())[name]]
-    tracemalloc.start()
-    try:
-        tree: RadixTree = RadixTree()
-        for request in requests:
-            tree.insert(Place(request), request, key=None)
-        size, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    distinct = tree.num_distinct_tokens
-    assert 4 * distinct < size <= 1.3 * 4 * distinct + 500 * len(tree), f"{name}: {size=}"
-
-
-def test_an_emptied_tree_keeps_nothing():
-    tree: RadixTree = RadixTree()
-    rng = random.Random(0)
-    places = []
-    for _ in range(200):
-        request = random_request(rng)
-        places.append(Place(request))
-        tree.insert(places[-1], request.token_ids, key=request.prefix_key)
-    for place in places:
-        tree.remove(place)
-    check_tree(tree)
-    assert (len(tree), tree.num_tokens, tree.num_distinct_tokens, tree.head) == (0, 0, 0, None)
 
 
 def test_depth_is_not_limited_by_the_interpreters_stack():

@@ -4,11 +4,9 @@ from array import array
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from cosched.core.estimates import LengthEstimate
-from cosched.core.request import LateReason, Slo
+from cosched.core.request import Slo
 from cosched.core.view import Match
 from cosched.core.view import ToleranceHeadroom as Headroom
 from cosched.pool.prefix_pool import PoolConfig, PrefixPool
@@ -77,30 +75,19 @@ def test_one_of_so_many_is_late_until_it_has_its_first_token():
 
 
 @pytest.mark.parametrize(
-    ("waited", "num_due"), [(1.1, LATE_TURN - 1), (BUDGETS.late_bound / 2, LATE_TURN // 2)]
+    ("waited", "num_due"),
+    [
+        (1.1, LATE_TURN - 1),
+        (BUDGETS.late_bound / 2, LATE_TURN // 2),
+        (BUDGETS.late_bound, 0),
+    ],
 )
 def test_late_requests_are_served_more_often_the_longer_the_oldest_waits(waited, num_due):
+    """num_due: requests that are served before it."""
     queue = [chat("late", age_s=waited * TTFT_S), chat("due", 4000, seq=1)]
-    for num_before, first in ((num_due - 1, "due"), (num_due, "late")):
+    for num_before in range(LATE_TURN):
         plan, _ = planned(view_of(online=queue), Past(num_due=num_before))
-        assert next(iter(plan.prefill)) == first
-
-
-def test_a_late_request_that_has_waited_for_its_bound_comes_before_all_that_are_due():
-    queue = [chat("due", 4000, seq=1)]
-    for waited, first in ((0.9 * BUDGETS.late_bound, "due"), (BUDGETS.late_bound, "late")):
-        late = chat("late", age_s=waited * TTFT_S)
-        plan, _ = planned(view_of(online=[late, *queue]))
-        assert next(iter(plan.prefill)) == first
-
-
-def test_a_plan_names_those_whose_target_is_out_of_reach_for_the_first_time():
-    queue = [chat("late", age_s=3.0), chat("due", seq=1)]
-    plan, _ = planned(view_of(online=queue))
-    assert plan.late == {"late": LateReason.OVERDUE}
-    queue[0] = replace(queue[0], late=LateReason.OVERDUE)
-    plan, _ = planned(view_of(online=queue))
-    assert plan.late == {}
+        assert next(iter(plan.prefill)) == ("due" if num_before < num_due else "late")
 
 
 def test_an_unfinished_prefill_that_is_late_makes_way_and_goes_on_where_nobody_is_due():
@@ -189,7 +176,7 @@ def test_offline_work_that_fills_iterations_is_no_reason_to_give_a_decode_up():
 def test_a_reader_sees_no_stall_however_much_time_was_saved(rest):
     """Sixty tokens came at once: three seconds of slack."""
     view = view_of(running=(replying(num_tokens=60),), **rest)
-    budgets = replace_burst(10.0)
+    budgets = Budgets(aim=1.0, ttft_aim=1.0, burst=10.0, idle_share=0.3)
     for is_capped in (True, False):
         settings = PolicySettings(caps=CAPS, slo=SLO, budgets=budgets)
         policy = CoschedPolicy(settings, CoschedOptions(gap_cap=is_capped))
@@ -245,107 +232,45 @@ def test_a_target_that_is_kept_in_the_mean_counts_however_disturbed_the_machine_
     assert plan.limits["offline"] > 0.05
 
 
-def replace_burst(burst):
-    return Budgets(aim=1.0, ttft_aim=1.0, burst=burst, idle_share=0.3)
-
-
-def waiting(rid, *parts, **fields):
-    token_ids = array("q", (ord(letter) for letter, n in parts for _ in range(n)))
-    return offline(rid, len(token_ids), token_ids=token_ids, **fields)
-
-
-def offline_pool(*requests, boundaries=(300,)):
-    pool = PrefixPool(PoolConfig(bucket_boundaries=boundaries))
-    for request in requests:
-        pool.add(request)
-    return pool
-
-
 @pytest.mark.parametrize(
-    ("short", "long", "first"),
-    [(1000, 1000, "short"), (10, 1000, "long"), (1000, 10, "short"), (100, 400, "short")],
+    ("short", "long", "cached", "first"),
+    [
+        ((1000,), (1000,), 0, "short"),
+        ((10,), (1000,), 0, "long"),
+        ((100,), (400,), 0, "short"),
+        pytest.param((100,), (100,), 800, "long", id="cached tokens count as computed"),
+        pytest.param((50,) * 8, (*(50,) * 7, 20_000), 0, "long", id="the mean, not the median"),
+    ],
 )
-def test_the_longest_offline_reply_per_prompt_token_goes_first(short, long, first):
-    """The prompts have 200 and 900 tokens. The bucket of long prompts has the turn."""
-    pool = offline_pool(
-        waiting("long", ("b", 900), max_new_tokens=long),
-        waiting("short", ("a", 200), max_new_tokens=short),
+def test_the_longest_offline_reply_per_prompt_token_goes_first(short, long, cached, first):
+    """The prompts have 200 and 900 tokens, and their replies end at one of these lengths. The
+    bucket of long prompts is next."""
+    pool = PrefixPool(PoolConfig(bucket_boundaries=(300,)))
+    pool.add(offline("long", 900, token_ids=array("q", [1] * 900), max_new_tokens=30_000))
+    pool.add(offline("short", 200, token_ids=array("q", [2] * 200), max_new_tokens=30_000))
+    view = view_of(
+        offline=pool,
+        total_kv=500_000,
+        cached={"long": Match(cached=cached, evictable=0)},
+        lengths={
+            rid: LengthEstimate(ends[0], ends[-1], ends)
+            for rid, ends in (("short", short), ("long", long))
+        },
     )
-    plan, _ = planned(view_of(offline=pool))
+    plan, _ = planned(view)
     assert next(iter(plan.prefill)) == first
 
 
-def test_prompt_tokens_that_are_cached_count_as_done():
-    pool = offline_pool(
-        waiting("short", ("a", 200), max_new_tokens=100),
-        waiting("long", ("b", 900), max_new_tokens=100),
-    )
-    view = view_of(offline=pool, cached={"long": Match(cached=800, evictable=0)})
-    plan, _ = planned(view)
-    assert next(iter(plan.prefill)) == "long"
-
-
-def test_the_mean_of_an_uncertain_reply_counts_not_its_median():
-    """Both are as likely to end after 50 tokens; one in eight
-    replies to "long" has 20,000."""
-    pool = offline_pool(
-        waiting("short", ("a", 200), max_new_tokens=30_000),
-        waiting("long", ("b", 900), max_new_tokens=30_000),
-    )
-    ends = {"short": (50,) * 8, "long": (50,) * 7 + (20_000,)}
-    lengths = {rid: LengthEstimate(50, ends[rid][-1], ends[rid]) for rid in ends}
-    plan, _ = planned(view_of(offline=pool, lengths=lengths, total_kv=500_000))
-    assert next(iter(plan.prefill)) == "long"
-
-
 def test_a_shared_prefix_in_use_is_finished_before_a_longer_reply():
-    pool = offline_pool(
-        waiting("short", ("a", 200), max_new_tokens=10),
-        waiting("like it", ("a", 190), ("c", 10), max_new_tokens=10),
-        waiting("long", ("b", 900), max_new_tokens=4000),
-    )
+    pool = PrefixPool(PoolConfig(bucket_boundaries=(300,)))
+    for rid, tokens, most in (
+        ("short", [1] * 200, 10),
+        ("like it", [1] * 190 + [3] * 10, 10),
+        ("long", [2] * 900, 4000),
+    ):
+        pool.add(offline(rid, len(tokens), token_ids=array("q", tokens), max_new_tokens=most))
     plan, _ = planned(view_of(offline=pool))
     assert next(iter(plan.prefill)) == "short"
-
-
-@st.composite
-def views(draw):
-    queue = [
-        chat(f"q{i}", num_tokens, age_s=age_s, seq=i)
-        for i, (num_tokens, age_s) in enumerate(
-            draw(st.lists(st.tuples(st.integers(1, 6000), st.floats(0, 4)), max_size=8))
-        )
-    ]
-    queue.sort(key=lambda r: r.arrival_s)
-    running = [
-        replying(f"run{i}", num_tokens=num_tokens, ago_s=ago_s)
-        for i, (num_tokens, ago_s) in enumerate(
-            draw(st.lists(st.tuples(st.integers(1, 60), st.floats(0, 4)), max_size=5))
-        )
-    ]
-    jobs = [offline(f"off{i}", n) for i, n in enumerate(draw(st.lists(st.integers(1, 3000))))]
-    unfinished = ()
-    if draw(st.booleans()):
-        unfinished = (prefilled(chat("u", 5000, age_s=draw(st.floats(0, 4)), seq=-1), 1000),)
-    return view_of(
-        online=queue,
-        running=tuple(running),
-        unfinished=unfinished,
-        offline=jobs,
-        total_kv=draw(st.integers(8000, 60_000)),
-        mean_iteration_s=0.02,
-    )
-
-
-@given(views(), st.booleans(), st.integers(0, LATE_TURN))
-def test_every_plan_is_valid_and_something_always_runs(view, feasible, num_due):
-    plan, state = planned(view, Past(num_due=num_due), feasible=feasible)
-    assert 0 <= state.num_due <= LATE_TURN
-    work = [*view.running, *view.unfinished, *view.online, *view.offline]
-    assert bool(plan.prefill or len(plan.paused) < len(view.running)) == bool(work)
-    if any(rid.startswith("off") for rid in plan.prefill):
-        admitted = {p.rid for p in plan.preempt} | plan.prefill.keys()
-        assert all(r.rid in admitted for r in view.online), "online before offline"
 
 
 def test_nobody_waits_for_ever_while_there_is_always_somebody_due():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -17,28 +17,18 @@ from tests.factories import FakeView, decoding, make_caps, offline, online, pref
 CAPS = make_caps(promises=True, max_chunk_tokens=None)
 
 
-@dataclass(kw_only=True)
-class KnownLengths(FakeView):
-    """lengths: rid -> tokens still to come."""
-
-    caps: object = CAPS
-    lengths: dict[str, int] = field(default_factory=dict)
-
-    def length(self, request):
-        return LengthEstimate(self.lengths[request.rid], self.lengths[request.rid])
-
-
 def view_of(running, waiting, total_kv):
     """Of each its prompt and the tokens still to come."""
     here = [decoding(offline(f"r{i}", p, max_new_tokens=900)) for i, (p, _) in enumerate(running)]
     there = [offline(f"w{i}", p, max_new_tokens=900) for i, (p, _) in enumerate(waiting)]
     lengths = {f"r{i}": n for i, (_, n) in enumerate(running)}
     lengths |= {f"w{i}": n for i, (_, n) in enumerate(waiting)}
-    return KnownLengths(
+    return FakeView(
+        caps=CAPS,
         running=tuple(here),
         offline=there,
         total_kv=total_kv,
-        lengths=lengths,
+        lengths={rid: LengthEstimate(n, n) for rid, n in lengths.items()},
         promises={request.rid: 1 for request in here},
     )
 
@@ -47,7 +37,7 @@ def most_held(view, admitted):
     """Tokens held at the worst of all iterations, each taking one more until it ends."""
     held = {r.rid: r.num_computed_tokens for r in view.running}
     held |= {r.rid: r.num_prompt_tokens for r in admitted}
-    left = {rid: view.lengths[rid] for rid in held}
+    left = {rid: view.lengths[rid].upper for rid in held}
     worst = sum(held.values())
     while held:
         held = {rid: n + 1 for rid, n in held.items()}
@@ -91,34 +81,18 @@ def test_a_request_that_is_stopped_leaves_its_room_to_another(num_computed):
     assert not builder.admit(waiting, view.match(waiting), 100), "the copy has changed nothing"
 
 
-def test_a_share_can_be_kept_for_outputs_that_get_longer():
-    view = view_of([(100, 300)], [(50, 40)], 500)
-    waiting = view.offline[0]
-
-    def admits(reserve_share):
-        builder = PlanBuilder(view, forecast=KvForecast(view, reserve_share=reserve_share))
-        return builder.admit(waiting, view.match(waiting), 50)
-
-    assert admits(0.0) and not admits(0.3)
-
-
-@dataclass(kw_only=True)
-class Uncertain(KnownLengths):
-    """Each may end with any 50th token of its output, up to the limit."""
-
-    def length(self, request):
-        left = request.max_new_tokens - request.num_output_tokens
-        ends = tuple(range(50, request.max_new_tokens + 1, 50))
-        return LengthEstimate(left // 2, left * 3 // 4, ends)
-
-
 def fits_beside_many(waiting, total_kv):
-    """Beside 30 that hold 110 tokens and have 10 of at most 800 tokens of output."""
+    """Beside 30 that hold 110 tokens and have 10 of at most 800 tokens of output. Each may end with
+    any 50th token."""
     running = [decoding(offline(f"r{i}", 100, max_new_tokens=800), 10) for i in range(30)]
-    view = Uncertain(
+    ends = tuple(range(50, 801, 50))
+    lengths = {request.rid: LengthEstimate(395, 592, ends) for request in running}
+    view = FakeView(
+        caps=CAPS,
         running=tuple(running),
         **{waiting.request_class.value: [waiting]},
         total_kv=total_kv,
+        lengths=lengths | {waiting.rid: LengthEstimate(400, 600, ends)},
         promises={request.rid: 1 for request in running},
     )
     builder = PlanBuilder(view, forecast=KvForecast(view))

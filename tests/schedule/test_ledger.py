@@ -12,16 +12,6 @@ from tests.factories import FakeView, decoding, make_caps, offline, online, pref
 NOTHING = Match(cached=0, evictable=0)
 
 
-def test_running_requests_take_their_share_of_tokens_and_memory_in_mixed_batches():
-    running = tuple(decoding(online(f"r{i}", 100, max_new_tokens=11), 1) for i in range(3))
-    budget = Ledger(FakeView(running=running, total_kv=1000))
-    assert budget.tokens == 512 - 3
-    assert budget.headroom == 1000 - 300 - 3 * 10 - 3
-    apart = Ledger(FakeView(running=running, total_kv=1000, caps=make_caps(mixed_batches=False)))
-    assert apart.tokens == 512
-    assert apart.headroom == 1000 - 300 - 3 * 10
-
-
 def test_refusals_name_the_limit():
     request = online("a", 300, max_new_tokens=50)
     assert Ledger(FakeView()).refusal(request, NOTHING) is None
@@ -57,14 +47,6 @@ def test_a_resumed_request_is_charged_what_the_engine_charges_for_it():
     assert budget.shortfall(resumed, NOTHING) == 0
     budget.charge_admission(resumed, NOTHING, 140)
     assert budget.headroom == 152 - 140 - 1 - 50
-
-
-def test_a_fork_does_not_touch_the_original():
-    budget = Ledger(FakeView())
-    trial = budget.fork()
-    trial.charge_admission(online("a", 600), NOTHING, 512)
-    assert (budget.tokens, budget.unfinished) == (512, 1)
-    assert (trial.tokens, trial.unfinished) == (0, 0)
 
 
 def test_stopping_a_request_gives_back_what_it_held():
@@ -104,22 +86,15 @@ def test_a_chunk_is_the_rest_of_the_prompt_or_ends_on_a_page(length, cached_page
         assert chunk + page > limit - page, "a larger chunk would have fitted"
 
 
-def test_prompts_are_never_split_without_chunked_prefill():
-    caps = make_caps(max_chunk_tokens=None, max_prefill_tokens=1000)
-    budget = Ledger(FakeView(caps=caps, total_kv=100_000))
-    assert budget.chunk(online("a", 900), 0) == 900
-    assert budget.chunk(online("b", 5000), 0) == 5000, "the first prompt runs whole"
-    budget.charge_admission(online("a", 900), NOTHING, 900)
-    assert budget.chunk(online("b", 200), 0) == 0
-
-
-def test_whole_prompts_after_the_first_stay_below_the_limit():
-    """As SGLang's adder counts without chunked prefill."""
+def test_without_chunked_prefill_prompts_are_whole_and_stay_below_the_limit_after_the_first():
+    """As SGLang's adder counts."""
     caps = make_caps(max_chunk_tokens=None, max_prefill_tokens=512)
     budget = Ledger(FakeView(caps=caps))
+    assert budget.chunk(online("first", 5000), 0) == 5000
     budget.charge_admission(online("a", 412), NOTHING, 412)
     assert budget.refusal(online("b", 99), NOTHING) is None
     assert budget.refusal(online("c", 100), NOTHING) is SkipReason.TOKEN_BUDGET
+    assert budget.chunk(online("c", 100), 0) == 0
 
 
 def test_no_more_requests_prefill_than_the_engine_lets():
@@ -187,23 +162,16 @@ def test_adapters_are_counted_with_those_that_run():
     assert budget.refusal(with_adapter("c", "C"), NOTHING) is SkipReason.ADAPTERS
 
 
-def test_beams_take_a_slot_each():
-    beams = online("b", 10, traits=Traits(num_rows=3))
-    budget = Ledger(FakeView(caps=make_caps(max_running_requests=4)))
-    budget.charge_admission(beams, NOTHING, 10)
-    assert budget.slots == 1
-    assert budget.refusal(beams, NOTHING) is SkipReason.REQUEST_SLOTS
-    assert budget.refusal(online("a", 10), NOTHING) is None
-
-
-def test_beams_find_slots_as_the_engine_counts_them():
-    """With 8 free slots SGLang admits three beams as one of the first two requests of a batch."""
+def test_beams_take_a_slot_each_as_the_engine_counts_them():
+    """SGLang admits three beams as one of the first two requests of a batch."""
     beams = online("b", 10, traits=Traits(num_rows=3))
     budget = Ledger(FakeView(caps=make_caps(max_running_requests=8)))
     budget.charge_admission(online("a", 10), NOTHING, 10)
-    assert budget.refusal(beams, NOTHING) is None
-    budget.charge_admission(online("c", 10), NOTHING, 10)
+    assert budget.slots == 7 and budget.refusal(beams, NOTHING) is None
+    budget.charge_admission(beams, NOTHING, 10)
+    assert budget.slots == 4
     assert budget.refusal(beams, NOTHING) is SkipReason.REQUEST_SLOTS
+    assert budget.refusal(online("c", 10), NOTHING) is None
 
 
 def test_what_is_loaded_from_the_host_takes_memory_but_no_computing():
@@ -260,15 +228,3 @@ def test_what_is_promised_is_what_is_kept():
     assert ledger.need(request, NOTHING) == 150
     ledger.charge_admission(request, NOTHING, 100)
     assert ledger.headroom == 500 - 100 - 1 - 50
-
-
-def test_what_stops_in_a_plan_keeps_nothing_whatever_the_plan_promises_it():
-    request = decoding(offline("r", 50, max_new_tokens=400), 10)
-    view = FakeView(caps=make_caps(promises=True), running=(request,), promises={"r": 300})
-    first, last = Ledger(view), Ledger(view)
-    first.promise(request, 20)
-    first.refund_preemption(request)
-    last.refund_preemption(request)
-    last.promise(request, 20)
-    nobody = Ledger(FakeView(caps=make_caps(promises=True)))
-    assert first.headroom == last.headroom == nobody.headroom

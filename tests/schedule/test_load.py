@@ -61,27 +61,9 @@ def test_one_more_is_reckoned_as_if_it_were_there_and_taken_out_again(requests, 
     assert again.peak(deviations) == pytest.approx(without.peak(deviations), abs=1e-5)
 
 
-@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 25)), max_size=12))
-def test_where_the_ends_are_certain_it_is_the_peak_of_running_step_by_step(requests):
-    found = load_of([(held, [end]) for held, end in requests])
-    peak = max(sum(held + step for held, end in requests if end >= step) for step in range(26))
-    assert found.peak(3.0) == pytest.approx(peak)
-
-
 def test_one_that_has_passed_all_its_ends_ends_with_the_next_iteration():
     assert LoadAhead([10, 10], [[-5, 3], [0, 3]], page=1).peak(2.0) == 22
     assert LoadAhead([10], [[-5], [0]], page=1).peak(0.0) == 11
-
-
-def test_what_one_takes_longer_another_gives_back_sooner():
-    """The more there are, the nearer the mean is what they need each."""
-    ends = [*range(20, 400, 20)]
-
-    def need_of_each(num):
-        return load_of([(300, ends)] * num).peak(2.0) / num
-
-    assert need_of_each(100) < need_of_each(10) < need_of_each(1)
-    assert need_of_each(100) < load_of([(300, ends)] * 100).peak(0.0) / 100 * 1.1
 
 
 def test_the_last_page_of_each_is_filled_to_an_unknown_part():
@@ -112,9 +94,3 @@ def test_without_looking_at_the_ends_it_is_never_less(requests, more, deviations
     both = most.with_one(*more)
     assert both == pytest.approx(most_of([*requests, more], page=page))
     assert both.peak(deviations) >= load.with_one(*more).peak(deviations) - 1e-6
-
-
-def test_where_all_end_at_the_same_time_nothing_is_lost_by_not_looking():
-    assert (
-        most_of([(10, [5]), (20, [5])]).peak(0.0) == 40 == load_of([(10, [5]), (20, [5])]).peak(2.0)
-    )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cosched.core.request import LateReason, Slo
+from cosched.core.request import LateReason
 from cosched.schedule.online_order import by_feasibility
 from tests.factories import FakeView, online, prefilled
 
@@ -44,23 +44,9 @@ def order_of(*requests, now_s=1.0, share=1.0, unfinished=()):
     return [r.rid for r in order.due], [r.rid for r in order.late]
 
 
-def test_where_all_can_be_in_time_the_earliest_deadline_comes_first():
-    hurried = online("hurried", 10, arrival_s=0.9, slo=Slo(ttft_s=0.2))
-    assert order_of(online("first", 300, arrival_s=0.5), hurried) == (["hurried", "first"], [])
-
-
 def test_whose_time_is_over_comes_behind_the_oldest_of_them_first():
     over = [online(f"over{i}", 10, arrival_s=-1.0 + i / 10, arrival_seq=i) for i in range(2)]
     assert order_of(*over, online("new", 10, arrival_s=0.9)) == (["new"], ["over0", "over1"])
-
-
-def test_where_not_all_can_be_in_time_the_longest_makes_way():
-    queue = [
-        online(rid, num_tokens, arrival_s=0.8, arrival_seq=i)
-        for i, (rid, num_tokens) in enumerate([("a", 200), ("long", 500), ("b", 200), ("c", 200)])
-    ]
-    assert order_of(*queue) == (["a", "b", "c"], ["long"])
-    assert order_of(*queue, share=0.5) == (["a", "b"], ["long", "c"])
 
 
 def test_what_is_computed_already_counts_no_more():
